@@ -1,5 +1,5 @@
-"""Hugging Face causal language models as units that can stream. The only home of `transformers` (tokenizers:
-`data`)."""
+"""Splits Hugging Face causal language models into units that can stream. The only room that imports `transformers`
+(besides `data`, for tokenizers)."""
 
 from megatrain.model.adapters import (
     AdaptedSource,

@@ -1,13 +1,15 @@
-"""Adapters: LoRA and its relatives, by `peft`, over a model that streams. The only home of `peft`, which is optional.
+"""Adapters (LoRA and its relatives, by `peft`) over a streamed model. The only module that imports `peft`, an
+optional dependency.
 
-`peft` puts its layers into a model in place, `q_proj` becomes one that holds `base_layer`, `lora_A` and `lora_B`, and
-leaves the model's own forward as it was. So an adapted model is a model, and ports know nothing of it: the base is what
-is frozen, the adapter what trains. Here is told which adapters that holds for (`adapter_of`), and what a layer of
-`peft` does otherwise than by its parameters alone is put right in the copy that streams (`without_parametrize`).
+`peft` inserts its layers in place (`q_proj` becomes a module that holds `base_layer`, `lora_A` and `lora_B`) and
+leaves the model's own forward alone. So an adapted model is just a model with a frozen base and a trained adapter,
+and ports know nothing of it. This module decides for which adapters that holds (`adapter_of`), and patches, in the
+streamed copy, what a layer of `peft` does by other means than its parameters (`without_parametrize`).
 
-`AdaptedSource` puts an adapter over a base that nobody holds: into the structure, in which `peft` finds zeros without
-memory in place of weights, or the weight of one module at a time where it begins from their values. What an adapter is
-saved as, names, files and configuration, `peft` says too (`Adapter.file_names`, `Adapter.config_json`).
+`AdaptedSource` adds an adapter to a base that is never in memory as a whole: `peft` works on the structure, where
+it finds zeros without memory in place of weights, or the weights of one module at a time if the adapter starts
+from their values. The names, files and configuration of a saved adapter come from `peft` too
+(`Adapter.file_names`, `Adapter.config_json`).
 """
 
 from __future__ import annotations
@@ -50,58 +52,58 @@ METHODS = (
     *("LORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "HRA", "MISS", "LN_TUNING"),
     *("FOURIERFT", "C3A", "ROAD", "DELORA", "WAVEFT"),
 )
-"""Methods of `peft` that leave a layer's forward a function of its input, each compared with plain PyTorch in tests."""
+"""Methods of `peft` whose layers remain functions of their input; tests compare each with plain PyTorch."""
 
 WHY_NOT = {
     "ADALORA": "changes its ranks between steps, by a loss of its own",
     "VERA": "keeps projections outside of the layers",
     "XLORA": "runs the model twice for each batch",
-    "ADAPTION_PROMPT": "puts learned tokens into the attention of the last layers alone",
+    "ADAPTION_PROMPT": "inserts learned tokens into the attention of only the last layers",
 }
-"""What is known of some others; prompt and prefix methods say of themselves what they are."""
+"""Why some other methods cannot stream. Prompt and prefix methods are recognised by their own flags."""
 
-FULL_PRECISION = "load it in bfloat16: frozen, it costs 2 bytes a parameter of host memory, none of the device's"
-"""In place of a quantized base (QLoRA)."""
+FULL_PRECISION = "load it in bfloat16: a frozen base takes 2 bytes per parameter of host memory, not of the device's"
+"""What to do instead of quantizing the base (QLoRA)."""
 
 
 PREFIX = "base_model.model."
-"""Before every name in an adapter's file: where the model lies in a `PeftModel`."""
+"""Prefix of every name in an adapter's file: the path of the model inside a `PeftModel`."""
 
 NEEDS_NO_VALUES = ("LORA", "IA3", "LOHA", "LOKR")
-"""Methods whose first weights do not follow from those of the base."""
+"""Methods whose initial weights do not depend on those of the base."""
 
 OF_THE_BASE = ("pissa", "olora", "corda", "loftq", "eva", "lora_ga", "mica")
-"""Values of `init_lora_weights` that are made from the base or from data, and may change the base."""
+"""Values of `init_lora_weights` that need the base's weights or data, and may change the base."""
 
 SAYS_NOTHING = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping")
-"""Fields of a `PeftConfig` that its code does not depend on."""
+"""Fields of a `PeftConfig` that do not affect the layers' code."""
 
 DROPOUT = re.compile(r"\w*dropout")
-"""Fields of a `PeftConfig` that hold a rate."""
+"""Fields of a `PeftConfig` that hold a dropout rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The one adapter of a model: its name in the model, `default` as a rule, and its `PeftConfig`."""
+    """The single adapter of a model: its name in the model (usually `default`) and its `PeftConfig`."""
 
     name: str
     config: Any
 
     @property
     def drops(self) -> bool:
-        """Whether it draws at random."""
+        """Whether it uses dropout."""
         return any(value for name, value in vars(self.config).items() if DROPOUT.fullmatch(name))
 
     @property
     def facts(self) -> str:
-        """All that its code depends on, as text."""
+        """Everything that its layers' code depends on, as text."""
         fields = {name: sorted(each) if isinstance(each, set) else each for name, each in vars(self.config).items()}
         for name in SAYS_NOTHING:
             fields.pop(name, None)
         return f"peft {version('peft')} {json.dumps(fields, sort_keys=True, default=str)}"
 
     def file_names(self, whole: PreTrainedModel) -> dict[str, str]:
-        """Name in the model -> name in a file of `peft`, of every tensor that is saved; `whole` may be on meta."""
+        """Name in the model -> name in `peft`'s file, for every saved tensor; `whole` may be on the meta device."""
         from peft import get_peft_model_state_dict
 
         state = whole.state_dict()
@@ -111,7 +113,7 @@ class Adapter:
 
     @property
     def config_json(self) -> bytes:
-        """The adapter_config.json that `peft` would write, for an adapter that is to be used."""
+        """The adapter_config.json that `peft` would write for inference."""
         config = copy.deepcopy(self.config)
         config.inference_mode = True
         with tempfile.TemporaryDirectory() as folder:
@@ -119,11 +121,13 @@ class Adapter:
             return (Path(folder) / ADAPTER).read_bytes()
 
     def file_in(self, folder: Path, whole: PreTrainedModel) -> AdapterFile:
-        """The weights of such an adapter, as a source. Raises `ModelError` for those of another."""
+        """The saved weights of such an adapter, as a source. Raises `ModelError` if the folder holds another
+        adapter's."""
         return AdapterFile(folder, self.file_names(whole))
 
     def refuse_more(self, model: PreTrainedModel) -> None:
-        """Raise `ModelError` where more trains than the adapter's file holds: it would be in no checkpoint."""
+        """Raise `ModelError` if parameters train that the adapter's file cannot hold: no checkpoint would contain
+        them."""
         held = self.file_names(model)
         if more := [name for name, each in model.named_parameters() if each.requires_grad and name not in held]:
             what = f"{listed(more)} train too, and the adapter's file has no place for them"
@@ -131,9 +135,9 @@ class Adapter:
             raise ModelError(what, where=f"model {type(model).__name__}", fix=fix)
 
     def put_into(self, model: nn.Module, *, drops: bool = True) -> None:
-        """Another one like it into a model that has none, to train; without dropout if that is not wanted.
+        """Add a trainable copy of this adapter to a model without one; `drops=False` removes its dropout.
 
-        Raises `ModelError` where the model has no place for it.
+        Raises `ModelError` if the model lacks the modules that it adapts.
         """
         from peft import inject_adapter_in_model
 
@@ -147,9 +151,10 @@ class Adapter:
 
 
 def base_of(model: nn.Module) -> nn.Module:
-    """The transformers model in a `PeftModel`, the adapter's layers in it; any other model as it is.
+    """The transformers model inside a `PeftModel`, including the adapter's layers; any other model is returned as it
+    is.
 
-    Raises `ModelError` for what is more than layers in a model: prompt and prefix methods, and mixed adapters.
+    Raises `ModelError` for anything but layers inserted into a model: prompt and prefix methods, and mixed adapters.
     """
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel | peft.PeftMixedModel):
@@ -163,7 +168,7 @@ def base_of(model: nn.Module) -> nn.Module:
 
 
 def refuse_method(config: Any) -> None:
-    """Raise `ModelError` for a method of `peft` that does not stream, by its name."""
+    """Raise `ModelError` if this method of `peft` cannot stream."""
     method = str(getattr(config.peft_type, "value", config.peft_type))
     activated = method in METHODS and getattr(config, "alora_invocation_tokens", None)
     compressed = method in METHODS and getattr(config, "velora_config", None)
@@ -171,19 +176,19 @@ def refuse_method(config: Any) -> None:
         return
     why = WHY_NOT.get(method, "has not been compared with plain PyTorch here")
     if getattr(config, "is_prompt_learning", False):
-        why = "puts learned tokens before the text or into the cache, outside of the layers"
+        why = "adds learned tokens to the text or the cache, outside the layers"
     if compressed:
-        method, why = "VeLoRA", "keeps an average of its first batch, and a backward of its own"
+        method, why = "VeLoRA", "keeps an average over its first batch and has its own backward"
     if activated:
-        method, why = "aLoRA", "begins behind tokens that are looked for outside of the layers"
-    raise ModelError(f"{method} {why}, and cannot be streamed", where="adapter", fix="use LoRA, say (peft.LoraConfig)")
+        method, why = "aLoRA", "starts after tokens that are searched for outside the layers"
+    raise ModelError(f"{method} {why}, so it cannot stream", where="adapter", fix="use LoRA, say (peft.LoraConfig)")
 
 
 def adapter_of(model: nn.Module) -> Adapter | None:
-    """The adapter in a transformers model, `None` where there is none.
+    """The adapter in a transformers model, or `None`.
 
-    Raises `ModelError` for several, for one that is merged, disabled or not active, and for a method that does not
-    stream.
+    Raises `ModelError` for several adapters, for one that is merged, disabled or inactive, and for a method that
+    cannot stream.
     """
     tuned = list(_tuned(model))
     if not tuned:
@@ -194,7 +199,7 @@ def adapter_of(model: nn.Module) -> Adapter | None:
     configs: dict[str, Any] = getattr(model, "peft_config", {})
     if len(configs) != 1:
         what = f"has {len(configs)} adapters ({', '.join(configs)})"
-        raise ModelError(what, where=where, fix="leave one in it (delete_adapter), since one is trained")
+        raise ModelError(what, where=where, fix="keep one (delete_adapter): only one can be trained")
     ((name, config),) = configs.items()
     refuse_method(config)
     for module in tuned:
@@ -208,7 +213,7 @@ def adapter_of(model: nn.Module) -> Adapter | None:
 
 
 def _tuned(model: nn.Module) -> Iterator[Any]:
-    """The modules that `peft` has put into a model."""
+    """The modules that `peft` has inserted into a model."""
     if "peft" in sys.modules:
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import AuxiliaryTrainingWrapper
@@ -219,7 +224,7 @@ def _tuned(model: nn.Module) -> Iterator[Any]:
 
 @contextmanager
 def switched_off(model: nn.Module) -> Iterator[None]:
-    """In the block, the modules that `peft` has put into a model do what those of the base do."""
+    """In the block, the modules that `peft` has inserted behave like those of the base."""
     modules = [module for module in _tuned(model) if not module._disable_adapters]
     for module in modules:
         module._disable_adapters = True
@@ -231,10 +236,10 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 
 
 def without_parametrize(model: nn.Module) -> None:
-    """Let layers that adapt a bare parameter, such as fused experts, put the sum in its place for each call.
+    """Make layers that adapt a bare parameter, such as fused experts, substitute the adapted parameter on each call.
 
-    `peft` does so by `torch.nn.utils.parametrize`, which registers parameters and so changes the module that
-    `torch.func.functional_call` is at work on. The arithmetic is its own.
+    `peft` does this with `torch.nn.utils.parametrize`, which registers parameters and so changes the module while
+    `torch.func.functional_call` runs it. The arithmetic remains `peft`'s.
     """
     for module in _tuned(model):
         if hasattr(module, "_activate_lora"):
@@ -243,7 +248,7 @@ def without_parametrize(model: nn.Module) -> None:
 
 @contextmanager
 def _adapted(self: Any, active_adapters: list[str]) -> Iterator[None]:
-    """In the block, the parameter that the wrapper adapts is the adapted one."""
+    """In the block, the parameter that the wrapper adapts has its adapted value."""
     layer, name = self.get_base_layer(), self.parameter_name
     weight = layer._parameters[name]
     (adapter,) = active_adapters
@@ -258,21 +263,22 @@ def _adapted(self: Any, active_adapters: list[str]) -> Iterator[None]:
         layer._parameters[name] = weight
 
 
-# An adapter over a base that nobody holds -----------------------------------------------------------------------------
+# An adapter over a base that is not in memory -------------------------------------------------------------------------
 
 
 class AdaptedSource:
-    """A source with an adapter put into its structure. What trains is in memory, the base stays where it is."""
+    """A source with an adapter added to its structure. The adapter is in memory, the base stays where it is."""
 
     def __init__(
         self, base: Source, adapter: Any, seed: int = 0, *, name: str = "", trains: bool = True, has_values: bool = True
     ) -> None:
-        """adapter: a `PeftConfig`, for a fresh adapter as `get_peft_model` makes it after `torch.manual_seed(seed)`, or
-        the folder of one that `peft` has saved. name: of the base, for who reads what is saved. has_values: or else the
-        adapter is a structure on the meta device.
+        """adapter: a `PeftConfig`, for a fresh adapter as `get_peft_model` makes it after `torch.manual_seed(seed)`,
+        or the folder of one that `peft` has saved. name: the base's name, recorded in saved adapters. has_values: if
+        false, the adapter is only a structure on the meta device.
 
-        Raises `ModelError` for a method that does not stream, for a start that needs more of the base than one module
-        at a time, and for a folder that is no adapter's of this model; `ConfigError` without `peft`.
+        Raises `ModelError` for a method that cannot stream, for an initialisation that needs more of the base than
+        one module at a time, and for a folder without an adapter for this model; `ConfigError` if `peft` is not
+        installed.
         """
         require_peft()
         from peft import PeftConfig
@@ -309,7 +315,7 @@ class AdaptedSource:
             masters.write_master(name, parameters[name].detach() if original is None else masters.master(original))
 
     def in_files(self, names: Iterable[str], dtype: torch.dtype) -> InFiles:
-        """As `PretrainedSource.in_files`: of the base's parameters; the adapter's are held."""
+        """As `PretrainedSource.in_files`, for the base's parameters; the adapter's are never read from files."""
         asked = {self._names[name]: name for name in names if name in self._names}
         found = in_files_of(self.base, asked, dtype)
         return InFiles(
@@ -318,14 +324,14 @@ class AdaptedSource:
         )
 
     def left_out(self) -> str:
-        """A phrase that names what of the base's files the model does not use."""
+        """Describes the contents of the base's files that the model does not use."""
         return self.base.left_out() if isinstance(self.base, PretrainedSource) else ""
 
     def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Some parameters of the base, by their names there, float32, with the adapter merged into them as `peft` does.
+        """Some float32 parameters of the base, under its names, with the adapter merged into them as `peft` does.
 
-        values: all of a layer's, or of what is around the layers; they may be written to. Raises `ModelError` where
-        the merged model is none of its class: a head that is tied and has been trained apart.
+        values: all parameters of one layer, or all outside the layers; may be overwritten. Raises `ModelError` if
+        the merged model would no longer fit its class: a tied head of which only one side was trained.
         """
         found = dict(values)
         for module in _tuned(self.model):
@@ -352,7 +358,7 @@ class AdaptedSource:
         parameter = self.base.model.get_parameter(name)
         every = [key for key, each in self.base.model.named_parameters(remove_duplicate=False) if each is parameter]
         if len(every) > 1:
-            what = f"{every[0]} and {every[1]} are one, and the adapter has trained one of them apart"
+            what = f"{every[0]} and {every[1]} are tied, but the adapter has trained only one of them"
             raise ModelError(what, where="adapter", fix="use it with its base, unmerged")
 
 
@@ -365,15 +371,15 @@ def pretrained_source(
     attention: str = "auto",
     trust_remote_code: bool = False,
 ) -> PretrainedSource | AdaptedSource:
-    """The weights of a folder or hub name, with an adapter over them if one is given (see `AdaptedSource`).
+    """The weights of a folder or hub name, with an adapter over them if given (see `AdaptedSource`).
 
-    A source that is the folder of an adapter itself is the base that it names, with the adapter over it.
+    If the source is an adapter's folder, the result is the base that it names, with that adapter.
     """
     folder, where = model_named(source), f"adapter {source}"
     if (behind := model_behind(folder)) != folder:
         if adapter is not None:
             fix = "merge it first (megatrain export --merge), or give the base and one adapter"
-            raise ModelError("is an adapter itself, and takes no other", where=where, fix=fix)
+            raise ModelError("is itself an adapter and cannot take another", where=where, fix=fix)
         source, adapter = behind, folder
     base = PretrainedSource(source, attention=attention, trust_remote_code=trust_remote_code)
     name = str(Path(source).resolve()) if Path(source).exists() else str(source)
@@ -381,21 +387,21 @@ def pretrained_source(
 
 
 class AdapterFile:
-    """The weights of a saved adapter, for an engine that has the base and such an adapter."""
+    """The weights of a saved adapter, to load into an engine with that base and adapter."""
 
     def __init__(self, folder: Path, names: Mapping[str, str]) -> None:
-        """names: as of `Adapter.file_names`. Raises `ModelError` for a file that holds other tensors."""
+        """names: see `Adapter.file_names`. Raises `ModelError` if the file holds other tensors."""
         from peft import load_peft_weights
 
         with _pefts_errors():
             held = load_peft_weights(str(folder), device="cpu")
         if held.keys() != {*names.values()}:
             odd = sorted(held.keys() ^ {*names.values()})
-            raise ModelError(f"is another adapter's: {odd[0]} is in one of the two alone", where=f"adapter {folder}")
+            raise ModelError(f"belongs to another adapter: only one of the two has {odd[0]}", where=f"adapter {folder}")
         self.values = {name: held[file] for name, file in names.items()}
 
     def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
-        """Write what the file holds of the units; the base stays as it is."""
+        """Write the file's tensors that belong to the units; the base is not changed."""
         for name in (name for unit in units for name in unit if name in self.values):
             masters.write_master(name, self.values[name])
 
@@ -408,9 +414,9 @@ def lora_config(
     modules_to_save: Sequence[str] = (),
     **more: Any,
 ) -> Any:
-    """`peft`'s configuration of LoRA, from the keys of a run. Raises `ConfigError` without `peft`.
+    """A `peft.LoraConfig` from the configuration keys of a run. Raises `ConfigError` if `peft` is not installed.
 
-    target_modules: names, or one of `all-linear`, which is with fused experts and routers, and `auto`, without.
+    target_modules: names, or `all-linear` (which includes fused experts and routers), or `auto` (which does not).
     """
     require_peft()
     from peft import LoraConfig
@@ -427,26 +433,27 @@ def lora_config(
 
 
 def lora_named(text: str) -> dict[str, Any]:
-    """The keys that `lora`, `lora:16` or `lora:16:all-linear` stands for on a command line. Raises `ConfigError`."""
+    """The configuration keys for `lora`, `lora:16` or `lora:16:all-linear` on the command line. Raises
+    `ConfigError`."""
     method, _, rest = text.partition(":")
     rank, _, targets = rest.partition(":")
     if method != "lora" or not (rank or "16").isdecimal() or not 0 < int(rank or 16) <= 1 << 16:
         raise ConfigError(
-            f"{text[:40]!r} is no adapter", where="--adapter", fix="give lora, lora:16 or lora:16:all-linear"
+            f"{text[:40]!r} is not an adapter", where="--adapter", fix="give lora, lora:16 or lora:16:all-linear"
         )
     named = {"target_modules": tuple(targets.split(","))} if targets else {}
     return {"r": int(rank or 16), "alpha": 2.0 * int(rank or 16), **named}
 
 
 def model_behind(source: str) -> str:
-    """The model that a folder of an adapter names as its base; any other source as it is."""
+    """The base model named by an adapter's folder; any other source is returned as it is."""
     folder = Path(source)
     is_adapter = (folder / ADAPTER).is_file() and not (folder / "config.json").exists()
     return base_named_in(folder, f"adapter {source}") if is_adapter else source
 
 
 def load_trained(folder: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A saved model as any user of it would load it: with `from_pretrained`, and of an adapter with `PeftModel` too."""
+    """Load a saved model as any user would: with `from_pretrained`, plus `PeftModel` for an adapter."""
     base = load_causal_lm(model_behind(folder), dtype=dtype, trust_remote_code=trust_remote_code)
     if model_behind(folder) == folder:
         return base
@@ -459,13 +466,13 @@ def load_trained(folder: str, *, dtype: torch.dtype, trust_remote_code: bool = F
 
 
 def with_adapter(structure: PreTrainedModel, config: Any) -> PreTrainedModel:
-    """A structure on the meta device with a fresh adapter in it, for a plan: nothing of it has values that count."""
+    """Add a fresh adapter to a structure on the meta device, for a plan: its values are meaningless."""
     return AdaptedSource(_Structure(structure), config, has_values=False).model
 
 
 @dataclass(frozen=True, slots=True)
 class _Structure:
-    """A source that has no weights."""
+    """A source without weights."""
 
     model: PreTrainedModel
 
@@ -474,7 +481,7 @@ class _Structure:
 
 
 def require_peft() -> None:
-    """Raise `ConfigError` where `peft` is not installed."""
+    """Raise `ConfigError` if `peft` is not installed."""
     try:
         import peft  # noqa: F401
     except ImportError as error:
@@ -483,7 +490,7 @@ def require_peft() -> None:
 
 
 def read_adapter_config(folder: Path) -> Any:
-    """The `PeftConfig` in a folder that `peft`, or an engine, has written. Raises `ModelError` where there is none."""
+    """The `PeftConfig` in a folder written by `peft` or an engine. Raises `ModelError` if there is none."""
     from peft import PeftConfig
 
     if not (folder / ADAPTER).is_file():
@@ -494,7 +501,8 @@ def read_adapter_config(folder: Path) -> Any:
 
 
 def base_named_in(folder: Path, where: str) -> str:
-    """The model that an adapter's folder names as its base. Raises `ModelError` where it names none that is there."""
+    """The base model named by an adapter's folder. Raises `ModelError` if it names none, or one that cannot be
+    found."""
     try:
         name = read_json(folder / ADAPTER).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError) as error:
@@ -507,22 +515,22 @@ def base_named_in(folder: Path, where: str) -> str:
 
 
 def base_names(before: nn.Module, after: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Name in the first, and parameter of the second, of two models of which one is a copy of the other."""
+    """(name in `before`, parameter of `after`) for two copies of one model."""
     return zip((name for name, _ in before.named_parameters()), after.parameters(), strict=True)
 
 
 def _linear(model: PreTrainedModel) -> set[str]:
-    """Last names of the linear layers of a model, without its head and without experts that are fused."""
+    """Last name components of a model's linear layers, except its head and fused experts."""
     kinds, head = (nn.Linear, Conv1D), model.get_output_embeddings()
     found = {name for name, module in model.named_modules() if isinstance(module, kinds) and module is not head}
     return {name.rpartition(".")[2] for name in found}
 
 
 def _without_experts(config: Any, names: set[str], model: PreTrainedModel) -> set[str]:
-    """`names` without those that `peft` takes to mean experts that are fused: of a shared expert's layers, say."""
+    """`names` without those that `peft` would take to mean fused experts (those of a shared expert's layers, say)."""
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-    except ImportError:  # a release that knows no fused experts
+    except ImportError:  # this release does not adapt fused experts
         return names
     found = copy.deepcopy(config)
     found.target_modules = set(names)
@@ -531,29 +539,31 @@ def _without_experts(config: Any, names: set[str], model: PreTrainedModel) -> se
 
 
 def _begins_from_values(config: Any) -> bool:
-    """Whether an adapter's first weights follow from the base's. Raises `ModelError` where they change the base."""
+    """Whether an adapter's initial weights depend on the base's. Raises `ModelError` if making them changes the
+    base."""
     start = getattr(config, "init_lora_weights", True)
     odd = f"init_lora_weights={start!r}" if isinstance(start, str) and start.lower().startswith(OF_THE_BASE) else ""
     odd = "kasa_config" if getattr(config, "kasa_config", None) else odd
     odd = "trainable_token_indices" if getattr(config, "trainable_token_indices", None) else odd
     if odd:
-        what = f"{odd} needs, or changes, the weights of the whole base"
-        fix = "leave it out, or make the model in memory (peft.get_peft_model) and give it to Engine.from_model"
+        what = f"{odd} needs or changes the weights of the whole base"
+        fix = "leave it out, or build the model in memory (peft.get_peft_model) and pass it to Engine.from_model"
         raise ModelError(what, where="adapter", fix=fix)
     return config.peft_type.value not in NEEDS_NO_VALUES or bool(getattr(config, "use_dora", False))
 
 
 def _reader(base: Source) -> Any:
-    """What reads one parameter of the base. Raises `ModelError` for a base that has no values yet."""
+    """A function that reads one parameter of the base. Raises `ModelError` if the base has no values yet."""
     read = getattr(base, "read", None)
     if read is None:
-        what = "it begins from the weights of the base, and a fresh model has none yet"
+        what = "it starts from the weights of the base, and a fresh model has none yet"
         raise ModelError(what, where="adapter", fix="use plain LoRA, or start from a folder of weights")
     return read
 
 
 def _inject(model: PreTrainedModel, config: Any, named: Mapping[int, str], read: Any) -> None:
-    """Let `peft` put its layers into a model on the meta device: what it looks at has values for as long as it does."""
+    """Have `peft` insert its layers into a model on the meta device, lending values to each module while `peft`
+    looks at it."""
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
     tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
@@ -568,7 +578,7 @@ def _inject(model: PreTrainedModel, config: Any, named: Mapping[int, str], read:
 
 @contextmanager
 def _lent(target: nn.Module, named: Mapping[int, str], read: Any) -> Iterator[None]:
-    """In the block, parameters of a module on the meta device are in memory: their values, or zeros that take none."""
+    """In the block, a meta module's parameters are in memory: as their values, or as zeros that take no memory."""
     before = [(module, dict(module._parameters)) for module in target.modules()]
     for module, parameters in before:
         for key, parameter in parameters.items():
@@ -584,9 +594,9 @@ def _lent(target: nn.Module, named: Mapping[int, str], read: Any) -> Iterator[No
 
 
 def _load(model: PreTrainedModel, folder: Path, named: Mapping[int, str]) -> dict[str, str]:
-    """The weights of a saved adapter, into the layers that are there. Raises `ModelError` where they do not fit.
+    """Load the weights of a saved adapter into the layers that exist. Raises `ModelError` if they do not fit.
 
-    Returns name -> name without the adapter, of parameters of the base that are saved with it: biases.
+    Returns name -> name without the adapter, for parameters of the base that were saved with it (biases).
     """
     from peft import load_peft_weights, set_peft_model_state_dict
 
@@ -609,13 +619,13 @@ def _load(model: PreTrainedModel, folder: Path, named: Mapping[int, str]) -> dic
     if missing := sorted(ours & {*found.missing_keys}):
         raise ModelError(f"its file lacks {listed(missing)}", where=where, fix="use files that belong together")
     if found.unexpected_keys:
-        what = f"the model has no place for its {listed(sorted(found.unexpected_keys))}"
+        what = f"the model does not have its {listed(sorted(found.unexpected_keys))}"
         raise ModelError(what, where=where, fix="use it with the base that it was trained on")
     return biases
 
 
 def _copied(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Parameters of modules that train whole (`modules_to_save`), and those of the base that they begin as."""
+    """(name, name in the base) of parameters in modules that train as a whole (`modules_to_save`)."""
     from peft.utils.other import ModulesToSaveWrapper
 
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -628,7 +638,7 @@ def _copied(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def _pefts_errors() -> Iterator[None]:
-    """What `peft` raises about a configuration or a file, as a `ModelError` of one line."""
+    """Turn errors that `peft` raises about a configuration or a file into `ModelError`s of one line."""
     try:
         yield
     except (ValueError, TypeError, KeyError, RuntimeError, OSError, AttributeError) as error:
@@ -637,7 +647,7 @@ def _pefts_errors() -> Iterator[None]:
 
 
 class _Under:
-    """The masters under the names that the base's parameters have without the adapter."""
+    """The masters, addressed by the names that the base's parameters have without the adapter."""
 
     def __init__(self, masters: Masters, ours: Mapping[str, str]) -> None:
         self._masters, self._ours = masters, ours

@@ -1,8 +1,8 @@
-"""Configs of models: read from a folder, a hub name or fields, and refused from the config alone.
+"""Reads model configs (from a folder, a hub name or fields) and refuses those that cannot be trained exactly.
 
-What cannot be trained exactly is refused here, before a structure is built or a file of weights is opened: an
-encoder-decoder, a vision or audio model, an encoder that sees later tokens, a quantized checkpoint, code of its own
-that nobody allowed. What shows only in the structure is refused by `ported`.
+Refused from the config alone, before a structure is built or a weights file opened: encoder-decoders, vision and
+audio models, encoders that see later tokens, quantized checkpoints, and custom code without permission. What only
+the structure reveals is refused by `ported`.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ COMMON_FIELDS = (
     "rope_theta",
     "torch_dtype",
 )
-"""Fields that many configs take without listing them."""
+"""Fields that many configs accept without declaring them."""
 
 SOURCES = "give a local Hugging Face folder, a hub name, or a config with a causal-LM model_type"
-"""What to do about a model that is not there."""
+"""The fix for a model that cannot be found."""
 
 MOST_LAYERS = 100_000
-"""In a config. To build so many takes minutes, and no model has a hundredth of them."""
+"""Upper limit on layers. Building so many takes minutes; no real model has a hundredth of it."""
 
 MOST_SIZE = 10**8
-"""Of a hidden state or a vocabulary. Products of two such sizes still count in machine words."""
+"""Upper limit on hidden sizes and vocabularies. The product of two still fits a machine word."""
 
 SECONDS = 120.0
-"""Of work on a config, or on the structure that it describes. The largest structures take a tenth of it."""
+"""Time limit for reading a config or building its structure. The largest known ones take a tenth of it."""
 
 TRUST = "set trust_remote_code=true if you have read its code and trust it"
 
@@ -64,11 +64,10 @@ def read_config(
     trust_remote_code: bool = False,
     revision: str | None = None,
 ) -> PreTrainedConfig:
-    """The config of a model, from a local folder, a `config.json`, a hub name, or its fields with `model_type`.
+    """Read a model's config from a local folder, a `config.json`, a hub name, or fields that include `model_type`.
 
-    `where` names the place in errors; `revision` is the version of a hub name: a branch, a tag or a commit. Raises
-    `ModelError` when it is missing, malformed, or needs code that has not been allowed, and for a field that its model
-    type does not know.
+    `where` names the place in errors; `revision` is a branch, tag or commit of a hub name. Raises `ModelError` for a
+    config that is missing, malformed or needs code without permission, and for a field unknown to its model type.
     """
     if isinstance(source, PreTrainedConfig):
         return source
@@ -83,7 +82,7 @@ def read_config(
         found = _fields_at(name, where, revision)
         if found is not None:
             _refuse_endless(found, where)
-            if "auto_map" not in found:  # else its own code says what it is
+            if "auto_map" not in found:  # otherwise its own code defines the type
                 _known_kind(found.get("model_type"), where)
 
         def read() -> PreTrainedConfig:
@@ -99,14 +98,14 @@ def read_config(
 
 
 def _before_long(read: Callable[[], T], where: str) -> T:
-    """What `read` makes of a config. Raises `ModelError` where it takes more than `SECONDS` of work."""
+    """Call `read`. Raises `ModelError` if it takes more than `SECONDS` of processor time."""
     with ended(where):
         return within(SECONDS, read)
 
 
 @contextmanager
 def ended(where: str) -> Iterator[None]:
-    """A limit of time that was reached, as a `ModelError`."""
+    """Turn an exceeded time limit into a `ModelError`."""
     try:
         yield
     except OutOfTime as error:
@@ -115,9 +114,9 @@ def ended(where: str) -> Iterator[None]:
 
 
 def _fields_at(name: str, where: str, revision: str | None) -> dict[str, Any] | None:
-    """What the config.json of a folder, or the file itself, holds; `None` where the hub has it alone.
+    """The fields in a folder's config.json, or in the file itself; `None` if only the hub has it.
 
-    Raises `ModelError` for what is no JSON object.
+    Raises `ModelError` for a file that is not a JSON object.
     """
     path = Path(name)
     folder = path if path.exists() else cached_folder(name, revision)
@@ -136,7 +135,7 @@ def _fields_at(name: str, where: str, revision: str | None) -> dict[str, Any] | 
 
 
 def _known_kind(kind: object, where: str) -> str:
-    """`kind`, if the library knows a model of that type. Raises `ModelError` with the nearest ones."""
+    """Return `kind` if transformers knows that model type; else raise `ModelError` with the nearest ones."""
     if kind is None:
         raise ModelError("has no model_type", where=where, fix="add model_type: llama, say")
     if isinstance(kind, str) and kind in CONFIG_MAPPING:
@@ -147,7 +146,7 @@ def _known_kind(kind: object, where: str) -> str:
 
 
 def _refuse_endless(fields: Mapping[str, Any], where: str) -> None:
-    """Raise `ModelError` for a number of layers or a size that could only be a mistake, before it is made."""
+    """Raise `ModelError` for a layer count or size that can only be a mistake, before building it."""
     for name, value in fields.items():
         if isinstance(value, Mapping):
             _refuse_endless(value, where)
@@ -158,22 +157,22 @@ def _refuse_endless(fields: Mapping[str, Any], where: str) -> None:
 
 
 def set_fields(config: PreTrainedConfig, fields: Mapping[str, Any], *, where: str) -> None:
-    """Change fields of a config, as `from_pretrained` does with those among its arguments.
+    """Change fields of a config, as `from_pretrained` does with keyword arguments.
 
-    Raises `ModelError` for one that the config does not have, and for a value that it refuses.
+    Raises `ModelError` for an unknown field and for a value that the config refuses.
     """
     for name, value in fields.items():
         if not hasattr(config, name):
             known = {*config.to_dict(), *config.attribute_map, *COMMON_FIELDS} - {name}
             near = get_close_matches(name, sorted(known), n=1)
-            what = f"{name} is neither a field of its config nor an argument that can be honoured"
+            what = f"{name} is neither a field of its config nor a supported argument"
             raise ModelError(what, where=where, fix=f"did you mean {near[0]!r}?" if near else "leave it out")
         with plain_errors(where):
             setattr(config, name, value)
 
 
 def refuse_other_configs(config: PreTrainedConfig, *, where: str, trust_remote_code: bool = False) -> None:
-    """Raise `ModelError` unless the config is that of a causal language model with plain weights."""
+    """Raise `ModelError` unless the config describes a causal language model with plain weights."""
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError("an encoder-decoder, not a causal language model", where=where, fix="use a decoder-only model")
     if _is_quantized(config):
@@ -183,7 +182,7 @@ def refuse_other_configs(config: PreTrainedConfig, *, where: str, trust_remote_c
             fix="use the float32 or bfloat16 weights that it was made from",
         )
     if _brings_code(config) and trust_remote_code:
-        return  # what class it is, its own code decides
+        return  # its own code decides the class
     model_class = causal_class(config)
     if model_class is None and _brings_code(config):
         raise ModelError("needs code from its own repository", where=where, fix=TRUST)
@@ -205,7 +204,7 @@ def refuse_other_configs(config: PreTrainedConfig, *, where: str, trust_remote_c
 
 
 def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """The library's own class for a causal language model with this config; `None` where it has none."""
+    """transformers' causal language model class for this config, or `None`."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
     found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -213,16 +212,16 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 
 _MALFORMED = (KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError, RuntimeError)
-"""What the library trips over in a config that contradicts itself."""
+"""What transformers raises for a config that contradicts itself."""
 
 
 @contextmanager
 def plain_errors(where: str) -> Iterator[None]:
-    """What the library raises about a model that it cannot read or build, as a `ModelError` of one line."""
+    """Turn what transformers raises about a model that it cannot read or build into a `ModelError` of one line."""
     try:
         yield
     except StrictDataclassError as error:
-        raise ModelError(first_line(error), where=where, fix="mend that field of its config") from error
+        raise ModelError(first_line(error), where=where, fix="correct that field of its config") from error
     except (OSError, ValueError, ImportError, *_MALFORMED) as error:
         if "trust_remote_code" in str(error):
             raise ModelError("needs code from its own repository", where=where, fix=TRUST) from error
@@ -230,7 +229,8 @@ def plain_errors(where: str) -> Iterator[None]:
 
 
 def _refuse_unknown_fields(kind: str, fields: Mapping[str, Any], where: str) -> None:
-    """transformers keeps a field that it does not know in silence; a misspelt one would train another model."""
+    """Raise `ModelError` for unknown fields: transformers silently ignores them, so a typo would train another
+    model."""
     default = AutoConfig.for_model(kind)
     known = {*default.to_dict(), *default.attribute_map, *PreTrainedConfig().to_dict(), *COMMON_FIELDS}
     for name in fields:
@@ -244,7 +244,7 @@ def _refuse_unknown_fields(kind: str, fields: Mapping[str, Any], where: str) -> 
 
 
 def _is_quantized(config: PreTrainedConfig) -> bool:
-    """Also where only a part of a composite config says so."""
+    """Whether the config, or a part of a composite config, declares quantization."""
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
     return any(getattr(part, "quantization_config", None) for part in parts)
 
@@ -254,6 +254,6 @@ def _brings_code(config: PreTrainedConfig) -> bool:
 
 
 def _sees_or_hears(config: PreTrainedConfig) -> bool:
-    """Whether a config has parts beside its text model."""
+    """Whether a config has parts besides its text model."""
     parts = getattr(config, "sub_configs", ())
     return "text_config" in parts or any("vision" in name or "audio" in name for name in parts)

@@ -1,10 +1,10 @@
-"""What a ported model looks like as a checkpoint: the names, shapes and dtypes of its tensors, and the small files.
+"""What a model is written as: the names, shapes and dtypes of its checkpoint's tensors, and the small files.
 
-A checkpoint is not the list of the parameters: the library fuses experts as it loads them, renames, and ties. Its
-own reverse conversion, which `save_pretrained` applies to a whole model in memory, is applied here to one unit at a
-time: first on the meta device, so that everything about the files is known before a byte is written, then on values.
-The model that the conversion consults has no storage at any time. It leaves out the files of weights
-(`checkpoint.safetensors_writer`).
+A checkpoint is not just the list of parameters: transformers fuses experts on loading, renames, and ties. The
+reverse conversion that `save_pretrained` applies to a whole model in memory is applied here to one unit at a time:
+first on the meta device, so that everything about the files is known before a byte is written, then on values. The
+model that the conversion consults never has storage. The files themselves are written by
+`checkpoint.safetensors_writer`.
 """
 
 from __future__ import annotations
@@ -42,50 +42,50 @@ class WrittenTensor:
 
 
 class Written(Protocol):
-    """What is written of a model: the whole of it, or its adapter alone."""
+    """What is written of a model: all of it, or only its adapter."""
 
     stem: str
-    """What files of weights are called, before their number."""
+    """File name of the weights, before the shard number."""
     units: list[list[WrittenTensor]]
     """The tensors of each unit, in the order in which `tensors` gives them."""
     needs_remote_code: bool
-    """Whether `from_pretrained` will have to be told to trust the code in the folder."""
+    """Whether `from_pretrained` will need `trust_remote_code`."""
 
     @property
     def spec(self) -> ModelSpec: ...
 
     @property
     def numel(self) -> int:
-        """Parameters as the library counts them: tied ones once, buffers not at all."""
+        """Number of parameters as transformers counts them: tied ones once, no buffers."""
         ...
 
     def writes(self, name: str) -> bool:
-        """Whether the master of that parameter is wanted by `tensors`."""
+        """Whether `tensors` needs the master of that parameter."""
         ...
 
     def tensors(self, unit: int, masters: Weights) -> dict[str, Tensor]:
-        """What a unit is written as: name in the file -> value, parameters not yet rounded to the written dtype."""
+        """The tensors of a unit: name in the file -> value, not yet rounded to the written dtype."""
         ...
 
     def write_small_files(self, folder: Path) -> None:
-        """Write what is no tensor: configuration and custom code."""
+        """Write the config and custom code."""
         ...
 
 
 def written_of(ported: PortedModel, dtype: torch.dtype) -> Written:
-    """What a ported model is written as: its adapter where it has one, else all of it."""
+    """What a ported model is written as: its adapter if it has one, else all of it."""
     return WrittenModel(ported, dtype) if ported.adapter is None else WrittenAdapter(ported, ported.adapter, dtype)
 
 
 def written_parameters(ported: PortedModel) -> Collection[str]:
-    """The parameters whose masters are written: `Written.writes` of each, without the rest of what is to be known."""
+    """The parameters that are written, without planning the files (see `Written.writes`)."""
     if ported.adapter is None:
         return {param.name for unit in ported.structure.units for param in unit.params}
     return ported.adapter.file_names(ported.whole())
 
 
 class WrittenAdapter:
-    """The adapter of a model, as `peft` writes it: the base is not among it."""
+    """A model's adapter as `peft` writes it, without the base."""
 
     stem = "adapter_model"
     needs_remote_code = False
@@ -123,9 +123,9 @@ class WrittenAdapter:
 
 
 class WrittenModel:
-    """The checkpoint of a ported model whose parameters are written as `dtype`; buffers keep the dtype they have.
+    """A ported model's checkpoint, with parameters written as `dtype`; buffers keep their own dtype.
 
-    Raises `ExportError` when the model's checkpoint cannot be made from one unit at a time.
+    Raises `ExportError` if the checkpoint cannot be built unit by unit.
     """
 
     stem = "model"
@@ -150,36 +150,35 @@ class WrittenModel:
 
     @property
     def numel(self) -> int:
-        """Parameters as the library counts them: tied ones once, buffers not at all."""
         return self.spec.numel
 
     def writes(self, name: str) -> bool:
-        """Whether a parameter is written: every one is."""
+        """True for every parameter."""
         return True
 
     def tensors(self, unit: int, masters: Weights) -> dict[str, Tensor]:
-        """What the unit is written as: checkpoint name -> value, parameters not yet rounded to the written dtype.
+        """The tensors of a unit: name in the checkpoint -> value, parameters not yet rounded to the written dtype.
 
-        `masters` holds the float32 master of each parameter of the unit by its own name. Where the layout is the same
-        the result shares its memory; the halves of fused experts are copies.
+        masters: name -> float32 master of each parameter of the unit. Results share its memory if the layout is
+        the same; the halves of fused experts are copies.
         """
         ours = {self._written_as[param.name]: masters[param.name] for param in self.spec.units[unit].params}
         return self._converted({**ours, **self._buffers[unit]})
 
     def write_small_files(self, folder: Path) -> None:
-        """Write config, generation config and custom code to `folder` as the library itself would.
+        """Write config, generation config and custom code to `folder`, as transformers would.
 
-        Raises `ExportError` for a generation config that the library refuses to write.
+        Raises `ExportError` for a generation config that transformers refuses to write.
         """
         with quiet():
             try:
-                self._whole.save_pretrained(folder, state_dict={})  # no tensor, hence no file of weights
+                self._whole.save_pretrained(folder, state_dict={})  # no tensors, so no weights file
             except ValueError as error:
-                fix = "mend model.generation_config, or the generation_config.json that the model came with"
+                fix = "correct model.generation_config, or the model's generation_config.json"
                 raise ExportError(first_line(error), where=f"model {self.spec.name}", fix=fix) from error
 
     def _saved_buffers(self, ported: PortedModel) -> list[dict[str, Tensor]]:
-        """Buffers that belong in a checkpoint, on the host, by unit; those of no layer go with the prologue."""
+        """Persistent buffers on the host, by unit; those outside the layers belong to the prologue."""
         found: list[dict[str, Tensor]] = [{} for _ in self.spec.units]
         parameters = {name for name, _ in self._whole.named_parameters(remove_duplicate=False)}
         ignored = set(self._whole._keys_to_ignore_on_save or ())
@@ -192,7 +191,7 @@ class WrittenModel:
         return found
 
     def _in_memory(self, unit: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The tensors of a unit before conversion, without storage."""
+        """A unit's tensors before conversion, without storage."""
         empty = {
             self._written_as[param.name]: torch.empty(param.shape, dtype=dtype, device="meta")
             for param in self.spec.units[unit].params
@@ -214,9 +213,9 @@ def _by_name(tensor: WrittenTensor) -> str:
 
 
 def _names_to_write(whole: PreTrainedModel) -> dict[str, str]:
-    """Parameter name -> the name under which it is written: of tied names, the one that the library looks for.
+    """Parameter name -> written name; of tied names, the one that transformers looks for on loading.
 
-    A key is the first name of a parameter, which is how a `ModelSpec` calls it.
+    Keys are the first names of parameters, as in a `ModelSpec`.
     """
     tied = set(getattr(whole, "all_tied_weights_keys", None) or ())
     names: dict[int, list[str]] = {}

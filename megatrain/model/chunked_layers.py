@@ -1,11 +1,11 @@
-"""Parts of a layer that treat each token by itself, run chunk by chunk: the feed-forward and the norms, as a rule.
+"""Runs token-wise parts of a layer (usually the MLP and the norms) over a long sequence in chunks.
 
-What such a part gives at a token depends on its input at that token alone, so it may go through a long sequence in
-chunks, keep nothing but its input, and compute each chunk again when its gradient is wanted: what it makes on the way
-exists for one chunk at a time. No list of classes or names tells which parts those are. Candidates are submodules that
-the layer calls once with one tensor for one tensor, of which autograd keeps much more than that tensor; each is then
-run on random weights, whole and on its tokens in another order and in pieces, and must give the same. Parts that hold
-experts, or that somebody listens to (recorders of router logits), are left whole, and so is what draws at random.
+The output of such a part at a token depends on its input at that token alone. So it can process a long sequence in
+chunks, keep only its input, and recompute each chunk for the backward pass: its intermediates exist for one chunk
+at a time. Parts are found without a list of classes or names. Candidates are submodules that the layer calls once,
+with one tensor in and one out, and for which autograd keeps much more than that tensor. Each is run on random
+weights, on the whole sequence and on permuted tokens in pieces, and must give the same. Parts that contain
+experts, have hooks (recorders of router logits) or draw at random are not chunked.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from megatrain.model.peak import LimitNumel, Living, SkipLargeProducts, TooLarge
 from megatrain.model.saved_activations import unseen
 
 WORTH_IT = 0.5
-"""Bytes that autograd keeps of a part beside its input, over those of the input, below which it is left whole."""
+"""Parts for which autograd keeps less than this, as a multiple of the input's bytes, are not chunked."""
 TOKENS = 8
-"""Of the run that shows what is called."""
+"""Tokens of the run that records which submodules are called."""
 ORDER, PIECES = (3, 0, 6, 5, 1, 4, 2), (3, 4)
-"""How the tokens of a test are put into another order, and how many of them go through in each piece."""
+"""The permutation of a test's tokens, and the sizes of its pieces."""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Largest difference that is rounding, over the largest value."""
+"""Largest difference that counts as rounding, relative to the largest value."""
 MOST_RANDOM_NUMEL = 1 << 20
-"""Weights up to this size are random in a test; of larger ones all rows are alike, and take no memory."""
+"""Weights up to this size are random in a test; larger ones repeat one row, which takes no memory."""
 
 
 def token_wise(layer: nn.Module, run: Callable[[int], object]) -> tuple[str, ...]:
-    """Names of the largest submodules of a layer that are token-wise and worth running in chunks.
+    """Names of a layer's largest submodules that are token-wise and worth chunking.
 
-    `run` runs the layer on so many tokens. The layer's mode and parameters stay as they are.
+    `run` runs the layer on a given number of tokens. The layer's mode and parameters are not changed.
     """
     calls: dict[str, list[tuple[tuple[Any, ...], Mapping[str, Any], Any]]] = {}
     hooks = [
@@ -55,7 +55,7 @@ def token_wise(layer: nn.Module, run: Callable[[int], object]) -> tuple[str, ...
         for hook in hooks:
             hook.remove()
     found: list[str] = []
-    for name, seen in calls.items():  # from the outside in
+    for name, seen in calls.items():  # outermost first
         if any(name.startswith(f"{outer}.") for outer in found) or len(seen) != 1:
             continue
         args, kwargs, output = seen[0]
@@ -67,10 +67,10 @@ def token_wise(layer: nn.Module, run: Callable[[int], object]) -> tuple[str, ...
 
 @contextmanager
 def in_chunks(layer: nn.Module, names: Sequence[str], tokens: int) -> Iterator[None]:
-    """In the block, these parts of a layer go through more than `tokens` tokens in chunks of so many.
+    """In the block, these parts of a layer process more than `tokens` tokens in chunks of that many.
 
-    An output equals that of the whole to the rounding of products of another size, and so does the gradient of the
-    input. Gradients of weights are summed over chunks in their order, in float32, and rounded once.
+    Outputs and input gradients equal those of the whole up to the rounding of matrix products of another size.
+    Weight gradients are summed over chunks in order, in float32, and rounded once.
     """
     parts = [layer.get_submodule(name) for name in names]
     before = [vars(part).get("forward") for part in parts]
@@ -88,13 +88,14 @@ def in_chunks(layer: nn.Module, names: Sequence[str], tokens: int) -> Iterator[N
 
 @dataclass(frozen=True, slots=True)
 class _Chunked:
-    """Stands for the forward of a part: `plain`, called with [..., tokens, channels] of at most `tokens` tokens."""
+    """Replaces the forward of a part, `plain`, which is then called with [..., tokens, channels] of at most
+    `tokens` tokens."""
 
     part: nn.Module
     plain: Callable[[Tensor], Tensor]
     tokens: int
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # its graphs take no backward inside a backward
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # no backward inside a compiled backward
     def __call__(self, given: Tensor) -> Tensor:
         if given.numel() <= self.tokens * given.shape[-1]:
             return self.plain(given)
@@ -106,17 +107,17 @@ class _Chunked:
         return output
 
     def rows(self, given: Tensor) -> int:
-        """Tokens of each sequence in a chunk."""
+        """Tokens of each sequence in one chunk."""
         sequences = given.numel() // (given.shape[-1] * given.shape[-2])
         return max(1, self.tokens // sequences)
 
     def whole(self, given: Tensor) -> Tensor:
-        """The output for all tokens, of chunk after chunk."""
+        """The output for all tokens, chunk by chunk."""
         output: Tensor | None = None
         start = 0
         for piece in given.split(self.rows(given), dim=-2):
             with unseen(), in_chunk():
-                made = self.plain(piece.contiguous())  # as the library's code finds its inputs
+                made = self.plain(piece.contiguous())  # as the library's code gets its inputs
             if output is None:
                 output = made.new_empty((*given.shape[:-1], made.shape[-1]))
             output.narrow(-2, start, piece.shape[-2]).copy_(made)
@@ -126,7 +127,7 @@ class _Chunked:
 
 
 class _Plain(nn.Module):
-    """A part under its own forward, to be called with weights that are not the module's."""
+    """A part with its original forward, as a module that can be called with other weights."""
 
     def __init__(self, chunked: _Chunked) -> None:
         super().__init__()
@@ -138,7 +139,7 @@ class _Plain(nn.Module):
 
 
 class _InChunks(torch.autograd.Function):
-    """Keeps the input and the weights, the latter as autograd's hooks have it (`engine.weights.names_weights`)."""
+    """Saves only the input and the weights, the latter by offset (`engine.weights.names_weights`)."""
 
     @staticmethod
     def forward(ctx: Any, chunked: _Chunked, names: tuple[str, ...], given: Tensor, *weights: Tensor) -> Tensor:
@@ -172,7 +173,7 @@ class _InChunks(torch.autograd.Function):
 
 
 class _Sum:
-    """The gradient of one weight over chunks: each is added as soon as it is there, in float32, and forgotten."""
+    """Accumulates one weight's gradient over chunks in float32 as each becomes available."""
 
     def __init__(self, leaf: Tensor) -> None:
         self._dtype = leaf.dtype
@@ -189,7 +190,7 @@ class _Sum:
         leaf.grad = None
 
     def taken(self) -> Tensor | None:
-        """The sum in the weight's dtype; given up here."""
+        """Return the sum in the weight's dtype, and drop it here."""
         total, self._total = self._total, None
         return None if total is None else total.to(self._dtype)
 
@@ -205,7 +206,7 @@ def _noting(seen: list[tuple[tuple[Any, ...], Mapping[str, Any], Any]]) -> Calla
 
 
 def _one_for_one(args: tuple[Any, ...], output: Any) -> bool:
-    """Whether it was called with one tensor [..., tokens, channels] and gave one for the same tokens."""
+    """Whether a call got one tensor [..., tokens, channels] and returned one for the same tokens."""
     if len(args) != 1 or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
         return False
     given = args[0]
@@ -214,7 +215,7 @@ def _one_for_one(args: tuple[Any, ...], output: Any) -> bool:
 
 
 def _apart(module: nn.Module) -> bool:
-    """Whether it holds experts, which see some of the tokens only, or modules that somebody listens to."""
+    """Whether a module contains experts, which see only some of the tokens, or modules with hooks."""
     inner = list(module.modules())
     listened = (each._forward_hooks or each._forward_pre_hooks for each in inner)
     experts = any(isinstance(each, nn.ModuleList | nn.ModuleDict) for each in inner)
@@ -222,7 +223,7 @@ def _apart(module: nn.Module) -> bool:
 
 
 def _passes(module: nn.Module, given: Tensor) -> bool:
-    """Whether the module is worth it, and gives each token the same whatever else there is."""
+    """Whether chunking the module pays, and its output at each token depends on that token alone."""
     if _kept_of(module, given) - given.nbytes < WORTH_IT * given.nbytes:
         return False
     generator = torch.Generator().manual_seed(0)
@@ -231,39 +232,39 @@ def _passes(module: nn.Module, given: Tensor) -> bool:
     tokens = tokens.expand(*given.shape[:-2], *tokens.shape).contiguous()
     untouched = tokens.clone()
     modes = {each: each.training for each in module.modules()}
-    module.train()  # what drops out at random must not pass
+    module.train()  # so that dropout fails the test
     try:
         with torch.no_grad(), LimitNumel(MOST_RANDOM_NUMEL), ExpandedRowLinear():
             expected = functional_call(module, weights, (tokens,))[..., ORDER, :]
             pieces = tokens[..., ORDER, :].split(PIECES, dim=-2)
             found = torch.cat([functional_call(module, weights, (piece,)) for piece in pieces], dim=-2)
-    except TooLarge:  # a large weight that goes through something else than `linear`
+    except TooLarge:  # a large weight is used by something other than `linear`
         return False
     finally:
         for each, mode in modes.items():
             each.training = mode
     if not torch.equal(tokens, untouched):
-        return False  # it writes into its input, which is what is to be kept
+        return False  # it writes into its input, which must be kept
     largest, off = expected.float().abs().max(), (found - expected).float().abs().max()
     return bool(largest > 0) and bool(off <= TOLERANCE.get(given.dtype, 1e-5) * largest)
 
 
 def _kept_of(module: nn.Module, given: Tensor) -> int:
-    """Bytes that autograd keeps of a module, its input included."""
+    """Bytes that autograd keeps for a module, including its input."""
     leaves = {name: torch.zeros((), dtype=p.dtype).expand(p.shape) for name, p in module.named_parameters()}
     for leaf in leaves.values():
         leaf.requires_grad_()
     living = Living()
     with torch.enable_grad(), SkipLargeProducts(), living:  # type: ignore[no-untyped-call]
-        inside = given.detach().requires_grad_().clone()  # no leaf, which a module may write into
+        inside = given.detach().requires_grad_().clone()  # not a leaf, so a module may write into it
         graph = functional_call(module, leaves, (inside,)).grad_fn
         del inside
         return living.nbytes if graph else 0
 
 
 class ExpandedRowLinear(TorchFunctionMode):
-    """In the block, `linear` with a weight that repeats one row is made of that row, each channel scaled by a factor of
-    its own, so that channels differ."""
+    """In the block, `linear` with a weight that repeats one row uses that row, scaled by a different factor per
+    channel."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -279,7 +280,7 @@ class ExpandedRowLinear(TorchFunctionMode):
 
 
 def _random(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Weights in the shape and dtype of a parameter, about as large as an output wants them."""
+    """Random weights with the shape and dtype of a parameter, scaled for outputs of ordinary size."""
     rows = like.shape if like.numel() <= MOST_RANDOM_NUMEL else like.shape[-1:]
     drawn: Tensor = torch.randn(rows, generator=generator) / float(max(1, like.shape[-1])) ** 0.5
     return drawn.to(like.dtype).expand(like.shape)

@@ -1,11 +1,11 @@
-"""Layers through `torch.compile`: one compilation for all layers of a structure, since their parameters are inputs.
+"""Runs layers through `torch.compile`: all layers of one structure share a compilation, since parameters are its
+inputs.
 
-What is compiled is the call of a layer with given weights, not a module; another layer of the same structure runs the
-same code. Each shape of a micro-batch is compiled for itself, so that what is computed depends on nothing that ran
-before, a resumed run included. Numbers differ from those of the library's own code by rounding. Dropout draws what it
-draws without, and values are rounded to bfloat16 where the library's code rounds them. Left out: layers whose router
-outputs are recorded, which run inside a hook of the library; parts that run in chunks stay as they are
-(`chunked_layers`).
+What is compiled is the call of a layer with given weights, not a module. Each shape of a micro-batch is compiled
+separately, so that no result depends on what ran before, also after a resume. Numbers differ from the uncompiled
+library's by rounding. Dropout draws the same values as without compilation, and values are rounded to bfloat16 in
+the same places. Not compiled: layers whose router outputs are recorded, which needs the library's hooks, and parts
+that run in chunks (`chunked_layers`).
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from torch.func import functional_call
 from megatrain.errors import PlanError
 
 MOST_COMPILATIONS = 64
-"""Of a process: structures times shapes, with gradients and without. Beyond them it is an error, and not slow."""
+"""Limit per process (structures x shapes, with and without gradients); exceeding it is an error, not a slowdown."""
 
 LayerCall = Callable[[nn.Module, dict[str, Tensor], tuple[Any, ...], dict[str, Any]], Any]
 
 
 _SECONDS: list[float] = []
-"""That calls took, of this process, in which something was compiled."""
+"""Durations in seconds of this process's calls that compiled something."""
 
 
 def spent() -> tuple[int, float]:
-    """Compilations so far in this process, and the seconds of the calls in which they were made."""
+    """(number of compilations in this process, seconds of the calls that made them)."""
     return len(_SECONDS), sum(_SECONDS)
 
 
 def require_compiler(device: torch.device) -> None:
-    """Raise `PlanError` where nothing could be compiled for a device."""
+    """Raise `PlanError` if nothing can be compiled for the device."""
     where = "policy.kernels"
     if device.type == "cuda":
         if not importlib.import_module("torch.utils._triton").has_triton():
-            raise PlanError("triton is not there", where=where, fix="pip install triton, or use stock")
+            raise PlanError("triton is not installed", where=where, fix="pip install triton, or use stock")
         return
     try:
         importlib.import_module("torch._inductor.cpp_builder").get_cpp_compiler()
@@ -53,12 +53,12 @@ def require_compiler(device: torch.device) -> None:
 def compiled_call(
     layer: nn.Module, weights: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What `functional_call` gives, by compiled code. Raises `PlanError` for more than `MOST_COMPILATIONS`."""
+    """`functional_call`, compiled. Raises `PlanError` for more than `MOST_COMPILATIONS` compilations."""
     dynamo: Any = importlib.import_module("torch._dynamo")
     graphs = dynamo.utils.counters["stats"]
     before, began = graphs["unique_graphs"], time.perf_counter()
     limits = {"recompile_limit": MOST_COMPILATIONS, "fail_on_recompile_limit_hit": True}
-    limits["skip_nnmodule_hook_guards"] = False  # one layer's hooks are not another's
+    limits["skip_nnmodule_hook_guards"] = False  # layers differ in their hooks
     try:
         with dynamo.config.patch(**limits):
             output = _compiled()(layer, dict(weights), args, dict(kwargs))

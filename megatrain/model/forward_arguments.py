@@ -1,11 +1,11 @@
-"""Which arguments the code of a model reads, so that one that nothing reads is refused and not passed over.
+"""Finds the arguments that a model's code reads, so that an argument which nothing reads is refused, not ignored.
 
-Most models of the library take `**kwargs` and hand them on, through their layers, to the attention kernel; whatever no
-function on the way asks for by name is ignored there. So the names are read off the code: optional parameters, and
-texts such as that of `kwargs.get("seq_idx")`, in the forward of every module, in the functions with `**kwargs` that it
-calls, and in the kernel that the config names. No list of models or arguments says which; nothing is run.
+Most models in transformers take `**kwargs` and pass them through their layers to the attention kernel; a name that no
+function on the way asks for is silently ignored. So the names are collected from the code without running it:
+optional parameters, and strings as in `kwargs.get("seq_idx")`, in the forward of every module, in the `**kwargs`
+functions that it calls, and in the kernel that the config names. There is no list of models or arguments.
 
-Left out: whether the value is of any use to the model, which the model says itself.
+Whether a value makes sense is for the model itself to check.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 DEEPEST = 4
-"""Calls that are followed from a forward to functions that take whatever they are given."""
+"""Depth of calls followed from a forward into functions that take `**kwargs`."""
 
 
 class Arguments:
-    """The arguments that a model's forward takes. `own` are its parameters, `read` is what its code asks for besides,
-    where the forward hands on what it does not know."""
+    """The arguments that a model's forward takes: its `own` parameters, and if it takes `**kwargs`, the names that
+    its code may `read` from them."""
 
     def __init__(self, own: Iterable[str] = (), read: Iterable[str] = ()) -> None:
         self.own, self.read = frozenset(own), frozenset(read)
@@ -37,7 +37,7 @@ class Arguments:
 
 
 def arguments_of(model: PreTrainedModel, layers: Iterable[nn.Module]) -> Arguments:
-    """What the forward of a model takes, whose decoder `layers` need not stand in it."""
+    """The arguments of a model's forward, including its decoder `layers`, which may have been replaced by ports."""
     forward = _function(model.forward)
     parameters = inspect.signature(model.forward if forward is None else forward).parameters.values()
     kinds = {each.name: each.kind for each in parameters}
@@ -58,7 +58,7 @@ def _with_config(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 
 def _forwards(roots: Iterable[nn.Module]) -> Iterator[tuple[FunctionType, type]]:
-    """The forward of every module, once for each class, and those that instances have of their own."""
+    """(forward, class) of every module: one per class, plus forwards set on instances."""
     seen: set[Any] = set()
     for root in roots:
         for module in root.modules():
@@ -69,14 +69,16 @@ def _forwards(roots: Iterable[nn.Module]) -> Iterator[tuple[FunctionType, type]]
 
 
 def _function(callable_: Any) -> FunctionType | None:
-    """The Python function behind a method and its decorators."""
+    """The Python function inside a method and its decorators."""
     found = inspect.unwrap(getattr(callable_, "__func__", callable_)) if callable(callable_) else None
     return found if isinstance(found, FunctionType) else None
 
 
 def _names_in(function: FunctionType, owner: type | None, depth: int, seen: set[CodeType]) -> set[str]:
-    """Optional parameters (the others are given by whoever calls) and texts of a function, of those that it wraps, and
-    of those with `**kwargs` that it calls: methods of `owner` and functions of its module's."""
+    """Optional parameters and strings of a function, of those it wraps, and of the `**kwargs` functions it calls.
+
+    Called functions are looked up among the methods of `owner` and in the function's module.
+    """
     code = function.__code__
     if code in seen:
         return set()
@@ -96,15 +98,15 @@ def _names_in(function: FunctionType, owner: type | None, depth: int, seen: set[
 
 
 def _held_in(cell: CellType) -> FunctionType | None:
-    """The function or method that a closure holds in a cell."""
+    """The function or method in a closure's cell."""
     try:
         return _function(cell.cell_contents)
-    except ValueError:  # it is empty
+    except ValueError:  # an empty cell
         return None
 
 
 def _texts(code: CodeType) -> Iterator[str]:
-    """The texts that a function and those inside it hold and that could be names."""
+    """Strings in a function's code, nested functions included, that could be argument names."""
     for each in code.co_consts:
         if isinstance(each, CodeType):
             yield from _texts(each)

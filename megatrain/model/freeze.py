@@ -1,4 +1,4 @@
-"""Which parameters stay as they are, by glob patterns over their names."""
+"""Freezes parameters by glob patterns over their names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatrain.errors import ModelError
 def freeze_parameters(model: PreTrainedModel, patterns: Sequence[str]) -> None:
     """Freeze every parameter whose name matches one of the patterns (`model.layers.*.mlp.*`, `*embed*`).
 
-    Raises `ModelError` for a pattern that matches none, with the nearest name: it would freeze nothing in silence.
+    Raises `ModelError`, with the nearest name, for a pattern that matches none.
     """
     parameters = dict(model.named_parameters())
     for pattern in patterns:

@@ -1,14 +1,13 @@
-"""A ported model that speaks: the library's own `generate`, around a forward that streams.
+"""Text generation with a streamed model: transformers' own `generate` around a streamed forward.
 
-transformers knows how logits become text (greedy, sampling, beams, penalties, stops), and how each family keeps its
-past. Nothing of that is written again here. `speak` dresses the skeleton of a ported model as a model that can
-generate: a shallow copy whose class is a subclass of the model's own, with the same forward signature, so that every
-argument is checked and prepared as the family does it; only what the forward *does* is replaced, by `LastLogits`.
+transformers implements decoding (greedy, sampling, beams, penalties, stopping) and each model family's cache; none of
+it is repeated here. `speak` wraps the skeleton of a ported model as one that can generate: a shallow copy whose class
+is a subclass of the model's own with the same forward signature, so every argument is checked and prepared as usual.
+Only the body of the forward is replaced, by `LastLogits`.
 
-The cache that `generate` makes (keys and values, or the states of a recurrent layer) goes through the prologue to the
-layers as any other argument does, and each layer writes its own part of it in place. It lives on the device, belongs
-to no entry of the ledger and is gone when the call ends. Left out: where logits come from (`engine.ops`), and
-attentions and hidden states, which nobody keeps.
+The cache that `generate` makes (keys and values, or recurrent states) reaches the layers through the prologue like
+any other argument, and each layer writes its part in place. It is on the device, is not in the ledger, and is
+freed when the call ends. Logits come from `engine.ops`; attentions and hidden states are not available.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LastLogits = Callable[[Mapping[str, Any], int], Tensor]
-"""From the arguments of a forward, `input_ids` int64[rows, length] among them, and how many last positions are wanted
-(0 for all), to logits float32[rows, positions, vocabulary] on the device."""
+"""(arguments of a forward, including `input_ids` int64[rows, length]; number of last positions, 0 for all) -> logits
+float32[rows, positions, vocabulary] on the device."""
 
 WHERE = "generate"
 
 DEFAULT_NEW_TOKENS = 20
-"""What the library takes where nothing says how long a text may become."""
+"""transformers' default when no maximum length is given."""
 
 NOT_KEPT = ("output_attentions", "output_hidden_states")
-"""What a model may be asked to return besides logits, and a streamed one has not."""
+"""Outputs besides logits that a streamed model cannot return."""
 
 
 def speak(
@@ -53,27 +52,28 @@ def speak(
     attention_mask: Tensor | None,
     options: Mapping[str, Any],
 ) -> Any:
-    """What the library's `generate` makes of `input_ids` int64[rows, length] and its `options`, over `last_logits`.
+    """Run transformers' `generate` on `input_ids` int64[rows, length] with its `options`, taking logits from
+    `last_logits`.
 
-    attention_mask: int64[rows, length], 0 for padding, which stands on the left. Runs under no gradient, draws from the
-    global random state, and says nothing. Before anything is computed it raises `BatchError` for a text that could
-    outgrow the model's positions and for a mask of another shape, `ConfigError` for an option that the library refuses,
-    and `ModelError` for a model that has no `generate`; then `NonFinite` for logits that are no numbers.
+    attention_mask: int64[rows, length], 0 for padding, which is on the left. Uses no gradients and the global random
+    state, and logs nothing. Before computing it raises `BatchError` for a text that could exceed the model's positions
+    or a mask of another shape, `ConfigError` for an option that transformers refuses, and `ModelError` for a model
+    without `generate`; later `NonFinite` for logits that are not finite.
     """
     kind: Any = type(ported.skeleton)
     if not kind.can_generate():
-        raise ModelError("the library cannot generate with it", where=f"model {kind.__name__}")
+        raise ModelError("transformers cannot generate with it", where=f"model {kind.__name__}")
     model = _dressed(ported, last_logits, device)
-    options = {"disable_compile": True, **options}  # what streams is not one graph
+    options = {"disable_compile": True, **options}  # a streamed model is not one graph
     if attention_mask is not None:
         if not isinstance(attention_mask, Tensor) or attention_mask.is_meta:
-            raise BatchError("attention_mask is no tensor with values", where=WHERE, fix="give int64[rows, length]")
+            raise BatchError("attention_mask is not a tensor with values", where=WHERE, fix="give int64[rows, length]")
         if attention_mask.shape != input_ids.shape:
-            what = f"attention_mask is {list(attention_mask.shape)}, and input_ids are {list(input_ids.shape)}"
+            what = f"attention_mask is {list(attention_mask.shape)}, but input_ids are {list(input_ids.shape)}"
             raise BatchError(what, where=WHERE)
         options["attention_mask"] = attention_mask.to(device)
     if not kind._supports_default_dynamic_cache():
-        options["use_cache"] = False  # the past is kept in a way of its own, which the layers do not write in place
+        options["use_cache"] = False  # a cache of its own kind, which the layers do not update in place
     try:
         with quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -87,7 +87,8 @@ def speak(
 
 
 class TextStream(TextStreamer):
-    """Tells `heard` the new text of one row as words are complete; the last call may bring an empty one."""
+    """Passes the new text of one row to `heard` whenever words are complete; the last call may pass an empty
+    string."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, heard: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -97,11 +98,11 @@ class TextStream(TextStreamer):
         self._heard(text)
 
 
-# Dressing ----------------------------------------------------------------------------------------------------------
+# Wrapping ----------------------------------------------------------------------------------------------------------
 
 
 def _dressed(ported: PortedModel, last_logits: LastLogits, device: torch.device) -> Any:
-    """The skeleton as a model that can generate. It shares all modules with the skeleton, which is not changed."""
+    """The skeleton as a model that can generate. It shares all modules with the skeleton, which stays unchanged."""
     model: Any = copy.copy(ported.skeleton)
     model.__class__ = _speaking(model.__class__)
     model.__dict__.update(
@@ -115,7 +116,7 @@ def _dressed(ported: PortedModel, last_logits: LastLogits, device: torch.device)
 
 @functools.cache
 def _speaking(kind: Any) -> type[PreTrainedModel]:
-    """A subclass of a model class: its forward asks `_last_logits`, and its device is where that computes."""
+    """A subclass of a model class whose forward asks `_last_logits`, and whose device is the one that computes."""
 
     def forward(self: Any, *args: Any, **inputs: Any) -> ModelOutput:
         return _answer(self._last_logits, inputs)
@@ -127,7 +128,7 @@ def _speaking(kind: Any) -> type[PreTrainedModel]:
 
 
 def _with_logits_to_keep(signature: inspect.Signature) -> inspect.Signature:
-    """Also where the model has no such parameter: then `generate` says how many positions it is going to read."""
+    """Add the parameter if the model lacks it: `generate` then says how many positions it will read."""
     if "logits_to_keep" in signature.parameters:
         return signature
     named = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -137,25 +138,25 @@ def _with_logits_to_keep(signature: inspect.Signature) -> inspect.Signature:
 
 
 def _answer(last_logits: LastLogits, inputs: dict[str, Any]) -> ModelOutput:
-    """One forward, as `generate` asks for it."""
+    """One forward call from `generate`."""
     for name in NOT_KEPT:
         if inputs.pop(name, None):
-            raise ConfigError(f"{name} is not kept where layers stream", where=WHERE, fix="leave it out")
+            raise ConfigError(f"{name} is not available from a streamed model", where=WHERE, fix="leave it out")
     if inputs.get("input_ids") is None:
         raise ConfigError("needs input_ids, not embeddings", where=WHERE)
     caches = {name: value for name, value in inputs.items() if isinstance(value, Cache)}
     if inputs.get("use_cache") and not caches:
-        raise ModelError("keeps its past in a way that is not known here", where=WHERE, fix="pass use_cache=False")
+        raise ModelError("uses an unknown kind of cache", where=WHERE, fix="pass use_cache=False")
     kept = inputs.pop("logits_to_keep", 1)
     inputs.pop("return_dict", None)
     logits = last_logits({name: value for name, value in inputs.items() if value is not None}, kept)
     if bool(logits.isnan().any()):
-        raise NonFinite("the logits are not numbers", where=WHERE, fix="inspect the weights")
+        raise NonFinite("the logits are not finite", where=WHERE, fix="inspect the weights")
     return ModelOutput(logits=logits, **caches)
 
 
 def _refuse_outgrown(ported: PortedModel, own: GenerationConfig, length: int, options: Mapping[str, Any]) -> None:
-    """Raise `BatchError` where `length` tokens and all that may follow are more than the model has positions."""
+    """Raise `BatchError` if `length` tokens plus all that may be generated exceed the model's positions."""
     limit = ported.structure.max_positions
     if limit is None:
         return
@@ -171,8 +172,7 @@ def _refuse_outgrown(ported: PortedModel, own: GenerationConfig, length: int, op
         longest = min(length + DEFAULT_NEW_TOKENS, max(limit, length + 1))
     if longest > limit:
         raise BatchError(
-            f"a prompt of {length:,} tokens and up to {longest - length:,} more are beyond the model's {limit:,} "
-            "positions",
+            f"a prompt of {length:,} tokens and up to {longest - length:,} more exceed the model's {limit:,} positions",
             where=WHERE,
             fix=f"set max_new_tokens={limit - length} or less" if length < limit else "use a shorter prompt",
         )

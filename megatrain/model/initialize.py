@@ -1,16 +1,17 @@
-"""Fresh weights: the library's own initialisation, run straight into the store, one parameter in memory at a time.
+"""Fresh weights: runs the library's own initialisation straight into the store, with one parameter in memory at a
+time.
 
-The model is constructed twice. The first time gives the structure (`skeleton`), and with it the name of the k-th
-parameter that a module registers. The second time runs the stock code from the seed, on ordinary cpu tensors whose
-memory comes and goes underneath: a `TorchDispatchMode` sees every operation, brings back from the store what it is
-about to read, and lets go of a parameter, after writing it there, when an operation turns to another. So every
-initialiser runs as it always does, draws the same random numbers in the same order and leaves the same bits, while the
-parameters of one operation are all that exists.
+The model is constructed twice. The first construction gives the structure (`skeleton`), and with it the name of the
+k-th parameter that a module registers. The second runs the stock code from the seed on ordinary CPU tensors whose
+memory is swapped in and out: a `TorchDispatchMode` sees every operation, brings back from the store what the
+operation will read, and writes a parameter to the store and frees it when an operation turns to another. So every
+initialiser runs as usual, draws the same random numbers in the same order and leaves the same bits, while only the
+parameters of one operation are in memory.
 
-It takes the time of the stock initialisation. Parameters that reach their module unregistered (through `.data =` or
-`copy.deepcopy`) come out right, but stay in memory until the end, and so does a head's own weight that is later tied. A
-parameter that the library never initialises, garbage in the stock model, is zero here. A model that draws *buffers* at
-random is refused.
+It takes as long as the stock initialisation. Parameters that reach their module unregistered (through `.data =` or
+`copy.deepcopy`) come out right but stay in memory until the end, as does a head's own weight that is later tied. A
+parameter that the library never initialises (garbage in the stock model) is zero here. A model that draws
+*buffers* at random is refused.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from megatrain.model.weight_sources import Masters, Progress, Report, require_al
 
 
 class FreshSource:
-    """A model initialised by its own initialiser from `seed`, bit-equal to the stock initialisation."""
+    """A model initialised by its own code from `seed`, bit-equal to the stock initialisation."""
 
     def __init__(
         self,
@@ -46,9 +47,9 @@ class FreshSource:
         attention: str = "auto",
         trust_remote_code: bool = False,
     ) -> None:
-        """Build the structure from a folder, a `config.json`, a hub name, a config's fields or a config.
+        """Build the structure from a folder, a `config.json`, a hub name, a config's fields, or a config.
 
-        Raises `ModelError` for what is not a causal language model that can be built here (see `skeleton`).
+        Raises `ModelError` for anything but a causal language model that can be built here (see `skeleton`).
         """
         self.config = read_config(config, where="model.config", trust_remote_code=trust_remote_code)
         self.seed = seed
@@ -57,9 +58,9 @@ class FreshSource:
         self.model, self._registered = outline(self.config, attention=attention, trust_remote_code=trust_remote_code)
 
     def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
-        """Write every parameter of every unit (see `Source`), in the order in which the library initialises them.
+        """Write every parameter of every unit (see `Source`), in the library's order of initialisation.
 
-        The order is the library's, so that the random numbers are; `units` only say what must have been written.
+        That order fixes the random numbers; `units` only say what must have been written in the end.
         """
         where = where_of(self.config)
         names: dict[int, str] = {}
@@ -87,7 +88,7 @@ class FreshSource:
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """What the first construction tells of a parameter."""
+    """What the first construction found out about a parameter."""
 
     name: str
     nbytes: int
@@ -98,23 +99,23 @@ _NOTHING = _Expected("", -1)
 
 @dataclass
 class _Slot:
-    """A parameter whose memory comes and goes. Its values are in memory while it is held, else in the masters."""
+    """A parameter whose values are in memory while it is held, and in the masters otherwise."""
 
     name: str
     whole: Tensor
     """The parameter without its gradient bookkeeping."""
     start: int
-    """Where it lies in the mapping, in bytes; a multiple of the page size."""
+    """Byte offset in the mapping; a multiple of the page size."""
     held: bool
     changed: bool
-    """Whether memory holds what the masters do not have."""
+    """Whether memory is newer than the masters."""
     writes: int = 0
 
 
 class _Replay(TorchDispatchMode):
-    """Sees every operation of a construction, so that parameters need memory only while an operation uses them.
+    """Watches every operation of a construction, so that parameters take memory only while an operation uses them.
 
-    They lie in one private mapping: addresses, whose pages exist from the first touch until they are given back.
+    They share one private mapping, whose pages exist from their first use until they are given back.
     """
 
     def __init__(self, order: Sequence[_Expected | None], masters: Masters, report: Report, where: str) -> None:
@@ -127,16 +128,16 @@ class _Replay(TorchDispatchMode):
         self._held: list[_Slot] = []
         self._moved_from = _Storages()
         self._blank = _Storages()
-        """Tensors from `torch.empty` that nothing has written to."""
+        """Tensors from `torch.empty` that have not been written to."""
 
     def register(self, parameter: nn.Parameter) -> nn.Parameter:
-        """A module registers a parameter: it moves into the mapping, unless nobody will know it by a name."""
+        """Called when a module registers a parameter: moves it into the mapping, unless it will have no name."""
         key = storage_of(parameter)
         if key in self._slots or hasattr(parameter, "_left_alone"):
             return parameter
         due = next(self._order, _NOTHING)
         if due is _NOTHING or (due and due.nbytes != parameter.nbytes):
-            raise ModelError("is built differently each time", where=self._where)
+            raise ModelError("is not built the same way twice", where=self._where)
         is_dense = torch.empty_like(parameter.data, device="meta").stride() == parameter.stride()
         if due is None or not parameter.numel() or not is_dense:
             parameter.__dict__["_left_alone"] = True
@@ -156,7 +157,7 @@ class _Replay(TorchDispatchMode):
         return parameter
 
     def finish(self, model: PreTrainedModel) -> set[str]:
-        """Write what has not been written; returns the names of all that have."""
+        """Write what has not been written yet; returns the names of all written parameters."""
         self._keep_only([])
         for slot in self._slots.values():
             if not slot.writes:
@@ -197,13 +198,13 @@ class _Replay(TorchDispatchMode):
             if key in self._slots:
                 self._slots[key].changed = True
             elif key in self._moved_from:
-                raise ModelError("writes to a parameter's first tensor once the module has it", where=self._where)
+                raise ModelError("writes to a parameter's original tensor after registering it", where=self._where)
             else:
                 self._blank.discard(tensor)
         return result
 
     def _keep_only(self, slots: Collection[_Slot]) -> None:
-        """Let go of every other parameter, after writing it if it has changed."""
+        """Free every other parameter, after writing it to the masters if it has changed."""
         keep = {id(slot) for slot in slots}
         for slot in self._held:
             if id(slot) not in keep:
@@ -227,12 +228,12 @@ class _Replay(TorchDispatchMode):
             self._masters.write_master(slot.name, slot.whole)
         slot.changed = False
         slot.writes += 1
-        if slot.writes <= 2:  # most are written as their module is made, and again by the model's initialiser
+        if slot.writes <= 2:  # most are written once by their module and once by the model's initialiser
             self._report.add(slot.whole.numel())
 
 
 class _Storages:
-    """A set of storages that keeps none of them alive, and is not fooled by an address that is used again."""
+    """A set of storages that keeps none of them alive and recognises a reused address."""
 
     def __init__(self) -> None:
         self._refs: dict[int, StorageWeakRef] = {}
@@ -251,11 +252,11 @@ class _Storages:
 _aten = torch.ops.aten
 _EMPTIES = {_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default}
 _OVERWRITES = {_aten.normal_.default, _aten.uniform_.default, _aten.zero_.default, _aten.fill_.Scalar}
-"""Operations that leave nothing of what was there, in the part of a tensor that they are given."""
+"""Operations that overwrite everything in the view that they are given."""
 
 
 def _overwrites(func: Any, tensors: Sequence[Tensor], key: int) -> bool:
-    """Whether an operation leaves nothing of what the storage held."""
+    """Whether an operation overwrites the storage completely."""
     target = tensors[0]
     covers = target.nbytes == target.untyped_storage().nbytes()
     return func in _OVERWRITES and storage_of(target) == key and covers
@@ -263,6 +264,6 @@ def _overwrites(func: Any, tensors: Sequence[Tensor], key: int) -> bool:
 
 @cache
 def _is_view(func: Any) -> bool:
-    """Whether an operation returns a view of its input and looks at no value."""
+    """Whether an operation returns a view of its input and reads no values."""
     schema = func._schema
     return not schema.is_mutable and any(returned.alias_info is not None for returned in schema.returns)

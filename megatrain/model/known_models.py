@@ -1,13 +1,12 @@
 """Built-in dimensions of widely used models, so that you can plan for one by its name, offline.
 
-`known_models.json` has a model on each line: its id on the Hugging Face hub, its `model_type`, and what of its config
-decides sizes and work, where that is not the default of its type. `parameters` is how many were published, less what is
-no parameter of the library's model: buffers, a tied weight that was saved twice, the layer of DeepSeek-V3 that predicts
-a further token.
+`known_models.json` has one model per line: its id on the Hugging Face hub, its `model_type`, and the config fields that
+affect sizes and work, unless they are the type's defaults. `parameters` is the published count, minus what is not a
+parameter of the library's model: buffers, a tied weight saved twice, DeepSeek-V3's multi-token prediction layer.
 
-It leaves out what changes numbers alone, such as rotary bases, epsilons, scales and token ids, which are the library's
-defaults here: to train, a model's own config is read (`megatrain.model.architecture`). Which other names mean one of
-these models, and what was measured of them, is known without the library (`plan.measured_models`).
+Fields that only change numbers (rotary bases, epsilons, scales, token ids) are left at the library's defaults: training
+reads a model's own config (`megatrain.model.architecture`). Aliases of these models and their measurements are in
+`plan.measured_models`, which does not need the library.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ _NO_FIELDS = ("model_type", "parameters")
 
 
 def known_config(name: str) -> PreTrainedConfig:
-    """The shape of the model of that id in the table, as a new config."""
+    """A new config with the dimensions of the known model with this id."""
     entry = known_models()[name]
     fields = {field: value for field, value in entry.items() if field not in _NO_FIELDS}
     config: PreTrainedConfig = AutoConfig.for_model(entry["model_type"], **fields)
-    config.name_or_path = name  # how errors call it
+    config.name_or_path = name  # its name in errors
     return config
 
 

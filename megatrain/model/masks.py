@@ -1,8 +1,8 @@
-"""What layers are called with when rows are padded or packed, or longer than a window: measured, not derived.
+"""Measures which arguments layers get when rows are padded, packed, or longer than an attention window.
 
-The model's own prologue is run on a few tokens once more for each: with the last one masked, with positions that start
-again, and with its windows made small, under the names by which the library's masks read them from a config. What
-each layer is then given tells which of them attend to a window, and how masks and tables grow, of one row and of two.
+The model's own prologue is run on a few tokens again: with the last one masked, with positions that restart, and
+with small windows, set in the config fields that the library's masks read. Comparing the layers' arguments shows
+which layers have a window, and how masks and tables grow, with one row and with two.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from megatrain.model.ports import Capture, PortedModel
 from megatrain.spec import LayerProfile
 
 WINDOWS = ("sliding_window", "attention_chunk_size")
-"""Fields of a config that the library's masks are made by (`transformers.masking_utils`)."""
+"""Config fields for windows that `transformers.masking_utils` reads."""
 SMALL, LARGE = 3, 1 << 30
-"""Positions of windows that all the short runs are longer than, and none."""
+"""Window sizes: one shorter than every run, one longer."""
 
 Inputs = Mapping[str, Tensor]
 Batching = Callable[[int, int], Inputs]
-"""Arguments of the model's forward, of so many rows and tokens."""
+"""(rows, tokens) -> arguments of the model's forward."""
 
 
 def whole(rows: int, tokens: int) -> Inputs:
@@ -34,24 +34,24 @@ def whole(rows: int, tokens: int) -> Inputs:
 
 
 def padded(rows: int, tokens: int) -> Inputs:
-    """The last token of each row is none."""
+    """Rows whose last token is padding."""
     mask = torch.ones(rows, tokens, dtype=torch.long)
     mask[:, -1] = 0
     return {**whole(rows, tokens), "attention_mask": mask}
 
 
 def packed(rows: int, tokens: int) -> Inputs:
-    """Two samples in each row."""
+    """Rows that hold two samples each."""
     positions = torch.cat([torch.arange(tokens // 2), torch.arange(tokens - tokens // 2)])
     return {**whole(rows, tokens), "position_ids": positions.expand(rows, tokens).contiguous()}
 
 
 class NotTaken(Exception):
-    """The model's code raises something of such rows; that is the cause."""
+    """The model's code raised an error for such rows, which is the cause."""
 
 
 def captured(ported: PortedModel, inputs: Inputs) -> Capture:
-    """What layers are called with. Raises `NotTaken`."""
+    """The calls of all layers for these inputs. Raises `NotTaken`."""
     capture = Capture(len(ported.ports))
     try:
         with torch.no_grad():
@@ -62,7 +62,10 @@ def captured(ported: PortedModel, inputs: Inputs) -> Capture:
 
 
 def profile_prologue(ported: PortedModel, lengths: Lengths) -> LayerProfile:
-    """Of whole rows, and of others that the model takes and that differ. Raises what its code raises of whole ones."""
+    """Profile the prologue for whole rows, and for padded and packed ones if the model accepts them and they differ.
+
+    Raises what the model's code raises for whole rows.
+    """
     try:
         profile = _profile(ported, whole, lengths)
     except NotTaken as error:
@@ -100,7 +103,7 @@ def _profile(ported: PortedModel, rows: Batching, lengths: Lengths) -> LayerProf
 
 
 def _arguments_nbytes(capture: Capture) -> int:
-    """Of all that layers are called with, the hidden state apart."""
+    """Bytes of all arguments of layers except the hidden state."""
     assert capture.hidden is not None
     tensors = [tensor for call in capture.calls for tensor in call.tensors()]
     nbytes = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
@@ -112,7 +115,7 @@ def _arguments_nbytes(capture: Capture) -> int:
 
 
 def windows_of(ported: PortedModel, tokens: int) -> dict[int, int]:
-    """Layer -> the positions that it attends to at most, of those that are told by a mask, as runs of `tokens` show."""
+    """Layer -> its attention window in positions, for layers whose masks show one in runs of `tokens` tokens."""
     found: dict[int, int] = {}
     plain = captured(ported, whole(1, tokens))
     for name in WINDOWS:
@@ -130,7 +133,7 @@ def windows_of(ported: PortedModel, tokens: int) -> dict[int, int]:
 
 @contextmanager
 def windows(ported: PortedModel, size: int, *names: str) -> Iterator[None]:
-    """In the block, windows of the config are of this size."""
+    """In the block, the config's windows have this size."""
     before = [
         (each, name, own)
         for each in _configs(ported)
@@ -156,7 +159,7 @@ def _configs(ported: PortedModel) -> list[Any]:
 
 
 def alike(one: Capture, other: Capture, index: int) -> bool:
-    """Whether a layer is called with the same in both."""
+    """Whether a layer gets the same arguments in both captures."""
     ones, others = one.calls[index].tensors(), other.calls[index].tensors()
     return len(ones) == len(others) and all(
         one.shape == other.shape and bool((one == other).all()) for one, other in zip(ones, others, strict=True)

@@ -1,13 +1,13 @@
-"""Does a model keep packed sequences apart? Asked of its small twin, because the answer is in its code.
+"""Tests whether a model keeps packed sequences apart, by running its small twin.
 
-Several sequences in one row, positions starting again with each, are kept apart by the library's attention masks. That
-holds for full, sliding-window and chunked attention through the library's mask functions; it does not hold for layers
-that carry a state along the row (state spaces, linear attention, convolutions), nor for models that make masks of their
-own without looking at positions. No list of models says which is which: the twin's logits for a packed row are compared
-with those of each sequence alone. Sequences are longer than a twin's windows.
+The library's attention masks separate several sequences in one row if positions restart with each. That works for
+full, sliding-window and chunked attention through the library's mask functions; it does not for layers that carry a
+state along the row (state spaces, linear attention, convolutions) or for models that build masks without looking at
+positions. There is no list of models: the twin's logits for a packed row are compared with those of each sequence
+alone. Sequences are longer than the twin's windows.
 
-A kernel that no cpu has cannot be asked. Flash attention sees packed sequences in micro-batches of one row only, as
-`modeling_flash_attention_utils` of the library says.
+A kernel that does not exist on the CPU cannot be tested. Flash attention separates packed sequences only in
+micro-batches of one row (`modeling_flash_attention_utils` in the library).
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from megatrain.model.ports import takes
 from megatrain.model.tiny import StockConfig, StockModel, ordinary_tokens, twin_of
 
 TOLERANCE = 1e-4
-"""Largest difference of logits, relative to the largest logit, that is taken for rounding in float32."""
+"""Largest difference of logits, relative to the largest logit, that counts as float32 rounding."""
 
 LENGTHS = (11, 2, 23)
-"""Tokens of the packed sequences; the last one starts where all before it would be seen."""
+"""Lengths of the packed sequences; the last starts where it would see all tokens before it."""
 
 
 def why_not_packable(config: StockConfig, kind: type[StockModel] | None, attention: str) -> str:
-    """Why samples of one row would see each other in a model of this class and kernel; empty where they do not."""
+    """Why samples in one row would see each other with this model class and kernel; empty if they would not."""
     try:
         twin = twin_of(config, 0, attention, kind).eval()
         if not takes(twin, "position_ids"):
-            return "its forward takes no positions"
+            return "its forward does not take position_ids"
         error = _difference(twin)
     except ModelError as refusal:
-        return f"its small twin cannot be asked ({refusal.what})"
-    except Exception as failure:  # of the model's own code
+        return f"its small twin cannot be tested ({refusal.what})"
+    except Exception as failure:  # from the model's own code
         return f"it fails with packed sequences ({typed_line(failure)})"
     return "" if error <= TOLERANCE else f"samples in one row would see each other (logits differ by {error:.1%})"
 
 
 def only_single_rows(attention: str) -> bool:
-    """Whether this kernel tells packed sequences apart in micro-batches of one row only."""
+    """Whether this kernel separates packed sequences only in micro-batches of one row."""
     return attention.startswith("flash_attention")
 
 
 def _difference(twin: StockModel) -> float:
-    """By how much the twin's logits change when sequences are packed, relative to the largest; the worst of any."""
+    """The largest change of the twin's logits when sequences are packed, relative to the largest logit."""
     tokens = torch.tensor(ordinary_tokens(twin.config))
     generator = torch.Generator().manual_seed(0)
     alone = [tokens[torch.randint(len(tokens), (1, size), generator=generator)] for size in LENGTHS]

@@ -1,12 +1,13 @@
-"""Peak memory of a layer as a function of sequence length, fitted from measurements at three lengths.
+"""Fits the peak memory of a layer as a function of sequence length, from runs at three lengths.
 
-What is alive behind each op is counted by storage. A layer does the same ops at any length, so behind each the count is
-fitted as what is fixed, per token, and per token and position, and of all ops those remain that could be the largest at
-some length; where the ops differ (loops over positions), the largest alone is fitted. No fit is below what it was made
-of. Results as large as weights are not computed, and a product with a large weight, which is zero as all weights are
-here, is not multiplied: zeros that nothing has written stand for both, with the shape and strides of the result.
+After each op, the bytes of live storages are counted. A layer runs the same ops at any length, so the count after
+each op is fitted as a constant, a per-token and a per-token-and-position term, and the ops that could have the
+largest count at some length are kept; if the ops differ (loops over positions), only the largest count is fitted. A
+fit is never below the runs it was made from. Results as large as weights are not computed, and products with a large
+weight (zero, as all weights are here) are not multiplied: unwritten zeros with the result's shape and strides stand
+for both.
 
-Left out: what kernels take for themselves, but for the float32 result of a product that a cpu multiplies in bfloat16.
+Memory that kernels allocate themselves is not seen, except the float32 result of a bfloat16 product on a CPU.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from megatrain.model.mapped_tensors import lazy_zeros
 from megatrain.spec.layer_profile import Growth, Peak
 
 LARGE_NUMEL = 1 << 20
-"""Elements from which nothing is computed that reads or makes so many."""
+"""Ops that read or make this many elements are not computed."""
 APART_NBYTES = 128
-"""By which the float32 result of a product that a cpu multiplies in bfloat16 keeps apart from what lies beside it."""
+"""Padding beside the float32 result of a bfloat16 product on a CPU, in bytes."""
 
 ADDING = ("aten::addmm", "aten::baddbmm")
 PRODUCTS = (*ADDING, "aten::mm", "aten::bmm", "aten::_grouped_mm")
 UNTOLD_VIEW = "aten::_unsafe_view"
-"""A view whose schema does not say so."""
+"""A view that is not declared as one in its schema."""
 FACTORIES = ("aten::zeros", "aten::new_zeros", "aten::empty", "aten::new_empty", "aten::full", "aten::new_full")
 
 Lengths = tuple[int, int, int]
 Run = Callable[[int], tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]]
-"""Something run on sequences of so many tokens with gradients: its output, its weights, and its inputs."""
+"""Runs something with gradients on a number of tokens; returns its output, weights and inputs."""
 
 _expired: Callable[[int], bool] = torch.UntypedStorage._expired  # type: ignore[assignment]
 
@@ -50,7 +51,7 @@ _IN_CHUNK: ContextVar[bool] = ContextVar("in chunk", default=False)
 
 @contextmanager
 def in_chunk() -> Iterator[None]:
-    """What is made in the block is of the size of a chunk of tokens (`tokenwise`)."""
+    """In the block, tensors have the size of a chunk of tokens (`token_wise`), not of the sequence."""
     token = _IN_CHUNK.set(True)
     try:
         yield
@@ -59,7 +60,7 @@ def in_chunk() -> Iterator[None]:
 
 
 class Living(TorchDispatchMode):
-    """Counts what ops make in the block, until it ends: `peak` is the most that was alive at one time."""
+    """In the block, counts bytes of live tensors made by ops: `peak` is the largest total."""
 
     supports_higher_order_operators = True
 
@@ -87,32 +88,33 @@ class Living(TorchDispatchMode):
         return op(*args, **kwargs)
 
     def watch(self, op: Any, output: Any) -> None:
-        """To be told of each op."""
+        """Called after each op."""
 
     @property
     def nbytes(self) -> int:
-        """That exist now."""
+        """Bytes alive now."""
         return sum(self.alive)
 
     @property
     def alive(self) -> tuple[int, int]:
-        """Bytes that exist now, outside chunks and in them."""
-        for place in list(filter(_expired, self._known)):  # behind every op, over every tensor: no Python in between
-            _, nbytes, chunk = self._known.pop(place)  # the reference has kept the place from being used again
+        """Bytes alive now, (outside chunks, in chunks)."""
+        for place in list(filter(_expired, self._known)):  # after every op, over every tensor: no Python loop
+            _, nbytes, chunk = self._known.pop(place)  # the reference kept the address from being reused
             self._alive[chunk] -= nbytes
         return self._alive[0], self._alive[1]
 
 
 class Recording(Living):
-    """A run on zeros: at each op, what was alive on a device and on a cpu, each outside chunks and in them."""
+    """Records, after each op of a run on zeros, the live bytes on a device and on a CPU, each outside chunks and
+    in them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ops: list[tuple[str, bool]] = []
-        """Their names, and whether a kernel was at work that takes memory of its own."""
+        """(name of the op, whether its kernel allocates memory of its own)."""
         self.rows: list[tuple[int, int, int, int]] = []
         self.kept: tuple[int, int] = (0, 0)
-        """What was alive between forward and backward."""
+        """Bytes alive between forward and backward."""
 
     def compute(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _spared(op, args, kwargs)
@@ -123,7 +125,7 @@ class Recording(Living):
         self.note(name, "attention" in name, product)
 
     def note(self, name: str, kernel: bool, product: int = 0) -> None:
-        """product: bytes of a float32 result that a cpu has beside."""
+        """product: bytes of the extra float32 result that a CPU has."""
         outside, inside = self.alive
         apart, chunk = (APART_NBYTES, _IN_CHUNK.get()) if product else (0, False)
         self.ops.append((name, kernel))
@@ -131,7 +133,7 @@ class Recording(Living):
 
 
 def recorded_forward(run: Run, tokens: int) -> Recording:
-    """Of a run without gradients."""
+    """Record a forward without gradients."""
     record = Recording()
     with torch.no_grad(), record:
         run(tokens)
@@ -139,8 +141,11 @@ def recorded_forward(run: Run, tokens: int) -> Recording:
 
 
 def recorded_backward(run: Run, tokens: int, *, is_head: bool = False) -> Recording:
-    """Of a run with gradients and its backward, which lets gradients of weights go. The output goes before and its
-    gradient is not counted; of the head, whose logits the loss reads, both are."""
+    """Record a forward with gradients and its backward, which drops weight gradients.
+
+    The output is freed first and its gradient not counted, except for the head (`is_head`), whose logits the loss
+    reads.
+    """
     record = Recording()
     with torch.enable_grad():
         with record:
@@ -163,7 +168,7 @@ def recorded_backward(run: Run, tokens: int, *, is_head: bool = False) -> Record
 
 
 def _let_go(gradient: Tensor | None) -> Tensor | None:
-    """In the place of a weight's gradient, which has been added up by now, if there is one."""
+    """Replaces a weight's gradient, if any, which has been accumulated by now."""
     return None if gradient is None else torch.zeros((), dtype=gradient.dtype).expand(gradient.shape)
 
 
@@ -173,10 +178,10 @@ def _let_go(gradient: Tensor | None) -> Tensor | None:
 def measured(
     record: Callable[[int], Recording], lengths: Lengths, block: int = 1, rows: int = 1
 ) -> tuple[Peak, Growth]:
-    """What runs at three lengths took, and what was alive between their forwards and backwards.
+    """(peak, bytes kept between forward and backward), fitted from runs at three lengths.
 
-    record: of a run of so many tokens, in chunks of half of them where it has chunks. rows: sequences of each run.
-    block: tokens to whose multiples each sequence is padded.
+    record: tokens -> recording of a run, with chunks of half of the tokens if it has chunks. rows: sequences per run.
+    block: sequences are padded to multiples of this many tokens.
     """
     records = [record(tokens) for tokens in lengths]
     short, long, further = (-(-tokens // block) * block for tokens in lengths)
@@ -193,13 +198,13 @@ def measured(
 
 
 def growth_of(sizes: Sequence[int], lengths: Lengths, rows: int = 1) -> Growth:
-    """Of something that had such sizes at three lengths of so many rows."""
+    """Fit of a size measured at three lengths of `rows` rows."""
     fixed, each, pair = _through(np.array(sizes, dtype=float), lengths)
     return Growth(float(fixed), float(each) / rows, float(pair) / rows)
 
 
 def _largest(sizes: Any, kernel: Any, lengths: Lengths, rows: int) -> tuple[Growth, ...]:
-    """Of all ops those that no other exceeds in every part. Chunks are of the tokens of all rows already."""
+    """The fits of those ops that no other op exceeds in every term. Chunks already count the tokens of all rows."""
     fixed, each, pair = _through(sizes[..., 0], lengths)
     beside, inside, _ = _through(sizes[..., 1], [length / 2 for length in lengths])
     parts = np.unique(np.column_stack([fixed + beside, each, pair, inside, kernel]).round(3), axis=0)[::-1]
@@ -211,8 +216,8 @@ def _largest(sizes: Any, kernel: Any, lengths: Lengths, rows: int) -> tuple[Grow
 
 
 def _through(sizes: Any, lengths: Sequence[float]) -> tuple[Any, Any, Any]:
-    """What is fixed, per token, and per token and position of sizes (lengths first), none negative, at no length less
-    than it was."""
+    """(constant, per token, per token and position) of sizes[lengths, ...], none negative, never below a measured
+    size."""
     short, long, further = lengths
     slope = (sizes[1] - sizes[0]) / (long - short)
     pair = np.maximum(0.0, ((sizes[2] - sizes[1]) / (further - long) - slope) / (further - short))
@@ -225,7 +230,7 @@ def _through(sizes: Any, lengths: Sequence[float]) -> tuple[Any, Any, Any]:
 
 
 class SkipLargeProducts(TorchDispatchMode):
-    """In the block, products with large weights are zero without being multiplied. For runs on zeros alone."""
+    """In the block, products with large weights return zeros without multiplying. Only for runs on zeros."""
 
     supports_higher_order_operators = True
 
@@ -235,11 +240,11 @@ class SkipLargeProducts(TorchDispatchMode):
 
 
 class TooLarge(RuntimeError):
-    """What an op would make or multiply is too large to be computed for a test."""
+    """An op would make or multiply more than a test may compute."""
 
 
 class LimitNumel(TorchDispatchMode):
-    """In the block, an op that would read or make more elements than `most` raises `TooLarge`; views do not."""
+    """In the block, an op that reads or makes more than `most` elements raises `TooLarge`, unless it is a view."""
 
     supports_higher_order_operators = True
 
@@ -259,7 +264,7 @@ def _is_view(schema: Any) -> bool:
 
 
 def _spared(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What an op gives; computed where that takes little."""
+    """The result of an op, computed only if that is cheap."""
     schema = getattr(op, "_schema", None)
     if schema is None or _largest_numel(schema.name, args) < LARGE_NUMEL:
         return op(*args, **kwargs)
@@ -269,7 +274,7 @@ def _spared(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _largest_numel(name: str, args: Sequence[Any]) -> int:
-    """Elements of the largest tensor that an op reads, or that a product or a factory makes."""
+    """Elements of the largest tensor that an op reads, or that a product or factory makes."""
     tensors, made = list(_tensors(args)), 0
     if name in PRODUCTS:
         left, right = tensors[1:3] if name in ADDING else tensors[:2]
@@ -282,7 +287,7 @@ def _largest_numel(name: str, args: Sequence[Any]) -> int:
 
 
 def _not_computed(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What an op would give, as unwritten zeros; computed after all where its form cannot be told."""
+    """The result of an op as unwritten zeros; computed after all if its shape cannot be told otherwise."""
 
     def form(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -301,7 +306,7 @@ def _lazy_zeros_like(form: Tensor) -> Tensor:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Of the arguments or the results of an op."""
+    """All tensors among the arguments or results of an op."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):

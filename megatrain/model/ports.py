@@ -1,13 +1,13 @@
-"""A model taken apart: ports stand in for its decoder layers, so that its own `forward` runs without them.
+"""A model split into parts: ports replace its decoder layers, so that its own `forward` runs without them.
 
 The forward of a causal language model is a prologue (embedding, positions, masks), a loop over layers and an epilogue
-(final norm, head). With a port in place of each layer, running it
+(final norm, head). With a port in place of each layer, running it either
 
-* *captures* what each layer would be called with, besides the hidden state, and the prologue's true output;
-* or, with the last port handing out a given hidden state, runs the true epilogue on it.
+* *captures* the arguments of each layer besides the hidden state, and the prologue's true output;
+* or, if the last port returns a given hidden state, runs the true epilogue on it.
 
-What a port relies on is checked when a model is met (`Capture.observed_only_passing`): the layers are called once
-each, in order, and the hidden state goes from one to the next untouched. The module knows no model by name.
+This relies on layers being called once each, in order, with the hidden state passed from one to the next
+unchanged, which is checked for every model (`Capture.observed_only_passing`). No model is known by name.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from megatrain.model.weight_sources import InFiles, Source, in_files_of
 from megatrain.spec import ModelSpec, Numerics
 
 HIDDEN = "hidden_states"
-"""The name under which layers take the hidden state when it is not the first positional argument."""
+"""Layers' keyword for the hidden state, if it is not their first positional argument."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a layer is called with besides the hidden state. `by_keyword` tells how the hidden state is passed."""
+    """A layer's arguments besides the hidden state. `by_keyword`: whether the hidden state is passed by keyword."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -56,7 +56,7 @@ class Call:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """All of it, in plain containers."""
+        """All arguments, in plain containers."""
         return self.args, dict(self.kwargs), self.by_keyword
 
     def tensors(self) -> list[Tensor]:
@@ -65,7 +65,7 @@ class Call:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Every tensor, through tuples, lists and dicts."""
+    """Every tensor in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
@@ -76,7 +76,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def split_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, Call]:
-    """Take the hidden state out of a layer's arguments."""
+    """Separate the hidden state from a layer's arguments."""
     if args:
         return args[0], Call(tuple(args[1:]), dict(kwargs), by_keyword=False)
     if HIDDEN in kwargs:
@@ -86,16 +86,16 @@ def split_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tens
 
 
 def hidden_of(output: Any) -> Tensor:
-    """The hidden state in what a layer returned."""
+    """The hidden state in a layer's return value."""
     return output if isinstance(output, Tensor) else output[0]
 
 
 class PrologueDone(Exception):
-    """Leaves the model's forward once the last port has been visited; never escapes `PortedModel`."""
+    """Leaves the model's forward after the last port; never escapes `PortedModel`."""
 
 
 class Script(Protocol):
-    """What the ports do in one run of the forward."""
+    """What the ports do during one run of the forward."""
 
     def visit(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor: ...
 
@@ -128,7 +128,7 @@ class Capture:
 
 
 class HandOut:
-    """Lets every port pass through, and the last one hand out `hidden`; each hands out what its layer had recorded."""
+    """Makes the last port return `hidden`, and each port replay what its layer had recorded."""
 
     def __init__(self, layers: int, hidden: Tensor, sides: Sequence[tuple[Tensor, ...]] = ()) -> None:
         self.layers, self.hidden, self.sides = layers, hidden, sides
@@ -142,16 +142,16 @@ class HandOut:
 
 
 class Port(nn.Module):
-    """Stands in for the decoder layer `index`; answers for the layer's other attributes (its attention type, say)."""
+    """Replaces decoder layer `index`; forwards the layer's other attributes (its attention type, say)."""
 
     def __init__(self, index: int, layer: nn.Module) -> None:
         super().__init__()
         self.index = index
         self.script: Script | None = None
         self.returns: int | None = None
-        """Length of the tuple that the layer returns; `None` when it returns the hidden state itself."""
+        """Length of the tuple that the layer returns; `None` if it returns the bare hidden state."""
         self.others: tuple[Any, ...] = ()
-        """What it answers in the other places of the tuple, during the first look; `None`s otherwise."""
+        """The other elements of that tuple during the first look; later they are `None`."""
         self._behind = [layer]  # in a list, so that the layer is not registered as a submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +169,7 @@ class Port(nn.Module):
 
 
 def reachable_leaves(tensor: Tensor) -> set[int]:
-    """`id`s of the leaves that would get a gradient from `tensor`, read off its autograd graph without running it."""
+    """`id`s of the leaves that would get a gradient from `tensor`, found in its graph without running it."""
     found: set[int] = set()
     seen: set[Any] = set()
     stack = [tensor.grad_fn]
@@ -187,22 +187,19 @@ def reachable_leaves(tensor: Tensor) -> set[int]:
 
 # The model behind them ------------------------------------------------------------------------------------------------
 #
-# A Hugging Face model taken apart into units: the model's structure on the meta device, its layers behind ports.
-#
-# `PortedModel` runs prologue, layers and head with weights that the caller binds for one call. How a model is taken
-# apart and what is learned about it is in `model.split_into_units`; the module leaves out where weights live
-# (`engine.weights`) and gradients.
+# `PortedModel` has the model's structure on the meta device, and runs prologue, layers and head with weights that the
+# caller passes for one call. `model.split_into_units` makes it; `engine.weights` knows where weights are.
 
 
 Weights = Mapping[str, Tensor]
-"""Parameters bound for one call: full names for prologue and epilogue, names inside the layer for layers."""
+"""Parameters for one call: full names for prologue and epilogue, names inside the layer for layers."""
 
 Sides = tuple[Tensor, ...]
-"""What a layer gave besides the hidden state and the model's loss depends on: router logits [tokens, experts]."""
+"""A layer's outputs besides the hidden state that the loss depends on: router logits [tokens, experts]."""
 
 
 class Way(Protocol):
-    """How a layer is run, as `Numerics` say it."""
+    """How to run a layer, according to `Numerics`."""
 
     @property
     def mlp_chunk_tokens(self) -> int: ...
@@ -211,14 +208,14 @@ class Way(Protocol):
 
 
 class Measured(Protocol):
-    """What a model tells when it is run on zeros (`profile.Measurement`)."""
+    """What running a model on zeros tells about it (`profile.Measurement`)."""
 
     def spec(self) -> ModelSpec: ...
     def parts(self) -> list[tuple[str, ...]]: ...
 
 
 AS_IT_IS: Way = Numerics()
-"""All tokens at once, by the library's own code."""
+"""All tokens at once, with the library's own code."""
 
 
 @dataclass
@@ -226,48 +223,48 @@ class PortedModel:
     """A model that runs unit by unit. `structure.units[1 + i]` is the layer behind `ports[i]`."""
 
     structure: ModelSpec
-    """What it consists of, as far as training needs it; `spec` is all."""
+    """The specification without profiles, which is enough to train; `spec` has them."""
     skeleton: PreTrainedModel
     templates: list[nn.Module]
     ports: list[Port]
     stack: str
     """Name of the module list of layers, `model.layers`."""
     placeholders: dict[str, Tensor]
-    """Zeros that take no memory, in the shape of each parameter outside the layers."""
+    """Zeros without memory in the shape of each parameter outside the layers."""
     hidden_shape: tuple[int, ...] = ()
-    """Shape of the hidden state of one token, (hidden size,) with most models."""
+    """Shape of the hidden state of one token; for most models (hidden size,)."""
     routers_off: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments that keep the model from asking for router logits where its config does."""
+    """Forward arguments that switch router logits off, whatever the config says."""
     balance_coefficient: float | None = None
-    """Weight of the router auxiliary loss; `None` where the model has none, or its config does not ask for it."""
+    """Weight of the router auxiliary loss; `None` if the model has none or its config disables it."""
     arguments: Arguments = field(default_factory=Arguments)
-    """What its forward takes."""
+    """The arguments that its forward takes."""
     measured: Measured | None = None
-    """How to find out more."""
+    """Measures profiles and token-wise parts on demand."""
     adapter: Adapter | None = None
-    """What trains, over a base that is frozen; `None` where the model has no adapter."""
+    """The adapter that trains over a frozen base, if any."""
     in_files: InFiles = field(default_factory=lambda: InFiles({}, {}))
-    """Frozen parameters that files hold as they are held here, and why others do not."""
+    """Frozen parameters whose bytes can be read from the model's files, and why others cannot."""
     _found_in: Callable[[], object] = lambda: None
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """The structure, with what units take beside their weights: measured when it is first asked for, by a plan."""
+        """The specification with the memory profiles of units, measured on first use (planning needs it)."""
         assert self.measured is not None
         return self.measured.spec()
 
     def share(self, ranks: int) -> None:
-        """Have its state shared by so many ranks."""
+        """Divide its state among this many ranks."""
         self._change(lambda spec: spec.over(ranks))
 
     def find_in(self, source: Source, dtype: torch.dtype) -> None:
-        """Learn which of its frozen parameters lie in a source's files as they are held in `dtype`."""
+        """Find out which frozen parameters a source's files hold byte for byte, in `dtype`."""
         frozen = [param.name for unit in self.structure.units for param in unit.params if not param.trainable]
         self.in_files, self._found_in = in_files_of(source, frozen, dtype), weakref.ref(source)
         self._change(lambda spec: spec.with_in_files(self.in_files.files.keys()))
 
     def lies_in(self, source: object) -> bool:
-        """Whether `in_files` are the files of that source."""
+        """Whether `in_files` refers to that source."""
         return self._found_in() is source
 
     def _change(self, change: Callable[[ModelSpec], ModelSpec]) -> None:
@@ -278,18 +275,18 @@ class PortedModel:
 
     @property
     def known(self) -> ModelSpec:
-        """The specification as far as it has been asked for."""
+        """The specification as far as it is known by now."""
         found: ModelSpec = vars(self).get("spec", self.structure)
         return found
 
     @cached_property
     def parts(self) -> list[tuple[str, ...]]:
-        """Of each layer, the names of its token-wise parts (`chunked_layers`)."""
+        """Names of the token-wise parts of each layer (`chunked_layers`)."""
         assert self.measured is not None
         return self.measured.parts()
 
     def prefix(self, index: int) -> str:
-        """Name prefix of the parameters of layer `index` (counted from 0), `model.layers.3.`"""
+        """Name prefix of the parameters of layer `index`, counted from 0: `model.layers.3.`"""
         return f"{self.stack}.{index}."
 
     def prologue(self, weights: Weights, inputs: Mapping[str, Any]) -> tuple[Tensor, list[Call]]:
@@ -302,14 +299,14 @@ class PortedModel:
         self.run(capture, weights, inputs)
         if capture.hidden is None or not capture.observed_only_passing:
             raise ModelError(
-                "skipped or repeated a layer, or changed the hidden state between two", where=self.structure.name
+                "skipped or repeated a layer, or changed the hidden state between layers", where=self.structure.name
             )
         return capture.hidden, capture.calls
 
     def layer(
         self, index: int, weights: Weights, hidden: Tensor, call: Call, way: Way = AS_IT_IS
     ) -> tuple[Tensor, Sides]:
-        """Run layer `index` (counted from 0) on `hidden` [batch, length, hidden size]; same shape out, and sides.
+        """Run layer `index`, counted from 0, on `hidden` [batch, length, hidden size]; returns (same shape, sides).
 
         Raises `ModelError` where it cannot be run compiled.
         """
@@ -317,7 +314,7 @@ class PortedModel:
         compiles = way.kernels == "compile"
         run = compiled_call if compiles and not watched() else functional_call
         if compiles and self.balance_coefficient is not None:
-            what = "its layers record router outputs for the auxiliary loss, which compiled ones would not"
+            what = "its layers record router outputs for the auxiliary loss, which compiled layers cannot"
             raise ModelError(what, where=self.structure.name, fix="set policy.kernels=stock")
         with ExitStack() as around:
             sides = around.enter_context(recorded()) if self.balance_coefficient is not None else []
@@ -329,9 +326,8 @@ class PortedModel:
     def head(self, weights: Weights, hidden: Tensor) -> Tensor:
         """Run everything after the last layer on `hidden` [tokens, *hidden_shape]; returns logits [tokens, vocabulary].
 
-        Tokens go through as a batch of sequences of length one, so that an epilogue which looks at the shape of
-        `input_ids` is content and no position beyond the first is looked up. The prologue runs too, on placeholders
-        that take no memory, and its result is dropped.
+        Tokens are passed as a batch of sequences of length one, which matches the shape of `input_ids` and looks up no
+        position beyond the first. The prologue runs too, on placeholders without memory, and its result is dropped.
         """
         tokens = hidden.shape[0]
         handing_out = HandOut(len(self.ports), hidden.unsqueeze(1))
@@ -341,10 +337,11 @@ class PortedModel:
         return logits.reshape(tokens, -1)
 
     def balance(self, weights: Weights, inputs: Mapping[str, Any], sides: Sequence[Sides]) -> Tensor:
-        """The router auxiliary loss, a scalar: the model's own, from the sides of all layers, without its coefficient.
+        """The router auxiliary loss, a scalar without its coefficient, computed by the model's own code from all
+        layers' sides.
 
-        `weights` are the head's, `inputs` those of the micro-batch, of which the prologue had been run. The head runs
-        on one zero per row, as the model insists, and its result is dropped.
+        `weights` are the head's, `inputs` the micro-batch's, as passed to the prologue. The head runs on one zero
+        per row, which the model requires, and its result is dropped.
         """
         rows = inputs["input_ids"].shape
         some = next(iter(weights.values()))
@@ -355,7 +352,7 @@ class PortedModel:
         return loss
 
     def to_device(self, device: torch.device) -> None:
-        """Move the buffers (not the parameters, which have no storage) of skeleton and templates."""
+        """Move the buffers of skeleton and templates (parameters have no storage)."""
         for root in (self.skeleton, *self.templates):
             for module in root.modules():
                 for name, buffer in module._buffers.items():
@@ -365,7 +362,7 @@ class PortedModel:
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
-        """Without dropout and the like in the block; afterwards every module is in the mode that it was in."""
+        """In the block, no dropout and the like; afterwards every module is back in its mode."""
         modules = [module for root in (self.skeleton, *self.templates) for module in root.modules()]
         modes = [module.training for module in modules]
         for module in modules:
@@ -378,7 +375,7 @@ class PortedModel:
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
-        """The base alone in the block. Raises `ModelError` where there is no adapter."""
+        """In the block, only the base computes. Raises `ModelError` if there is no adapter."""
         if self.adapter is None:
             raise ModelError("has no adapter", where=self.structure.name, fix="ask the model itself")
         with ExitStack() as off:
@@ -387,16 +384,17 @@ class PortedModel:
             yield
 
     def whole(self) -> PreTrainedModel:
-        """The model put together again, on the meta device but for its buffers: for names, files and configuration."""
+        """The reassembled model, on the meta device except its buffers: for names, files and configuration."""
         together = copy.deepcopy(self.skeleton)
         if self.structure.tied:
-            together.config.tie_word_embeddings = True  # also where only the code tied them: one name is written
+            together.config.tie_word_embeddings = True  # even if only the code tied them: one name is written
         parent, _, attribute = self.stack.rpartition(".")
         setattr(together.get_submodule(parent), attribute, nn.ModuleList(copy.deepcopy(self.templates)))
         return together
 
     def run(self, script: Capture | HandOut, weights: Weights, inputs: Mapping[str, Any]) -> Any:
-        """The model's own forward with `script` in the place of the layers; `None` where it ended with the prologue."""
+        """Run the model's own forward with `script` in place of the layers; `None` if it stopped after the
+        prologue."""
         for port in self.ports:
             port.script = script
         try:
@@ -409,7 +407,7 @@ class PortedModel:
 
 
 ROUTED: dict[str, Any] = {"output_router_logits": True, "logits_to_keep": 1}
-"""Arguments of a forward that is run for its auxiliary loss."""
+"""Forward arguments for computing the auxiliary loss."""
 
 
 def takes(model: PreTrainedModel, argument: str) -> bool:

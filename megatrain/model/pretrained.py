@@ -1,13 +1,13 @@
-"""Weights of a safetensors folder, checked from the headers and streamed into the store; the model never exists.
+"""Streams the weights of a safetensors folder into the store, checked from the headers; the whole model never exists.
 
-Names and layouts of checkpoints are the library's business: old names, a base model's prefix, experts stored one by
-one and kept fused. So the library's own loading is run for each unit, on the structure (`skeleton`) and on the
-slices of the checkpoint that belong to the unit; the parameters that appear are written to the store and are meta
-tensors again before the next unit. Before that, the same loading is run once for the whole model on meta tensors with
-the shapes that the files' headers give: it finds everything that is missing, unexpected or misshaped before a byte of
-weights is read. Where the library would initialise a missing parameter at random, this refuses.
+Names and layouts in checkpoints are transformers' business: old names, a base model's prefix, experts stored
+separately and fused on loading. So its own loading code runs for each unit, on the structure (`skeleton`) and the
+unit's slices of the checkpoint; the resulting parameters are written to the store and become meta tensors again
+before the next unit. Before that, the same code runs once for the whole model on meta tensors with the shapes from
+the files' headers, and finds everything missing, unexpected or misshaped before any weights are read. A missing
+parameter, which transformers would initialise at random, is refused.
 
-It leaves out quantized checkpoints and adapters.
+Quantized checkpoints and adapters are not handled here.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from megatrain.spec import FileBytes
 from megatrain.system.paths import lies_within, read_json
 
 BATCH_NBYTES = 256 << 20
-"""Parameters are loaded together up to this size in float32; a larger one is loaded alone."""
+"""Parameters are loaded in groups of up to this size in float32; a larger one is loaded alone."""
 
 
 class PretrainedSource:
-    """The weights of a local Hugging Face folder, the folder of a run or a hub name, as the library would load them in
+    """The weights of a local Hugging Face folder, a run's folder or a hub name, as transformers would load them in
     float32."""
 
     def __init__(
@@ -68,9 +68,9 @@ class PretrainedSource:
     ) -> None:
         """Read config and headers, build the structure, load its buffers, and check that everything fits.
 
-        revision: of a hub name, a branch, a tag or a commit. fields: of the config, changed before the model is built.
-        Raises `ModelError` for what is not a causal language model with plain weights, for a file that is missing,
-        truncated or damaged, and for parameters that are missing or of another shape than the config says.
+        revision: branch, tag or commit of a hub name. fields: changed in the config before the model is built.
+        Raises `ModelError` for anything but a causal language model with plain weights, for a missing, truncated
+        or damaged file, and for parameters that are missing or do not have the config's shape.
         """
         self._where = f"model {source}"
         source = located(model_named(source), where=self._where, revision=revision)
@@ -82,25 +82,25 @@ class PretrainedSource:
         self._mapping: list[Any] = get_model_conversion_mapping(self.model)
         for transform in self._mapping:
             if getattr(transform, "force_cpu", False):
-                transform.force_cpu = False  # only ever the cpu here, but for the check, which has no values to move
+                transform.force_cpu = False  # always the CPU here, except in the check, which has no values
         self.dtype: torch.dtype = saved if isinstance(saved, torch.dtype) else self._shards.dtype
-        """That its config names, or that of its first tensor: what the library takes for `auto`."""
+        """The config's dtype, or that of the first tensor: the library's `auto`."""
         self._keys, self._renamed = _keys_by_target(self.model, self._mapping, self._shards.headers)
         self.unexpected: list[str] = self._check()
-        """Tensors of the checkpoint that the model has no place for; `left_out` tells a person."""
+        """Tensors of the checkpoint that the model does not use; `left_out` describes them."""
         self._untie()
         self._load_buffers()
         self._load_generation_config(source, revision)
 
     def left_out(self) -> str:
-        """A phrase that names what of the checkpoint the model does not use, empty where it uses everything."""
+        """Describes the tensors of the checkpoint that the model does not use; empty if it uses all."""
         if not self.unexpected:
             return ""
         count = "1 tensor" if len(self.unexpected) == 1 else f"{len(self.unexpected):,} tensors"
         return f"{count} in its files that the model does not use: {listed(self.unexpected)}"
 
     def dtypes(self, asked: torch.dtype) -> dict[str, torch.dtype]:
-        """Name of each parameter -> the dtype that the library would load it in where `asked` is asked for."""
+        """Parameter name -> dtype in which transformers would load it if asked for `asked`."""
         plan = self.model._get_dtype_plan(asked)
         names = [name for name, _ in self.model.named_parameters()]
         if not plan:
@@ -110,9 +110,9 @@ class PretrainedSource:
         return {name: plan[kept[match.lastgroup or ""]] if match else asked for name, match in found.items()}
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One parameter, as the library would load it in `dtype`; of the mapped file where nothing is converted.
+        """One parameter as transformers would load it in `dtype`; a view of the mapped file if nothing is converted.
 
-        Who writes to it writes to no file. Raises `ModelError` for files that cannot be read.
+        Writing to it does not change the file. Raises `ModelError` for files that cannot be read.
         """
         targets = self._targets.get(name, [])
         if (key := next((self._renamed[target] for target in targets if target in self._renamed), None)) is not None:
@@ -124,7 +124,7 @@ class PretrainedSource:
 
     @cached_property
     def _targets(self) -> dict[str, list[str]]:
-        """Name of each parameter -> all its names that the files have something for."""
+        """Parameter name -> all its names that the files hold something for."""
         first, found = _first_names(self.model), dict[str, list[str]]()
         for target in self._keys:
             if target in first:
@@ -132,8 +132,10 @@ class PretrainedSource:
         return found
 
     def in_files(self, names: Iterable[str], dtype: torch.dtype) -> InFiles:
-        """Of these parameters, those whose bytes in `dtype` are bytes of the files, one tensor's or one tensor's behind
-        the other, as experts are kept that the files hold one by one; and of the others, why not."""
+        """Which of these parameters exist byte for byte in the files in `dtype`, and why the others do not.
+
+        A parameter may be one tensor, or several one after the other (fused experts stored separately).
+        """
         places, alike = _Places(), dict[str, bool]()
         found, others = dict[str, tuple[FileBytes, ...]](), dict[str, str]()
         for name in names:
@@ -151,22 +153,22 @@ class PretrainedSource:
             if plain or alike[kind]:
                 found[name] = bytes_of
             else:
-                others[name] = "is put together of tensors of the files in another order than theirs"
+                others[name] = "joins tensors of the files in an order other than theirs"
         return InFiles(found, {name: why for name, why in others.items() if why})
 
     def _why_not(self, name: str, keys: Sequence[str], dtype: torch.dtype) -> str:
         headers = [self._shards.headers[key] for key in keys]
         kinds = sorted({header.dtype for header in headers})
         if any(DTYPES.get(kind) != dtype for kind in kinds):
-            return f"is {' and '.join(kinds)} in the files, and held as {str(dtype).removeprefix('torch.')}"
+            return f"is {' and '.join(kinds)} in the files, but held as {str(dtype).removeprefix('torch.')}"
         if any(header.file.suffix != ".safetensors" for header in headers):
-            return f"is in {headers[0].file.name}, which is no safetensors file"
+            return f"is in {headers[0].file.name}, which is not a safetensors file"
         if sum(math.prod(header.shape) for header in headers) != self.model.get_parameter(name).numel():
-            return "is made of other tensors of the files"
+            return "is converted from other tensors of the files"
         return ""
 
     def _is_made_of(self, target: str, keys: Sequence[str], held: Iterable[FileBytes], dtype: torch.dtype) -> bool:
-        """Whether a parameter that the library puts together is those bytes: it is loaded, and compared."""
+        """Whether a parameter that transformers assembles is equal to those bytes, by loading and comparing it."""
         with self._loaded(keys) as values:
             whole, start = values[target].reshape(-1), 0
             for each in held:
@@ -182,7 +184,7 @@ class PretrainedSource:
         keys: dict[str, list[str]] = {}
         for target, held in self._keys.items():
             if target in first:
-                keys.setdefault(first[target], held)  # of tied ones that are all there, one is enough
+                keys.setdefault(first[target], held)  # if all names of a tied one are there, one is enough
         sizes = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
         report = Report(progress, sum(sizes.values()))
         written: set[str] = set()
@@ -199,9 +201,9 @@ class PretrainedSource:
 
     @contextmanager
     def _loaded(self, keys: Iterable[str]) -> Iterator[dict[str, Tensor]]:
-        """Parameters and buffers made of these tensors of the checkpoint, by their names, until the end of the block.
+        """In the block, the parameters and buffers that these tensors of the checkpoint give, by name.
 
-        Values may lie in a mapped file.
+        Values may be in a mapped file.
         """
         with torch.inference_mode(False), self._shards.open(keys) as slices, _put_back(self.model):
             try:
@@ -216,7 +218,7 @@ class PretrainedSource:
             values.clear()
 
     def _run_library(self, tensors: Mapping[str, Any], device: str) -> LoadStateDictInfo:
-        """Let the library convert these tensors and put them into the model, with float parameters as float32."""
+        """Have transformers convert these tensors and load them into the model, float parameters as float32."""
         how = LoadStateDictConfig(dtype=torch.float32, weight_mapping=self._mapping, device_map={"": device})
         info: LoadStateDictInfo
         with quiet():
@@ -224,7 +226,8 @@ class PretrainedSource:
         return info
 
     def _check(self) -> list[str]:
-        """Load shapes instead of values; returns what is unexpected, and raises for all else that does not fit."""
+        """Load shapes instead of values; returns the unexpected names, and raises for anything else that does not
+        fit."""
         headers = self._shards.headers
         shapes = {
             key: torch.empty(header.shape, dtype=DTYPES.get(header.dtype), device="meta")
@@ -235,7 +238,7 @@ class PretrainedSource:
         self._refuse_what_does_not_fit(info)
         first = _first_names(self.model)
         there = {first[name] for name in first.keys() - info.missing_keys}
-        self.model._adjust_missing_and_unexpected_keys(info)  # drops what the library does not miss
+        self.model._adjust_missing_and_unexpected_keys(info)  # drops names that the library does not need
         buffers = info.missing_keys - first.keys()
         if missing := sorted({*first.values()} - there | buffers):
             raise ModelError(
@@ -254,7 +257,8 @@ class PretrainedSource:
         return sorted(info.unexpected_keys)
 
     def _refuse_what_does_not_fit(self, info: LoadStateDictInfo) -> None:
-        """Raise `ModelError` for tensors of another shape than the model's, or that the library cannot convert."""
+        """Raise `ModelError` for tensors whose shape differs from the model's, or that transformers cannot
+        convert."""
         if wrong := sorted((name, tuple(found), tuple(due)) for name, found, due in info.mismatched_keys):
             raise ModelError(
                 "its files and its config disagree about the shape of "
@@ -267,7 +271,7 @@ class PretrainedSource:
             raise ModelError(f"cannot convert {name} ({said[-2] if len(said) > 1 else text})", where=self._where)
 
     def _untie(self) -> None:
-        """As the library does: weights that the config ties but the files hold with different values are not tied."""
+        """Untie weights that the config ties but the files store with different values, as transformers does."""
         first = _first_names(self.model)
         groups: dict[str, list[str]] = {}
         for target in self._keys:
@@ -293,7 +297,7 @@ class PretrainedSource:
             setattr(self.model.get_submodule(owner), name, value)
 
     def _load_generation_config(self, source: str | Path, revision: str | None) -> None:
-        """How to sample is part of what is loaded, and of what is saved again; a checkpoint may have none."""
+        """Load the generation config if there is one: it is saved again with the model."""
         if not self.model.can_generate():
             return
         with quiet(), plain_errors(self._where):
@@ -306,7 +310,7 @@ class PretrainedSource:
 
 
 def _batches(names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """The parameters of a unit in groups that are loaded together, since the library reads with several threads."""
+    """Group a unit's parameters for loading: the library reads a group with several threads."""
     batch: list[str] = []
     for name in names:
         if batch and 4 * sum(sizes.get(each, 0) for each in [*batch, name]) > BATCH_NBYTES:
@@ -320,9 +324,9 @@ def _batches(names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[st
 def _keys_by_target(
     model: PreTrainedModel, mapping: Sequence[Any], keys: Iterable[str]
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Name in the model -> names in the checkpoint, as the library's loading pairs them (one key may make several).
+    """Name in the model -> names in the checkpoint, as transformers' loading pairs them (one key may make several).
 
-    And the same for those tensors that are what a file holds under another name, or the same one.
+    And name in the model -> name in the checkpoint, for tensors that are loaded unchanged.
     """
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -340,14 +344,14 @@ def _keys_by_target(
 
 
 def _first_names(model: PreTrainedModel) -> dict[str, str]:
-    """Name of each parameter -> the first name that it has; they differ for tied ones."""
+    """Parameter name -> its first name, which differs for tied parameters."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 @contextmanager
 def _put_back(model: nn.Module) -> Iterator[None]:
-    """In the block, parameters and buffers may be replaced; afterwards the model has those that it had."""
+    """In the block, parameters and buffers may be replaced; afterwards the originals are restored."""
     before = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
     try:
         yield
@@ -359,29 +363,27 @@ def _put_back(model: nn.Module) -> Iterator[None]:
 
 # Weight files ---------------------------------------------------------------------------------------------------------
 #
-# The weight files of a checkpoint: found, checked from their headers, and read range by range.
-#
-# safetensors are memory-mapped and closed again after each use, since the pages of an open map count as ours; a large
-# tensor is even read in blocks, each from a map of its own. `pytorch_model.bin` is mapped too, where torch can. It
-# leaves out what the tensors mean: see `pretrained`.
+# Weight files are found, checked from their headers, and read range by range. safetensors are memory-mapped and closed
+# again after each use, since the pages of an open map count as ours; a large tensor is even read in blocks, each from
+# its own map. `pytorch_model.bin` is mapped too if torch can.
 
 
 Unread = Any
-"""A tensor that `[...]` reads: safetensors' own type, a mapped tensor, or `_InBlocks`."""
+"""A tensor that is read by `[...]`: safetensors' own type, a mapped tensor, or `_InBlocks`."""
 
 LARGE_NBYTES = 1 << 19
-"""From which size on a tensor of half precision is read in blocks."""
+"""Half-precision tensors of this size or more are read in blocks."""
 
 BLOCK_NBYTES = 8 << 20
-"""How much of it is mapped at once."""
+"""Bytes mapped at once."""
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""safetensors' names of the dtypes that a float32 master takes without a scale."""
+"""safetensors' names of the dtypes that convert to float32 without a scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What is known of a tensor without reading it."""
+    """What a file's header tells about a tensor."""
 
     file: Path
     shape: tuple[int, ...]
@@ -389,13 +391,13 @@ class Header:
 
 
 class _Places:
-    """Where tensors lie in safetensors files, whose headers are read once each."""
+    """Byte ranges of tensors in safetensors files; reads each header once."""
 
     def __init__(self) -> None:
         self._known: dict[Path, dict[str, tuple[int, int]]] = {}
 
     def of(self, file: Path, key: str) -> FileBytes:
-        """Where a tensor lies that is known to be there."""
+        """The bytes of a tensor that is known to exist."""
         if file not in self._known:
             with file.open("rb") as opened:
                 nbytes = int.from_bytes(opened.read(8), "little")
@@ -407,17 +409,17 @@ class _Places:
 
 
 def _bytes_of(there: FileBytes, dtype: torch.dtype) -> Tensor:
-    """Bytes of a file as numbers, [n]."""
+    """Bytes of a file as a tensor [n]."""
     with open(there.file, "rb") as opened:
         opened.seek(there.place)
         return torch.frombuffer(bytearray(opened.read(there.nbytes)), dtype=dtype)
 
 
 class Shards:
-    """The tensors of a checkpoint, by their names in its files."""
+    """The tensors of a checkpoint, by their names in the files."""
 
     def __init__(self, source: str, config: PreTrainedConfig, *, where: str, revision: str | None = None) -> None:
-        """Find the files of a folder or a hub name, and read their headers.
+        """Find the files of a folder or hub name, and read their headers.
 
         Raises `ModelError`, naming the file, for one that is missing, truncated or damaged.
         """
@@ -428,14 +430,14 @@ class Shards:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the first tensor of floating point, float32 where there is none."""
+        """The dtype of the first floating-point tensor, or float32."""
         return next((DTYPES[each.dtype] for each in self.headers.values() if each.dtype in DTYPES), torch.float32)
 
     @contextmanager
     def open(self, names: Iterable[str], dtype: torch.dtype = torch.float32) -> Iterator[dict[str, Unread]]:
-        """These tensors, unread, until the end of the block. Only the files that hold them are opened.
+        """In the block, these tensors, unread. Opens only the files that hold them.
 
-        dtype: what they will be wanted in. What is mapped stays so for as long as somebody holds it.
+        dtype: the dtype they will be read in. A file stays mapped as long as something refers to its tensors.
         """
         by_file: dict[Path, list[str]] = {}
         for name in names:
@@ -463,9 +465,9 @@ class Shards:
 
 
 def non_finite_weights(source: str, config: PreTrainedConfig) -> list[str]:
-    """Names of tensors in a local folder of a model that hold values which are not finite, all of which are read.
+    """Names of tensors with non-finite values in a model's local folder; reads all of it.
 
-    Empty where the folder holds no weights, and for a name on the hub. Raises `ModelError` for files that are damaged.
+    Empty if the folder holds no weights, and for a hub name. Raises `ModelError` for damaged files.
     """
     folder = Path(source)
     if not folder.is_dir() or not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
@@ -480,7 +482,7 @@ def non_finite_weights(source: str, config: PreTrainedConfig) -> list[str]:
 
 
 class _InBlocks:
-    """A large tensor of half precision, read as float32 (exactly), so that no more than the result is in memory."""
+    """A large half-precision tensor that is read as float32 (exact) with no more than the result in memory."""
 
     def __init__(self, name: str, header: Header) -> None:
         self.name, self.header = name, header
@@ -516,14 +518,14 @@ def _files(source: str, config: PreTrainedConfig, where: str, revision: str | No
     for file in files:
         if folder is not None and not lies_within(file, folder):
             what = f"its index names a file outside its folder, {os.path.relpath(file, folder)}"
-            raise ModelError(what, where=where, fix="download the model again from where you trust it")
+            raise ModelError(what, where=where, fix="download the model again from a source you trust")
         if not file.is_file():
             raise ModelError(f"its file {file.name} is missing", where=where, fix="copy or download it again")
     return files
 
 
 def _refuse_odd_index(folder: Path, where: str) -> None:
-    """Raise `ModelError` for an index that names something else than files; one that is no JSON the library refuses."""
+    """Raise `ModelError` for an index that names anything but files (transformers refuses one that is not JSON)."""
     for file in folder.glob("*.index.json"):
         try:
             index = read_json(file)
@@ -540,7 +542,7 @@ def _headers(file: Path, where: str) -> dict[str, Header]:
     with _damage_named(file, where):
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as opened:
-                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118, it is no mapping
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118, not a mapping
                 return {name: Header(file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
         names = {dtype: name for name, dtype in DTYPES.items()}
         return {
@@ -551,7 +553,7 @@ def _headers(file: Path, where: str) -> dict[str, Header]:
 
 @contextmanager
 def _damage_named(file: Path, where: str) -> Iterator[None]:
-    """What goes wrong while a file is opened, as a `ModelError` that names the file."""
+    """Turn errors while opening a file into a `ModelError` that names the file."""
     try:
         yield
     except SafetensorError as error:
@@ -569,6 +571,6 @@ def _damage_named(file: Path, where: str) -> Iterator[None]:
 
 
 def _mapped(file: Path) -> Mapping[str, torch.Tensor]:
-    """The tensors of a `.bin` file, on disk until they are used."""
+    """The tensors of a `.bin` file, mapped from disk."""
     held = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     return {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}

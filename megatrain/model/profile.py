@@ -1,9 +1,9 @@
-"""What a model's layers, its head and its prologue take beside their weights, measured by running them on zeros.
+"""Measures the memory of a model's layers, head and prologue besides their weights, by running them on zeros.
 
-Each kind of layer runs forward, and forward and backward, at three short lengths, and a fit through the peaks (`peak`)
-is held against a fourth run that is longer and has two rows. A layer that pads to blocks of its own, or goes through
-positions in loops, is then run at further lengths; one that copies for several rows what one row shares is measured of
-two as well. The zeros take no memory worth naming. Nothing of this is needed to train: it is done when somebody plans.
+Each kind of layer runs forward, and forward and backward, at three short lengths. A fit through the peaks (`peak`)
+is checked against a fourth run that is longer and has two rows. A layer that pads to blocks, or loops over
+positions, is then run at further lengths; one that copies for several rows what one row shares is also measured
+with two rows. The zeros take almost no memory. Training does not need any of this: it runs when somebody plans.
 """
 
 from __future__ import annotations
@@ -50,38 +50,39 @@ from megatrain.spec import LayerProfile, ModelSpec
 from megatrain.spec.layer_profile import Outputs
 
 SHORT, BLOCKS = 8, (64, 128, 256)
-"""Tokens of the shortest of three runs, of which each is twice as long as the one before; and of others, where a layer
-pads sequences to blocks of so many."""
+"""Tokens of the shortest of three runs, each twice as long as the one before; block sizes that layers may pad to."""
 FURTHER, ROUNDED = 300, 0.01
-"""Tokens of the run that a fit is held against, and by how much it may be off."""
+"""Tokens of the run that a fit is checked against, and the relative error allowed."""
 TOO_LITTLE = 10
-"""How much more it weighs to say too little."""
+"""Weight of an underestimate relative to an overestimate."""
 ROWS = 2
 
 MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 RunOf = Callable[[int], Run]
-"""The run of a layer on so many rows."""
+"""Number of rows -> run of a layer."""
 Record = Callable[[int], Recording]
 
 
 class Measurement:
-    """What a ported model takes, by its layers' kinds. sides: what each layer has recorded of `seen` tokens, where the
-    model has a router's auxiliary loss."""
+    """Memory and token-wise parts of a ported model, measured once per kind of layer.
+
+    sides: what each layer recorded for `seen` tokens, if the model has a router auxiliary loss.
+    """
 
     def __init__(self, ported: PortedModel, kinds: Sequence[object], sides: Sequence[Sides], seen: int) -> None:
         self._ported, self._kinds, self._sides, self._seen = ported, kinds, sides, seen
         self._first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
 
     def parts(self) -> list[tuple[str, ...]]:
-        """Of each layer, the names of its token-wise parts."""
+        """Names of each layer's token-wise parts."""
         with _on_the_cpu(self._ported):
             called = self._calls()
             found = {kind: self._parts(called, index) for kind, index in self._first.items()}
         return [found[kind] for kind in self._kinds]
 
     def spec(self) -> ModelSpec:
-        """The model's specification, with profiles."""
+        """The model's specification with profiles."""
         structure = self._ported.structure
         most = structure.max_positions or FURTHER
         each = max(1, min(SHORT, most // 4))
@@ -112,7 +113,7 @@ class Measurement:
     def _calls(self) -> Callable[[Batching, int, int], Capture]:
         @cache
         def called(rows: Batching, count: int, tokens: int) -> Capture:
-            with _disable_current_modes():  # no part of what is measured
+            with _disable_current_modes():  # not part of the measurement
                 return captured(self._ported, rows(count, tokens))
 
         return called
@@ -137,7 +138,7 @@ class Measurement:
         return token_wise(self._ported.templates[index], self._run(called, whole, index, 1))
 
     def _head(self, lengths: Lengths) -> LayerProfile:
-        """Of the LOSS op: the head over a chunk, and a router's auxiliary loss, whose gradients stay."""
+        """Profile of the LOSS op: the head on one chunk, and the router auxiliary loss, whose gradients remain."""
         ported, structure = self._ported, self._ported.structure
         epilogue = structure.units[-1]
         units = (*(structure.units[:1] if structure.tied else ()), epilogue)
@@ -160,20 +161,20 @@ class Measurement:
 
         profile = LayerProfile(backward=measured(partial(recorded_backward, head, is_head=True), lengths)[0])
         told = all(self._seen in side.shape for of_layer in self._sides for side in of_layer)
-        if ported.balance_coefficient is None or not told:  # to be counted is no condition for being trained
+        if ported.balance_coefficient is None or not told:  # a model that cannot be measured may still train
             return profile
         return replace(profile, balance=measured(partial(recorded_backward, balance, is_head=True), lengths)[0])
 
 
 def _as_long(side: Tensor, seen: int, tokens: int) -> Tensor:
-    """Zeros like what was recorded of `seen` tokens, of other ones."""
+    """Zeros like what was recorded for `seen` tokens, for another number of tokens."""
     place = side.shape.index(seen)
     return torch.zeros(*side.shape[:place], tokens, *side.shape[place + 1 :], dtype=side.dtype).requires_grad_()
 
 
 @contextmanager
 def _on_the_cpu(ported: PortedModel) -> Iterator[None]:
-    """In the block, buffers are there, and what is drawn at random is drawn for nobody."""
+    """In the block, buffers are on the CPU and the random state is restored afterwards."""
     before = next(iter(ported.placeholders.values())).device
     ported.to_device(torch.device("cpu"))
     try:
@@ -190,7 +191,7 @@ def _on_the_cpu(ported: PortedModel) -> Iterator[None]:
 
 @contextmanager
 def portable_attention(skeleton: PreTrainedModel) -> Iterator[None]:
-    """The tiny runs are on the CPU, where some kernels do not exist; what is learned does not depend on the kernel."""
+    """Use a kernel that exists on the CPU, where the tiny runs are; what they show does not depend on the kernel."""
     config = skeleton.config
     chosen = config._attn_implementation
     if chosen not in ("sdpa", "eager"):
@@ -206,7 +207,7 @@ def portable_attention(skeleton: PreTrainedModel) -> Iterator[None]:
 
 
 def profile_layer(layer: nn.Module, run_of: RunOf, parts: Sequence[str], short: Lengths, most: int) -> LayerProfile:
-    """parts: names of its token-wise ones; most: tokens that the model takes for certain."""
+    """parts: names of the token-wise parts. most: number of tokens that the model surely accepts."""
     numel = max((sum(p.numel() for p in layer.get_submodule(part).parameters()) for part in parts), default=0)
     run, runs, lengths = run_of(1), _runs(layer, run_of(1), parts), short
     further = _further(runs, 1, most)
@@ -222,7 +223,7 @@ def profile_layer(layer: nn.Module, run_of: RunOf, parts: Sequence[str], short: 
             break
     with SkipLargeProducts(), _Attention(short[1]) as attention, torch.no_grad():  # type: ignore[no-untyped-call]
         run(short[1])
-    with SkipLargeProducts():  # type: ignore[no-untyped-call]  # below the modes that look at ops
+    with SkipLargeProducts():  # type: ignore[no-untyped-call]  # below the modes that watch ops
         profile = replace(
             profile, attention_flops=attention.flops, window=window_of(layer), outputs=_outputs(run, short, lengths)
         )
@@ -236,12 +237,12 @@ def profile_layer(layer: nn.Module, run_of: RunOf, parts: Sequence[str], short: 
 
 
 class _Runs(NamedTuple):
-    """Recordings of a layer by tokens, each made once."""
+    """Recordings of a layer by number of tokens, each made once."""
 
     forward: Record
     backward: Record
     in_chunks: Record | None
-    """Backward with token-wise parts in chunks of half of the tokens, where there are such parts."""
+    """Backward with token-wise parts, if any, in chunks of half of the tokens."""
 
 
 def _runs(layer: nn.Module, run: Run, parts: Sequence[str]) -> _Runs:
@@ -254,7 +255,7 @@ def _runs(layer: nn.Module, run: Run, parts: Sequence[str]) -> _Runs:
 
 
 def _taken(runs: _Runs, lengths: Lengths, block: int = 1, rows: int = 1) -> dict[str, Any]:
-    """Fields of a `LayerProfile`. block, rows: as `measured` has them."""
+    """Fields of a `LayerProfile`. block, rows: see `measured`."""
     forward, _ = measured(runs.forward, lengths, block, rows)
     backward, graph = measured(runs.backward, lengths, block, rows)
     found: dict[str, Any] = {"forward": forward, "backward": backward, "graph": graph}
@@ -266,11 +267,11 @@ def _taken(runs: _Runs, lengths: Lengths, block: int = 1, rows: int = 1) -> dict
 LEVELS: tuple[Level, ...] = get_args(Level)
 
 Taken = tuple[int, int, tuple[int, int, int]]
-"""Rows, their tokens, and what a run of them took: backward, forward, and kept in between."""
+"""Rows, their tokens, and the run's bytes: backward, forward, and kept in between."""
 
 
 def _further(runs: _Runs, rows: int, most: int) -> Taken | None:
-    """A further run, if it takes so many positions, or rows."""
+    """A further run, if the layer accepts that many positions, or rows."""
     for tokens in (FURTHER // rows, min(FURTHER, most) // rows):
         with suppress(RuntimeError, IndexError, ValueError, NotTaken):
             record = runs.backward(tokens)
@@ -279,7 +280,7 @@ def _further(runs: _Runs, rows: int, most: int) -> Taken | None:
 
 
 def _off(profile: LayerProfile, further: Taken | None) -> float:
-    """By how much what is said of a further run is off, as shares of what it took; too little weighs more."""
+    """Relative error of a profile's predictions for a further run; underestimates weigh more."""
     if further is None:
         return 0.0
     rows, tokens, taken = further
@@ -290,13 +291,13 @@ def _off(profile: LayerProfile, further: Taken | None) -> float:
 
 
 def window_of(layer: nn.Module) -> int | None:
-    """Positions that the layer attends to at most, if one of its modules says so."""
+    """The layer's attention window in positions, if one of its modules declares it."""
     windows = [getattr(module, "sliding_window", None) for module in layer.modules()]
     return next((window for window in windows if isinstance(window, int) and window > 0), None)
 
 
 class _Attention(TorchFunctionMode):
-    """Counts operations of attention per token and position, of the fused function and of products of scores."""
+    """Counts attention's FLOPs per token and position, in fused kernels and in products of scores."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
@@ -316,12 +317,15 @@ class _Attention(TorchFunctionMode):
 
 
 def _outputs(run: Run, short: Lengths, lengths: Lengths) -> Outputs:
-    """What they take and save; nothing where a layer does not run like that. lengths: at which peaks are measured."""
+    """Bytes of the outputs of single ops, and memory saved by storing them; empty if the layer cannot run this way.
+
+    lengths: where peaks are measured.
+    """
     length = short[1]
     try:
         found = {level: _keeping(run, length, level) for level in LEVELS}
         offloaded = _offloaded(run, lengths)
-    except (RuntimeError, NotImplementedError):  # an op that no dispatch mode can look at
+    except (RuntimeError, NotImplementedError):  # an op that dispatch modes cannot intercept
         return Outputs()
     nbytes = {level: sum(_storages(stored.tensors()).values()) / length for level, (stored, _) in found.items()}
     stored, flops = found["chosen"]
@@ -339,7 +343,7 @@ def _outputs(run: Run, short: Lengths, lengths: Lengths) -> Outputs:
 
 
 def _keeping(run: Run, length: int, level: Level) -> tuple[Stored, dict[Key, float]]:
-    """What is stored of a run, and the operations of each product, once the first run has told the width."""
+    """The outputs stored during a run, and the FLOPs of each product; the first run measures the width."""
     with torch.enable_grad(), SkipLargeProducts():  # type: ignore[no-untyped-call]
         keeping = Keeping(level, run(length)[0].shape[-1])
         with keeping.running():
@@ -348,7 +352,7 @@ def _keeping(run: Run, length: int, level: Level) -> tuple[Stored, dict[Key, flo
 
 
 def _shared_nbytes(run: Run, length: int, stored: Stored) -> int:
-    """Bytes of what was stored that the graph holds which grows from it."""
+    """Bytes of stored outputs that the graph made from them holds too."""
     there, held = _storages(stored.tensors()), set[int]()
 
     def pack(tensor: Tensor) -> Tensor:
@@ -363,7 +367,7 @@ def _shared_nbytes(run: Run, length: int, stored: Stored) -> int:
 
 
 def _offloaded(run: Run, lengths: Lengths, rows: int = 1) -> dict[str, Any]:
-    """Fields of `Outputs`: peaks of backward passes that are answered with outputs which lie somewhere else."""
+    """Fields of `Outputs`: peaks of backward passes that get stored outputs from memory elsewhere."""
 
     def recorded(tokens: int, level: Level) -> Recording:
         stored, _ = _keeping(run, tokens, level)
@@ -372,7 +376,7 @@ def _offloaded(run: Run, lengths: Lengths, rows: int = 1) -> dict[str, Any]:
             with Answering(stored):
                 return run(tokens)
 
-        held = stored.tensors()  # else the graph would let go of them
+        held = stored.tensors()  # otherwise the graph would free them
         record = recorded_backward(answered, tokens)
         del held
         return record
@@ -381,5 +385,5 @@ def _offloaded(run: Run, lengths: Lengths, rows: int = 1) -> dict[str, Any]:
 
 
 def _storages(tensors: Sequence[Tensor]) -> dict[int, int]:
-    """Where each storage lies, and its bytes."""
+    """Address -> bytes of each storage."""
     return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}

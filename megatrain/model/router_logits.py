@@ -1,9 +1,9 @@
-"""What a model records of its layers besides the hidden state: the router logits of a mixture of experts.
+"""Records and replays the router logits of mixture-of-experts layers, for the model's auxiliary loss.
 
-transformers gathers such outputs with hooks on modules inside the layers, into a collector that is active during one
-forward. Here the collector is made active around a single layer (`router_logits`), and later, when the model's own
-forward runs without its layers, it is handed what the layers had recorded (`replayed`); so a loss that the model
-computes from all its routers is computed by the model's own code. The only place that touches that machinery.
+transformers collects such outputs with hooks on modules inside the layers, into a collector that is active during
+one forward. Here a collector is activated around a single layer (`router_logits`), and later, when the model's own
+forward runs without its layers, it is given what the layers had recorded (`replayed`); so the model's own code
+computes the loss. No other module uses that machinery.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from transformers import PreTrainedModel
 output_capturing: Any
 try:
     output_capturing = import_module("transformers.utils.output_capturing")
-except ImportError:  # a transformers that gathers these outputs in another way
+except ImportError:  # a transformers that collects these outputs differently
     output_capturing = None
 
 ROUTERS = "router_logits"
-"""Key of the outputs that the auxiliary loss is computed from."""
+"""Key of the outputs that the auxiliary loss uses."""
 
 
 def install_recorders(model: PreTrainedModel) -> bool:
-    """Put the library's recording hooks on `model`, with all its layers in place; false where it has none of them."""
+    """Install the library's recording hooks on `model`, with all layers in place; false if the model has none."""
     if output_capturing is None:
         return False
     inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
@@ -38,7 +38,7 @@ def install_recorders(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def recorded() -> Iterator[list[Tensor]]:
-    """Gather what the recorders see during the block, in the order of the calls."""
+    """In the block, collect what the recorders see, in the order of calls."""
     found: list[Tensor] = []
     if output_capturing is None:
         yield found
@@ -51,7 +51,7 @@ def recorded() -> Iterator[list[Tensor]]:
 
 
 def replayed(sides: tuple[Tensor, ...]) -> None:
-    """Hand what a layer had recorded to the collector that is active now, if there is one."""
+    """Pass what a layer had recorded to the active collector, if any."""
     collector = None if output_capturing is None else output_capturing._active_collector.get()
     if collector is not None and ROUTERS in collector:
         collector[ROUTERS].extend(sides)

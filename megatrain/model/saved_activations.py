@@ -1,17 +1,18 @@
-"""Outputs that are worth keeping of a layer's forward: those of its large products, and of attention.
+"""Selective activation checkpointing: stores the outputs of a layer's large matrix products and of attention.
 
-Between a kept graph and an input from which everything is computed again lies what is dear to compute and small to
-hold. Which ops that are is decided by op, never by model: a product whose rows are at least half as long as the hidden
-state (so many operations for each value kept), and whatever attends. `Keeping` stores their outputs while a layer runs
-forward, `Answering` hands them out while it runs again, each at the place that it came from, and all else is computed.
-So the graph that grows is the same, and so is each bit of it.
+This lies between keeping the whole graph and recomputing everything from the input: these outputs are expensive to
+compute and small to hold. They are selected by op, never by model: products whose inner dimension is at least half
+the hidden size (so many FLOPs per stored value), and attention. `Keeping` stores their outputs while a layer runs
+forward; `Answering` returns each at the same place when the layer runs again, and everything else is recomputed. So
+the graph is the same, and so is every bit.
 
-In kind it is PyTorch's selective checkpointing (`torch.utils.checkpoint`), which proved unfit in three points: an
-output that the layer then changes in place is an error there, and is computed again here; attention with dropout draws
-numbers that what follows counts on, so here it is never stored; and the last product of a layer, behind which autograd
-saves nothing, is stored or computed for nobody there. Here it is *spared*: answered with NaNs that no gradient sees.
+It resembles PyTorch's selective checkpointing (`torch.utils.checkpoint`), which did not fit in three respects: an
+output that the layer changes in place is an error there, and is recomputed here; attention with dropout advances the
+random state, so it is never stored here; and the last product of a layer, after which autograd saves nothing, is
+stored or computed there for no use. Here it is *spared*: replaced by NaNs that no gradient sees.
 
-Left out: products of activations with each other (`bmm`, so eager attention), whose outputs are as large as dear.
+Products of activations with each other (`bmm`, hence eager attention) are not stored: their outputs are as large
+as they are expensive.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from megatrain.errors import ModelError
 
 Level = Literal["chosen", "attention"]
-"""Products and attention, or attention alone; the words of `spec.Keep`."""
+"""Products and attention, or only attention; values of `spec.Keep`."""
 
 ALIGNMENT = 16
-"""Bytes of the widest load that kernels use."""
+"""Width in bytes of the widest load in kernels."""
 
 PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::_grouped_mm": 0}
-"""Name of an op -> which of its arguments has rows as long as the sums that make each value."""
+"""Name of a product -> position of its argument whose row length is the inner dimension."""
 
 Key = tuple[Any, int, tuple[torch.Size, ...]]
-"""An op, how many of its kind went before it in the run of the layer, and the shapes of what it was given."""
+"""An op, how many of its kind preceded it in the layer's run, and the shapes of its arguments."""
 
 
 @cache
 def attends(op: Any) -> bool:
-    """Whether the op is fused attention, by the name that it has in whatever library it is from."""
+    """Whether the op is fused attention, judged by its name, from whatever library."""
     name = op._schema.name.lower() if hasattr(op, "_schema") else ""
     return ("attention" in name or "flash_attn" in name) and "backward" not in name and "choice" not in name
 
@@ -58,38 +59,38 @@ def _rows_of(op: Any) -> int | None:
 
 
 def _draws(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an op that attends has dropout."""
+    """Whether an attention op uses dropout."""
     given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
     return any(value for name, value in given.items() if name in ("dropout_p", "p_dropout"))
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A tensor in memory that is not its own."""
+    """A tensor inside memory that it does not own."""
 
     start: int
-    """Byte at which it begins."""
+    """Byte offset."""
     form: Tensor
     """Its shape, strides and dtype, without memory."""
 
 
 @dataclass(slots=True)
 class Stored:
-    """What is left of one run of a layer, to answer the next with: outputs, and the forms of those that are spared."""
+    """The outputs stored during one run of a layer for the next run, and the shapes of the spared ones."""
 
     outputs: dict[Key, Any] = field(default_factory=dict)
     spared: dict[Key, Any] = field(default_factory=dict)
 
     packed: dict[Key, Any] = field(default_factory=dict)
-    """Outputs that lie in memory which is not theirs: each tensor as its first byte there and a form without memory."""
+    """Outputs moved to other memory by `pack`: each tensor as its byte offset and an empty tensor of its form."""
 
     def tensors(self) -> list[Tensor]:
         return [tensor for output in self.outputs.values() for tensor in _tensors(output)]
 
     def pack(self, memory: Tensor) -> None:
-        """Copy all outputs on its device to `memory`, uint8[bytes], one behind the other, and let go of them.
+        """Move all outputs on its device to `memory`, uint8[bytes], one after the other.
 
-        What it has no room for is let go of as well, and computed again.
+        Outputs that do not fit are dropped too, and recomputed later.
         """
         free = 0
         for key, output in self.outputs.items():
@@ -110,15 +111,15 @@ class Stored:
         self.outputs = {}
 
     def unpack(self, memory: Tensor) -> None:
-        """The outputs again, as views of `memory`, which holds what `pack` has left in it."""
+        """Restore the outputs as views of `memory`, with the contents that `pack` left there."""
         for key, output in self.packed.items():
             self.outputs[key] = tree_map_only(Packed, lambda part: _seen(memory, part.start, part.form), output)
         self.packed = {}
 
     def finish(self, where: str) -> None:
-        """Raises `ModelError` where the layer has not asked for all that was stored: it ran in another way."""
+        """Raise `ModelError` if the layer has not used all stored outputs: it ran differently the second time."""
         if left := (*self.outputs, *self.spared):
-            what = f"computes otherwise the second time: no {', '.join(sorted({str(op) for op, *_ in left}))}"
+            what = f"computes differently the second time: no {', '.join(sorted({str(op) for op, *_ in left}))}"
             raise ModelError(what, where=where, fix="keep inputs or graphs instead: policy.activations_by_layer")
 
 
@@ -126,13 +127,14 @@ _UNSEEN: ContextVar[bool] = ContextVar("unseen", default=False)
 
 
 def watched() -> bool:
-    """Whether outputs of ops are being stored or answered. Compiled code has no such ops."""
+    """Whether outputs of ops are being stored or replayed; compiled code has no such ops."""
     return isinstance(_get_current_dispatch_mode(), _Watching)
 
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """What runs in the block is neither stored nor answered: it is made chunk by chunk, so as not to exist whole."""
+    """In the block, outputs are neither stored nor replayed: they are made chunk by chunk so as never to exist
+    whole."""
     token = _UNSEEN.set(True)
     try:
         yield
@@ -141,7 +143,7 @@ def unseen() -> Iterator[None]:
 
 
 class _Watching(TorchDispatchMode):
-    """Names each op that may be kept by its kind and its place among those of its kind."""
+    """Identifies each op that may be stored by its kind and its position among those of its kind."""
 
     supports_higher_order_operators = True
 
@@ -159,23 +161,23 @@ class _Watching(TorchDispatchMode):
         return self.meet(key, lambda: op(*args, **kwargs), 0 if rows is None else int(args[rows].shape[-1]))
 
     def meet(self, key: Key, compute: Callable[[], Any], terms: int) -> Any:
-        """terms: of the sum that each value of a product is; 0 for attention."""
+        """terms: inner dimension of a product; 0 for attention."""
         raise NotImplementedError
 
 
 class Keeping(_Watching):
-    """Stores outputs of ops that run under it, with gradients on. `width` is that of the hidden state."""
+    """Stores the outputs of ops in the block, with gradients on. `width`: the hidden size."""
 
     def __init__(self, level: Level, width: int) -> None:
         super().__init__()
         self.flops: dict[Key, float] = {}
-        """Operations of each product."""
+        """FLOPs of each product."""
         self._least = (width + 1) // 2 if level == "chosen" else float("inf")
         self._stored: dict[Key, Any] = {}
         self._unsaved: dict[Key, Any] = {}
-        """What has come since autograd last saved a tensor."""
+        """Outputs since autograd last saved a tensor."""
         self._written: set[int] = set()
-        """Where the storages lie that were changed in place; versions do not tell, since `_unsafe_view` hides them."""
+        """Addresses of storages that were changed in place; versions do not tell, since `_unsafe_view` hides them."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if hasattr(op, "_schema") and op._schema.is_mutable:
@@ -187,7 +189,7 @@ class Keeping(_Watching):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A layer runs; what autograd would save is let go of."""
+        """While a layer runs in the block, drop what autograd would save."""
         hooks: Any = torch.autograd.graph.saved_tensors_hooks
         with torch.enable_grad(), hooks(self._saves, lambda nothing: nothing), self:
             yield
@@ -199,29 +201,29 @@ class Keeping(_Watching):
         output = compute()
         if terms:
             self.flops[key] = 2.0 * output.numel() * terms
-        alone = tree_map_only(Tensor, torch.Tensor.detach, output)  # its graph would hold our hook, and we the graph
-        self._written -= _places(alone)  # what was changed there before has died, and its memory is used again
+        alone = tree_map_only(Tensor, torch.Tensor.detach, output)  # its graph would form a cycle with our hook
+        self._written -= _places(alone)  # older tensors there are dead, and their memory was reused
         if not terms or terms >= self._least:
             self._stored[key] = alone
         self._unsaved[key] = alone
         return output
 
     def stored(self) -> Stored:
-        """What is left of the run: nothing that has been changed in place since."""
+        """The stored outputs, without those that were changed in place since."""
 
         def unchanged(outputs: dict[Key, Any]) -> dict[Key, Any]:
             return {key: kept for key, kept in outputs.items() if not _places(kept) & self._written}
 
         spared = unchanged(self._unsaved)
         left = {key: kept for key, kept in unchanged(self._stored).items() if key not in spared}
-        # Autograd's nodes hold the hooks and so this object; what they have made must not be held by it in turn, in a
-        # circle that no collector sees.
+        # Autograd's nodes hold the hooks and so this object. If it held their outputs in turn, no garbage collector
+        # would find the cycle.
         self._stored, self._unsaved = {}, {}
         return Stored(left, {key: tree_map_only(Tensor, _form, kept) for key, kept in spared.items()})
 
 
 class Answering(_Watching):
-    """Answers ops that run under it with what `Keeping` has stored of the same run; each output once."""
+    """Replays to ops in the block what `Keeping` stored during the same run, each output once."""
 
     def __init__(self, stored: Stored) -> None:
         super().__init__()
@@ -244,19 +246,19 @@ def _aligned(nbytes: int) -> int:
 
 
 def _seen(memory: Tensor, start: int, form: Tensor) -> Tensor:
-    """What lies in memory from `start` on, in the shape and the strides of `form`."""
+    """View of `memory` from byte `start`, with the shape and strides of `form`."""
     return torch.as_strided(memory[start : start + form.nbytes].view(form.dtype), form.shape, form.stride())
 
 
 def _places(output: Any) -> set[int]:
-    """Where the storages of its tensors lie."""
+    """Addresses of the storages of its tensors."""
     return {tensor.untyped_storage().data_ptr() for tensor in _tensors(output)}
 
 
 def _form(tensor: Tensor) -> Tensor:
-    """One element of its kind, seen in its shape."""
+    """An empty tensor's form: one element, expanded to the tensor's shape."""
     return tensor.new_full((), float("nan") if tensor.is_floating_point() else 0).expand(tensor.shape)
 
 
 def _filled(form: Tensor) -> Tensor:
-    return form.contiguous()  # memory of its own, for what changes it in place
+    return form.contiguous()  # its own memory, since it may be changed in place

@@ -1,12 +1,13 @@
-"""A model's structure without its weights: meta parameters, real buffers, all else as in the stock model.
+"""A model's structure without its weights: parameters on the meta device, real buffers, all else as in the stock
+model.
 
-`AutoModelForCausalLM.from_config` is run as it is, with `nn.Module.register_parameter` replaced for the time of the
-call: each parameter becomes a meta tensor the moment that a module registers it. So initialisers act on nothing and
-cost nothing, at most one parameter exists at a time (as memory that nobody has touched, if it came from `torch.empty`,
-and not even that for a huge one), while rotary tables and other buffers are computed where they always are. Building
-the whole model on the meta device, as `from_pretrained` does, would leave buffers without values.
+`AutoModelForCausalLM.from_config` runs unchanged, with `nn.Module.register_parameter` replaced during the call: each
+parameter becomes a meta tensor as soon as a module registers it. So initialisers cost nothing, and at most one
+parameter exists at a time (as untouched memory if it came from `torch.empty`, and not at all if it is huge), while
+rotary tables and other buffers are computed as usual. Building the whole model on the meta device, as
+`from_pretrained` does, would leave buffers without values.
 
-It leaves out where weights come from: see `initialize` and `pretrained`.
+Weights come from `initialize` and `pretrained`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from megatrain.model.weight_sources import quiet
 from megatrain.system.time_limit import Deadline
 
 HUGE = 1 << 26
-"""Elements from which a new tensor is taken for a parameter; a buffer of this size would be refused."""
+"""New tensors with this many elements are taken for parameters; a buffer of this size would be refused."""
 
 _FACTORIES = {
     torch.ops.aten.empty.memory_format,
@@ -48,19 +49,19 @@ _FACTORIES = {
 }
 
 Registered = Callable[[nn.Parameter], nn.Parameter]
-"""Gets every parameter on its way into a module, and returns the one that the module keeps."""
+"""Called with each parameter that a module registers; returns the one that the module keeps."""
 
 
 def blueprint(config: PreTrainedConfig, *, attention: str = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
     """The structure of the causal language model of `config`, in training mode.
 
-    Parameters are float32 on the meta device, tied where the library ties them, with `requires_grad` as the library
-    sets it. Buffers hold their values, on the cpu. `config` and the caller's random state are left alone.
+    Parameters are float32 on the meta device, tied and with `requires_grad` as the library sets them. Buffers have
+    their values, on the CPU. `config` and the caller's random state are not changed.
 
     attention: the name of an implementation (`sdpa`, `eager`, `flash_attention_2`, `flash_attention_3` or
-    `flex_attention`), or `auto` for the config's choice, else the library's (`sdpa` where the model has it). Raises
-    `ModelError` where the model cannot use what was named, rather than take another, and for a config that is not one
-    of a causal language model with plain weights.
+    `flex_attention`), or `auto` for the config's choice, else the library's (`sdpa` if the model has it). Raises
+    `ModelError` if the model cannot use the one named, and for a config that does not describe a causal language model
+    with plain weights.
     """
     return outline(config, attention=attention, trust_remote_code=trust_remote_code)[0]
 
@@ -70,7 +71,7 @@ def outline(
 ) -> tuple[PreTrainedModel, list[nn.Parameter]]:
     """A blueprint, and its parameters in the order in which modules registered them.
 
-    The list also has those that the library replaced later: a head's own weight where it was then tied.
+    The list includes parameters that the library replaced later, such as a head's own weight that is then tied.
     """
     outlined: dict[int, nn.Parameter] = {}  # by storage
 
@@ -106,7 +107,7 @@ def build(
         plain_errors(where),
         registering(registered),
     ):
-        torch.default_generator.manual_seed(seed)  # the cpu's alone: nothing is drawn anywhere else
+        torch.default_generator.manual_seed(seed)  # only the CPU's: nothing is drawn elsewhere
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             copy.deepcopy(config),
             dtype=torch.float32,
@@ -114,30 +115,30 @@ def build(
             **({} if attention == "auto" else {"attn_implementation": attention}),
         )
     if attention not in ("auto", used := model.config._attn_implementation):
-        raise ModelError(f"uses attention={used}, where {attention} was asked for", where=where, fix=_ask_for(used))
+        raise ModelError(f"uses attention={used}, but {attention} was requested", where=where, fix=_ask_for(used))
     model.train()
     return model
 
 
 def _on_the_cpu() -> AbstractContextManager[object]:
-    """Whatever the caller's default device is. Where it is the cpu, a context would only get in the way of `out=`."""
+    """Make the CPU the default device. If it already is, a context would only get in the way of `out=`."""
     here = torch.device("cpu")
     return nullcontext() if torch.get_default_device() == here else here
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Identity of a tensor's storage, shared with its views; only true while one of them is alive."""
+    """Identity of a tensor's storage, shared with its views; valid only while one of them is alive."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def where_of(config: PreTrainedConfig) -> str:
-    """How errors name a model: by folder or hub name, or by its kind."""
+    """A model's name in errors: its folder or hub name, or its kind."""
     return f"model {config.name_or_path or config.model_type}"
 
 
 @contextmanager
 def registering(handle: Registered) -> Iterator[None]:
-    """In the block, parameters that modules register in this thread pass through `handle`; one block at a time."""
+    """In the block, parameters that modules register in this thread go through `handle`; one block at a time."""
     original, here = nn.Module.register_parameter, threading.get_ident()
 
     def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -157,7 +158,7 @@ _one_at_a_time = threading.RLock()
 
 
 def as_meta(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter without its values; the same one for a parameter that comes twice."""
+    """The parameter without values; the same object if a parameter comes twice."""
     if parameter.is_meta:
         return parameter
     if not hasattr(parameter, "as_meta"):
@@ -169,12 +170,12 @@ def as_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 class _Outline(TorchDispatchMode):
-    """Lets code that initialises run over parameters without values.
+    """Lets initialisation code run on parameters without values.
 
-    A huge tensor, which is a parameter to be, takes no memory for the moment before it is registered either: the
-    experts of one layer can exceed what this machine has, and some are made by `torch.zeros`, which touches it all.
-    Writing to a meta tensor does nothing, and a number read from one is zero; what comes of it goes into other
-    parameters, or into a buffer, where `initialize` would notice.
+    A huge tensor, which will become a parameter, gets no memory before it is registered either: the experts of one
+    layer can exceed this machine's memory, and some are made by `torch.zeros`, which touches all of it. Writing to
+    a meta tensor does nothing, and a number read from one is zero; the result goes into other parameters, or into
+    a buffer, where `initialize` would notice.
     """
 
     def __torch_dispatch__(
@@ -191,7 +192,7 @@ class _Outline(TorchDispatchMode):
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors that an operation writes to, by its schema."""
+    """The tensors that an operation writes to, according to its schema."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
@@ -199,7 +200,7 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ite
 
 
 def refuse_attention(config: PreTrainedConfig, attention: str, where: str) -> None:
-    """Raise `ModelError` for an attention that the model or this machine has not, and name those that they have."""
+    """Raise `ModelError`, naming the alternatives, for an attention that the model or this machine does not have."""
     model_class = causal_class(config)
     if attention == "auto" or model_class is None:
         return  # the library, or the model's own code, decides

@@ -1,9 +1,9 @@
-"""How a Hugging Face model is taken apart, and what is learned about it on the way.
+"""Splits a Hugging Face model into units, and finds out from tiny runs how they work.
 
-`port_model` makes a copy of a model without copying a weight (parameters become meta tensors, buffers are copied),
-finds the stack of decoder layers, and learns from a few tiny runs on zeros what layers return, what the prologue and
-the epilogue use, and the coefficient of a router's auxiliary loss. Nothing is looked up by model type or parameter
-name. A model that this cannot train exactly is refused with a `ModelError`.
+`port_model` copies a model's structure without its weights (parameters become meta tensors, buffers are copied),
+finds the stack of decoder layers, and runs it on zeros to find what layers return, which parameters prologue and
+epilogue use, and the coefficient of a router auxiliary loss. Nothing depends on model types or parameter names. A
+model that cannot be trained exactly is refused with a `ModelError`.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ from megatrain.model.weight_sources import quiet
 from megatrain.spec import LayerProfile, ModelSpec, ParamSpec, UnitSpec
 
 PROBE_TOKENS = 4
-"""Length of the tiny inputs that a model is learned from."""
+"""Length of the inputs of the tiny runs."""
 
 MOST_STACKS = 4
-"""Module lists that are tried; a model with a tower for images may have a larger one than that of its layers."""
+"""Module lists to try; an image tower may be larger than the stack of decoder layers."""
 
 
 def port_model(model: nn.Module, dtype: torch.dtype) -> PortedModel:
-    """Take a causal language model apart for computing in `dtype`.
+    """Split a causal language model into units that compute in `dtype`.
 
     `model` may be a blueprint, with parameters on the meta device; its buffers must have values. It is not changed and
-    shares no parameter storage with the result; its mode (`train` or `eval`) carries over.
-    Raises `ModelError` for what is not a causal language model or cannot be streamed exactly.
+    shares no parameter storage with the result; its mode (`train` or `eval`) carries over. Raises `ModelError` for
+    anything but a causal language model, and for one that cannot be streamed exactly.
     """
     refuse_other_kinds(model)
     assert isinstance(model, PreTrainedModel)
@@ -105,7 +105,7 @@ def _ported(model: PreTrainedModel, stack: str, dtype: torch.dtype) -> PortedMod
 
 
 class _Measured:
-    """`Measurement`, whose errors are the model's."""
+    """`Measurement` whose errors name the model."""
 
     def __init__(
         self, ported: PortedModel, look: FirstLook, errors: Callable[[], AbstractContextManager[None]]
@@ -124,7 +124,7 @@ class _Measured:
 
 @contextmanager
 def _foreign_errors(name: str, dtype: torch.dtype) -> Iterator[None]:
-    """Whatever the model's own code raises in pieces that it does not raise whole is a refusal."""
+    """Turn whatever the model's own code raises when run in pieces into a `ModelError`."""
     try:
         yield
     except MegaTrainError:
@@ -145,12 +145,12 @@ def refuse_other_kinds(model: nn.Module) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise ModelError("an encoder-decoder, not a causal language model", where=where, fix="use a decoder-only model")
     if model.get_output_embeddings() is None:
-        fix = "load it with AutoModelForCausalLM; heads for scores and classes are not trained"
+        fix = "load it with AutoModelForCausalLM; heads for classification or scoring are not supported"
         raise ModelError("has no language-model head", where=where, fix=fix)
 
 
 def _stacks(model: nn.Module) -> list[str]:
-    """Names of the module lists that may hold the decoder layers: not inside another, most parameters first."""
+    """Names of the outermost module lists that may be the decoder layers, most parameters first."""
     lists: dict[str, nn.ModuleList] = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)
     }
@@ -161,7 +161,7 @@ def _stacks(model: nn.Module) -> list[str]:
 
 
 def _take_apart(model: PreTrainedModel, stack: str, dtype: torch.dtype) -> PortedModel:
-    """Copy the structure with meta parameters of `dtype` and put ports in the place of the layers of `stack`."""
+    """Copy the structure with meta parameters of `dtype` and put ports in place of the layers of `stack`."""
     refuse_hooks_around(model, stack)
     memo: dict[int, Any] = {}
     dtypes = buffer_dtypes(model, dtype)
@@ -178,7 +178,7 @@ def _take_apart(model: PreTrainedModel, stack: str, dtype: torch.dtype) -> Porte
     skeleton = copy.deepcopy(model, memo)
     for module in skeleton.modules():
         if getattr(module, "gradient_checkpointing", False):
-            module.__dict__["gradient_checkpointing"] = False  # what to recompute is the policy's choice
+            module.__dict__["gradient_checkpointing"] = False  # the policy decides what to recompute
     without_parametrize(skeleton)
     skeleton.config.return_dict = True
     routers_off = {}
@@ -198,13 +198,13 @@ def _take_apart(model: PreTrainedModel, stack: str, dtype: torch.dtype) -> Porte
 
 
 def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Which dtype each buffer has when the library makes the model in `dtype`; some stay float32, rotary tables say."""
+    """Dtype of each buffer when the library builds the model in `dtype`; some stay float32 (rotary tables, say)."""
     if dtype == torch.float32 or next(model.parameters()).dtype == dtype:
         return {}
     try:
         with quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"), registering(as_meta):
             small: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
-    except Exception:  # a class that its config alone does not make
+    except Exception:  # a class that cannot be built from its config alone
         return {}
     exact = [*(small._keep_in_fp32_modules or ()), *(small._keep_in_fp32_modules_strict or ())]
     return {
@@ -215,17 +215,18 @@ def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch
 
 
 def _refuse_unrecorded(model: PreTrainedModel) -> None:
-    """The auxiliary loss is computed from what the library records of the routers; other ways are not known here."""
+    """Raise `ModelError` unless the library's recorders capture the routers' outputs, from which the loss is
+    computed."""
     if not install_recorders(model) or not takes(model, "logits_to_keep"):
         raise ModelError(
-            "its router auxiliary loss (output_router_logits=True) is not computed the library's usual way",
+            "its router auxiliary loss (output_router_logits=True) does not use transformers' output recorders",
             where=type(model).__name__,
             fix="set output_router_logits=False in its config",
         )
 
 
 def _zeros(parameter: Tensor) -> Tensor:
-    """Zeros in the shape and dtype of a parameter, that take no memory."""
+    """Zeros with a parameter's shape and dtype that take no memory."""
     return torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
 
 
@@ -255,7 +256,7 @@ def _run_probe(ported: PortedModel, capture: Capture, tokens: int) -> None:
 
 
 def _learn_balance(ported: PortedModel, sides: list[Sides]) -> float | None:
-    """The coefficient of the auxiliary loss: by how much the model's loss grows with it."""
+    """The coefficient of the auxiliary loss: how much the model's loss grows with it."""
     leaves = [tuple(side.detach().requires_grad_() for side in of_layer) for of_layer in sides]
     inputs = _probe_inputs()
     hidden = torch.zeros(1, PROBE_TOKENS, *ported.hidden_shape, dtype=next(iter(ported.placeholders.values())).dtype)
@@ -269,7 +270,7 @@ def _learn_balance(ported: PortedModel, sides: list[Sides]) -> float | None:
 
 
 def _recording(structure: ModelSpec, sides: list[Sides]) -> ModelSpec:
-    """With what layers record for the auxiliary loss, which a schedule has buffers for."""
+    """Add what layers record for the auxiliary loss, for which schedules have buffers."""
     units = list(structure.units)
     for index, of_layer in enumerate(sides, start=1):
         nbytes = sum(side.numel() * side.element_size() for side in of_layer) / PROBE_TOKENS
@@ -282,7 +283,7 @@ def _probe_inputs(tokens: int = PROBE_TOKENS) -> dict[str, Tensor]:
 
 
 def _learn_structure(model: PreTrainedModel, ported: PortedModel, layers: list[UnitSpec]) -> ModelSpec:
-    """Read off two autograd graphs which parameters prologue and epilogue use, and list them in order of use."""
+    """Find the parameters that prologue and epilogue use from two autograd graphs, and list them in order of use."""
     where = f"model {type(model).__name__}"
     leaves = {name: zero.detach().requires_grad_() for name, zero in ported.placeholders.items()}
     trains = {name: parameter.requires_grad for name, parameter in ported.skeleton.named_parameters()}
@@ -290,7 +291,7 @@ def _learn_structure(model: PreTrainedModel, ported: PortedModel, layers: list[U
     with torch.enable_grad(), Uses(order.reading):  # the caller may have switched gradients off
         ported.run(capture, leaves, _probe_inputs())
     if capture.hidden is None or not capture.observed_only_passing:
-        raise ModelError("does more between its decoder layers than pass the hidden state on", where=where)
+        raise ModelError("does more between its decoder layers than pass on the hidden state", where=where)
     for call in capture.calls:
         if any(tensor.requires_grad for tensor in call.tensors()):
             raise ModelError("its layers need a gradient other than through the hidden state", where=where)
@@ -299,7 +300,7 @@ def _learn_structure(model: PreTrainedModel, ported: PortedModel, layers: list[U
     handed_out = torch.zeros(PROBE_TOKENS, *ported.hidden_shape, dtype=capture.hidden.dtype)
     with torch.enable_grad(), SkipLargeProducts(), Uses(order.reading):  # type: ignore[no-untyped-call]
         logits = ported.head(leaves, handed_out)
-    for _ in range(2):  # what a forward leaves behind, the next one must leave the same
+    for _ in range(2):  # buffers that one forward changes, the next must not change again
         whole, buffers = HandOut(len(ported.ports), handed_out.unsqueeze(1)), Buffers(ported.skeleton)
         with torch.no_grad(), SkipLargeProducts():  # type: ignore[no-untyped-call]
             ported.run(whole, ported.placeholders, {"input_ids": torch.zeros(PROBE_TOKENS, 1, dtype=torch.long)})
@@ -358,7 +359,7 @@ def _layer_specs(model: PreTrainedModel, ported: PortedModel, look: FirstLook) -
 
 
 def _active_share(model: PreTrainedModel, parameter: Tensor) -> float:
-    """Share of a parameter that one token uses: below 1 where its first dimension is that of the experts."""
+    """Share of a parameter that one token uses: below 1 if its first dimension counts experts."""
     config = model.config.get_text_config()
     chosen = getattr(config, "num_experts_per_tok", None)
     names = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -370,24 +371,23 @@ def _active_share(model: PreTrainedModel, parameter: Tensor) -> float:
 
 # The first look at the layers -----------------------------------------------------------------------------------------
 #
-# One of each kind is run on zeros, at the place where the model calls it. It tells in which structure a layer returns
-# the hidden state, which the model's loop may unpack, and whether layers hand each other anything besides: another
-# value of that structure, or an object that they write into. Only a model whose layers meet in the hidden state alone
-# can be run layer by layer, so all others are refused here.
+# One layer of each kind runs on zeros at its place in the model's forward. This shows the structure in which it returns
+# the hidden state, and whether layers exchange anything else: another value of that structure, or an object that they
+# write into. Models whose layers share more than the hidden state cannot run layer by layer, and are refused here.
 
 
 class FirstLook(Capture):
-    """A capture that learns. To be run with gradients enabled, so that what comes from a layer can be told."""
+    """A capture that also runs one layer of each kind, with gradients enabled to trace what comes from a layer."""
 
     def __init__(self, ported: PortedModel) -> None:
         super().__init__(len(ported.ports))
         self._ported = ported
         self.used: dict[object, OrderOfUse] = {}
-        """Kind of layer -> the order in which it came to its parameters."""
+        """Kind of layer -> the order in which it first used its parameters."""
         self.kinds: list[object] = []
         self.sides: list[Sides] = []
         self._known: dict[tuple[object, object], tuple[Any, Sides]] = {}
-        """By kind, and by what functions of the layer's own hold on to."""
+        """By kind, and by what the layer's own functions refer to."""
         self._handed: list[Any] = []
 
     def visit(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
@@ -403,11 +403,11 @@ class FirstLook(Capture):
             order = OrderOfUse(zeros)
             with torch.no_grad(), recorded() as sides, SkipLargeProducts(), Uses(order.reading):  # type: ignore[no-untyped-call]
                 output = functional_call(layer, zeros, args, dict(kwargs))
-            with torch.enable_grad(), SkipLargeProducts():  # type: ignore[no-untyped-call]  # code may ask whether they are wanted
+            with torch.enable_grad(), SkipLargeProducts():  # type: ignore[no-untyped-call]  # code may ask
                 leaves = {name: zero.detach().requires_grad_() for name, zero in zeros.items()}
                 functional_call(layer, leaves, args, dict(kwargs))
             if _contents((args, dict(kwargs))) != before:
-                raise self._refusal("layers write into an object that they are all called with")
+                raise self._refusal("layers write into an object that is passed to all of them")
             buffers.refuse_changed(f"model {type(self._ported.skeleton).__name__}")
             self._known[kind, held] = output, tuple(sides)
             self.used.setdefault(kind, order)
@@ -425,21 +425,21 @@ class FirstLook(Capture):
         for value in _leaves((call.args, dict(call.kwargs))):
             came = isinstance(value, Tensor) and value.requires_grad and self._handed
             if came or any(value is handed for handed in self._handed):
-                raise self._refusal("layers hand on more than the hidden state")
+                raise self._refusal("layers pass on more than the hidden state")
 
     def _refusal(self, what: str) -> ModelError:
         return ModelError(f"its {what}", where=f"model {type(self._ported.skeleton).__name__}")
 
 
 def _marked(value: Any) -> Any:
-    """A value as a layer returned it, that can be told again: by identity, and what is made of it by its gradient."""
+    """A layer's return value made traceable: by identity, and by gradient for what is computed from it."""
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.detach().requires_grad_()
     return value
 
 
 def _contents(value: Any) -> list[tuple[int, ...]]:
-    """Identities of what the mutable containers among the arguments hold now."""
+    """Identities of the current contents of mutable containers among the arguments."""
     found: list[tuple[int, ...]] = []
     if isinstance(value, dict | list):
         items = list(value.values()) if isinstance(value, dict) else value
@@ -451,7 +451,7 @@ def _contents(value: Any) -> list[tuple[int, ...]]:
 
 
 def _leaves(value: Any) -> list[Any]:
-    """Everything that is no container, through tuples, lists and dicts; `None` is nothing."""
+    """All non-containers in nested tuples, lists and dicts, without `None`."""
     if isinstance(value, dict | list | tuple):
         items = value.values() if isinstance(value, dict) else value
         return [leaf for item in items for leaf in _leaves(item)]

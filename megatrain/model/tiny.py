@@ -1,14 +1,14 @@
-"""A model's own architecture at test size, so that it is checked in a fraction of a second.
+"""Shrinks a model's own architecture to test size, so that it can be checked in a fraction of a second.
 
-`shrink` makes a small config of the same kind: every switch stays (activations, caps, biases, rope, patterns of
-layers, dropout), every size falls (widths, heads, experts, vocabulary, windows), and of the layers the fewest stay
-that show each kind once, in their order. `twin_of` builds it, with noise on every parameter so that no mistake hides
-behind ones and zeros.
+`shrink` makes a small config of the same kind: switches stay (activations, caps, biases, rope, layer patterns,
+dropout), sizes shrink (widths, heads, experts, vocabulary, windows), and only as many layers remain, in their order, as
+it takes to have each kind once. `twin_of` builds it, with noise on every parameter so that no error hides behind ones
+and zeros. `train.parity` compares twins.
 
-Rules go by field names and values, never by model type; relations that code relies on (width = heads x head size,
-sums of head sizes, divisibility) are kept. Since no rule knows every architecture, a candidate is *tried*: built,
-compared in its kinds of layers with the full depth, and run on a few tokens. If that fails, gentler rules follow, in
-a fixed order. Left out: what a twin is compared with (`train.parity`).
+Rules depend on field names and values, never on the model type, and preserve relations that code relies on (width =
+heads x head size, sums of head sizes, divisibility). Since no rule knows every architecture, each candidate is *tried*:
+built, checked to have all kinds of layers, and run on a few tokens. If that fails, gentler rules follow in a fixed
+order.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from megatrain.model.weight_sources import quiet
 MAX_PARAMETERS = 50_000_000
 TRIAL_TOKENS = 9
 MAX_PREFIX = 16
-"""Most layers of a prefix that is tried where no shorter choice shows every kind."""
+"""Longest prefix of layers that is tried if no shorter choice has every kind."""
 
 MOST_SAID = 160
-"""Characters of what the library says about a config that it cannot build."""
+"""Longest quote of the library's error about a config, in characters."""
 
 CPU_KERNELS = ("eager", "sdpa")
 CHECKPOINT = (
     *("quantization_config", "auto_map", "dtype", "torch_dtype"),
     *("id2label", "label2id", "transformers_version", "_name_or_path"),
 )
-"""Fields that say something of a checkpoint, not of the architecture."""
+"""Config fields about a checkpoint, not about the architecture."""
 DROPOUT = re.compile(r"\w*(dropout|pdrop|drop_path|jitter)\w*")
 
 StockConfig = PreTrainedConfig
 StockModel = PreTrainedModel
-"""What is compared with: a model that runs the library's own code."""
+"""The reference: a model that runs the library's own code."""
 
 
 def shrink(config: PreTrainedConfig, kind: type[PreTrainedModel] | None = None) -> PreTrainedConfig:
-    """A config of the same class and kind at test size; `config` is not changed. A function of its arguments alone.
+    """A config of the same class and kind at test size; deterministic, and `config` is not changed.
 
-    kind: the class of the model; what `AutoModelForCausalLM` chooses if it is not given. Raises `ModelError` when
-    nothing that was tried builds and runs.
+    kind: the model's class; by default `AutoModelForCausalLM`'s choice. Raises `ModelError` if no candidate builds and
+    runs.
     """
     whole = _plain(config)
     failures: list[str] = []
@@ -61,7 +61,7 @@ def shrink(config: PreTrainedConfig, kind: type[PreTrainedModel] | None = None) 
         try:
             with torch.random.fork_rng(devices=[]), torch.device("cpu"):
                 return _shrunk(config, whole, kind, effort)
-        except Exception as error:  # whatever foreign code raises on sizes that it cannot take
+        except Exception as error:  # whatever foreign code raises for unsupported sizes
             if not failures:
                 _refuse_unbuildable(config, kind)
             failures.append(typed_line(error)[:MOST_SAID])
@@ -69,21 +69,20 @@ def shrink(config: PreTrainedConfig, kind: type[PreTrainedModel] | None = None) 
 
 
 def _refuse_unbuildable(config: PreTrainedConfig, kind: type[PreTrainedModel] | None) -> None:
-    """Raise `ModelError` if the model cannot be built as it stands either: then no size is to blame."""
+    """Raise `ModelError` if the model cannot be built at full size either: then shrinking is not to blame."""
     try:
         _skeleton(config, kind)
     except Exception as error:
         where = f"model {type(config).__name__}"
-        raise ModelError(f"the library cannot build it ({typed_line(error)[:MOST_SAID]})", where=where) from error
+        raise ModelError(f"transformers cannot build it ({typed_line(error)[:MOST_SAID]})", where=where) from error
 
 
 def twin_of(
     config: PreTrainedConfig, seed: int, attention: str | None = None, kind: type[PreTrainedModel] | None = None
 ) -> PreTrainedModel:
-    """A real model of `shrink(config)`: float32, on the cpu, in training mode, every parameter perturbed from `seed`.
+    """A model of `shrink(config)`: float32, on the CPU, in training mode, every parameter perturbed from `seed`.
 
-    attention: the attention kernel; the config's own if it is not given. kind: as for `shrink`, which raises the same
-    errors.
+    attention: the attention kernel; by default the config's. kind, errors: see `shrink`.
     """
     return twin_from(shrink(config, kind), seed, attention or config._attn_implementation, kind)
 
@@ -91,7 +90,7 @@ def twin_of(
 def twin_from(
     small: PreTrainedConfig, seed: int, attention: str | None = None, kind: type[PreTrainedModel] | None = None
 ) -> PreTrainedModel:
-    """`twin_of` for a config that is small already. A kernel that no cpu has gives way to the model's default."""
+    """`twin_of` for a config that is already small. A kernel that no CPU has is replaced by the model's default."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         model = built(small, kind, attention if attention in CPU_KERNELS else None)
@@ -101,9 +100,10 @@ def twin_from(
 
 
 def with_dropout(config: PreTrainedConfig, rate: float) -> PreTrainedConfig:
-    """The same config with this rate in every kind of dropout and jitter that it has, and no layer ever dropped.
+    """The same config with this rate for all dropout and jitter, and without layer drop.
 
-    A field that holds a whole number stays one, since some configs insist on that."""
+    Integer fields stay integers, since some configs insist.
+    """
     fields = _plain(config)
     nodes = [fields]
     for node in nodes:
@@ -114,7 +114,7 @@ def with_dropout(config: PreTrainedConfig, rate: float) -> PreTrainedConfig:
 
 
 def dropout_rates(config: PreTrainedConfig) -> list[float]:
-    """Every rate of dropout and jitter that a config has."""
+    """All dropout and jitter rates of a config."""
     nodes = [_plain(config)]
     for node in nodes:
         nodes += [value for value in node.values() if isinstance(value, dict)]
@@ -126,7 +126,7 @@ def _is_rate(name: str, value: object) -> bool:
 
 
 def built(config: PreTrainedConfig, kind: type[PreTrainedModel] | None, attention: str | None) -> PreTrainedModel:
-    """A fresh float32 model of a config, by its own initialiser. `config` is not changed."""
+    """A fresh float32 model of a config, initialised by its own code. `config` is not changed."""
     options: dict[str, Any] = {"dtype": torch.float32}
     if attention is not None:
         options["attn_implementation"] = attention
@@ -138,9 +138,9 @@ def built(config: PreTrainedConfig, kind: type[PreTrainedModel] | None, attentio
 
 
 def perturb(model: nn.Module, seed: int) -> None:
-    """Add seeded noise to every parameter, and to the saved buffers that hold small numbers.
+    """Add seeded noise to every parameter, and to saved buffers that hold small numbers.
 
-    So no mistake hides behind scales of one and biases of zero, and no cap behind weights too small to reach it.
+    So no error hides behind scales of one and biases of zero, or behind weights too small to reach a cap.
     """
     generator = torch.Generator().manual_seed(seed)
     saved = model.state_dict(keep_vars=True)
@@ -189,7 +189,7 @@ def _try(model: PreTrainedModel) -> None:
 
 
 def ordinary_tokens(config: PreTrainedConfig) -> list[int]:
-    """Token ids that have no special meaning to a model (padding, the place of an image)."""
+    """Token ids without a special meaning (padding, image placeholders)."""
     special: set[int] = set()
     nodes = [_plain(config)]
     for node in nodes:
@@ -208,20 +208,20 @@ def _skeleton(config: PreTrainedConfig, kind: type[PreTrainedModel] | None) -> P
 
 
 def _plain(config: PreTrainedConfig) -> Fields:
-    """The fields of a config, nested ones too, without what belongs to its checkpoint."""
+    """The fields of a config, nested ones too, without those about its checkpoint."""
     fields: Fields = _string_keyed(config.to_dict())
     nodes = [fields]
     for node in nodes:
         for name in CHECKPOINT:
             node.pop(name, None)
         if not node.get("output_attentions"):
-            node.pop("output_attentions", None)  # some nested configs write it and do not read it
+            node.pop("output_attentions", None)  # some nested configs write it but cannot read it
         nodes += [value for value in node.values() if isinstance(value, dict)]
     return fields
 
 
 def _string_keyed(value: Any) -> Any:
-    """A copy of nested fields, with the numbers of layers that some are keyed by as text."""
+    """A copy of nested fields with layer numbers that are keys turned into strings."""
     if isinstance(value, dict):
         return {str(key): _string_keyed(inner) for key, inner in value.items()}
     return [_string_keyed(item) for item in value] if isinstance(value, list) else value
@@ -241,8 +241,8 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """Layers that one config, at `path` in the whole, describes: how many, in which module lists, and the fields that
-    hold an entry for each."""
+    """The layers that one config, at `path` in the whole, describes: their number, module lists, and per-layer
+    fields."""
 
     path: Path
     depth: int
@@ -251,7 +251,7 @@ class _Stack:
 
 
 def _stacks(model: PreTrainedModel, config: PreTrainedConfig, path: Path = ()) -> list[_Stack]:
-    """Every stack of layers, of nested configs too."""
+    """All stacks of layers, including those of nested configs."""
     found: list[_Stack] = []
     plain = _plain(config)
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
@@ -277,7 +277,7 @@ def _at(fields: Fields, path: Path) -> Fields:
 
 
 def kinds_of_layers(model: PreTrainedModel, config: PreTrainedConfig, stack: _Stack) -> list[object]:
-    """What tells the layers of a stack apart, layer by layer: classes, parameters, switches, and their entries in the
+    """For each layer of a stack, what distinguishes it: classes, parameters, switches, and its entries in the
     config."""
     node = _at(_plain(config), stack.path)
     modules = [list(model.get_submodule(name).children()) for name in stack.modules]
@@ -290,7 +290,7 @@ def kinds_of_layers(model: PreTrainedModel, config: PreTrainedConfig, stack: _St
 
 
 def _looks(layer: nn.Module) -> tuple[object, ...]:
-    """What can be seen of a layer but its number: classes, shapes, switches, words, and what is absent."""
+    """What distinguishes a layer besides its number: classes, shapes, switches, strings, and what is absent."""
     looks: list[object] = []
     for name, module in layer.named_modules():
         switches = sorted(
@@ -304,7 +304,7 @@ def _looks(layer: nn.Module) -> tuple[object, ...]:
 
 
 def layers_to_keep(kinds: Sequence[object], depth: str) -> list[int]:
-    """Numbers of the layers that show every kind: the first of each, or all up to the last of these; at least two."""
+    """Numbers of layers that cover every kind: the first of each, or all up to the last of these; at least two."""
     firsts = [index for index, kind in enumerate(kinds) if kind not in kinds[:index]]
     if depth == "prefix":
         firsts = list(range(firsts[-1] + 1))
@@ -320,7 +320,7 @@ LAYER_NUMBERS = re.compile(r"\w*layer\w*|\w*_(idx|id)s")
 
 
 def with_layers(node: Fields, depth: int, chosen: Sequence[int]) -> Fields:
-    """The fields that change when of `depth` layers only the `chosen` stay."""
+    """The fields that change if only the `chosen` of `depth` layers remain."""
     changed: Fields = {}
     for name, value in node.items():
         if LAYER_COUNT.fullmatch(name) and value == depth:
@@ -341,18 +341,18 @@ def with_layers(node: Fields, depth: int, chosen: Sequence[int]) -> Fields:
 
 
 def _entry_each(name: str, value: object, depth: int) -> bool:
-    """Whether a field is a list with an entry for each layer."""
+    """Whether a field is a list with one entry per layer."""
     return isinstance(value, list) and len(value) == depth and not _are_layers(name, value, depth)
 
 
 def _are_layers(name: str, value: list[Any], depth: int) -> bool:
-    """Whether a list holds numbers of layers, in order."""
+    """Whether a list holds layer numbers in order."""
     numbers = all(isinstance(item, int) and 0 <= item < depth for item in value)
     return LAYER_NUMBERS.fullmatch(name) is not None and numbers and value == sorted(set(value))
 
 
 def _shorter(name: str, value: list[Any], depth: int, chosen: Sequence[int]) -> list[Any] | None:
-    """A list about layers, about the chosen ones; `None` for a list about something else."""
+    """A list about layers, reduced to the chosen ones; `None` for a list about something else."""
     if value and _are_layers(name, value, depth):
         return [place for place, layer in enumerate(chosen) if layer in value]
     if len(value) == depth:
@@ -365,15 +365,13 @@ def _shorter(name: str, value: list[Any], depth: int, chosen: Sequence[int]) -> 
 
 # Small sizes ----------------------------------------------------------------------------------------------------------
 #
-# Small sizes for the fields of a config, by their names and values; no model type is looked at.
-#
-# Every rule keeps what code relies on: width = heads x head size where that holds, sums of head sizes, equal numbers
-# equal, heads of keys a divisor of those of queries, expert groups, special tokens inside the vocabulary. A name that
-# no rule knows stays as it is. Left out: the number of layers, and whether the result works (`model.tiny`).
+# Small sizes for config fields, by name and value, never by model type. Every rule preserves what code relies on:
+# width = heads x head size where that holds, sums of head sizes, equality of numbers, key heads dividing query heads,
+# expert groups, special tokens inside the vocabulary. A field that no rule knows is not changed.
 
 
 Fields = dict[str, Any]
-"""A config as `to_dict` gives it, or one of the configs nested in it."""
+"""`to_dict()` of a config, or of one nested in it."""
 
 VOCAB = 96
 POSITIONS = 128
@@ -383,8 +381,8 @@ POSITIONS = 128
 class Effort:
     """How hard to shrink.
 
-    widths: `tiny`, sizes of our choice; `divided`, all by one number, head counts kept; `kept`. spared: groups of
-    fields that stay. depth: layers `chosen`, one of each kind, or a `prefix` that has them all.
+    widths: `tiny`, fixed small sizes; `divided`, all by one number, keeping head counts; `kept`. spared: groups of
+    fields to keep. depth: `chosen`, one layer of each kind, or `prefix`, the first layers up to the last kind.
     """
 
     widths: str
@@ -401,7 +399,7 @@ EFFORTS = (
     Effort("tiny", _ALL, "prefix"),
     *(Effort(widths, *how) for widths in ("divided", "kept") for how in ((_NONE, "chosen"), (_ALL, "prefix"))),
 )
-"""What is tried, in this order."""
+"""Tried in this order."""
 
 
 HIDDEN = ("hidden_size", "n_embd", "d_model", "embedding_dim", "emb_dim", "dim")
@@ -431,23 +429,23 @@ ROLES = (
     ("state groups", re.compile(r"(mamba_)?n_?groups|o_groups")),
 )  # fmt: skip
 SMALL = {"window": 4, "chunk": 4, "state": 8, "experts": 8, "chosen experts": 2, "expert groups": 2, "state groups": 2}
-"""Target sizes; a field that is not larger stays."""
+"""Target sizes; smaller fields are not changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What becomes of the sizes of one config. Pairs hold the old and the new."""
+    """Old and new sizes of one config, as pairs."""
 
     hidden: tuple[int, int]
     heads: dict[int, int]
     divisor: int
-    """Of head sizes."""
+    """The divisor of head sizes."""
     vocabulary: int
     positions: int
 
     def width(self, value: int) -> int:
-        """In proportion to the hidden size: exactly where that gives a multiple of 8, which some kernels want, else
-        about so."""
+        """Scale a width with the hidden size: exactly if that is a multiple of 8, which some kernels need, else
+        roughly."""
         old, new = self.hidden
         if value < 8 or old == new:
             return value
@@ -456,7 +454,7 @@ class Sizes:
 
 
 def narrowed(node: Fields, effort: Effort, outer: Sizes | None = None) -> Fields:
-    """The same fields with small sizes. `outer`: those of the config around it, for one that has none of its own."""
+    """The same fields with small sizes. `outer`: sizes of the enclosing config, for one without widths of its own."""
     sizes = _sizes(node, effort) or outer
     if sizes is None:
         sizes = Sizes((1, 1), {}, 1, 0, 0)
@@ -491,7 +489,7 @@ def _narrow_number(name: str, value: Any, effort: Effort, sizes: Sizes) -> Any:
         return sizes.heads.get(value, value)
     if HEAD_SIZE.fullmatch(name):
         return value // sizes.divisor if value > 8 and value % sizes.divisor == 0 else value
-    if name == "query_pre_attn_scalar":  # a head size, for the scale of scores alone
+    if name == "query_pre_attn_scalar":  # a head size, used only to scale scores
         return max(1, value // sizes.divisor)
     if SIZE.fullmatch(name):
         return sizes.width(value)
@@ -507,12 +505,12 @@ def _narrow_number(name: str, value: Any, effort: Effort, sizes: Sizes) -> Any:
 
 
 def _vocabulary(value: int, main: int) -> int:
-    """Smaller than the main one stays smaller (an unpadded vocabulary); what is tiny anyway (token types) stays."""
+    """A size below the main vocabulary stays below it (an unpadded one); a tiny one (token types) is kept."""
     return min(value, VOCAB if value >= main else VOCAB - 6)
 
 
 def _sizes(node: Fields, effort: Effort) -> Sizes | None:
-    """`None` for fields that have no widths of their own. Of the divisors of head sizes the largest that fits."""
+    """`None` for fields without widths of their own. Uses the largest divisor of head sizes that fits."""
     hidden = next((node[name] for name in HIDDEN if isinstance(node.get(name), int)), None)
     heads = next((node[name] for name in MAIN_HEADS if isinstance(node.get(name), int)), None)
     if hidden is None or (heads is None and "vocab_size" not in node):
@@ -522,8 +520,8 @@ def _sizes(node: Fields, effort: Effort) -> Sizes | None:
     divided = effort.widths == "divided"
     heads = heads or 1
     whole = hidden // heads if hidden % heads == 0 else 0
-    size = node["head_dim"] if isinstance(node.get("head_dim"), int) else whole  # 0: not stated, and not a whole number
-    every = {n for n in (*_numbers(node, HEAD_SIZE), size) if n > 8}  # 0 is unknown, and the others are small enough
+    size = node["head_dim"] if isinstance(node.get("head_dim"), int) else whole  # 0: neither given nor an integer
+    every = {n for n in (*_numbers(node, HEAD_SIZE), size) if n > 8}  # 0 is unknown, others are small already
     counts = {} if divided else _tiny_counts(sorted({n for n in _numbers(node, HEADS) if n > 1}), heads)
     share = min([1.0, *_numbers(node, re.compile(r"partial_rotary_factor|rot\w*_pct"))])
     for divisor in DIVISORS if effort.widths != "kept" else ():
@@ -539,14 +537,14 @@ def _sizes(node: Fields, effort: Effort) -> Sizes | None:
 
 
 def _tiny_counts(counts: list[int], main: int) -> dict[int, int]:
-    """Old to new numbers of heads: equal stay equal, and powers of two in the same order stay divisible."""
+    """Old -> new head counts: equal ones stay equal, and powers of two in the same order stay divisible."""
     start = 1 if counts and counts[0] < main else 2
     small = {count: 2 ** (start + rank) for rank, count in enumerate(counts)}
     return small if all(new <= old for old, new in small.items()) else {}
 
 
 def _new_hidden(hidden: int, heads: int, size: int, new_heads: int, new_size: int) -> int:
-    """The hidden size that is to `new_heads` x `new_size` what `hidden` is to `heads` x `size` (0: unknown)."""
+    """The hidden size that relates to `new_heads` x `new_size` as `hidden` does to `heads` x `size` (0: unknown)."""
     if not size:
         return new_heads * new_size
     common = gcd(hidden, heads * size)
@@ -557,8 +555,8 @@ def _new_hidden(hidden: int, heads: int, size: int, new_heads: int, new_size: in
 
 
 def _rejoined(node: Fields, small: Fields, sizes: Sizes) -> Fields:
-    """Sizes of parts that have heads of their own: head sizes, where heads x size is a multiple of the hidden size, and
-    a part's width, where that is heads x size."""
+    """Restore relations of parts with heads of their own: head sizes, if heads x size is a multiple of the hidden
+    size, and a part's width, if it is heads x size."""
     old, new = sizes.hidden
     fixed: Fields = {}
     if node.get("topk_group") == node.get("n_group") and "n_group" in node:
@@ -579,7 +577,7 @@ def _rejoined(node: Fields, small: Fields, sizes: Sizes) -> Fields:
 
 
 def _move_tokens(small: Fields, vocabulary: int) -> None:
-    """Give special tokens beyond the vocabulary places at its end, each its own."""
+    """Move special tokens beyond the vocabulary to its end, each to its own id."""
     names = [name for name in small if TOKEN.fullmatch(name)]
     beyond = sorted({v for name in names for v in items(small[name]) if isinstance(v, int) and v >= vocabulary})
     places = {token: vocabulary - 1 - rank for rank, token in enumerate(beyond)}
@@ -593,7 +591,7 @@ def items(value: Any) -> list[Any]:
 
 
 def _numbers(node: Fields, names: re.Pattern[str]) -> list[Any]:
-    """Every number under such a name, in lists and in nested fields that have no widths of their own."""
+    """All numbers in fields of such names, in lists and in nested fields without widths of their own."""
     found: list[Any] = []
     for name, value in node.items():
         if isinstance(value, dict):

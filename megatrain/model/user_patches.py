@@ -1,9 +1,9 @@
-"""What a user may have altered in a model: forwards, hooks, modules, and what of it cannot be honoured.
+"""Detects what users have changed in a model (forwards, hooks, modules), and refuses what cannot be honoured.
 
-The engine runs a copy of the model's structure with weights of its own. A function that a user has put into the model
-is the same object in the copy, so what it holds on to, the forward of a module for one, is still the user's: it would
-go on computing with weights that nobody trains. That is found by what the code reads while the model is first looked at
-(`OwnTensors`), not by how it came to read it. What no reading shows is looked for by name (`refuse_shared_and_hooked`).
+The engine runs a copy of the model's structure with weights of its own. A function that a user has put into the
+model is the same object in the copy, so what it refers to (a module's forward, say) still belongs to the original,
+and would compute with weights that nobody trains. That is detected from the tensors that the code reads during the
+first look (`OwnTensors`). What reading does not show is looked for explicitly (`refuse_shared_and_hooked`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ OF_EVERY_MODULE = vars(nn.Module())
 
 
 def refuse_shared_and_hooked(model: nn.Module) -> None:
-    """Raise `ModelError` for a gradient hook on a parameter that trains, for two parameters in one memory, and for a
-    module with parameters at two places (`torch.func.functional_call` does not put back the second one's)."""
+    """Raise `ModelError` for gradient hooks on trained parameters, parameters that share memory, and modules used
+    twice.
+
+    (`torch.func.functional_call` does not restore a module with parameters that is at two places.)
+    """
     where = f"model {type(model).__name__}"
     places: dict[int, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -40,7 +43,7 @@ def refuse_shared_and_hooked(model: nn.Module) -> None:
     memory: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         if _in_memory(parameter) and (first := memory.setdefault(parameter.data_ptr(), name)) != name:
-            what = f"parameter {name} lies in the memory of {first}, and the two would be trained apart"
+            what = f"parameter {name} shares memory with {first}, but would be trained separately"
             raise ModelError(what, where=where, fix="tie them by one nn.Parameter for both")
         if parameter.requires_grad and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
             raise ModelError(
@@ -51,22 +54,22 @@ def refuse_shared_and_hooked(model: nn.Module) -> None:
 
 
 def refuse_hooks_around(model: nn.Module, stack: str) -> None:
-    """Raise `ModelError` for a hook on a module around the `stack` of layers, which runs in pieces only."""
+    """Raise `ModelError` for a hook on a module that contains the `stack` of layers, which only runs in pieces."""
     where = f"model {type(model).__name__}"
     around = stack.split(".")
     for depth in range(len(around)):
         name = ".".join(around[:depth])
         if any(not _of_library(hook) for hook in _hooks(model.get_submodule(name))):
-            what = f"{'module ' + name if name else 'the model'} has a hook, and it never runs in one piece"
+            what = f"{'module ' + name if name else 'the model'} has a hook, but never runs in one piece"
             fix = "put the hook on a layer, the embedding or the head, or remove it"
             raise ModelError(what, where=where, fix=fix)
 
 
 class OwnTensors(Uses):
-    """While active, on this thread: `ModelError` where code reads what the engine does not have.
+    """While active on this thread: raises `ModelError` if code reads tensors that the engine does not have.
 
-    That is a parameter or a buffer of `model`, from which the structure was copied, and any other leaf that a gradient
-    is wanted of, unless it has been made within or is gone at the end.
+    These are parameters and buffers of `model`, the original of the structure, and any other leaf that requires a
+    gradient, unless it was made inside the block or no longer exists at its end.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -93,9 +96,9 @@ class OwnTensors(Uses):
                 name = self._storages.get(tensor.untyped_storage().data_ptr())
             if name is not None:
                 raise ModelError(
-                    f"code put into it reads {name} of the original model, and not of the copy that trains",
+                    f"code added to it reads {name} of the original model, not of the copy that trains",
                     where=self._where,
-                    fix="let it find its module by itself (types.MethodType, a subclass, a forward hook)",
+                    fix="let it use the module that it is called with (types.MethodType, a subclass, a forward hook)",
                 )
             if root.is_leaf and root.requires_grad and not any(root is made for made in self._made):
                 self._foreign.append(ref(root))
@@ -105,7 +108,7 @@ class OwnTensors(Uses):
         kept = next((leaf for leaf in (each() for each in self._foreign) if leaf is not None), None)
         if kept is not None and not isinstance(error, MegaTrainError):
             raise ModelError(
-                f"code put into it reads a tensor {list(kept.shape)} that trains and is not one of the model's",
+                f"code added to it reads a trainable tensor {list(kept.shape)} that does not belong to the model",
                 where=self._where,
                 fix="register it as a parameter of one of the model's modules",
             ) from error
@@ -119,22 +122,22 @@ def _in_memory(tensor: Tensor) -> bool:
 
 
 class Buffers:
-    """Buffers as they are now, by name, to be asked later which of them has changed."""
+    """A snapshot of buffers by name, to find out later which have changed."""
 
     def __init__(self, module: nn.Module, prefix: str = "") -> None:
         self._module, self._prefix = module, prefix
         self._were = {name: (each, each._version, each.clone()) for name, each in module.named_buffers()}
 
     def refuse_changed(self, where: str) -> None:
-        """Raise `ModelError` naming one that has been written to, or replaced by one of another value."""
+        """Raise `ModelError` naming a buffer that was written to, or replaced by another value."""
         for name, buffer in self._module.named_buffers():
             was, version, value = self._were.get(name, (None, 0, None))
             written = buffer is was and buffer._version != version
             if written or value is None or not _alike(buffer, value):
                 raise ModelError(
-                    f"each forward changes the buffer {self._prefix}{name}, and here some of it runs twice in a step",
+                    f"each forward changes the buffer {self._prefix}{name}, but parts of it run twice in a step",
                     where=where,
-                    fix="put the model in evaluation mode if it then leaves the buffer alone, or remove that code",
+                    fix="put the model in evaluation mode if that leaves the buffer alone, or remove that code",
                 )
 
 
@@ -145,15 +148,15 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def code_of(layer: nn.Module) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What tells the code of layers apart that are of one class.
+    """What distinguishes the code of layers of one class.
 
-    First what decides which ops it runs: the classes inside, switches of those that are not the libraries', and
-    functions put into the instances. Then what tells functions of the same code apart, which may hold on to things.
+    First what decides which ops run: classes inside, switches of those that are not the libraries', functions set
+    on instances. Then what distinguishes functions with the same code, which may refer to other objects.
     """
     code: list[Any] = []
     held: list[int] = []
     for name, module in layer.named_modules():
-        if _of_library(type(module)):  # a parametrized module's class is its own and called alike
+        if _of_library(type(module)):  # a parametrized module has a class of its own with the same name
             code.append((name, type(module).__module__, type(module).__qualname__))
         else:
             switches = [(key, each) for key, each in vars(module).items() if isinstance(each, bool | str)]
@@ -174,7 +177,7 @@ def _is_code(value: Any) -> bool:
 
 
 def _functions(value: Any) -> Iterator[Any]:
-    """The functions in a callable, through what binds their arguments."""
+    """The functions in a callable, through bound arguments."""
     if isinstance(value, partial):
         for inner in (value.func, *value.args, *value.keywords.values()):
             if callable(inner) and not isinstance(inner, nn.Module | type):
@@ -193,10 +196,10 @@ def _of_library(function: Any) -> bool:
 
 
 def refuse_mixing(ported: PortedModel, hidden: Tensor) -> None:
-    """Raise `ModelError` for code behind the layers, outside the libraries, that looks at several tokens at a time.
+    """Raise `ModelError` for user code after the layers that looks at several tokens at a time.
 
-    The head is given tokens one by one. hidden: zeros [tokens, *hidden_shape].
-    Weights are random rows that repeat, so that a product with a large one takes no memory.
+    The head processes tokens one by one. hidden: zeros [tokens, *hidden_shape]. Weights are random rows that
+    repeat, so that a product with a large one takes no memory.
     """
     skeleton = ported.skeleton
     code, held = code_of(skeleton)
@@ -214,7 +217,7 @@ def refuse_mixing(ported: PortedModel, hidden: Tensor) -> None:
         apart, whole.reshape(apart.shape), rtol=0.05, atol=0.05 * float(apart.nan_to_num().abs().max()), equal_nan=True
     ):
         raise ModelError(
-            "code behind its layers looks at more than one token at a time, and tokens go through the head in chunks",
+            "code after its layers looks at several tokens at a time, but tokens go through the head in chunks",
             where=f"model {type(skeleton).__name__}",
             fix="put that code into a layer, or remove it",
         )

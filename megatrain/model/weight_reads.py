@@ -1,12 +1,12 @@
-"""Which weights a model's code reads: of a layer in which order, and of the prologue whether its backward reads any.
+"""Finds which weights a model's code reads: a layer's in which order, and whether the prologue's backward reads any.
 
-Where a layer first reads a weight is found without touching the model's code, by a function mode around the call.
-Asking a tensor for its shape reads nothing, and neither does making a view of it: the view is seen where it is used, so
-an expert's slice of a tensor of all experts counts as that slice. Anything else counts as reading all of a tensor.
+A function mode around the call sees where a layer first reads a weight, without touching the model's code. Asking for
+a shape or making a view reads nothing: a view is tracked to where it is used, so one expert's slice of a tensor of
+all experts counts as that slice. Anything else counts as reading the whole tensor.
 
-The gradient of most prologues does not depend on their weights (`only_looks_up`): an embedding, some with positions
-added, with a constant factor or with dropout, is linear in them, and what autograd keeps of it is ids, masks and
-constants. So none are brought back for the backward pass.
+The gradient of most prologues does not depend on their weights (`only_looks_up`): an embedding, perhaps with
+positions added, a constant factor or dropout, is linear in them, and autograd keeps only ids, masks and constants.
+Then no weights are fetched for the backward pass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from megatrain.model.ports import PortedModel, tensors_in
 
 Reading = Callable[[Any, Sequence[Tensor]], None]
-"""Told of a function and the tensors among its arguments, before it runs."""
+"""Called with a function and the tensors among its arguments before it runs."""
 
 _ATTRIBUTES = (
     *(
@@ -68,7 +68,7 @@ HARMLESS = _harmless()
 
 
 class Uses(TorchFunctionMode):
-    """While active, on this thread: `reading` is told of each torch function that reads elements of tensors."""
+    """While active on this thread: calls `reading` for each torch function that reads elements of tensors."""
 
     def __init__(self, reading: Reading) -> None:
         super().__init__()
@@ -85,8 +85,8 @@ class Uses(TorchFunctionMode):
 
 
 def _is_slice(func: Any, args: Sequence[Any]) -> bool:
-    """Whether it is an indexing that makes a view. One number in a tensor counts as a number, as it does to torch: so
-    loops over experts name them."""
+    """Whether an indexing makes a view. A one-element tensor counts as a number, as in torch, since expert loops
+    use them."""
     if func is not Tensor.__getitem__:
         return False
     places = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -96,36 +96,35 @@ def _is_slice(func: Any, args: Sequence[Any]) -> bool:
 
 
 def _is_number(place: Any) -> bool:
-    """Whether a place is an integer in a tensor without dimensions. Torch takes uint8 for a mask."""
+    """Whether an index is an integer in a 0-dim tensor. Torch treats uint8 as a mask."""
     return isinstance(place, Tensor) and place.dim() == 0 and place.dtype in (torch.int64, torch.int32)
 
 
 def is_wrapped(value: Any) -> bool:
-    """Whether it is a tensor inside one of `torch.func`'s transformations: `vmap`, by which masks are made."""
+    """Whether it is a tensor inside a `torch.func` transformation, such as the `vmap` that makes masks."""
     return isinstance(value, Tensor) and bool(torch._C._functorch.is_functorch_wrapped_tensor(value))
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """The tensor that lies in memory where this one stands for it."""
+    """The tensor in memory behind a view of it."""
     while is_wrapped(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 
 
 TO_THE_END = -1
-"""Of a parameter that a layer may come back to at any time."""
+"""For a parameter that a layer may read again at any time."""
 
 
 class OrderOfUse:
-    """Names of weights in the order in which they are first read; hand `reading` to a `Uses`."""
+    """Records names of weights in the order in which they are first read; pass `reading` to a `Uses`."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in weights.items()}
         self._numel = {name: tensor.numel() for name, tensor in weights.items()}
         self.names: list[str] = []
         self.held: dict[str, int] = {}
-        """As `ParamSpec.held`: to the end where only a part of one is read, as of experts, whose turns depend on the
-        tokens."""
+        """As `ParamSpec.held`; to the end if only parts are read (experts, whose order depends on the tokens)."""
 
     def reading(self, func: Any, tensors: Sequence[Tensor]) -> None:
         found = [(self._names.get(tensor.untyped_storage().data_ptr()), tensor.numel()) for tensor in tensors]
@@ -137,17 +136,17 @@ class OrderOfUse:
 
 
 def in_order_of_use(names: Iterable[str], used: Sequence[str]) -> list[str]:
-    """`names`, those that have been `used` first, in that order, then the others as they are."""
+    """`names`: first the `used` ones in that order, then the rest unchanged."""
     places = {name: place for place, name in enumerate(used)}
     return sorted(names, key=lambda name: places.get(name, len(places)))
 
 
 # In the backward pass of the prologue ---------------------------------------------------------------------------------
 #
-# It is read off the graph of a tiny run. Only operations that are known to be linear in their inputs count, and a
-# product only if no more than one of its factors depends on a weight; anything else, a norm say, is taken to need the
-# values. And since a factor may depend on weights where autograd does not see it, three runs with weights that are all
-# the same number must show that the output is linear in it.
+# Decided from the graph of a tiny run. Only operations known to be linear in their inputs count, and a product only if
+# at most one factor depends on a weight; anything else (a norm, say) is assumed to need the values. Since a factor may
+# depend on weights where autograd does not see it, three runs with all weights equal to one number must also show that
+# the output is linear in it.
 
 
 LINEAR = frozenset(
@@ -159,19 +158,19 @@ LINEAR = frozenset(
         *("CatBackward0", "StackBackward0"),
     )
 )
-"""Names of autograd's nodes whose gradient reads none of their inputs."""
+"""Names of autograd nodes whose gradient does not read their inputs."""
 
 PRODUCTS = {"MulBackward0": ([0], [1]), "DivBackward0": ([0],)}
-"""Nodes -> which inputs may depend on weights, and no others."""
+"""Node -> the inputs that may depend on weights."""
 
 TOLERANCE = 1e-2
-"""By which a sum with constants may be rounded."""
+"""Tolerance for the rounding of sums with constants."""
 
 
 def only_looks_up(ported: PortedModel, hidden: Tensor, inputs: Mapping[str, Tensor]) -> bool:
-    """Whether the prologue's output `hidden`, with its graph down to the weights, is linear in them.
+    """Whether the prologue's output `hidden` is linear in its weights, judged by its graph.
 
-    inputs: what it has been run on. Tables that are changed when they are looked up (`max_norm`) do not count.
+    inputs: the prologue's. Embeddings that a lookup changes (`max_norm`) do not qualify.
     """
     changes = any(getattr(each, "max_norm", None) is not None for each in ported.skeleton.modules())
     return not changes and _is_linear(hidden) and _grows_as_weights(ported, inputs)
@@ -189,7 +188,7 @@ def _grows_as_weights(ported: PortedModel, inputs: Mapping[str, Tensor]) -> bool
 
 
 def _is_linear(hidden: Tensor) -> bool:
-    """Whether each node of a graph is linear in what depends on weights."""
+    """Whether each node of a graph is linear in the inputs that depend on weights."""
     if hidden.grad_fn is None:
         return False
     seen: set[Any] = set()

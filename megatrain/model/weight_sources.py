@@ -1,7 +1,7 @@
-"""Where a model's weights come from: one protocol for models in memory, in files or freshly initialised.
+"""Sources of a model's weights: one protocol for models in memory, in files, or freshly initialised.
 
 `ModelSource` has a whole model in memory, `PretrainedSource` (in `pretrained`) files, `FreshSource` (in `initialize`)
-an initialiser and a seed. The last two never hold the model: what they need beyond the store is a few parameters.
+an initialiser and a seed. The last two need no more than a few parameters in memory besides the store.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from megatrain.model.hub import is_local, located
 from megatrain.spec import FileBytes
 
 Progress = Callable[[int, int], None]
-"""Called with (done, total) in a unit of the source's own; done never falls, and ends at total."""
+"""Called with (done, total) in a unit of the source's choice; done never decreases, and ends at total."""
 
 
 class Masters(Protocol):
-    """The float32 truth by parameter name; `memory.Store` is one."""
+    """The float32 masters by parameter name; `memory.Store` is one."""
 
     def master(self, name: str) -> Tensor:
         """A float32 copy of one parameter, in its shape, on the cpu."""
         ...
 
     def write_master(self, name: str, value: Tensor) -> None:
-        """Set one parameter. `value` has its shape and may be lost or overwritten after the call."""
+        """Set one parameter. `value` has its shape and may be overwritten by the call."""
         ...
 
 
 class Fills(Protocol):
-    """Weights of a model, which need not exist in one place."""
+    """Weights of a model, which need not all be in one place."""
 
     def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
         """Write every parameter of every unit.
 
         `units` are lists of names as in `model.named_parameters()` (tied ones once), in streaming order; together they
-        name every parameter. Raises `ModelError` when one cannot be written; the masters are then worthless.
+        name every parameter. Raises `ModelError` if one cannot be written; the masters are then invalid.
         """
         ...
 
@@ -52,20 +52,19 @@ class Source(Fills, Protocol):
 
     @property
     def model(self) -> PreTrainedModel:
-        """What `port_model` takes: parameters may be on the meta device, buffers have their values."""
+        """The model for `port_model`: parameters may be on the meta device, buffers have values."""
         ...
 
 
 class InFiles(NamedTuple):
-    """Parameters whose bytes, as they are held, are bytes of a source's files: name -> where, one behind the other; and
-    of the others that were asked about, why not."""
+    """Parameters whose bytes a source's files hold: name -> byte ranges in order; and for the others, why not."""
 
     files: Mapping[str, tuple[FileBytes, ...]]
     others: Mapping[str, str]
 
 
 def in_files_of(source: Fills, names: Iterable[str], dtype: torch.dtype) -> InFiles:
-    """Of these parameters, those whose bytes in `dtype` a source's files hold."""
+    """Which of these parameters exist byte for byte in a source's files in `dtype`, and why the others do not."""
     ask = getattr(source, "in_files", None)
     if ask is None:
         return InFiles({}, dict.fromkeys(names, "does not come from files"))
@@ -74,7 +73,7 @@ def in_files_of(source: Fills, names: Iterable[str], dtype: torch.dtype) -> InFi
 
 
 class ModelSource:
-    """The weights of a model that the user holds; it is copied from, and left as it is."""
+    """The weights of a model that the user holds; they are copied, and the model is not changed."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         for name, parameter in model.named_parameters():
@@ -98,7 +97,7 @@ class ModelSource:
 
 
 class Report:
-    """Counts towards a total, and tells `progress` about it."""
+    """Counts progress towards a total and reports it to `progress`."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress, self._done, self.total = progress, 0, total
@@ -109,13 +108,13 @@ class Report:
             self._progress(min(self._done, self.total), self.total)
 
     def end(self) -> None:
-        """All is done, whatever has been counted."""
+        """Report completion, whatever has been counted."""
         if self._done != self.total:
             self.add(self.total - self._done)
 
 
 def require_all(written: Iterable[str], units: Sequence[Sequence[str]], *, where: str) -> None:
-    """Raise `ModelError` naming the parameters of `units` that have not been written."""
+    """Raise `ModelError` naming parameters of `units` that have not been written."""
     if missing := sorted({name for unit in units for name in unit} - set(written)):
         raise ModelError(f"no value for {listed(missing)}", where=where)
 
@@ -128,10 +127,8 @@ def listed(names: Sequence[str], most: int = 5) -> str:
 
 # Whole models in memory -----------------------------------------------------------------------------------------------
 #
-# Whole Hugging Face models in host memory, by name, folder or configuration: the stock way.
-#
-# Training does not use it: a source fills the store unit by unit without a second copy of the model. It stays as the
-# slow, obviously right reference that lean loading is tested against, and for sampling from a model that was saved.
+# Not used for training, where a source fills the store unit by unit without a second copy of the model. This is the
+# slow, obviously right reference for tests, and serves to sample from a saved model.
 
 
 def load_causal_lm(
@@ -139,8 +136,8 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """A causal language model with its weights, from a local folder or a hub name, in training mode.
 
-    dtype: of the weights; buffers are as the library makes them for it. trust_remote_code: run the model's own code.
-    Raises `ModelError` when it is missing, unreadable, or not a causal language model.
+    dtype: of the weights; the library chooses those of buffers. trust_remote_code: allow the model's own code. Raises
+    `ModelError` if it is missing, unreadable, or not a causal language model.
     """
     with quiet(), plain_errors(f"model {source}"):
         source = located(source, where=f"model {source}")
@@ -152,9 +149,9 @@ def load_causal_lm(
 
 
 def causal_lm_from_config(config: str | dict[str, Any], seed: int) -> PreTrainedModel:
-    """A fresh causal language model in float32 and training mode, initialised by its own initialiser from `seed`.
+    """A fresh float32 causal language model in training mode, initialised by its own code from `seed`.
 
-    `config` is a local folder, a `config.json`, a hub name, or the fields themselves with `model_type` among them.
+    config: a local folder, a `config.json`, a hub name, or the fields themselves, including `model_type`.
     """
     where = "model.config"
     with quiet(), torch.random.fork_rng(devices=[]), plain_errors(where):
@@ -165,7 +162,7 @@ def causal_lm_from_config(config: str | dict[str, Any], seed: int) -> PreTrained
 
 
 class quiet:
-    """Silences the progress bars and notices of transformers for one call; errors come through as exceptions."""
+    """Silences transformers' progress bars and notices in the block; errors are still raised."""
 
     def __enter__(self) -> None:
         self._level = transformers_logging.get_verbosity()

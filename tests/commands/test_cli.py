@@ -326,7 +326,7 @@ def test_every_verb_that_takes_a_model_takes_the_folder_of_a_run(
     for verb in ("generate", "verify", "plan"):
         code, _, err = run(capsys, verb, str(folder))
         newest = folder / "checkpoints" / "step-00000001"
-        told = f"error: model {folder}: is a run that has left no model yet; name its newest checkpoint, {newest}\n"
+        told = f"error: model {folder}: is a run that has not saved a model yet; use its newest checkpoint, {newest}\n"
         assert (code, err) == (2, told)
 
 

@@ -44,7 +44,7 @@ def test_a_run_goes_on_from_the_trainers_checkpoint(tmp_path: Path) -> None:
 
 def test_what_does_not_stream_is_refused(tmp_path: Path) -> None:
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    with pytest.raises((ConfigError, ModelError), match="PROMPT_TUNING puts learned tokens"):
+    with pytest.raises((ConfigError, ModelError), match="PROMPT_TUNING adds learned tokens"):
         script(tmp_path, True, peft_config=prompts)
     with pytest.raises(ConfigError, match="load_best_model_at_end is not for adapters"):
         with_adapter(tmp_path, True, load_best_model_at_end=True, save_strategy="steps", save_steps=5)

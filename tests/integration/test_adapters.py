@@ -131,7 +131,7 @@ def test_a_model_with_an_adapter_that_transformers_has_put_in_trains_too() -> No
 def test_one_adapter_trains_and_others_are_refused_by_name() -> None:
     model = adapted()
     model.add_adapter("other", config_of("lora"))
-    with pytest.raises(ModelError, match=r"has 2 adapters \(default, other\); leave one in it"):
+    with pytest.raises(ModelError, match=r"has 2 adapters \(default, other\); keep one"):
         Engine.from_model(model)
 
 
@@ -149,18 +149,18 @@ def test_an_adapter_that_is_merged_or_disabled_is_refused() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PROMPT_TUNING puts learned"),
-        (lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PREFIX_TUNING puts learned"),
-        (lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "P_TUNING puts learned"),
+        (lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PROMPT_TUNING adds learned"),
+        (lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PREFIX_TUNING adds learned"),
+        (lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "P_TUNING adds learned"),
         (lambda: peft.AdaLoraConfig(total_step=9, target_modules=["q_proj"]), "ADALORA changes its ranks"),
-        (lambda: config_of("lora", alora_invocation_tokens=[5]), "aLoRA begins behind tokens that are looked for"),
-        (lambda: config_of("lora", velora_config=peft.VeloraConfig()), "VeLoRA keeps an average of its first batch"),
+        (lambda: config_of("lora", alora_invocation_tokens=[5]), "aLoRA starts after tokens that are searched for"),
+        (lambda: config_of("lora", velora_config=peft.VeloraConfig()), "VeLoRA keeps an average over its first batch"),
         (lambda: peft.ShiraConfig(r=4, target_modules=["q_proj"]), "SHIRA has not been compared"),
     ],
 )
 def test_a_method_that_does_not_stream_is_refused_by_its_name(config: object, message: str) -> None:
     model = peft.get_peft_model(tiny_model(), config())  # type: ignore[operator]
-    with pytest.raises(ModelError, match=f"adapter: {message}.*cannot be streamed; use LoRA"):
+    with pytest.raises(ModelError, match=f"adapter: {message}.*cannot stream; use LoRA"):
         Engine.from_model(model)
 
 

@@ -87,8 +87,14 @@ FOREIGN: dict[str, tuple[Alter, str]] = {
     "the inner model": (lambda m: of_whole(m, m.model), r"model\.embed_tokens\.weight"),
     "the model": (lambda m: of_whole(m, m), r"model\.embed_tokens\.weight"),
     "a hook that reads another layer": (of_hook, r"model\.layers\.0\.mlp\.up_proj\.weight"),
-    "a parameter of nobody's": (lambda m: with_foreign(m, nn.Parameter(torch.ones(48))), "not one of the model's"),
-    "a leaf of nobody's": (lambda m: with_foreign(m, torch.ones(48, requires_grad=True)), "not one of the model's"),
+    "a parameter of nobody's": (
+        lambda m: with_foreign(m, nn.Parameter(torch.ones(48))),
+        "does not belong to the model",
+    ),
+    "a leaf of nobody's": (
+        lambda m: with_foreign(m, torch.ones(48, requires_grad=True)),
+        "does not belong to the model",
+    ),
 }
 
 
@@ -284,17 +290,17 @@ REFUSED: dict[str, tuple[Alter, str]] = {
     ),
     "two parameters in one memory": (
         in_one_memory,
-        r"lm_head\.weight lies in the memory of model\.embed_tokens\.weight",
+        r"lm_head\.weight shares memory with model\.embed_tokens\.weight",
     ),
     "a layer without parameters": (without_parameters, r"its layer model\.layers\.1 has no parameters"),
     "a hook that reads where gradients are wanted": (
         reads_with_a_graph,
         r"reads model\.layers\.0\.mlp\.up_proj\.weight",
     ),
-    "a last norm over tokens": (centred, "behind its layers looks at more than one token"),
+    "a last norm over tokens": (centred, "after its layers looks at several tokens"),
     "a head over tokens": (
         lambda m: m.lm_head.register_forward_hook(lambda mod, args, out: out.cumsum(1)),
-        "behind its layers looks at more than one token",
+        "after its layers looks at several tokens",
     ),
     "a hook on the model": (lambda m: m.register_forward_hook(lambda *_: None), r"the model has a hook"),
     "a hook on the inner model": (

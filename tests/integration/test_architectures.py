@@ -53,7 +53,7 @@ OTHERS = sorted(set(KNOWN) - set(CHOSEN))
 
 REFUSED = {
     "gemma4_text": "gradient other than through the hidden state",  # per-layer inputs
-    "xlm": "pass the hidden state on",  # positions are masked between layers
+    "xlm": "pass on the hidden state",  # positions are masked between layers
 }
 
 

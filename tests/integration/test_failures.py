@@ -63,7 +63,7 @@ def test_a_loss_that_is_not_finite_is_not_applied(device: str, where: str) -> No
             ) as caught:
                 engine.step(everything)
             assert caught.value.parameters == (where,)
-        with pytest.raises(NonFinite, match=f"^generate: the logits are not numbers, as are .*: {where}"):
+        with pytest.raises(NonFinite, match=f"^generate: the logits are not finite, as are .*: {where}"):
             engine.generate(everything[0]["input_ids"], max_new_tokens=1)
         after = {name: w.view(torch.int32) for name, w in engine.master_weights().items()}
     assert equal(before, after)

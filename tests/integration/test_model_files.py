@@ -122,7 +122,7 @@ def test_what_files_do_not_hold_as_it_is_held_stays_in_memory(tmp_path: Path) ->
         assert [param.file_backed for param in read.structure.units[2].params if "up_proj.base" in param.name] == [
             False
         ]
-        assert list(read._ported.in_files.others.values()) == ["is F32 in the files, and held as bfloat16"]
+        assert list(read._ported.in_files.others.values()) == ["is F32 in the files, but held as bfloat16"]
         assert equal(results(read), expected)
     whole = saved(tmp_path / "whole", dtype=torch.float32)
     with pytest.raises(PlanError, match="nothing is frozen that the model's files hold"):
@@ -156,5 +156,5 @@ def test_what_is_read_from_files_cannot_be_set(tmp_path: Path) -> None:
         name = next(p.name for p in engine.structure.units[1].params if p.file_backed)
         value = engine.master(name)
         engine.set_weights({name: value})
-        with pytest.raises(ModelError, match="is read from the model's files, which hold other values"):
+        with pytest.raises(ModelError, match="is read from the model's files, but they hold other values"):
             engine.set_weights({name: value + 1})

@@ -137,7 +137,7 @@ HYBRID_STATE = {"model_type": "lfm2", **KINDS["llama"], "layer_types": ["conv", 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"model_type": "mamba", **KINDS["mamba"]}, "takes no positions"),
+        ({"model_type": "mamba", **KINDS["mamba"]}, "does not take position_ids"),
         ({"model_type": "bamba", **KINDS["bamba"]}, "would see each other"),
         (HYBRID_STATE, "would see each other"),
         ({"model_type": "opt", **KINDS["opt"]}, "would see each other"),

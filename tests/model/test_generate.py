@@ -116,7 +116,7 @@ def test_the_last_position_may_be_used_and_no_length_means_the_librarys(ported: 
 
 
 def test_logits_that_are_no_numbers_are_an_error(ported: PortedModel) -> None:
-    with pytest.raises(NonFinite, match="not numbers"):
+    with pytest.raises(NonFinite, match="not finite"):
         say(ported, lambda inputs, kept: torch.full((1, 1, VOCAB), torch.nan))
 
 

@@ -78,7 +78,7 @@ def test_what_the_library_leaves_uninitialised_is_zero() -> None:
         ("behind", "writes to a parameter"),
         ("overlapping", "also shares memory with w"),
         ("random_buffer", "buffer noise is drawn at random"),
-        ("unstable", "each time"),
+        ("unstable", "same way twice"),
     ],
 )
 def test_what_cannot_be_equal_is_refused(way: str, says: str) -> None:

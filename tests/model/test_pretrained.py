@@ -280,7 +280,7 @@ BAD: list[tuple[Callable[[Path], None], str]] = [
     (lambda folder: change_config(folder, num_hidden_layers=10**12), "1,000,000,000,000 for num_hidden_layers; give"),
     (
         keep_an_adapter,
-        "holds a LoRA adapter for org/base, not a whole model; name that model, and this folder as its adapter",
+        "holds a LoRA adapter for org/base, not a whole model; give that model, with this folder as its adapter",
     ),
     (cut, r"model-00005-of-00005\.safetensors is truncated or damaged \(.*\); copy or download it again"),
     (scramble, r"model-00001-of-00005\.safetensors is truncated or damaged"),

@@ -178,7 +178,7 @@ def test_a_layer_that_runs_otherwise_the_second_time_is_refused() -> None:
     stored = keeping.stored()
     with Answering(stored):
         attention(hidden, w)
-    with pytest.raises(ModelError, match=r"computes otherwise the second time: no aten\.mm\.default"):
+    with pytest.raises(ModelError, match=r"computes differently the second time: no aten\.mm\.default"):
         stored.finish("layer 3")
 
 
