@@ -1,4 +1,5 @@
-"""Who holds which byte: the ledger, the pool of buffers behind leases, the disk, and the store of the state."""
+"""Owns all memory: the ledger counts bytes, the pool leases buffers to ops, the store has the state, the disk tier
+swaps."""
 
 from megatrain.memory.disk import Disk
 from megatrain.memory.ledger import Ledger

@@ -1,13 +1,13 @@
-"""A 64-bit sum over a block, to tell whether what came back from the disk is what went there.
+"""A fast 64-bit checksum that detects data which comes back changed from the disk.
 
 Words of 64 bits are mixed into a sum h by h ^= word, h ^= h >> 32, h *= an odd number: the loop of FNV-1a (Fowler,
-Noll, Vo) around the step of MurmurHash3's finalizer (Appleby). That is a bijection of h for any word and of the word
-for any h, so a single changed word always changes the sum. The shift takes upper bits down to where the product
-carries them on; a product alone would keep a changed top bit at the top, where that of a later word cancels it. What
-else goes wrong stays unseen with a chance of about 2**-64. Words go to LANES sums side by side, which a processor
-takes as vectors, and these are mixed into one at the end.
+Noll, Vo) around the step of MurmurHash3's finalizer (Appleby). Each step is a bijection in h and in the word, so a
+single changed word always changes the sum. The shift moves upper bits down to where the product spreads them; a
+product alone would keep a changed top bit at the top, where that of a later word could cancel it. Any other error
+goes undetected with a probability of about 2**-64. Words go to LANES sums side by side, which vectorizes, and these
+are mixed into one at the end.
 
-It guards against drives, cables and lost writes, not against an adversary.
+It protects against drives, cables and lost writes, not against an adversary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from megatrain.optim.kernels import compiled, inlined
 
 LANES = 64
-ODD = np.uint64(0x9E3779B97F4A7C15)  # so that the product is a bijection; its bits look random (the golden ratio's)
+ODD = np.uint64(0x9E3779B97F4A7C15)  # odd, so that the product is a bijection; random-looking bits (golden ratio)
 HALF = np.uint64(32)
 
 
@@ -36,7 +36,7 @@ def _add(words: Any, total: Any) -> None:
     """Mix uint64[n] into `total`, uint64[1]."""
     lanes = np.empty(LANES, np.uint64)
     for k in range(LANES):
-        lanes[k] = np.uint64(k + 1) * ODD  # not zero: mixing zeros into zero would leave zero
+        lanes[k] = np.uint64(k + 1) * ODD  # not zero: mixing zeros into zero would give zero
     whole = words.size - words.size % LANES
     for row in range(0, whole, LANES):
         row_b = words[row : row + LANES]
@@ -51,7 +51,7 @@ def _add(words: Any, total: Any) -> None:
 
 
 def checksum(pieces: Iterable[NDArray[np.uint8]]) -> int:
-    """The sum over pieces of memory in order, each at a multiple of 8 bytes and of such a length.
+    """The checksum over pieces of memory in order; each is 8-byte aligned, and its length is a multiple of 8 bytes.
 
     Depends on where one piece ends and the next begins. Runs without the GIL.
     """

@@ -1,15 +1,16 @@
-"""Scratch storage below host memory: named regions (a unit's moments, say) that are written and read back whole.
+"""The disk tier: scratch files below host memory, with named regions (a unit's moments, say) read and written as a
+whole.
 
-Of a region that ends with what is kept (frozen weights), the part in front of that may be written by itself.
+If the end of a region is kept (frozen weights), the part before it may be written alone.
 
-It lives as long as the process, in files without names, and is no checkpoint. Space is allocated when a region is
-provided, so that a full disk is known before a step and not within one. What was written is told from what was not: a
-region reads as zeros until its first write, a write that fails leaves its region *torn* until all of it has been
-written, and a checksum of each block, kept in memory, is compared whenever the block comes back. So a read gives the
-bytes of the last write, or zeros, or raises. Regions share nothing but files: what happens to one leaves the others.
+Regions live as long as the process, in files without names; this is no checkpoint. Space is allocated when a region
+is provided, so that a full disk is found before a step, not during it. A region reads as zeros until its first write;
+a failed write leaves it *torn* until it is written completely; and the checksum of each block, kept in memory, is
+compared on every read. So a read returns the bytes of the last write, or zeros, or raises. Regions share nothing but
+files: a failure in one does not affect the others.
 
-One region belongs to one caller at a time, which the schedule sees to; different regions, and reads beside writes, may
-be under way together. It leaves out caching (every byte here is used once a step) and retrying what a drive refuses.
+The schedule gives a region to one caller at a time; different regions, and reads beside writes, may proceed
+concurrently. There is no cache (every byte is used once per step), and failed requests are not retried.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ DEPTH = 4
 
 
 class Disk:
-    """Regions in `folders`, split between them by `shares`: their bandwidths, or any numbers in proportion.
+    """Regions in `folders`, divided in proportion to `shares` (bandwidths, or any positive numbers).
 
-    Each read or write moves blocks of `block_nbytes` (a multiple of 4096), `depth` of them at a time in each folder.
-    `direct` says whether that goes past the page cache, in all folders. `faults` are for tests.
+    Reads and writes move blocks of `block_nbytes` (a multiple of 4096), `depth` at a time in each folder. `direct`:
+    whether they bypass the page cache, in all folders. `faults`: for tests.
 
-    Raises `DiskError` for a folder that is missing or that cannot be written.
+    Raises `DiskError` for a folder that is missing or not writable.
     """
 
     def __init__(
@@ -70,12 +71,10 @@ class Disk:
         self._finalizer = weakref.finalize(self, _let_go, self._process, self._files, (self._reads, self._writes))
 
     def provide(self, regions: Mapping[str, tuple[int, str]], kept: Mapping[str, int] | None = None) -> None:
-        """Make room for regions: name -> (bytes, what messages call it). Those that there are keep place and content.
+        """Create regions: name -> (bytes, label for messages). Existing ones keep place and content.
 
-        kept: name -> bytes at a region's end that a write may leave out; they begin at a sector.
-
-        Raises `DiskFull` before anything is allocated if the disks have less free space than it takes, and `DiskError`
-        for a known region of another size.
+        kept: name -> bytes at a region's end that a write may omit; they begin at a sector. Raises `DiskFull`
+        before allocating anything if the disks lack space, and `DiskError` if a region exists with another size.
         """
         with self._open():
             new = {name: wanted for name, wanted in regions.items() if not self._is_known(name, *wanted)}
@@ -89,22 +88,22 @@ class Disk:
                 self._regions[name] = Region(name, label, nbytes, ends[name], laid[name], self._no_sums(laid[name]))
 
     def _laid(self, first: int, kept: int, spaces: Sequence[Space]) -> tuple[Block, ...]:
-        """The blocks of a region, cut where what is kept begins."""
+        """The blocks of a region, split where the kept part begins."""
         parts = (first, 0), (kept, first)
         return tuple(
             block for part, begin in parts for block in lay_out(part, spaces, self._shares, self._block_nbytes, begin)
         )
 
     def read(self, name: str, memory: Tensor | NDArray[np.uint8]) -> None:
-        """Fill `memory`, uint8[the region's bytes], with what was last written, or with zeros if nothing ever was.
+        """Fill `memory`, uint8[bytes of the region], with what was last written, or zeros if nothing was.
 
-        Blocks until it is done. Raises `CorruptRegion` for a region that is torn or comes back changed, and `DiskError`
-        where the drive fails; `memory` then holds anything.
+        Blocks until done. Raises `CorruptRegion` if the region is torn or comes back changed, and `DiskError` if
+        the drive fails; `memory` is then undefined.
         """
         region = self._region(name)
         target = _flat(memory, region)
         if not target.flags.writeable:
-            raise DiskError("cannot be read into memory that is read-only", where=region.label)
+            raise DiskError("cannot be read into read-only memory", where=region.label)
         if region.torn:
             raise CorruptRegion(region.torn, where=region.label, fix="write all of it, or go on from a checkpoint")
         if region.written:
@@ -113,27 +112,28 @@ class Disk:
             target.fill(0)
 
     def write(self, name: str, memory: Tensor | NDArray[np.uint8]) -> None:
-        """Put `memory` on the disk: uint8[the region's bytes], or less what it keeps. It must not change meanwhile.
+        """Write `memory` to the region: uint8[bytes of the region], or without its kept end. It must not change
+        meanwhile.
 
-        Blocks until the drive has taken it. Raises `DiskError`, or `DiskFull` where space could not be allocated in
-        advance; the region is torn then, until a write of as much succeeds.
+        Blocks until the drive has it. Raises `DiskError`, or `DiskFull` if space could not be allocated in
+        advance; the region is then torn until a write of the same extent succeeds.
         """
         region = self._region(name)
         source = _flat(memory, region, may_leave_out=region.frozen_nbytes)
         whole = source.nbytes == region.nbytes
         if not whole and not region.written:
-            raise DiskError("what it keeps was never written", where=region.label, fix="write all of it first")
+            raise DiskError("its kept end was never written", where=region.label, fix="write all of it first")
         region.written = not whole
-        region.torn = f"was not written to its end in {self._where(region)}"
+        region.torn = f"was not written completely in {self._where(region)}"
         try:
             self._writes.carry(region, source)
         except DiskError as error:
-            region.torn = f"is torn, since its last write failed: it {error.what}"
+            region.torn = f"is torn because its last write failed: it {error.what}"
             raise
         region.written, region.torn = True, ""
 
     def forget(self, name: str) -> None:
-        """The region is no more, and its space may be used by others."""
+        """Remove the region; its space may be reused."""
         region = self._region(name)
         with self._lock:
             del self._regions[name]
@@ -141,12 +141,12 @@ class Disk:
                 self._spaces[block.file].give(block.place, block.nbytes)
 
     def nbytes(self) -> int:
-        """Of all regions."""
+        """Bytes of all regions."""
         with self._lock:
             return sum(region.nbytes for region in self._regions.values())
 
     def free_nbytes(self) -> int:
-        """About how many bytes of further regions there is room for, split as they would be."""
+        """Approximate bytes of further regions that fit, divided among folders as usual."""
         with self._open():
             total = sum(self._shares)
             room = {file.device: file.free_nbytes() for file in self._files}
@@ -157,31 +157,31 @@ class Disk:
             return int(min(room[device] / part[device] for device in room))
 
     def capacity_nbytes(self) -> int:
-        """About how many bytes of regions there is room for, these included."""
+        """Approximate bytes of regions that fit, including the existing ones."""
         return self.nbytes() + self.free_nbytes()
 
     @property
     def read_nbytes(self) -> int:
-        """What the drives have given so far, in whole sectors."""
+        """Bytes read from the drives so far, in whole sectors."""
         return self._reads.nbytes
 
     @property
     def written_nbytes(self) -> int:
-        """What the drives have taken so far, in whole sectors; it counts against their endurance."""
+        """Bytes written to the drives so far, in whole sectors; relevant for their endurance."""
         return self._writes.nbytes
 
     @property
     def read_seconds(self) -> float:
-        """The time during which at least one read was under way."""
+        """Seconds during which at least one read was in progress."""
         return self._reads.seconds
 
     @property
     def write_seconds(self) -> float:
-        """The time during which at least one write was under way."""
+        """Seconds during which at least one write was in progress."""
         return self._writes.seconds
 
     def close(self) -> None:
-        """Give the space back, after what is under way. Again is fine; any other use raises `DiskError`."""
+        """Free the space, once requests in progress have ended. May be repeated; any other use raises `DiskError`."""
         if self._finalizer.alive and not self._process.is_elsewhere:
             self._reads.close()
             self._writes.close()
@@ -195,9 +195,12 @@ class Disk:
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        """In the block, nobody else changes which regions there are. Raises `DiskError` for a disk that is closed, and
-        `DeviceError` in a forked child, which would write to the files of the process that made it."""
-        self._process.refuse_elsewhere("disk")  # first: who held the lock when it was forked never gives it back
+        """In the block, no other thread changes the set of regions.
+
+        Raises `DiskError` for a closed disk, and `DeviceError` in a forked child, which would write to its
+        parent's files.
+        """
+        self._process.refuse_elsewhere("disk")  # first: a lock held during the fork is never released
         with self._lock:
             if not self._finalizer.alive:
                 raise DiskError("is closed", where="disk", fix="open another")
@@ -216,7 +219,7 @@ class Disk:
         return ", ".join(str(self._files[number].folder) for number in sorted({block.file for block in region.blocks}))
 
     def _require_space(self, spaces: Sequence[Space], labels: Sequence[str]) -> None:
-        """Raise `DiskFull` unless each device has what its files would grow by."""
+        """Raise `DiskFull` unless each device has space for the growth of its files."""
         growth = Counter[int]()
         for file, before, after in zip(self._files, self._spaces, spaces, strict=True):
             growth[file.device] += after.nbytes - before.nbytes
@@ -229,7 +232,7 @@ class Disk:
                 )
 
     def _resize(self, spaces: Sequence[Space]) -> None:
-        """Make each file as long as its space; if one refuses, all are as before."""
+        """Resize each file to its space; if one fails, undo all."""
         grown: list[tuple[ScratchFile, int, int]] = []
         for file, before, after in zip(self._files, self._spaces, spaces, strict=True):
             if after.nbytes == before.nbytes:
@@ -246,7 +249,8 @@ class Disk:
 
 
 def _let_go(process: OwningProcess, files: Sequence[ScratchFile], traffic: Sequence[Traffic]) -> None:
-    """Also of a disk that is dropped. In a forked child the threads are not there, and locks may be held for ever."""
+    """Finalizer for a dropped disk, too. In a forked child the threads do not exist, and locks may be held
+    forever."""
     if process.is_elsewhere:
         return
     for each in traffic:
@@ -256,7 +260,7 @@ def _let_go(process: OwningProcess, files: Sequence[ScratchFile], traffic: Seque
 
 
 def _open_all(folders: Sequence[Path]) -> list[ScratchFile]:
-    """A file in each folder, or none at all."""
+    """A file in each folder; if one fails, none."""
     files: list[ScratchFile] = []
     try:
         for folder in folders:
@@ -273,9 +277,9 @@ def _check_arguments(folders: Sequence[Path], shares: Sequence[float], block_nby
     if not folders:
         what = "no folder is given"
     elif len(shares) != len(folders) or not all(np.isfinite(share) and share > 0 for share in shares):
-        what = f"shares are {list(shares)} for {len(folders)} folders, where each needs one above zero"
+        what = f"shares are {list(shares)} for {len(folders)} folders, but each needs one above zero"
     elif block_nbytes < SECTOR or block_nbytes % SECTOR:
-        what = f"blocks are of {block_nbytes:,} bytes, which is no multiple of {SECTOR:,}"
+        what = f"blocks have {block_nbytes:,} bytes, which is not a multiple of {SECTOR:,}"
     elif depth < 1:
         what = f"{depth} blocks at a time is less than one"
     if what:
@@ -283,7 +287,7 @@ def _check_arguments(folders: Sequence[Path], shares: Sequence[float], block_nby
 
 
 def _flat(memory: Tensor | NDArray[np.uint8], region: Region, may_leave_out: int = 0) -> Bytes:
-    """Host memory of the region's size, or less what may be left out, as one array that shares it."""
+    """Host memory of the region's size, or without what may be left out, as an array that shares it."""
     if isinstance(memory, Tensor) and memory.device.type != "cpu":
         raise DiskError(f"memory is on {memory.device}, not on the host", where=region.label)
     array = memory.numpy() if isinstance(memory, Tensor) else memory

@@ -1,7 +1,7 @@
-"""Failures on demand for the disk room: the system call of one request, as it would go wrong on a bad day.
+"""Fault injection for the disk tier: makes the system call of one request fail.
 
-A request is one block on its way. Only the call to the system is replaced, so everything around it (the transfer that
-is continued, the checksum, the error that is raised, the state that is left) is what runs in earnest.
+A request is the transfer of one block. Only the system call is replaced, so everything around it (continued
+transfers, checksums, errors, the state left behind) is the real code.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Call = Callable[[int, Sequence[memoryview], int, int], int]
 class DiskFault:
     """One failure of one request, once.
 
-    kind: `read` and `write` (an input/output error before anything moved), `short` (half of it, and then no more),
-    `full` (no space left on the device), `flip` (one bit changed on its way), `slow` (`seconds` of delay).
-    at: the name of a region, or the number of a request among all of its direction, counted from 0.
-    on: the direction, for the kinds that do not say it themselves.
-    after: of the requests of that region, how many are let pass.
+    kind: `read` and `write` (an I/O error before anything moved), `short` (half of it, then nothing), `full` (no space
+    left on the device), `flip` (one bit changes in transit), `slow` (`seconds` of delay).
+    at: the name of a region, or the number of a request in its direction, counted from 0.
+    on: the direction, for kinds that do not imply it.
+    after: number of requests of that region to let pass first.
     """
 
     kind: DiskFaultKind
@@ -53,7 +53,7 @@ class DiskFault:
 
 
 class FaultPlan:
-    """Counts the requests, and says which of them fails."""
+    """Counts requests and decides which of them fail."""
 
     def __init__(self, faults: Sequence[DiskFault] = ()) -> None:
         self._left = list(faults)
@@ -61,7 +61,7 @@ class FaultPlan:
         self._lock = threading.Lock()
 
     def call(self, direction: Direction, region: str, call: Call) -> Call:
-        """The system call for the next request of that region: `call`, or what takes its place."""
+        """The system call for the region's next request: `call`, or a faulty one."""
         if not self._left:
             return call
         with self._lock:
@@ -75,7 +75,7 @@ class FaultPlan:
         return call
 
     def _count(self, direction: Direction, region: str | None) -> int:
-        """How many requests there have been before this one; None stands for any region."""
+        """Number of requests before this one, of that region, or of any if None."""
         number = self._requests.get((direction, region), 0)
         self._requests[direction, region] = number + 1
         return number
@@ -113,7 +113,7 @@ def _slow(call: Call, seconds: float) -> Call:
 
 
 class _Short:
-    """Transfers half of the first view, and nothing when asked to go on."""
+    """Transfers half of the first view, and nothing on later calls."""
 
     def __init__(self, call: Call) -> None:
         self._call, self._asked = call, False
@@ -137,7 +137,7 @@ def _flipped_read(call: Call) -> Call:
 
 def _flipped_write(call: Call) -> Call:
     def flip(file: int, views: Sequence[memoryview], place: int, flags: int) -> int:
-        damaged = memoryview(mmap.mmap(-1, sum(len(view) for view in views)))  # at a page, as direct I/O wants it
+        damaged = memoryview(mmap.mmap(-1, sum(len(view) for view in views)))  # page-aligned, for direct I/O
         damaged[:] = np.concatenate(views).data
         damaged[0] ^= 1
         return call(file, [damaged], place, flags)

@@ -1,14 +1,12 @@
-"""Blocks between memory and files, several at once: the threads of the disk room.
+"""Transfers blocks between memory and files, several at a time, with the threads of the disk tier.
 
-One blocking call for each thread keeps `depth` blocks of each file under way, because system calls and checksums let go
-of the GIL; one thread more works out checksums and copies meanwhile, whichever it is at the time. A region's blocks
-wait in one queue for each file, and a thread takes the next until none is left; so a Python thread does little between
-two blocks, and after a failure nobody takes another.
+Each thread makes blocking calls, which release the GIL, as do checksums; so `depth` blocks of each file are in
+progress while one more thread computes checksums and copies. A region's blocks wait in one queue per file, and
+threads take the next until none is left, or until one fails; so little Python runs between blocks.
 
-Memory that begins at a sector is transferred as it is, without a copy. Other memory, and the last bytes of a region
-that do not fill a sector, pass through a buffer that each thread has: at most one block more than `depth` for each file
-and direction. Either way a block is the same two pieces, its whole sectors and its last one, and so has the same
-checksum.
+Sector-aligned memory is transferred without a copy. Other memory, and the last bytes of a region that do not fill
+a sector, pass through a buffer of the thread: at most `depth` + 1 blocks for each file and direction. Either way a
+block is split into the same two pieces, its whole sectors and the rest, and so has the same checksum.
 """
 
 from __future__ import annotations
@@ -38,41 +36,41 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(slots=True)
 class Region:
-    """Where a region lies, and what is known of it."""
+    """A region's place and state."""
 
     name: str
     label: str
     nbytes: int
     frozen_nbytes: int
-    """At its end, which a write may leave out. No block has some of them and some of the others."""
+    """Bytes at its end that a write may omit. They share no block with the others."""
     blocks: tuple[Block, ...]
     sums: list[int] | None
-    """The checksum of each block, as it was written; None where none are kept."""
+    """The checksum of each block as written; None if there are none."""
     written: bool = False
-    """Whether all of it has been; what a write may leave out is then as it was last written."""
+    """Whether all of it has been written, including what later writes may omit."""
     torn: str = ""
-    """Why not all of it is what was last written; empty if it is."""
+    """Why it does not hold what was last written; empty if it does."""
 
 
 @dataclass(slots=True)
 class _Passage:
-    """How a block gets between `part` of the caller's memory and the disk."""
+    """How a block moves between `part` of the caller's memory and the disk."""
 
     part: Bytes
     pieces: list[Bytes]
-    """What is transferred: of `part` or of the thread's buffer."""
+    """The pieces to transfer, of `part` or of the thread's buffer."""
     through: Bytes
-    """The thread's buffer as far as it is used, in whole sectors, for the bytes of `part` from `first` on."""
+    """The used whole sectors of the thread's buffer, for the bytes of `part` from `first` on."""
     first: int
 
     def load(self) -> None:
-        """Copy in what passes through the buffer, zeros behind it."""
+        """Copy bytes that pass through the buffer into it, padded with zeros."""
         rest = self.part[self.first :]
         self.through[: rest.size] = rest
         self.through[rest.size :] = 0
 
     def unload(self) -> None:
-        """Copy out what passed through the buffer."""
+        """Copy bytes that passed through the buffer out of it."""
         rest = self.part[self.first :]
         rest[:] = self.through[: rest.size]
 
@@ -82,12 +80,12 @@ class _Passage:
 
 
 class Traffic(ABC):
-    """All transfers of one direction, over one thread more than `depth` for each queue."""
+    """All transfers in one direction, with `depth` + 1 threads per queue."""
 
     direction: str
 
     def __init__(self, queues: int, buffer_nbytes: int, depth: int) -> None:
-        """queues: of blocks, one for each file, or for what else has threads of its own (`Block.file`)."""
+        """queues: number of block queues, one per file, or per whatever has its own threads (`Block.file`)."""
         self._buffer_nbytes, self._at_once = buffer_nbytes, depth + 1
         self._threads = [ThreadPoolExecutor(self._at_once, f"megatrain-disk-{self.direction}") for _ in range(queues)]
         self._own = threading.local()
@@ -96,19 +94,20 @@ class Traffic(ABC):
 
     @property
     def nbytes(self) -> int:
-        """That have been transferred, in whole sectors."""
+        """Bytes transferred so far, in whole sectors."""
         return self._nbytes
 
     @property
     def seconds(self) -> float:
-        """During which there was something to transfer."""
+        """Seconds during which a transfer was in progress."""
         with self._lock:
             return self._seconds + (time.perf_counter() - self._began if self._calls else 0.0)
 
     def carry(self, region: Region, memory: Bytes) -> None:
-        """Transfer a region, as far as `memory` goes, and return when no thread touches that any more, well or badly.
+        """Transfer a region, as far as `memory` goes; return once no thread uses the memory, whether successful or
+        not.
 
-        Raises `DiskError`: of several blocks that failed, what the first in the order of threads met.
+        Raises `DiskError`; if several blocks failed, that of the first thread in order.
         """
         queues: list[deque[int]] = [deque() for _ in self._threads]
         for index, block in enumerate(region.blocks):
@@ -133,28 +132,28 @@ class Traffic(ABC):
                 for threads, queue in zip(self._threads, queues, strict=True):
                     futures += [self._submit(threads, work, queue) for _ in range(min(self._at_once, len(queue)))]
                 wait(futures)
-            finally:  # an interrupt from the keyboard comes here too
+            finally:  # also after a KeyboardInterrupt
                 _empty(queues)
                 wait(futures)
         for future in futures:
             future.result()
 
     def close(self) -> None:
-        """Return when the threads have ended."""
+        """Wait until the threads have ended."""
         for threads in self._threads:
             threads.shutdown()
 
     def abandon(self) -> None:
-        """Let the threads end by themselves: for a finalizer, which may be running on one of them."""
+        """Let the threads end by themselves: for finalizers, which may run on one of them."""
         for threads in self._threads:
             threads.shutdown(wait=False)
 
     @abstractmethod
     def _carry_block(self, region: Region, index: int, memory: Bytes) -> int:
-        """Transfer one block; the bytes of its sectors. Raises `DiskError`."""
+        """Transfer one block; returns the bytes of its sectors. Raises `DiskError`."""
 
     def _buffer(self) -> Bytes:
-        """The calling thread's own, at a sector; pages of it exist once they are touched."""
+        """The calling thread's own buffer, sector-aligned; its pages exist once touched."""
         if not hasattr(self._own, "buffer"):
             self._own.buffer = np.frombuffer(mmap.mmap(-1, self._buffer_nbytes), np.uint8)
         buffer: Bytes = self._own.buffer
@@ -164,7 +163,7 @@ class Traffic(ABC):
     def _submit(threads: ThreadPoolExecutor, work: Callable[[deque[int]], None], queue: deque[int]) -> Future[None]:
         try:
             return threads.submit(work, queue)
-        except RuntimeError as error:  # closed by another thread in the meantime
+        except RuntimeError as error:  # closed by another thread meanwhile
             raise DiskError("is closed", where="disk", fix="open another") from error
 
     @contextmanager
@@ -189,10 +188,9 @@ class _ScratchTraffic(Traffic):
 
     @abstractmethod
     def _transfer(self, region: Region, index: int, passage: _Passage) -> None:
-        """One block. Raises OSError and `CorruptRegion`."""
+        """Transfer one block. Raises OSError and `CorruptRegion`."""
 
     def _carry_block(self, region: Region, index: int, memory: Bytes) -> int:
-        """Transfer one block; the bytes of its sectors."""
         block = region.blocks[index]
         passage = self._passage(memory[block.start : block.start + block.nbytes])
         try:

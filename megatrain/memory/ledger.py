@@ -1,8 +1,8 @@
-"""The ledger: bytes per tier and use, predicted from a schedule's buffers and compared with budgets before
+"""The ledger: bytes by tier and use, computed from a schedule's buffers and checked against budgets before
 allocating.
 
-Prediction and allocation read the same list (`Schedule.buffers`), so they cannot drift apart. What autograd keeps
-inside a layer is not in it; the ledger says so rather than guess.
+Prediction and allocation read the same list (`Schedule.buffers`), so they cannot diverge. What autograd keeps
+inside a layer is not included.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from megatrain.schedule import Buffer, nbytes_by_use
 
 
 class Ledger:
-    """Bytes by (tier, use), within `budgets` (tier -> bytes; a missing tier is unlimited).
+    """Bytes by (tier, use), within `budgets` (tier -> bytes; a tier without one is unlimited).
 
-    `one_memory`: the device computes in host memory, so that its buffers count against the host's budget.
+    `one_memory`: the device computes in host memory, so its buffers count against the host's budget.
     """
 
     def __init__(self, budgets: Mapping[str, int] | None = None, *, one_memory: bool = False) -> None:
@@ -25,7 +25,7 @@ class Ledger:
         self._buffers: dict[str, Buffer] = {}
 
     def require(self, buffers: Iterable[Buffer]) -> None:
-        """Raise `DoesNotFit`, with the table, if these arena buffers would take a tier over its budget."""
+        """Raise `DoesNotFit`, listing the uses, if adding these arena buffers would exceed a tier's budget."""
         after = self._buffers | {each.name: each for each in buffers if each.arena and each.peer is None}
         for tier, budget in self.budgets.items():
             counted = ("host", "device") if self.one_memory and tier == "host" else (tier,)
@@ -38,21 +38,21 @@ class Ledger:
                 )
 
     def enter(self, buffer: Buffer) -> None:
-        """The buffer has been allocated."""
+        """Add an allocated buffer."""
         self._buffers[buffer.name] = buffer
 
     def strike(self, name: str) -> None:
-        """The buffer has been given back."""
+        """Remove a freed buffer."""
         self._buffers.pop(name, None)
 
     def nbytes(self, tier: str) -> int:
         """Bytes held in a tier."""
-        buffers = list(self._buffers.values())  # at once: other threads ask while buffers change
+        buffers = list(self._buffers.values())  # a snapshot: other threads ask while buffers change
         return sum(buffer.nbytes for buffer in buffers if buffer.tier == tier)
 
     def table(self) -> dict[tuple[str, str], int]:
         """(tier, use) -> bytes, largest first within each tier."""
-        return nbytes_by_use(list(self._buffers.values()))  # at once: other threads ask while buffers change
+        return nbytes_by_use(list(self._buffers.values()))  # a snapshot, as above
 
 
 def _in_words(buffers: Iterable[Buffer], tier: str) -> str:

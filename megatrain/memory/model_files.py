@@ -1,13 +1,13 @@
-"""Reads frozen weights directly from the model's own safetensors files, as regions of the disk are read; never writes.
+"""Reads frozen weights straight from the model's own safetensors files, like regions of the disk; never writes.
 
-A unit's weights are one flat buffer here and several tensors there, in one file or several, at whatever place: each
-tensor is read in blocks of whole sectors, into a buffer of the thread's own, from which it is copied to where it
-belongs. Reads go past the page cache or through it: whichever was quicker on samples of these very files, which may lie
-in the cache already and need not all fit it.
+A unit's weights are one flat buffer here, but several tensors there, in one or more files, at any offset: tensors are
+read in blocks of whole sectors into a buffer of the thread, and copied from there to their place. Reads go through
+the page cache or bypass it, whichever was faster on samples of these very files (they may be cached already, and need
+not all fit the cache).
 
-The files belong to somebody else, and a step reads each byte twice. A file that is not the one that was there when
-reading began (its time of change, its size or itself) ends the run, and so does a block whose bytes are not those that
-were first read. It leaves out which parameters lie in files as they are held (`model.pretrained`).
+The files belong to somebody else, and a step reads each byte twice. The run ends if a file is not the one that was
+there when reading began (by modification time, size and identity), or if a block's bytes differ from the first
+read. Which parameters can be read from files is decided in `model.pretrained`.
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ from megatrain.spec.hardware import SECTOR, whole_sectors
 from megatrain.spec.layout import Layout
 
 SAMPLES = 8
-"""Blocks that are read each way to find out which is quicker."""
+"""Blocks read each way to find out which is faster."""
 
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 @dataclass(frozen=True, slots=True)
 class FileBlock(Block):
-    """Bytes of a region that lie in a file, which need not be at a sector. `file` is the queue of its drive."""
+    """Bytes of a region that are in a file, at any offset. `file` is the queue of its drive."""
 
     number: int
-    """Of the file itself."""
+    """Number of the file itself."""
 
 
 Extents = Sequence[tuple[int, FileBytes]]
-"""(start, bytes): where bytes of files belong in a region, ascending."""
+"""(start in the region, bytes of a file), ascending."""
 
 
 def extents_of(layout: Layout, files: Mapping[str, Sequence[FileBytes]]) -> list[tuple[int, FileBytes]]:
-    """Where the weights of a unit that lie in files belong among these alone. files: name -> bytes, in order."""
+    """Map the weights of a unit that are in files into a region of only these. files: name -> byte ranges in
+    order."""
     found: list[tuple[int, FileBytes]] = []
     for field in layout.fields:
         if field.start >= layout.files_start:
@@ -67,9 +68,9 @@ def extents_of(layout: Layout, files: Mapping[str, Sequence[FileBytes]]) -> list
 
 
 class ModelFiles:
-    """Regions that lie in files: name -> where.
+    """Regions made of byte ranges of files, by name.
 
-    direct: whether reads go past the page cache; `None` finds out which is quicker, when the first of them is read.
+    direct: whether reads bypass the page cache; `None` measures which is faster, when the first region is read.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class ModelFiles:
         block_nbytes: int = BLOCK_NBYTES,
         depth: int = DEPTH,
     ) -> None:
-        """Look at the files. Raises `DiskError` for one that is gone or shorter than it should be."""
+        """Inspect the files. Raises `DiskError` for one that is missing or too short."""
         self._regions, self._block_nbytes = dict(regions), block_nbytes
         paths = sorted({each.file for extents in regions.values() for _, each in extents})
         self._numbers = {path: number for number, path in enumerate(paths)}
@@ -99,31 +100,32 @@ class ModelFiles:
 
     @property
     def nbytes(self) -> int:
-        """Of all regions."""
+        """Bytes of all regions."""
         return sum(each.nbytes for extents in self._regions.values() for _, each in extents)
 
     @property
     def read_nbytes(self) -> int:
-        """What the drives, or the page cache, have given so far, in whole sectors."""
+        """Bytes read from drives or page cache so far, in whole sectors."""
         return self._reads.nbytes
 
     @property
     def read_seconds(self) -> float:
-        """The time during which at least one read was under way."""
+        """Seconds during which at least one read was in progress."""
         return self._reads.seconds
 
     @property
     def direct(self) -> bool:
-        """Whether reads go past the page cache."""
+        """Whether reads bypass the page cache."""
         self._open()
         assert self._direct is not None
         return self._direct
 
     def read(self, name: str, start: int, memory: Tensor | NDArray[np.uint8], label: str = "") -> None:
-        """Fill `memory`, uint8[n] on the host, with a region from byte `start` on; what belongs to no tensor stays.
+        """Fill `memory`, uint8[n] on the host, with a region from byte `start` on; bytes outside tensors stay
+        unchanged.
 
-        Blocks until it is done; several threads may. Raises `CorruptRegion` for a file that has changed, and
-        `DiskError` where it cannot be read; `memory` then holds anything.
+        Blocks until done; several threads may call it. Raises `CorruptRegion` for a file that has changed, and
+        `DiskError` for one that cannot be read; `memory` is then undefined.
         """
         target = memory.numpy() if isinstance(memory, Tensor) else memory
         self._open()
@@ -135,16 +137,16 @@ class ModelFiles:
         self._reads.carry(region, target)
         for number in {block.number for block in region.blocks if isinstance(block, FileBlock)}:
             if _identity(self._paths[number]) != self._then[number]:
-                raise _changed(self._paths[number], "has changed while it was trained over")
+                raise _changed(self._paths[number], "has changed during training")
 
     def close(self) -> None:
-        """End the threads, after what is under way. Again is fine."""
+        """Stop the threads, once requests in progress have ended. May be repeated."""
         if self._finalizer.alive:
             self._reads.close()
             self._finalizer()
 
     def _blocks(self, extents: Extents, first: int, last: int) -> tuple[FileBlock, ...]:
-        """Those of bytes [first, last) of a region, counted from `first`."""
+        """The blocks of bytes [first, last) of a region, counted from `first`."""
         found = []
         for start, each in extents:
             begin, end = max(first, start), min(last, start + each.nbytes)
@@ -162,11 +164,11 @@ class ModelFiles:
                 self._reads.open(direct=self._direct)
 
     def _is_direct_quicker(self) -> bool:
-        """By reading blocks that are spread over all regions, half of them each way, by turns."""
+        """Measure by reading blocks spread over all regions, alternately each way."""
         whole = [block for extents in self._regions.values() for block in self._all_of(extents)]
         whole = [block for block in whole if block.nbytes == self._block_nbytes]
         if len(whole) < 2 * SAMPLES or not _DIRECT:
-            return False  # so few bytes stay in the cache
+            return False  # so few bytes stay cached
         spread = [whole[place * len(whole) // (2 * SAMPLES)] for place in range(2 * SAMPLES)]
         seconds = {}
         for direct in (True, False):
@@ -196,7 +198,7 @@ class ModelFiles:
 
 
 class _FileReads(Traffic):
-    """From files of somebody else to memory."""
+    """Reads of files that belong to somebody else."""
 
     direction = "read"
 
@@ -210,7 +212,7 @@ class _FileReads(Traffic):
         return bool(self._files)
 
     def open(self, *, direct: bool) -> None:
-        """All files, for reading alone."""
+        """Open all files read-only."""
         for path in self._paths:
             try:
                 self._files.append(
@@ -230,7 +232,7 @@ class _FileReads(Traffic):
         begin = block.place // SECTOR * SECTOR
         before, wanted = block.place - begin, block.place - begin + block.nbytes
         through = self._buffer()[: whole_sectors(wanted)]
-        through[-SECTOR:] = 0  # where the file ends within its last sector
+        through[-SECTOR:] = 0  # if the file ends within its last sector
         try:
             found = self._read_into(through, self._files[block.number], begin, wanted)
         except OSError as error:
@@ -240,14 +242,14 @@ class _FileReads(Traffic):
         if region.sums is not None:
             total = checksum([through])
             if region.sums[index] not in (0, total):
-                raise _changed(self._paths[block.number], f"gives other bytes than before at {block.place:,}")
+                raise _changed(self._paths[block.number], f"has other bytes than before at {block.place:,}")
             region.sums[index] = total
         memory[block.start : block.start + block.nbytes] = through[before:wanted]
         return through.size
 
     @staticmethod
     def _read_into(through: Bytes, file: int, begin: int, wanted: int) -> int:
-        """The bytes that came: `wanted` at the least, but where the file ends before."""
+        """Number of bytes read: at least `wanted`, unless the file ends before."""
         done = 0
         while done < wanted:
             moved = os.preadv(file, [through[done:].data], begin + done)
@@ -264,14 +266,14 @@ def _let_go(process: OwningProcess, reads: _FileReads) -> None:
 
 
 def _identity(path: str) -> tuple[int, int, int, int]:
-    """What tells a file from another in its place: device, inode, size and time of change. Raises `DiskError`."""
+    """What identifies a version of a file: device, inode, size and modification time. Raises `DiskError`."""
     try:
         found = os.stat(path)
     except OSError as error:
-        raise as_disk_error(error, "is gone, and is trained over", path) from error
+        raise as_disk_error(error, "is gone, but training reads it", path) from error
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _changed(path: str, what: str) -> CorruptRegion:
-    fix = "leave the base's files alone while a run reads them; put them back and go on from a checkpoint"
+    fix = "do not touch the base's files while a run reads them; restore them and go on from a checkpoint"
     return CorruptRegion(what, where=str(Path(path)), fix=fix)

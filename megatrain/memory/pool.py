@@ -1,11 +1,11 @@
-"""The pool: every arena buffer that schedules name, allocated once, and reached only through leases.
+"""The pool: allocates every arena buffer that schedules name, once, and hands buffers out only through leases.
 
-A lease covers the buffers of one op for as long as it runs: acquire, use, release. The pool counts them, so a leak is a
-number that is not zero. Buffers only ever change between steps, when a new schedule needs larger ones.
+A lease covers an op's buffers while it runs: acquire, use, release. The pool counts leases, so a leak shows as a
+nonzero count. Buffers change only between steps, when a new schedule needs larger ones.
 
-Buffers of the disk are regions of its files. READ and WRITE move them to and from staging buffers, and what an update
-has left in a staging buffer is *unsaved* until its WRITE has succeeded: a failure in between loses nothing, since
-`save` writes it again. So is what an update on the device has left in a slot, until that has been copied home.
+Buffers on the disk are regions of its files. READ and WRITE move them to and from staging buffers. What an update
+has left in a staging buffer is *unsaved* until its WRITE succeeds: after a failure nothing is lost, since `save`
+writes it again. The same holds for what an update on the device has left in a slot, until it has been copied home.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from megatrain.schedule.passes.state_buffers import state_name
 from megatrain.spec import Tier, Transfer
 
 Held = Mapping[str, Tensor]
-"""Buffer name -> uint8[nbytes], for the time of one lease."""
+"""Buffer name -> uint8[nbytes], valid during one lease."""
 
 
 class Pool:
-    """Buffers by name, on one device, the host beside it, and the disk.
+    """Buffers by name, on a device, in host memory, and on the disk.
 
-    units: their names, for messages. transfer: what of host memory is page-locked. shared: what others reach of it, and
-    what it reaches of theirs. files: those of the model, where frozen weights may be read from them.
+    units: names for messages. transfer: which host memory is page-locked. shared: host memory shared with other ranks.
+    files: the model's files, if frozen weights are read from them.
     """
 
     def __init__(
@@ -57,28 +57,28 @@ class Pool:
         self.files = files
         self._memory: dict[str, Tensor] = {}
         self._of_peers: dict[str, Tensor] = {}
-        """Memory of other ranks, which is not the device's to lend: what happens there is theirs."""
+        """Other ranks' memory, which is not the device's to lease."""
         self._buffers: dict[str, Buffer] = {}
         self._unsaved: dict[str, Tensor] = {}
-        """Region of the disk -> the bytes that belong there, in a staging buffer."""
+        """Region of the disk -> its unsaved bytes in a staging buffer."""
         self._owed: dict[str, Op] = {}
-        """Slot on the device -> the copy home of the state in it that an update has changed."""
+        """Slot on the device -> the op that copies home the state that an update changed in it."""
         self._absent: set[str] = set()
-        """Buffers whose memory has been freed until something is written there again."""
+        """Buffers whose memory is freed until the next write."""
         self._leases = 0
         self._lock = threading.Lock()
 
     def provide(self, buffers: Iterable[Buffer]) -> None:
-        """Make sure that all arena buffers exist and are large enough. Raises `DoesNotFit` before allocating any.
+        """Allocate all arena buffers that do not exist or are too small. Raises `DoesNotFit` before allocating any.
 
-        A buffer that grows loses its content, so only slots may; the state's size never changes. State that will pass
-        through the device is page-locked where it lies. When an allocation fails, what has been allocated stays, and
-        the next call tries again.
+        A buffer that grows loses its content, so only slots may; the state's size never changes. State that will
+        pass through the device is page-locked in place. If an allocation fails, earlier ones stay, and the next
+        call continues.
         """
         buffers = [buffer for buffer in buffers if buffer.arena]
         missing = [b for b in buffers if self._size(b.name) < b.nbytes]
         if missing and self._leases:
-            raise DeviceError(f"{self._leases} leases are out while buffers change", where="memory pool")
+            raise DeviceError(f"{self._leases} leases are in use while buffers change", where="memory pool")
         self.ledger.require(missing)
         for buffer in missing:
             self._allocate(buffer)
@@ -94,31 +94,31 @@ class Pool:
             self._disk.provide(sized, kept={buffer.name: buffer.frozen_nbytes})
         elif (memory := self._shared.get(buffer)) is not None:
             (self._memory if buffer.peer is None else self._of_peers)[buffer.name] = memory
-        elif buffer.tier != "file":  # which takes no memory
+        elif buffer.tier != "file":  # files take no memory
             allocate = self.device.allocate if buffer.tier == "device" else self._host_allocator(buffer)
             self._memory[buffer.name] = allocate(buffer.nbytes, buffer.use)
         self._buffers[buffer.name] = buffer
         if buffer.peer is None and buffer.tier != "file":
             self.ledger.enter(buffer)
         if buffer.tier == "device" and buffer.is_state:
-            self._copy(buffer.name, lambda inside: inside.zero_(), writes=True)  # as the other tiers begin
+            self._copy(buffer.name, lambda inside: inside.zero_(), writes=True)  # like new buffers of the other tiers
 
     def _host_allocator(self, buffer: Buffer) -> Callable[[int, str], Tensor]:
         return self.device.allocate_host if is_pinned(buffer, self._transit) else self.device.allocate_pageable
 
     def has(self, name: str) -> bool:
-        """Whether there is an arena buffer of that name."""
+        """Whether there is an arena buffer with that name."""
         return name in self._buffers
 
     def memory(self, name: str) -> Tensor:
-        """A whole host buffer between steps, uint8[nbytes]: for loading, reading and writing the state."""
+        """A whole host buffer between steps, uint8[nbytes], to load, read or write state."""
         if self._buffers[name].tier != "host":
-            raise DeviceError(f"{name} is only reached through a lease", where="memory pool")
+            raise DeviceError(f"{name} can only be used through a lease", where="memory pool")
         return self._memory[name]
 
     @contextmanager
     def lease(self, op: Op) -> Iterator[Held]:
-        """The arena buffers that `op` declares, until the end of the block."""
+        """In the block, the arena buffers that `op` declares."""
         with self._lock:
             self._leases += 1
             for name in {access.buffer for access in op.writes} & self._absent:
@@ -132,11 +132,11 @@ class Pool:
 
     @property
     def leases(self) -> int:
-        """Leases that are out now; zero between steps."""
+        """Leases in use now; zero between steps."""
         return self._leases
 
     def keep_state(self) -> None:
-        """Give back everything but the state: slots are provided again, at the size that the next schedule wants."""
+        """Free everything but the state; slots are provided again in the size that the next schedule needs."""
         self.save()
         for name in list(self._buffers):
             if not self._buffers[name].is_state:
@@ -145,8 +145,11 @@ class Pool:
     # The disk, during a step ----------------------------------------------------------------------------------------
 
     def read(self, op: Op, held: Held) -> None:
-        """READ: a region of the disk, or weights in files behind those of their unit in host memory, into a staging
-        buffer. Raises `DiskError`."""
+        """READ: fill a staging buffer from a region of the disk, or from host memory and, for the rest, the model's
+        files.
+
+        Raises `DiskError`.
+        """
         (slot,) = op.writes
         start = slot.start
         for source in op.reads:
@@ -160,19 +163,20 @@ class Pool:
                 self._disk.read(source.buffer, target)
 
     def write(self, op: Op, held: Held) -> None:
-        """WRITE: a staging buffer to its region. Raises `DiskError`; the bytes stay unsaved then."""
+        """WRITE: a staging buffer to its region. Raises `DiskError`; the bytes then stay unsaved."""
         (slot,), (region,) = op.reads, op.writes
         self._disk.write(region.buffer, held[slot.buffer][slot.start : slot.stop])
         self._unsaved.pop(region.buffer, None)
 
     def copy(self, op: Op, held: Held) -> None:
-        """PACK and UNPACK: between an arena and pinned staging, on one thread, as the speed of that is measured."""
+        """PACK and UNPACK: copy between an arena and pinned staging, on one thread, since that is what the probe
+        measures."""
         (read,), (write,) = op.reads, op.writes
         source, target = held[read.buffer][read.start : read.stop], held[write.buffer][write.start : write.stop]
         np.copyto(target.numpy(), source.numpy())
 
     def changed(self, op: Op, held: Held) -> None:
-        """UPDATE: what the op has written into staging buffers is not on the disk yet."""
+        """UPDATE: mark what the op has written to staging buffers as unsaved."""
         for access in op.writes:
             buffer = self._buffers[access.buffer]
             if buffer.use is Use.DISK_STAGING and buffer.part and access.content != USED:
@@ -181,11 +185,11 @@ class Pool:
                 self._unsaved[region] = held[access.buffer][access.start : stop]
 
     def owes(self, op: Op) -> None:
-        """UPDATE of a piece on the device: what it has left there is not at home yet, where `op` takes it."""
+        """UPDATE on the device: `op` still has to copy home what the update left in a slot."""
         self._owed[op.reads[0].buffer] = op
 
     def overwrites(self, op: Op) -> None:
-        """What is in the slots that the op writes has come home, since it has waited for that."""
+        """Slots that the op writes have been copied home, since the op waited for that."""
         for access in op.writes:
             self._owed.pop(access.buffer, None)
 
@@ -194,8 +198,11 @@ class Pool:
         self._owed.clear()
 
     def discard(self, name: str) -> None:
-        """What a host buffer holds is not needed any more. Where its memory had better be free until something is
-        written there again, it is from the end of the leases on that hold it; the ledger goes on counting it."""
+        """A host buffer's content is no longer needed. Free its memory until the next write, if the buffer allows
+        that.
+
+        It is freed when the current leases on it end, and still counts in the ledger.
+        """
         with self._lock:
             if self.device.discard(self._memory[name]):
                 self.device.free_host(self._memory.pop(name), self._buffers[name].use)
@@ -207,7 +214,7 @@ class Pool:
         self._absent.discard(name)
 
     def save(self) -> None:
-        """Write what a step that failed has left unsaved. Raises `DiskError`; what is still unsaved stays so."""
+        """Write what a failed step has left unsaved. Raises `DiskError`; what is still unsaved stays so."""
         for slot, op in list(self._owed.items()):
             self._take_home(op)
             del self._owed[slot]
@@ -229,8 +236,10 @@ class Pool:
     # State, between steps -------------------------------------------------------------------------------------------
 
     def get(self, name: str, staging: str) -> Tensor:
-        """A copy of a buffer of the device or the disk in host memory: in the buffer `staging`, if it is there and as
-        large, which it need not be where only smaller units pass through it."""
+        """A host copy of a buffer of the device or the disk.
+
+        Uses the buffer `staging` if it exists and is large enough (it may not be if only smaller units use it).
+        """
         nbytes = self._buffers[name].nbytes
         there = self._memory.get(staging)
         fits = there is not None and there.numel() >= nbytes
@@ -239,31 +248,33 @@ class Pool:
         return memory
 
     def fetch(self, name: str, memory: Tensor) -> None:
-        """Copy a buffer of the device or the disk into host memory, uint8[nbytes]. One on the disk may be read beside a
-        step, by any thread, as long as no op writes it. Raises `DiskError`."""
+        """Copy a buffer of the device or the disk into host memory, uint8[nbytes]. Raises `DiskError`.
+
+        One on the disk may be read during a step, by any thread, as long as no op writes it.
+        """
         if self._buffers[name].tier == "disk":
             self._disk.read(name, memory)
         else:
             self._copy(name, lambda inside: memory.copy_(inside), writes=False)
 
     def read_files(self, name: str, start: int, memory: Tensor) -> None:
-        """Fill `memory`, uint8[n], with weights in files, from byte `start` of them on. Raises `DiskError`."""
+        """Fill `memory`, uint8[n], with weights from files, starting at byte `start`. Raises `DiskError`."""
         assert self.files is not None
         self.files.read(name, start, memory, self._label(self._buffers[name]))
 
     def enter_files(self, held: str, name: str, nbytes: int) -> None:
-        """So many bytes of weights at the end of a host buffer, `held`, can be read from files as well, by `name`."""
+        """Register that the last `nbytes` of host buffer `held` can also be read from files, as `name`."""
         buffer = self._buffers[held]._replace(name=name, tier="file", nbytes=nbytes, frozen_nbytes=0)
         self.provide([buffer])
 
     def leave_files(self, name: str) -> None:
-        """They cannot any more."""
+        """Undo `enter_files`."""
         self._give_back(name)
 
     def cut(self, name: str, nbytes: int, like: str = "") -> None:
-        """A buffer in host memory is so long from now on; it keeps its content as far as that goes.
+        """Change the length of a host buffer, keeping its content as far as it fits.
 
-        like: a buffer of the same use, where there is none of that name. Raises `DoesNotFit`; it is then as it was.
+        like: a buffer of the same use, if there is none of that name. Raises `DoesNotFit`, leaving it unchanged.
         """
         if not nbytes:
             return self._give_back(name)
@@ -271,7 +282,7 @@ class Pool:
         new = old._replace(name=name, tier="host", nbytes=nbytes)
         if name in self._absent:
             self._bring_back(name)
-        self.ledger.require([new._replace(name=f"{name}/cut")])  # beside the old one, as long as it is copied
+        self.ledger.require([new._replace(name=f"{name}/cut")])  # beside the old one while it is copied
         before, after = self._memory.get(name), self._host_allocator(new)(nbytes, new.use)
         if before is not None:
             same = min(nbytes, before.numel())
@@ -281,11 +292,11 @@ class Pool:
         self.ledger.enter(new)
 
     def nbytes(self, name: str) -> int:
-        """Of a buffer that there is."""
+        """Bytes of an existing buffer."""
         return self._buffers[name].nbytes
 
     def put(self, name: str, memory: Tensor) -> None:
-        """Set a whole buffer of any tier from host memory, uint8[nbytes]."""
+        """Set a whole buffer in any tier from host memory, uint8[nbytes]."""
         tier = self._buffers[name].tier
         if tier == "disk":
             self._disk.write(name, memory)
@@ -295,8 +306,8 @@ class Pool:
             self._copy(name, lambda inside: inside.copy_(memory), writes=True)
 
     def move(self, before: str, after: str, tier: Tier, staging: str) -> None:
-        """Give a buffer another name in another tier, with its content. Raises `DoesNotFit`, `DiskError`; it then
-        stays where it is."""
+        """Rename a buffer and move its content to another tier. Raises `DoesNotFit` or `DiskError`, leaving it in
+        place."""
         old = self._buffers[before]
         if before in self._absent:
             self._bring_back(before)
@@ -312,7 +323,7 @@ class Pool:
         self._give_back(before)
 
     def _copy(self, name: str, work: Callable[[Tensor], object], *, writes: bool) -> None:
-        """Have `work` done on a device buffer, as a task like any other."""
+        """Run `work` on a device buffer as a regular task."""
         span = (Access(name, 0, self._buffers[name].nbytes, Scratch(name)),)
         task = Errand(f"copy of {name}", reads=() if writes else span, writes=span if writes else ())
 
@@ -327,20 +338,20 @@ class Pool:
     def _disk(self) -> Disk:
         if self.disk is None:
             raise PlanError(
-                "state lives on the disk, but no folder is given",
+                "state is placed on the disk, but no folder is given",
                 where="policy.placements",
-                fix="name a folder as `disk`",
+                fix="give a folder as `disk`",
             )
         return self.disk
 
     def _label(self, buffer: Buffer) -> str:
-        """What users call a region of the disk."""
+        """The name of a region of the disk in messages."""
         unit = buffer.unit if buffer.unit is not None else -1
         what = buffer.part.label if buffer.part else buffer.use
         return f"{what} of {self.units[unit] if 0 <= unit < len(self.units) else f'unit {unit}'}"
 
     def release(self) -> None:
-        """Give all memory back, and leave the model's files."""
+        """Free all memory, and close the model's files."""
         for name in list(self._buffers):
             self._give_back(name)
         self._shared.close()
@@ -348,7 +359,7 @@ class Pool:
             self.files.close()
 
     def _give_back(self, name: str) -> None:
-        """Let go of the buffer of that name, if there is one: for good, or before its larger successor is allocated."""
+        """Free the buffer with that name, if any: for good, or before its larger successor is allocated."""
         buffer = self._buffers.pop(name, None)
         if buffer is None:
             return

@@ -1,4 +1,4 @@
-"""Files of the disk tier: without a name, aligned, direct, striped over several drives; gone with the process."""
+"""Scratch files of the disk tier: nameless, aligned, direct I/O, striped over drives, gone when the process ends."""
 
 from __future__ import annotations
 
@@ -20,18 +20,15 @@ from megatrain.spec.hardware import SECTOR, whole_sectors
 
 # Where bytes lie ------------------------------------------------------------------------------------------------------
 #
-# Where the bytes of a region lie on scratch files: split over the files by share, cut into blocks, put where room is.
-#
-# A region is cut at places that are multiples of a sector, once for each file, so that the files of a region are done
-# at about the same time whatever its size. Each part is cut into blocks, and each block finds a place of its own: the
-# first gap that holds it, else the end of its file, which grows. So what forgotten regions leave is used again, and no
-# more than pieces smaller than a block are lost between them. Nothing here touches a file: a plan is made on copies of
-# the spaces and kept only if the disk agrees. It leaves out moving blocks to close gaps.
+# A region is split over the files by share, at sector boundaries, so that all files finish at about the same time. Each
+# part is cut into blocks, and each block goes to the first gap that holds it, else to the end of its file, which grows.
+# So the space of forgotten regions is reused, and only pieces smaller than a block are lost. No file is touched here:
+# a layout is made on copies of the spaces and kept only if the disk has room. Blocks are not moved to close gaps.
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Bytes [start, start + nbytes) of a region, at `place` of the file of that number; both are at a sector."""
+    """Bytes [start, start + nbytes) of a region, at offset `place` of file number `file`; both sector-aligned."""
 
     file: int
     start: int
@@ -40,7 +37,7 @@ class Block:
 
 
 class Space:
-    """What of one file is taken. `nbytes`: how long the file must be; between its blocks there may be gaps."""
+    """The used ranges of one file. `nbytes`: the file's required length, including gaps between blocks."""
 
     def __init__(self, nbytes: int = 0, gaps: Sequence[tuple[int, int]] = ()) -> None:
         self.nbytes = nbytes
@@ -55,7 +52,7 @@ class Space:
         return sum(stop - start for start, stop in self._gaps)
 
     def take(self, nbytes: int) -> int:
-        """The place of so many bytes, rounded up to whole sectors, that are now taken."""
+        """Reserve this many bytes, rounded up to whole sectors; returns their place."""
         nbytes = whole_sectors(nbytes)
         for index, (start, stop) in enumerate(self._gaps):
             if stop - start >= nbytes or stop == self.nbytes:
@@ -67,7 +64,7 @@ class Space:
         return self.nbytes - nbytes
 
     def give(self, place: int, nbytes: int) -> None:
-        """What `take` gave is a gap again, one with its neighbours."""
+        """Turn what `take` reserved into a gap again, merged with its neighbours."""
         insort(self._gaps, (place, place + whole_sectors(nbytes)))
         joined: list[tuple[int, int]] = []
         for start, stop in self._gaps:
@@ -79,7 +76,7 @@ class Space:
 
 
 def split_by_share(nbytes: int, shares: Sequence[float]) -> list[tuple[int, int]]:
-    """(start, stop) of each file's part of a region, in order. Cuts are at sectors; a part may be empty."""
+    """(start, stop) of each file's part of a region, in order. Cut at sectors; a part may be empty."""
     sums = list(accumulate(shares))
     cuts = [min(whole_sectors(round(nbytes * reached / sums[-1])), nbytes) for reached in sums[:-1]]
     return list(zip([0, *cuts], [*cuts, nbytes], strict=True))
@@ -88,8 +85,8 @@ def split_by_share(nbytes: int, shares: Sequence[float]) -> list[tuple[int, int]
 def lay_out(
     nbytes: int, spaces: Sequence[Space], shares: Sequence[float], block_nbytes: int, begin: int = 0
 ) -> tuple[Block, ...]:
-    """The blocks of so many bytes of a region, from byte `begin` of it on, with places taken from `spaces`, one for
-    each share."""
+    """Blocks for this many bytes of a region, from its byte `begin` on, with places taken from `spaces` (one per
+    share)."""
     return tuple(
         Block(file, begin + start, length, space.take(length))
         for file, (space, (first, last)) in enumerate(zip(spaces, split_by_share(nbytes, shares), strict=True))
@@ -100,16 +97,13 @@ def lay_out(
 
 # Files ----------------------------------------------------------------------------------------------------------------
 #
-# Scratch files: storage without a name, aligned and direct, that is gone with the process whatever ends it.
+# A file is created without a name if the file system supports it (`O_TMPFILE`), else unlinked at once; so even a killed
+# process leaves nothing behind. Space is allocated when the file grows, so that a full disk is found then; on a file
+# system that cannot preallocate the file is sparse, and a write finds out.
 #
-# A file is made without a name where the file system can (`O_TMPFILE`), else it loses its name at once; so even a
-# process that is killed leaves nothing behind. Space is allocated when the file grows, not when it is first written, so
-# that a full disk is found out then. Where a file system allocates nothing in advance the file is sparse, and a full
-# disk is found out by a write.
-#
-# Transfers go past the page cache (`O_DIRECT`). Where that is refused each write is sent through to the drive at once,
-# and after each transfer the cache is asked to forget it: it would take host memory from those that need it, and give
-# little back, since a region is read once for each time that it is written.
+# Transfers bypass the page cache (`O_DIRECT`). If that is refused, each write is flushed to the drive at once, and the
+# cache is asked to drop each transfer: it would take host memory for little use, since a region is read only once per
+# write.
 
 
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
@@ -130,21 +124,21 @@ _FIXES = {
 
 
 def as_disk_error(error: OSError, what: str, where: str) -> DiskError:
-    """The typed form of what the system raised: `what` failed, at `where`, for its reason."""
+    """The `DiskError` for a system error: `what` failed, at `where`, for its reason."""
     kind = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else DiskError
     fix = _FIXES.get(error.errno or 0, "give a folder on another drive")
     return kind(f"{what} ({error.strerror or error})", where=where, fix=fix)
 
 
 class ScratchFile:
-    """One file in `folder`. Raises `DiskError` if none can be made there. Several threads may transfer at once."""
+    """One file in `folder`. Raises `DiskError` if it cannot be created. Several threads may transfer concurrently."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._file = _nameless(folder)
         self.number = self._file.fileno()
         self.device = os.fstat(self.number).st_dev
-        """Files on one device share its free space."""
+        """Device number; files on one device share its free space."""
         self.write_flags = 0
         try:
             self.direct = self._goes_direct()
@@ -153,15 +147,15 @@ class ScratchFile:
             raise as_disk_error(error, "cannot be written", str(folder)) from error
 
     def free_nbytes(self) -> int:
-        """What the file could still grow by. Raises `DiskError`."""
+        """Bytes by which the file could still grow. Raises `DiskError`."""
         try:
             found = os.statvfs(self.number)
         except OSError as error:
-            raise as_disk_error(error, "does not say how much is free", str(self.folder)) from error
+            raise as_disk_error(error, "does not report its free space", str(self.folder)) from error
         return found.f_bavail * found.f_frsize
 
     def resize(self, before: int, after: int) -> None:
-        """From so many bytes to so many; what it grows by is allocated. Raises OSError."""
+        """Resize from `before` to `after` bytes; growth is allocated. Raises OSError."""
         if after > before and _ALLOCATE is not None:
             try:
                 return _ALLOCATE(self.number, before, after - before)
@@ -171,18 +165,18 @@ class ScratchFile:
         os.ftruncate(self.number, after)
 
     def read(self, views: Sequence[memoryview], place: int, call: Call) -> None:
-        """Fill `views`, which begin and end at sectors, from `place` on, by `os.preadv`. Raises OSError."""
+        """Fill `views`, sector-aligned at both ends, from offset `place`, by `os.preadv`. Raises OSError."""
         self._transfer(call, views, place, 0)
 
     def write(self, views: Sequence[memoryview], place: int, call: Call) -> None:
-        """Put `views`, which begin and end at sectors, at `place`, by `os.pwritev`. Raises OSError."""
+        """Write `views`, sector-aligned at both ends, to offset `place`, by `os.pwritev`. Raises OSError."""
         self._transfer(call, views, place, self.write_flags)
 
     def close(self) -> None:
         self._file.close()
 
     def _transfer(self, call: Call, views: Sequence[memoryview], place: int, flags: int) -> None:
-        """All of `views`: what the system leaves over is asked for again. Python itself repeats interrupted calls."""
+        """Transfer all of `views`, repeating partial transfers. Python itself repeats interrupted calls."""
         wanted, start = sum(len(view) for view in views), place
         while views:
             moved = call(self.number, views, place, flags) // SECTOR * SECTOR
@@ -194,7 +188,7 @@ class ScratchFile:
             os.posix_fadvise(self.number, start, wanted, _FORGET)
 
     def _goes_direct(self) -> bool:
-        """Whether the page cache is out of the way now. Where it is not, writes go through it if they can."""
+        """Whether transfers bypass the page cache; if not, make writes synchronous if possible."""
         if _DIRECT:
             flags = fcntl.fcntl(self.number, fcntl.F_GETFL)
             if self._accepts(lambda: fcntl.fcntl(self.number, fcntl.F_SETFL, flags | _DIRECT)):
@@ -202,7 +196,7 @@ class ScratchFile:
                     return True
                 fcntl.fcntl(self.number, fcntl.F_SETFL, flags)
         if _FORGET is not None:
-            os.posix_fadvise(self.number, 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead, to stay behind
+            os.posix_fadvise(self.number, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead into the cache
         self.write_flags = _WRITE_THROUGH
         if not self._accepts(self._try):
             self.write_flags = 0
@@ -210,7 +204,7 @@ class ScratchFile:
 
     @staticmethod
     def _accepts(call: Callable[[], object]) -> bool:
-        """Whether the system knows how to do this; raises OSError where it knows and fails."""
+        """Whether the system supports this call; raises OSError if it does but fails."""
         try:
             call()
         except OSError as error:
@@ -220,7 +214,7 @@ class ScratchFile:
         return True
 
     def _try(self) -> None:
-        """One sector there and back, and the file empty again."""
+        """Write and read back one sector, then empty the file."""
         sector = memoryview(mmap.mmap(-1, SECTOR))
         os.pwritev(self.number, [sector], 0, self.write_flags)
         os.preadv(self.number, [sector], 0)
@@ -228,18 +222,18 @@ class ScratchFile:
 
 
 def _nameless(folder: Path) -> IO[bytes]:
-    """A new file in `folder` without a name."""
+    """A new nameless file in `folder`."""
     try:
         return tempfile.TemporaryFile(dir=folder, buffering=0)
     except OSError as error:
         if isinstance(error, FileNotFoundError) and not folder.exists():
             above = next(parent for parent in folder.absolute().parents if parent.exists())
-            raise DiskError("no such folder", where=str(folder), fix=f"make it in {above}, which exists") from error
+            raise DiskError("no such folder", where=str(folder), fix=f"create it in {above}, which exists") from error
         raise as_disk_error(error, "cannot be written", str(folder)) from error
 
 
 def _behind(views: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """What is left of `views` behind so many bytes."""
+    """The rest of `views` after this many bytes."""
     left = []
     for view in views:
         if nbytes < len(view):

@@ -1,7 +1,7 @@
-"""Host memory that the ranks of one machine share: each owns its buffers, and maps the other ranks' buffers.
+"""Host memory shared by the ranks of one machine: each rank owns its buffers and maps those of the others.
 
-A rank's buffers lie one behind the other in a file without a name (`device.host_memory`), which is gone with the last
-process that maps it, whatever ends that. Who is on another machine, or may not open it, is told at once, on all ranks.
+A rank's buffers are consecutive in a nameless file (`device.host_memory`), which disappears with the last process
+that maps it, however that ends. If a rank is on another machine or may not open a file, all ranks raise at once.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from megatrain.schedule.passes.collectives import shared_nbytes
 from megatrain.spec import ModelSpec, Numerics, Policy
 
 ALIGNMENT = 64
-"""Of a buffer in bytes: of vector loads, and no two share a cache line."""
+"""Alignment of buffers in bytes: enough for vector loads, and no two share a cache line."""
 
 _File = tuple[int, int, tuple[int, int]]
-"""A rank's process, its descriptor there, and the identity of the file."""
+"""(process id of a rank, its file descriptor there, identity of the file)."""
 
 
 class SharedMemory:
-    """Buffers of all ranks, in the memory of their machine.
+    """The shared buffers of all ranks on one machine.
 
-    sizes: name -> bytes, of the buffers that every rank has; none where nothing is shared. pinned: whether they are
-    page-locked. All ranks must make it. Raises `PlanError` for ranks of several machines, and `DeviceError` where the
-    system does not let them share.
+    sizes: name -> bytes of the buffers that every rank has; empty if nothing is shared. pinned: whether they are
+    page-locked. All ranks must construct it. Raises `PlanError` for ranks on several machines, and `DeviceError`
+    if the system does not allow sharing.
     """
 
     @classmethod
     def of(cls, model: ModelSpec, numerics: Numerics, policy: Policy, device: Device, world: World) -> SharedMemory:
-        """What the schedules of a model share by a policy."""
+        """The shared memory that a model's schedules need under a policy."""
         return cls(shared_nbytes(model, numerics, policy), device, world, pinned=policy.transfer == "pinned")
 
     def __init__(self, sizes: Mapping[str, int], device: Device, world: World = ALONE, *, pinned: bool = True) -> None:
@@ -46,7 +46,7 @@ class SharedMemory:
         if not sizes:
             return
         if len(set(world.exchange("machines", machine_id()))) > 1:
-            what = "the ranks are on several machines, which share no memory"
+            what = "the ranks are on several machines, which cannot share memory"
             raise PlanError(what, where="policy.delivery", fix="use gather")
         files: list[int] = []
         total = sum(map(_aligned, sizes.values()))
@@ -76,13 +76,13 @@ class SharedMemory:
                 start += _aligned(nbytes)
 
     def get(self, buffer: Buffer) -> Tensor | None:
-        """The memory of a buffer, uint8[nbytes], where it is shared."""
+        """The shared memory of a buffer, uint8[nbytes]; `None` if it is not shared."""
         rank, name = buffer.peer or (self._rank, buffer.name)
         memory = self._memory.get((rank, name))
         return None if memory is None else memory[: buffer.nbytes]
 
     def close(self) -> None:
-        """Nothing touches it any more."""
+        """Unmap; nothing may use it any more."""
         self._memory.clear()
         while self._mapped:
             self._device.free_host(self._mapped.pop(), "shared memory")

@@ -1,18 +1,18 @@
-"""The store: the whole truth about each unit, in the tiers that the policy names.
+"""The store: the training state of all units, in the tiers that the policy names.
 
-In `bf16` a unit holds the upper half of each float32 master, which is the bfloat16 weight that streams, the other 16
-bits, and float32 m and v: 12 bytes per parameter. In `fp32` the weight is the master and there are no low bits: 12
-bytes again. Frozen parameters have the weight alone, in `bf16` 2 bytes: the master is what is computed with. Each part
-(`spec.Part`) has a buffer of its own, since each may live elsewhere; that of the moments has m, then v.
+With `bf16` precision a unit has the upper half of each float32 master (which is the bfloat16 weight that streams),
+the lower 16 bits, and float32 m and v: 12 bytes per parameter. With `fp32` the weight is the master and there are no
+low bits: 12 bytes again. Frozen parameters have only the weight, 2 bytes in `bf16`, where it replaces the master.
+Each part (`spec.Part`) has its own buffer, since each may be in another tier; that of the moments holds m, then v.
 
-With several ranks the buffers hold what this rank owns of each unit (`spec.layout`), and a whole parameter is put
-together from all of them: then every rank must ask for it.
+With several ranks the buffers hold this rank's share of each unit (`spec.layout`), and a whole parameter is assembled
+from all ranks: then every rank must ask for it.
 
-Frozen weights may be read from the model's own files (`memory.model_files`): then a unit's weights here are those in
-front of them, and the others are read a piece at a time by whoever asks for their values.
+Frozen weights may be read from the model's own files (`memory.model_files`): then the store holds only the unit's
+other weights, which come first, and reads those in files piece by piece when their values are needed.
 
-During a step, ops find state in the memory that they lease (`unit_state`). Between steps the store brings the parts of
-one unit at a time to where the host can read and write them, and `settle` puts back what has changed.
+During a step, ops find state in the memory that they lease (`unit_state`). Between steps the store brings one unit
+at a time to host memory, and `settle` writes back what has changed.
 """
 
 from __future__ import annotations
@@ -33,30 +33,27 @@ from megatrain.spec import ModelSpec, Numerics, Part, Placement, Policy, Precisi
 from megatrain.spec.layout import Field, Layout, Ownership, layout_of
 
 PARTS = (Part.WEIGHTS, Part.LOW_BITS, Part.MOMENTS)
-"""What a unit has between steps, but for gradients that wait."""
+"""The parts of a unit between steps, except deferred gradients."""
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 AT_ONCE = 1 << 22
-"""Elements of what is frozen that are read, compared or rounded at one time."""
+"""Frozen elements that are read, compared or rounded at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitState:
-    """Views of one unit's arrays: `hi` of `layout.own_size` elements, less what is read from files behind the others;
-    `lo`, `m` and `v` of what trains, a prefix.
-
-    `lo` is absent in fp32.
-    """
+    """Views of one unit's arrays: `hi` of `layout.own_size` elements, without those that are read from files (they
+    come last); `lo`, `m` and `v` of the trained ones, a prefix. `lo` is absent in fp32."""
 
     hi: np.ndarray
-    """uint16 bfloat16 bits, or float32 weights."""
+    """bfloat16 bits as uint16, or float32 weights."""
     lo: np.ndarray | None
     m: np.ndarray
     v: np.ndarray
 
 
 def unit_state(parts: Mapping[Part, Tensor], layout: Layout, precision: Precision) -> UnitState:
-    """The arrays of a unit inside `parts`, each uint8 host memory of at least its size."""
+    """Views of a unit's arrays in `parts`, each uint8 host memory of at least its size."""
     size, trained = layout.own_size, layout.trained.own_size
     hi = parts.get(Part.WEIGHTS, _NOTHING).numpy()
     moments = parts.get(Part.MOMENTS, _NOTHING).numpy()
@@ -68,13 +65,13 @@ def unit_state(parts: Mapping[Part, Tensor], layout: Layout, precision: Precisio
 
 
 Gather = Callable[[Tensor], Tensor]
-"""What this rank gives, [n], to what each does, [ranks, n], in host memory."""
+"""All-gather in host memory: this rank's [n] -> [ranks, n]."""
 
 
 class Store:
-    """The state of all units, in the tiers of `policy`, reached through the pool.
+    """The state of all units, in the tiers of `policy`, accessed through the pool.
 
-    owned: what of each unit is this rank's; gather: brings the ranks' together.
+    owned: this rank's share of each unit; gather: collects the ranks' shares.
     """
 
     def __init__(
@@ -95,36 +92,38 @@ class Store:
         placements = policy.placements_of(model)
         self._tiers = {(unit, part): _tier(placements[unit], part) for unit in self._units for part in PARTS}
         self._in_files = {unit for unit in self._units if reads_files(self.layouts[unit], placements[unit])}
-        """Units of which some weights are read from files; `_tiers` says where the others are."""
+        """Units with some weights read from files; `_tiers` has the tier of the others."""
         self._open: int | None = None
-        """The unit whose parts have been brought to the host, in `_brought`."""
+        """The unit whose parts are on the host, in `_brought`."""
         self._brought: dict[Part, Tensor] = {}
         self._changed = False
         self._whole: np.ndarray | None = None
-        """The masters of the unit that is open, put together from all ranks."""
+        """The open unit's masters, assembled from all ranks."""
         self.rounded: set[str] = set()
-        """Frozen parameters whose value was no bfloat16 and has been rounded to one."""
+        """Frozen parameters whose values had to be rounded to bfloat16."""
         self._frozen_sum: str | None = None
 
     def unit(self, unit: int) -> UnitState:
-        """The arrays of one unit, to read; until the next unit is asked for, or the store settles."""
+        """One unit's arrays, read-only; valid until another unit is asked for, or the store settles."""
         return unit_state(self._parts(unit), self.layouts[unit], self.precision)
 
     def change(self, unit: int) -> UnitState:
-        """As `unit`, to write too; what is elsewhere than in host memory is put back when the store settles."""
+        """As `unit`, writable; `settle` writes back parts that are not in host memory."""
         state = self.unit(unit)
         self._changed, self._whole = True, None
         return state
 
     def non_finite(self) -> list[str]:
-        """Names of parameters of whose masters this rank owns values that are not finite. It looks at every one."""
+        """Names of parameters with non-finite masters in this rank's share. Checks every value."""
         found = [name for name in self.names() if not all(np.isfinite(each).all() for each in self._own(name))]
         self.settle()
         return found
 
     def frozen_checksum(self) -> str:
-        """Of the values of all that is frozen, as float32, in 16 digits: the same in every tier, in every precision
-        that holds the same values, and for any number of ranks, all of which must ask. It looks at every one, once."""
+        """Checksum of all frozen values as float32, in 16 hex digits. Reads every value once.
+
+        Independent of tier, of precision if the values are equal, and of the number of ranks, all of which must ask.
+        """
         if self._frozen_sum is None:
             self._frozen_sum = f"{checksum(self._frozen_words()):016x}"
             self.settle()
@@ -136,12 +135,12 @@ class Store:
                 whole = self._masters(unit) if self.model.ranks > 1 else self.unit(unit).hi
                 for at in _pieces(field.start, field.stop):
                     values = _float32(self._from_files(unit, at) if self._is_read(unit, field) else whole[at])
-                    yield np.pad(values, (0, values.size % 2)).view(np.uint8)  # whole words of 64 bits
+                    yield np.pad(values, (0, values.size % 2)).view(np.uint8)  # to whole 64-bit words
 
     def settle(self) -> None:
-        """Put back what has been changed, and hold nothing open. Before ops run, and when reading has ended.
+        """Write back changes and release the open unit. Call before ops run, and when reading has ended.
 
-        Raises `DiskError` where the disk refuses; the next call tries again.
+        Raises `DiskError` if the disk fails; the next call tries again.
         """
         self.pool.save()
         if self._open is not None and self._changed:
@@ -153,11 +152,11 @@ class Store:
     # Beside a step --------------------------------------------------------------------------------------------------
 
     def on_device(self, unit: int) -> bool:
-        """Whether any part of a unit is on the device alone, where only the foreground reads it, between steps."""
+        """Whether any part of a unit is only on the device, where only the main thread may read it, between steps."""
         return any(self._tiers[unit, part] == "device" for part in PARTS)
 
     def spare_nbytes(self, unit: int) -> int:
-        """Host memory that `float32_state` takes: at most the unit, masters and moments, in float32."""
+        """Host memory that `float32_state` needs: at most the unit's masters and moments in float32."""
         return self._spare(unit).nbytes
 
     def _spare(self, unit: int) -> Spare:
@@ -165,14 +164,13 @@ class Store:
         return spare_of(self.model, unit, self.precision, away, in_files=unit in self._in_files)
 
     def float32_state(self, unit: int, spare: Tensor) -> UnitState:
-        """The unit with float32 masters as `hi`, to read: where it lies, or a copy in `spare`, uint8[spare_nbytes].
-        Of a base below an adapter what lies in files is left out (`Spare.saved`).
+        """The unit with float32 masters as `hi`, read-only: in place, or a copy in `spare`, uint8[spare_nbytes].
 
-        It may be asked for by any thread, also beside steps that do not change the unit, unless it is `on_device`.
-        Nothing of it is kept open. Raises `DiskError`.
+        Of the base below an adapter, weights in files are omitted (`Spare.saved`). Any thread may call it, even
+        during steps that do not change the unit, unless it is `on_device`. Keeps nothing open. Raises `DiskError`.
         """
         sizes, (saved, made, _) = self._sizes(unit), self._spare(unit)
-        if not saved:  # an epilogue that only borrows, or lies in files
+        if not saved:  # an epilogue that only borrows weights, or is in files
             return unit_state({}, self.layouts[unit], "fp32")
         masters, behind = spare[:made], spare[made:]
         weights = sizes.get(Part.WEIGHTS, 0)
@@ -192,7 +190,7 @@ class Store:
         if self._reads(unit, saved):
             self._read_masters(unit, masters.numpy().view(np.float32))
         parts = {Part.WEIGHTS: masters}
-        if Part.MOMENTS in sizes:  # in the place of the halves, which have been joined
+        if Part.MOMENTS in sizes:  # in place of the halves, which are joined by now
             parts[Part.MOMENTS] = self._at_hand(unit, Part.MOMENTS, behind[: sizes[Part.MOMENTS]])
         return unit_state(parts, self.layouts[unit], "fp32")
 
@@ -221,25 +219,25 @@ class Store:
         return unit in self._in_files and field.start >= self.layouts[unit].files_start
 
     def _reads(self, unit: int, stop: int) -> bool:
-        """Whether any of the first `stop` elements of a unit are read from files."""
+        """Whether any of a unit's first `stop` elements is read from files."""
         return unit in self._in_files and stop > self.layouts[unit].files_start
 
     def _from_files(self, unit: int, at: slice) -> np.ndarray:
-        """These elements of a unit, which lie in files, as they are held; zeros between parameters."""
+        """These elements of a unit, which are in files, in the held dtype; zeros between parameters."""
         memory = np.zeros(at.stop - at.start, self._weight)
         first = (at.start - self.layouts[unit].files_start) * memory.itemsize
         self.pool.read_files(state_name("file", Part.WEIGHTS, unit), first, torch.from_numpy(memory.view(np.uint8)))
         return memory
 
     def _read_masters(self, unit: int, masters: np.ndarray) -> None:
-        """Fill in those of the masters of a unit, float32[size], that lie in files."""
+        """Fill in the unit's masters, float32[size], that are in files."""
         for at in _pieces(self.layouts[unit].files_start, masters.size):
             masters[at] = _float32(self._from_files(unit, at))
 
     def _take_into_files(self, unit: int) -> None:
-        """Read from files from now on what they hold of a unit's weights, which are in host memory.
+        """From now on read from files what they hold of a unit's weights, which are in host memory.
 
-        Raises `PlanError` for weights that are not those in the files.
+        Raises `PlanError` if the weights differ from the files.
         """
         layout, name = self.layouts[unit], state_name("host", Part.WEIGHTS, unit)
         memory, held = self.pool.memory(name), layout.files_start * self._weight.itemsize
@@ -248,13 +246,13 @@ class Store:
         for at in _pieces(layout.files_start, layout.size):
             if not np.array_equal(here[at], self._from_files(unit, at)):
                 self.pool.leave_files(state_name("file", Part.WEIGHTS, unit))
-                what = f"the frozen weights of {self.model.units[unit].name} are not those in the model's files"
+                what = f"the frozen weights of {self.model.units[unit].name} differ from the model's files"
                 raise PlanError(what, where="policy.placements", fix="keep them in host memory or on the disk")
         self.pool.cut(name, held)
         self._in_files.add(unit)
 
     def _take_from_files(self, unit: int) -> None:
-        """Hold all weights of a unit in host memory. Raises `DoesNotFit`."""
+        """Load all weights of a unit into host memory. Raises `DoesNotFit`."""
         layout, name = self.layouts[unit], state_name("host", Part.WEIGHTS, unit)
         self.pool.cut(name, layout.size * self._weight.itemsize, like=state_name("file", Part.WEIGHTS, unit))
         here = self.pool.memory(name).numpy().view(self._weight)
@@ -270,13 +268,15 @@ class Store:
         return iter(self._owner)
 
     def names_by_unit(self, *, read: bool) -> list[list[str]]:
-        """Parameter names of each unit; with those that are read from files or without."""
+        """Parameter names of each unit; `read`: including those read from files."""
         units = [[field.name for field in layout.fields] for layout in self.layouts]
         return [[name for name in unit if read or not self.is_in_files(name)] for unit in units]
 
     def write_master(self, name: str, value: Tensor) -> None:
-        """Set what this rank owns of the float32 master of one parameter, exactly, or rounded where it is frozen in
-        `bf16` (`rounded`). `value` has the parameter's shape, on the host."""
+        """Set this rank's share of a parameter's float32 master, exactly, or rounded if frozen in `bf16` (`rounded`).
+
+        `value` has the parameter's shape, on the host.
+        """
         unit, field = self._owner[name]
         if self._is_read(unit, field):
             return self._refuse_other(name, value)
@@ -295,17 +295,17 @@ class Store:
                 self.rounded.add(name)
 
     def _refuse_other(self, name: str, value: Tensor) -> None:
-        """Raise `ModelError` unless the files hold that value of a parameter that is read from them."""
+        """Raise `ModelError` if the files hold another value of a parameter that is read from them."""
         unit, field = self._owner[name]
         flat = value.detach().reshape(-1)
         for at in _pieces(field.start, field.stop):
             new = flat[at.start - field.start : at.stop - field.start].to(device="cpu", dtype=torch.float32)
             if not np.array_equal(new.numpy(), _float32(self._from_files(unit, at))):
                 fix = "place its weights in host memory or on the disk"
-                raise ModelError("is read from the model's files, which hold other values", where=name, fix=fix)
+                raise ModelError("is read from the model's files, but they hold other values", where=name, fix=fix)
 
     def master(self, name: str) -> Tensor:
-        """A copy of the float32 master of one parameter, in its shape. Of several ranks all must ask for it."""
+        """A copy of a parameter's float32 master, in its shape. With several ranks all must ask for it."""
         unit, field = self._owner[name]
         if self.model.ranks > 1:
             return _tensor(self._masters(unit)[field.start : field.stop].copy(), field)
@@ -313,7 +313,7 @@ class Store:
         return _tensor(found, field)
 
     def _own(self, name: str) -> list[np.ndarray]:
-        """Copies of the float32 masters that this rank owns of one parameter, in order."""
+        """Copies of the float32 masters in this rank's share of a parameter, in order."""
         unit, field = self._owner[name]
         if self._is_read(unit, field):
             return [_float32(self._from_files(unit, slice(field.start, field.stop)))]
@@ -329,9 +329,10 @@ class Store:
         return self._whole
 
     def together(self, own: Tensor, layout: Layout, gather: Gather | None = None) -> Tensor:
-        """An array over a unit, or over what trains of one, [layout.size]: of what each rank owns, [layout.own_size].
+        """Assemble an array over a unit, or over its trained part, [layout.size], from the ranks' shares,
+        [layout.own_size].
 
-        All ranks must call it. gather: another way to bring the ranks' together, for a thread of its own.
+        All ranks must call it. gather: another way to collect the shares, for a thread of its own.
         """
         whole = torch.empty(layout.size, dtype=own.dtype)
         for rank, part in enumerate((gather or self._gather)(own)):
@@ -340,10 +341,9 @@ class Store:
         return whole
 
     def view(self, name: str) -> Tensor | None:
-        """One parameter where it lies in host memory, float32 or (the nearest to its master) bfloat16, in its shape.
+        """A parameter in place in host memory, float32 or the bfloat16 nearest to its master, in its shape.
 
-        `None` where it lies elsewhere, or where a device has a copy, which would not follow what is written here, and
-        where other ranks have some of it.
+        `None` if it is elsewhere, if a device has a copy (which would not follow changes), or if ranks share it.
         """
         unit, field = self._owner[name]
         if (
@@ -358,7 +358,7 @@ class Store:
         return flat[field.start : field.stop].view(field.shape)
 
     def load(self, parameters: Mapping[str, Tensor]) -> None:
-        """Set all masters from a name -> tensor mapping that holds every parameter."""
+        """Set all masters from a mapping name -> tensor of every parameter."""
         for name in self._owner:
             self.write_master(name, parameters[name])
         self.settle()
@@ -368,10 +368,10 @@ class Store:
         return self._owner[name]
 
     def move(self, policy: Policy) -> None:
-        """Bring every part to the tier that `policy` names; what goes to the disk goes first, and makes room.
+        """Move every part to the tier that `policy` names; moves to the disk come first, to make room.
 
-        Raises what a tier refuses. The state is whole then: the parts that had their turn are in their new place, the
-        others where they were, and another call goes on from there.
+        Raises the tier's error. The state stays consistent: some parts are in their new place, the others in the
+        old, and another call continues.
         """
         placements = policy.placements_of(self.model)
         self.settle()
@@ -396,7 +396,7 @@ class Store:
             self._take_into_files(unit)
 
     def _parts(self, unit: int) -> dict[Part, Tensor]:
-        """Each part of a unit where the host can use it."""
+        """All parts of a unit, usable by the host."""
         if self._open != unit:
             self.settle()
         parts: dict[Part, Tensor] = {}
@@ -408,7 +408,7 @@ class Store:
         return parts
 
     def _bring(self, unit: int, part: Part, name: str) -> Tensor:
-        """The bytes of a part that is not in host memory, fetched once: into a staging buffer if there is one."""
+        """The bytes of a part that is not in host memory, fetched once, into a staging buffer if there is one."""
         if part not in self._brought:
             self._brought[part] = self.pool.get(name, self._staging(unit, part))
         return self._brought[part]
@@ -421,18 +421,18 @@ class Store:
 
 
 def _tier(placement: Placement, part: Part) -> Tier:
-    """Where a part is; of weights in files those that are held beside them."""
+    """The tier of a part; for weights in files, that of those held beside them."""
     tier = placement.tier(part)
     return "host" if tier == "file" else tier
 
 
 def _pieces(start: int, stop: int) -> Iterator[slice]:
-    """Elements [start, stop), some at a time."""
+    """Split elements [start, stop) into pieces."""
     return (slice(at, min(at + AT_ONCE, stop)) for at in range(start, stop, AT_ONCE))
 
 
 def _float32(held: np.ndarray) -> np.ndarray:
-    """The values of weights as they are held."""
+    """Held weights as float32 values."""
     return held if held.dtype == np.float32 else bf16_to_f32(held)
 
 
@@ -441,7 +441,8 @@ def _tensor(flat: np.ndarray, field: Field) -> Tensor:
 
 
 def _join(halves: UnitState, masters: np.ndarray) -> None:
-    """Write the masters, float32[n], of a unit in `bf16`: of both halves where it trains, of its weights behind."""
+    """Write a unit's `bf16` masters, float32[n]: from both halves if trained, else from the weights, which come
+    after."""
     assert halves.lo is not None
     trained = halves.lo.size
     join_into(halves.hi[:trained], halves.lo, masters[:trained])
@@ -449,7 +450,7 @@ def _join(halves: UnitState, masters: np.ndarray) -> None:
 
 
 def _joined(state: UnitState, at: slice) -> np.ndarray:
-    """A copy of the masters, float32, of these elements of a unit."""
+    """A copy of the float32 masters of these elements of a unit."""
     if state.lo is None:
         return state.hi[at].copy()
     masters = np.empty(at.stop - at.start, np.float32)
@@ -458,7 +459,7 @@ def _joined(state: UnitState, at: slice) -> np.ndarray:
 
 
 def _round_into(masters: np.ndarray, hi: np.ndarray) -> bool:
-    """Write the bfloat16 nearest to each of the masters into `hi`; whether any was none itself."""
+    """Round masters to bfloat16 into `hi`; returns whether any value changed."""
     lost = False
     for at in _pieces(0, masters.size):
         low = np.empty(at.stop - at.start, np.uint16)

@@ -117,7 +117,7 @@ def test_what_is_kept_is_left_where_it_is(kept: int, tmp_path: Path, mode: str) 
     disk, first = Disk(folders(tmp_path, 2), block_nbytes=BLOCK, depth=2), 9 * SECTOR
     disk.provide({"a": (first + kept, "a"), "b": (SECTOR, "b")}, kept={"a": kept})
     memory, back = aligned(first + kept), aligned(first + kept, 1)
-    with pytest.raises(DiskError, match="a: what it keeps was never written; write all of it first"):
+    with pytest.raises(DiskError, match="a: its kept end was never written; write all of it first"):
         disk.write("a", memory[:first])
     disk.write("a", memory)
     before = disk.written_nbytes
@@ -331,7 +331,7 @@ def test_a_file_system_that_allocates_nothing_in_advance_will_do(
 def test_a_folder_that_is_missing_is_named_with_what_exists(tmp_path: Path) -> None:
     with pytest.raises(DiskError) as raised:
         Disk([tmp_path, tmp_path / "no" / "such"])
-    assert str(raised.value) == f"{tmp_path / 'no' / 'such'}: no such folder; make it in {tmp_path}, which exists"
+    assert str(raised.value) == f"{tmp_path / 'no' / 'such'}: no such folder; create it in {tmp_path}, which exists"
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
         ({"folders": []}, "no folder"),
         ({"shares": [1.0, 2.0]}, "each needs one above zero"),
         ({"shares": [0.0]}, "each needs one above zero"),
-        ({"block_nbytes": 1000}, "no multiple of 4,096"),
+        ({"block_nbytes": 1000}, "not a multiple of 4,096"),
         ({"depth": 0}, "less than one"),
     ],
 )

@@ -122,7 +122,7 @@ def test_a_lease_is_returned_also_after_a_failure() -> None:
     with pytest.raises(RuntimeError), pool.lease(op) as held:
         assert set(held) == {access.buffer for access in (*op.reads, *op.writes)}
         assert pool.leases == 1
-        with pytest.raises(DeviceError, match="1 leases are out"):
+        with pytest.raises(DeviceError, match="1 leases are in use"):
             pool.provide([Buffer("device/new", "device", 8, Use.NORMS)])
         raise RuntimeError
     assert pool.leases == 0
@@ -131,7 +131,7 @@ def test_a_lease_is_returned_also_after_a_failure() -> None:
 def test_device_memory_is_only_reached_through_a_lease() -> None:
     pool = Pool(CpuDevice(), Ledger())
     pool.provide([Buffer("device/slot", "device", 8, Use.NORMS)])
-    with pytest.raises(DeviceError, match="only reached through a lease"):
+    with pytest.raises(DeviceError, match="can only be used through a lease"):
         pool.memory("device/slot")
 
 
