@@ -1,6 +1,6 @@
-"""Folders that hold a model: exports, and the checkpoints that a run goes on from.
+"""Folders that hold a model: exports, and the checkpoints from which runs resume.
 
-The public names are loaded on first use, so that to look for checkpoints takes no torch.
+Public names are imported on first use, so that listing checkpoints does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A Hugging Face folder from the float32 masters, with its model card, streamed unit by unit; whole or not at all."""
+"""Exports a Hugging Face folder with a model card from the float32 masters, unit by unit, all or nothing."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from megatrain.system.paths import usable_path
 
 # The model card -------------------------------------------------------------------------------------------------------
 #
-# The model card of an exported folder: what it is, how to load it, and the facts that the caller knows.
-#
-# It states nothing that was not measured or configured, and says what is missing.
+# The card says what the model is, how to load it, and the caller's facts: nothing that was not measured or configured.
 
 
 _CARD = """---
@@ -53,9 +51,9 @@ model to add.
 def model_card(title: str, summary: str, classes: Mapping[str, str], arguments: str, facts: Mapping[str, str]) -> str:
     """The text of README.md.
 
-    summary: one sentence on what the model is. classes: variable -> the class of transformers that loads it.
-    arguments: what `from_pretrained` takes after the folder, with a leading comma. facts: rows of the table of
-    training facts, none if empty.
+    summary: one sentence about the model. classes: variable -> the transformers class that loads it. arguments:
+    further arguments of `from_pretrained` after the folder, with a leading comma. facts: rows of the table of
+    training facts; no table if empty.
     """
     homes = {kind: "peft" if "Peft" in kind else "transformers" for kind in classes.values()}
     loading = [
@@ -72,45 +70,42 @@ def model_card(title: str, summary: str, classes: Mapping[str, str], arguments: 
 
 
 def _cell(text: str) -> str:
-    """Text that cannot break out of its cell of a Markdown table."""
+    """Escape text for a cell of a Markdown table."""
     return " ".join(str(text).split()).replace("|", "\\|")
 
 
 # The folder -----------------------------------------------------------------------------------------------------------
 #
-# A Hugging Face folder from the float32 masters, streamed unit by unit. It appears whole or not at all.
-#
-# Everything about the files of weights is known before the first byte (`model.WrittenModel`), so the space is checked,
-# and then each unit's masters are gathered, brought into the names and layout of the original checkpoints, rounded and
-# written, one unit in memory at a time. Left out: where masters come from, and tokenizers, which the caller writes into
-# the same folder before it appears.
+# Everything about the weight files is known before the first byte (`model.WrittenModel`), so space is checked first.
+# Then each unit's masters are gathered, converted to the names and layout of original checkpoints, rounded and written,
+# one unit in memory at a time. The caller supplies masters, and may add a tokenizer before the folder appears.
 
 
 SHARD_NBYTES = 4 << 30
-"""Most bytes of tensors in one file, unless a single tensor is larger."""
+"""Maximum bytes of tensors in one file, unless a single tensor is larger."""
 
 _LIBRARY_SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".md", ".txt", ".py")
 _TOKENIZER_SUFFIXES = (".tiktoken", ".spm", ".bpe", ".vocab")
 MODEL_SUFFIXES = (*_LIBRARY_SUFFIXES, *_TOKENIZER_SUFFIXES)
-"""Endings of the files that a Hugging Face model folder is made of."""
+"""Suffixes of files in a Hugging Face model folder."""
 MODEL_FOLDERS = ("additional_chat_templates",)
 
 _WRITTEN_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class ExportOptions(TypedDict, total=False):
-    """Keyword arguments of everything that writes a model, as `export_units` takes them."""
+    """Keyword arguments of all functions that write a model (see `export_units`)."""
 
     precision: Precision
-    """`fp32`, the default, writes the masters, `bf16` rounds them to nearest even; buffers keep their dtype."""
+    """`fp32` (default) writes the masters, `bf16` rounds them to nearest even; buffers keep their dtype."""
     shard_nbytes: int
-    """Most bytes of tensors in one file."""
+    """Maximum bytes of tensors in one file."""
     facts: Mapping[str, str] | None
     """Rows of the model card's table of training facts."""
     write_more: Callable[[Path], object] | None
     """Called with the folder before it appears, to add a tokenizer, say; its README.md, if any, replaces our card."""
     progress: Callable[[int, int], None] | None
-    """Called with (bytes written, bytes in all) after each tensor."""
+    """Called with (bytes written, total bytes) after each tensor."""
 
 
 def export_model(
@@ -119,12 +114,12 @@ def export_model(
     folder: str | Path,
     **options: Unpack[ExportOptions],
 ) -> Path:
-    """Write a Hugging Face folder that `from_pretrained` loads, replacing a model that is there.
+    """Write a Hugging Face folder for `from_pretrained`, replacing a model that is already there.
 
-    masters: the float32 master of a parameter, by name and in its shape; asked unit by unit, for each once.
+    masters: name -> float32 master of a parameter in its shape; called once for each, unit by unit.
 
-    Returns the folder, absolute and with symbolic links resolved. Raises `ExportError` when it cannot be written, has
-    too little space, or holds anything that does not belong to a model; what was there is then there as before.
+    Returns the folder, absolute and with symbolic links resolved. Raises `ExportError`, changing nothing, if
+    it cannot be written, lacks space, or holds anything that does not belong to a model.
     """
     wanted = written_parameters(ported)
     units = (
@@ -145,8 +140,9 @@ def export_units(
     write_more: Callable[[Path], object] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """As `export_model`, from an iterable that gives all masters of one unit after another, by name, in the order of
-    the specification. It is advanced once the unit before has been written, so whatever makes units may reuse memory.
+    """As `export_model`, from an iterable of units in the specification's order: name -> float32 master.
+
+    It is advanced only after the previous unit has been written, so a generator may reuse its memory.
     """
     target = usable_path(folder, error=ExportError, to_write="folder").resolve()
     _refuse_foreign(target)
@@ -184,14 +180,15 @@ def _write_weights(
         for unit, planned in enumerate(written.units):
             tensors = written.tensors(unit, next(masters))
             for each in planned:
-                writer.write(each, tensors.pop(each.name))  # popped: its memory goes before the next unit's comes
+                writer.write(each, tensors.pop(each.name))  # popped to free its memory before the next unit
                 done += each.nbytes
                 progress(done, total)
     write_index(folder, shards, every, written.numel)
 
 
 def add_files(write_more: Callable[[Path], object], folder: Path) -> None:
-    """Call `write_more`. The tokenizers library reports what the file system refuses as a plain `Exception`."""
+    """Call `write_more`, turning the plain `Exception` that the tokenizers library raises for I/O errors into an
+    `OSError`."""
     try:
         write_more(folder)
     except OSError:
@@ -218,7 +215,7 @@ def _unwatched(done: int, total: int) -> None:
 
 
 def _refuse_foreign(target: Path) -> None:
-    """An export replaces a whole folder, so there must be nothing in it but what belongs to a model."""
+    """Raise `ExportError` for files that do not belong to a model, since an export replaces the whole folder."""
     if not target.exists():
         return
     where, fix = str(target), "choose another folder"
@@ -230,13 +227,13 @@ def _refuse_foreign(target: Path) -> None:
         raise ExportError(f"cannot be read ({error.strerror or error})", where=where, fix=fix) from error
     for path in inside:
         if path.name not in MODEL_FOLDERS and (path.is_dir() or path.suffix not in MODEL_SUFFIXES):
-            raise ExportError(f"holds {path.name!r}, which is not part of a model", where=where, fix=fix)
+            raise ExportError(f"contains {path.name!r}, which is not part of a model", where=where, fix=fix)
     if inside and not any((target / name).exists() for name in ("config.json", "adapter_config.json")):
         raise ExportError("is not a model folder", where=where, fix=fix)
 
 
 def _refuse_too_little_space(target: Path, shards: list[Shard]) -> None:
-    """A model that is there stays until the new one is whole, so its space does not count as free."""
+    """An existing model stays until the new one is complete, so its space does not count as free."""
     needed = sum(shard.nbytes for shard in shards)
     free = shutil.disk_usage(target.parent).free
     if free < needed:

@@ -1,7 +1,6 @@
-"""The checkpoints of a run: the newest that is sound, and which are kept.
+"""The checkpoints of a run: finds the newest sound one, and decides which to keep.
 
-What is kept is decided by a value
-(`Retention`); what a crash has left between two renames is put right by `put_all_right` when a run starts.
+`Retention` says which are kept; `put_all_right` repairs what a crash has left between two renames when a run starts.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from megatrain.system.atomic import finish_vanishing, vanish
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which checkpoints are kept: the last ones, those of every so many steps, and the best."""
+    """Which checkpoints to keep: the last ones, one every so many steps, and the best."""
 
     keep_last: int = 3
     keep_every: int | None = None
@@ -35,11 +34,11 @@ class Retention:
             )
 
     def is_regular(self, step: int) -> bool:
-        """Whether the checkpoint of a step is kept for good, whatever others there are."""
+        """Whether the checkpoint of a step is always kept."""
         return bool(self.keep_every) and step % (self.keep_every or 1) == 0
 
     def kept(self, scores: Mapping[int, float | None]) -> set[int]:
-        """Of these steps, with the score of each (lower is better, `None` is no score), those that are kept."""
+        """The steps to keep, given the score of each (lower is better, `None` for none)."""
         last = sorted(scores)[-self.keep_last :]
         every = [step for step in scores if self.is_regular(step)]
         ranked = sorted((score, -step) for step, score in scores.items() if score is not None)
@@ -48,14 +47,14 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class Newest:
-    """The newest sound checkpoint, if there is one, and a line for each newer one that was skipped."""
+    """The newest sound checkpoint, if any, and a message for each newer one that was skipped."""
 
     checkpoint: Checkpoint | None
     skipped: tuple[str, ...]
 
 
 def newest_sound(folder: str | Path, check: Check = full_check) -> Newest:
-    """Look for the newest checkpoint in which `check` finds nothing wrong."""
+    """Find the newest checkpoint in which `check` finds nothing wrong."""
     skipped: list[str] = []
     for each in checkpoints(folder):
         try:
@@ -66,9 +65,9 @@ def newest_sound(folder: str | Path, check: Check = full_check) -> Newest:
 
 
 def lowest_scored(folder: str | Path, since: int = -1) -> Checkpoint | None:
-    """The sound checkpoint with the lowest score, the newest of several; `None` where none has a score.
+    """The sound checkpoint with the lowest score, the newest of equals; `None` if none has a score.
 
-    since: a step; scores up to there are of something else, and do not count.
+    since: scores up to this step measure something else and do not count.
     """
     scores: list[tuple[float, int, Path]] = []
     for each in checkpoints(folder):
@@ -82,12 +81,11 @@ def lowest_scored(folder: str | Path, since: int = -1) -> Checkpoint | None:
 
 
 def prune(folder: str | Path, retention: Retention, since: int = -1) -> list[Path]:
-    """Remove the checkpoints in `folder` that are not to be kept, and return where they were.
+    """Remove the checkpoints in `folder` that need not be kept; returns their former paths.
 
-    The newest one that looks sound (`quick_check`) always stays, and so does everything newer. One that is damaged
-    counts for nothing and goes. What has no sound manifest was not written here, or nobody can tell, and stays. Each
-    goes whole; what an earlier call has left half-deleted goes too. By one thread at a time. since: see
-    `lowest_scored`.
+    The newest one that looks sound (`quick_check`) and all newer ones always stay. Damaged ones are removed. A folder
+    without a sound manifest stays, since it may not be ours. Checkpoints are removed as a whole, and so is what an
+    earlier call left half-deleted. For one thread at a time. since: see `lowest_scored`.
 
     Raises `CheckpointError` for what cannot be removed.
     """

@@ -1,15 +1,15 @@
-"""Files that a checkpoint has in common with the one before it: linked, not written again.
+"""Hard-links files that are the same as in the previous checkpoint instead of writing them again.
 
-What is frozen does not change, nor does a tokenizer, and neither need be written twice. A file is compared with that
-of the earlier checkpoint while its content comes by: block by block, checksum by checksum, and nothing is written as
-long as they agree. One that agrees to its end becomes a hard link, so either checkpoint may be removed and the other
-stays whole. At the first block that differs it is written after all, what was the same so far being read back and
-compared again. So it needs no word about what is frozen; files of trained weights differ in their first block.
+Frozen weights and tokenizers do not change between checkpoints. A file's content is compared with the previous
+checkpoint's while it is being produced, block by block by checksum, and nothing is written as long as they agree. If
+they agree to the end, the file becomes a hard link, so either checkpoint may be removed without affecting the other.
+At the first difference the file is written after all; the equal part is read back and compared again. So nobody needs
+to say what is frozen; files of trained weights differ in their first block.
 
-Before a file is shared it must be what the earlier checkpoint says: untouched since this process wrote it (by its
-number, size and time), or read through. A shared file is made read-only, since whoever wrote into it would write into
-both. Where the file system makes no hard links, files are copied, compared on the way. Small files, which people
-may edit, are never shared. It leaves out which checkpoint is the earlier one (`train.async_save`).
+Before a file is linked it must be what the previous checkpoint's manifest says: unchanged since this process wrote
+it (by inode, size and time), or read and compared. A linked file is made read-only, since writing to it would
+change both. If the file system has no hard links, files are copied and compared on the way. Small files, which
+people may edit, are never linked. `train.async_save` decides which checkpoint is the previous one.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from megatrain.checkpoint.manifest import FileSum, block_sum, digits, digits_of_
 from megatrain.checkpoint.safetensors_writer import ShardFile
 
 SMALLEST = 1 << 20
-"""Bytes of a file below which sharing saves nothing."""
+"""Smaller files (in bytes) are not worth sharing."""
 READ_ONLY = 0o444
 
 Stamp = tuple[int, int, int]
-"""A file's number, size, and time of its last change."""
+"""A file's inode, size, and time of its last change."""
 
 
 class Earlier:
-    """A checkpoint whose files the next one may share. Raises `DamagedCheckpoint` where it has no sound manifest."""
+    """A checkpoint whose files the next one may share. Raises `DamagedCheckpoint` if it has no sound manifest."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -44,19 +44,19 @@ class Earlier:
 
     @classmethod
     def just_written(cls, folder: Path) -> Earlier:
-        """One that this process has written, and nobody has touched."""
+        """A checkpoint that this process wrote, with its files unchanged since."""
         earlier = cls(folder)
         for name in earlier._files:
             earlier._stamps[name] = _stamp(folder / name)
         return earlier
 
     def sum_of(self, name: str, nbytes: int) -> FileSum | None:
-        """What the file of that name holds, if there is one of that size that may be shared."""
+        """The checksums of the file with that name, if it has that size and may be shared."""
         found = self._files.get(name)
         return found if found is not None and found.nbytes == nbytes >= SMALLEST else None
 
     def is_as_written(self, name: str) -> bool:
-        """Whether the file still holds what the manifest says."""
+        """Whether the file still has the content in the manifest."""
         path, kept = self.folder / name, self._stamps.get(name)
         try:
             now = _stamp(path)
@@ -67,14 +67,14 @@ class Earlier:
         return kept == now
 
     def link(self, name: str, target: Path) -> None:
-        """Make `target` the same file. Raises `OSError` where the file system does not."""
+        """Hard-link `target` to the file. Raises `OSError` if the file system cannot."""
         source = self.folder / name
         source.chmod(READ_ONLY)
         os.link(source, target)
 
     def shared_as(self, name: str, target: Path) -> FileSum | None:
-        """Make `target` the same file and return what it holds, if it still holds what the manifest says, and the file
-        system makes links."""
+        """Hard-link `target` to the file and return its checksums; `None` if it has changed, or links are not
+        supported."""
         try:
             if not self.is_as_written(name):
                 return None
@@ -84,7 +84,8 @@ class Earlier:
         return self._files[name]
 
     def blocks(self, name: str, count: int) -> Iterator[bytes]:
-        """The first blocks of a file, compared with their checksums. Raises `OSError`, and shares nothing any more."""
+        """The first blocks of a file, compared with their checksums. On a mismatch raises `OSError`, and shares
+        nothing more."""
         expected = self._files[name]
         try:
             with (self.folder / name).open("rb") as file:
@@ -93,7 +94,7 @@ class Earlier:
                     memory = np.zeros(-(-len(data) // 8) * 8, np.uint8)
                     memory[: len(data)] = np.frombuffer(data, np.uint8)
                     if digits(block_sum(memory, len(data))) != digits_of_block(expected, number):
-                        raise OSError(errno.EIO, f"{name} is not as it was written", str(self.folder))
+                        raise OSError(errno.EIO, f"{name} has changed since it was written", str(self.folder))
                     yield data
         except OSError:
             self._files = {}
@@ -101,9 +102,10 @@ class Earlier:
 
 
 class SharedFile:
-    """Takes the bytes of a file, as `DirectFile` does, and writes them only where they differ from the earlier one's.
+    """Takes a file's bytes like `DirectFile`, but writes them only if they differ from the previous checkpoint's
+    file.
 
-    create: makes the file that is written then. shared: called with its sum if nothing was written.
+    create: creates the file if it must be written. shared: called with its checksums if nothing was written.
     """
 
     def __init__(
@@ -119,11 +121,11 @@ class SharedFile:
         self._create, self._shared = create, shared
         self._block = mmap.mmap(-1, manifest.BLOCK_NBYTES)
         self._memory = np.frombuffer(self._block, np.uint8)
-        self._same, self._filled = 0, 0  # blocks that agreed, and bytes of the next
+        self._same, self._filled = 0, 0  # number of equal blocks, and bytes of the next
         self._file: ShardFile | None = None
 
     def write(self, data: memoryview | bytes) -> None:
-        """Append `data`, whose memory may be used for something else after the call. Raises `OSError`."""
+        """Append `data`; its memory may be reused after the call. Raises `OSError`."""
         rest = np.frombuffer(data, np.uint8)
         while rest.size and self._file is None:
             part = rest[: manifest.BLOCK_NBYTES - self._filled]
@@ -136,14 +138,14 @@ class SharedFile:
             self._file.write(rest.data)
 
     def seek(self, position: int) -> None:
-        """Only to where the file ends: raises `ValueError` for any other position."""
+        """Only to the end of the file; raises `ValueError` for any other position."""
         if self._file is not None:
             self._file.seek(position)
         elif position != self._same * manifest.BLOCK_NBYTES + self._filled:
             raise ValueError(f"byte {position} of a file that is written front to back")
 
     def close(self) -> None:
-        """Share the file if it is the same, else finish writing it. One that is not whole is left out."""
+        """Share the file if it is the same, else finish writing it. An incomplete file is dropped."""
         if self._file is None and self._same * manifest.BLOCK_NBYTES + self._filled == self._expected.nbytes:
             if self._filled:
                 self._compare()
@@ -154,7 +156,7 @@ class SharedFile:
             file.close()
 
     def _compare(self) -> None:
-        """One more block is there, or the last part of one."""
+        """Compare the next block, or the last partial one."""
         nbytes, self._filled = self._filled, 0
         agrees = digits(block_sum(self._memory, nbytes)) == digits_of_block(self._expected, self._same)
         if agrees and (self._same or self._earlier.is_as_written(self._name)):
@@ -166,7 +168,7 @@ class SharedFile:
 
     def _link(self) -> None:
         try:
-            if not self._earlier.is_as_written(self._name):  # it was, when the first block agreed
+            if not self._earlier.is_as_written(self._name):  # checked once already, at the first block
                 raise OSError(errno.EIO, f"{self._name} has changed", str(self._earlier.folder))
             self._earlier.link(self._name, self._path)
         except OSError:
@@ -181,7 +183,7 @@ class SharedFile:
 
 
 def share_instead(earlier: Earlier, name: str, found: FileSum, path: Path) -> bool:
-    """Put the earlier checkpoint's file in the place of one that was written and holds the same; whether it was."""
+    """Replace a written file by the previous checkpoint's equal one; returns whether that was possible."""
     if earlier.sum_of(name, found.nbytes) != found or not earlier.is_as_written(name):
         return False
     beside = path.with_name(f".{path.name}.link")

@@ -1,6 +1,6 @@
-"""Lists the checkpoints of a run by the names of their folders, such as `step-00001200`.
+"""Lists the checkpoints of a run by their folder names, such as `step-00001200`.
 
-It needs no torch, so that an earlier run in the way is told at once. Left out: whether they are sound (`folder`).
+Does not import torch, so that an earlier run in the way is reported at once. `folder` checks whether they are sound.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    """The folders of checkpoints in `folder`, the newest first, sound or not; none where there is no such folder."""
+    """The checkpoint folders in `folder`, newest first, sound or not; empty if there is no such folder."""
     try:
         inside = list(Path(folder).iterdir())
     except FileNotFoundError:
@@ -26,5 +26,5 @@ def checkpoints(folder: str | Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step in the name of a checkpoint's folder."""
+    """The step in a checkpoint's folder name."""
     return int(checkpoint.name.removeprefix("step-"))

@@ -1,8 +1,8 @@
-"""A checkpoint to go on from: it is checked before anything of it can be read.
+"""Opens a checkpoint to resume from, after checking it.
 
-Masters come back by loading the folder as a Hugging Face model (`model.PretrainedSource`), which undoes the library's
-conversions; moments come by the names of parameters, so that no order, tier or policy of the run that wrote them
-matters. Reading does not check again: a file that is damaged after `open_checkpoint` is not found out.
+Masters are loaded from the folder as a Hugging Face model (`model.PretrainedSource`), which reverses the library's
+conversions; moments are read by parameter name, so the order, tiers and policy of the run that wrote them do not
+matter. Damage after `open_checkpoint` is not detected.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from megatrain.system.paths import usable_path
 
 
 class Checkpoint:
-    """A checkpoint that has been checked. Made by `open_checkpoint`."""
+    """A checked checkpoint, made by `open_checkpoint`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        """A Hugging Face model with float32 masters."""
+        """The folder: a Hugging Face model with float32 masters."""
         self.manifest = read_manifest(folder)
 
     @property
@@ -36,20 +36,20 @@ class Checkpoint:
 
     @cached_property
     def training(self) -> dict[str, Any]:
-        """What the run gave beside tensors."""
+        """The run's state other than tensors."""
         return read_training(self.folder)
 
     @cached_property
     def moment_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Parameter name -> the shape of its moments, of those that were trained."""
+        """Parameter name -> shape of its moments, for trained parameters."""
         found = {key.rpartition("."): shape for key, (_, shape) in self._tensors.items()}
         return {name: shape for (name, _, kind), shape in found.items() if kind == "m"}
 
     def moments(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor, Tensor]]:
         """(name, m, v) of each of these parameters, float32 in its shape.
 
-        The tensors lie in a mapped file, which takes no memory but pages that can be read again, and goes with them:
-        drop each before the next. Raises `CheckpointError` for a parameter that was not trained.
+        The tensors are in a mapped file, which stays mapped as long as they exist: drop each before taking the next.
+        Raises `CheckpointError` for a parameter that was not trained.
         """
         for name in names:
             yield name, self._tensor(f"{name}.m"), self._tensor(f"{name}.v")
@@ -63,7 +63,7 @@ class Checkpoint:
 
     @cached_property
     def _tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Tensor of the optimizer -> the file that holds it, and its shape."""
+        """Name of an optimizer tensor -> (its file, its shape)."""
         found: dict[str, tuple[str, tuple[int, ...]]] = {}
         for file in self.manifest.files:
             if file.startswith(f"{OPTIMIZER}/"):
@@ -79,7 +79,7 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: str | Path, check: Check = full_check) -> Checkpoint:
-    """A checkpoint to read from. Raises `DamagedCheckpoint`, naming the first fault, if `check` finds any."""
+    """Open a checkpoint for reading. Raises `DamagedCheckpoint`, naming the first fault, if `check` finds any."""
     folder = usable_path(folder, error=CheckpointError).resolve()
     if damages := check(folder):
         more = f" (and {len(damages) - 1:,} more)" if len(damages) > 1 else ""

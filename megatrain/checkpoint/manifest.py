@@ -1,9 +1,9 @@
-"""The manifest of a checkpoint: every file with its size and a checksum of each block, and whether they still hold.
+"""The manifest of a checkpoint: size and block checksums of every file, and the checks against them.
 
-`manifest.json` is written last, and protects itself: its last field is the SHA-256 of all before it, and its text
-must be exactly what its content is written as, so no byte of it can change unseen. `quick_check` looks at names and
-sizes, `full_check` reads everything. Files that a manifest does not know are passed over, but for those that a loader
-might take for the model's weights.
+`manifest.json` is written last and protects itself: its last field is the SHA-256 of everything before, and its
+text must be exactly what its content serializes to, so no byte can change unnoticed. `quick_check` compares names
+and sizes, `full_check` reads everything. Unknown files are ignored, unless a loader might take them for the
+model's weights.
 """
 
 from __future__ import annotations
@@ -25,55 +25,53 @@ from megatrain.memory.checksum import checksum
 from megatrain.plan import available_threads
 from megatrain.system.paths import lies_within, parsed_json, read_bytes
 
-# What a file holds, as its size and a checksum of each block.
-#
-# The checksum is the one that guards the disk tier (`memory.checksum`): 64 bits, sure to find any change inside one
-# word, and at memory bandwidth, which matters since it is taken while training goes on (measured: 15 GB/s a core, where
-# CRC-32 did 1.6 and SHA-256 0.2). It is part of the format. One for each block lets several threads share a file, and
-# tells where the damage is.
+# The checksum is the disk tier's (`memory.checksum`): 64 bits, certain to detect any change inside one word, and at
+# memory bandwidth, which matters since it is computed during training (measured: 15 GB/s per core, against 1.6 for
+# CRC-32 and 0.2 for SHA-256). It is part of the format. One per block lets several threads check a file, and locates
+# damage.
 
 
 BLOCK_NBYTES = 4 << 20
-"""Bytes under one checksum; part of the format (see `manifest.FORMAT`). The last block of a file may be shorter."""
+"""Bytes per checksum; part of the format (see `FORMAT`). The last block of a file may be shorter."""
 
 DIGITS = 16
-"""Of a checksum."""
+"""Hexadecimal digits of a checksum."""
 
 _RUN = 16
-"""Blocks that a thread reads in one go."""
+"""Blocks that a thread reads at a time."""
 _READERS = 8
-"""Threads at most, so that a slow drive has several requests to work on."""
+"""Maximum threads, so that a slow drive gets several requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileSum:
-    """Bytes in the file, and `DIGITS` hexadecimal digits for each block."""
+    """Size of a file in bytes, and `DIGITS` hexadecimal digits for each block."""
 
     nbytes: int
     blocks: str
 
 
 def file_sum(nbytes: int, sums: Iterable[int]) -> FileSum:
-    """The sum of a file of so many bytes, from those of its blocks."""
+    """The `FileSum` for a file's size and its blocks' checksums."""
     return FileSum(nbytes, "".join(digits(each) for each in sums))
 
 
 def block_sum(memory: NDArray[np.uint8], nbytes: int) -> int:
-    """The checksum of the first bytes of `memory`, which is aligned to words; zeros fill the last word."""
+    """The checksum of the first bytes of `memory`, which is word-aligned; the last word is padded with zeros."""
     end = -(-nbytes // 8) * 8
     memory[nbytes:end] = 0
     return checksum([memory[:end]])
 
 
 def sum_of(path: Path) -> FileSum:
-    """Read a file, and sum it up. Raises `OSError`."""
+    """Read a file and compute its checksums. Raises `OSError`."""
     return file_sum(path.stat().st_size, _sums(path, 0))
 
 
 def differences(folder: Path, files: Mapping[str, FileSum]) -> dict[str, str]:
-    """Read all files with several threads. Name -> what is wrong, of those that are not as their sum says.
+    """Read all files with several threads; name -> what is wrong, for those that differ from their checksums.
 
-    Sizes are taken for granted; a file that has another one is reported where it ends too early.
+    Sizes are not checked; a file with another size is reported where it ends too early.
     """
     runs = [(name, first) for name in files for first in range(0, max(_blocks(files[name]), 1), _RUN)]
     with ThreadPoolExecutor(min(_READERS, 2 * available_threads())) as threads:
@@ -86,7 +84,7 @@ def differences(folder: Path, files: Mapping[str, FileSum]) -> dict[str, str]:
 
 
 def _difference(path: Path, expected: FileSum, first: int) -> str:
-    """What is wrong with the blocks of one run, nothing if nothing is."""
+    """What is wrong with a run of blocks, empty if nothing."""
     try:
         found = [digits(each) for each in itertools.islice(_sums(path, first), _RUN)]
     except OSError as error:
@@ -124,7 +122,7 @@ def _sums(path: Path, first: int) -> Iterator[int]:
 
 
 def _fill(buffer: memoryview, file: FileIO) -> int:
-    """Read until the buffer is full or the file ends, and return how much that was."""
+    """Read until the buffer is full or the file ends; returns the bytes read."""
     filled = 0
     while filled < len(buffer) and (nbytes := file.readinto(buffer[filled:])):
         filled += nbytes
@@ -133,21 +131,21 @@ def _fill(buffer: memoryview, file: FileIO) -> int:
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-"""Grows with every change that an older version could not read."""
+"""Increases with every change that older versions cannot read."""
 
 _WEIGHTS = (".safetensors", ".index.json")
-"""Endings of files that a loader of models looks for by itself, and prefers to one another."""
+"""Suffixes of weight files that model loaders look for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint is, and what its files hold: name relative to the folder -> sum."""
+    """A checkpoint's metadata, and its files: name relative to the folder -> checksums."""
 
     step: int
     score: float | None
-    """What the best checkpoints are told by, lower is better; `None` where nothing was measured."""
+    """The score for choosing the best checkpoint, lower is better; `None` if not measured."""
     version: str
-    """Of MegaTrain, when it was written."""
+    """MegaTrain's version that wrote it."""
     files: Mapping[str, FileSum]
 
     @property
@@ -155,7 +153,7 @@ class Manifest:
         return sum(file.nbytes for file in self.files.values())
 
     def text(self) -> str:
-        """What `manifest.json` holds."""
+        """The content of `manifest.json`."""
         fields = {
             "format": FORMAT,
             "version": self.version,
@@ -178,38 +176,38 @@ class Damage:
 
 
 Check = Callable[[Path], list[Damage]]
-"""Finds what is wrong with a checkpoint, nothing if it is sound: `quick_check` or `full_check`."""
+"""Lists what is wrong with a checkpoint, empty if it is sound: `quick_check` or `full_check`."""
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises `DamagedCheckpoint` where there is none that is as it was written."""
+    """The manifest of a checkpoint. Raises `DamagedCheckpoint` if it is missing or changed."""
     try:
         raw = read_bytes(folder / MANIFEST)
     except FileNotFoundError as error:
-        raise _damaged(folder, "is missing: the folder is unfinished, or no checkpoint") from error
+        raise _damaged(folder, "is missing: the folder is unfinished, or not a checkpoint") from error
     except OSError as error:
         raise _damaged(folder, f"cannot be read ({error.strerror or error})") from error
     try:
         fields = parsed_json(raw)
         found = fields["format"]
         if isinstance(found, int) and found > FORMAT:
-            raise _damaged(folder, f"has format {found}, and this MegaTrain reads up to {FORMAT}")
+            raise _damaged(folder, f"has format {found}, but this MegaTrain reads up to {FORMAT}")
         files = {name: FileSum(**each) for name, each in fields["files"].items()}
         manifest = Manifest(fields["step"], fields["score"], fields["version"], files)
         if manifest.text().encode() == raw:
             return manifest
-    except (ValueError, TypeError, KeyError, AttributeError):  # whatever a damaged one holds instead
+    except (ValueError, TypeError, KeyError, AttributeError):  # raised for damaged content
         pass
     raise _damaged(folder, "is damaged")
 
 
 def quick_check(folder: Path) -> list[Damage]:
-    """What is wrong as far as names and sizes tell: nothing is read but the manifest."""
+    """List what is wrong by names and sizes, reading only the manifest."""
     return _look(folder)[1]
 
 
 def full_check(folder: Path) -> list[Damage]:
-    """What is wrong, in any byte of any file. Reads all of it, with several threads."""
+    """List what is wrong in any byte of any file. Reads everything, with several threads."""
     listed, found = _look(folder)
     known = {damage.file for damage in found}
     files = {name: file for name, file in listed.items() if name not in known}
@@ -217,7 +215,7 @@ def full_check(folder: Path) -> list[Damage]:
 
 
 def _look(folder: Path) -> tuple[Mapping[str, FileSum], list[Damage]]:
-    """The files that should be there, and what is wrong as far as names and sizes tell."""
+    """The files that should exist, and what is wrong by names and sizes."""
     try:
         files = read_manifest(folder).files
     except DamagedCheckpoint as error:
@@ -245,11 +243,11 @@ def _size_wrong(folder: Path, name: str, nbytes: int) -> str:
         found = path.stat().st_size
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
-    return "" if found == nbytes else f"has {found:,} bytes, and was written with {nbytes:,}"
+    return "" if found == nbytes else f"has {found:,} bytes, but was written with {nbytes:,}"
 
 
 def _strangers(folder: Path, files: Mapping[str, FileSum]) -> list[Damage]:
-    """Files of weights that were not written with the checkpoint."""
+    """Weight files that do not belong to the checkpoint."""
     try:
         names = sorted(path.name for path in folder.iterdir() if path.name.endswith(_WEIGHTS))
     except OSError as error:

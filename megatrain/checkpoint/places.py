@@ -1,9 +1,9 @@
-"""Where what a rank owns of each unit lies in the files of a checkpoint.
+"""Maps a rank's share of each unit to byte ranges in a checkpoint's files.
 
-Files hold whole tensors, and a rank owns pieces of the flat buffers that those are cut from (`spec.layout`). Most
-tensors are a parameter as it is. Where the library takes a parameter apart, fused experts say, the same conversion is
-run once on the numbers of its elements in place of their values, for one unit of those that are alike: it moves
-elements, and what comes out tells where each has gone. A conversion that does anything else has no places.
+Files hold whole tensors, while a rank owns pieces of the flat buffers that the tensors come from (`spec.layout`).
+Most tensors are parameters unchanged. If the library converts a parameter (fused experts, say), the same
+conversion runs once on element numbers instead of values, for one of each kind of unit: the result shows where
+each element goes. A conversion that does more than move elements has no such map.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from megatrain.model import WrittenTensor
 from megatrain.spec.layout import Layout, Ownership
 
 MOST_NUMBERED = 1 << 31
-"""Elements of a unit that have a number of 32 bits, which is as wide as a value."""
+"""Largest unit whose elements can be numbered in 32 bits, the width of a value."""
 
 
 class Run(NamedTuple):
-    """Elements that lie in one piece in a tensor of the files, from `at` on, and in a unit: [start, stop)."""
+    """Elements [start, stop) of a unit that are contiguous in a tensor of the files, from its element `at` on."""
 
     at: int
     start: int
@@ -37,7 +37,7 @@ class Run(NamedTuple):
 
 
 class OwnBytes(NamedTuple):
-    """What a rank owns that lies in one piece in a file, from byte `start` on."""
+    """A contiguous piece of a rank's share, at byte `start` of a file."""
 
     file: str
     start: int
@@ -45,11 +45,11 @@ class OwnBytes(NamedTuple):
 
 
 class _Moved(Exception):
-    """Elements are not moved alone."""
+    """The conversion does more than move elements."""
 
 
 class Places:
-    """Of one planned checkpoint. Nothing is known of it before it is asked for."""
+    """The byte ranges in one planned checkpoint, computed on demand."""
 
     def __init__(self, planned: PlannedCheckpoint, layouts: Sequence[Layout]) -> None:
         self._planned, self._layouts = planned, layouts
@@ -59,8 +59,10 @@ class Places:
 
     @cached_property
     def are_known(self) -> bool:
-        """Whether every element has one place. Finding out takes as much memory as the largest unit that is converted,
-        in float32, and a quarter."""
+        """Whether every element has exactly one place.
+
+        Finding out takes 1.25 times the memory of the largest converted unit in float32.
+        """
         try:
             for unit in self._planned.order:
                 for _ in self._runs(unit):
@@ -70,7 +72,8 @@ class Places:
         return True
 
     def own(self, unit: int, state: UnitState, owned: Ownership) -> Iterator[OwnBytes]:
-        """What a rank writes of a unit: what it owns of its state, float32, and rank 0 what is no parameter's, too."""
+        """What a rank writes of a unit: its share of the state in float32, plus on rank 0 tensors that are not
+        parameters."""
         layout, of_weights = self._layouts[unit], self._weights
         for tensor, runs in self._runs(unit):
             if isinstance(runs, Tensor):
@@ -86,13 +89,13 @@ class Places:
                     yield _placed(self._moments, tensor.name, piece.start - field.start, moment[piece.own])
 
     def units_in(self, files: Sequence[str]) -> list[int]:
-        """Those of which there are weights in any of these files."""
+        """The units with weights in any of these files."""
         inside = {name for name, shard in self._weights.items() if shard.name in files}
         units = self._planned.order
         return [unit for unit in units if any(tensor.name in inside for tensor in self._planned.tensors_of(unit))]
 
     def _runs(self, unit: int) -> Iterator[tuple[WrittenTensor, list[Run] | Tensor]]:
-        """The tensors of a unit, each with its runs, or its value where it is no parameter's."""
+        """The tensors of a unit, each with its runs, or its value if it is not a parameter's."""
         layout, params = self._layouts[unit], self._planned.spec.units[unit].params
         writes = self._planned.written.writes
         fields = {param.name: layout.by_name[param.name] for param in params if writes(param.name)}
@@ -111,7 +114,7 @@ class Places:
                 yield planned[name], next(moved)
 
     def _moved(self, unit: int, names: list[str], found: dict[str, Tensor]) -> list[list[Run]]:
-        """The runs of each tensor that is no parameter as it is, in order."""
+        """The runs of each converted tensor, in order."""
         layout = self._layouts[unit]
         given = tuple(layout.by_name[name] for name in names)
         taken = tuple((_alike(name), tuple(each.shape)) for name, each in found.items())
@@ -142,7 +145,7 @@ class Places:
 
 
 def _runs_of(numbers: NDArray[np.int32]) -> list[Run]:
-    """Where consecutive numbers lie side by side."""
+    """Runs of consecutive numbers."""
     ends = [*(np.flatnonzero(np.diff(numbers) != 1) + 1).tolist(), numbers.size]
     starts = [0, *ends[:-1]]
     first = numbers[starts].tolist() if numbers.size else []

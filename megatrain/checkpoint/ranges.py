@@ -1,13 +1,13 @@
-"""Files that several ranks write, each at its own ranges, and what they hold.
+"""Files that several ranks write together, each its own byte ranges, and their checksums.
 
-A block of a file, which has one checksum, may be written by several ranks. Each keeps a checksum of every piece that it
-has written, taken from its memory. Once all have written and forced what they wrote to the disk, the blocks are dealt
-out: whoever has one reads it back, and proves that its pieces fill it and are, each, what its writer meant, before it
-sums the whole. So what a manifest says is what was in memory, as where one rank writes alone.
+A block, the unit of checksums, may be written by several ranks. Each rank keeps a checksum of every piece that it has
+written, computed from memory. Once all have written and synced, the blocks are divided among the ranks: a rank reads
+its blocks back and verifies that pieces fill each block and match their writers' checksums before it computes the
+block's. So the manifest describes what was in memory, as when one rank writes alone.
 
-Bytes go through the page cache: pieces do not begin at sectors. Files are opened to write alone, and nothing of them
-is read before all have written: a network file system then sends the bytes that were written, and not the pages around
-them. `probe` finds out whether it does.
+Bytes go through the page cache, since pieces are not sector-aligned. Files are opened write-only, and nothing is
+read before all ranks have written: a network file system then sends the written bytes, not the pages around them.
+`probe` tests whether it does.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from megatrain.checkpoint.safetensors_writer import Shard
 from megatrain.errors import CheckpointError
 
 PROBE = ".ranks"
-"""The file by which ranks find out whether they share a folder."""
+"""The file with which ranks test whether they share a folder."""
 NONCE_NBYTES = 16
 _THREADS = 4
 _MOST_OPEN = 8
-"""Files at a time. They are written one behind the other."""
+"""Maximum open files; they are written one after another."""
 
 
 class Written(NamedTuple):
-    """A piece of one block of a file: which of the files, its first byte, its bytes, and their checksum."""
+    """A piece of one block: the number of its file, its first byte, its length, and its checksum."""
 
     file: int
     start: int
@@ -48,14 +48,13 @@ class Written(NamedTuple):
 
 
 def make_probe(folder: Path, ranks: int) -> None:
-    """Where each rank is to write. Raises `OSError`."""
+    """Create the file that each rank writes to. Raises `OSError`."""
     with (folder / PROBE).open("xb") as file:
         file.truncate(ranks * NONCE_NBYTES)
 
 
 def probe(folder: Path, rank: int, nonce: bytes) -> str:
-    """Write what the others look for, beside what they write, and return it in hexadecimal; nothing where that cannot
-    be."""
+    """Write a nonce for the other ranks; returns it in hexadecimal, or an empty string if writing fails."""
     try:
         file = os.open(folder / PROBE, os.O_WRONLY)
         try:
@@ -69,7 +68,7 @@ def probe(folder: Path, rank: int, nonce: bytes) -> str:
 
 
 def sees(folder: Path, nonces: Sequence[str]) -> bool:
-    """Whether all that the ranks have written is there."""
+    """Whether everything that the ranks wrote is there."""
     try:
         return all(nonces) and (folder / PROBE).read_bytes().hex() == "".join(nonces)
     except OSError:
@@ -77,12 +76,12 @@ def sees(folder: Path, nonces: Sequence[str]) -> bool:
 
 
 class RangeWriter:
-    """Writes what one rank owns into `files` in `folder`."""
+    """Writes one rank's share into `files` in `folder`."""
 
     def __init__(self, folder: Path, files: Sequence[Shard]) -> None:
         self.written: list[Written] = []
         self.nbytes = 0
-        """That have been given."""
+        """Bytes passed to `write` so far."""
         self._folder, self._number = folder, {shard.name: number for number, shard in enumerate(files)}
         self._open: OrderedDict[str, int] = OrderedDict()
         self._under_way: list[Future[Written]] = []
@@ -92,11 +91,11 @@ class RangeWriter:
             self._free.put(np.empty(manifest.BLOCK_NBYTES, np.uint8))
 
     def takes(self, name: str) -> bool:
-        """Whether that is one of the files."""
+        """Whether it is one of the files."""
         return name in self._number
 
     def write(self, piece: OwnBytes) -> None:
-        """Write into a file that is there. Its memory may change once `settle` has returned."""
+        """Write into an existing file. The memory may change once `settle` has returned."""
         self.nbytes += piece.data.size
         file, start, rest = self._file(piece.file), piece.start, piece.data
         while rest.size:
@@ -105,12 +104,12 @@ class RangeWriter:
             start, rest = start + part.size, rest[part.size :]
 
     def settle(self) -> None:
-        """Wait until all is written. Raises `OSError`."""
+        """Wait until everything is written. Raises `OSError`."""
         under_way, self._under_way = self._under_way, []
         self.written += [each.result() for each in under_way]
 
     def finish(self) -> None:
-        """Wait, and force all of it to the disk. Raises `OSError`."""
+        """Wait, and sync everything to the disk. Raises `OSError`."""
         self.settle()
         while self._open:
             self._close()
@@ -133,7 +132,7 @@ class RangeWriter:
         return self._open[name]
 
     def _close(self) -> None:
-        """Close the file that has not been written for longest."""
+        """Close the least recently used file."""
         name, file = next(iter(self._open.items()))
         os.fsync(file)
         del self._open[name]
@@ -150,8 +149,10 @@ class RangeWriter:
 
 
 def create(folder: Path, files: Iterable[Shard]) -> None:
-    """Make the files, of their size, with space for all that comes, and keep nothing of them in memory: a network file
-    system would write back whole what it holds of a page, which another rank writes to. Raises `OSError`."""
+    """Create the files with their full size and space, and keep nothing of them in the page cache. Raises `OSError`.
+
+    A network file system would write back whole cached pages, overwriting what other ranks write there.
+    """
     for shard in files:
         file = os.open(folder / shard.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -165,12 +166,12 @@ def create(folder: Path, files: Iterable[Shard]) -> None:
 
 
 def header_of(shard: Shard) -> OwnBytes:
-    """What a file begins with."""
+    """The header of a file."""
     return OwnBytes(shard.name, 0, np.frombuffer(shard.header, np.uint8))
 
 
 def differing(folder: Path, pieces: Iterable[OwnBytes]) -> set[str]:
-    """Names of files that do not hold these bytes."""
+    """Names of the files that do not hold these bytes."""
     wrong: set[str] = set()
     for name, start, data in pieces:
         if name in wrong:
@@ -189,7 +190,7 @@ def differing(folder: Path, pieces: Iterable[OwnBytes]) -> set[str]:
 
 
 def dealt_blocks(files: Sequence[Shard], rank: int, ranks: int) -> list[tuple[int, int]]:
-    """The blocks that a rank sums up: (number of the file, number of the block)."""
+    """The blocks that a rank checksums, as (number of the file, number of the block)."""
     blocks = [(number, block) for number, shard in enumerate(files) for block in range(_blocks(shard))]
     return blocks[len(blocks) * rank // ranks : len(blocks) * (rank + 1) // ranks]
 
@@ -201,9 +202,9 @@ def sums_of_blocks(
     written: Sequence[Sequence[Written]],
     progress: Callable[[], object],
 ) -> list[int]:
-    """The checksums of blocks, each read once. written: of each rank. progress: called for each block.
+    """The checksums of blocks, each read once. written: pieces of each rank. progress: called for each block.
 
-    Raises `CheckpointError` for a block that is not filled by what the ranks have written, or holds something else.
+    Raises `CheckpointError` if the ranks' pieces do not fill a block, or its content differs from theirs.
     """
     pieces: dict[tuple[int, int], list[tuple[Written, int]]] = {block: [] for block in blocks}
     for rank, of_rank in enumerate(written):
@@ -220,7 +221,7 @@ def sums_of_blocks(
 
 
 def file_sums(files: Sequence[Shard], sums: Sequence[int]) -> Mapping[str, FileSum]:
-    """By name, from the sums of all blocks of all files in order."""
+    """Name -> checksums, from the checksums of all blocks of all files in order."""
     rest = iter(sums)
     return {shard.name: file_sum(shard.nbytes, [next(rest) for _ in range(_blocks(shard))]) for shard in files}
 

@@ -1,8 +1,8 @@
-"""`training.json`: everything of a run that is not a tensor, as the caller gives it, and back exactly as it was.
+"""`training.json`: a run's state other than tensors; values come back exactly as they were given.
 
-Plain JSON that a person can read. What JSON lacks is written as a mapping with one key that begins with a dollar:
-bytes as base64, and numbers that are not finite by their name. What could not come back as it was, such as a tuple, is
-refused when it is written, with its place. What the values mean is the caller's business.
+Plain, readable JSON. What JSON lacks becomes a mapping with a single key that starts with a dollar: bytes as
+base64, non-finite numbers by name. Values that would not come back unchanged (tuples, say) are refused, naming
+their place. What the values mean is up to the caller.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FORMAT = 1
 
 
 def write_training(folder: Path, training: Mapping[str, Any]) -> None:
-    """Write `training`: scalars, strings, bytes, and lists and dicts of such with strings as keys.
+    """Write `training`: scalars, strings, bytes, and lists and dicts of these with string keys.
 
     Raises `CheckpointError` for any other value, naming where it is.
     """
@@ -32,11 +32,11 @@ def write_training(folder: Path, training: Mapping[str, Any]) -> None:
 
 
 def read_training(folder: Path) -> dict[str, Any]:
-    """What `write_training` was given. Raises `DamagedCheckpoint` for a file that is missing or damaged, or newer."""
+    """Read what `write_training` was given. Raises `DamagedCheckpoint` if the file is missing, damaged or newer."""
     try:
         fields = read_json(folder / TRAINING)
         if fields["format"] > FORMAT:
-            what = f"{TRAINING} has format {fields['format']}, and this MegaTrain reads up to {FORMAT}"
+            what = f"{TRAINING} has format {fields['format']}, but this MegaTrain reads up to {FORMAT}"
             raise DamagedCheckpoint(what, where=str(folder), fix="use the version that wrote it")
         return {key: _given(value) for key, value in fields["training"].items()}
     except OSError as error:
@@ -47,7 +47,7 @@ def read_training(folder: Path) -> dict[str, Any]:
 
 
 def _plain(value: Any, place: str) -> Any:
-    """A value as JSON has it."""
+    """Convert a value to JSON."""
     match value:
         case None | bool() | str():
             return value
@@ -68,7 +68,7 @@ def _plain(value: Any, place: str) -> Any:
 
 
 def _given(value: Any) -> Any:
-    """A value as it was before `_plain`."""
+    """Reverse `_plain`."""
     match value:
         case {"$float": str(name)}:
             return float(name)

@@ -1,9 +1,9 @@
-"""Files of weights in the safetensors format, written tensor by tensor.
+"""Writes safetensors files tensor by tensor.
 
-The library's `save_file` wants all tensors of a file in memory at once. Here the header comes first, from the names,
-dtypes and shapes alone, and each tensor is written into its place when it comes, rounded to the written dtype a few
-MiB at a time. Within a file, tensors lie as that library lays them (largest elements first, so that each is aligned,
-then by name), so a model that fits into one file makes the very file that `save_pretrained` would.
+The library's `save_file` needs all tensors of a file in memory at once. Here the header is written first, from names,
+dtypes and shapes, and each tensor is written to its place when it arrives, rounded to its dtype a few MiB at a time.
+Within a file, tensors are in that library's order (largest elements first, so that each is aligned, then by name), so
+a model that fits into one file gives the same file as `save_pretrained`.
 
 Format: 8 bytes little-endian length of the header, the header (JSON, padded with spaces), the tensors without gaps.
 """
@@ -24,7 +24,7 @@ from megatrain.model import WrittenTensor
 
 INDEX = "model.safetensors.index.json"
 BLOCK_NBYTES = 8 << 20
-"""Bytes of a tensor that are converted and written at a time."""
+"""Bytes of a tensor converted and written at a time."""
 
 DTYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -39,13 +39,13 @@ DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.int64: "I64",
 }
-"""What the format calls them, in its own order, which rises with the size of an element."""
+"""The format's names of dtypes, in its own order, by rising element size."""
 _RANK = {dtype: rank for rank, dtype in enumerate(DTYPES)}
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file: its name, its header, and where in the file each of its tensors starts, in bytes."""
+    """One file: its name, its header, and the byte offset of each tensor."""
 
     name: str
     header: bytes
@@ -54,9 +54,9 @@ class Shard:
 
 
 def plan_shards(tensors: Iterable[WrittenTensor], shard_nbytes: int, stem: str = "model") -> list[Shard]:
-    """Deal tensors out, in order, to as few files of at most `shard_nbytes` of tensors as that allows.
+    """Divide tensors, in order, into as few files of at most `shard_nbytes` as possible.
 
-    A tensor larger than that has a file of its own. Raises `ExportError` for a dtype that the format lacks.
+    A larger tensor gets a file of its own. Raises `ExportError` for a dtype that the format lacks.
     """
     return _named([sorted(each, key=_place) for each in _dealt(tensors, shard_nbytes)], stem)
 
@@ -64,10 +64,10 @@ def plan_shards(tensors: Iterable[WrittenTensor], shard_nbytes: int, stem: str =
 def plan_front_to_back(
     tensors: Sequence[WrittenTensor], shard_nbytes: int, stem: str, apart: Collection[str] = ()
 ) -> list[Shard]:
-    """As `plan_shards`, for files that are called `stem` and written without going back.
+    """As `plan_shards`, for files named after `stem` that are written sequentially.
 
-    Within a file, tensors lie in the order in which they come. Those that are `apart` have files of their own, and so
-    have those that are not float32, which come after all others, so that each tensor is aligned. No tensor, no file.
+    Within a file, tensors keep their given order. Those in `apart` get separate files, and so do those that are not
+    float32, which come after all others, so that each tensor is aligned. Without tensors there is no file.
     """
     floats = [tensor for tensor in tensors if tensor.dtype == torch.float32]
     others = sorted((tensor for tensor in tensors if tensor.dtype != torch.float32), key=_place)
@@ -98,7 +98,7 @@ def _named(dealt: Sequence[Sequence[WrittenTensor]], stem: str) -> list[Shard]:
 
 
 def _place(tensor: WrittenTensor) -> tuple[int, str]:
-    """Where a tensor lies in its file, among others: as the library has it."""
+    """Sort key of a tensor within its file, as in the safetensors library."""
     return -_RANK[tensor.dtype], tensor.name
 
 
@@ -120,7 +120,7 @@ def _shard(name: str, tensors: Sequence[WrittenTensor]) -> Shard:
 
 
 class ShardFile(Protocol):
-    """What a shard is written into."""
+    """A file that a shard is written to."""
 
     def write(self, data: memoryview | bytes, /) -> object: ...
 
@@ -136,8 +136,8 @@ def _create(path: Path, nbytes: int) -> ShardFile:
 class ShardWriter:
     """Writes shards into a folder, one open at a time; tensors come in the order in which they were planned.
 
-    create: makes the file at a path, for so many bytes; an ordinary one if nothing else is said. If it cannot `seek`
-    back, the shards must have been planned for that.
+    create: creates a file, given its path and size; by default an ordinary one. If it cannot `seek` back, the shards
+    must be planned by `plan_front_to_back`.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class ShardWriter:
         self._open: Shard | None = None
 
     def write(self, planned: WrittenTensor, tensor: Tensor) -> None:
-        """Write `tensor` as planned, rounding to nearest even where the dtypes differ."""
+        """Write `tensor` as planned, rounding to nearest even if the dtypes differ."""
         if tuple(tensor.shape) != planned.shape:
             raise ExportError(f"tensor {planned.name} is {list(tensor.shape)}, not {list(planned.shape)} as planned")
         while self._open is None or planned.name not in self._open.starts:
@@ -160,7 +160,7 @@ class ShardWriter:
             self._file.write(block)
 
     def close(self) -> None:
-        """Flush and close the file that is open."""
+        """Flush and close the open file."""
         if self._file is not None:
             file, self._file = self._file, None
             file.close()
@@ -179,7 +179,7 @@ class ShardWriter:
 
 
 def _blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """The elements of a tensor in row-major order as the bytes of `dtype`, a block at a time."""
+    """The elements of a tensor in row-major order, as bytes of `dtype`, block by block."""
     rows = tensor.reshape(-1) if tensor.is_contiguous() or tensor.dim() == 0 else tensor
     if not tensor.numel():
         return
@@ -190,7 +190,7 @@ def _blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
 
 
 def write_index(folder: Path, shards: Sequence[Shard], tensors: Iterable[WrittenTensor], numel: int) -> None:
-    """Write which file holds each tensor, where there are several files. `numel`: parameters of the model."""
+    """Write the index of tensors if there are several files. `numel`: parameters of the model."""
     if len(shards) < 2:
         return
     index = {

@@ -1,16 +1,15 @@
-"""Checkpoints written unit by unit: a Hugging Face folder with float32 masters, and what else it takes to go on.
+"""Writes checkpoints unit by unit: a Hugging Face folder with float32 masters, plus everything needed to resume.
 
     step-00001200/
-      config.json, model.safetensors ...      a model that `from_pretrained` loads, tokenizer and all; of a model with
-                                              an adapter that alone, as `peft` writes it
+      config.json, model.safetensors ...      a model that `from_pretrained` loads, tokenizer included; if the model has
+                                              an adapter, only the adapter, as `peft` writes it
       optimizer/moments.safetensors ...       m and v of each trained parameter, `NAME.m` and `NAME.v`, in its shape
       training.json                           everything that is not a tensor (`run_state`)
       manifest.json                           sizes and checksums (`manifest`)
 
-Masters and moments of a unit are written in one pass, so that a unit is gathered once and none is in memory but the one
-that is being written. It appears whole or not at all. What needs the library, names and small files, is done when a
-checkpoint is planned, since that must not happen beside a training step; writing may. It leaves out where the state
-comes from.
+Masters and moments of a unit are written in one pass, so that a unit is gathered once, with one unit in memory at a
+time. The folder appears complete or not at all. What needs transformers (names and small files) is done when a
+checkpoint is planned, since it must not run during a training step; writing may.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ OPTIMIZER = "optimizer"
 """The folder of moments inside a checkpoint."""
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes written, bytes in all)."""
+"""Called with (bytes written, total bytes)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParamState:
-    """The state of one parameter, float32 in its shape, on the host. A frozen parameter has no moments."""
+    """The float32 state of one parameter in its shape, on the host. A frozen parameter has no moments."""
 
     master: Tensor
     m: Tensor | None = None
@@ -58,10 +57,10 @@ class ParamState:
 
 
 class PlannedCheckpoint:
-    """All that is known of a model's checkpoints before any is written; good for as many as wanted.
+    """Everything about a model's checkpoints that is known before writing; may be used for any number of them.
 
-    Buffers, config and generation config are written as they are now. Made by the thread that runs the model, while it
-    does not run. Raises `ExportError` for a model whose checkpoint cannot be made from one unit at a time.
+    Buffers, config and generation config are written as they are now. Construct it on the thread that runs the
+    model, while it is not running. Raises `ExportError` if a checkpoint cannot be built unit by unit.
     """
 
     def __init__(
@@ -69,10 +68,10 @@ class PlannedCheckpoint:
     ) -> None:
         self.spec = ported.structure
         self.order = tuple(range(len(self.spec.units)) if order is None else order)
-        """Units in the order in which they are written, every one once; as in the specification if not given."""
+        """Order in which units are written; by default that of the specification."""
         self.written = written_of(ported, torch.float32)
         self.frozen = _frozen(self.spec, self.written)
-        """Tensors that nothing trains. They have files of their own, which checkpoints share (`hard_links`)."""
+        """Tensors that do not train. They are in separate files, which checkpoints share (`hard_links`)."""
         nbytes = shard_nbytes if ported.adapter is None else 1 << 62  # `peft` reads one file
         self.weights = plan_front_to_back(self.tensors, nbytes, self.written.stem, self.frozen)
         self.moments = plan_front_to_back(self.moment_tensors, shard_nbytes, f"{OPTIMIZER}/moments")
@@ -80,27 +79,28 @@ class PlannedCheckpoint:
 
     @property
     def tensors(self) -> list[WrittenTensor]:
-        """The tensors of the model's files, in the order in which units give them."""
+        """The tensors of the model's files, in the order in which units provide them."""
         return [tensor for unit in self.order for tensor in self.tensors_of(unit)]
 
     def tensors_of(self, unit: int) -> list[WrittenTensor]:
-        """In an order that does not depend on how the model was made, so that a resumed run makes the same files."""
+        """A unit's tensors, in an order independent of how the model was made, so that a resumed run makes the
+        same files."""
         return sorted(self.written.units[unit], key=lambda tensor: tensor.name)
 
     @property
     def moment_tensors(self) -> list[WrittenTensor]:
-        """The tensors of the optimizer's files, in the order in which units give them."""
+        """The tensors of the optimizer's files, in the order in which units provide them."""
         params = (param for unit in self.order for param in self.spec.units[unit].params)
         return [tensor for param in params for tensor in moments_of(param)]
 
     @property
     def frozen_weights(self) -> list[Shard]:
-        """Files in which nothing is trained."""
+        """Files without trained weights."""
         return [shard for shard in self.weights if shard.starts and self.frozen.issuperset(shard.starts)]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files of weights and moments; the others are small."""
+        """Bytes of the files of weights and moments; the other files are small."""
         return sum(shard.nbytes for shard in (*self.weights, *self.moments))
 
 
@@ -118,17 +118,17 @@ def write_checkpoint(
     shared: Callable[[int], object] = lambda nbytes: None,
     together: Callable[[Path], Mapping[str, FileSum] | None] = lambda folder: None,
 ) -> Path:
-    """Write the checkpoint `step-STEP` into `folder`, in the place of one that is there, and return its path.
+    """Write the checkpoint `step-STEP` into `folder`, replacing an existing one, and return its path.
 
-    units: the state of each parameter by name, unit after unit in `planned.order`; advanced once the unit before has
-    been written, so whatever makes units may reuse memory. training: see `write_training`. score: what checkpoints
-    are ranked by, lower is better. write_more: called with the folder before it appears, to add a tokenizer, say.
-    earlier: a checkpoint in the same folder, whose files are linked where they would be the same. shared: called with
-    the bytes of each such file. together: called with the folder before any array is in it, so that several ranks may
-    write all of them; returns what their files hold, or nothing, where they are to be written from `units`.
+    units: name -> state of each parameter, unit by unit in `planned.order`; advanced only after the previous unit has
+    been written, so a generator may reuse its memory. training: see `write_training`. score: for ranking checkpoints,
+    lower is better. write_more: called with the folder before it appears, to add a tokenizer, say. earlier: a
+    checkpoint in the same folder, whose files are linked if unchanged. shared: called with the bytes of each linked
+    file. together: called with the folder before it holds arrays, so that several ranks may write them together;
+    returns their files' checksums, or nothing if they are to be written from `units`.
 
-    May run in a thread beside training, as may `units`, one call at a time. Raises `CheckpointError` when it cannot be
-    written, for lack of space among others; what was there is then there as before. What `units` raises comes through.
+    May run in a thread during training, as may `units`, one call at a time. Raises `CheckpointError`, leaving an
+    existing checkpoint unchanged, if writing fails (for lack of space, say). Errors of `units` are passed on.
     """
     target = step_folder(usable_path(folder, error=CheckpointError, to_write="folder").resolve(), step)
     _refuse_foreign(target)
@@ -157,7 +157,7 @@ def write_checkpoint(
 
 @contextmanager
 def writing_to(target: Path) -> Iterator[None]:
-    """What the file system refuses is a `CheckpointError`."""
+    """Turn errors of the file system into `CheckpointError`."""
     try:
         yield
     except OSError as error:
@@ -166,12 +166,12 @@ def writing_to(target: Path) -> Iterator[None]:
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies in the folder of checkpoints."""
+    """The path of a step's checkpoint in the folder of checkpoints."""
     return folder / f"step-{step:08d}"
 
 
 def moments_of(param: ParamSpec) -> list[WrittenTensor]:
-    """The tensors of a parameter's optimizer state, none where it is frozen."""
+    """The tensors of a parameter's optimizer state, none if it is frozen."""
     if not param.trainable:
         return []
     return [WrittenTensor(f"{param.name}.{each}", param.shape, torch.float32) for each in ("m", "v")]
@@ -185,7 +185,7 @@ def _write_arrays(
     earlier: Earlier | None,
     shared: Callable[[int], object],
 ) -> dict[str, FileSum]:
-    """Write the files of weights and moments, and return their sums."""
+    """Write the files of weights and moments, and return their checksums."""
     frozen = planned.frozen_weights
     trained = [shard for shard in planned.weights if shard not in frozen]
     with DirectWriter(folder) as files:
@@ -215,7 +215,7 @@ def _write_arrays(
 
 
 def _frozen(spec: ModelSpec, written: Written) -> frozenset[str]:
-    """Names of tensors that nothing trains, as far as names tell; one too many or too few only costs space."""
+    """Names of tensors that do not train, judged by names; a wrong guess only costs space."""
     names: set[str] = set()
     for unit, tensors in zip(spec.units, written.units, strict=True):
         still = {param.name for param in unit.params if not param.trainable}
@@ -225,7 +225,7 @@ def _frozen(spec: ModelSpec, written: Written) -> frozenset[str]:
 
 
 def _shareable_nbytes(planned: PlannedCheckpoint, earlier: Earlier | None) -> int:
-    """Bytes that will hardly have to be written."""
+    """Bytes that will probably be linked rather than written."""
     if earlier is None:
         return 0
     there = (shard for shard in planned.frozen_weights if earlier.sum_of(shard.name, shard.nbytes) is not None)
@@ -233,7 +233,7 @@ def _shareable_nbytes(planned: PlannedCheckpoint, earlier: Earlier | None) -> in
 
 
 class _Arrays:
-    """Takes the state of unit after unit apart, and writes each tensor to its place."""
+    """Splits the state of units into tensors, and writes each to its place."""
 
     def __init__(
         self,
@@ -245,12 +245,12 @@ class _Arrays:
     ) -> None:
         self._planned, self._progress = planned, progress
         self._weights, self._constant, self._moments = weights, constant, moments
-        self._last: dict[str, tuple[WrittenTensor, Tensor]] = {}  # what lies in the last files, and is in memory anyway
+        self._last: dict[str, tuple[WrittenTensor, Tensor]] = {}  # for the last files; in memory anyway
         self._total = sum(tensor.nbytes for tensor in (*planned.tensors, *planned.moment_tensors))
         self._done = 0
 
     def write_unit(self, unit: int, units: Iterator[Mapping[str, ParamState]]) -> None:
-        """Ask for the next unit and write it. Nothing of it is held afterwards."""
+        """Take the next unit and write it, keeping no reference to it."""
         state = next(units, None)
         params = [each for each in self._planned.spec.units[unit].params if self._planned.written.writes(each.name)]
         if state is None:
@@ -259,7 +259,7 @@ class _Arrays:
         _refuse_inexact(params, state)
         tensors = self._planned.written.tensors(unit, {param.name: state[param.name].master for param in params})
         for tensor in self._planned.tensors_of(unit):
-            value = tensors.pop(tensor.name)  # popped: where it is a copy, it goes as soon as it is written
+            value = tensors.pop(tensor.name)  # popped to free copies as soon as they are written
             if tensor.dtype == torch.float32:
                 self._write(self._constant if tensor.name in self._planned.frozen else self._weights, tensor, value)
             else:
@@ -271,7 +271,7 @@ class _Arrays:
                 self._write(self._moments, tensor, moment)
 
     def finish(self, units: Iterator[Mapping[str, ParamState]]) -> None:
-        """Write what lies in the last files, and let whatever makes units come to its end."""
+        """Write the last files, and exhaust the iterator of units."""
         for name in (name for shard in self._planned.weights for name in shard.starts):
             if name in self._last:
                 self._write(self._weights, *self._last[name])
@@ -285,7 +285,7 @@ class _Arrays:
 
 
 def _refuse_inexact(params: Iterable[ParamSpec], state: Mapping[str, ParamState]) -> None:
-    """Raise `CheckpointError` for a state that is not what a parameter has: nothing is rounded or left out here."""
+    """Raise `CheckpointError` unless the state has exactly the expected tensors: nothing is rounded or omitted."""
     for param in params:
         where = f"parameter {param.name}"
         if param.name not in state:
@@ -295,7 +295,7 @@ def _refuse_inexact(params: Iterable[ParamSpec], state: Mapping[str, ParamState]
         }
         due = ["master", "m", "v"] if param.trainable else ["master"]
         if list(given) != due:
-            raise CheckpointError(f"its state is {', '.join(given)}, not {', '.join(due)}", where=where)
+            raise CheckpointError(f"its state has {', '.join(given)}, not {', '.join(due)}", where=where)
         for name, tensor in given.items():
             if tensor.dtype != torch.float32 or tuple(tensor.shape) != param.shape:
                 found = f"{tensor.dtype} {list(tensor.shape)}"
@@ -303,7 +303,7 @@ def _refuse_inexact(params: Iterable[ParamSpec], state: Mapping[str, ParamState]
 
 
 def _small_files(written: Written) -> dict[str, bytes]:
-    """Config, generation config and custom code: name -> content. A checkpoint has no model card."""
+    """Config, generation config and custom code: name -> content. Checkpoints have no model card."""
     try:
         with tempfile.TemporaryDirectory() as folder:
             written.write_small_files(Path(folder))
@@ -322,17 +322,17 @@ def _unwatched(done: int, total: int) -> None:
 
 
 def _refuse_foreign(target: Path) -> None:
-    """A checkpoint replaces a whole folder, so that must be one, or empty."""
+    """Raise `CheckpointError` unless the target is a checkpoint or empty, since it is replaced as a whole."""
     try:
         inside = {path.name for path in target.iterdir()} if target.exists() else set()
     except OSError as error:
         raise CheckpointError(f"cannot be replaced ({error.strerror or error})", where=str(target)) from error
     if inside and not inside & {MANIFEST, TRAINING, "config.json"}:
-        raise CheckpointError("is a folder of something else", where=str(target), fix="move it out of the way")
+        raise CheckpointError("is a folder, but not a checkpoint", where=str(target), fix="move it out of the way")
 
 
 def _refuse_too_little_space(target: Path, needed: int) -> None:
-    """A checkpoint that is there stays until the new one is whole, so its space does not count as free."""
+    """An existing checkpoint stays until the new one is complete, so its space does not count as free."""
     free = shutil.disk_usage(target.parent).free
     if free < needed:
         raise OSError(errno.ENOSPC, f"needs {needed:,} bytes, and {free:,} are free")

@@ -170,7 +170,7 @@ def test_every_damaged_file_is_named(checkpoint: Path) -> None:
     first = checkpoint / "model-00001-of-00002.safetensors"
     first.write_bytes(first.read_bytes().replace(b"weight", b"weighs", 1))
     assert [str(damage) for damage in full_check(checkpoint)] == [
-        f"config.json has 2 bytes, and was written with {nbytes:,}",
+        f"config.json has 2 bytes, but was written with {nbytes:,}",
         "training.json is missing",
         f"model-00001-of-00002.safetensors is damaged between byte 0 and byte {first.stat().st_size:,}",
     ]
@@ -203,7 +203,7 @@ def test_weights_that_were_not_written_with_it_are_found_and_other_files_are_not
         ("{}", "is damaged"),
         ('{"format": 1}', "is damaged"),
         ('{"format": 1, "files": [], "step": 0, "score": null, "version": ""}', "is damaged"),
-        ('{"format": 2}', "has format 2, and this MegaTrain reads up to 1"),
+        ('{"format": 2}', "has format 2, but this MegaTrain reads up to 1"),
     ],
 )
 def test_a_manifest_that_is_none_or_newer_says_so(text: str, said: str, checkpoint: Path) -> None:

@@ -410,7 +410,7 @@ def test_a_folder_that_holds_something_else_is_not_touched(llama: Any, tmp_path:
         export_model(*llama, tmp_path)
     folder = export_model(*llama, tmp_path / "model")
     (folder / "dataset.bin").write_text("years of work")
-    with pytest.raises(ExportError, match=r"holds 'dataset.bin', which is not part of a model"):
+    with pytest.raises(ExportError, match=r"contains 'dataset.bin', which is not part of a model"):
         export_model(*llama, folder)
     with pytest.raises(ExportError, match="is a file"):
         export_model(*llama, tmp_path / "thesis.txt")

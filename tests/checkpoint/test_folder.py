@@ -80,7 +80,7 @@ def test_damaged_and_unfinished_ones_are_skipped_with_a_line_each(planned: Plann
     assert found.checkpoint.step == 2
     size = (tmp_path / "step-00000003" / "optimizer" / "moments.safetensors").stat().st_size
     assert found.skipped == (
-        "step-00000004: manifest.json is missing: the folder is unfinished, or no checkpoint",
+        "step-00000004: manifest.json is missing: the folder is unfinished, or not a checkpoint",
         f"step-00000003: optimizer/moments.safetensors is damaged between byte 0 and byte {size:,}",
     )
     assert bits(loaded(found.checkpoint, planned)) == expected(planned, 2)

@@ -160,7 +160,7 @@ def test_damage_that_no_time_tells_of_is_found_before_it_is_copied(
         monkeypatch.setattr(os, "link", refuses)
         engine.step(unequal_batches(2))
         failed = engine.save(tmp_path)
-        with pytest.raises(Exception, match="is not as it was written"):
+        with pytest.raises(Exception, match="has changed since it was written"):
             failed.wait()
         assert full_check(saved(engine, tmp_path).wait()) == []  # and the next one writes everything
 

@@ -89,6 +89,6 @@ def test_a_newer_format_and_a_missing_file_say_so(tmp_path: Path) -> None:
         read_training(tmp_path)
     (tmp_path / TRAINING).write_text('{"format": 2, "training": {}}')
     with pytest.raises(
-        DamagedCheckpoint, match=r"training.json has format 2, and this MegaTrain reads up to 1; use the"
+        DamagedCheckpoint, match=r"training.json has format 2, but this MegaTrain reads up to 1; use the"
     ):
         read_training(tmp_path)

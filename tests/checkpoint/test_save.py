@@ -326,7 +326,7 @@ def drop(name: str) -> Callable[[State], State]:
 NORM = "model.layers.1.input_layernorm.weight"
 WRONG: dict[str, tuple[Callable[[State], State], str]] = {
     "none": (drop(NORM), "its state was not given"),
-    "no moments": (lambda s: {**s, NORM: ParamState(s[NORM].master)}, "its state is master, not master, m, v"),
+    "no moments": (lambda s: {**s, NORM: ParamState(s[NORM].master)}, "its state has master, not master, m, v"),
     "rounded": (
         lambda s: {**s, NORM: replace(s[NORM], m=s[NORM].master.bfloat16())},
         r"its m is torch.bfloat16 \[32\], not torch.float32 \[32\]",
@@ -359,7 +359,7 @@ def test_too_few_and_too_many_units_are_refused(llama: PlannedCheckpoint, tmp_pa
 def test_a_folder_of_something_else_is_not_replaced(llama: PlannedCheckpoint, tmp_path: Path) -> None:
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001" / "thesis.txt").write_text("years of work")
-    with pytest.raises(CheckpointError, match="is a folder of something else"):
+    with pytest.raises(CheckpointError, match="is a folder, but not a checkpoint"):
         save(tmp_path, planned=llama)
     (tmp_path / "step-00000002").write_text("years of work")
     with pytest.raises(CheckpointError, match="cannot be replaced"):
@@ -384,6 +384,6 @@ def test_a_checkpoint_opens_wherever_it_is_moved(llama: PlannedCheckpoint, tmp_p
     found: Checkpoint = open_checkpoint(tmp_path / "best")
     assert (found.step, found.manifest.score) == (3, 2.5)
     with pytest.raises(
-        DamagedCheckpoint, match=r"manifest.json is missing: the folder is unfinished, or no checkpoint"
+        DamagedCheckpoint, match=r"manifest.json is missing: the folder is unfinished, or not a checkpoint"
     ):
         open_checkpoint(tmp_path)
