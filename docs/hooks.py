@@ -61,7 +61,7 @@ def command_line_page() -> str:
     lines = [
         "# Command line",
         "",
-        "The help of each verb, as `megatrain VERB --help` prints it. A user's mistake is one line on stderr and exit",
+        "Each command's help, as `megatrain COMMAND --help` prints it. A user's mistake is one line on stderr and exit",
         "code 2; Ctrl-C is 130; a traceback is a defect of ours.",
     ]
     for name, command in group.commands.items():

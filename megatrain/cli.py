@@ -1,7 +1,7 @@
-"""The command line: `megatrain VERB ...`. Verbs import what they need when they run, so that `--help` is quick.
+"""The command line: `megatrain COMMAND ...`. Commands import what they need when they run, so that `--help` is quick.
 
-A user's mistake (`MegaTrainError`, or a malformed command) is one line on stderr and exit code 2; Ctrl-C is 130. A
-traceback means a defect of ours, so any other exception keeps its own.
+A user's mistake (`MegaTrainError`, or a malformed command) gives one line on stderr and exit code 2; Ctrl-C gives 130.
+Any other exception is a bug of ours and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
 
 USER_ERROR, MISMATCH, INTERRUPTED = 2, 1, 130
 
-# The base of what a malformed command raises, which typer does not export by name: ClickException.
+# ClickException, the base of errors in a command's arguments, which typer does not export.
 _MalformedCommand: type[Exception] = typer.BadParameter.__mro__[2]
 
 
 class _Verbs(TyperGroup):
-    """The verbs; an unknown one is answered with the nearest."""
+    """The commands; an error for an unknown one names the nearest."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and not args[0].startswith("-") and args[0] not in self.commands:
             nearest = difflib.get_close_matches(args[0], self.commands, n=1)
-            fix = f"did you mean {nearest[0]!r}?" if nearest else f"the verbs are {', '.join(self.commands)}"
-            raise ConfigError(f"no verb is called {args[0]!r}", fix=fix)
+            fix = f"did you mean {nearest[0]!r}?" if nearest else f"the commands are {', '.join(self.commands)}"
+            raise ConfigError(f"unknown command {args[0]!r}", fix=fix)
         return super().resolve_command(ctx, args)
 
 
 def _path(to_write: Literal["", "folder", "file"] = "") -> Any:
-    """The callback of arguments and options that hold paths; see `usable_path` for what is refused."""
+    """Callback that checks arguments and options that are paths; `usable_path` says what is refused."""
 
     def check(param: typer.CallbackParam, value: str | list[str] | None) -> str | list[str] | None:
         from megatrain.system.paths import usable_path
@@ -67,7 +67,7 @@ app = typer.Typer(
 
 
 def _show_version(asked: bool) -> None:
-    """MegaTrain's version and those of what decides its numbers, read without loading any of them."""
+    """Print the versions of MegaTrain and of the libraries that affect its numbers, without importing those."""
     if asked:
         from importlib.metadata import PackageNotFoundError, version
 
@@ -85,7 +85,7 @@ def _show_version(asked: bool) -> None:
 def _about(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show versions, and leave.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show versions and exit.")
     ] = False,
 ) -> None:
     """Full-precision training of any Hugging Face causal language model on one machine."""
@@ -101,15 +101,15 @@ def _about(
 @app.command("train")
 def _train(
     config: Annotated[
-        str | None, typer.Argument(metavar="CONFIG", help="YAML file, configs/quickstart.yaml say.", callback=_path())
+        str | None, typer.Argument(metavar="CONFIG", help="YAML file, e.g. configs/quickstart.yaml.", callback=_path())
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted keys to set, train.steps=100 say.")
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set, e.g. train.steps=100.")
     ] = None,
-    keys: Annotated[bool, typer.Option("--keys", help="List every key of CONFIG, and leave.")] = False,
-    ranks: Annotated[int, typer.Option(min=1, help="Processes that share the model, one for each GPU here.")] = 1,
+    keys: Annotated[bool, typer.Option("--keys", help="List all configuration keys and exit.")] = False,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes that share the model, one per GPU here.")] = 1,
 ) -> None:
-    """Train a model as CONFIG says."""
+    """Train a model."""
     from megatrain.config import describe_keys, find_launch, let_idle_threads_sleep, load_config
 
     if keys:
@@ -118,9 +118,9 @@ def _train(
             typer.echo(f"{head}    [{kind}]\n    {meaning}")
         return
     if config is None:
-        raise ConfigError("which CONFIG?", where="megatrain train", fix="try configs/quickstart.yaml")
+        raise ConfigError("CONFIG is missing", where="megatrain train", fix="try configs/quickstart.yaml")
     checked = load_config(config, overrides or ())
-    if find_launch() is None:  # ranks look for what an earlier run has left once they know who of them asks
+    if find_launch() is None:  # with several ranks only rank 0 looks for an earlier run's files, later
         _refuse_early(checked)
     if ranks > 1:
         _become_torchrun(ranks, "train", config, *(overrides or ()))
@@ -133,7 +133,7 @@ def _train(
 
 
 def _refuse_early(config: Config) -> None:
-    """Raise what can be told of a run before torch has loaded, which takes seconds."""
+    """Raise the errors that can be found before torch is imported, which takes seconds."""
     from megatrain.run.early_checks import refuse_mistakes
     from megatrain.run.existing_run import refuse_early
 
@@ -142,7 +142,7 @@ def _refuse_early(config: Config) -> None:
 
 
 def _become_torchrun(ranks: int, *arguments: str) -> NoReturn:
-    """Go on as `torchrun`, which starts so many processes with these arguments here and passes signals on."""
+    """Replace this process by `torchrun`, which starts `ranks` processes with these arguments and forwards signals."""
     from megatrain.config.environment import let_ranks_finish, refuse_several_processes
 
     refuse_several_processes("--ranks")
@@ -152,7 +152,7 @@ def _become_torchrun(ranks: int, *arguments: str) -> NoReturn:
 
 
 AdapterName = Annotated[
-    str | None, typer.Option(help="What trains over a frozen model: lora, lora:16 or lora:16:all-linear.")
+    str | None, typer.Option(help="Train an adapter on the frozen model: lora, lora:16 or lora:16:all-linear.")
 ]
 
 
@@ -166,30 +166,32 @@ def _init(
         str | None, typer.Option(help="Folder or hub name; for a fresh model also a config.json.", callback=_path())
     ] = None,
     data: Annotated[
-        list[str] | None, typer.Option(help="File, folder or hub name; may be given often.", callback=_path())
+        list[str] | None, typer.Option(help="File, folder or hub name; can be repeated.", callback=_path())
     ] = None,
-    from_scratch: Annotated[bool, typer.Option("--from-scratch", help="Only the model's sizes are taken.")] = False,
+    from_scratch: Annotated[
+        bool, typer.Option("--from-scratch", help="Train a fresh model of this architecture and size.")
+    ] = False,
     hardware: Annotated[
-        str | None, typer.Option(help="A described machine or a file; left out, this one.", callback=_path())
+        str | None, typer.Option(help="Built-in machine name or a probe file; default: this machine.", callback=_path())
     ] = None,
-    sequence_length: Annotated[int | None, typer.Option(min=2, help="Tokens of a training sequence.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(min=2, help="Tokens per training sequence.")] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, max=10**18, help="Optimizer steps; three passes over samples if not told.")
+        int | None, typer.Option(min=1, max=10**18, help="Optimizer steps; default: three epochs over samples.")
     ] = None,
     folder: Annotated[str, typer.Option(help="Run folder.", callback=_path("folder"))] = "runs/new",
     disk: Annotated[
         list[str] | None,
-        typer.Option(help="Folder on a fast drive for what memory cannot hold.", callback=_path("folder")),
+        typer.Option(help="Folder on a fast drive for state that does not fit into memory.", callback=_path("folder")),
     ] = None,
     adapter: AdapterName = None,
     precision: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
     source: Annotated[
         str | None,
-        typer.Option("--from", help="YAML of LLaMA-Factory or Axolotl, to be written by our keys.", callback=_path()),
+        typer.Option("--from", help="LLaMA-Factory or Axolotl YAML to translate.", callback=_path()),
     ] = None,
 ) -> None:
-    """Write a configuration from a few answers, with what the plan says of it. Asks for what is not given."""
+    """Write a configuration from a few answers, and plan it. Asks for what is not given."""
     _quiet_threads()
     from megatrain.system.paths import usable_path
 
@@ -224,20 +226,20 @@ def _init(
 
 
 def _translate(context: typer.Context, source: str, target: Path, hardware: str | None) -> None:
-    """Write the YAML of another trainer by our keys, and say what has become of the rest."""
+    """Translate another trainer's YAML and report the keys that were not simply taken over."""
     given = [name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
     if others := sorted(set(given) - {"file", "source", "hardware"}):
-        what = f"--{others[0].replace('_', '-')} beside --from"
-        raise ConfigError(what, where="megatrain init", fix=f"leave it out, and change it in {target} afterwards")
+        what = f"--{others[0].replace('_', '-')} cannot be combined with --from"
+        raise ConfigError(what, where="megatrain init", fix=f"leave it out, and edit {target} afterwards")
     from megatrain.commands.init import write_translation
     from megatrain.system.paths import usable_path
 
     lines = write_translation(usable_path(source), target, hardware)
-    typer.echo("\n".join([f"{target}: {source}, by our keys", *lines, f"megatrain train {target}"]))
+    typer.echo("\n".join([f"{target}: translated from {source}", *lines, f"megatrain train {target}"]))
 
 
 def _asked(option: str, question: str) -> str:
-    """What the user answers; without anyone to ask it is an error."""
+    """Ask the user. Raises `ConfigError` if there is no terminal."""
     if not sys.stdin.isatty():
         raise ConfigError(f"{option} is missing", where="megatrain init", fix=f"give it as {option} VALUE")
     return str(typer.prompt(question))
@@ -245,7 +247,7 @@ def _asked(option: str, question: str) -> str:
 
 Remote = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 Attention = Annotated[str, typer.Option(help="Attention kernel: auto, sdpa, eager, flash_attention_2, ...")]
-DeviceName = Annotated[str, typer.Option(help="cpu, cuda:0 or sim:SEED.")]
+DeviceName = Annotated[str, typer.Option(help="cpu, cuda:0 or sim:SEED (a simulator for tests).")]
 PrecisionName = Annotated[str, typer.Option(help="bf16 or fp32.")]
 
 
@@ -255,38 +257,38 @@ def _plan(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="Folder, run folder, hub name, config.json, a saved plan, or the CONFIG of a run.",
+            help="Model folder, run folder, hub name, config.json, saved plan, or the CONFIG of a run.",
             callback=_path(),
         ),
     ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of CONFIG to set, train.epochs=2 say.")
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of CONFIG to set, e.g. train.epochs=2.")
     ] = None,
     hardware: Annotated[
-        str | None, typer.Option(help="A described machine (h200, rtx-4090, ...) or a file.", callback=_path())
+        str | None, typer.Option(help="Built-in machine (h200, rtx-4090, ...) or a probe file.", callback=_path())
     ] = None,
-    tokens_per_step: Annotated[int | None, typer.Option(min=1, help="Of all sequences of a step.")] = None,
-    sequence_length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
+    tokens_per_step: Annotated[int | None, typer.Option(min=1, help="Tokens in all sequences of a step.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence.")] = None,
     precision: PrecisionName = "bf16",
-    clip: Annotated[bool, typer.Option(help="Clip by the global norm.")] = True,
-    device_memory: Annotated[str | None, typer.Option(help="Budget, 24GB or 80% say.")] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Budget, 512GB say.")] = None,
-    disk_memory: Annotated[str | None, typer.Option(help="Budget of the disk tier, 2TB say; 0 does without.")] = None,
+    clip: Annotated[bool, typer.Option(help="Clip gradients by their global norm.")] = True,
+    device_memory: Annotated[str | None, typer.Option(help="Limit, e.g. 24GB or 80%.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Limit, e.g. 512GB.")] = None,
+    disk_memory: Annotated[str | None, typer.Option(help="Limit of the disk tier, e.g. 2TB; 0: no disk.")] = None,
     token_budget: Annotated[
-        float | None, typer.Option(help="Tokens to train on, 1e9 say: how long a run takes.")
+        float | None, typer.Option(help="Tokens to train on, e.g. 1e9, to get the length of a run.")
     ] = None,
-    sweep: Annotated[bool, typer.Option("--sweep", help="Heat map of tokens/s over memory budgets.")] = False,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Heat map of tokens/s over memory limits.")] = False,
     html: Annotated[
-        str | None, typer.Option(help="Page to write, with the timeline of a step.", callback=_path("file"))
+        str | None, typer.Option(help="Write an HTML page with the timeline of a step.", callback=_path("file"))
     ] = None,
-    json: Annotated[str | None, typer.Option(help="File to write the numbers to.", callback=_path("file"))] = None,
+    json: Annotated[str | None, typer.Option(help="Write the numbers to this file.", callback=_path("file"))] = None,
     adapter: AdapterName = None,
     attention: Attention = "auto",
     trust_remote_code: Remote = False,
-    ranks: Annotated[int, typer.Option(min=1, help="GPUs that train together, of all machines.")] = 1,
-    nodes: Annotated[int, typer.Option(min=1, help="Machines that they are on.")] = 1,
+    ranks: Annotated[int, typer.Option(min=1, help="GPUs that train together, on all machines.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of machines.")] = 1,
 ) -> None:
-    """What a step would take: memory, time, what limits it, and what would help. Reads no weights."""
+    """Predict memory and time of a step, what limits it, and what would help. Reads no weights."""
     _quiet_threads()
     from rich.console import Console
 
@@ -324,7 +326,7 @@ def _verify(
     attention: Attention = "auto",
     trust_remote_code: Remote = False,
 ) -> None:
-    """Compare a small model of the same kind, in the engine, with the stock code: loss and every gradient."""
+    """Check the loss and all gradients of a small model of the same architecture against the stock code."""
     _quiet_threads()
     from rich.console import Console
 
@@ -339,19 +341,21 @@ def _generate(
     folder: Annotated[
         str, typer.Argument(metavar="FOLDER", help="Model folder, run folder or hub name.", callback=_path())
     ],
-    prompt: Annotated[str, typer.Option(help="Text to continue, or with --chat the first message.")] = "",
-    chat: Annotated[bool, typer.Option("--chat", help="Answer messages, by the model's chat template.")] = False,
+    prompt: Annotated[str, typer.Option(help="Text to continue; with --chat the first message.")] = "",
+    chat: Annotated[bool, typer.Option("--chat", help="Chat, using the model's chat template.")] = False,
     system: Annotated[str, typer.Option(help="System prompt of the chat.")] = "",
     device: DeviceName = "cpu",
     precision: PrecisionName = "bf16",
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens to draw; 200 by default.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = None,
-    top_k: Annotated[int | None, typer.Option(min=0, help="Draw among this many likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Draw among these likeliest shares.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Decides what is drawn.")] = 0,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens to generate; default: 200.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0: always the most likely token.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, help="Sample from this many most likely tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Sample from the most likely tokens up to this probability.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the sampling.")] = 0,
     trust_remote_code: Remote = False,
 ) -> None:
-    """Continue a text, or chat, with a model that streams through the device, whatever its size."""
+    """Continue a text, or chat, with a model of any size, which streams through the device."""
     _quiet_threads()
     from rich.console import Console
 
@@ -359,7 +363,7 @@ def _generate(
     from megatrain.train.progress import loading
 
     if system and not chat:
-        raise ConfigError("is for chats", where="--system", fix="give --chat, too")
+        raise ConfigError("needs --chat", where="--system", fix="add --chat")
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
 
     def heard(text: str) -> None:
@@ -389,21 +393,17 @@ def _export(
     ],
     target: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[TARGET]", help="Folder to write; may be left out with --push.", callback=_path("folder")
-        ),
+        typer.Argument(metavar="[TARGET]", help="Folder to write; optional with --push.", callback=_path("folder")),
     ] = None,
     precision: PrecisionName = "bf16",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model in TARGET.")] = False,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="SOURCE is an adapter: write its base with it merged.")
-    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing model in TARGET.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter SOURCE into its base model.")] = False,
     push: Annotated[
-        str | None, typer.Option(help="Upload it to the hub as organisation/model; without TARGET as it is.")
+        str | None, typer.Option(help="Upload to the hub as organisation/model; without TARGET, SOURCE unchanged.")
     ] = None,
     trust_remote_code: Remote = False,
 ) -> None:
-    """Write a model as a Hugging Face folder, unit by unit, which appears whole or not at all; upload it, if asked."""
+    """Write a model as a Hugging Face folder, complete or not at all, and upload it if asked."""
     _quiet_threads()
     from rich.console import Console
 
@@ -437,16 +437,16 @@ def _export(
 def _report(
     folders: Annotated[
         list[str],
-        typer.Argument(metavar="RUN...", help="Run folder, of a run that goes on or was killed too.", callback=_path()),
+        typer.Argument(metavar="RUN...", help="Run folder, also of a running or killed run.", callback=_path()),
     ],
     html: Annotated[
         str | None,
         typer.Option(
-            help="File to write, if not report.html (of several, comparison.html) in RUN.", callback=_path("file")
+            help="File to write; default: report.html (for several, comparison.html) in RUN.", callback=_path("file")
         ),
     ] = None,
 ) -> None:
-    """A run as one page for a browser: loss, speed, memory, a step, samples, what happened; or several compared."""
+    """Write a run as one HTML page: loss, speed, memory, a step, samples, events; or compare several runs."""
     from megatrain.commands.report import run_report
 
     typer.echo(str(run_report(folders, html)))
@@ -455,16 +455,14 @@ def _report(
 @app.command("probe")
 def _probe(
     device: DeviceName = "cpu",
-    path: Annotated[
-        str, typer.Option(help="Folder on the disk to measure, a run's own say.", callback=_path("folder"))
-    ] = ".",
+    path: Annotated[str, typer.Option(help="Folder on the disk to measure.", callback=_path("folder"))] = ".",
     output: Annotated[
         str | None,
-        typer.Option(help="File to write, not the one that plan and train look for.", callback=_path("file")),
+        typer.Option(help="File to write; default: the one that plan and train look for.", callback=_path("file")),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=1.0, max=3600.0, help="Time to take.")] = 45.0,
+    seconds: Annotated[float, typer.Option(min=1.0, max=3600.0, help="Seconds to measure for.")] = 45.0,
 ) -> None:
-    """Measure this machine in under a minute; `plan` and `train` use what is found."""
+    """Measure this machine in under a minute, for `plan` and `train`."""
     _quiet_threads()
     from megatrain.commands.probe import probe
     from megatrain.device import open_device
@@ -483,12 +481,12 @@ def _probe(
 
 
 def _messages(first: str) -> Iterator[str]:
-    """What a person says: `first` if anything, then what is typed, until Ctrl-D, Ctrl-C or /exit; else each line."""
+    """The user's messages: `first` unless empty, then typed ones until Ctrl-D, Ctrl-C or /exit, or stdin's lines."""
     typed = sys.stdin.isatty()
     if typed:
-        import readline  # noqa: F401 -- its import gives `input` a history and keys that move
+        import readline  # noqa: F401 -- importing it gives `input` a history and cursor keys
 
-        _tell("/reset begins a new chat, /exit or Ctrl-D ends; Ctrl-C stops an answer")
+        _tell("/reset starts a new chat; /exit or Ctrl-D ends; Ctrl-C stops an answer")
     if first:
         yield first
     while True:
@@ -508,7 +506,7 @@ def _tell(line: str) -> None:
 
 def _precision(name: str) -> Literal["bf16", "fp32"]:
     if name not in ("bf16", "fp32"):
-        raise ConfigError(f"{name!r} is no precision", where="--precision", fix="use bf16 or fp32")
+        raise ConfigError(f"unknown precision {name!r}", where="--precision", fix="use bf16 or fp32")
     return "bf16" if name == "bf16" else "fp32"
 
 
@@ -519,7 +517,7 @@ def _quiet_threads() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The entry point: runs a verb and leaves the process with its exit code."""
+    """Entry point: run a command and exit with its code."""
     atexit.register(_leave_plans)
     code: object = 0
     try:

@@ -1,15 +1,15 @@
-"""Losses for `Engine.step(..., loss_fn=...)`: the two kinds there are, and those that come with MegaTrain.
+"""Losses for `Engine.step(..., loss_fn=...)`: the two base classes, and the losses that come with MegaTrain.
 
-A loss of one's own is a function of the log-probabilities of the labels,
+Your own loss is a function of the labels' log-probabilities,
 
     def unlikelihood(log_probs, batch):                    # float32[batch, length]; 0 where there is no target
         return -torch.log1p(-log_probs.exp())[target_mask(batch)].sum()
 
-or a subclass of `LogProbLoss`, which may also say what the sum is divided by and which entries of a micro-batch are its
-own, or one of `LogitsLoss`, which sees all logits of a few tokens at a time. Full logits never exist with any of them.
+or a subclass of `LogProbLoss`, which can also define the divisor of the sum and extra entries of a micro-batch, or of
+`LogitsLoss`, which sees all logits of a few tokens at a time. Logits of a whole batch never exist.
 
-Left out: a reference model beside the trained one. Its log-probabilities are computed before training and come with the
-micro-batches (`with_reference`).
+Reference models are not run beside the trained one: their log-probabilities are computed before training and passed in
+the micro-batches (`with_reference`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from megatrain.errors import BatchError, ConfigError
 from megatrain.spec.fields import Bounds, check_fields
 
 REFERENCE = packing.REFERENCE
-"""Entry of a micro-batch: per row, the sum of the reference's log-probabilities of its targets, float32[batch]."""
+"""Micro-batch entry: per row, the reference model's summed log-probability of the targets, float32[batch]."""
 DESIRABLE = packing.DESIRABLE
-"""Entry of a micro-batch: whether a row's answer is a good one, bool[batch]."""
+"""Micro-batch entry: whether a row's answer is desirable, bool[batch]."""
 
 
 class _OfPairs(LogProbLoss):
-    """A loss of preferences: rows 0, 2, ... are chosen, the row after each is rejected; the divisor is pairs."""
+    """Base of losses over pairs: rows 0, 2, ... are chosen, the row after each is rejected; the divisor is pairs."""
 
     beta: float
 
@@ -43,21 +43,21 @@ class _OfPairs(LogProbLoss):
         name = type(self).__name__
         check_fields(self, ConfigError, f"{name}.")
         if self.beta == 0:
-            raise ConfigError("a beta of 0 learns nothing", where=f"{name}.beta", fix="use a number above 0")
+            raise ConfigError("with a beta of 0 nothing is learned", where=f"{name}.beta", fix="use a number above 0")
 
     def divisor(self, batch: MicroBatch) -> float:
-        """Pairs. Raises `BatchError` for rows that are no pairs, or one without a target."""
+        """Number of pairs. Raises `BatchError` for an odd number of rows or a row without a target."""
         count, where = len(batch["labels"]), type(self).__name__
         if count % 2:
             fix = "put both rows of a pair into one micro-batch, chosen first"
-            raise BatchError(f"{count} rows are no pairs of chosen and rejected", where=where, fix=fix)
+            raise BatchError(f"{count} rows are not pairs of chosen and rejected", where=where, fix=fix)
         if not bool(target_mask(batch).any(dim=1).all()):
-            raise BatchError("a row without a target", where=where, fix="leave such pairs out")
+            raise BatchError("a row has no target", where=where, fix="leave such pairs out")
         return count / 2
 
 
 def _reported(rewards: Tensor, sums: Tensor) -> dict[str, Tensor]:
-    """Sums over pairs of what is told of preferences. rewards, sums of log-probabilities: float32[rows]."""
+    """The reported metrics, summed over pairs. rewards, sums (of log-probabilities): float32[rows]."""
     rewards, sums = rewards.detach(), sums.detach()
     chosen, rejected = rewards[::2], rewards[1::2]
     return {
@@ -75,8 +75,8 @@ class DPO(_OfPairs):
     """Direct preference optimization, per pair; rows 0, 2, ... are chosen, the row after each is rejected.
 
     With d the difference of the two log-ratios to the reference, `sigmoid` is the negative log-sigmoid of beta * d
-    (Rafailov et al., "Direct Preference Optimization", NeurIPS 2023), made conservative by `label_smoothing`, the share
-    of preferences that are taken to be wrong (Mitchell, "A note on DPO with noisy preferences", 2023). `ipo` is the
+    (Rafailov et al., "Direct Preference Optimization", NeurIPS 2023), made conservative by `label_smoothing`, the
+    assumed share of wrong preferences (Mitchell, "A note on DPO with noisy preferences", 2023). `ipo` is the
     square of d - 1 / (2 beta), with log-ratios per target token (Azar et al., "A General Theoretical Paradigm to
     Understand Learning from Human Preferences", AISTATS 2024; per token as TRL has it).
 
@@ -93,15 +93,16 @@ class DPO(_OfPairs):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.label_smoothing == 0.5:
-            raise ConfigError("a label smoothing of 0.5 learns nothing", where="DPO.label_smoothing", fix="use less")
+            what = "with a label smoothing of 0.5 nothing is learned"
+            raise ConfigError(what, where="DPO.label_smoothing", fix="use less")
         if self.loss_type == "ipo" and self.label_smoothing:
-            raise ConfigError("ipo has no label smoothing", where="DPO", fix="set it to 0, or use sigmoid")
+            raise ConfigError("ipo does not use label smoothing", where="DPO", fix="set it to 0, or use sigmoid")
 
     def divisor(self, batch: MicroBatch) -> float:
-        """Pairs. Raises `BatchError` for rows that are no pairs, one without a target, and without their reference."""
+        """Number of pairs. Raises `BatchError` for an odd number of rows, a row without a target, or no reference."""
         found = super().divisor(batch)
         if batch[REFERENCE].shape != (count := len(batch["labels"]),):
-            what = f"{REFERENCE} is {list(batch[REFERENCE].shape)} for {count} rows"
+            what = f"{REFERENCE} has shape {list(batch[REFERENCE].shape)} for {count} rows"
             raise BatchError(what, where="DPO", fix="give one sum per row, as with_reference does")
         return found
 
@@ -169,11 +170,11 @@ class KTO(LogProbLoss):
     """Kahneman-Tversky optimization: answers that are good or bad by themselves.
 
     Rows 0, 2, ... are answers, the row after each is mismatched: the same prompt with another's answer. With r the
-    log-ratio of an answer to the reference and z that of the mismatched rows of the micro-batch, their mean, 0 at
-    least and without a gradient, a desirable answer costs 1 - sigmoid(beta * (r - z)), an undesirable one
+    log-ratio of an answer to the reference, and z the mean of that over the micro-batch's mismatched rows, at least 0
+    and without a gradient, a desirable answer costs 1 - sigmoid(beta * (r - z)), an undesirable one
     1 - sigmoid(beta * (z - r)), each times its weight; the divisor is answers (Ethayarajh et al., "KTO: Model
-    Alignment as Prospect Theoretic Optimization", ICML 2024; z by micro-batch as TRL has it by device). So it matters
-    how a step is cut into micro-batches: more answers in each estimate z better.
+    Alignment as Prospect Theoretic Optimization", ICML 2024; z by micro-batch where TRL has it by device). So the
+    micro-batch size affects the loss: z is estimated better from more answers.
 
     `apo_zero_unpaired` has z = 0 and no mismatched rows: all rows are answers (D'Oosterlinck et al., "Anchored
     Preference Optimization", 2024, as TRL has it).
@@ -193,25 +194,25 @@ class KTO(LogProbLoss):
     def __post_init__(self) -> None:
         check_fields(self, ConfigError, "KTO.")
         if self.beta == 0:
-            raise ConfigError("a beta of 0 learns nothing", where="KTO.beta", fix="use a number above 0")
+            raise ConfigError("with a beta of 0 nothing is learned", where="KTO.beta", fix="use a number above 0")
 
     @property
     def rows(self) -> int:
-        """Of an answer: it alone, or with the mismatched one."""
+        """Rows per answer: 2 with a mismatched row, else 1."""
         return 2 if self.loss_type == "kto" else 1
 
     def divisor(self, batch: MicroBatch) -> float:
-        """Answers. Raises `BatchError` for a row without a target, and for one of which something is not said."""
+        """Number of answers. Raises `BatchError` for a row without a target, label or reference."""
         count = len(batch["labels"])
         if count % self.rows:
             fix = "put an answer and its mismatched one into one micro-batch, the answer first"
-            raise BatchError(f"{count} rows are no pairs of answers and mismatched ones", where="KTO", fix=fix)
+            raise BatchError(f"{count} rows are not pairs of answers and mismatched ones", where="KTO", fix=fix)
         if not bool(target_mask(batch).any(dim=1).all()):
-            raise BatchError("a row without a target", where="KTO", fix="leave such samples out")
+            raise BatchError("a row has no target", where="KTO", fix="leave such samples out")
         for name in self.own:
             if batch[name].shape != (count,):
                 raise BatchError(
-                    f"{name} is {list(batch[name].shape)} for {count} rows", where="KTO", fix="give one each"
+                    f"{name} has shape {list(batch[name].shape)} for {count} rows", where="KTO", fix="give one per row"
                 )
         return count / self.rows
 
@@ -236,7 +237,7 @@ class KTO(LogProbLoss):
 
 
 def _log_one_minus_exp(log_probs: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x <= 0, exact at both ends (Maechler, 2012); at 0, of the nearest number below it."""
+    """log(1 - exp(x)) for x <= 0, accurate at both ends (Maechler, 2012); 0 is replaced by the next number below."""
     below = log_probs.clamp(max=-torch.finfo(log_probs.dtype).tiny)
     near = below > -math.log(2)
     first = torch.where(near, below, -1.0).expm1().neg().log()
@@ -245,8 +246,11 @@ def _log_one_minus_exp(log_probs: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SmoothedCrossEntropy(LogitsLoss):
-    """Cross-entropy to labels of which `smoothing` is spread over the vocabulary (Szegedy et al., CVPR 2016), plus
-    `z_loss` times the square of the log of the softmax's denominator (Chowdhery et al., "PaLM", 2022)."""
+    """Cross-entropy with label smoothing and z-loss.
+
+    `smoothing` of each label's probability is spread over the vocabulary (Szegedy et al., CVPR 2016); `z_loss` weighs
+    the squared log of the softmax's denominator (Chowdhery et al., "PaLM", 2022).
+    """
 
     smoothing: Annotated[float, Bounds(0, 1)] = 0.0
     z_loss: Annotated[float, Bounds(0)] = 0.0
@@ -261,7 +265,7 @@ class SmoothedCrossEntropy(LogitsLoss):
 
 
 def with_reference(micro_batches: Sequence[MicroBatch], log_probs: Sequence[Tensor]) -> list[dict[str, object]]:
-    """The micro-batches with what `Engine.log_probs` found for them before training, as `DPO` takes it."""
+    """The micro-batches with the reference's log-probabilities, from `Engine.log_probs`, in the form `DPO` reads."""
     pairs = zip(micro_batches, log_probs, strict=True)
     return [{**batch, REFERENCE: found.sum(dim=1)} for batch, found in pairs]
 

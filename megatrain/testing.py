@@ -1,8 +1,7 @@
-"""What a contributor needs to test an engine change on the simulated device. See `docs/testing.md` for an example.
+"""Tools for testing engine changes on the simulated device. See `docs/testing.md` for an example.
 
-`SimDevice(seed)` is a device like any other: give it to `Engine.from_model`. The functions here work on schedules
-alone, with ops that do nothing, so that thousands of runs take seconds: races are found from what ops declare and wait
-for, whatever they compute.
+`SimDevice(seed)` can be passed to `Engine.from_model` like any device. The functions here run schedules with ops that
+do nothing, so thousands of runs take seconds: races follow from the ops' declared accesses and waits alone.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ __all__ = [
 
 
 def run_idle(schedule: Schedule, device: SimDevice) -> Timeline | None:
-    """Execute a schedule whose ops do nothing. Raises `RaceDetected` if its waits leave a conflict without an order."""
+    """Run a schedule with ops that do nothing. Raises `RaceDetected` if two conflicting accesses are not ordered."""
     return Executor(device, Pool(device, Ledger())).walk(schedule, _nothing)
 
 
@@ -43,14 +42,14 @@ def _nothing(op: Op, held: Held) -> None:
 def executed_timeline(
     schedule: Schedule, cost: Callable[[Op], float], seed: int = 0, contention: Contention = NO_CONTENTION
 ) -> Timeline:
-    """When each op ran on the virtual clock of the simulator, at `cost` seconds an op alone."""
+    """When each op ran on the simulator's virtual clock. cost: seconds that an op takes when nothing else runs."""
     timeline = run_idle(schedule, SimDevice(seed, cost=cost, contention=contention))  # type: ignore[arg-type]  # its tasks are ops
     assert timeline is not None
     return timeline
 
 
 def without_each_wait(schedule: Schedule) -> Iterator[tuple[int, int, Schedule]]:
-    """(op, the earlier op it no longer waits for, the schedule so changed), for every wait of the schedule."""
+    """For every wait of the schedule: (op, the earlier op it waits for, a copy of the schedule without that wait)."""
     for index, waits in enumerate(schedule.waits):
         for wait in waits:
             fewer = list(schedule.waits)
@@ -59,7 +58,7 @@ def without_each_wait(schedule: Schedule) -> Iterator[tuple[int, int, Schedule]]
 
 
 def surviving_waits(schedule: Schedule, seeds: range = range(3)) -> list[tuple[int, int]]:
-    """Waits that no run of `seeds` misses when they are left out: (op, the earlier op it waits for)."""
+    """Waits whose removal causes no race with any of `seeds`: (op, the earlier op it waits for)."""
     survivors = []
     for index, wait, mutant in without_each_wait(schedule):
         if not any(_races(mutant, seed) for seed in seeds):
@@ -76,7 +75,7 @@ def _races(schedule: Schedule, seed: int) -> bool:
 
 
 def random_fault(schedule: Schedule, kind: FaultKind, seed: int) -> Fault:
-    """A fault of this kind at an op of the schedule that the seed chooses."""
+    """A fault of this kind at a random op of the schedule."""
     index = random.Random(seed).randrange(len(schedule.ops))
     name = schedule.ops[index].name
     return Fault(kind, name, after=sum(op.name == name for op in schedule.ops[:index]))

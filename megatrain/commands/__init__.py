@@ -1,1 +1,1 @@
-"""The work of the command line's verbs, a file each; `cli` declares their arguments."""
+"""The command line's commands, one file each; `cli` declares their arguments."""

@@ -1,4 +1,4 @@
-"""`megatrain export`: any model folder as another, in either precision, one unit in memory at a time."""
+"""`megatrain export`: rewrite a model folder in either precision, with one unit in memory at a time."""
 
 from __future__ import annotations
 
@@ -31,28 +31,29 @@ def run_export(
     progress: Progress | None = None,
     notice: Callable[[str], object] = lambda line: None,
 ) -> Path:
-    """Write the model of `source` (model folder, run folder or hub name) to `target`, its tokenizer with it.
+    """Write the model and tokenizer of `source` (model folder, run folder or hub name) to `target`; returns its path.
 
-    precision: of the weights. overwrite: replace a model that is there. merge: of an adapter, its base with it merged
-    in, in float32 and rounded once. progress: called with (done, total) bytes. notice: told, in a line each, what a
-    person should know about the source, and a model that is replaced.
+    precision: of the weights. overwrite: replace a model in `target`. merge: `source` is an adapter; merge it into its
+    base in float32 and round once. progress: called with (done, total) bytes. notice: called with lines for the user
+    about the source, and about a model that is replaced.
 
-    Raises `ModelError` for a model that cannot be read, `ExportError` for a folder that cannot be written, or holds a
-    model, and where there is nothing to merge, or something that is not to be.
+    Raises `ModelError` if the model cannot be read, `ExportError` if the folder cannot be written or already holds a
+    model, and if `merge` does not match whether `source` is an adapter.
     """
     there = usable_path(target, where="TARGET", error=ExportError, to_write="folder")
     if (there / "config.json").exists():
         if not overwrite:
-            raise ExportError("holds a model", where=str(there), fix="choose another folder, or give --overwrite")
-        notice(f"replaces the model in {there}")
+            raise ExportError("already holds a model", where=str(there), fix="use another folder, or --overwrite")
+        notice(f"replacing the model in {there}")
     name = model_named(source)
     pretrained = pretrained_source(name, trust_remote_code=trust_remote_code)
     if left_out := pretrained.left_out():
         notice(f"left out: {printable(left_out)}")
     adapted = pretrained if isinstance(pretrained, AdaptedSource) else None
     if merge == (adapted is None):
-        what = "is no adapter, and has nothing to merge" if merge else "is an adapter, which is written merged alone"
-        raise ExportError(what, where=f"model {source}", fix="leave --merge out" if merge else "give --merge")
+        what = "is not an adapter, so there is nothing to merge" if merge else "is an adapter"
+        fix = "leave --merge out" if merge else "add --merge to write its base with the adapter merged in"
+        raise ExportError(what, where=f"model {source}", fix=fix)
     base = pretrained if adapted is None else adapted.base
     ported = port_model(base.model, torch.float32)
     not_finite: list[str] = []
@@ -72,20 +73,20 @@ def run_export(
         progress=progress,
     )
     if not_finite:
-        notice(f"written with values that are not finite, as they are in the source: {listed(not_finite)}")
+        notice(f"written unchanged, although some weights of the source are not finite: {listed(not_finite)}")
     return written
 
 
 def push_export(source: str, target: str | None, name: str, *, merge: bool = False) -> str:
-    """Upload what was exported to `target`, or the model folder that `source` stands for, to the hub as `name`.
+    """Upload the folder `target`, or without one the model folder of `source`, to the hub as `name`.
 
-    Returns its address. Raises `ExportError` for a source that is no folder here, and where the hub refuses it.
+    Returns its URL. Raises `ExportError` if `source` is not a local folder, or if the hub refuses the upload.
     """
     if target is None and merge:
-        raise ExportError("writes a folder", where="--merge", fix="name it as TARGET")
+        raise ExportError("needs a folder to write to", where="--merge", fix="give TARGET")
     folder = usable_path(model_named(source) if target is None else target, where="SOURCE", error=ExportError)
     if not folder.is_dir():
-        raise ExportError("is no folder here", where=f"model {source}", fix="name a TARGET to write it to first")
+        raise ExportError("is not a local folder", where=f"model {source}", fix="give TARGET, to write it there first")
     run = next(
         (
             each
@@ -98,7 +99,7 @@ def push_export(source: str, target: str | None, name: str, *, merge: bool = Fal
 
 
 class _OneUnit:
-    """The masters of one unit, by name."""
+    """Holds the master weights of one unit, by name."""
 
     def __init__(self) -> None:
         self.values: dict[str, Tensor] = {}
@@ -119,5 +120,5 @@ def _masters(source: Source, unit: UnitSpec) -> dict[str, Tensor]:
 def _tokenizer(name: str) -> Callable[[Path], object] | None:
     try:
         return partial(save_tokenizer, load_tokenizer(name))
-    except DataError:  # a model without one is a model still
+    except DataError:  # a model without a tokenizer can still be exported
         return None

@@ -1,9 +1,8 @@
-"""`megatrain generate`: text from a model folder, or a chat with it.
+"""`megatrain generate`: generate text from a model folder, or chat with it.
 
-The model streams through the engine with every parameter frozen, so no gradient and no optimizer state exists, and a
-model that does not fit the device still speaks. What can be wrong is looked for in the order of its cost: the config,
-the tokenizer, the prompt; the weights are loaded last. Left out: several prompts at once (`Engine.generate` takes
-them).
+All parameters are frozen, so there are no gradients and no optimizer state, and the model streams through the engine,
+so it need not fit on the device. Cheap checks come first (config, tokenizer, prompt); the weights are loaded last. For
+several prompts at once see `Engine.generate`.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from megatrain.train.engine import Engine
 from megatrain.train.progress import printable
 
 USUAL_NEW_TOKENS = 200
-"""Most new tokens where the user names no number and the model has room for them."""
+"""Default number of new tokens, if the model has enough positions."""
 RESET = "/reset"
-"""What a person says to begin a new chat."""
+"""Message that starts a new chat."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spoken:
-    """What was said. `tokens` counts the new ones, an end of text included; `seconds` is from prompt to last token."""
+    """Generated text. `tokens` counts new tokens including an end of text; `seconds` is from prompt to last token."""
 
     text: str
     tokens: int
@@ -46,18 +45,17 @@ class Spoken:
     def summary(self) -> str:
         """One line: how much, and how fast."""
         count = "1 token" if self.tokens == 1 else f"{self.tokens:,} tokens"
-        return f"{count} in {self.seconds:.1f} s, {self.tokens / max(self.seconds, 1e-9):.2f} a second"
+        return f"{count} in {self.seconds:.1f} s, {self.tokens / max(self.seconds, 1e-9):.2f} per second"
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn.
+    """Sampling settings.
 
-    most: new tokens of a text or an answer; `None` for 200, or for what the model has room for. temperature, top_k,
-    top_p: `None` as the model's own generation config has them; temperature 0 takes the likeliest token each time.
-    seed: decides what is drawn.
+    most: maximum number of new tokens; `None`: 200, or fewer if the model has no room for them. temperature, top_k,
+    top_p: `None`: as in the model's generation config; temperature 0 always takes the most likely token.
 
-    Raises `ConfigError` for numbers with which nothing can be drawn.
+    Raises `ConfigError` for a temperature or seed out of range.
     """
 
     most: int | None = None
@@ -69,17 +67,18 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.temperature and not LEAST <= self.temperature <= MOST:  # NaN among them
             fix = f"give 0, or a number from {LEAST:g} to {MOST:g}"
-            raise ConfigError(f"{self.temperature:g} is no temperature", where=WHERE, fix=fix)
+            raise ConfigError(f"temperature {self.temperature:g} is out of range", where=WHERE, fix=fix)
         if not 0 <= self.seed < 1 << 63:
-            raise ConfigError(f"{str(self.seed)[:40]} is no seed", where=WHERE, fix="give a number from 0 to 2**63 - 1")
+            what = f"seed {str(self.seed)[:40]} is out of range"
+            raise ConfigError(what, where=WHERE, fix="give a number from 0 to 2**63 - 1")
 
 
 class GenerationModel:
-    """A model that is known but not loaded yet: its config and its tokenizer have been read.
+    """A model to generate from: reads config and tokenizer at once, and the weights in `load`.
 
-    folder: of a model or a run. trust_remote_code: let the model bring code of its own. progress: called with (done,
-    total) while it loads. notice: told, in a line each, what a person should know about the model. Raises `ModelError`
-    for the model, `DataError` for the tokenizer.
+    folder: model folder, run folder or hub name. trust_remote_code: run code that comes with the model. progress:
+    called with (done, total) while loading. notice: called with lines for the user about the model. Raises `ModelError`
+    for a bad model, `DataError` for a bad tokenizer.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class GenerationModel:
         self.tokenizer = load_tokenizer(self._folder if own else base)
 
     def load(self) -> Engine:
-        """The engine over the weights, all of them frozen."""
+        """Load the weights into an engine, all frozen."""
         source = pretrained_source(self._folder, trains=False, trust_remote_code=self._trusted)
         freeze_parameters(source.model, ("*",))
         if left_out := source.left_out():
@@ -109,27 +108,27 @@ class GenerationModel:
         return Engine.from_source(source, progress=self._progress, device=self._device, precision=self._precision)
 
     def room(self, length: int, wanted: int | None) -> int:
-        """How many new tokens at most, for a prompt of `length`. Raises `BatchError` where there is too little room."""
+        """Most new tokens after a prompt of `length` tokens. Raises `BatchError` if the `wanted` ones do not fit."""
         if self.positions is None:
             return USUAL_NEW_TOKENS if wanted is None else wanted
         room = self.positions - length
         if room < 1 or room < (wanted or 0):
             what = f"a prompt of {length:,} tokens" + (f" and {wanted:,} new ones" if wanted and room > 0 else "")
-            fix = f"ask for {room:,} new ones at most" if room > 0 else "use a shorter prompt"
-            raise BatchError(f"{what}, and the model has {self.positions:,} positions", where=WHERE, fix=fix)
+            fix = f"ask for at most {room:,} new ones" if room > 0 else "use a shorter prompt"
+            raise BatchError(f"{what} exceed the model's {self.positions:,} positions", where=WHERE, fix=fix)
         return min(USUAL_NEW_TOKENS, room) if wanted is None else wanted
 
 
 def run_generation(
     model: GenerationModel, prompt: str, heard: Callable[[str], None], sampling: Sampling | None = None
 ) -> Spoken:
-    """Continue `prompt`, telling `heard` new text.
+    """Continue `prompt`, calling `heard` with new text as it comes.
 
-    An empty prompt starts a new text. Special tokens spelled out in the prompt count as such. What `heard` gets can
-    steer no terminal.
+    An empty prompt starts a new document. Special tokens written out in the prompt are parsed as such. Text passed to
+    `heard` has terminal control characters removed.
 
-    Raises a `MegaTrainError` for whatever is wrong: `ModelError` for the weights, `DataError` and `BatchError` for a
-    prompt that is no text or is too long, `ConfigError` for a setting.
+    Raises `ModelError` for bad weights, `DataError` or `BatchError` for a prompt that is malformed or too long, and
+    `ConfigError` for a bad setting.
     """
     sampling = sampling or Sampling()
     ids = prompt_ids(model.tokenizer, prompt)
@@ -146,18 +145,18 @@ def run_chat(
     *,
     system: str = "",
 ) -> int:
-    """Answer what a person has `said`, one message after another, by the model's own chat template.
+    """Answer messages one after another, with the model's own chat template; returns the number of answers.
 
-    said: the messages; `RESET` forgets those before. The next one is asked for when an answer has been heard, which
-    ends with a new line. An answer that is interrupted (SIGINT) ends there and counts as given. Where the model has no
-    room for the whole chat, its oldest messages are forgotten, never the system prompt. Returns the number of answers.
+    said: the user's messages; `RESET` clears the history. Each is taken from the iterable after the previous answer is
+    complete, which ends with a newline. SIGINT ends an answer early; its text is kept in the history. If the chat
+    outgrows the model's positions, its oldest messages are dropped, but never the system prompt.
 
-    Raises as `run_generation`, and `DataError` for a tokenizer that has no chat template or one that refuses the chat.
+    Raises as `run_generation`, and `DataError` if there is no chat template or it rejects the chat.
     """
     sampling = sampling or Sampling()
     template = _own_template(model)
     first: list[Message] = [{"role": "system", "content": system}] if system else []
-    chat_prompt_ids([*first, {"role": "user", "content": "Hello"}], template)  # refused before weights are loaded
+    chat_prompt_ids([*first, {"role": "user", "content": "Hello"}], template)  # raises before the weights are loaded
     messages: list[Message] = []
     answers = 0
     with model.load() as engine:
@@ -173,7 +172,7 @@ def run_chat(
                 messages.pop()
                 continue
             if forgotten:
-                model.notice(f"the chat is full: its {forgotten} oldest messages are forgotten")
+                model.notice(f"the chat is too long for the model: its {forgotten} oldest messages were dropped")
             tokens = sampling.most or USUAL_NEW_TOKENS
             if model.positions is not None:
                 tokens = min(tokens, model.positions - len(ids))
@@ -188,16 +187,16 @@ def run_chat(
 def _own_template(model: GenerationModel) -> ChatTemplate:
     if not model.tokenizer.chat_template:
         where = str(model.tokenizer.name_or_path)
-        raise DataError("has no chat template", where=where, fix="leave out --chat, or train it on chats first")
+        raise DataError("has no chat template", where=where, fix="leave --chat out, or train it on chats first")
     return choose_template(model.tokenizer)
 
 
 def _fitted(
     model: GenerationModel, template: ChatTemplate, first: list[Message], messages: list[Message], wanted: int | None
 ) -> tuple[list[int], int]:
-    """The ids of a chat that leaves room for an answer, and how many messages were taken off the front of `messages`.
+    """Token ids of the chat, shortened to leave room for an answer, and how many of the oldest messages were dropped.
 
-    Raises `BatchError` where the last message alone leaves no room.
+    Removes those from `messages`. Raises `BatchError` if the last message alone leaves no room.
     """
     forgotten = 0
     least = wanted or (USUAL_NEW_TOKENS if model.positions is None else min(USUAL_NEW_TOKENS, model.positions // 4))
@@ -245,7 +244,7 @@ def _say(
 
 @contextmanager
 def interruptions() -> Iterator[Callable[[], bool]]:
-    """Whether SIGINT has come since; meanwhile it raises nothing. Only the main thread can have it."""
+    """Yields a function that says whether SIGINT has come; meanwhile SIGINT raises nothing. Main thread only."""
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False

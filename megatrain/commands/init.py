@@ -1,9 +1,8 @@
-"""`megatrain init`: a configuration to start from, with what the plan says of it as comments.
+"""`megatrain init`: write a configuration to start from, with the plan's figures as comments.
 
-A few answers decide it: which model, what data, which machine. Everything else is what `configs/` takes for the same
-purpose; the sizes are the plan's. What is written is loaded once before it is written, so it is never wrong by itself;
-whether the data can be used is found out when training starts. In place of answers there may be a YAML of another
-trainer. Left out: changing a configuration that is there.
+It needs to know the model, the data and the machine; all other settings are as in `configs/`, and sizes come from the
+plan. The text is validated before it is written; the data is only checked when training starts. Another trainer's YAML
+can be translated instead. Existing configurations are never changed.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from megatrain.system.paths import written_whole
 
 SEQUENCE_LENGTH = 4096
 TOKENS_PER_STEP = 65_536
-"""Where so many fit, and the data has enough for them; half as many is tried until they do."""
+"""Tokens per step to try first; halved until they fit into memory and suit the size of the data."""
 STEPS, EPOCHS = 1000, 3
-"""Over text, and over samples."""
+"""Peak learning rate for plain text, and for samples."""
 ENOUGH_STEPS = 100
-"""In the epochs of samples: of few samples a step takes less."""
+"""Fewest steps in the epochs over samples: with few samples the tokens per step are reduced."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What a configuration is made from."""
+    """The user's answers that a configuration is made from."""
 
     model: str
     data: tuple[str, ...]
@@ -44,7 +43,7 @@ class Answers:
     hardware: str | None = None
     sequence_length: int | None = None
     steps: int | None = None
-    """As many as the data is good for, if not told."""
+    """`None`: as many as suit the data."""
     folder: str = "runs/new"
     disk: tuple[str, ...] = ()
     adapter: str | None = None
@@ -55,12 +54,11 @@ class Answers:
 def write_recipe(answers: Answers, target: Path) -> Plan:
     """Plan for `answers`, write the configuration to `target`, and return the plan.
 
-    Raises `ConfigError` where there is a file already, and whatever planning raises: `DoesNotFit` where one sequence
-    does not fit.
+    Raises `ConfigError` if `target` exists, and the planner's errors, e.g. `DoesNotFit` if one sequence does not fit.
     """
     _refuse_existing(target)
     if not answers.data:
-        raise ConfigError("no data", where="--data", fix="name a file, a folder, or a data set on the hub")
+        raise ConfigError("is empty", where="--data", fix="name a file, a folder, or a data set on the hub")
     is_chat = _is_chat(answers)
     tokens = about_tokens(answers.data) if is_chat and answers.steps is None else None
     plan = _planned(answers, tokens)
@@ -69,17 +67,16 @@ def write_recipe(answers: Answers, target: Path) -> Plan:
 
 
 def write_translation(source: Path, target: Path, hardware: str | None) -> list[str]:
-    """Write the configuration that `source`, a YAML of LLaMA-Factory or Axolotl, is by our keys; what became of the
-    rest, line by line, is returned and written above it.
+    """Translate the LLaMA-Factory or Axolotl YAML `source` to `target`, and return lines about keys that differ.
 
-    hardware: what to plan for, a described machine or a file; `None` is this machine. Reads no model and no data.
-    Raises `ConfigError` where there is a file already, and for what `translate` raises it.
+    Those lines also stand at the top of the file. hardware: machine to plan for, a built-in name or a file; `None` is
+    this machine. Reads no model and no data. Raises `ConfigError` if `target` exists, and as `translate` does.
     """
     _refuse_existing(target)
     found = translate(source)
     on_cpu = _has_no_gpu() if hardware is None else load_hardware(hardware).shares_memory
     found.tree["train"] |= {"device": "cpu" if on_cpu else "cuda:0"} | ({"hardware": hardware} if hardware else {})
-    head = f"{source.name}, by our keys. Written by `megatrain init --from`; change what you like."
+    head = f"Translated from {source.name} by `megatrain init --from`; change what you like."
     _write(found.text([head, "`megatrain train --keys` explains every key."]), target)
     return found.lines()
 
@@ -94,11 +91,11 @@ def _has_no_gpu() -> bool:
 
 def _refuse_existing(target: Path) -> None:
     if target.exists():
-        raise ConfigError("is there already", where=str(target), fix="name another file, or remove it")
+        raise ConfigError("already exists", where=str(target), fix="name another file, or remove it")
 
 
 def _write(text: str, target: Path) -> None:
-    """Whole, and only what can be loaded."""
+    """Write `text` atomically, after checking that it loads."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(target) as draft:
@@ -110,7 +107,7 @@ def _write(text: str, target: Path) -> None:
 
 
 def recipe_text(answers: Answers, plan: Plan, *, is_chat: bool, tokens: int | None = None) -> str:
-    """The YAML. `is_chat`: samples with answers to train, not plain text; `tokens`: that these have, about."""
+    """The YAML text. is_chat: the data are samples with answers, not plain text. tokens: their approximate number."""
     question, hardware = plan.question, plan.question.hardware
     rows = question.tokens_per_step // question.length
     there = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
@@ -179,19 +176,19 @@ def recipe_text(answers: Answers, plan: Plan, *, is_chat: bool, tokens: int | No
 
 
 def _length(answers: Answers, plan: Plan, tokens: int | None, *, is_chat: bool) -> tuple[int, str, str]:
-    """About how many steps, the key that says so, and what a comment says of the time."""
+    """The approximate number of steps, the line with the key that sets it, and a comment with the time."""
     if answers.steps is not None or not is_chat:
         steps = answers.steps or STEPS
         return steps, f"steps: {steps}", f"{steps:,} steps take {duration(plan.seconds * steps)}"
     key = f"epochs: {EPOCHS}  # passes over the data; or `steps`"
     if tokens is None:
-        return STEPS, key, f"{EPOCHS} epochs take as long as the data is large"
+        return STEPS, key, f"how long {EPOCHS} epochs take depends on the size of the data"
     steps = -(-EPOCHS * tokens // plan.question.tokens_per_step)
     return steps, key, f"{EPOCHS} epochs are about {steps:,} steps and take {duration(plan.seconds * steps)}"
 
 
 def _planned(answers: Answers, tokens: int | None) -> Plan:
-    """The plan for as many tokens a step as fit, `TOKENS_PER_STEP` at most, and fewer where the data has few."""
+    """The plan with the most tokens per step that fit, at most `TOKENS_PER_STEP`; fewer if the data is small."""
     how: dict[str, Any] = {"adapter": answers.adapter, "trust_remote_code": answers.trust_remote_code}
     spec = find_model(answers.model, answers.precision, **how)
     most = spec.max_positions or SEQUENCE_LENGTH
@@ -208,7 +205,7 @@ def _planned(answers: Answers, tokens: int | None) -> Plan:
 
 
 def _is_chat(answers: Answers) -> bool:
-    """Whether any source holds samples that are more than text; what is not there yet is taken by its name."""
+    """Whether any source holds samples rather than plain text; sources that do not exist yet are judged by name."""
     for name in answers.data:
         try:
             if holds_samples(name) and not begins_with_text(source_called(name, Schema())):

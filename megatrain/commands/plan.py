@@ -1,10 +1,8 @@
-"""`megatrain plan`: a model, a machine and a question in; tables, a page and a file out.
+"""`megatrain plan`: plan a model on a machine, and print tables or write an HTML page and a JSON file.
 
-Wires what reads models (`model`), what describes machines (`plan.machines`) and what plans (`plan`), and prints. The
-model's structure is read without its weights, on the meta device, and not at all where a saved plan brings its
-specification or an earlier call has measured it (`plan.measured_models`); so a laptop can plan for a machine it has
-never seen. A probed machine, where there is a file of one, is the default. It leaves out the arithmetic (`plan`) and
-the arguments (`cli`).
+Combines reading models (`model`), describing machines (`plan.machines`) and planning (`plan`). A model's structure is
+read on the meta device, without weights, unless a saved plan or an earlier measurement (`plan.measured_models`) has it;
+so a laptop can plan for any machine. The default machine is this one as `megatrain probe` measured it.
 """
 
 from __future__ import annotations
@@ -71,7 +69,7 @@ if TYPE_CHECKING:
     from megatrain.config import Config
 
 LENGTH, TOKENS_PER_STEP = 4096, 65_536
-"""What is taken where the user says nothing; fewer tokens where so many do not fit."""
+"""Defaults for sequence length and tokens per step; fewer tokens per step if these do not fit."""
 
 SHADES = " ░▒▓█"
 
@@ -99,15 +97,15 @@ def run_plan(
     ranks: int = 1,
     nodes: int = 1,
 ) -> Outlook:
-    """Plan, print, and write what was asked for.
+    """Plan, print the plan, and write the files asked for.
 
-    model: hub name, folder, config.json, a file that `json_file` of an earlier plan names, or the configuration of a
-    run (`.yaml`), which says everything but the machine, after `overrides` of its keys. hardware: a machine of the
-    library or a file; `None` is this machine. Memories are texts such as `24GB` or `80%`, of each machine; `0` of the
-    disk leaves it alone. adapter: what trains over the model, `lora:16` say. ranks train together, on `nodes` machines.
+    model: hub name, folder, config.json, the `json_file` of an earlier plan, or the configuration of a run (`.yaml`),
+    which decides everything but the machine; `overrides` set its keys. hardware: built-in machine name or a file;
+    `None`: this machine. Memory limits are per machine, such as `24GB` or `80%`; `disk_memory` of `0`: no disk tier.
+    adapter: e.g. `lora:16`. ranks: GPUs that train together, on `nodes` machines.
 
-    Raises a `MegaTrainError` for whatever is wrong, before the model is read where that tells nothing: `DoesNotFit`
-    with the nearest change that fits.
+    Raises a `MegaTrainError` for any mistake, if possible before the model is read; `DoesNotFit` names the nearest
+    change that fits.
     """
     _refuse_words(precision, token_budget)
     files = {"--html": html, "--json": json_file}.items()
@@ -136,7 +134,7 @@ def run_plan(
             outlook = look(plan, token_budget)
         facts = _facts(plan, run)
         show(console, outlook, facts)
-        with Console(stderr=True).status("looking at what would help"):
+        with Console(stderr=True).status("looking for improvements"):
             outlook = advised(outlook)
             swept = sweep(plan) if sweeps else None
     show_changes(console, outlook, swept)
@@ -152,32 +150,32 @@ def run_plan(
 
 
 def _refuse_words(precision: str, token_budget: float | None) -> None:
-    """Raise `ConfigError` for what needs no machine to be seen as wrong."""
+    """Raise `ConfigError` for options that are wrong on any machine."""
     if precision not in ("bf16", "fp32"):
-        raise ConfigError(f"{precision!r} is no precision", where="--precision", fix="use bf16 or fp32")
+        raise ConfigError(f"unknown precision {precision!r}", where="--precision", fix="use bf16 or fp32")
     if token_budget is not None and not 0 < token_budget <= 1e18:
-        raise ConfigError(f"{token_budget:g} tokens", where="--token-budget", fix="give a number such as 1e12")
+        raise ConfigError(f"{token_budget:g} is out of range", where="--token-budget", fix="give a number such as 1e12")
 
 
 def _machine_of_ranks(
     hardware: str | None, precision: Precision, ranks: int, nodes: int, *, sweeps: bool
 ) -> tuple[Hardware, int]:
-    """The machine, and how many of the ranks are on each; what cannot be is told before the model is read."""
+    """The machine, and the number of ranks on each. Raises errors here, before the model is read."""
     here = ranks_on_each(ranks, nodes)
     if sweeps and ranks > 1:
-        raise ConfigError("is for one rank", where="--sweep", fix="leave it out, or plan for one rank")
+        raise ConfigError("works for one rank only", where="--sweep", fix="leave it out, or plan for one rank")
     machine = find_hardware(hardware, precision)
     share_of(machine, ranks, here)
     return machine, here
 
 
 def _usual_tokens(least: int) -> int:
-    """Of a step of which nothing is said, in which `least` are a sequence for each rank."""
+    """Default tokens per step, at least `least`, which is one sequence for each rank."""
     return max(1, TOKENS_PER_STEP // least) * least
 
 
 def _run_configuration(name: str, overrides: Sequence[str]) -> Config | None:
-    """The configuration of a run that `name` is the file of; None where it is a model's."""
+    """The run configuration in the file `name`; `None` if `name` is a model."""
     path = usable_path(name, where="model", error=ModelError)
     if path.is_file() and path.suffix in (".yaml", ".yml"):
         from megatrain.config import load_config
@@ -185,7 +183,7 @@ def _run_configuration(name: str, overrides: Sequence[str]) -> Config | None:
         return load_config(path, overrides)
     if overrides:
         fix = "leave it out, or name the .yaml of a run"
-        raise ConfigError("sets a key, and a model has none", where=repr(overrides[0]), fix=fix)
+        raise ConfigError("sets a key, but a model has no keys", where=repr(overrides[0]), fix=fix)
     return None
 
 
@@ -201,20 +199,20 @@ SAID_BY_A_RUN = {
     "adapter": "adapter",
     "trust-remote-code": "model.trust_remote_code",
 }
-"""Options of what the configuration of a run says, and its key."""
+"""Option -> the configuration key that decides it for a run."""
 
 
 def _refuse_given(*given: object) -> None:
-    """Raise `ConfigError` for an option, in the order of `SAID_BY_A_RUN`, that is given beside a configuration."""
+    """Raise `ConfigError` if an option that a run's configuration decides is given too; same order as the table."""
     usual = (None, None, "bf16", True, None, None, None, "auto", None, False)
     for (option, key), value, left_out in zip(SAID_BY_A_RUN.items(), given, usual, strict=True):
         if value != left_out:
-            fix = f"set {key}, in it or behind it as KEY=VALUE"
-            raise ConfigError("is what the configuration says", where=f"--{option}", fix=fix)
+            fix = f"set {key}, in the file or as {key}=VALUE"
+            raise ConfigError("is decided by the configuration", where=f"--{option}", fix=fix)
 
 
 def _question_of(run: Config, machine: Hardware) -> Question:
-    """What a run asks on a machine; its model has its adapter and what it freezes, and no weight of it is read."""
+    """The planning question of a run on a machine, with its adapter and frozen parameters. Reads no weights."""
     from megatrain.engine import DTYPES
     from megatrain.model import freeze_parameters, lora_config, port_model
     from megatrain.model.adapters import with_adapter
@@ -222,7 +220,7 @@ def _question_of(run: Config, machine: Hardware) -> Question:
     from megatrain.run.planner_inputs import question_of
 
     named = run.model.path or run.model.config
-    assert named is not None  # `Config` has seen to it
+    assert named is not None  # validated by `Config`
     trusts = run.model.trust_remote_code
     known = None
     if isinstance(named, str) and not (trusts or usable_path(named).exists() or _cached_config(named)):
@@ -241,14 +239,13 @@ def _question_of(run: Config, machine: Hardware) -> Question:
 
 
 def _over_files(spec: ModelSpec, precision: Precision) -> ModelSpec:
-    """A model with an adapter over a base that is frozen: its files are taken to hold that in bfloat16, as they nearly
-    always do; a run looks."""
+    """A model whose frozen base is read from its files, assumed to be in bfloat16, as nearly all are; a run checks."""
     names = {param.name for unit in spec.units for param in unit.params} if precision == "bf16" else ()
     return replace(spec, base_apart=True).with_in_files(names)
 
 
 def _length_of(run: Config, plan: Plan) -> str:
-    """Steps, epochs and time of a run, as far as the sizes of its files tell."""
+    """Steps, epochs and time of a run, estimated from file sizes."""
     from megatrain.data import about_tokens
 
     held = about_tokens(run.data.sources, run.tokenizer, run.data.pattern)
@@ -258,12 +255,12 @@ def _length_of(run: Config, plan: Plan) -> str:
     if steps is None:
         assert epochs is not None  # one of the two
         if epoch is None:
-            return f"{epochs:g} epochs, as long as the data is large"
+            return f"{epochs:g} epochs; how long depends on the size of the data"
         steps = max(1, round(epochs * epoch))
         words = f"{epochs:g} epochs = about {steps:,} steps"
     else:
         words = f"{steps:,} steps" + ("" if epoch is None else f" = about {steps / epoch:.2g} epochs")
-    return f"{words}, by the sizes of the files; they take {duration(plan.seconds * steps)}"
+    return f"{words}, estimated from file sizes; takes {duration(plan.seconds * steps)}"
 
 
 def find_model(
@@ -274,12 +271,12 @@ def find_model(
     adapter: str | None = None,
     trust_remote_code: bool = False,
 ) -> ModelSpec:
-    """The specification of a model, by hub name, folder, config.json, or saved plan; no weight is read.
+    """The specification of a model, by hub name, folder, config.json, or saved plan. Reads no weights.
 
-    adapter: what trains over it, `lora:16` say; `None` is the model itself.
+    adapter: e.g. `lora:16`; `None`: the model itself is trained.
 
-    A hub name is looked up in the hub's cache, then among the shapes that are built in, then on the hub. What is
-    measured is remembered, unless it is from the hub or of code that comes with the model.
+    A hub name is looked up in the local hub cache, then among the built-in models, then on the hub. Measurements are
+    cached, except for models from the hub or with code of their own.
     """
     path, where = usable_path(source, where="model", error=ModelError), f"model {source}"
     exists = path.exists()
@@ -289,9 +286,7 @@ def find_model(
             if "data" in content or "train" in content:
                 raise _is_configuration(where, content["model"])
             if adapter is not None:
-                raise ModelError(
-                    "is a saved plan, which says itself what trains", where=where, fix="leave --adapter out"
-                )
+                raise ModelError("is a saved plan, which includes its adapter", where=where, fix="leave --adapter out")
             return read_model(content, where)
     place = path.resolve() if exists else path
     name = place.parent.name if place.is_file() else place.name
@@ -314,7 +309,7 @@ def _named(spec: ModelSpec, name: str, precision: Precision, adapter: str | None
 
 
 def _config_text(source: str, path: Path) -> str | None:
-    """The config.json of a model that is on this machine, if it is."""
+    """Text of a model's config.json, if it is on this machine."""
     with suppress(OSError, UnicodeDecodeError):
         if path.exists():
             return read_text(path if path.is_file() else path / "config.json")
@@ -324,11 +319,11 @@ def _config_text(source: str, path: Path) -> str | None:
 
 
 def _cached_config(name: str) -> Path | None:
-    """In the hub's cache."""
+    """Path of a model's config.json in the local hub cache."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     if f"models--{name.replace('/', '--')}" not in _names_in(HF_HUB_CACHE):
-        return None  # before the library is asked, which takes a while to import
+        return None  # saves importing the hub library, which is slow
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(name, "config.json")
@@ -344,7 +339,7 @@ def _measured(
     known: str | None = None,
     trust_remote_code: bool = False,
 ) -> ModelSpec:
-    """The specification of a model, of which no weight is read. known: its name, where its shape is built in."""
+    """Measure the specification of a model without weights. known: its name, if it is a built-in model."""
     import torch
 
     from megatrain.model import lora_config, lora_named, port_model
@@ -359,7 +354,7 @@ def _measured(
 
 
 def _library_config(source: str | Mapping[str, Any], known: str | None, *, trust_remote_code: bool) -> Any:
-    """The library's config of a model. known: its name, where its shape is built in."""
+    """The transformers config of a model. known: its name, if it is a built-in model."""
     from megatrain.model import model_named
     from megatrain.model.architecture import read_config
     from megatrain.model.known_models import known_config
@@ -380,9 +375,9 @@ def _library_config(source: str | Mapping[str, Any], known: str | None, *, trust
 
 
 def find_hardware(source: str | None, precision: Precision = "bf16") -> Hardware:
-    """A described machine or a hardware file; `None` is the probed machine, or else this one, roughly.
+    """A built-in machine or a hardware file; `None`: this machine as probed, or else a rough description of it.
 
-    Raises `PlanError` for a GPU that nobody has described or probed, and for a name or a file that is wrong.
+    Raises `PlanError` for a GPU that is neither built in nor probed, and for an unknown name or malformed file.
     """
     if source is not None:
         return load_hardware(source)
@@ -398,7 +393,7 @@ def _unprobed_machine(precision: Precision) -> Hardware:
         device = open_device("cpu")
     try:
         if not device.shares_memory and described_machine(device) is None:
-            what = f"nobody has described a {getattr(device, 'model', device.name)}"
+            what = f"there is no description of a {getattr(device, 'model', device.name)}"
             raise PlanError(what, where="hardware", fix="run `megatrain probe --device cuda:0`")
         return this_machine(device, precision)
     finally:
@@ -406,41 +401,40 @@ def _unprobed_machine(precision: Precision) -> Hardware:
 
 
 def _refuse_numbers(length: int | None, tokens_per_step: int | None, memories: Mapping[str, str | None]) -> None:
-    """Raise `ConfigError` for numbers of tokens that no model can have, and for memories that are none, before a
-    machine is measured."""
+    """Raise `ConfigError` for impossible token counts and malformed memory limits, before the machine is measured."""
     for tier, text in memories.items():
         _nbytes(tier, text, 10**12)
     if length is not None and length < 1:
-        raise ConfigError(f"sequences of {length} tokens", where="--sequence-length", fix="give 1 or more")
+        raise ConfigError(f"{length} is too small", where="--sequence-length", fix="give 1 or more")
     tokens = (length or 1) if tokens_per_step is None else tokens_per_step
     if tokens > MOST_TOKENS:
-        what, fix = f"{tokens:,} tokens per step are more than anyone trains with", f"give {MOST_TOKENS:,} or less"
+        what, fix = f"{tokens:,} tokens per step are too many", f"give {MOST_TOKENS:,} or less"
         raise ConfigError(what, where="--sequence-length" if tokens_per_step is None else "--tokens-per-step", fix=fix)
     if tokens < (length or 1):
-        what = f"{tokens:,} tokens per step of sequences of {length or 1:,}"
-        raise ConfigError(what, where="--tokens-per-step", fix="give at least one sequence's tokens")
+        what = f"{tokens:,} tokens per step are less than one sequence of {length or 1:,}"
+        raise ConfigError(what, where="--tokens-per-step", fix="give at least the tokens of one sequence")
 
 
 def _nbytes(tier: str, text: str | None, there: int) -> int | None:
-    """From a text such as `24GB` or `80%`; of the disk `0` too."""
+    """Bytes from a string such as `24GB` or `80%` of `there`; for the disk also `0`."""
     if text is None:
         return None
     return 0 if tier == "disk" and text.strip() == "0" else parse_nbytes(text, f"--{tier}-memory", there)
 
 
 def _limits(machine: Hardware, memories: Mapping[str, str | None], *, is_this_one: bool) -> Limits:
-    """Of each tier, from a text.
+    """Memory limits by tier, from strings.
 
-    More than a described machine has describes another configuration of it; what is not in this machine cannot be used.
+    A limit above what a built-in machine has stands for a larger configuration of it; for this machine it is an error.
     """
     if memories["device"] is not None and machine.shares_memory:
-        what = f"{machine.name} computes in host memory"
-        raise ConfigError(what, where="--device-memory", fix="give --host-memory alone")
+        what = f"{machine.name} has no device memory of its own"
+        raise ConfigError(what, where="--device-memory", fix="give --host-memory only")
     there = {"device": machine.device_nbytes, "host": machine.host_nbytes, "disk": machine.disk_nbytes or 0}
     found = {tier: _nbytes(tier, text, there[tier]) for tier, text in memories.items()}
     for tier, nbytes in found.items():
         if is_this_one and nbytes and 0 < there[tier] < nbytes:
-            what = f"{amount(nbytes)} of {tier} memory, and this machine has {amount(there[tier])}"
+            what = f"{amount(nbytes)} of {tier} memory are asked for, but this machine has {amount(there[tier])}"
             raise ConfigError(what, where=f"--{tier}-memory", fix="give less, or name another machine with --hardware")
     return Limits(found["device"], found["host"], found["disk"])
 
@@ -450,20 +444,20 @@ def _length(spec: ModelSpec, length: int | None, tokens_per_step: int | None) ->
     if length is None:
         return max(1, min(LENGTH, most or LENGTH, LENGTH if tokens_per_step is None else tokens_per_step))
     if most is not None and length > most:
-        what = f"sequences of {length:,} tokens, and the model has {most:,} positions"
+        what = f"sequences of {length:,} tokens exceed the model's {most:,} positions"
         raise ConfigError(what, where="--sequence-length", fix=f"give {most} or less")
     return length
 
 
 def _planned(question: Question, *, may_shrink: bool) -> Plan:
-    """The plan; with fewer tokens per step where the user left them open and so many do not fit."""
+    """The plan; with fewer tokens per step if the default does not fit and the user gave no number."""
     try:
         return find_plan(question)
     except DoesNotFit as error:
         while may_shrink and question.sequences > 1:
             question = replace(question, tokens_per_step=question.sequences // 2 * question.length)
             if question.sequences == 1 or fits(question):
-                return _planned(question, may_shrink=True)  # where one sequence does not fit, its refusal is told
+                return _planned(question, may_shrink=True)  # if not even one sequence fits, its error is raised
         helps = [upgrade for upgrade in upgrades(question, None) if upgrade.tokens_per_second is not None]
         words = [f"{upgrade.name} would make it fit ({upgrade.tokens_per_second:,.0f} tokens/s)" for upgrade in helps]
         fix = f"{error.fix}; {' or '.join(words) or 'no single upgrade makes it fit'}"
@@ -487,7 +481,7 @@ def _content(path: Path, where: str) -> Any:
 
 
 def _nearest_models(source: str) -> list[str]:
-    """Folders and configs beside where `source` would be, models that the hub's cache holds, and those built in."""
+    """Similar names among files beside `source`, models in the local hub cache, and built-in models."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     path = usable_path(source)
@@ -499,7 +493,7 @@ def _nearest_models(source: str) -> list[str]:
 
 
 def _names_in(folder: str | Path) -> list[str]:
-    """None where there is no such folder, or it may not be listed."""
+    """Names in a folder; empty if it does not exist or cannot be listed."""
     try:
         return sorted(os.listdir(folder))
     except OSError:
@@ -526,27 +520,27 @@ def _facts(plan: Plan, run: Config | None) -> list[tuple[str, str]]:
 
 
 def _asked(question: Question) -> list[tuple[str, str]]:
-    """Memories of which another amount is asked about than the described machine has."""
+    """Rows for memory limits that differ from what the built-in machine has."""
     hardware = question.hardware
     there = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
     each = " for each rank" if question.model.ranks > 1 else ""
     return [
-        (f"{tier} memory", f"{amount(asked)} as asked{each}; the described machine has {amount(there[tier])}")
+        (f"{tier} memory", f"{amount(asked)} as asked{each}; the built-in machine has {amount(there[tier])}")
         for tier in there
         if (asked := question.limits.of(tier)) and asked != there[tier]
     ]
 
 
 def _disk_tier(plan: Plan) -> list[tuple[str, str]]:
-    """How the disk is read and written, whether past the page cache or through it, where the plan uses it."""
+    """How the disk is accessed (direct I/O or through the page cache), if the plan uses it."""
     if not any(placement.uses_disk for placement in plan.policy.placements):
         return []
     sources = dict(plan.question.hardware.sources)
-    return [("disk tier", sources.get("disk_read_bandwidth", "its speed is assumed; `megatrain probe` measures it"))]
+    return [("disk tier", sources.get("disk_read_bandwidth", "assumed speed; `megatrain probe` measures it"))]
 
 
 def show(console: Console, outlook: Outlook, facts: Sequence[tuple[str, str]]) -> None:
-    """Print a plan, and what limits it."""
+    """Print a plan and what limits its speed."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     for name, fact in (*warning_rows(outlook), *facts, *summary_rows(outlook)):
@@ -559,7 +553,7 @@ def show(console: Console, outlook: Outlook, facts: Sequence[tuple[str, str]]) -
 
 
 def show_changes(console: Console, outlook: Outlook, swept: Sweep | None = None) -> None:
-    """Print what would help."""
+    """Print changes and hardware upgrades that would make the step faster."""
     console.print(Text.assemble(("hiding: ", "bold"), hiding_line(outlook)), end="\n\n")
     for title, rows in (("changes that cost nothing", free_rows(outlook)), ("one upgrade", upgrade_rows(outlook))):
         if rows:
@@ -571,7 +565,7 @@ def show_changes(console: Console, outlook: Outlook, swept: Sweep | None = None)
 
 
 def _show_next(console: Console, plan: Plan, model: Mapping[str, Any], adapter: str | None) -> None:
-    """What asks for this plan in the configuration of a run, and the commands that write one and train."""
+    """Print configuration keys for this plan, and the commands that write a configuration and train."""
     question = plan.question
     tree = {"model": model} | ({} if adapter is None else {"adapter": adapter_keys(adapter)}) | configuration(plan)
     lines = [_yaml(name, section) for name, section in tree.items()]
@@ -591,7 +585,7 @@ def _say_next(console: Console, command: str) -> None:
 
 
 def _train(plan: Plan, *arguments: str) -> str:
-    """The command that trains, on each machine."""
+    """The training command to run on each machine."""
     ranks, here = plan.question.model.ranks, plan.question.hardware.sharing_ranks
     place = f"--nnodes {ranks // here} --nproc-per-node {here} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
     train = shlex.join(["megatrain", "train", *arguments])
@@ -601,14 +595,14 @@ def _train(plan: Plan, *arguments: str) -> str:
 
 
 def _adapter_facts(adapter: str | None) -> list[str]:
-    """What the specification of a model with an adapter depends on besides."""
+    """What else a cached specification depends on with an adapter: its settings and peft's version."""
     from importlib.metadata import version
 
     return [] if adapter is None else [json.dumps(adapter_keys(adapter)), version("peft")]
 
 
 def adapter_keys(adapter: str) -> dict[str, Any]:
-    """The section of a configuration that `lora:16` stands for."""
+    """The configuration section for a short form such as `lora:16`."""
     from megatrain.model import lora_named
 
     keys = lora_named(adapter)
@@ -620,7 +614,7 @@ def adapter_keys(adapter: str) -> dict[str, Any]:
 
 
 def _model_keys(source: str, attention: str, *, trust_remote_code: bool) -> dict[str, Any]:
-    """`path` of a trained model or `config` of a fresh one; a saved plan does not say where its model is."""
+    """Keys of the section `model` for `source`; a saved plan does not say where its model is."""
     path, keys = usable_path(source, where="model", error=ModelError), {"path": source}
     if path.is_file():
         content = read_json(path)
@@ -636,7 +630,7 @@ def _yaml(name: str, section: Mapping[str, object]) -> str:
 
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> Table:
-    """The first `texts` columns hold words, the others numbers."""
+    """A table whose first `texts` columns are left-aligned words and the others numbers."""
     table = Table(box=box.SIMPLE, pad_edge=False, title=title, title_justify="left", title_style="bold")
     for place, head in enumerate(heads):
         table.add_column(head, justify="left" if place < texts else "right", no_wrap=place >= texts)
@@ -653,11 +647,11 @@ def _memory(plan: Plan) -> Table:
         rows += [(tier, use, amount(nbytes), f"{nbytes / budget:.1%}") for use, nbytes in uses]
         rows.append((tier, f"total of {amount(budget)}", amount(total), f"{total / budget:.1%}"))
     title = "memory at its peak" + (", of each rank" if plan.question.model.ranks > 1 else "")
-    return _table(title, ("tier", "what for", "bytes", "of the budget"), rows, texts=2)
+    return _table(title, ("tier", "use", "bytes", "of the limit"), rows, texts=2)
 
 
 def _heat_map(swept: Sweep) -> Table:
-    """Shades for a terminal without colours; numbers for one with narrow shades."""
+    """Tokens per second over memory limits, as numbers with shades that also show without colours."""
     most = max((rate for row in swept.tokens_per_second for rate in row if rate is not None), default=1.0)
     heads = ["host \\ device", *(amount(nbytes) if nbytes else "shared" for nbytes in swept.device_nbytes)]
     rows = []
@@ -678,10 +672,10 @@ def _heat_map(swept: Sweep) -> Table:
 def _writable(option: str, file: str) -> Path:
     path = usable_path(file, where=option, to_write="file")
     if not path.parent.is_dir():
-        raise ConfigError(f"there is no folder {path.parent}", where=option, fix="make it, or choose another file")
+        raise ConfigError(f"there is no folder {path.parent}", where=option, fix="create it, or choose another file")
     if not os.access(path.parent, os.W_OK):
-        what = f"nothing can be written into the folder {path.parent}"
-        raise ConfigError(what, where=option, fix="choose a file in a folder of yours")
+        what = f"the folder {path.parent} is not writable"
+        raise ConfigError(what, where=option, fix="choose a file in another folder")
     return path
 
 
@@ -695,10 +689,10 @@ def _write_files(
 
 
 def _write(path: Path, text: str) -> None:
-    """The whole file, or the one that was there."""
+    """Write `text` atomically. Raises `ConfigError` if that fails."""
     try:
         with written_whole(path) as draft:
             draft.write_text(text, encoding="utf-8")
     except OSError as error:
         what = f"cannot be written ({error.strerror})"
-        raise ConfigError(what, where=str(path), fix="choose a file in a folder of yours") from error
+        raise ConfigError(what, where=str(path), fix="choose a file in another folder") from error

@@ -1,10 +1,10 @@
-"""`megatrain probe`: this machine, measured in under a minute, as a `Hardware` value.
+"""`megatrain probe`: measure this machine in under a minute, as a `Hardware` value.
 
-Wires what the rooms below can measure: the device (`device.probe`), the disk (`device.probe_disk`), the host's own
-passes (`optim`) and what the operating system grants (`plan.host_resources`). The time is dealt out by weights; a stage
-that runs over takes it from those behind it. Computing and going through host memory are one stage, measured in
-turn, so that rates which a plan weighs against each other are of the same moments. What was measured, and how, is in
-`Hardware.sources`. It leaves out saving (`plan.machines.save_hardware`), and what a machine sustains for hours.
+Combines measurements of the device (`device.probe`), the disk (`device.probe_disk`), the host's optimizer pass
+(`optim`) and the operating system's limits (`plan.host_resources`). The time is divided by weights; a stage that
+overruns takes time from later ones. Compute and host memory are measured in turn within one stage, so that rates which
+a plan compares come from the same moments. `Hardware.sources` says how each value was measured. Not covered: saving
+(`plan.machines.save_hardware`), and sustained rates over hours.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ from megatrain.system.paths import usable_path
 SECONDS = 45.0
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
 PASS_NBYTES_PER_PARAM = 26
-"""Read plus written by the optimizer pass on a split master with bfloat16 gradients; 14 of them are held."""
+"""Bytes per parameter read plus written by the optimizer pass with bfloat16 gradients; 14 of them are stored."""
 HELD_NBYTES_PER_PARAM = 14
 MOST_PARAMS = 32 << 20
 FILE_NBYTES = 256 << 20
 FRESH_NBYTES = 64 << 20
-"""More than the C library keeps of what is freed, so that each allocation has new pages."""
+"""Large enough that the C library returns it to the system when freed, so each allocation has new pages."""
 MOST_LOCKED_NBYTES = 4 << 30
-"""What is page-locked at most to see whether a limit holds."""
+"""Most bytes to page-lock when testing whether the limit is enforced."""
 LEAST_FREE_NBYTES = 64 << 20
-"""With less than that free, a disk is left alone."""
+"""A disk with less free space than this is not measured."""
 
-_IN_TURN = {  # of the time of what is measured in turn
+_IN_TURN = {  # weights of the measurements made in turn
     "products bf16": 7.0,
     "products fp32": 7.0,
     "attention bf16": 5.0,
@@ -77,7 +77,7 @@ _IN_TURN = {  # of the time of what is measured in turn
     "all of host memory": 1.0,
     "fresh memory": 0.5,
 }
-_WEIGHTS = {  # of the time
+_WEIGHTS = {  # weights of the stages
     "in turn": sum(_IN_TURN.values()),
     "copies": 5.0,
     "disk": 8.0,
@@ -86,7 +86,7 @@ _WEIGHTS = {  # of the time
 
 @dataclass
 class _Clock:
-    """Deals out the seconds that are left by the weights of the stages that are left."""
+    """Divides the remaining seconds among the remaining stages by their weights."""
 
     ends: float
     weights: dict[str, float]
@@ -99,7 +99,7 @@ class _Clock:
 
 @dataclass
 class _Findings:
-    """Values of the fields of `Hardware`, and where they are from."""
+    """Values for the fields of `Hardware` found so far, and the source of each."""
 
     say: Callable[[str], None]
     values: dict[str, Any] = field(default_factory=dict)
@@ -113,13 +113,13 @@ class _Findings:
 def probe(
     device: Device, path: Path, seconds: float = SECONDS, say: Callable[[str], None] = lambda line: None
 ) -> Hardware:
-    """Measure `device`, its host, and the disk that `path` (a folder that is there, or will be) lies on.
+    """Measure `device`, its host, and the disk that holds the folder `path` (which need not exist yet).
 
-    Takes about `seconds`, telling `say` a line per stage, and leaves nothing behind. Raises `DeviceError` for a
-    simulated device, whose speed is a setting, and for a path that may not be written to.
+    Takes about `seconds`, calls `say` with a line per stage, and leaves no files behind. Raises `DeviceError` for a
+    simulated device, whose speed is a setting, and for a path that is not writable.
     """
     if device.name.startswith("sim:"):
-        raise DeviceError("is as fast as it is set to be", where=device.name, fix="probe cpu or cuda:0")
+        raise DeviceError("is simulated, with no speed to measure", where=device.name, fix="probe cpu or cuda:0")
     folder = _existing(path)
     refuse_unwritable(folder)
     clock = _Clock(time.perf_counter() + seconds, dict(_WEIGHTS))
@@ -164,16 +164,16 @@ def _capacities(device: Device, folder: Path, found: _Findings) -> None:
         f"free: {own / 1e9:,.1f} GB on the device, {host / 1e9:,.1f} GB in the host, {disk / 1e9:,.1f} GB on disk"
     )
     if pinnable < host and not device.shares_memory:
-        found.say(f"page-locked memory: {pinnable / 1e9:,.3g} GB at most ({why})")
+        found.say(f"page-locked memory: at most {pinnable / 1e9:,.3g} GB ({why})")
     if (node := getattr(device, "node", None)) is not None:
-        how = "host memory is taken from it" if binds(node.number) else "binding to it is refused here"
-        found.say(f"memory node {node.number} of {node.of} is the device's: {how}")
+        how = "host memory is allocated there" if binds(node.number) else "but binding to it is refused here"
+        found.say(f"NUMA node {node.number} of {node.of} is nearest to the device: {how}")
     if lies_in_memory(folder):
-        found.say(f"{folder} lies in host memory, not on a disk: a disk tier there would gain nothing")
+        found.say(f"{folder} is in host memory (tmpfs), not on a disk: a disk tier there would be useless")
 
 
 def _lockable(device: Device, host_nbytes: int) -> tuple[int, str]:
-    """Host memory that may be page-locked, and how that is known: a driver may not ask the system's limit."""
+    """Bytes of host memory that can be page-locked, and how that is known: some drivers ignore the system's limit."""
     limit, why = pinnable_nbytes(host_nbytes), "the limit on locked memory (RLIMIT_MEMLOCK)"
     if device.shares_memory or limit >= host_nbytes or limit > min(MOST_LOCKED_NBYTES, host_nbytes // 4):
         return limit, why
@@ -186,7 +186,7 @@ def _lockable(device: Device, host_nbytes: int) -> tuple[int, str]:
 
 
 def _in_turn(device: Device, threads: int, whole_seconds: float, seconds: float, found: _Findings) -> None:
-    """Computing, and passes over host memory; what is measured longer has more to pass over."""
+    """Measure compute and passes over host memory in turn, for `seconds`; more time allows larger buffers."""
     most = min(MOST_PARAMS, available_host_nbytes() // 8 // HELD_NBYTES_PER_PARAM)
     numel = max(1 << 16, int(most * min(1.0, whole_seconds / SECONDS)))
     measurements = {
@@ -211,13 +211,13 @@ def _in_turn(device: Device, threads: int, whole_seconds: float, seconds: float,
 
 
 def _products(precision: Precision, rows: tuple[ProductRate, ...], found: _Findings) -> None:
-    best = max(row.flops for row in rows[len(rows) // 2 :])  # they go from small to large
+    best = max(row.flops for row in rows[len(rows) // 2 :])  # sorted from small to large
     key = {"bf16": "flops", "fp32": "flops_fp32"}[precision]
     found.note(f"measured: the fastest of the larger half of {len(rows)} products", **{key: best})
     found.note("measured", products=(*found.values.get("products", ()), *rows))
     peak = found.values.get(f"peak_{key}")
     share = f", {best / peak:.0%} of the datasheet" if peak else ""
-    found.say(f"products {precision}: {best / 1e12:.3g} TFLOP/s at best of {len(rows)} shapes{share}")
+    found.say(f"matrix products {precision}: {best / 1e12:.3g} TFLOP/s, best of {len(rows)} shapes{share}")
 
 
 def _attention(precision: Precision, rows: tuple[AttentionRate, ...], found: _Findings) -> None:
@@ -241,7 +241,7 @@ def _device_memory(results: Mapping[str, Any], found: _Findings) -> None:
 
 
 def _passes(numel: int, threads: int) -> dict[str, Measurement]:
-    """The optimizer pass by thread count, and the norm's on all threads: bytes per second."""
+    """Measurements, in bytes per second, of the optimizer pass by thread count and of the norm on all threads."""
     hi, lo, grad = (np.full(numel, bits, np.uint16) for bits in (0x3F00, 0, 0x3C00))
     m, v = (np.full(numel, value, np.float32) for value in (1e-4, 1e-6))
     scalars = AdamW().scalars(lr=1e-3, step=10)
@@ -263,21 +263,21 @@ def _passes(numel: int, threads: int) -> dict[str, Measurement]:
 
 
 def _host_memory() -> Measurement:
-    """Bytes per second that one thread copies."""
+    """Measures a copy by one thread, in bytes per second."""
     source = np.ones(min(FILE_NBYTES, available_host_nbytes() // 16), np.uint8)
     target = np.ones_like(source)
     return Measurement({0: lambda: np.copyto(target, source)}, lambda spent: source.nbytes / spent[0], "host")
 
 
 def _all_of_host_memory() -> Measurement:
-    """Bytes per second, read plus written, of a copy on all threads."""
+    """Measures a copy on all threads, in bytes per second read plus written."""
     source = torch.ones(min(FILE_NBYTES, available_host_nbytes() // 16), dtype=torch.uint8)
     target = torch.ones_like(source)
     return Measurement({0: lambda: target.copy_(source)}, lambda spent: 2 * source.nbytes / spent[0], "host")
 
 
 def _fresh_memory() -> Measurement:
-    """Bytes per second of new pages, each touched once."""
+    """Measures touching new pages once each, in bytes per second."""
 
     def touch() -> None:
         torch.empty(FRESH_NBYTES, dtype=torch.uint8)[:: mmap.PAGESIZE].fill_(1)
@@ -313,7 +313,7 @@ def _copies(device: Device, clock: _Clock, found: _Findings) -> None:
     if not rates.pinned:
         found.note("page-locking was refused", pinnable_nbytes=0)
         found.say(
-            "host memory may not be page-locked here: copies are slow; see `ulimit -l` and the container's limits"
+            "host memory cannot be page-locked here, so copies are slow; see `ulimit -l` and the container's limits"
         )
     ways = f"in {rates.fetch / 1e9:.1f}, out {rates.grad / 1e9:.1f}"
     at_once = f"at once {rates.duplex_fetch / 1e9:.1f} and {rates.duplex_grad / 1e9:.1f}"
@@ -344,7 +344,7 @@ def _disk(folder: Path, seconds: float, clock: _Clock, found: _Findings) -> None
 
 
 def _existing(path: Path) -> Path:
-    """`path`, or the nearest folder above it that is there."""
+    """`path`, or its nearest parent that exists."""
     folder = usable_path(path).absolute()
     while not folder.exists():
         folder = folder.parent

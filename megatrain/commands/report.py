@@ -1,4 +1,4 @@
-"""`megatrain report`: the page of a run, or of several compared."""
+"""`megatrain report`: write the HTML page of a run, or of several runs compared."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatrain.system.paths import usable_path
 
 
 def run_report(folders: Sequence[str], html: str | None) -> Path:
-    """Write the page of the runs in `folders` to `html`, or into the first of them. Returns where it is.
+    """Write the page of the runs in `folders` to `html`, by default into the first folder; returns its path.
 
-    Raises `ConfigError` for a folder that holds no run, `ExportError` where the page cannot be written.
+    Raises `ConfigError` for a folder without a run, `ExportError` if the page cannot be written.
     """
     target = None if html is None else usable_path(html, where="--html", to_write="file")
     runs = [usable_path(folder, where="RUN") for folder in folders]

@@ -1,4 +1,4 @@
-"""`megatrain verify`: is this architecture computed right? The full comparison, as a table."""
+"""`megatrain verify`: compare the engine with the stock Hugging Face code for an architecture, as a table."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatrain.train.parity import full_report, verify_rows
 
 
 def run_verification(model: str, console: Console, *, attention: str = "auto", trust_remote_code: bool = False) -> bool:
-    """Compare a small model of the same kind with the stock code and print a table; whether all is well.
+    """Compare a small model of the same architecture with the stock code and print a table; returns whether all agree.
 
-    model: folder (of a model or of a run), hub name or `config.json`. The comparison reads no weights; those of a
-    folder are looked through for values that are not finite. attention: kernel, `auto` is the library's choice.
+    model: model folder, run folder, hub name or `config.json`. The comparison uses no weights of it, but the weights in
+    a folder are checked for values that are not finite. attention: kernel; `auto`: the one transformers chooses.
     Raises `ModelError` for a model that cannot be compared or that the engine refuses.
     """
     named = model_named(model)
@@ -37,5 +37,5 @@ def run_verification(model: str, console: Console, *, attention: str = "auto", t
     with console.status("reading the weights"):
         not_finite = non_finite_weights(named, config)
     if not_finite:
-        console.print(Text(f"values of the weights are not finite: {listed(not_finite)}", "red"), soft_wrap=True)
+        console.print(Text(f"weights that are not finite: {listed(not_finite)}", "red"), soft_wrap=True)
     return report.ok and not not_finite

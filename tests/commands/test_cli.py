@@ -54,15 +54,15 @@ def test_help_and_version_load_no_slow_library(option: str) -> None:
 
 def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "megatrain", "trian"], capture_output=True, text=True, timeout=240)
-    assert (done.returncode, done.stderr) == (2, "error: no verb is called 'trian'; did you mean 'train'?\n")
+    assert (done.returncode, done.stderr) == (2, "error: unknown command 'trian'; did you mean 'train'?\n")
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("trian",), "no verb is called 'trian'; did you mean 'train'?"),
-        (("zzz",), "no verb is called 'zzz'; the verbs are train"),
-        (("train",), "megatrain train: which CONFIG?; try configs/quickstart.yaml"),
+        (("trian",), "unknown command 'trian'; did you mean 'train'?"),
+        (("zzz",), "unknown command 'zzz'; the commands are train"),
+        (("train",), "megatrain train: CONFIG is missing; try configs/quickstart.yaml"),
         (("train", "--what"), "No such option: --what"),
         (("train", "absent.yaml"), "absent.yaml: no such file"),
         (("train", "configs/quickstart.yaml", "train.stps=1"), "did you mean train.steps?"),
@@ -144,9 +144,9 @@ def test_a_path_that_nobody_can_use_is_refused_whatever_argument_holds_it(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("generate", "m", "--temperature", "1e-300"), "1e-300 is no temperature; give 0, or a number from 1e-30"),
-        (("generate", "m", "--temperature", "inf"), "inf is no temperature"),
-        (("generate", "m", "--seed", str(10**30)), "is no seed; give a number from 0 to 2**63 - 1"),
+        (("generate", "m", "--temperature", "1e-300"), "temperature 1e-300 is out of range; give 0, or a number"),
+        (("generate", "m", "--temperature", "inf"), "temperature inf is out of range"),
+        (("generate", "m", "--seed", str(10**30)), "is out of range; give a number from 0 to 2**63 - 1"),
         (("probe", "--seconds", "1e300"), "--seconds"),
         (("init", "x.yaml", "--model", "m", "--data", "d", "--steps", str(10**30)), "--steps"),
     ],
@@ -235,9 +235,9 @@ def test_what_a_model_leaves_out_of_its_files_is_told_beside_the_answer(
     code, out, err = run(capsys, "export", str(source), str(target))
     assert (code, out, err) == (0, f"{target}\n", notice)
     code, _, err = run(capsys, "export", str(source), str(target), "--precision", "fp32")
-    assert (code, err) == (2, f"error: {target}: holds a model; choose another folder, or give --overwrite\n")
+    assert (code, err) == (2, f"error: {target}: already holds a model; use another folder, or --overwrite\n")
     code, _, err = run(capsys, "export", str(source), str(target), "--overwrite")
-    assert (code, err) == (0, f"replaces the model in {target}\n{notice}")
+    assert (code, err) == (0, f"replacing the model in {target}\n{notice}")
     code, out, err = run(capsys, "generate", str(source), "--max-new-tokens", "2")
     assert code == 0
     assert "left out" not in out
@@ -273,9 +273,9 @@ def test_weights_that_are_not_finite_are_named_where_a_model_is_verified_or_expo
     code, out, _ = run(capsys, "verify", str(tmp_path / "model"))
     names = "model.layers.1.mlp.up_proj.weight, model.norm.weight"
     assert code == cli.MISMATCH
-    assert f"values of the weights are not finite: {names}\n" in out
+    assert f"weights that are not finite: {names}\n" in out
     code, _, err = run(capsys, "export", str(tmp_path / "model"), str(tmp_path / "out"))
-    assert (code, err) == (0, f"written with values that are not finite, as they are in the source: {names}\n")
+    assert (code, err) == (0, f"written unchanged, although some weights of the source are not finite: {names}\n")
 
 
 def test_a_probe_is_written_where_plan_and_train_look_for_it(
@@ -357,7 +357,7 @@ def test_a_system_prompt_without_a_chat_is_refused(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as left:
         cli.main(["generate", "anything", "--system", "be brief"])
     assert left.value.code == 2
-    assert capsys.readouterr().err == "error: --system: is for chats; give --chat, too\n"
+    assert capsys.readouterr().err == "error: --system: needs --chat; add --chat\n"
 
 
 @pytest.mark.slow

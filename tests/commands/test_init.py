@@ -86,7 +86,7 @@ def test_what_is_there_is_not_overwritten_and_what_does_not_fit_not_written(
 ) -> None:
     target = tmp_path / "new.yaml"
     target.write_text("mine")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         write_recipe(Answers("x", ("y",)), target)
 
     def refuses(_: object) -> None:
@@ -126,7 +126,7 @@ def test_an_adapter_is_asked_for_by_a_word(tmp_path: Path) -> None:
         widths = (32 + 32) * 2 + (32 + 16) * 2 + (32 + 48) * 3
         assert model.trained_numel == each * widths * len(base.layers)
     for wrong in ("qlora", "lora:x", "lora:0"):
-        with pytest.raises(ConfigError, match="is no adapter; give lora, lora:16 or lora:16:all-linear"):
+        with pytest.raises(ConfigError, match="is not an adapter; give lora, lora:16 or lora:16:all-linear"):
             write_recipe(Answers(sizes(tmp_path), data, adapter=wrong), tmp_path / "wrong.yaml")
 
 
@@ -147,10 +147,10 @@ def test_a_yaml_of_another_trainer_becomes_ours_as_the_guide_shows(
     assert capsys.readouterr().out == said
     written = (tmp_path / "sft.yaml").read_text()
     assert "".join(line for line in written.splitlines(True) if line[0] != "#").lstrip("\n") == ours
-    assert "#   template=llama3: the template" in written
+    assert "#   template=llama3: the model" in written
     assert load_config(tmp_path / "sft.yaml").train.warmup_ratio == 0.1
     for again, what in (
-        (words, "is there already"),
+        (words, "already exists"),
         ([*words, "--steps", "3"], "--steps beside --from"),
     ):
         with pytest.raises(SystemExit):

@@ -99,7 +99,7 @@ def test_the_configuration_of_a_run_is_planned_for_ranks(config: str, tmp_path: 
         ({"ranks": 8}, "ranks: 8 ranks on each machine, and NVIDIA RTX 4090, 128 GB host has one GPU"),
         ({"ranks": 4, "nodes": 3}, "nodes: 3 machines do not have 4 ranks evenly"),
         ({"ranks": 2, "nodes": 2}, "has no figure for what joins it and other machines"),
-        ({"ranks": 2, "sweeps": True}, "--sweep: is for one rank"),
+        ({"ranks": 2, "sweeps": True}, "--sweep: works for one rank only"),
     ],
 )
 def test_ranks_that_cannot_be_are_one_error_before_the_model_is_read(options: dict[str, Any], told: str) -> None:
@@ -116,7 +116,7 @@ def test_what_it_is_at_is_shown_on_a_terminal_alone(
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     shown(config, length=512)
-    assert "looking at what would help" in capsys.readouterr().err
+    assert "looking for improvements" in capsys.readouterr().err
 
 
 def test_a_config_is_planned_for_and_every_part_is_shown(config: str, tmp_path: Path) -> None:
@@ -339,15 +339,15 @@ def test_what_is_no_amount_of_memory_is_refused(text: str) -> None:
         (
             {"tokens_per_step": 100, "length": 200},
             ConfigError,
-            "--tokens-per-step: 100 tokens per step of sequences of",
+            "--tokens-per-step: 100 tokens per step are less than",
         ),
         ({"tokens_per_step": 0}, ConfigError, "--tokens-per-step: 0 tokens per step"),
-        ({"tokens_per_step": 1 << 27}, ConfigError, "--tokens-per-step: 134,217,728 tokens per step are more than"),
-        ({"length": 1 << 27}, ConfigError, "--sequence-length: 134,217,728 tokens per step are more than"),
-        ({"length": 0}, ConfigError, "--sequence-length: sequences of 0"),
-        ({"token_budget": 0.0}, ConfigError, "--token-budget: 0 tokens"),
+        ({"tokens_per_step": 1 << 27}, ConfigError, "--tokens-per-step: 134,217,728 tokens per step are too many"),
+        ({"length": 1 << 27}, ConfigError, "--sequence-length: 134,217,728 tokens per step are too many"),
+        ({"length": 0}, ConfigError, "--sequence-length: 0 is too small"),
+        ({"token_budget": 0.0}, ConfigError, "--token-budget: 0 is out of range"),
         ({"token_budget": float("nan")}, ConfigError, "--token-budget"),
-        ({"precision": "fp8"}, ConfigError, "'fp8' is no precision; use bf16 or fp32"),
+        ({"precision": "fp8"}, ConfigError, "unknown precision 'fp8'; use bf16 or fp32"),
         ({"html": "/no/folder/x.html"}, ConfigError, "--html: there is no folder"),
         ({"json_file": "/"}, ConfigError, "--json: /: is a folder"),
     ],
@@ -390,14 +390,16 @@ def test_another_memory_than_a_described_machine_has_is_said_and_more_than_this_
     saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = shown(saved, hardware="h200", host_memory="4TB", tokens_per_step=4096, length=512)
-    assert "4.00 TB as asked; the described machine has 1.64 TB" in told
+    assert "4.00 TB as asked; the built-in machine has 1.64 TB" in told
     assert "total of 4.00 TB" in told
     less = shown(saved, hardware="h200", host_memory="1TB", tokens_per_step=4096, length=512)
-    assert "1.00 TB as asked; the described machine has 1.64 TB" in less
+    assert "1.00 TB as asked; the built-in machine has 1.64 TB" in less
     assert "as asked" not in shown(saved, hardware="h200", tokens_per_step=4096, length=512)
     monkeypatch.setattr(megatrain.run.this_machine, "PROBED", tmp_path / "hardware.json")
     save_hardware(machine("laptop"), tmp_path / "hardware.json")
-    with pytest.raises(ConfigError, match=r"--host-memory: 4.00 TB of host memory, and this machine has 30.1 GB; "):
+    with pytest.raises(
+        ConfigError, match=r"--host-memory: 4.00 TB of host memory are asked for, but this machine has 30.1"
+    ):
         shown(saved, hardware=None, host_memory="4TB")
 
 
@@ -442,7 +444,7 @@ def test_a_file_that_never_ends_is_no_model(kind: str, tmp_path: Path) -> None:
 
 def test_a_length_beyond_the_models_positions_is_refused(config: str) -> None:
     with pytest.raises(
-        ConfigError, match="--sequence-length: sequences of 4,096 tokens, and the model has 2,048 positions"
+        ConfigError, match="--sequence-length: sequences of 4,096 tokens exceed the model's 2,048 positions"
     ):
         shown(config, length=4096)
 
@@ -514,13 +516,13 @@ def test_the_configuration_of_a_run_is_planned_for_as_it_says(config: str, tmp_p
     run.write_text(json.dumps(tree))
     steps = round(2 * 220_000 / 640)
     text = " ".join(shown(str(run)).split())
-    assert f"2 epochs = about {steps} steps, by the sizes of the files; they take " in text
+    assert f"2 epochs = about {steps} steps, estimated from file sizes; takes " in text
     assert "float32 throughout" in text
     assert f"next: megatrain train {run}" in text
     whole = shown(str(run), overrides=["train.epochs=null", f"train.steps={steps}", "train.freeze=*embed*"])
     assert f"{steps} steps = about 2 epochs" in whole
     assert "of them trained" in whole
-    with pytest.raises(ConfigError, match=r"--sequence-length: is what the configuration says; set data\.sequence_l"):
+    with pytest.raises(ConfigError, match=r"--sequence-length: is decided by the configuration; set data\.sequence"):
         shown(str(run), length=32)
-    with pytest.raises(ConfigError, match=r"'train\.steps=3': sets a key, and a model has none"):
+    with pytest.raises(ConfigError, match=r"'train\.steps=3': sets a key, but a model has no keys"):
         shown(config, overrides=["train.steps=3"])

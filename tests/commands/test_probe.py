@@ -146,7 +146,7 @@ def test_whether_a_driver_keeps_to_the_limit_on_locked_memory_is_tried(
 
 
 def test_a_simulated_device_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DeviceError, match="sim:3: is as fast as it is set to be; probe cpu or cuda:0"):
+    with pytest.raises(DeviceError, match="sim:3: is simulated, with no speed to measure; probe cpu or cuda:0"):
         probe(open_device("sim:3"), tmp_path, SECONDS)
 
 

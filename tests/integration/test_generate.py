@@ -274,7 +274,7 @@ def test_what_is_wrong_with_a_folder_or_a_prompt_is_said_before_weights_are_load
         (ModelError, "no such folder", {"folder": str(tmp_path / "gone")}),
         (DataError, "tokenizer", {"folder": str(bare)}),
         (BatchError, "use a shorter prompt", {"prompt": "x" * 64}),
-        (BatchError, "61 new ones at most", {"sampling": Sampling(62)}),
+        (BatchError, "at most 61 new ones", {"sampling": Sampling(62)}),
         (DataError, "not Unicode", {"prompt": "\udc80"}),
     ]
     for error, words, changed in cases:
@@ -366,5 +366,5 @@ def test_a_model_without_a_chat_template_is_refused_before_its_weights_are_loade
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatrain.commands.generate.pretrained_source", None)
-    with pytest.raises(DataError, match="has no chat template; leave out --chat, or train it on chats first"):
+    with pytest.raises(DataError, match="has no chat template; leave --chat out, or train it on chats first"):
         run_chat(GenerationModel(folder), ["one"], print)

@@ -371,7 +371,7 @@ def test_the_distance_of_kto_is_the_micro_batchs_own_and_has_no_gradient() -> No
     assert loss.item() == pytest.approx(2 - sigmoid(-1.0) - sigmoid(2.0))
     kls = [KTO(1.0)(log_probs[at : at + 2], part)[1]["kl"] for at, part in zip((0, 2), parts, strict=True)]
     assert kls == [3.0, 0.0]
-    with pytest.raises(BatchError, match="3 rows are no pairs of answers and mismatched ones"):
+    with pytest.raises(BatchError, match="3 rows are not pairs of answers and mismatched ones"):
         KTO().divisor({key: value[:3] for key, value in batch.items()})
     with pytest.raises(BatchError, match=r"desirable is \[4, 1\] for 4 rows"):
         KTO().divisor({**batch, DESIRABLE: torch.ones(4, 1)})
@@ -484,11 +484,11 @@ def test_whole_logits_never_exist(loss: LogProbLoss | LogitsLoss) -> None:
 @pytest.mark.parametrize(
     ("change", "loss", "error", "what"),
     [
-        (lambda b: {k: v[:3] for k, v in b.items()}, DPO(), BatchError, "3 rows are no pairs.*chosen first"),
+        (lambda b: {k: v[:3] for k, v in b.items()}, DPO(), BatchError, "3 rows are not pairs.*chosen first"),
         (without_reference, DPO(), BatchError, f"lacks {REFERENCE}"),
         (lambda b: {**b, REFERENCE: torch.zeros(4, 5)}, DPO(), BatchError, r"\[4, 5\] for 4 rows"),
         (lambda b: {**b, "labels": b["labels"].clone().fill_(-100).index_fill(0, torch.tensor([0]), 5)},
-         DPO(), BatchError, "a row without a target"),
+         DPO(), BatchError, "a row has no target"),
         (without_reference, lambda found, _: found, LossError, "not a scalar"),
         (without_reference, lambda found, _: found.sum().detach(), LossError,
          "does not depend on what it was given"),

@@ -198,11 +198,11 @@ def test_a_tied_head_that_was_trained_apart_is_not_merged(tmp_path: Path, change
 
 
 def test_merging_is_asked_for_where_there_is_an_adapter_and_there_alone(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="is no adapter, and has nothing to merge"):
+    with pytest.raises(ExportError, match="is not an adapter, so there is nothing to merge"):
         run_export(str(base), tmp_path / "merged", merge=True)
     with Engine.from_pretrained(base, adapter=config_of("lora"), verify=False) as engine:
         folder = engine.save_adapter(tmp_path / "adapter")
-    with pytest.raises(ExportError, match="is an adapter, which is written merged alone; give --merge"):
+    with pytest.raises(ExportError, match="is an adapter; add --merge"):
         run_export(str(folder), tmp_path / "merged")
 
 

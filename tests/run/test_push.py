@@ -182,8 +182,8 @@ def test_a_model_folder_is_pushed_as_it_is_and_names_of_the_hub_are_told(
     [
         (["export", "x"], "error: TARGET: is missing; name the folder to write, or give --push\n"),
         (["export", "x", "--push", "a b"], "error: --push: "),
-        (["export", "x", "--push", "a/b", "--merge"], "error: --merge: writes a folder; name it as TARGET\n"),
-        (["export", "no/such", "--push", "a/b"], "error: model no/such: is no folder here; name a TARGET"),
+        (["export", "x", "--push", "a/b", "--merge"], "error: --merge: needs a folder to write to; give TARGET\n"),
+        (["export", "no/such", "--push", "a/b"], "error: model no/such: is not a local folder; give TARGET"),
     ],
 )
 def test_what_cannot_be_pushed_is_one_line(

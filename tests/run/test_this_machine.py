@@ -129,7 +129,7 @@ def test_a_plan_refuses_a_gpu_that_nobody_has_described(model: str, monkeypatch:
     if machine_of_device(model):
         assert plan.find_hardware(None).name == "NVIDIA H200, not probed"
     else:
-        with pytest.raises(PlanError, match="nobody has described a NVIDIA Nothing 9000; run `megatrain probe"):
+        with pytest.raises(PlanError, match="there is no description of a NVIDIA Nothing 9000; run `megatrain probe"):
             plan.find_hardware(None)
     assert not opened.is_open
 
