@@ -36,18 +36,19 @@ class EngineOptimizer(torch.optim.Optimizer):
         self, model: nn.Module, adamw: AdamW, lr: float | None = None, stepped: Callable[[], None] = lambda: None
     ) -> None:
         trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        rates = [adamw.lr if lr is None else lr, *(rate for _, rate in adamw.learning_rates)]
+        rates = [("", adamw.lr if lr is None else lr), *adamw.learning_rates]
         groups = [
             {
                 "params": [p for name, p in trained if (adamw.group(name), adamw.decays(name)) == (group, decays)],
                 "weight_decay": adamw.weight_decay if decays else 0.0,
                 "lr": rate,
+                "pattern": pattern,
             }
-            for group, rate in enumerate(rates)
+            for group, (pattern, rate) in enumerate(rates)
             for decays in (True, False)
         ]
         rest = {"betas": adamw.betas, "eps": adamw.eps, "weight_decay": adamw.weight_decay}
-        super().__init__(groups, {"lr": rates[0], **rest})
+        super().__init__(groups, {"lr": groups[0]["lr"], **rest})
         self._made_of, self._members, self._stepped = adamw, self._in_groups(), stepped
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -109,8 +110,18 @@ class EngineOptimizer(torch.optim.Optimizer):
         return {**found, "state": {number: {"step": MOMENTS} for number in numbers[:1]}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The groups."""
+        """The groups. Raises `ConfigError` where they are those of other patterns, whose rates these would take."""
+        before, now = (
+            [each.get("pattern", "") for each in of] for of in (state_dict["param_groups"], self.param_groups)
+        )
+        if before != now:
+            what = f"was saved with learning_rates of {_listed(before)}, and now has them of {_listed(now)}"
+            raise ConfigError(what, where="optimizer.pt", fix="give the same patterns in the same order, or begin anew")
         super().load_state_dict({**state_dict, "state": {}})
+
+
+def _listed(patterns: Sequence[str]) -> str:
+    return ", ".join(map(repr, dict.fromkeys(filter(None, patterns)))) or "no pattern"
 
 
 __all__ = ["EngineOptimizer"]

@@ -276,3 +276,23 @@ def test_an_optimizer_of_the_engines_options_stays(tmp_path: Path) -> None:
     )  # fmt: skip
     ours.train()
     assert ours.engine.optimizer == made
+
+
+@pytest.mark.parametrize(
+    ("patterns", "what"),
+    [
+        (
+            ("*o_proj*", "*q_proj*"),
+            r"optimizer.pt: was saved with learning_rates of '\*q_proj\*', '\*o_proj\*', and now",
+        ),
+        ((), "and now has them of no pattern"),
+    ],
+)
+def test_rates_of_other_patterns_are_not_taken_up(patterns: tuple[str, ...], what: str) -> None:
+    """By their places, as groups are elsewhere, each would have another's."""
+    rates = {"*q_proj*": 1e-5, "*o_proj*": 1e-3}
+    before = EngineOptimizer(tiny_model(), AdamW(learning_rates=tuple(rates.items()))).state_dict()
+    EngineOptimizer(tiny_model(), AdamW(learning_rates=tuple(rates.items()))).load_state_dict(before)
+    now = AdamW(learning_rates=tuple((pattern, rates[pattern]) for pattern in patterns))
+    with pytest.raises(ConfigError, match=what):
+        EngineOptimizer(tiny_model(), now).load_state_dict(before)
