@@ -15,14 +15,14 @@ from typing import Any
 from megatrain.commands.plan import adapter_keys, find_hardware, find_model
 from megatrain.config import load_config
 from megatrain.config.other_trainers import translate
-from megatrain.data import about_tokens, begins_with_text, holds_samples, source_called
+from megatrain.data import about_tokens, begins_with_text, holds_samples, require_source, source_called
 from megatrain.data.sample_formats import Schema
 from megatrain.device import open_device
 from megatrain.errors import ConfigError, DataError, DeviceError
 from megatrain.plan import Plan, Question, find_plan, fits, load_hardware
 from megatrain.plan.report import amount, duration
 from megatrain.spec import Limits, Precision
-from megatrain.system.paths import written_whole
+from megatrain.system.paths import usable_path, written_whole
 
 SEQUENCE_LENGTH = 4096
 TOKENS_PER_STEP = 65_536
@@ -205,12 +205,20 @@ def _planned(answers: Answers, tokens: int | None) -> Plan:
 
 
 def _is_chat(answers: Answers) -> bool:
-    """Whether any source holds samples rather than plain text; sources that do not exist yet are judged by name."""
+    """Whether any source holds samples rather than plain text; sources that do not exist yet are judged by name.
+
+    Raises `DataError` for an existing file that cannot be read.
+    """
     for name in answers.data:
+        path = usable_path(name, error=DataError)
+        if path.exists():
+            require_source(name, Schema())
         try:
             if holds_samples(name) and not begins_with_text(source_called(name, Schema())):
                 return True
         except DataError:
+            if path.is_file():
+                raise
             return True
     return False
 

@@ -62,7 +62,7 @@ def holds_samples(name: str, schema: Schema | None = None, pattern: str = "*") -
     if path.is_file():
         if schema.format == "auto" and kind_of(path) not in (".json", *JSON_LINES):
             _require_text(path, schema)
-        return kind_of(path) in (".json", ".ndjson") or _is_rich(path, schema)
+        return kind_of(path) in (".json", ".ndjson") or _is_rich(path, schema, named=True)
     may_be_of_hub = not path.suffix or path.suffix[1].isdigit()  # `OpenHermes-2.5`
     return may_be_of_hub and may_be_hub_name(name) and "/" in name
 
@@ -81,11 +81,14 @@ def source_called(
 def require_source(name: str, schema: Schema) -> None:
     """Raise `DataError` where nothing is called `name`: no file, no folder, and no data set that the hub could have.
 
-    Nothing but a list of data sets is read.
+    An empty file is refused too. Nothing but a list of data sets is read.
     """
     if _index_and_name(name) is not None:
         name = source_called(name, schema).name
-    if name == STDLIB or usable_path(name, error=DataError).exists():
+    path = usable_path(name, error=DataError)
+    if name != STDLIB and path.is_file() and not path.stat().st_size:
+        raise DataError("is empty", where=name, fix="name a file with something in it")
+    if name == STDLIB or path.exists():
         return
     if holds_samples(name, schema):
         refuse_missing(name)
@@ -138,10 +141,11 @@ def _folder_holds_samples(folder: Path, schema: Schema, pattern: str) -> bool:
     return bool(rich or unclear) and not others
 
 
-def _is_rich(path: Path, schema: Schema) -> bool:
+def _is_rich(path: Path, schema: Schema, *, named: bool = False) -> bool:
     """Whether the first object of a JSON file, or row of a table, is more than a plain text, or one to be looked for.
 
-    JSON lines of which none is of a known format count too: whoever reads samples says what such rows want.
+    JSON lines of which none is of a known format count too: whoever reads samples says what such rows want. Raises
+    `DataError` for a file that the user named and that cannot be read.
     """
     if kind_of(path) not in (".json", *JSON_LINES, *SEPARATED):
         return False
@@ -153,7 +157,9 @@ def _is_rich(path: Path, schema: Schema) -> bool:
                 return found != "text" or schema.column("text") != "text" or kind_of(path) in SEPARATED
             unknown = unknown or "text" not in row.fields
     except DataError:
-        pass  # whoever reads it says what is wrong, with its line
+        if named:
+            raise
+        # of a folder; whoever reads it says what is wrong, with its line
     return unknown and kind_of(path) in JSON_LINES
 
 

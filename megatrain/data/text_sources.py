@@ -267,6 +267,8 @@ def _jsonl_pieces(path: Path, skipped: Counter[str]) -> Iterator[Piece]:
 def _text_field(line: bytes, *, where: str) -> str:
     try:
         record = parsed(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"not UTF-8 text ({error.reason})", where=where, fix="convert it to UTF-8") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"not a line of JSON ({error})", where=where, fix="correct or remove the line") from error
     fix = 'each line must be {"text": "..."}'

@@ -99,6 +99,28 @@ def test_what_is_there_is_not_overwritten_and_what_does_not_fit_not_written(
     assert not (tmp_path / "other.yaml").exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "chats.jsonl: is empty; name a file with something in it"),
+        (
+            '{"messages": []}\n'.encode("utf-16"),
+            "chats.jsonl:1: not UTF-8 text (invalid start byte); convert it to UTF-8",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_read_gets_no_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], content: bytes, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("chats.jsonl").write_bytes(content)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["init", "new.yaml", "--model", sizes(tmp_path), "--from-scratch", "--data", "chats.jsonl"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: {told}\n"
+    assert not Path("new.yaml").exists()
+
+
 def test_the_verb_asks_for_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["init", str(tmp_path / "new.yaml"), "--data", "x.jsonl"])

@@ -142,7 +142,7 @@ def test_a_missing_source_names_the_nearest_existing_one(folder: Path) -> None:
     ("line", "what"),
     [
         (b'{"text": "x"', "not a line of JSON"),
-        (b"\xff\xfe", "not a line of JSON"),
+        (b"\xff\xfe", "not UTF-8 text ("),
         (b"[" * 100_000, "not a line of JSON"),
         (b'["x"]', "list in place of an object"),
         (b'{"content": "x", "id": 1}', "no field 'text'; the line holds 'content', 'id'"),

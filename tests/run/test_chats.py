@@ -155,7 +155,7 @@ def test_a_model_that_would_mix_packed_samples_is_refused_or_gets_groups(tmp_pat
             r":2: a text sample in a file that began",
         ),
         ('{"a": "b"}\n', {"format": "chat"}, r"bad\.jsonl:1: no 'messages', which chat samples have; it holds 'a'"),
-        ("", {"format": "chat"}, r"no sample \(left out: 1 empty file"),
+        ("", {"format": "chat"}, r"bad\.jsonl: is empty"),
     ],
 )
 def test_bad_samples_end_the_run_before_it_starts(

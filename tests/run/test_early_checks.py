@@ -79,6 +79,15 @@ def test_a_described_data_set_whose_file_is_gone_is_refused(tmp_path: Path) -> N
         refuse_mistakes(config)
 
 
+def test_an_empty_file_is_refused_as_what_it_is(tmp_path: Path) -> None:
+    """Whatever else is set: of no kind of data, it would be said to have no use for `data.chat_template`."""
+    path = tmp_path / "chats.jsonl"
+    path.touch()
+    config = configuration(tmp_path, data={"sources": [str(path)], "chat_template": "chatml"})
+    with pytest.raises(DataError, match=r"chats\.jsonl: is empty; name a file with something in it"):
+        refuse_mistakes(config)
+
+
 def test_the_run_itself_asks_the_same(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match=r"train\.device: 'tpu' is not a device"):
         train(configuration(tmp_path, train={"device": "tpu"}))
