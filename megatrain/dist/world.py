@@ -11,7 +11,7 @@ It leaves out how bytes travel (`Collectives`: between processes, or between thr
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -27,6 +27,8 @@ FRAME_NBYTES = 4096
 """Of what is told at once; what is longer goes in a second piece."""
 AT_ONCE = 1 << 18
 """Elements of a sum that are added up where nothing is received: what they pass through stays in a cache."""
+SHOWN = 120
+"""Characters of a value that are shown."""
 HEAD_NBYTES = 8
 """The length of what is told, in front of it."""
 
@@ -193,6 +195,21 @@ class World:
 
 ALONE = World()
 """One rank, which has nobody to tell anything."""
+
+
+def refuse_unlike(verb: str, told: Sequence[Mapping[str, object]]) -> None:
+    """Raise `RankError`, the same on all, where a rank has another value than rank 0 under one of the names."""
+    for rank, own in enumerate(told):
+        for name in dict.fromkeys((*told[0], *own)):
+            if own.get(name) != told[0].get(name):
+                values = (_short(of.get(name)) for of in (own, told[0]))
+                what = "{} {name} {}, and rank 0 with {}".format(verb, *values, name=name)
+                raise RankError(what, where=f"rank {rank}", fix="start all alike")
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def reference_reduce(terms: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

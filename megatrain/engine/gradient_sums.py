@@ -23,6 +23,8 @@ class GradSink(Protocol):
     not_finite: dict[int, list[str]]
     """Of several ranks: unit -> parameters of which this rank's part of the step's gradient is not finite, where they
     are known."""
+    how: dict[str, object]
+    """Of several ranks: what gradients are used with, which all must have alike."""
 
     def norm(self, unit: int, gradient: Tensor, loss: Tensor | None) -> None:
         """A unit's gradient has landed: flat tensor [layout.trained.size], bfloat16 or float32, on the host or, for a

@@ -22,6 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatrain.device import Device
 from megatrain.dist import ALONE, World
+from megatrain.dist.world import refuse_unlike
 from megatrain.engine.autograd import GradientDestination, GradientsInPlace
 from megatrain.engine.batch import MicroBatch, count_targets, for_model, model_inputs, targets_of
 from megatrain.engine.chunked_loss import (
@@ -108,7 +109,8 @@ class Streamer:
         """
         self.world.at(f"step {number + 1:,}", self.doing)
         labels = [batch["labels"].cpu() for batch in micro_batches]
-        counts = self._counts(schedule, micro_batches, loss_fn)
+        how: dict[str, object] = {} if sink is None else {"step": number, "seed": self.seed, **sink.how}
+        counts = self._counts(schedule, micro_batches, loss_fn, how)
         divisors, tokens = counts[self.world.rank].divisors, sum(each.targets for each in counts)
         all_divisors = self.world.dealt([each.divisors for each in counts])
         total = sum(all_divisors)
@@ -134,19 +136,26 @@ class Streamer:
 
     # Other ranks ----------------------------------------------------------------------------------------------------
 
-    def _counts(self, schedule: Schedule, micro_batches: Sequence[MicroBatch], loss_fn: LossFn | None) -> list[Counts]:
-        """Of each rank. Raises `RankError` where their schedules would not meet."""
+    def _counts(
+        self,
+        schedule: Schedule,
+        micro_batches: Sequence[MicroBatch],
+        loss_fn: LossFn | None,
+        how: Mapping[str, object],
+    ) -> list[Counts]:
+        """Of each rank. Raises `RankError` where their schedules would not meet, or they would not train alike."""
 
         def own() -> Counts:
             targets = sum(count_targets(batch) for batch in micro_batches)
             divisors = [divisor_of(loss_fn, batch) for batch in micro_batches]
-            return Counts(targets, divisors, schedule.digest if self.world.size > 1 else "")
+            return Counts(targets, divisors, schedule.digest if self.world.size > 1 else "", how)
 
         found = [Counts(*each) for each in self.world.agree("a schedule", own)]
         if odd := [rank for rank, each in enumerate(found) if each.digest != found[0].digest]:
             what = f"the schedules of ranks 0 and {odd[0]} do not meet: their policies or their rounds differ"
             fix = "give all ranks one policy, and every round as many micro-batches of each"
             raise RankError(what, where="schedule", fix=fix)
+        refuse_unlike("trains with", [each.how for each in found])
         return found
 
     def _of_all_ranks(self, now: Current) -> list[Micro]:
@@ -629,12 +638,13 @@ def _finite_sum(terms: Sequence[float], now: Current, on: str = "", fix: str = N
 
 
 class Counts(NamedTuple):
-    """What one rank brings to a step: its target tokens, the divisors of its micro-batches, and a digest of what it
-    will do together with the others."""
+    """What one rank brings to a step: its target tokens, the divisors of its micro-batches, a digest of what it will do
+    together with the others, and what it trains with."""
 
     targets: int
     divisors: list[float]
     digest: str
+    how: Mapping[str, object]
 
 
 class Micro(NamedTuple):

@@ -91,6 +91,7 @@ class OptimizerSink:
         self._scalars: tuple[StepScalars, ...] | None = None
         """Of each group of parameters."""
         self._next_lr = optimizer.lr
+        self.how: dict[str, object] = {}
         self.adopt(policy)
 
     def begin(self, lr: float) -> None:
@@ -108,6 +109,7 @@ class OptimizerSink:
             found.clear()
         self._updated.clear()
         self._next_lr = lr
+        self.how = {"lr": lr, "max_grad_norm": self.max_grad_norm, "optimizer": str(self.optimizer)}
         if not self._deferred:
             self._scalars = scalars
 
@@ -322,6 +324,7 @@ class GradientCollector:
         self._names = [unit.name for unit in model.units]
         self.gradients: dict[str, Tensor] = {}
         self.not_finite: dict[int, list[str]] = {}
+        self.how: dict[str, object] = {}
 
     def norm(self, unit: int, gradient: Tensor, loss: Tensor | None) -> None:
         if self._together is not None:  # a step of several ranks looks at the end whether all are finite

@@ -406,6 +406,29 @@ def test_policies_that_differ_are_told_before_anything_is_computed() -> None:
         together(worlds(2), work)
 
 
+@pytest.mark.parametrize(
+    ("unlike", "told"),
+    [
+        ({"seed": 1}, "rank 1: trains with seed 1, and rank 0 with 0"),
+        ({"optimizer": AdamW(lr=1e-3)}, "rank 1: trains with lr 0.001, and rank 0 with 0.01"),
+        ({"optimizer": AdamW(lr=1e-2, weight_decay=0.2)}, r"rank 1: trains with optimizer .*weight_decay=0\.2"),
+        ({"max_grad_norm": 0.25}, "rank 1: trains with max_grad_norm 0.25, and rank 0 with 0.5"),
+    ],
+)
+def test_ranks_that_would_not_train_alike_are_told_before_anything_is_computed(
+    unlike: dict[str, Any], told: str
+) -> None:
+    """Each would update its part of the weights in its own way, and no number would say so."""
+    model, batches = tiny_model("llama"), batches_of(2)
+
+    def work(world: World) -> str:
+        with pytest.raises(RankError, match=told) as caught:
+            of_rank(world, model, batches, **(unlike if world.rank == 1 else {}))
+        return str(caught.value)
+
+    assert len(set(together(worlds(2), work))) == 1
+
+
 def test_what_a_rank_owns_cannot_be_changed_under_way() -> None:
     model = tiny_model("llama")
 
