@@ -203,7 +203,7 @@ def refuse_unlike(verb: str, told: Sequence[Mapping[str, object]]) -> None:
         for name in dict.fromkeys((*told[0], *own)):
             if own.get(name) != told[0].get(name):
                 values = (_short(of.get(name)) for of in (own, told[0]))
-                what = "{} {name} {}, and rank 0 with {}".format(verb, *values, name=name)
+                what = f"{verb} {name} {{}}, where rank 0 {verb} {{}}".format(*values)
                 raise RankError(what, where=f"rank {rank}", fix="start all alike")
 
 

@@ -61,6 +61,7 @@ from megatrain.data import (
 from megatrain.data.stream_rows import BLOCK_ROWS, How
 from megatrain.data.text_sources import STDLIB
 from megatrain.dist import ALONE, World
+from megatrain.dist.world import refuse_unlike
 from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.model import only_single_rows, why_not_packable
 from megatrain.plan import Plan
@@ -190,6 +191,8 @@ def open_corpus(
     held_out = [(each.name, each.held_out) for each in parts if each.held_out is not None]
     sources = _distinct([*((each.name, each.training) for each in own), *held_out])
     validation = Validation(sources, size, config.train.eval_batches or (None if own else HELD_OUT_BATCHES))
+    read: dict[str, object] = {f"source {index}": dict(each.identity) for index, each in enumerate(loader.sources)}
+    refuse_unlike("reads", world.exchange("the data", {**read, "validation": validation.identity}))
     facts = [fact for part in parts for fact in part.facts]
     facts += _repeated(parts, "pairs" if config.train.prefers and not opened.unpaired else "samples")
     facts += [("validation", _described(part, parts)) for part in own]

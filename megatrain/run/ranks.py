@@ -8,11 +8,13 @@ their steps (`train.engine`).
 
 from __future__ import annotations
 
+import hashlib
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
@@ -22,6 +24,7 @@ import torch
 from megatrain.config import Config, find_launch
 from megatrain.dist import ALONE, World
 from megatrain.dist.processes import join
+from megatrain.dist.world import refuse_unlike
 from megatrain.errors import ConfigError, RankError
 from megatrain.plan import Plan, Question, available_threads, find_plan, question_of_one
 from megatrain.plan.ranks import lacking_links
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
     from megatrain.device import Device
 
 T = TypeVar("T")
+
+OWN = ("data.cache", "data.workers")
+"""Keys that may differ between machines."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +166,8 @@ class Ranks:
 def joined(config: Config) -> Ranks:
     """This rank, once the others are there; the only one where no launcher has started several.
 
-    Raises `ConfigError` for what several cannot do yet, and `RankError` where the others do not come.
+    Raises `ConfigError` for what several cannot do yet, and `RankError` where the others do not come, or have another
+    configuration or other code.
     """
     launch = find_launch()
     if launch is None:
@@ -169,9 +176,30 @@ def joined(config: Config) -> Ranks:
     device = "cuda" if config.train.device.startswith("cuda") else "cpu"
     world = join(launch.rank, launch.size, device, launch.address)
     local_size = world.exchange("machines", socket.gethostname()).count(socket.gethostname())
+    own = {name: value for name, value in _rows(config.model_dump(mode="json")).items() if name not in OWN}
+    refuse_unlike("has", world.exchange("what each runs", {**_libraries(), **own}))
     ranks = Ranks(world, launch.local_rank, local_size, threads_of(world))
     torch.set_num_threads(ranks.threads)  # torchrun asks for one
     return ranks
+
+
+def _libraries() -> dict[str, str]:
+    """What numbers and the order of collectives come from, besides the configuration. Machines of one cluster may have
+    environments of their own, of which one was forgotten."""
+    package, sources = Path(__file__).parents[1], hashlib.blake2b(digest_size=6)
+    for path in sorted(package.rglob("*.py")):
+        sources.update(path.read_bytes())
+    found = {name: version(name) for name in ("torch", "transformers")}
+    return {**found, "megatrain with the sources": sources.hexdigest()}
+
+
+def _rows(tree: Mapping[str, Any], above: str = "") -> dict[str, object]:
+    """A configuration as dotted keys, for a line about one."""
+    found: dict[str, object] = {}
+    for name, value in tree.items():
+        key = f"{above}{name}"
+        found |= _rows(value, f"{key}.") if isinstance(value, dict) and value else {key: value}
+    return found
 
 
 def refuse_what_ranks_lack(config: Config) -> None:

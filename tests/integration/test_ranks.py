@@ -409,10 +409,10 @@ def test_policies_that_differ_are_told_before_anything_is_computed() -> None:
 @pytest.mark.parametrize(
     ("unlike", "told"),
     [
-        ({"seed": 1}, "rank 1: trains with seed 1, and rank 0 with 0"),
-        ({"optimizer": AdamW(lr=1e-3)}, "rank 1: trains with lr 0.001, and rank 0 with 0.01"),
+        ({"seed": 1}, "rank 1: trains with seed 1, where rank 0 trains with 0"),
+        ({"optimizer": AdamW(lr=1e-3)}, "rank 1: trains with lr 0.001, where rank 0 trains with 0.01"),
         ({"optimizer": AdamW(lr=1e-2, weight_decay=0.2)}, r"rank 1: trains with optimizer .*weight_decay=0\.2"),
-        ({"max_grad_norm": 0.25}, "rank 1: trains with max_grad_norm 0.25, and rank 0 with 0.5"),
+        ({"max_grad_norm": 0.25}, "rank 1: trains with max_grad_norm 0.25, where rank 0 trains with 0.5"),
     ],
 )
 def test_ranks_that_would_not_train_alike_are_told_before_anything_is_computed(

@@ -26,6 +26,7 @@ from megatrain.dist import World
 from megatrain.dist import processes as of_processes
 from megatrain.errors import ConfigError, RankError
 from megatrain.optim import AdamW
+from megatrain.run import ranks as of_ranks
 from megatrain.run.ranks import Ranks, refuse_what_ranks_lack
 from megatrain.spec import Numerics, Policy
 from megatrain.spec.layout import Ownership
@@ -281,6 +282,48 @@ def test_torchrun_starts_all_again_where_one_was_killed_and_they_go_on(tmp_path:
     assert [line["event"] for line in lines(many.folder)].count("resumed") == 1
     ended(begin(preloaded, 2, whole))
     assert losses(many.folder) == losses(whole.folder)
+
+
+def elsewhere(folder: str, libraries: str, *arguments: str) -> None:
+    """A command on another machine: with other files, and another version of each library."""
+    os.chdir(folder)
+    of_ranks.version = lambda name: libraries  # type: ignore[assignment]  # the process ends with it
+    command_line(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("unlike", "told"),
+    [
+        ("configuration", "has train.seed 5, where rank 0 has 0; start all alike"),
+        ("code", 'has torch "2", where rank 0 has "1"; start all alike'),
+        ("data", r"reads source 0 {.*}, where rank 0 reads {.*}; start all alike"),
+    ],
+)
+def test_ranks_that_run_something_else_are_told_what(
+    tmp_path: Path, preloaded: Preloaded, unlike: str, told: str
+) -> None:
+    """As on machines with environments and files of their own: without, no number would say so."""
+    config = shared(tmp_path, "run", steps=2, eval_every=0, sample_tokens=0)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"sources": ("corpus.txt",)})})
+    save_config(config, tmp_path / "config.yaml")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "corpus.txt").write_text((tmp_path / "corpus.txt").read_text()[: -40 * (unlike == "data")])
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = []
+    for rank, folder in enumerate((tmp_path, tmp_path / "other")):
+        libraries = str(1 + rank * (unlike == "code"))
+        given = [
+            "train",
+            str(tmp_path / "config.yaml"),
+            *(["train.seed=5"] if unlike == "configuration" and rank else []),
+        ]
+        ranks.append(
+            preloaded.start(elsewhere, str(folder), libraries, *given, environment={**meeting, "RANK": str(rank)})
+        )
+    for rank in ranks:
+        assert rank.wait(60) != 0
+        (line,) = [line for line in rank.said.splitlines() if line.startswith("error: ")]
+        assert re.search(f"rank 1: {told}", line), line
 
 
 def test_a_rank_that_fails_is_named_by_the_others(tmp_path: Path, preloaded: Preloaded) -> None:
