@@ -54,7 +54,7 @@ def asked(world: World, config: Config, folder: Path) -> tuple[list[Any], float]
     with MAKING:
         model = tiny_model("llama", vocab_size=257, max_position_embeddings=64)
         engine = Engine.from_model(model, precision="fp32", policy=Policy(), verify=False, world=world)
-        corpus = open_corpus(config, plan, load_tokenizer("bytes"), 257, model, world)
+    corpus = open_corpus(config, plan, load_tokenizer("bytes"), 257, model, world)
     with engine:
         take_up_reference(config, corpus, engine, plan, None, lambda done, total: None)
         said = [rows.reference.values for rows in corpus.loader.sources if isinstance(rows, SampleRows)]
