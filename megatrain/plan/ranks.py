@@ -19,7 +19,7 @@ from megatrain.plan.machines import machine, machine_names
 from megatrain.plan.question import Plan, Question
 from megatrain.spec import Hardware, Limits
 
-FIXED: Mapping[str, Any] = {"read_ahead_nbytes": 0, "streamed_updates": 0.0, "micro_batches_per_round": 0}
+FIXED: Mapping[str, Any] = {"read_ahead_nbytes": 0, "micro_batches_per_round": 0}
 """Fields of the policy that a plan for several ranks does not choose. Rounds would need as many on each rank, and sums
 that wait between them are as large on each rank as on one alone."""
 

@@ -239,12 +239,13 @@ def _with_room(plan: Plan) -> Iterator[Choice]:
 def _even_share(plan: Plan) -> float:
     """Of the updates, with which those on the host take as long as the bus for the others and for all weights."""
     weight, low = plan.numerics.weight_nbytes, 0 if plan.numerics.precision == "fp32" else 2
-    hardware = plan.question.hardware
+    hardware, ranks = plan.question.hardware, plan.question.model.ranks
+    fetched = weight * (ranks if plan.policy.delivery == "shared" else 1)  # for each element that this rank updates
     bus = duplex_bandwidths(hardware)[0]
     updated = (plan.numerics.grad_nbytes + 2 * (weight + low + MOMENTS_NBYTES)) / optimizer_bandwidth(
         hardware, plan.policy.host_threads
     )
-    return (updated - weight / bus) / (updated + (weight + low + MOMENTS_NBYTES) / bus)
+    return max(0.0, (updated - fetched / bus) / (updated + (weight + low + MOMENTS_NBYTES) / bus))
 
 
 # Pinned staging -------------------------------------------------------------------------------------------------------

@@ -68,7 +68,8 @@ def price_of(plan: Plan) -> Any:
 def test_all_ranks_replayed_together_take_what_one_is_planned_to_take(machine: str, ranks: int) -> None:
     by_shard = Policy(weight_slots=1, shard_nbytes=1 << 16, wait_for="shard")
     there = Policy(shard_nbytes=1 << 17, placements=(Placement("device", "device", "device"), Placement("device")) * 3)
-    policies = Policy(shard_nbytes=1 << 17), by_shard, replace(by_shard, delivery="shared"), there
+    streamed = Policy(shard_nbytes=1 << 17, streamed_updates=0.7)
+    policies = Policy(shard_nbytes=1 << 17), by_shard, replace(by_shard, delivery="shared"), there, streamed
     for policy in policies:
         plan = planned(MODEL, MACHINES[machine], ranks, policy, 4, 64, 2)
         schedules = [
@@ -99,9 +100,10 @@ def test_a_rank_with_fewer_micro_batches_waits_for_the_one_that_is_planned_for()
     "machine",
     [pytest.param(each, marks=pytest.mark.slow if "own" in each else ()) for each in MACHINES if "bus" not in each],
 )
-def test_ranks_that_run_on_the_simulator_take_what_is_planned(machine: str) -> None:
+@pytest.mark.parametrize("streamed", [0.0, pytest.param(0.7, marks=pytest.mark.slow)])
+def test_ranks_that_run_on_the_simulator_take_what_is_planned(machine: str, streamed: float) -> None:
     """Engines with real work and collectives, in threads, a step after others, in any order that events allow."""
-    policy, clocks = Policy(shard_nbytes=16 << 10), dict[int, WorldClock]()
+    policy, clocks = Policy(shard_nbytes=16 << 10, streamed_updates=streamed), dict[int, WorldClock]()
     prices: list[Any] = []
 
     def run(world: World) -> tuple[Timeline, Plan]:

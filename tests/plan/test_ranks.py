@@ -15,7 +15,8 @@ from megatrain.plan.cost import link_shares, optimizer_bandwidth
 from megatrain.plan.estimates import seconds_on
 from megatrain.plan.ranks import FIXED, ranks_on_each, share_of
 from megatrain.plan.report import as_content, configuration, summary_rows
-from megatrain.schedule import Op
+from megatrain.schedule import Op, build_step
+from megatrain.schedule.check_world import check_world
 from megatrain.schedule.passes.state_buffers import state_nbytes
 from megatrain.spec import Hardware, Limits, ModelSpec, Numerics, Policy, Work
 from megatrain.spec.layout import layout_of
@@ -186,8 +187,7 @@ def test_ten_percent_more_of_everything_saves_an_eleventh_of_a_rank_s_step() -> 
 
 
 def test_a_plan_for_ranks_leaves_alone_what_they_cannot_do() -> None:
-    """Nor what it does not try for them, as streamed updates, which one rank would have on one of these machines. What
-    is on the device is each one's part."""
+    """What is on the device is each one's part."""
     for name, ranks, delivery in (("8x-h100", 8, "gather"), ("2x-rtx-5090", 2, "gather"), ("8x-h100", 8, "shared")):
         question = asked(ranks, name)
         plan = find_plan(replace(question, overrides={**question.overrides, "delivery": delivery}))
@@ -197,6 +197,18 @@ def test_a_plan_for_ranks_leaves_alone_what_they_cannot_do() -> None:
         there = state_nbytes(question.model, plan.numerics, plan.policy)["device"]
         assert there <= 1.02 * (14 if delivery == "gather" else 2 * ranks) * SMALL.numel / ranks
     assert find_plan(replace(asked(2, "2x-rtx-5090"), clips=False)).policy.update == "during_backward"
+
+
+def test_ranks_whose_steps_wait_for_their_hosts_update_on_their_devices() -> None:
+    """Own parts of layers whose state has no room there, in small steps."""
+    model, less = llama_shape("wide", 12, 4096, vocabulary=8000), replace(machine("8x-h100"), device_nbytes=3 << 30)
+    question = question_of_one(Question(model, less, 8 * 1024, 1024, saves=True), 8, 8)
+    plan = find_plan(question)
+    without = find_plan(replace(question, overrides={**question.overrides, "streamed_updates": 0.0}))
+    assert plan.policy.streamed_updates > 0
+    assert plan.seconds < 0.9 * without.seconds
+    of_all = [build_step(question.model, plan.numerics, plan.policy, plan.work, "all", rank=rank) for rank in range(8)]
+    check_world(of_all)
 
 
 def test_state_that_the_host_has_no_room_for_is_on_the_drive_of_all() -> None:
