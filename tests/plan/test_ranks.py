@@ -199,6 +199,25 @@ def test_a_plan_for_ranks_leaves_alone_what_they_cannot_do() -> None:
     assert find_plan(replace(asked(2, "2x-rtx-5090"), clips=False)).policy.update == "during_backward"
 
 
+def test_weights_stay_in_files_for_one_rank_and_never_for_several() -> None:
+    """Which is asked of them by a setting alone, and refused in a line that says what to use."""
+    names = {param.name for unit in SMALL.units for param in unit.params if "norm" not in param.name}
+    units = [
+        replace(unit, params=tuple(replace(param, trainable=param.name not in names) for param in unit.params))
+        for unit in SMALL.units
+    ]
+    base = replace(SMALL, units=tuple(units)).with_in_files(names)
+    tight = replace(machine("2x-rtx-5090"), host_nbytes=160 << 20, device_nbytes=360 << 20, disk_nbytes=1 << 40)
+    one, two = (find_plan(question_of_one(Question(base, tight, 2048, 1024), ranks, ranks)) for ranks in (1, 2))
+    assert any(placement.weights == "file" for placement in one.policy.placements)
+    assert all(placement.weights != "file" for placement in two.policy.placements)
+    told = (
+        r"policy\.placements: with several ranks weights in files are not shared by ranks yet; use host, disk or device"
+    )
+    with pytest.raises(PlanError, match=told):
+        build_step(base.over(2), one.numerics, one.policy, one.work)
+
+
 def test_ranks_whose_steps_wait_for_their_hosts_update_on_their_devices() -> None:
     """Own parts of layers whose state has no room there, in small steps."""
     model, less = llama_shape("wide", 12, 4096, vocabulary=8000), replace(machine("8x-h100"), device_nbytes=3 << 30)
