@@ -89,7 +89,7 @@ class Streamer:
         ]
         if numerics.mlp_chunk_tokens:
             _ = ported.parts  # found now, and not within a step
-        ported.to_device(device.torch_device)
+        ported.compute_on(device.torch_device)
 
     def run_schedule(
         self,

@@ -246,12 +246,20 @@ class PortedModel:
     in_files: InFiles = field(default_factory=lambda: InFiles({}, {}))
     """Frozen parameters whose bytes can be read from the model's files, and why others cannot."""
     _found_in: Callable[[], object] = lambda: None
+    _on_a_cpu: bool = False
 
     @cached_property
     def spec(self) -> ModelSpec:
         """The specification with the memory profiles of units, measured on first use (planning needs it)."""
         assert self.measured is not None
-        return self.measured.spec()
+        return self.measured.spec().on_a_cpu() if self._on_a_cpu else self.measured.spec()
+
+    def compute_on(self, device: torch.device) -> None:
+        """Have its units called on this device, and `spec` be of it."""
+        self.to_device(device)
+        self._on_a_cpu = device.type == "cpu"
+        if self._on_a_cpu:
+            self._change(ModelSpec.on_a_cpu)
 
     def share(self, ranks: int) -> None:
         """Divide its state among this many ranks."""

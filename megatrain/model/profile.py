@@ -3,7 +3,8 @@
 Each kind of layer runs forward, and forward and backward, at three short lengths. A fit through the peaks (`peak`)
 is checked against a fourth run that is longer and has two rows. A layer that pads to blocks, or loops over
 positions, is then run at further lengths; one that copies for several rows what one row shares is also measured
-with two rows. The zeros take almost no memory. Training does not need any of this: it runs when somebody plans.
+with two rows, and one whose attention a CPU runs in another way than CUDA is measured both ways (`device_attention`). The zeros
+take almost no memory. Training does not need any of this: it runs when somebody plans.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
 from megatrain.model.chunked_layers import in_chunks, token_wise
+from megatrain.model.device_attention import ATTENTION, DeviceAttention
 from megatrain.model.mapped_tensors import lazy_zeros
 from megatrain.model.masks import (
     LARGE,
@@ -101,14 +103,27 @@ class Measurement:
         return replace(structure, units=tuple(replace(unit, profile=profile) for unit, profile in profiles))
 
     def _layer(self, index: int, prologue: LayerProfile, short: Lengths, most: int) -> LayerProfile:
+        """As a device runs it; `cpu` among the others, where a cpu runs attention otherwise."""
         called, layer = self._calls(), self._ported.templates[index]
         parts = self._parts(called, index)
-        profile = profile_layer(layer, partial(self._run, called, whole, index), parts, short, most)
         takes_masks = any(name == "padded" for name, _ in prologue.others)
-        if takes_masks and not alike(called(whole, 1, short[0]), called(padded, 1, short[0]), index):
+        masks = takes_masks and not alike(called(whole, 1, short[0]), called(padded, 1, short[0]), index)
+
+        def measure() -> LayerProfile:
+            profile = profile_layer(layer, partial(self._run, called, whole, index), parts, short, most)
+            if not masks:
+                return profile
             masked = profile_layer(layer, partial(self._run, called, padded, index), parts, short, most)
-            profile = replace(profile, others=(("masked", masked), *profile.others))
-        return profile
+            return replace(profile, others=(("masked", masked), *profile.others))
+
+        profile = measure()
+        with SkipLargeProducts(), DeviceAttention() as otherwise, torch.no_grad():  # type: ignore[no-untyped-call]
+            self._run(called, whole, index, 1)(short[0])
+        if not otherwise.calls:
+            return profile
+        with DeviceAttention():
+            on_device = measure()
+        return replace(on_device, others=(("cpu", profile), *on_device.others))
 
     def _calls(self) -> Callable[[Batching, int, int], Capture]:
         @cache
@@ -304,7 +319,7 @@ class _Attention(TorchFunctionMode):
         self.flops, self._tokens = 0.0, tokens
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.scaled_dot_product_attention:
+        if func is ATTENTION:
             query, value = args[0], args[2] if len(args) > 2 else (kwargs or {})["value"]
             self.flops += 2.0 * query.shape[1] * (query.shape[-1] + value.shape[-1])
         output = func(*args, **(kwargs or {}))

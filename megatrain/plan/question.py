@@ -81,6 +81,8 @@ class Question:
     (`ranks.question_of_one`); model, machine and limits are its own then, too."""
 
     def __post_init__(self) -> None:
+        if self.hardware.shares_memory:
+            object.__setattr__(self, "model", self.model.on_a_cpu())
         if not 1 <= self.length <= self.tokens_per_step:
             what = f"{self.tokens_per_step:,} tokens per step of sequences of {self.length:,}"
             raise PlanError(what, where="tokens_per_step", fix="give at least one sequence's tokens")

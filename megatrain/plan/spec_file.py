@@ -15,8 +15,8 @@ from megatrain.errors import MegaTrainError, ModelError
 from megatrain.spec import Growth, LayerProfile, ModelSpec, ParamSpec, UnitSpec
 from megatrain.spec.layer_profile import Outputs, Peak
 
-DEEPEST = 2
-"""Of profiles within a profile: with masks, and of those for several rows."""
+DEEPEST = 3
+"""Of profiles within a profile: on a cpu, of those with masks, and of those for several rows."""
 MOST = 1e15
 """Of bytes and operations: what is beyond is a mistake."""
 

@@ -100,7 +100,8 @@ class LayerProfile:
     row_arguments: Growth = Growth()
     """And of each row its own."""
     others: tuple[tuple[str, LayerProfile], ...] = ()
-    """For other rows, where it differs: `padded`, `packed`; `masked`, where attention is told by a mask; `several`."""
+    """Where it differs: for other rows, `padded`, `packed`, `masked` (attention is told by a mask) and `several`; and
+    `cpu`, on which attention may have no fused kernel."""
 
     def __hash__(self) -> int:
         """Of what is short; equality looks at all. A search asks for it some hundred thousand times."""

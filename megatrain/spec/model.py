@@ -131,6 +131,14 @@ class ModelSpec:
         """The same model, of which these frozen parameters lie in its files as they are held, and no others do."""
         return replace(self, units=tuple(unit.with_in_files(names) for unit in self.units))
 
+    def on_a_cpu(self) -> ModelSpec:
+        """The same model with layers as a cpu runs them, whose attention may differ from a device's."""
+        profiles = [unit.profile.of("cpu") for unit in self.units]
+        if all(profile is unit.profile for profile, unit in zip(profiles, self.units, strict=True)):
+            return self
+        units = (replace(unit, profile=profile) for unit, profile in zip(self.units, profiles, strict=True))
+        return replace(self, units=tuple(units))
+
     @property
     def layers(self) -> range:
         """Indices of the decoder layers among the units."""

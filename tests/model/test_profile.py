@@ -14,6 +14,7 @@ from megatrain import Engine, Policy
 from megatrain.model import port_model, profile
 from megatrain.model.peak import recorded_backward
 from megatrain.spec.layer_profile import LayerProfile
+from tests.kinds import stock_model, tiny_config
 from tests.tiny import FAMILIES, batch, tiny_model
 
 
@@ -58,6 +59,34 @@ def test_the_bytes_of_a_kept_graph_are_predicted(family: str, rows: int, length:
     spec = port_model(tiny_model(family), torch.float32).spec
     found = spec.units[2].profile.kept(rows, length) + rows * length * spec.hidden_size * 4
     assert found == pytest.approx(kept_by_the_stock_layer(tiny_model(family), rows, length), rel=0.02)
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("deepseek_v3", {}), ("gpt2", {"attn_pdrop": 0.1})])
+def test_scores_that_a_cpu_alone_makes_are_counted_there_alone(kind: str, changes: dict[str, Any]) -> None:
+    """CUDA has a fused kernel for values of another width than the keys', and for dropout; a cpu has none."""
+    model = stock_model(tiny_config(kind, **changes), 0)
+    spec = port_model(model, torch.float32).spec
+    assert spec.units[2].profile.graph.per_pair == 0
+    assert all(peak.per_pair == 0 for peak in spec.units[2].profile.backward.device)
+    on_a_cpu = spec.on_a_cpu()
+    found = on_a_cpu.units[2].profile.kept(1, 24) + 24 * spec.hidden_size * 4
+    assert found == pytest.approx(kept_by_the_stock_layer(model, 1, 24), rel=0.02)
+    with Engine.from_model(model, "cpu", precision="fp32", verify=False) as engine:
+        assert engine.spec == on_a_cpu
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_attention_that_is_not_run_is_counted_like_one_that_is(rows: int) -> None:
+    """Without dropout a cpu has a fused kernel, which gives and saves the same."""
+    without, with_dropout = (
+        port_model(stock_model(tiny_config("gpt2", attn_pdrop=share), 0), torch.float32).spec.units[2].profile
+        for share in (0.0, 0.1)
+    )
+    assert with_dropout.attention_flops == without.attention_flops
+    assert with_dropout.kept(rows, 24) == pytest.approx(without.kept(rows, 24), abs=16)
+    for way in ("forward", "backward"):
+        taken = [getattr(each, way).nbytes(False, rows * 24, 24) for each in (with_dropout, without)]
+        assert taken[0] == pytest.approx(taken[1], rel=0.01)
 
 
 def test_of_frozen_weights_no_gradient_is_counted_and_no_input_that_it_would_need() -> None:
