@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -44,6 +43,8 @@ SILENT_SECONDS = 30.0
 """Without a heartbeat, after which a run that says that it runs probably does not."""
 MOST_ROWS = 200
 """Of a table or list; what lies between the first and the last of them is counted."""
+MOST_PROMPT = 60
+"""Characters of a prompt in the heading of its sample."""
 DATA = "page"
 
 
@@ -218,7 +219,8 @@ def _samples(run: History) -> str:
     parts = []
     for at, sample in enumerate(reversed(run.samples[-MOST_ROWS:])):
         text = f"<i>{escape(sample['prompt'])}</i>{escape(sample['text'])}"
-        about = shorten(sample["prompt"], 60, placeholder="…")
+        about = " ".join(sample["prompt"].split())
+        about = f"{about[:MOST_PROMPT]}…" if len(about) > MOST_PROMPT else about  # scripts without spaces, too
         head = f"after step {sample['step']:,}{': ' if about else ''}{escape(about)}"
         parts.append(f"<details{' open' if at == 0 else ''}><summary>{head}</summary><pre>{text}</pre></details>")
     return "".join(parts)

@@ -98,6 +98,14 @@ def test_everything_that_was_told_is_in_the_page(tmp_path: Path) -> None:
     assert names == ["training", "held-out text", "gone back from", "replanned", "skipped", "rolled back", "resumed"]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "told"), [("今天天气怎么样" * 20, "今天天气怎么样今天"), ("a\n b", "a b"), ("x" * 60, "x" * 60)]
+)
+def test_the_heading_of_a_sample_has_the_beginning_of_its_prompt(tmp_path: Path, prompt: str, told: str) -> None:
+    """Of a script without spaces, too."""
+    assert f"after step 3: {told}" in text(run(tmp_path / "a", *EVERYTHING[:-1], Sampled(3, prompt, "")))
+
+
 def test_the_mfu_of_steps_that_an_earlier_version_has_recorded_counts(tmp_path: Path) -> None:
     path = run(tmp_path, *EVERYTHING) / "metrics.jsonl"
     known = read_history(tmp_path).columns["mfu"]
