@@ -180,7 +180,8 @@ def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[s
     left_open = {f"train.{name}" for name in SIZES if flat_now[f"train.{name}"] is None}
     keys = [key for key in flat_now if not _within(key, FREE) and key not in left_open]
     keys += ["policy.wait_for"] if flat_before.get("policy.wait_for") == BY_ROWS else []
-    known = {key: flat_before[key] for key in keys if key in flat_before}  # a key of a newer version has its default
+    usual = _flat({"train": TrainSection.model_construct().model_dump(mode="json")})  # what an earlier version did
+    known = {key: flat_before.get(key, usual.get(key, flat_now[key])) for key in keys}
     return {key: (value, flat_now[key]) for key, value in known.items() if value != flat_now[key]}
 
 

@@ -282,6 +282,15 @@ def test_that_gates_by_rows_are_gone_is_told(tmp_path: Path) -> None:
     assert changes_between({**config, "policy": {**config["policy"], "wait_for": "shard"}}, config) == {}
 
 
+def test_a_key_that_the_checkpoint_does_not_know_was_at_its_default(tmp_path: Path) -> None:
+    """It is of an earlier version."""
+    config = config_of(tmp_path).model_dump(mode="json")
+    before = {**config, "train": {name: value for name, value in config["train"].items() if name != "learning_rates"}}
+    assert changes_between(before, config) == {}
+    config["train"]["learning_rates"] = {"*norm*": 0.0}
+    assert changes_between(before, config) == {"train.learning_rates": ({}, {"*norm*": 0.0})}
+
+
 @pytest.mark.parametrize("earlier", [False, True])
 def test_a_run_goes_on_with_the_numerics_that_it_began_with(earlier: bool, tmp_path: Path) -> None:
     """Of earlier versions they stand among the policy's fields."""
