@@ -13,7 +13,6 @@ from megatrain.config.translation import (
     Reader,
     add_rates,
     goes_on_from,
-    parts,
     prefers,
     put_attention,
     put_kto_weights,
@@ -71,7 +70,9 @@ def read_axolotl(reader: Reader) -> None:
     put_saving(reader)
     put_validation(reader, "val_set_size")
     asked = {"wandb": bool(reader.given.get("wandb_project")), "tensorboard": reader.switch("use_tensorboard")}
-    names = [name for name, is_asked in asked.items() if is_asked] + parts(reader.take("report_to") or [])
+    names = [name for name, is_asked in asked.items() if is_asked] + reader.texts(
+        "report_to", reader.take("report_to") or []
+    )
     put_trackers(reader, names, "report_to" if "report_to" in reader.said else "wandb_project")
     if push := reader.take("hub_model_id"):
         reader.put("output.push", push, "hub_model_id")
@@ -173,7 +174,7 @@ def _entry(reader: Reader, of: str, number: int, entry: Any) -> tuple[list[str],
     rest = {"path": entry} if isinstance(entry, str) else dict(entry)
     _refuse_odd(reader, of, number, rest)
     files, path = rest.pop("data_files", None), rest.pop("path", None)
-    sources = parts(files) if files else [path]
+    sources = reader.texts(of, files) if files else [path]
     keys: dict[str, Any] = {}
     kind = rest.pop("type", None)
     where = f"{of}[{number}]"
@@ -324,7 +325,7 @@ def _adapter_of_axolotl(reader: Reader) -> None:
     if isinstance(names, str) and not whole and re.search(r"[^\w.,\s]", names):
         reader.leave("lora_target_modules", "adapter.target_modules takes names, not patterns; it is left at auto")
     elif whole or names:
-        targets = ["all-linear"] if whole else parts(names)
+        targets = ["all-linear"] if whole else reader.texts("lora_target_modules", names)
         reader.put("adapter.target_modules", targets, "lora_target_modules", "lora_target_linear")
     if saved:
         reader.put("adapter.modules_to_save", saved, "lora_modules_to_save")

@@ -11,7 +11,6 @@ from typing import Any
 from megatrain.config.translation import (
     Reader,
     goes_on_from,
-    parts,
     prefers,
     put_attention,
     put_kto_weights,
@@ -117,11 +116,17 @@ def _sources_of_llama_factory(reader: Reader) -> None:
 
     if "dataset" not in reader.given:
         reader.refuse("dataset", "is required", "name a data set of dataset_info.json")
-    reader.put("data.sources", [called(name) for name in parts(reader.take("dataset"))], "dataset")
+    reader.put("data.sources", [called(name) for name in reader.texts("dataset", reader.take("dataset"))], "dataset")
     if validation := reader.take("eval_dataset"):
-        reader.put("data.validation", [called(name) for name in parts(validation)], "eval_dataset")
+        reader.put(
+            "data.validation", [called(name) for name in reader.texts("eval_dataset", validation)], "eval_dataset"
+        )
     if shares := reader.take("interleave_probs"):
-        reader.put("data.weights", [_share(reader, share) for share in parts(shares)], "interleave_probs")
+        reader.put(
+            "data.weights",
+            [_share(reader, share) for share in reader.texts("interleave_probs", shares)],
+            "interleave_probs",
+        )
     reader.leave("mix_strategy", "sources are mixed in proportion to their rows, or by data.weights")
 
 
@@ -145,7 +150,7 @@ def _packing_of_llama_factory(reader: Reader, stage: str) -> None:
 
 
 def _trackers_of_llama_factory(reader: Reader) -> None:
-    names = parts(reader.take("report_to") or [])
+    names = reader.texts("report_to", reader.take("report_to") or [])
     put_trackers(reader, names, "report_to")
     if reader.switch("push_to_hub"):
         name = reader.take("hub_model_id")
@@ -172,6 +177,10 @@ def _adapter_of_llama_factory(reader: Reader) -> None:
     reader.put("adapter.alpha", alpha or 2 * rank, "lora_alpha")
     if dropout:
         reader.put("adapter.dropout", dropout, "lora_dropout")
-    reader.put("adapter.target_modules", ["all-linear"] if target == "all" else parts(target), "lora_target")
+    reader.put(
+        "adapter.target_modules",
+        ["all-linear"] if target == "all" else reader.texts("lora_target", target),
+        "lora_target",
+    )
     if more:
-        reader.put("adapter.modules_to_save", parts(more), "additional_target")
+        reader.put("adapter.modules_to_save", reader.texts("additional_target", more), "additional_target")

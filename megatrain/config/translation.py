@@ -171,6 +171,16 @@ class Reader:
             self.refuse(name, "is not a mapping")
         return dict(value or {})
 
+    def texts(self, name: str, value: Any) -> list[str]:
+        """A list, or what a text holds between commas. Raises `ConfigError` for what is neither."""
+        listed = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+        found = [
+            str(part).strip() for part in listed if isinstance(part, str | int | float) and not isinstance(part, bool)
+        ]
+        if len(found) < len(listed) or "" in found:
+            self.refuse(name, "is neither a name nor a list of names", "give names, with commas between")
+        return found
+
     def put(self, key: str, value: Any, *names: str) -> None:
         """Set our `key`, translated from the other trainer's key or keys `names`."""
         put(self.found.tree, key.split("."), value)
@@ -453,14 +463,8 @@ def put_trackers(reader: Reader, names: Sequence[str], key: str) -> None:
 
 
 def goes_on_from(reader: Reader, name: str, path: Any) -> None:
-    folders = parts(path)
+    folders = reader.texts(name, path)
     if len(folders) != 1:
         reader.refuse(name, "is not one adapter", "name the one to continue from")
     reader.put("adapter.path", folders[0], name)
     reader.note(name, "an adapter that is trained further keeps its own settings")
-
-
-def parts(value: Any) -> list[str]:
-    """A value as a list of strings; a string is split at commas."""
-    listed = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
-    return [str(part).strip() for part in listed]

@@ -247,6 +247,9 @@ def test_what_is_left_out_says_why(tmp_path: Path) -> None:
         (AXOLOTL, {"lr_groups": [{"modules": ["o_proj"], "lr": "fast"}]}, "lr_groups=.* is not a list of modules and"),
         (LLAMA_FACTORY, {"mask_history": "no"}, "mask_history='no' is neither true nor false"),
         (LLAMA_FACTORY, {"bf16": "false"}, "bf16='false' is neither true nor false"),
+        (LLAMA_FACTORY, {"dataset": [{"a": "b"}]}, "dataset=.* is neither a name nor a list of names"),
+        (LLAMA_FACTORY, {"lora_target": True}, "lora_target=true is neither a name nor a list of names"),
+        (AXOLOTL, {"report_to": {"wandb": 1}}, "report_to=.* is neither a name nor a list of names"),
         ({"model": {"path": "x"}}, {}, "is not a LLaMA-Factory or Axolotl YAML"),
     ],
 )  # fmt: skip
