@@ -92,6 +92,10 @@ def verify_trained(config: Config, engine: Engine, batch: Batch, saved: Path, co
     Where there is no memory for that beside the engine, it is left out and told. All ranks must call it; the first
     loads. Raises `ExportError` where the losses differ by more than rounding.
     """
+    if config.adapter is not None and config.model.path is None:
+        said = "the saved adapter was not loaded again to compare its loss: its base is a fresh model, in no folder"
+        console.print(Text(said, "yellow"), soft_wrap=True)
+        return
     needed = 4 * engine.structure.numel + LOGITS * batch["input_ids"].numel() * engine.structure.vocab_size
     left = min(engine.world.exchange("free memory", engine.host_nbytes_left()))
     if needed > left:

@@ -91,8 +91,6 @@ def test_a_fresh_model_may_have_an_adapter_too(base: Path) -> None:
     fields |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     data = {"sources": str(base.parent / "text.txt"), "sequence_length": 32, "tokenizer": "bytes"}
     data["cache"] = str(base.parent / "cache")
-    saved = run(
-        base, model={"config": fields}, data=data, output={"folder": str(base.parent / "o"), "verify_export": False}
-    )
+    saved = run(base, model={"config": fields}, data=data, output={"folder": str(base.parent / "o")})
     assert (saved / "adapter_model.safetensors").exists()
     assert torch.isfinite(next(iter(peft.load_peft_weights(str(saved), device="cpu").values()))).all()
