@@ -22,6 +22,12 @@ def test_an_unknown_device_is_refused(name: str) -> None:
         open_device(name)
 
 
+@pytest.mark.parametrize(("name", "fix"), [("mps", "use cpu"), ("xpu:0", "use cpu"), ("rocm", "use cuda:0")])
+def test_a_device_that_pytorch_has_and_that_is_none_here_is_called_unsupported(name: str, fix: str) -> None:
+    with pytest.raises(DeviceError, match=f"'{name}' is not supported; {fix}"):
+        open_device(name)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_an_absent_gpu_is_refused() -> None:
     with pytest.raises(DeviceError, match="no CUDA device; use cpu"):
