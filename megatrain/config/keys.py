@@ -57,6 +57,14 @@ def _checked_path(to_write: Literal["", "folder", "file"] = "") -> AfterValidato
     return AfterValidator(check)
 
 
+def _no_reward(value: object) -> object:
+    if value in ("reward", "reward_model", "reward_modeling", "rm"):
+        raise ValueError(
+            "reward models are not supported; use TRL's RewardTrainer, or dpo, which needs no reward model"
+        )
+    return value
+
+
 def _as_named(value: object) -> object:
     """A list of sources as {name: source}; the name is the file's (`called`), or the source where two would collide."""
     given = _as_list(value)
@@ -276,7 +284,9 @@ class TrainSection(Section):
     epochs: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
     """Length of the run in passes over the packed data; may be a fraction. Counts the sequences of all sources together
     and is rounded up to whole steps; with data.weights some sources are seen more often than others."""
-    objective: Literal["cross_entropy", "dpo", "orpo", "simpo", "kto"] = "cross_entropy"
+    objective: Annotated[Literal["cross_entropy", "dpo", "orpo", "simpo", "kto"], BeforeValidator(_no_reward)] = (
+        "cross_entropy"
+    )
     """Loss: next-token cross-entropy, or a preference loss. dpo (against `dpo_reference`), orpo and simpo (without a
     reference) train on pairs of answers: a pair counts as two sequences, so micro_batch_size must be even. kto trains
     on single answers, good or bad, against `dpo_reference`; a second, mismatched sequence for each estimates the KL."""

@@ -208,8 +208,21 @@ def complaint(error: ValidationError, path: Path, places: Mapping[str, str]) -> 
         message = "needs keys below it"
     for prefix in ("Value error, ", "Input ", "Value ", "Tuple "):
         message = message.removeprefix(prefix)
-    given = "" if kind in ("value_error", "missing", "too_long", "too_short") else f", not {first['input']!r}"
+    for python, words in (("valid tuple", "list"), ("valid dictionary", "mapping of keys to values")):
+        message = message.replace(python, words)
+    given = (
+        "" if kind in ("value_error", "missing", "too_long", "too_short") else f", not {_as_written(first['input'])}"
+    )
+    if isinstance(first["input"], bool) and kind in ("string_type", "literal_error"):
+        given += ", as YAML reads yes, no, on and off; put a text in quotes"
     return ConfigError(f"{key}{': ' if key else ''}{message}{given}{more}", where=where)
+
+
+def _as_written(value: object) -> str:
+    """As YAML has it where Python has another word."""
+    return next(
+        (word for word, same in (("null", None), ("true", True), ("false", False)) if value is same), repr(value)
+    )
 
 
 def _dotted(loc: tuple[int | str, ...]) -> str:

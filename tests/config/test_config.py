@@ -95,7 +95,7 @@ def test_learning_rates_are_named_by_patterns(tmp_path: Path) -> None:
     config = load(tmp_path, MINIMAL, 'train.learning_rates={"*embed_tokens*": 1e-5, "*norm*": 0}')
     assert config.train.learning_rates == {"*embed_tokens*": 1e-5, "*norm*": 0.0}
     wrong = {
-        '["*norm*"]': "should be a valid dictionary",
+        '["*norm*"]': "should be a mapping of keys to values, not ['*norm*']",
         '{"*norm*": fast}': "valid number",
         '{"*norm*": -1}': "greater",
     }
@@ -103,6 +103,22 @@ def test_learning_rates_are_named_by_patterns(tmp_path: Path) -> None:
         assert what in refusal(tmp_path, MINIMAL, f"train.learning_rates={rates}")
     message = refusal(tmp_path, MINIMAL, "train.learning_rates={lm_head.weight: 1}", "train.learning_rate=0")
     assert "learning_rates follow learning_rate, which is 0; freeze" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("data.sources={a: b}", "data.sources: should be a list, not {'a': 'b'}"),
+        ("data.chat_template=null", "data.chat_template: should be a valid string, not null"),
+        ("resume=yes", "valid string, not true, as YAML reads yes, no, on and off; put a text in quotes"),
+        ("train.steps=yes", "train.steps: should be a valid integer, not true"),
+        ("train.objective=reward", "train.objective: reward models are not supported; use TRL's RewardTrainer, or dpo"),
+    ],
+)
+def test_a_wrong_value_is_told_in_the_words_of_the_file(tmp_path: Path, override: str, told: str) -> None:
+    message = refusal(tmp_path, MINIMAL, override)
+    assert told in message
+    assert "tuple" not in message
 
 
 def test_an_override_may_replace_a_whole_section(tmp_path: Path) -> None:
@@ -163,7 +179,7 @@ def test_a_saved_configuration_loads_back_equal(
         (MINIMAL, ("output.zzzzzz=3",), "the keys of output are folder, overwrite"),
         (MINIMAL.replace("steps: 10", "steps: ten"), (), "run.yaml:7: train.steps: should be a valid integer, not 'te"),
         (MINIMAL, ("train.steps=1.5",), "override 'train.steps=1.5': train.steps: should be a valid integer, not 1.5"),
-        (MINIMAL, ("train.steps=true",), "train.steps: should be a valid integer, not True"),
+        (MINIMAL, ("train.steps=true",), "train.steps: should be a valid integer, not true"),
         (MINIMAL, ("train.epochs=2",), "train: needs exactly one of `steps` and `epochs` (passes over the data); both"),
         (MINIMAL, ("train.warmup_steps=5", "train.warmup_ratio=0.1"), "warmup_steps and warmup_ratio are both set"),
         (MINIMAL, ("train.epochs=0", "train.steps=null"), "train.epochs: should be greater than 0, not 0"),
