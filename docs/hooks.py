@@ -1,4 +1,4 @@
-"""What `mkdocs build` generates: the reference of keys, the command line and the trainer, from what they describe.
+"""Generates reference pages for `mkdocs build`: configuration keys, the command line and the trainer options.
 
 mkdocs calls these functions by their names (`hooks` in mkdocs.yml). Nothing is written into `docs/`.
 """
@@ -17,16 +17,16 @@ from megatrain.hf.training_options import describe_options
 
 SECTIONS = {
     "model": "Which model, and where its weights come from.",
-    "data": "What it is trained on; see the [guide to data](../guides/data.md).",
+    "data": "The training data; see the [guide to data](../guides/data.md).",
     "train": "The run; see [batch size and learning rate](../guides/batch-size.md).",
     "policy": "How the model is streamed: the planner's choice unless set; see [memory](../concepts/memory.md).",
-    "numerics": "What may change numbers, by rounding; see [numerics](../concepts/numerics.md).",
-    "limits": "What is refused; see [memory and disk](../guides/memory.md).",
+    "numerics": "Settings that change numbers by rounding; see [numerics](../concepts/numerics.md).",
+    "limits": "Limits that refuse a run; see [memory and disk](../guides/memory.md).",
     "memory": "Budgets, `24GB` or a share of what there is, `80%`; see [memory and disk](../guides/memory.md).",
     "disk": "The disk tier; see [memory and disk](../guides/memory.md).",
     "lm_eval": "Tasks of EleutherAI's harness; see [validation](../guides/validation.md).",
     "checkpoint": "See [checkpoints and resume](../guides/resume.md).",
-    "output": "What a run writes.",
+    "output": "The files that a run writes.",
     "": "Keys of the whole run.",
 }
 """Section of the configuration -> a line about it. A new section needs none."""
@@ -43,9 +43,9 @@ def keys_page() -> str:
     lines = [
         "# Configuration keys",
         "",
-        "Every key of a run with what it takes, its default and its meaning, as `megatrain train --keys` prints them.",
-        "It may stand in the YAML file or behind it on the command line: `megatrain train CONFIG train.steps=100`. An",
-        "unknown key is refused with the nearest name.",
+        "Every key of a run with its type, default and meaning, as `megatrain train --keys` prints them. Set a key in",
+        "the YAML file, or after the file name on the command line: `megatrain train CONFIG train.steps=100`. An",
+        "unknown key is refused, and the error names the nearest one.",
     ]
     for section, keys in groupby(describe_keys(), key=lambda each: each[0].rpartition(".")[0]):
         lines += ["", f"## {section or 'resume and others'}", "", SECTIONS.get(section, ""), ""]
@@ -74,11 +74,10 @@ def trainer_page() -> str:
     lines = [
         "# Options of the trainer",
         "",
-        "What `megatrain.hf.streamed` makes of each training argument; see its [guide](../guides/trainer.md). It",
-        "refuses by the same table. *Same as stock* is an option that the library's own code reads, as in a stock",
-        "run, or that the engine honours. *No effect* changes no number. An option of a later version of the",
-        "libraries that is not listed is refused as soon as it is set; fields of your own subclass of the",
-        "arguments are yours.",
+        "How `megatrain.hf.streamed` treats each training argument; see its [guide](../guides/trainer.md). Its checks",
+        "use this table. *Same as stock*: the library's own code reads the option, as in a stock run, or the engine",
+        "honours it. *No effect*: the option changes no number. An option of a later library version that is not",
+        "listed is refused as soon as it is set. Fields of your own subclass of the arguments are not checked.",
     ]
     for kind, rows in describe_options().items():
         lines += ["", f"## {kind}", "", "| option | here | why, and what to do instead |", "|---|---|---|"]
