@@ -62,7 +62,7 @@ def command_line_page() -> str:
         "# Command line",
         "",
         "Each command's help, as `megatrain COMMAND --help` prints it. A user's mistake is one line on stderr and exit",
-        "code 2; Ctrl-C is 130; a traceback is a defect of ours.",
+        "code 2; Ctrl-C is 130; a traceback is a bug.",
     ]
     for name, command in group.commands.items():
         context = command.make_context(name, [], parent=_context(group), resilient_parsing=True)
