@@ -1,1 +1,1 @@
-"""Training: the engine that users hold, the sink that updates, the loop, and what is reported."""
+"""Training: `Engine`, its optimizer pass, the training loop, its events and reports."""

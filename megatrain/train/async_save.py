@@ -1,13 +1,13 @@
-"""Checkpoints of an engine, written while it trains on.
+"""Saves an engine's checkpoint in a thread while training continues.
 
-When a save begins, nothing is pending and no op runs: the state is that after a whole step. From then on a thread
-writes unit after unit, in the order in which the next steps will change them, straight from where the state lies; and
-an update waits until its unit has been written. So what is written is the state of one moment, bit for bit, no copy of
-it is made, and a save takes no more memory than one unit in float32, for masters that are stored as halves and for what
-is read from the disk. With the exact norm, updates come a whole forward and backward pass later, which is the time that
-a save has before anyone waits for it. Units that live on the device are handed over before training goes on.
+When a save begins, nothing is pending and no op runs: the state is that after a whole step. Then a thread writes unit
+by unit, in the order in which the next steps will change them, directly from where the state is; an update waits
+until its unit has been written. So the checkpoint is the exact state of one moment without a copy of it, and a save
+takes no more memory than one unit in float32 (for masters stored as halves, and for what is read from the disk). With
+the exact norm, updates come a whole forward and backward pass later, so that long a save delays nobody. Units on the
+device are copied for the thread before training continues.
 
-It leaves out when to save and what to keep (`checkpoints`), and the files (`checkpoint.save`).
+When to save and what to keep is decided in `checkpoints`; `checkpoint.save` writes the files.
 """
 
 from __future__ import annotations
@@ -46,31 +46,31 @@ VERSIONS = ("megatrain", "torch", "transformers", "numpy")
 
 
 class _Abandoned(Exception):
-    """The save was told to give up."""
+    """The save was cancelled."""
 
 
 @dataclass(eq=False)
 class Save:
-    """One checkpoint under way, or over. `wait` for it, or look at `is_over` from time to time."""
+    """One checkpoint in progress or finished. Call `wait`, or poll `is_over`."""
 
     step: int
     began: float = field(default_factory=time.monotonic)
     path: Path | None = None
-    """Where it lies, once it is whole."""
+    """The folder, once complete."""
     failure: MegaTrainError | None = None
     seconds: float = 0.0
-    """That it took, once it is over."""
+    """Its duration, once it is over."""
     nbytes: int = 0
-    """Of weights and moments."""
+    """Bytes of weights and moments."""
     shared_nbytes: int = 0
-    """Of files that are those of the checkpoint before."""
+    """Bytes of files shared with the previous checkpoint."""
     streamed: str = ""
-    """Why rank 0 has written alone what several ranks own, where it has."""
+    """Why rank 0 wrote all ranks' state alone, if it did."""
     written_nbytes: int = 0
     moved: float = field(default_factory=time.monotonic)
-    """When something was last written, on the clock of `time.monotonic`."""
+    """`time.monotonic` of the last write."""
     at: str = ""
-    """What is being written."""
+    """What is being written now."""
     thread: threading.Thread | None = None
     _process: OwningProcess = field(default_factory=OwningProcess)
     _over: threading.Event = field(default_factory=threading.Event)
@@ -80,8 +80,11 @@ class Save:
         return self._over.is_set()
 
     def wait(self, timeout: float | None = None) -> Path:
-        """The folder, once it is whole. Raises `CheckpointError` if it could not be written, or not within
-        `timeout` seconds; it then goes on. In a forked child one that was under way raises `DeviceError`."""
+        """The folder, once complete. Raises `CheckpointError` if writing failed, or took over `timeout` seconds; it
+        then continues.
+
+        In a forked child, a save that was in progress raises `DeviceError`.
+        """
         if not self.is_over:
             self._process.refuse_elsewhere(f"checkpoint of step {self.step}")
         if not self._over.wait(timeout):
@@ -93,49 +96,49 @@ class Save:
         return self.path
 
     def end(self, path: Path | None, failure: MegaTrainError | None) -> None:
-        """It is over, well or badly."""
+        """Mark it as over, whether successful or not."""
         self.path, self.failure = path, failure
         self.seconds = time.monotonic() - self.began
         self._over.set()
 
 
 class Saver:
-    """Writes the state that `store` holds, one checkpoint at a time. Called by the foreground, between steps."""
+    """Writes the state in `store`, one checkpoint at a time. Called by the main thread, between steps."""
 
     def __init__(self, ported: PortedModel, store: Store, world: World = ALONE) -> None:
         self._ported, self._store, self._world = ported, store, world
         self._planned: PlannedCheckpoint | None = None
         self._places: Places | None = None
-        """Where what each rank owns lies in the files of what is planned."""
+        """Byte ranges of each rank's share in the planned files."""
         self._doubt = ""
-        """Why the ranks do not write together any more."""
+        """Why the ranks no longer write together."""
         self._turn = threading.Condition()
         self._unwritten: frozenset[int] = frozenset()
-        """Units that may not change yet."""
+        """Units that may not be updated yet."""
         self._wanted: int | None = None
-        """The unit on the device that the thread waits for."""
+        """The unit on the device for which the thread waits."""
         self._handed: UnitState | None = None
         self._gives_up = False
         self.current: Save | None = None
-        """The last one that was begun."""
+        """The last save that was started."""
         self.earlier: Earlier | None = None
-        """The last checkpoint that was written or taken up: what has not changed since is not written again."""
+        """The last checkpoint written or resumed from, whose unchanged files need not be written again."""
         self.waited_seconds = 0.0
-        """Time that updates have waited for their unit to be written."""
+        """Seconds that updates have waited for their units to be written."""
 
     def goes_on_from(self, folder: Path) -> None:
-        """The state is that of a checkpoint now."""
+        """The state is now that of this checkpoint."""
         with contextlib.suppress(DamagedCheckpoint):
             self.earlier = Earlier(folder)
 
     def reserve(self) -> None:
-        """Take the memory that saves need. Raises `DoesNotFit`."""
+        """Allocate the memory that saves need. Raises `DoesNotFit`."""
         nbytes = max(self._store.spare_nbytes(unit) for unit in range(len(self._store.layouts)))
         self._store.pool.provide([Buffer(SPARE, "host", nbytes, Use.CHECKPOINT, crosses=False)])
 
     @property
     def is_reserved(self) -> bool:
-        """Whether the memory that saves need has been taken."""
+        """Whether the memory that saves need is allocated."""
         return self._store.pool.has(SPARE)
 
     def begin(
@@ -148,10 +151,10 @@ class Saver:
         write_more: Callable[[Path], object] | None,
         then: Callable[[Path], object] | None,
     ) -> Save:
-        """Begin a save, once an earlier one is over. Nothing may be pending. See `checkpoint.write_checkpoint`.
+        """Start a save, once the previous one is over. No updates may be pending. See `checkpoint.write_checkpoint`.
 
-        Raises `ExportError` for a model that cannot be written, `DoesNotFit` without memory for the largest unit;
-        what happens later is told by the `Save`.
+        Raises `ExportError` for a model that cannot be written, and `DoesNotFit` without memory for the largest unit;
+        the `Save` reports later failures.
         """
         self.wait()
         self._store.settle()
@@ -167,7 +170,7 @@ class Saver:
         thread = threading.Thread(target=self._write, args=arguments, name="megatrain-save", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # the system lends no more of them
+        except RuntimeError as error:  # the system is out of threads
             failure = CheckpointError(typed_line(error), where=f"checkpoint of step {step}")
             save.end(None, failure)
             self._release()
@@ -185,20 +188,20 @@ class Saver:
             self.waited_seconds += time.monotonic() - began
 
     def wait(self) -> None:
-        """Until no save is under way. A failure is told by its `Save` alone."""
+        """Wait until no save is in progress. Failures are reported only by the `Save`."""
         if self.current is not None and self.current.thread is not None:
             self.current.thread.join()
             self.current.thread = None
 
     def abandon(self) -> None:
-        """Give up a save that is under way; what was there before is there still."""
+        """Cancel a save in progress; earlier checkpoints stay."""
         with self._turn:
             self._gives_up = True
             self._turn.notify_all()
         self.wait()
 
     def _order(self, policy: Policy) -> tuple[int, ...]:
-        """As the next updates come; what is on the device first."""
+        """The order of the next updates; units on the device come first."""
         units = list(range(len(self._store.layouts)))
         if policy.update == "during_backward":
             units.reverse()
@@ -256,28 +259,28 @@ class Saver:
         except BaseException as error:
             failure = CheckpointError(typed_line(error), where=f"checkpoint of step {save.step}")
             failure.__cause__ = error
-        finally:  # whatever happens here, nobody waits for ever
+        finally:  # whatever happens here, nobody must wait forever
             save.end(path, failure)
             self._release()
 
     def _note(self, save: Save, written_nbytes: int) -> None:
-        """A save has come so far. Raises `_Abandoned` once it is to give up."""
+        """Record a save's progress. Raises `_Abandoned` if it has been cancelled."""
         save.written_nbytes, save.moved = written_nbytes, time.monotonic()
         if self._gives_up:
             raise _Abandoned
 
     def _earlier_in(self, folder: Path) -> Earlier | None:
-        """The checkpoint before, if it lies in the same folder."""
+        """The previous checkpoint, if it is in the same folder."""
         return self.earlier if self.earlier is not None and self.earlier.folder.parent == folder else None
 
     def _release(self) -> None:
-        """Let all units change."""
+        """Allow updates of all units."""
         with self._turn:
             self._unwritten = frozenset()
             self._turn.notify_all()
 
     def _units(self, save: Save, planned: PlannedCheckpoint) -> Iterator[dict[str, ParamState]]:
-        """The state of unit after unit; whoever asks for the next has written the last."""
+        """The state of each unit in turn; taking the next means that the last has been written."""
         for unit in planned.order:
             save.at, save.moved = self._store.model.units[unit].name, time.monotonic()
             state = self._own(unit)
@@ -287,16 +290,16 @@ class Saver:
         save.at = "the manifest"
 
     def _written(self, unit: int) -> None:
-        """Let a unit change."""
+        """Allow updates of a unit."""
         with self._turn:
             self._unwritten -= {unit}
             self._turn.notify_all()
 
     def _write_together(self, save: Save, planned: PlannedCheckpoint, folder: Path, write: Callable[..., Path]) -> Path:
-        """The checkpoint of several ranks, each of which writes what it owns; or the first all, where it must."""
+        """Write the checkpoint of several ranks: each its share, or rank 0 everything if it must."""
         total = planned.nbytes
 
-        def progress(nbytes: int) -> None:  # as if the others were as far
+        def progress(nbytes: int) -> None:  # assumes that the others are as far
             self._note(save, min(nbytes * self._world.size, total))
 
         def by_all(agree: Agree, staging: Path | None) -> Mapping[str, FileSum] | None:
@@ -324,7 +327,7 @@ class Saver:
         )
 
     def _gathered(self, save: Save, planned: PlannedCheckpoint, agree: Agree) -> Iterator[dict[str, ParamState]]:
-        """The state of unit after unit, from all ranks."""
+        """The state of each unit in turn, from all ranks."""
         own: dict[int, UnitState] = {}
 
         def prepare(unit: int) -> None:
@@ -340,7 +343,7 @@ class Saver:
         return gathered(agree, planned.order, prepare, whole)
 
     def _announced(self, save: Save, unit: int) -> UnitState:
-        """What this rank owns of a unit."""
+        """This rank's share of a unit, noting it as being written."""
         save.at = self._store.model.units[unit].name
         self._note(save, save.written_nbytes)
         return self._own(unit)
@@ -349,13 +352,13 @@ class Saver:
         self._doubt = "what the ranks had written together was not there afterwards"
 
     def _own(self, unit: int) -> UnitState:
-        """What this rank has of a unit."""
+        """This rank's share of a unit."""
         if self._store.on_device(unit):
             return self._received(unit)
         return self._store.float32_state(unit, self._spare())
 
     def _received(self, unit: int) -> UnitState:
-        """A unit from the foreground, since only that may read the device."""
+        """A unit copied by the main thread, which alone may read the device."""
         with self._turn:
             self._wanted = unit
             self._turn.notify_all()
@@ -377,19 +380,21 @@ def _shares(save: Save, nbytes: int) -> None:
 
 
 def tensors_of(store: Store, unit: int, state: UnitState) -> dict[str, list[Tensor]]:
-    """Parameter name -> master and, where it trains, m and v, as views of a state in float32, in its shape; of what the
-    state has."""
+    """Parameter name -> views of master and, if trained, m and v in a float32 state, in the parameter's shape.
+
+    Parameters that are not in the state are omitted.
+    """
     found: dict[str, list[Tensor]] = {}
     for place, param in zip(store.layouts[unit].fields, store.model.units[unit].params, strict=True):
         if place.stop > state.hi.size:
-            break  # what checkpoints do not hold
+            break  # not part of checkpoints
         arrays = (state.hi, state.m, state.v) if param.trainable else (state.hi,)
         found[place.name] = [torch.from_numpy(each[place.start : place.stop]).view(place.shape) for each in arrays]
     return found
 
 
 def versions() -> dict[str, str]:
-    """Of what decides how numbers come about."""
+    """Versions of everything that affects numbers."""
     found = {"python": platform.python_version()}
     for name in VERSIONS:
         try:
@@ -400,6 +405,6 @@ def versions() -> dict[str, str]:
 
 
 def as_json(value: Numerics | Policy) -> dict[str, Any]:
-    """One of these as `training.json` takes it."""
-    plain: dict[str, Any] = json.loads(json.dumps(asdict(value)))  # tuples are lists there
+    """One of these in the form for `training.json`."""
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(value)))  # JSON turns tuples into lists
     return plain

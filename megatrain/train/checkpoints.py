@@ -1,7 +1,7 @@
-"""The checkpoints of a run: begun between steps, written beside them, told about when they are whole.
+"""A run's checkpoints: started between steps, written during training, reported when complete.
 
-What fails here is told and never stops training: with a full disk the checkpoints that there are stay, and the next
-save is tried when it is due. It leaves out which checkpoint a run goes on from when it starts (`megatrain.run.resume`).
+Failures here are reported and never stop training: if the disk is full, existing checkpoints stay, and the next
+save is tried when due. `megatrain.run.resume` decides which checkpoint a run resumes from.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from megatrain.train.engine import Engine
 from megatrain.train.events import Evaluated, Event, Resumed, RolledBack, Saved, Warned
 
 MARGIN = 1.5
-"""By how much longer than the last one a save is expected to take, where a deadline is to be kept."""
+"""Safety factor on the duration of the last save when there is a deadline."""
 REST_SECONDS = 1.0
-"""For ops under way to come to rest, and for pending updates to be applied, before a save can begin."""
+"""Seconds to finish running ops and pending updates before a save can begin."""
 ASSUMED_BANDWIDTH = 0.5e9
-"""Bytes per second of a disk, as long as no save has told."""
+"""Disk bandwidth in bytes per second, assumed until a save has measured it."""
 
 
 @dataclass
 class Checkpoints:
-    """Saves of one run in one folder. A watcher too: it learns validation losses, by which the best are kept."""
+    """The saves of one run in one folder. Also a watcher of validation losses, to keep the best checkpoints."""
 
     engine: Engine
     folder: Path
     retention: Retention
     feed: Feed
     facts: Mapping[str, Any]
-    """What else each checkpoint tells about the run: its configuration, say."""
+    """Further facts about the run for each checkpoint, such as its configuration."""
     write_more: Callable[[Path], object] | None = None
     trust_remote_code: bool = False
     step: int = -1
-    """Of the last one that is whole."""
+    """Step of the last complete checkpoint."""
     newest: str = ""
     """Its folder."""
     _save: Save | None = None
-    """One that has not been told about."""
+    """A save that has not been reported."""
     _tried: int = -1
-    """The step of the last save that was begun, or could not be."""
+    """Step of the last save that was tried."""
     lowest: LowestLoss = field(default_factory=LowestLoss)
-    """Of the validation losses that it has been told."""
+    """The lowest validation loss reported to it."""
     _score: tuple[int, float] | None = None
-    """The step and loss of the last measurement."""
+    """Step and loss of the last evaluation."""
     _seconds: float = 0.0
     _untold: list[Event] = field(default_factory=list)
 
@@ -66,12 +66,15 @@ class Checkpoints:
             self.step, self.newest = event.step, event.checkpoint
 
     def is_best(self, step: int) -> bool:
-        """Whether the state after `step` steps has the lowest validation loss so far, and such are kept."""
+        """Whether the state after `step` steps has the lowest validation loss so far, and the best are kept."""
         return bool(self.retention.keep_best) and self.lowest.step == step
 
     def save(self, step: int) -> Event | None:
-        """Begin a save of the state after `step` steps; what there is to tell is told later. While one is still being
-        written, no other is begun, but for one that is to be kept for good, or the best: training then waits."""
+        """Start saving the state after `step` steps; the outcome is reported later.
+
+        While a save is in progress no other is started, except one that is always kept, or the best: training then
+        waits.
+        """
         is_kept = self.retention.is_regular(step) or self.is_best(step)
         if self._save is not None and not self._save.is_over and is_kept:
             self.engine.saver.wait()
@@ -83,7 +86,7 @@ class Checkpoints:
         return self._begun(step) or told
 
     def collect(self, step: int) -> Event | None:
-        """What has become of the last save, once."""
+        """The outcome of the last save, once."""
         if self._save is None or not self._save.is_over:
             return self._untold.pop(0) if self._untold else None
         save, self._save = self._save, None
@@ -95,13 +98,13 @@ class Checkpoints:
         return Saved(save.step, save.seconds, save.nbytes, self.newest, save.shared_nbytes, save.streamed)
 
     def settle(self) -> list[Event]:
-        """Wait for a save that is under way when a run fails: it is of a good state."""
+        """When a run fails, wait for a save in progress, whose state is still good."""
         self.engine.saver.wait()
         told = self.collect(self.step if self._save is None else self._save.step)
         return [] if told is None else [told]
 
     def finish(self, step: int, timeout: float | None = None) -> list[Event]:
-        """Save the state after `step` steps, unless that has been tried, and wait; `timeout` seconds in all at most."""
+        """Save the state after `step` steps, unless already tried, and wait, at most `timeout` seconds in total."""
         ends = None if timeout is None else time.monotonic() + timeout
         events: list[Event | None] = []
         if self._save is not None and not self._is_over_by(ends):
@@ -117,26 +120,26 @@ class Checkpoints:
         return [event for event in events if event is not None]
 
     def refuse_unsaved(self, step: int, model: Path | None = None) -> None:
-        """Raise `CheckpointError` where a run has ended after `step` steps and that state is in no checkpoint.
+        """Raise `CheckpointError` if a run has ended after `step` steps without a checkpoint of that state.
 
-        model: where the trained model has been written all the same.
+        model: where the trained model was nevertheless written.
         """
         if self.step == step:
             return
         there = f"; the model is in {model}" if model else ""
         newest = f"the newest checkpoint is that of step {self.step:,}" if self.newest else "there is no checkpoint"
-        onward = f"set resume=auto, which goes on after step {self.step:,}" if self.newest else "train again"
+        onward = f"set resume=auto, which continues after step {self.step:,}" if self.newest else "train again"
         what = f"the state after step {step:,}, the last one, was not saved; {newest}{there}"
-        raise CheckpointError(what, where=str(self.folder), fix=f"mend what the warnings tell, and {onward}")
+        raise CheckpointError(what, where=str(self.folder), fix=f"fix what the warnings report, and {onward}")
 
     def expected_seconds(self) -> float:
-        """That the next save may take, from when a step is broken off for it."""
+        """Expected seconds from interrupting a step until the next save is complete."""
         return REST_SECONDS + MARGIN * (self._seconds or 12 * self.engine.structure.numel / ASSUMED_BANDWIDTH)
 
     def roll_back(self, error: NonFinite, step: int) -> int:
-        """Go back to the newest sound checkpoint, and leave out the data of the step that was not finite.
+        """Go back to the newest sound checkpoint, and skip the data of the step that was not finite.
 
-        Returns the step that it is of. Raises `CheckpointError` where there is none.
+        Returns the checkpoint's step. Raises `CheckpointError` if there is none.
         """
         offending = self.feed.drawn - 1
         self.engine.saver.wait()
@@ -144,17 +147,18 @@ class Checkpoints:
             self._untold.append(told)
         found = found_by_first(self.engine.world, lambda: newest_sound(self.folder).checkpoint)
         if found is None:
-            raise CheckpointError("holds nothing to go back to", where=str(self.folder)) from error
+            raise CheckpointError("has no checkpoint to go back to", where=str(self.folder)) from error
         self.engine.restore(found, trust_remote_code=self.trust_remote_code)
         facts = found.training["run"]
         self.feed.leave_out(offending, facts["data"])
         self.step, self.newest = int(facts["step"]), str(found.folder)
         self.lowest.restore(facts.get("validation"), self.step)
-        self._tried = -1  # of another past
+        self._tried = -1  # belongs to the abandoned steps
         return self.step
 
     def _begun(self, step: int) -> Warned | None:
-        """Begin a save, or tell why not. Of several ranks the others' saves wait for this one's: raises there."""
+        """Start a save, or report why not. With several ranks this raises, since the others' saves wait for this
+        one's."""
         try:
             self._begin(step)
         except MegaTrainError as error:
@@ -178,14 +182,14 @@ class Checkpoints:
         return self._save
 
     def _prune(self) -> None:
-        """On the thread that writes, since removing takes time too."""
+        """On the writing thread, since removing takes time too."""
         try:
             prune(self.folder, self.retention, self.lowest.since)
         except MegaTrainError as error:
             self._untold.append(Warned(max(self.step, 0), str(error)))
 
     def _is_over_by(self, ends: float | None) -> bool:
-        """Wait for the save that is under way, until `ends` on the clock of `time.monotonic` at most."""
+        """Wait for the save in progress, until `time.monotonic` reaches `ends`."""
         assert self._save is not None
         try:
             self._save.wait(None if ends is None else max(0.0, ends - time.monotonic()))
@@ -194,7 +198,7 @@ class Checkpoints:
         return True
 
     def _given_up(self, step: int) -> list[Event]:
-        """The save that is under way is given up, unless it gets there meanwhile."""
+        """Cancel the save in progress, unless it completes meanwhile."""
         self.engine.saver.abandon()
         told: list[Event] = []
         if self._save is not None and self._save.path is not None and (there := self.collect(step)) is not None:
@@ -207,9 +211,9 @@ class Checkpoints:
 
 
 def found_by_first(world: World, find: Callable[[], Checkpoint | None]) -> Checkpoint | None:
-    """The checkpoint that rank 0 finds, on all ranks: what each reads of a folder by itself may differ.
+    """The checkpoint that rank 0 finds, on all ranks, since each rank may see a folder differently.
 
-    Rank 0 checks every byte, the others that all files are there. Raises on all what it raises on one.
+    Rank 0 checks every byte, the others that all files exist. An error on one rank is raised on all.
     """
     known: list[Checkpoint | None] = []
 

@@ -1,11 +1,12 @@
-"""AdamW for units whose whole state is on the device: the arithmetic of `optim.adamw`, in one kernel or by operations.
+"""AdamW for units whose whole state is on the device: the arithmetic of `optim.adamw`, as a Triton kernel or torch
+ops.
 
-Where Triton can run, neighbouring parameters that decay alike take one kernel (`device_adamw_triton`). Elsewhere it is
-one torch operation at a time, in chunks that stay in the device's cache; the kernel is compared with them, bit for bit,
-before it is first used. Every operation rounds once, in the order of `reference_update`, and none is contracted with
-its neighbour (no `addcmul` or `alpha=`), so where the device divides with correct rounding the result is that of the
-pass on the host. The root is taken in float64 and rounded, which is the correctly rounded one (Figueroa 1995); float32
-roots of math libraries are often not.
+If Triton can run, adjacent parameters with equal decay are updated by one kernel (`device_adamw_triton`), after it
+has been compared bit for bit with the fallback: single torch operations, in chunks that stay in the device's
+cache. Every operation rounds once, in the order of `reference_update`, and none is fused with its neighbour (no
+`addcmul` or `alpha=`), so if the device divides with correct rounding the result equals the host's. Roots are
+computed in float64 and rounded, which gives the correctly rounded float32 root (Figueroa, 1995); float32 roots of
+math libraries often are not.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from megatrain.spec import Part, Precision
 from megatrain.spec.layout import align
 
 CHUNK = 1 << 20
-"""Elements; temporaries take eight times four bytes each."""
+"""Elements per chunk; temporaries take 32 bytes each."""
 
 TRIED = 5000
-"""Elements that the kernel is tried on: several blocks, and no round number."""
+"""Elements for testing the kernel: several blocks, not a multiple of one."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,8 +48,8 @@ def update_on_device(
     """One AdamW step in place on a unit.
 
     parts: weights, low bits (in bf16) and moments (m, then v), uint8 on the device. gradient: flat, bfloat16 or
-    float32, as long as what trains. segments: (start, stop, decays) in elements. sound: a bool on the device; where
-    it is false nothing changes, which the host need not know. kernels: see `kernels_for`.
+    float32, one value per trained element. segments: (start, stop, decays) in elements. sound: a bool on the device;
+    if false nothing changes. kernels: see `kernels_for`.
     """
     trained = gradient.numel()
     moments = parts[Part.MOMENTS].view(torch.float32)
@@ -63,8 +64,8 @@ def update_on_device(
 
 
 def sum_of_squares_on_device(gradient: Tensor, kernels: Any = None) -> Tensor:
-    """The sum of squares of a flat gradient: each square exact in float64, their sum rounded in the device's order.
-    A float64 scalar on the device."""
+    """The sum of squares of a flat gradient, a float64 scalar on the device: exact squares, added in the device's
+    order."""
     if kernels is not None:
         found: Tensor = kernels.sum_of_squares(gradient)
         return found
@@ -85,7 +86,7 @@ def adamw_by_operations(
     *,
     decays: bool,
 ) -> None:
-    """What `device_adamw_triton.adamw` does, by torch operations. sound: None is true."""
+    """The same as `device_adamw_triton.adamw`, by torch operations. sound: None means true."""
     keep = float(scalars.decay) if decays else 1.0
     for begin in range(0, gradient.numel(), CHUNK):
         part = slice(begin, begin + CHUNK)
@@ -102,8 +103,8 @@ def adamw_by_operations(
 
 
 def _joined(segments: Sequence[tuple[int, int, bool]]) -> Iterator[tuple[int, int, bool]]:
-    """Segments with neighbours that decay alike made one: the gaps between parameters hold zeros, and an update of
-    zeros by a gradient of zeros leaves zeros."""
+    """Merge adjacent segments with equal decay: the gaps hold zeros, which an update by zero gradients leaves
+    zero."""
     found: tuple[int, int, bool] | None = None
     for start, stop, decays in segments:
         if found is not None and align(found[1]) == start and found[2] == decays:
@@ -117,9 +118,9 @@ def _joined(segments: Sequence[tuple[int, int, bool]]) -> Iterator[tuple[int, in
 
 
 def kernels_for(device: Device) -> Any:
-    """`device_adamw_triton`, where Triton can run on this device and does what the operations do; else None.
+    """`device_adamw_triton` if Triton runs on this device and matches the torch operations bit for bit; else None.
 
-    It compiles and waits at the first call for a device, so call it where the device is at rest.
+    The first call for a device compiles and synchronizes, so call it when the device is idle.
     """
     with device.alongside():
         return _kernels(device.torch_device)
@@ -134,17 +135,19 @@ def _kernels(device: torch.device) -> Any:
             return None
         found = importlib.import_module("megatrain.train.device_adamw_triton")
         same = agrees(found, device)
-    except Exception as error:  # no compiler for its launchers, or whatever else it needs on this machine
-        _log.warning("AdamW on %s runs by single operations: Triton failed (%s)", device, typed_line(error))
+    except Exception as error:  # no compiler for its launchers, say
+        _log.warning("AdamW on %s uses single torch operations: Triton failed (%s)", device, typed_line(error))
         return None
     if not same:
-        _log.warning("AdamW on %s runs by single operations: Triton's kernel rounds otherwise here", device)
+        _log.warning("AdamW on %s uses single torch operations: Triton's kernel rounds differently here", device)
     return found if same else None
 
 
 def agrees(kernels: Any, device: torch.device) -> bool:
-    """Whether kernels give the bits of the operations: for masters whole and split, gradients of both dtypes, with a
-    flag that holds, one that does not, and none; and squares to rounding."""
+    """Whether kernels match the torch operations bit for bit, and sums of squares up to rounding.
+
+    Tried for whole and split masters, gradients of both dtypes, and with a true, a false and no flag.
+    """
     plain: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "generator": torch.Generator().manual_seed(0)}
     magnitude = 10.0 ** (torch.rand(TRIED, **plain) * 60 - 38)
     gradient = (torch.randn(TRIED, **plain) * magnitude).to(device)
@@ -171,21 +174,20 @@ def agrees(kernels: Any, device: torch.device) -> bool:
 
 
 def join(hi: Tensor, low: Tensor) -> Tensor:
-    """The float32 masters of bfloat16 bits and low bits (both int16): float32. Inverse of `split_to`."""
+    """Join bfloat16 bits and low bits (both int16) into float32 masters. Inverse of `split_to`."""
     bits, below = hi.to(torch.int32), low.to(torch.int32).bitwise_and_(0xFFFF)
     return bits.sub_(below >> 15).bitwise_left_shift_(16).bitwise_or_(below).view(torch.float32)
 
 
 def split_to(master: Tensor, hi: Tensor, low: Tensor) -> None:
-    """Write the halves of float32 masters, the upper one rounded to nearest, ties away from zero
-    (`optim.split_master`)."""
+    """Split float32 masters into halves, the upper rounded to nearest, ties away from zero (`optim.split_master`)."""
     bits = master.view(torch.int32)
     low.copy_(bits)  # the conversion keeps the lower 16 bits
     hi.copy_(bits.add(0x8000).bitwise_right_shift_(16))
 
 
 def _change(m: Tensor, v: Tensor, gradient: Tensor, scalars: StepScalars) -> Tensor:
-    """Update the moments in place; the step, scaled by the learning rate."""
+    """Update the moments in place; returns the step, scaled by the learning rate."""
     g = gradient * float(scalars.grad_scale)
     way = g - m
     if scalars.rest1 < 0.5:

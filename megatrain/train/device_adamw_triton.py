@@ -1,8 +1,8 @@
-"""AdamW and the gradient norm of a unit on a GPU as one Triton kernel each. Imported only where Triton can run.
+"""Triton kernels for AdamW and the gradient norm of a unit on a GPU. Imported only if Triton can run.
 
-The arithmetic is that of `device_adamw`, operation by operation: `div_rn` and `sqrt_rn` round correctly, and kernels
-are launched without contraction (`enable_fp_fusion=False`), so no product and sum share a rounding. `device_adamw`
-compares the two before it uses these.
+The arithmetic is that of `device_adamw`, operation by operation: `div_rn` and `sqrt_rn` round correctly, and
+kernels are launched without contraction (`enable_fp_fusion=False`), so products and sums round separately.
+`device_adamw` compares both before it uses these.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from megatrain.optim import StepScalars
 
 BLOCK = 1024
-"""Elements of one program."""
+"""Elements per program."""
 
 
 @triton.jit
 def _as_float32(values):
-    """float32, or bfloat16 as its bits, uint16; subnormal numbers too."""
+    """Convert float32, or bfloat16 as uint16 bits, to float32, subnormals included."""
     if values.dtype == tl.uint16:
         return (values.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -49,7 +49,7 @@ def _adamw(
     CHECKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """m becomes m + share * (g - m) if NEAR, else g + share * (g - m), as `torch.lerp` has it. `low` counts if SPLIT,
+    """m becomes m + share * (g - m) if NEAR, else g + share * (g - m), as in `torch.lerp`. `low` is used if SPLIT,
     `sound` if CHECKED."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     last = numel
@@ -95,16 +95,16 @@ def adamw(
 ) -> None:
     """One AdamW step in place, on the current stream of the current device.
 
-    weight: float32[n], or the upper halves of the masters, int16[n], with the lower ones in `low`. m, v: float32[n].
-    gradient: bfloat16[n] or float32[n]. sound: a bool; where it is false nothing changes. Raises `ValueError` for
-    tensors of other dtypes or lengths, which the kernel would write beyond.
+    weight: float32[n], or the upper halves of the masters, int16[n], with the lower halves in `low`. m, v: float32[n].
+    gradient: bfloat16[n] or float32[n]. sound: a bool; if false nothing changes. Raises `ValueError` for other dtypes
+    or lengths, with which the kernel would write out of bounds.
     """
     kind = torch.float32 if low is None else torch.int16
     known = [(weight, kind), (m, torch.float32), (v, torch.float32), *([(low, kind)] if low is not None else [])]
     if any((each.dtype, each.shape) != (dtype, gradient.shape) for each, dtype in known):
-        raise ValueError("tensors of one update differ in length, or are of another dtype")
+        raise ValueError("tensors of one update differ in length, or have a wrong dtype")
     near = bool(scalars.rest1 < 0.5)
-    unused = m  # stands where the kernel reads nothing
+    unused = m  # placeholder for arguments that the kernel does not read
     hi, below = (weight, unused) if low is None else (weight.view(torch.uint16), low.view(torch.uint16))
     _adamw[(triton.cdiv(gradient.numel(), BLOCK),)](
         hi,

@@ -1,8 +1,7 @@
-"""`Engine`: a Hugging Face model, streamed and trained. The stable Python interface of MegaTrain.
+"""`Engine` trains a Hugging Face model by streaming its layers. The stable Python interface of MegaTrain.
 
-It puts together what the rooms below offer: a ported model, a device, the pool and store that hold the state, the
-streamer that walks schedules, and the sink that updates. Schedules are built once per shape of work, checked, and
-kept.
+It combines a model split into units, a device, the pool and store with the training state, the streamer that executes
+schedules, and the optimizer sink. Schedules are built and checked once per shape of work, and cached.
 """
 
 from __future__ import annotations
@@ -90,10 +89,11 @@ from megatrain.train.timeline_file import Trace
 
 
 class Engine:
-    """Trains one causal language model whose state lives in host memory. Make it with `Engine.from_model`."""
+    """Trains a causal language model whose state is in host memory. Construct it with `Engine.from_model` and the
+    like."""
 
     def __init__(self, ported: PortedModel, device: Device, options: EngineOptions) -> None:
-        """Its memory is allocated, with nothing in it yet."""
+        """Allocates memory without filling it."""
         self.world = world = options.get("world") or ALONE
         ported.share(world.size)
         self.structure: ModelSpec = ported.structure
@@ -120,7 +120,7 @@ class Engine:
         self._sink.before_update = self._saver.before_update
         self._weights = NonfiniteWeights(self._store, world)
         self._steps, self._turn = 0, Turn()
-        self.checked = NOT_ASKED  # whether this architecture is known to be computed right
+        self.checked = NOT_ASKED  # whether this architecture is known to be computed correctly
         self._trace: Trace | None = None
         self.record_timeline = False
 
@@ -142,21 +142,20 @@ class Engine:
     ) -> Engine:
         """An engine that starts from a copy of the weights of a Hugging Face causal language model.
 
-        model: left as it is, and not needed afterwards; its mode (`train()` or `eval()`) decides about dropout, and
-        parameters that need no gradient are frozen: they cost neither gradients nor optimizer state.
-        device: `cpu`, `cuda:0`, `sim:SEED`, a `torch.device`, or an open device. precision: `bf16`, the usual, computes
-        in bfloat16 and keeps exact float32 masters; `fp32` does everything in float32. optimizer: its defaults if not
-        given. max_grad_norm: clip by the exact global norm, or `None` not to. policy: `auto`, or a `Policy` that
-        agrees with the arguments. seed: decides all randomness inside layers. verify: at the
-        first meeting of an architecture, compare a small model of its kind with the stock code, and refuse to go on
-        with one that is computed wrong. disk: folders, on quick drives, for the state that the policy puts there.
-        limits: what it may take of each tier; what is open is all that there is. numerics: all that numbers depend on,
-        the precision among it. world: the ranks that train it together, each with an engine that is called alike; the
-        processes that torchrun has started, if it is not given and anything trains.
+        model: not changed, and not needed afterwards; its mode (`train()` or `eval()`) decides about dropout, and
+        parameters without `requires_grad` are frozen: they need neither gradients nor optimizer state.
+        device: `cpu`, `cuda:0`, `sim:SEED`, a `torch.device`, or an open device. precision: `bf16` (default) computes
+        in bfloat16 with exact float32 masters; `fp32` does everything in float32. optimizer: default `AdamW()`.
+        max_grad_norm: clip by the exact global norm; `None` disables clipping. policy: `auto`, or a `Policy` that
+        agrees with the other arguments. seed: determines all randomness inside layers. verify: for an architecture not
+        seen before, compare a small model of its kind with the stock code, and refuse one that is computed wrongly.
+        disk: folders, on fast drives, for the state that the policy places there. limits: bytes of each tier that it
+        may use; by default all that is free. numerics: all that numbers depend on, including the precision. world: the
+        ranks that train together, calling their engines alike; by default torchrun's processes, if anything trains.
 
         Raises `ModelError` for a model that cannot be streamed exactly, `PlanError` for a policy that contradicts
-        the other arguments, `ConfigError` for an argument that is none, `RankError` where other ranks do not come,
-        `DoesNotFit` before anything is allocated, `DeviceError` for an absent device.
+        the other arguments, `ConfigError` for an invalid argument, `RankError` if other ranks do not connect,
+        `DoesNotFit` before anything is allocated, `DeviceError` for a missing device.
         """
         model = base_of(model)
         refuse_other_kinds(model)
@@ -178,13 +177,13 @@ class Engine:
         progress: Progress | None = None,
         **options: Unpack[EngineOptions],
     ) -> Engine:
-        """An engine over a local folder or a hub name, whose files stream straight into the store, unit by unit.
+        """An engine for a local folder or a hub name, whose files stream straight into the store, unit by unit.
 
         attention: kernel by its Hugging Face name, or `auto`, the library's choice for the model. freeze: glob
-        patterns of parameter names. adapter: a `PeftConfig`, or the folder of an adapter to go on from; then it alone
-        trains. A source that is such a folder is its base with it. progress: called with (done, total). options: as for
-        `from_model`. Raises what `from_model` raises, and `ModelError` for files that are missing, torn or of another
-        model.
+        patterns of parameter names. adapter: a `PeftConfig`, or the folder of an adapter to continue from; then only
+        the adapter trains. If `source` is such a folder, its base and adapter are loaded. progress: called with (done,
+        total). options: as for `from_model`. Raises as `from_model`, and `ModelError` for files that are missing,
+        damaged or of another model.
         """
         options = checked_options(options)
         seed = options.get("seed", 0)
@@ -203,10 +202,10 @@ class Engine:
         progress: Progress | None = None,
         **options: Unpack[EngineOptions],
     ) -> Engine:
-        """An engine over a fresh model, initialised by its own initialiser from `seed`, bit-equal to the stock one.
+        """An engine for a fresh model, initialised by its own code from `seed`, bit-equal to the stock model.
 
         config: a local folder, a `config.json`, a hub name, or the fields themselves with `model_type` among them.
-        The rest is as for `from_pretrained`.
+        Other arguments as for `from_pretrained`.
         """
         options = checked_options(options)
         fresh = FreshSource(config, options.get("seed", 0), attention=attention, trust_remote_code=trust_remote_code)
@@ -222,9 +221,9 @@ class Engine:
         progress: Progress | None = None,
         **options: Unpack[EngineOptions],
     ) -> Engine:
-        """An engine over any source of structure and weights; options and errors as for `from_model`.
+        """An engine for any source of structure and weights; options and errors as for `from_model`.
 
-        ported: the source's model as `port_model` has taken it apart in the same precision, if it has been already.
+        ported: the source's model, if `port_model` has already split it in the same precision.
         """
         options = checked_options(options)
         device = options.get("device", "cpu")
@@ -259,12 +258,12 @@ class Engine:
         ported: PortedModel | None = None,
         **options: Unpack[EngineOptions],
     ) -> Engine:
-        """An engine that goes on where `save` was called: the same bits whatever the policy, tiers and device memory.
+        """An engine that continues where `save` was called: bit-exact, whatever the policy, tiers and device memory.
 
-        checkpoint: a folder `step-...`, which is checked first, or an open one. What was frozen stays frozen; the
-        optimizer is that of the checkpoint unless one is given; clipping, device and policy are as for `from_model`.
-        source: the checkpoint as a source, if there is one, with what is to be frozen.
-        new: whether what trains now and did not is refused, or begins with moments of zero.
+        checkpoint: a folder `step-...`, which is checked first, or an open one. Frozen parameters stay frozen; the
+        optimizer is the checkpoint's unless given; clipping, device and policy are as for `from_model`. source: the
+        checkpoint as a source with parameters frozen as wanted, if there is one. new: whether parameters that did not
+        train before are refused, or start with zero moments.
 
         Raises `DamagedCheckpoint`, `CheckpointError`, and what `from_pretrained` raises.
         """
@@ -295,21 +294,21 @@ class Engine:
     ) -> StepOutput:
         """One optimizer step over all micro-batches; the loss is the mean over all their target tokens.
 
-        micro_batches: a list, or anything that gives them one by one. Each holds `input_ids` and `labels`, int64[batch,
-        length] (labels as Hugging Face has them: -100 is no target, shifted inside), and whatever else the model's
-        forward reads, such as `attention_mask`. `lr` replaces the optimizer's for this step; `learning_rates` follow in
-        proportion. `loss_fn` replaces cross-entropy: see `megatrain.losses`, where full logits never exist either. A
-        router auxiliary loss that the model's config asks for counts by each micro-batch's share of the target tokens,
-        or by `router_weights`, one for each micro-batch.
+        micro_batches: an iterable of dicts with `input_ids` and `labels`, int64[batch, length] (labels as in Hugging
+        Face: -100 is no target, shifted inside), and anything else that the model's forward reads, such as
+        `attention_mask`. lr: learning rate of this step instead of the optimizer's; `learning_rates` are scaled in
+        proportion. loss_fn: replaces cross-entropy (see `megatrain.losses`; full logits never exist there either). A
+        router auxiliary loss that the model's config enables is weighted by each micro-batch's share of the target
+        tokens, or by `router_weights`, one per micro-batch.
 
-        Raises `BatchError` for an unusable micro-batch, or an entry that nothing reads, and `NonFinite` for a loss or
-        gradient that is not finite; the step is then not applied (without clipping, units whose gradient is finite
-        may have been: the error names them). With clipping, updates are applied during the next step's forward;
+        Raises `BatchError` for an unusable micro-batch or an entry that nothing reads, and `NonFinite` for a loss or
+        gradient that is not finite; the step is then not applied (without clipping, units with finite gradients may
+        have been updated: the error names them). With clipping, updates are applied during the next step's forward;
         everything that reads the weights applies them first.
         """
         batches, work = self._checked(micro_batches, loss_fn, router_weights, trains=True)
         if self._sink.is_interrupted:
-            self._flush()  # what an interrupted step has left
+            self._flush()  # updates left by an interrupted step
         schedule = self._schedules.get("pending step" if self._sink.pending else "step", work)
         self._sink.begin(self.optimizer.lr if lr is None else lr)
         self._device.stalled_seconds()
@@ -332,9 +331,9 @@ class Engine:
 
     @one_at_a_time
     def set_optimizer(self, optimizer: AdamW) -> None:
-        """Train with these hyperparameters from the next step on; what is pending keeps those of its own step.
+        """Use these hyperparameters from the next step on; pending updates keep those of their own step.
 
-        Raises `ConfigError` where other parameters would decay, or share a learning rate, than before.
+        Raises `ConfigError` if the sets of parameters that decay, or share a learning rate, would change.
         """
         refuse_other_groups(self.optimizer, optimizer)
         self.optimizer = self._sink.optimizer = optimizer
@@ -372,8 +371,8 @@ class Engine:
 
     @one_at_a_time
     def log_probs(self, micro_batches: Iterable[MicroBatch], *, of_base: bool = False) -> list[Tensor]:
-        """The log-probability of each label, given the tokens before it: float32[batch, length] per micro-batch, on
-        the cpu, at the places of the labels, and 0 where there is no target; of_base: without the adapter."""
+        """The log-probability of each label given the tokens before it: float32[batch, length] per micro-batch, on
+        the CPU, at the labels' positions, 0 without a target. of_base: without the adapter."""
         keeps = KeepLogProbs()
         with self._ported.without_adapter() if of_base else nullcontext():
             self._measure(micro_batches, keeps)
@@ -381,9 +380,9 @@ class Engine:
 
     @one_at_a_time
     def logits(self, inputs: MicroBatch) -> Tensor:
-        """All logits, float32[batch, length, vocabulary] on the device, for what the model's forward takes.
+        """All logits, float32[batch, length, vocabulary] on the device, for arguments of the model's forward.
 
-        These are whole, so this is for few and short rows. Without dropout; nothing is updated.
+        They are not chunked, so use few and short rows. Without dropout; nothing is updated.
         """
         check_mapping(inputs, "logits")
         check_inputs(self.structure, {"labels": inputs.get("input_ids"), **inputs}, "logits")
@@ -397,18 +396,18 @@ class Engine:
     def generate(
         self, /, input_ids: Tensor, attention_mask: Tensor | None = None, *, seed: int = 0, **options: Any
     ) -> Tensor:
-        """Continue `input_ids` int64[rows, length] with the library's own `generate`: int64[rows, length + new].
+        """Continue `input_ids` int64[rows, length] with transformers' own `generate`: int64[rows, length + new].
 
-        attention_mask: int64[rows, length], 0 where a shorter prompt is padded, on the left. seed: decides what is
-        drawn; the caller's random state stays as it was. options: what the `generate` of transformers takes, such as
-        `max_new_tokens`, `do_sample`, `temperature`, `num_beams`, `streamer`, `use_cache=False`; defaults are those of
-        the model's generation config. With `return_dict_in_generate=True` it returns what the library then does.
+        attention_mask: int64[rows, length], 0 for padding, which is on the left. seed: determines sampling; the
+        caller's random state does not change. options: arguments of transformers' `generate`, such as
+        `max_new_tokens`, `do_sample`, `temperature`, `num_beams`, `streamer`, `use_cache=False`; defaults come from
+        the model's generation config. With `return_dict_in_generate=True` it returns what transformers then does.
 
-        Without dropout; pending updates are applied first. Each new token streams the weights once. The cache of keys
-        and values lives on the device for the time of the call, and belongs to no entry of the ledger.
+        Without dropout; pending updates are applied first. Each new token streams the weights once. The KV cache is on
+        the device during the call, and not counted in the ledger.
 
-        Raises `BatchError` for ids outside the vocabulary and for a text that could outgrow the model's positions,
-        `ConfigError` for an option that the library refuses, `NonFinite` for logits that are not numbers.
+        Raises `BatchError` for ids outside the vocabulary and for a text that could exceed the model's positions,
+        `ConfigError` for an option that transformers refuses, `NonFinite` for logits that are not finite.
         """
         check_inputs(self.structure, {"input_ids": input_ids, "labels": input_ids}, "generate")
         seed = checked(seed, Seed, ConfigError, "seed")
@@ -418,7 +417,7 @@ class Engine:
             schedule = self._schedules.get("forward", Work((inputs["input_ids"].numel(),)))
             return self.world.of_first(self._streamer.next_logits(schedule, inputs, kept))
 
-        # The library's own work runs on the stream that fills the cache, so neither frees what the other still reads.
+        # The library's own work uses the stream that fills the cache, so neither frees what the other still reads.
         with (
             self._weights.blamed(self._steps),
             self._ported.evaluation_mode(),
@@ -429,12 +428,12 @@ class Engine:
             found: Tensor = speak(
                 self._ported, last_logits, self._device.torch_device, input_ids, attention_mask, options
             )
-            self._device.synchronize()  # before another stream may have what was allocated on this one
+            self._device.synchronize()  # before another stream may reuse memory of this one
         return found
 
     @one_at_a_time
     def flush(self) -> None:
-        """Apply the updates that are pending, if any. Everything that reads the weights does that first."""
+        """Apply pending updates, if any. Everything that reads the weights does so first."""
         self._flush()
 
     # Weights and checkpoints -----------------------------------------------------------------------------------------
@@ -443,15 +442,15 @@ class Engine:
     def master_weights(self) -> dict[str, Tensor]:
         """Parameter name -> a copy of its float32 master, in its shape, pending updates applied.
 
-        Also of a state that an interrupted step has torn (see `applied_updates`), which everything else refuses.
+        Works even if an interrupted step has updated only some units (see `applied_updates`); all else refuses that.
         """
         self._flush()
         return {name: self._store.master(name) for name in self._store.names()}
 
     @one_at_a_time
     def master(self, name: str) -> Tensor:
-        """A copy of one parameter's float32 master, in its shape, pending updates applied. Raises `ModelError` for a
-        name that no parameter has."""
+        """A copy of one parameter's float32 master, in its shape, pending updates applied. Raises `ModelError` for an
+        unknown name."""
         if name not in (names := list(self._store.names())):
             near = get_close_matches(str(name), names, n=1, cutoff=0.0)
             raise ModelError(f"no parameter is called {name!r}", where="master", fix=f"did you mean {near[0]!r}?")
@@ -460,24 +459,24 @@ class Engine:
 
     @one_at_a_time
     def weight_view(self, name: str) -> Tensor | None:
-        """One parameter where it lies in host memory, in its shape, pending updates applied: float32, or in bf16 the
-        bfloat16 weight that streams. It changes as training goes on, and who writes to it changes the weight.
+        """A view of one parameter in host memory, in its shape, pending updates applied: float32, or in bf16 the
+        bfloat16 weight that streams. Training changes it, and writing to it changes the weight.
 
-        `None` where the policy puts it elsewhere. It is that memory for as long as no other policy is adopted.
+        `None` if the policy places it elsewhere. The view is valid until another policy is adopted.
         """
         self._flush()
         return self._store.view(name)
 
     @one_at_a_time
     def fill(self, source: Source, progress: Progress | None = None) -> None:
-        """Set every parameter from a source; optimizer and counters stay. For whoever makes an engine."""
+        """Set every parameter from a source, keeping optimizer and counters. For code that constructs engines."""
         self._fill(source, progress)
 
     @one_at_a_time
     def set_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Set some parameters, name -> value in the parameter's shape; optimizer and counters stay.
+        """Set some parameters, name -> value in the parameter's shape, keeping optimizer and counters.
 
-        Raises `ModelError`, before any is set, for a name or a shape that is not the model's.
+        Raises `ModelError`, before any is set, for an unknown name or a wrong shape.
         """
         shapes = {param.name: param.shape for unit in self.structure.units for param in unit.params}
         for name, value in weights.items():
@@ -493,12 +492,12 @@ class Engine:
 
     @one_at_a_time
     def save_pretrained(self, folder: str | Path, **options: Unpack[ExportOptions]) -> Path:
-        """Write a Hugging Face folder, streamed unit by unit; it appears whole or not at all.
+        """Write a Hugging Face folder, streamed unit by unit; it appears complete or not at all.
 
-        precision: of the weights, the exact float32 masters or those rounded to bfloat16. facts: name -> what the
-        model card tells about the training. write_more: called with the folder before it appears, for a tokenizer.
-        progress: called with (done, total) bytes. Returns the folder, absolute. Raises `ExportError` when it cannot be
-        written; a model that stood there then stays.
+        precision: `fp32`, the exact masters, or `bf16`, rounded. facts: name -> value, for the model card's table on
+        training. write_more: called with the folder before it appears, to add a tokenizer, say. progress: called with
+        (done, total) bytes. Returns the folder's absolute path. Raises `ExportError` if it cannot be written; a model
+        already there then stays.
         """
         self._settle()
         try:
@@ -507,8 +506,8 @@ class Engine:
             self._store.settle()
 
     def save_adapter(self, folder: str | Path, **options: Unpack[ExportOptions]) -> Path:
-        """Write the adapter as `peft` does, so that `PeftModel.from_pretrained` loads it; where there is one,
-        `save_pretrained` does the same. Raises `ModelError` where there is none."""
+        """Write the adapter as `peft` does, so that `PeftModel.from_pretrained` loads it; `save_pretrained` does the
+        same if there is an adapter. Raises `ModelError` if there is none."""
         if self._ported.adapter is None:
             raise ModelError("has no adapter", where=self.structure.name, fix="call save_pretrained")
         return self.save_pretrained(folder, **options)
@@ -524,14 +523,14 @@ class Engine:
         write_more: Callable[[Path], object] | None = None,
         then: Callable[[Path], object] | None = None,
     ) -> Save:
-        """Begin to write the checkpoint `folder/step-...`, and return; steps may follow while it is written.
+        """Start writing the checkpoint `folder/step-...`, and return; steps may follow while it is written.
 
-        It holds the state as it is now, bit for bit: an update waits for its unit to be written. One is under way at a
-        time. `Save.wait` gives the folder; what fails is told there, and training goes on.
+        It holds the state as it is now, bit for bit: an update waits for its unit to be written. Only one save runs at
+        a time. `Save.wait` returns the folder, or raises what failed; training continues regardless.
 
-        training: what else to keep, the position in the data, say (plain values; `Checkpoint.training["run"]` gives it
-        back). step: the number in the name, `steps` if not given. score, write_more: see `checkpoint.write_checkpoint`.
-        then: called with the folder once it is whole, on the thread that wrote it.
+        training: further plain values to keep, such as the position in the data (`Checkpoint.training["run"]` returns
+        them). step: the number in the name, by default `steps`. score, write_more: see `checkpoint.write_checkpoint`.
+        then: called with the folder once complete, on the thread that wrote it.
         Raises `ExportError`, and `DoesNotFit` without memory for the largest unit in float32.
         """
         self._settle()
@@ -546,7 +545,7 @@ class Engine:
         """Load weights, optimizer state and step count from a checkpoint of this model. Pending updates are dropped.
 
         checkpoint: a folder `step-...`, which is checked first, or an open one. Raises `CheckpointError`, before
-        anything is changed, for one that is damaged or of another model. After another error, restore another one.
+        changing anything, if it is damaged or of another model. After any other error, restore another checkpoint.
         """
         checkpoint = checked(checkpoint, Checkpoint | str | Path, CheckpointError, "restore")
         checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
@@ -561,15 +560,15 @@ class Engine:
 
     @property
     def policy(self) -> Policy:
-        """How the model is streamed, as chosen for the last step that was prepared or run."""
+        """The policy of the last step that was prepared or run."""
         return self._schedules.policy
 
     @one_at_a_time
     def adopt(self, policy: Policy) -> None:
-        """Stream by another policy from now on; no number changes. What is pending is applied first.
+        """Use another policy from now on, without changing any number. Pending updates are applied first.
 
-        State moves to the tiers that the policy names. Raises `PlanError` for another time of updates or way over the
-        bus, `DoesNotFit` and `DiskError` where a tier refuses; the state is whole then, and the old policy holds.
+        State moves to the tiers that the policy names. Raises `PlanError` if `update` or `transfer` would change, and
+        `DoesNotFit` or `DiskError` if a tier refuses; the state is then intact, and the old policy stays.
         """
         checked(policy, Policy, PlanError, "policy")
         self._settle()
@@ -578,7 +577,7 @@ class Engine:
         self._take(policy)
         try:
             if saves:
-                self._saver.reserve()  # ahead of the slots of the next schedule, which may take what there is
+                self._saver.reserve()  # before the next schedule's slots, which may take all memory
         except DoesNotFit:
             self._take(before)
             raise
@@ -590,9 +589,9 @@ class Engine:
 
     @one_at_a_time
     def prepare(self, work: Work) -> Schedule:
-        """Choose, build and prove what a step over such work needs, and allocate it; run nothing.
+        """Choose a plan for this work, build and check its schedule, and allocate its memory, without running anything.
 
-        Returns the schedule of a step with nothing pending (of a forward pass where nothing trains).
+        Returns the schedule of a step without pending updates (of a forward pass if nothing trains).
         """
         return self._schedules.get(self._main_kind, checked(work, Work, PlanError, "work"))
 
@@ -600,20 +599,21 @@ class Engine:
 
     @property
     def generation_config(self) -> Any:
-        """The library's `GenerationConfig` that `generate` starts from: the model's own, which may be changed."""
+        """The `GenerationConfig` whose defaults `generate` uses: the model's own; may be changed."""
         return self._ported.skeleton.generation_config
 
     @property
     def config(self) -> Any:
-        """The library's config of the model, as it is saved. What shapes the computation is fixed by now."""
+        """The model's transformers config, as it is saved. Changing what shapes the computation has no effect any
+        more."""
         return self._ported.skeleton.config
 
     def memory_table(self) -> dict[tuple[str, str], int]:
-        """(tier, use) -> bytes held now, activations inside layers not counted."""
+        """(tier, use) -> bytes held now, without activations inside layers."""
         return self._pool.ledger.table()
 
     def host_nbytes_left(self) -> int:
-        """Bytes of host memory that are free now, within its limit where there is one."""
+        """Bytes of host memory that are free now, within the limit, if any."""
         free, budget = available_host_nbytes(), self.limits.host_nbytes
         if budget is None:
             return free
@@ -623,22 +623,22 @@ class Engine:
 
     @property
     def timeline(self) -> Timeline | None:
-        """When each op of the last call began and ended, in seconds, where it was measured (`record_timeline`)."""
+        """Start and end of each op of the last call, in seconds, if recorded (`record_timeline`)."""
         return self._streamer.timeline
 
     def applied_updates(self) -> dict[str, int]:
-        """Unit name -> optimizer updates that its state in host memory has had; pending ones are not counted."""
+        """Unit name -> optimizer updates applied to its state; pending ones are not counted."""
         return {unit.name: count for unit, count in zip(self.structure.units, self._sink.applied, strict=True)}
 
     @property
     def spec(self) -> ModelSpec:
-        """`structure`, with what its layers take beside their weights, which is measured when it is first asked for."""
+        """`structure`, plus the memory profiles of its layers, which are measured on first use."""
         return self._ported.spec
 
     def step_flops(self, micro_batches: Iterable[MicroBatch]) -> float:
-        """Necessary floating-point operations of a step over these micro-batches, and those of all other ranks.
+        """Model FLOPs of a step over these micro-batches and those of all other ranks.
 
-        What a mask hides does not count, packed sequences attend to themselves alone, and only targets need the head.
+        Masked positions do not count, packed sequences attend only to themselves, and only targets need the head.
         """
         batches = list(micro_batches)
         sequences = [each for batch in batches for each in sequences_of(batch)]
@@ -647,58 +647,58 @@ class Engine:
 
     @one_at_a_time
     def peak_flops(self) -> float:
-        """Operations per second of a large matrix product, measured once, on the devices of all ranks together."""
+        """FLOPs per second of a large matrix product, measured once, summed over the devices of all ranks."""
         return sum(self.world.exchange("operations per second", matmul_flops(self._device, self._streamer.dtype)))
 
     def trace(self, path: str | Path, steps: int = 3) -> None:
-        """Write when each op of the next steps ran, once they have run, as a trace that Perfetto opens.
+        """Record the ops of the next steps, and write them as a trace for Perfetto.
 
-        The first step from now is left out, since it builds schedules and warms up.
+        The first step from now is omitted, since it builds schedules and warms up.
         """
         self._trace = Trace(path, steps)
 
     def run_ops_in(self, region: Callable[[], AbstractContextManager[object]]) -> None:
-        """Run every schedule inside the context manager that `region()` returns: a signal handler, say.
+        """Run every schedule inside the context manager that `region()` returns (a signal handler, say).
 
-        An exception that it raises interrupts the step, which then counts as not begun; with clipping, the same call
+        An exception that it raises interrupts the step, which then counts as not started; with clipping, the same call
         repeats it bit for bit."""
         self._streamer.region = region
 
     @property
     def router_aux_loss_coef(self) -> float | None:
-        """What the router auxiliary loss is multiplied by; `None` where the model's config asks for none."""
+        """Coefficient of the router auxiliary loss; `None` if the model's config does not enable it."""
         return self._ported.balance_coefficient
 
     @property
     def rounded(self) -> list[str]:
-        """Frozen parameters that were no bfloat16 numbers where they came from: in bf16 they are held, and written, as
-        the bfloat16 that they are computed with. In fp32 there are none."""
+        """Frozen parameters whose source values were not bfloat16: in bf16 they are held, and written, rounded to the
+        bfloat16 values used in computing. Empty in fp32."""
         return sorted(self._store.rounded)
 
     @property
     def disk(self) -> Disk | None:
-        """The files for state on the disk, if there are folders for them."""
+        """The disk tier, if there are folders for it."""
         return self._disk
 
     @property
     def steps(self) -> int:
-        """Steps that have been done, those before a checkpoint was taken up included."""
+        """Steps done, including those before a restored checkpoint."""
         return self._steps
 
     @property
     def saver(self) -> Saver:
-        """What writes checkpoints: to reserve its memory, and to see what it is at."""
+        """Writes checkpoints; gives access to reserving its memory and to its progress."""
         return self._saver
 
     def under_way(self) -> tuple[list[tuple[str, str, float]], float]:
-        """What each stream is at, (op, stream, seconds so far), and the seconds since any op began or ended.
+        """(op, stream, seconds so far) of each running op, and the seconds since any op began or ended.
 
-        For those who watch from another thread.
+        May be called from any thread.
         """
         return self._streamer.under_way()
 
     def __repr__(self) -> str:
-        """What it trains, how, how far it is and what it holds, on one line; at any time, on any thread."""
+        """One line: what it trains, how, its progress and its memory; may be called at any time, on any thread."""
         numel, trained = self.structure.numel, self.structure.trained_numel
         frozen = "" if trained == numel else f", {trained:,} trained"
         held = {tier: self._pool.ledger.nbytes(tier) for tier, _ in self.memory_table()}
@@ -708,9 +708,9 @@ class Engine:
         return f"<Engine of {self.structure.name}: {numel:,} parameters{frozen}, {how}, {state}>"
 
     def close(self) -> None:
-        """Stop the workers and give the memory back; what is pending is dropped with the weights.
+        """Stop the workers and free the memory; pending updates are dropped with the weights.
 
-        In a forked child there is nothing to stop, and what the engine holds belongs to the process that made it.
+        In a forked child this does nothing: the engine's resources belong to the process that made it.
         """
         if self._turn.is_closed or self._turn.process.is_elsewhere:
             return
@@ -736,7 +736,7 @@ class Engine:
 
     @property
     def _main_kind(self) -> Kind:
-        """What runs over and over: steps, or forward passes where every parameter is frozen."""
+        """The kind of run that repeats: steps, or forward passes if every parameter is frozen."""
         return "step" if self.structure.trained_numel else "forward"
 
     @property
@@ -751,7 +751,7 @@ class Engine:
         *,
         trains: bool = False,
     ) -> tuple[list[MicroBatch], Work]:
-        """The micro-batches as a list, and the work that they are. Raises what is wrong before anything is computed."""
+        """The micro-batches as a list, and their work. Raises all input errors before anything is computed."""
         given = micro_batches, loss_fn, router_weights
         return checked_micro_batches(self._ported, self._device, self.world, *given, trains=trains)
 
@@ -772,7 +772,7 @@ class Engine:
             self._streamer.run_schedule(self._schedules.get("flush", Work((1,))), [], self._sink)
 
     def _settle(self) -> None:
-        """Apply what is pending, and refuse a state in which some units are ahead of others."""
+        """Apply pending updates, and refuse a state in which some units are ahead of others."""
         self._flush()
         self._sink.refuse_torn()
 
@@ -782,7 +782,7 @@ class Engine:
         fill(source, self._store, self._store.names_by_unit(read=not self._ported.lies_in(source)), progress)
 
     def _take_up(self, checkpoint: Checkpoint, new: NewMoments) -> None:
-        """Moments and counters of a checkpoint whose masters are there already."""
+        """Load moments and counters of a checkpoint whose masters are already loaded."""
         facts = facts_in(checkpoint)
         refuse_other_base(checkpoint, self._store.frozen_checksum)
         read_moments(checkpoint, self._store, new)
@@ -792,7 +792,7 @@ class Engine:
 
 
 def unverified(model: nn.Module, device: str, numerics: Numerics, policy: Policy) -> Engine:
-    """An engine to check with, which cannot be checked itself. Each rank checks alone."""
+    """An engine for the check itself, hence without a check of its own. Each rank checks alone."""
     source = ModelSource(model)  # type: ignore[arg-type]  # a model of transformers
     return Engine.from_source(source, device=device, numerics=numerics, policy=policy, verify=False, world=ALONE)
 

@@ -1,8 +1,7 @@
-"""What happens in a training run, as frozen values.
+"""The events of a training run, as frozen values.
 
-The loop tells events, and every report (metrics file, trackers, the line on the terminal) reads them, so each number
-has one definition, here. `elapsed_seconds` counts from the start of training, measurements and samples included. Left
-out: how any of it is shown.
+The loop emits events, and every report (metrics file, trackers, terminal) reads them, so each number is defined
+once, here. `elapsed_seconds` counts from the start of training, including evaluations and samples.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 MAX_EXPONENT = 709.0
-"""Of e, in a float."""
+"""Largest exponent of e that fits a float."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a training step did.
+    """The results of a training step.
 
-    loss: mean over all target tokens of the step, or what the loss function makes it. grad_norm: global 2-norm of the
-    gradient before clipping. tokens: target tokens. stall_seconds: time in which compute waited for copies or updates.
-    written_nbytes: what it wrote to the disk tier, on all ranks. metrics: what the loss function reports, means like
-    the loss. by_micro_batch: the same of each micro-batch, and its router auxiliary loss without the coefficient as
-    `aux_loss`.
+    loss: mean over all target tokens of the step, unless the loss function defines it otherwise. grad_norm: global
+    2-norm of the gradient before clipping. tokens: target tokens. stall_seconds: time in which compute waited for
+    copies or updates. written_nbytes: bytes written to the disk tier, on all ranks. metrics: the loss function's
+    metrics, averaged like the loss. by_micro_batch: the same for each micro-batch, plus its router auxiliary loss
+    without coefficient as `aux_loss`.
     """
 
     loss: float
@@ -38,42 +37,41 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """A step was done. `seconds` is its wall time, the wait for its data included, measurements and samples not."""
+    """A step was done. `seconds`: its wall time, including the wait for data, without evaluations and samples."""
 
     step: int
-    """Steps done, this one included."""
+    """Steps done, including this one."""
     steps: int
     """Steps of the whole run."""
     loss: float
     grad_norm: float
     lr: float
     tokens: int
-    """Target tokens; padding is none."""
+    """Target tokens, without padding."""
     seconds: float
     data_seconds: float
-    """Part of `seconds` in which the step waited for its micro-batches."""
+    """Part of `seconds` spent waiting for micro-batches."""
     stall_seconds: float
     """Part of `seconds` in which compute waited for copies or updates."""
     flops: float
-    """Necessary floating-point operations of the step: forward and backward, nothing recomputed."""
+    """Model FLOPs of the step: forward and backward, without recomputation."""
     peak_flops: float
-    """Operations per second of a large matrix product on the device, measured, or of the quickest step so far where
-    that was more."""
+    """Measured FLOPs per second of a large matrix product on the device, or of the fastest step so far if higher."""
     nbytes: Mapping[str, int]
     """Bytes held per tier."""
     elapsed_seconds: float
     resumed_at: int = 0
-    """Steps that were done before this process took the run up."""
+    """Steps done before this process resumed the run."""
     epoch: float | None = None
-    """Passes over the data so far, this step included; None where nobody has told."""
+    """Epochs so far, including this step; None if unknown."""
     epochs: float | None = None
-    """Passes over the data in the whole run, where that is known."""
+    """Epochs of the whole run, if known."""
     written_nbytes: int = 0
-    """Bytes that the step wrote to the disk tier, on all ranks."""
+    """Bytes written to the disk tier, on all ranks."""
     kept: Mapping[str, float] = field(default_factory=dict)
-    """What was left of the layers' forwards (a word of `spec.Keep`) -> the share of them."""
+    """What layers kept from their forwards (a value of `spec.Keep`) -> share of layers."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the loss reports of the step: rewards of preferences, say."""
+    """The loss function's metrics: preference rewards, say."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -81,7 +79,7 @@ class Stepped:
 
     @property
     def written_nbytes_per_day(self) -> float:
-        """Bytes that a day of such steps writes to the disk tier, to be compared with what its drives are made for."""
+        """Bytes that a day of such steps writes to the disk tier, to compare with its drives' endurance."""
         return self.written_nbytes / self.seconds * 86_400
 
     @property
@@ -90,19 +88,19 @@ class Stepped:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization (Chowdhery et al., "PaLM", 2022): the time that the model's products would take at
-        the measured peak, over `seconds`; products of recomputation do not count."""
+        """Model FLOPs utilization (Chowdhery et al., "PaLM", 2022): model FLOPs per second over the measured peak,
+        without recomputation."""
         return self.flops / self.peak_flops / self.seconds
 
     @property
     def stall_share(self) -> float:
-        """Share of the time in which compute waited, for data, copies or updates."""
+        """Share of the time in which compute waited for data, copies or updates."""
         return (self.data_seconds + self.stall_seconds) / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A step gave a loss or gradient that is not finite, and was not applied."""
+    """A step had a loss or gradient that is not finite, and was not applied."""
 
     step: int
     steps: int
@@ -111,39 +109,39 @@ class Skipped:
     seconds: float
     elapsed_seconds: float
     ends: bool = False
-    """Whether the run ends with it; the error then tells the reason."""
+    """Whether the run ends here; the error then says why."""
 
 
 def mean_loss(recent: Iterable[Stepped | Skipped]) -> float:
-    """The loss that a person is shown: the mean of recent steps, one of which was done at least."""
+    """The displayed loss: the mean over recent steps, at least one of which was done."""
     return fmean(one.loss for one in recent if isinstance(one, Stepped))
 
 
 def perplexity_of(loss: float) -> float:
-    """e to a cross-entropy; infinite where that is too large for a float."""
+    """exp of a cross-entropy; infinite if too large for a float."""
     return math.exp(loss) if loss < MAX_EXPONENT else math.inf if loss == loss else math.nan
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The validation loss, mean over the target tokens of all sources, was measured after `step` steps."""
+    """The validation loss after `step` steps: the mean over the target tokens of all sources."""
 
     step: int
     loss: float
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the loss reports with it."""
+    """The loss function's metrics."""
     by_source: Mapping[str, float] = field(default_factory=dict)
-    """The loss of each source, by its name, where there are several."""
+    """The loss of each source by name, if there are several."""
 
     @property
     def perplexity(self) -> float:
-        """Per token; not a number where the loss is another than cross-entropy."""
+        """Per token; NaN if the loss is not cross-entropy."""
         return math.nan if self.metrics else perplexity_of(self.loss)
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """After `step` steps a metric of the user's, or the tasks of lm_eval, have given these numbers."""
+    """Results of a user's metric, or of lm_eval tasks, after `step` steps."""
 
     step: int
     scores: Mapping[str, float]
@@ -151,7 +149,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class StoppedEarly:
-    """The run ends after `step` steps, as it has been asked to, before it is at its last one."""
+    """The run ends after `step` steps, before its last one, by early stopping."""
 
     step: int
     why: str
@@ -159,7 +157,7 @@ class StoppedEarly:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The model continued `prompt` with `text` after `step` steps."""
+    """The model's continuation `text` of `prompt` after `step` steps."""
 
     step: int
     prompt: str
@@ -168,11 +166,11 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Replanned:
-    """Between two steps, another policy was taken up, because measured times say that it is quicker."""
+    """Another policy was adopted between two steps, because measured times predict that it is faster."""
 
     step: int
     seconds: float
-    """Of a step as it was, by the measured times."""
+    """Seconds per step with the old policy, by measured times."""
     new_seconds: float
     changes: str
     """Fields of the policy, before -> after."""
@@ -180,7 +178,7 @@ class Replanned:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Layers were compiled by the end of a step, so many structures and shapes of them, within `seconds` of it."""
+    """By the end of a step, `count` structures and shapes of layers had been compiled, in `seconds` of its time."""
 
     step: int
     compilations: int
@@ -189,23 +187,23 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A run, or a part of it, begins after `step` steps; this is what was foreseen."""
+    """A run, or a part of it, begins after `step` steps; these are the plan's predictions."""
 
     step: int
     model: str
     facts: Mapping[str, str]
-    """What a person is shown before training: a name, and what it is."""
+    """Facts shown before training: (name, value)."""
     seconds: float
-    """Of a step."""
+    """Predicted seconds per step."""
     nbytes: Mapping[str, Mapping[str, int]]
-    """Tier -> use -> bytes, where most of the tier is in use."""
+    """Tier -> use -> bytes, at the peak of the tier."""
     held_nbytes: Mapping[str, Mapping[str, int]]
-    """Tier -> use -> bytes that are held now."""
+    """Tier -> use -> bytes held now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A run goes on after `step` steps that an earlier process has done."""
+    """A run continues after `step` steps done by an earlier process."""
 
     step: int
     steps: int
@@ -215,23 +213,23 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The checkpoint of the state after `step` steps is whole."""
+    """The checkpoint of the state after `step` steps is complete."""
 
     step: int
     seconds: float
-    """That it took, beside training."""
+    """Duration of the save, during training."""
     nbytes: int
     checkpoint: str
     """Its folder."""
     shared_nbytes: int = 0
-    """Of files that are those of the checkpoint before, and were not written again."""
+    """Bytes of files shared with the previous checkpoint instead of written again."""
     streamed: str = ""
-    """Why rank 0 has written it alone, where several ranks have not done so together."""
+    """Why rank 0 wrote it alone, if several ranks did not write it together."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolledBack:
-    """Step `step` was not finite; the run goes on after step `to`, and without the data of that one."""
+    """Step `step` was not finite; the run continues after step `to`, without that step's data."""
 
     step: int
     to: int
@@ -240,7 +238,7 @@ class RolledBack:
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """Something went wrong that training can go on without."""
+    """Something failed that training can continue without."""
 
     step: int
     what: str
@@ -248,7 +246,7 @@ class Warned:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Training ended after `step` of `steps` steps; fewer than asked for when it was told to stop."""
+    """Training ended after `step` of `steps` steps; fewer if it was told to stop."""
 
     step: int
     steps: int

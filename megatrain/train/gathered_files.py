@@ -1,9 +1,9 @@
-"""Save sharded state: rank 0 writes the files, and a rank that fails says so in place of what the others wait for.
+"""Writes files of sharded state from rank 0, such that a failure on one rank is raised on all.
 
-All ranks agree, again and again, that nothing has failed: so all end with the same failure, and none waits for one that
-has ended. Where rank 0 alone can write, it gathers the shards of all ranks, one unit (a layer, say) at a time: what
-ranks own of a unit goes over the host's network and is in one piece in the memory of each for a moment. Where all reach
-the same files, each writes its own ranges (`shared_files`).
+All ranks repeatedly agree that nothing has failed, so all end with the same failure and none waits for one that
+has ended. If only rank 0 can write, it gathers all ranks' shards one unit at a time over the host's network; each
+rank then briefly has a whole unit in memory. If all ranks reach the same files, each writes its own ranges
+(`shared_files`).
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ WHAT = "files that are written together"
 
 
 class Agree(Protocol):
-    """What each rank makes, in order; raises on all what is raised on one (`World.agree`)."""
+    """Collects what each rank makes, in order; an error on one rank is raised on all (`World.agree`)."""
 
     def __call__(self, make: Callable[[], T], /) -> list[T]: ...
 
 
 def write_together(world: World, write: Callable[[Agree], Path], follow: Callable[[Agree], object]) -> Path:
-    """What `write` returns on rank 0, on all ranks; the others call `follow` meanwhile. Both agree alike.
+    """On all ranks, what `write` returns on rank 0; the others call `follow` meanwhile, which must agree equally
+    often.
 
-    Raises on all ranks what is raised on one: its own error there, `RankError` elsewhere.
+    A failure on one rank is raised on all: the error itself there, `RankError` elsewhere.
     """
     agreed = True
 
     def agree(make: Callable[[], T]) -> list[T]:
         nonlocal agreed
-        agreed = False  # what is raised from here on is known to all
+        agreed = False  # errors from here on are known to all ranks
         found = world.agree(WHAT, make)
         agreed = True
         return found
@@ -60,8 +61,8 @@ def write_together(world: World, write: Callable[[Agree], Path], follow: Callabl
 def gathered(
     agree: Agree, units: Iterable[int], prepare: Callable[[int], object], whole: Callable[[int], T]
 ) -> Iterator[T]:
-    """`whole(unit)` of each of `units`, which all ranks call together. prepare: called ahead of it, for what may fail
-    on one rank alone."""
+    """`whole(unit)` for each of `units`; all ranks call it together. prepare: called first, for what may fail on
+    one rank only."""
     for unit in units:
         agree(lambda unit=unit: prepare(unit) and None)  # type: ignore[misc]  # a default makes it this unit's
         yield whole(unit)
@@ -80,7 +81,7 @@ def _raised(error: Exception) -> None:
 def export_together(
     world: World, ported: PortedModel, store: Store, folder: str | Path, **options: Unpack[ExportOptions]
 ) -> Path:
-    """As `checkpoint.export_model`, of what all ranks own."""
+    """As `checkpoint.export_model`, of all ranks' state."""
     units, wanted = ported.structure.units, written_parameters(ported)
 
     def masters(agree: Agree) -> Iterator[dict[str, torch.Tensor]]:

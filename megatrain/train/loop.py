@@ -1,12 +1,9 @@
 """The training loop.
 
-`train` takes everything it works with as plain arguments and reports by telling events, so that it fits on one
-screen and a test can hand it a fake engine and a fake clock. A step counts its tokens over its whole wall time, the
-wait for its data included. A step that is not finite is skipped, as the engine has not applied it, or the run goes
-back to its last checkpoint; several in a row end it.
-
-Left out: the learning rate's shape (`optim.lr_schedules`), what a report looks like (`metrics`, `progress`), and
-saving, which is a task like others (`checkpoints`).
+`train` takes everything it uses as plain arguments and reports by events, so that it fits on one screen and tests can
+pass a fake engine and a fake clock. A step's tokens are counted over its whole wall time, including the wait for data.
+A step that is not finite was not applied by the engine: it is skipped, or the run goes back to its last checkpoint;
+several in a row end it. Saving is a task like any other (`checkpoints`).
 """
 
 from __future__ import annotations
@@ -25,11 +22,11 @@ from megatrain.train.stop import OutOfTime
 
 MicroBatches = Sequence[Mapping[str, Any]]
 Clock = Callable[[], float]
-"""Seconds from any origin that does not move."""
+"""Seconds since any fixed origin."""
 
 
 class StepOutput(Protocol):
-    """What the loop reads of a step; see `train.engine.StepOutput`."""
+    """The results of a step that the loop reads; see `train.engine.StepOutput`."""
 
     @property
     def loss(self) -> float: ...
@@ -46,7 +43,7 @@ class StepOutput(Protocol):
 
 
 class Trainable(Protocol):
-    """What the loop needs of an engine; see `train.engine.Engine`."""
+    """What the loop needs from an engine; see `train.engine.Engine`."""
 
     def step(self, micro_batches: MicroBatches, lr: float | None = None, loss_fn: Any = None) -> StepOutput: ...
     def step_flops(self, micro_batches: MicroBatches) -> float: ...
@@ -58,11 +55,11 @@ class Trainable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Something to do between steps: after every `every` of them (0: never) and the last; or `once`, after one."""
+    """Something to do between steps: after every `every` steps (0: never) and the last; or only after one, `once`."""
 
     every: int
     run: Callable[[int], Event | None]
-    """From the number of steps done to what is to be told, if anything."""
+    """Number of steps done -> events to report, if any."""
     once: int | None = None
 
     def is_due(self, step: int, steps: int) -> bool:
@@ -88,14 +85,14 @@ def train(
     epochs: Callable[[], tuple[float | None, float | None]] = lambda: (None, None),
     clock: Clock = time.perf_counter,
 ) -> Ended:
-    """Train from step `start` to step `steps`, or until `should_stop` says so; then no task is run any more.
+    """Train from step `start` to step `steps`, or until `should_stop` returns true; then no more tasks run.
 
-    `lr` gives the learning rate of a step, from 0 on; `loss_fn` is for the engine. A step that is not finite counts:
-    its data is used up and the learning rate moves on, unless `recover`, given the error and the step, goes back and
-    says to which. Raises `NonFinite` after `nonfinite_limit` of them with none done in its place, the weights as the
-    last finite step left them, and at once where the weights themselves are not finite and there are no others to go
-    back to; and whatever the engine or a watcher raises. On `OutOfTime` a step counts as not begun, and `undo` is to
-    put its data back. `epochs` tells the passes over the data so far, and in the whole run.
+    `lr`: step, counted from 0, -> learning rate; `loss_fn`: passed to the engine. A step that is not finite counts: its
+    data is used up and the learning rate advances, unless `recover`, given the error and the step, rolls back and
+    returns the step that it went back to. Raises `NonFinite` after `nonfinite_limit` failed steps without a successful
+    one, with the weights of the last finite step, and at once if the weights themselves are not finite and there are no
+    others to go back to; also whatever the engine or a watcher raises. On `OutOfTime` a step counts as not started, and
+    `undo` must put its data back. `epochs`: epochs so far, and of the whole run.
     """
     tell, peak_flops, feed = partial(_tell, watchers), engine.peak_flops(), iter(batches)
     done, in_a_row, failed, restored = start, 0, 0, start
@@ -112,7 +109,7 @@ def train(
             break
         except NonFinite as error:
             done, in_a_row, failed, now = done + 1, in_a_row + 1, done + 1, clock()
-            lost = bool(error.parameters) and (recover is None or done - 1 == restored)  # no other step will do either
+            lost = bool(error.parameters) and (recover is None or done - 1 == restored)  # so would all other steps
             ends = lost or in_a_row >= nonfinite_limit
             tell(Skipped(done, steps, str(error), in_a_row, now - ready, now - began, ends))
             if ends:
@@ -126,9 +123,9 @@ def train(
                 continue
         else:
             done, now = done + 1, clock()
-            in_a_row = in_a_row if done < failed else 0  # going back and failing again is still the same failure
+            in_a_row = in_a_row if done < failed else 0  # failing again after a rollback is the same failure
             timed, flops = _Times(now - ready, loaded - ready, now - began), engine.step_flops(micro_batches)
-            peak_flops = max(peak_flops, flops / timed.step)  # a measurement that others disturbed: this was reached
+            peak_flops = max(peak_flops, flops / timed.step)  # if the measurement was disturbed: this was reached
             tell(_stepped(out, done, steps, rate, start, timed, (flops, peak_flops), epochs(), engine))
         try:
             for task in tasks if not should_stop() else ():

@@ -1,4 +1,4 @@
-"""Metrics as JSON lines, and in the programs that people watch them in: TensorBoard, Weights & Biases, Trackio."""
+"""Writes metrics as JSON lines and to trackers: TensorBoard, Weights & Biases, Trackio."""
 
 from __future__ import annotations
 
@@ -22,25 +22,22 @@ from megatrain.train.events import Ended, Evaluated, Event, Sampled, Scored, Ski
 
 # A file of JSON lines -------------------------------------------------------------------------------------------------
 #
-# Metrics as a file of JSON lines, and as the named numbers that curves are drawn of.
-#
-# The file holds one strict JSON object per event, written as it happens, so it can be followed while the run goes on
-# and what a crash leaves is whole lines. A number that is not finite becomes null, because JSON has none. A disk that
-# refuses is told once and ends no run: lines wait in memory until there is room again, and nothing half-written stays
-# in between. Left out: TensorBoard and others that draw curves (`trackers`).
+# The file has one strict JSON object per event, written as it happens, so it can be followed during the run and a crash
+# leaves complete lines. Non-finite numbers become null, because JSON lacks them. A failing disk is reported once and
+# does not end the run: lines wait in memory until there is space, and no partial line stays in between.
 
 
 KEPT_LINES = 20_000
-"""Lines that wait for room, the newest; about 10 MB."""
+"""Maximum lines, the newest, that wait for space; about 10 MB."""
 
 DERIVED = ("tokens_per_second", "flops_per_second", "mfu", "stall_share", "written_nbytes_per_day")
-"""What a step's record holds beyond the fields of the event."""
+"""A step's record entries besides the fields of the event."""
 
 
 def record(event: Event) -> dict[str, Any]:
-    """An event as a JSON object: its fields, what follows from them, and `event`, its kind in lower case.
+    """An event as a JSON object: its fields, values derived from them, and `event`, its kind in lower case.
 
-    What a loss reports stands among them by its own name: `rewards/margins`, say.
+    Metrics of the loss function appear under their own names: `rewards/margins`, say.
     """
     values = {"event": type(event).__name__.lower(), **asdict(event)}
     values |= values.pop("metrics", {})
@@ -55,10 +52,10 @@ def record(event: Event) -> dict[str, Any]:
 
 
 class JsonLines:
-    """A watcher that writes each event to a file. Raises `ExportError` where it cannot be opened; never later.
+    """A watcher that writes each event to a file. Raises `ExportError` if it cannot be opened; never later.
 
-    It starts the file anew; or, after `step` steps of an earlier process, goes on behind what was told up to there.
-    say: told a line when the disk begins to refuse, and when it takes lines again.
+    Starts the file anew; or, given `step`, keeps its lines up to that step of an earlier process and appends. say:
+    called with a message when the disk begins to fail, and when it works again.
     """
 
     def __init__(self, path: Path, step: int | None = None, say: Callable[[str], None] = lambda line: None) -> None:
@@ -95,7 +92,7 @@ class JsonLines:
         with contextlib.suppress(OSError):
             self._file.close()
         if self._waiting:
-            self._say(f"{self.path} lacks the last {len(self._waiting):,} lines: there was no room for them")
+            self._say(f"{self.path} lacks the last {len(self._waiting):,} lines: there was no space for them")
 
     def _write_waiting(self) -> None:
         try:
@@ -106,15 +103,15 @@ class JsonLines:
             if not self._refused:
                 self._refused = True
                 why = error.strerror or error
-                self._say(f"{self.path} cannot be written ({why}): training goes on, and its lines wait for room")
+                self._say(f"{self.path} cannot be written ({why}): training continues, and lines wait for space")
         else:
             if self._refused:
-                missing = f", but for {self._lost:,} lines that were too many to keep" if self._lost else ""
+                missing = f", except {self._lost:,} lines that were too many to keep" if self._lost else ""
                 self._say(f"{self.path} is written again{missing}")
                 self._refused, self._lost = False, 0
 
     def _append(self, line: bytes) -> None:
-        """All of a line, or none of it: what an earlier failure has left of one goes first."""
+        """Write a complete line or nothing, after removing what an earlier failure left."""
         if self._refused:
             os.ftruncate(self._file.fileno(), self._whole_nbytes)
         rest = memoryview(line)
@@ -127,7 +124,7 @@ class JsonLines:
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """The numbers of an event that curves are drawn of, each under the name of its curve; none of most events."""
+    """Curve name -> number, for the numbers of an event that are plotted; empty for most events."""
     match event:
         case Stepped():
             return _of_step(event)
@@ -143,9 +140,9 @@ def scalars(event: Event) -> dict[str, float]:
 
 
 def _told_until(path: Path, step: int) -> Iterator[str]:
-    """Lines about steps up to `step`, but for the end that an earlier process told; a torn line is none.
+    """Lines about steps up to `step`, without an earlier process's end; incomplete lines are dropped.
 
-    A step that failed and was gone back from may lie beyond `step`: what it has undone is still undone.
+    A rollback after `step` is kept: the steps that it discarded remain discarded.
     """
     for line in read_text(path, errors="replace").split("\n"):
         try:
@@ -178,45 +175,42 @@ def _finite(value: Any) -> Any:
 
 # Curves in other programs ---------------------------------------------------------------------------------------------
 #
-# Curves of a run in the programs that people watch them in: TensorBoard, Weights & Biases, Trackio.
+# Each tracker gets the same numbers under the same names (`scalars`) and the samples. A tracker that fails, for lack of
+# space or network or by its own fault, is reported once, closed, and opened again later; training continues, and
+# `metrics.jsonl` has what it missed. Nothing leaves the machine unless `online` is set: otherwise Weights & Biases
+# writes into the run folder (`wandb sync` uploads it later). Trackio writes into its own store on this machine, unless
+# its environment names a server.
 #
-# Each is told the same numbers under the same names (`metrics.scalars`), and the samples. A tracker that fails, for
-# lack of space, of a network or of a defect of its own, is told of once, let go of, and opened again a while later;
-# training goes on and `metrics.jsonl` has what it missed. Nothing leaves the machine unless `online` is asked for:
-# otherwise Weights & Biases writes into the run folder (`wandb sync` sends it later). Trackio writes into its own store
-# on this machine; where its environment names a server, that is its user's wish.
-#
-# Only TensorBoard comes with MegaTrain; the others are imported where they are named, and refused in a line where they
-# are not installed. Left out: what is told (`events`), and the file that has all of it (`metrics`).
+# Only TensorBoard is installed with MegaTrain; the others are imported on request, with a clear error if missing.
 
 
 OPTIONAL = ("wandb", "trackio")
-"""Trackers that are packages of their own, each called as its package is."""
+"""Trackers in separate packages, named after the package."""
 IDENTITY = "tracked-as"
-"""File in the run folder, where a tracker needs it."""
+"""File in the run folder with the trackers' id of the run."""
 PAUSE_SECONDS = 60.0
-"""After which a tracker that has failed is opened again."""
+"""Seconds until a failed tracker is opened again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tracked:
-    """What trackers are told of a run before it begins."""
+    """What trackers need to know about a run."""
 
     folder: Path
     """The run folder."""
     project: str
-    """Under which runs are gathered; the run is called as its folder."""
+    """The project; the run is named after its folder."""
     online: bool
-    """Whether a tracker may send what it is told."""
+    """Whether trackers may send data over the network."""
     config: dict[str, Any]
     identity: str
     """See `identity_of`."""
     step: int | None
-    """The run goes on behind this step of an earlier process; `None` if it begins."""
+    """The run resumes after this step; `None` if it is new."""
 
 
 class Tracker(Protocol):
-    """An open tracker. Whatever it raises is caught (`Lenient`)."""
+    """An open tracker. `Lenient` catches whatever it raises."""
 
     def tell(self, event: Event) -> None: ...
 
@@ -224,7 +218,7 @@ class Tracker(Protocol):
 
 
 def refuse_missing(names: Sequence[str]) -> None:
-    """Raise `ConfigError` for a tracker that is not installed, before a run takes any time."""
+    """Raise `ConfigError` for a tracker that is not installed, before the run starts."""
     for name in names:
         if name in OPTIONAL:
             try:
@@ -247,9 +241,9 @@ def open_tracker(name: str, run: Tracked, say: Callable[[str], None]) -> Lenient
 
 
 class Lenient:
-    """A watcher around a tracker, whose failures end nothing.
+    """A watcher around a tracker whose failures do not end the run.
 
-    make: opens it; told whether it had been open before. say: told a line at the first failure.
+    make: opens it; its argument says whether it was open before. say: called with a message at the first failure.
     """
 
     def __init__(
@@ -290,7 +284,7 @@ class Lenient:
     def _let_go(self, error: Exception) -> None:
         if not self._told:
             self._told = True
-            self._say(f"{self.name} fails, and training goes on without it for a while: {first_line(error)}")
+            self._say(f"{self.name} fails; training continues without it for a while: {first_line(error)}")
         tracker, self._tracker = self._tracker, None
         if tracker is not None:
             with contextlib.suppress(Exception):
@@ -302,10 +296,10 @@ class Lenient:
 
 
 class TensorBoard:
-    """Events in `tensorboard/` of the run folder; what was told of steps after `run.step` is not shown."""
+    """Writes events to `tensorboard/` in the run folder; hides those after `run.step` from an earlier process."""
 
     def __init__(self, run: Tracked, again: bool = False) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # seconds to import, and not every run wants it
+        from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
 
         purged = None if run.step is None or again else run.step + 1
         self._writer: Any = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purged)
@@ -324,7 +318,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of Weights & Biases, below `wandb/` of the run folder."""
+    """A Weights & Biases run, in `wandb/` of the run folder."""
 
     def __init__(self, run: Tracked) -> None:
         wandb: Any = importlib.import_module("wandb")
@@ -338,7 +332,7 @@ class WandB:
             mode="online" if run.online else "offline",
             settings=wandb.Settings(console="off"),
         )
-        self._run.define_metric("*", step_metric="step")  # its own count would refuse steps that come again
+        self._run.define_metric("*", step_metric="step")  # its own counter would refuse repeated steps
 
     def tell(self, event: Event) -> None:
         if values := _values(event):
@@ -349,7 +343,7 @@ class WandB:
 
 
 class Trackio:
-    """A run of Trackio, in its own store on this machine (`trackio show`)."""
+    """A Trackio run, in its own store on this machine (`trackio show`)."""
 
     def __init__(self, run: Tracked) -> None:
         trackio: Any = importlib.import_module("trackio")
@@ -377,12 +371,12 @@ def _values(event: Event) -> dict[str, Any]:
 
 
 def identity_of(folder: Path, goes_on: bool) -> str:
-    """What trackers know the run by: kept in the run folder, so that a run that goes on is drawn on."""
+    """The trackers' id of the run, kept in the run folder, so that a resumed run continues its curves."""
     path = folder / IDENTITY
     with contextlib.suppress(OSError):
         if goes_on and path.exists() and (kept := read_text(path, "ascii", "replace").strip()):
             return kept
     made = uuid.uuid4().hex[:12]
-    with contextlib.suppress(OSError):  # the run is then drawn anew when it goes on
+    with contextlib.suppress(OSError):  # a resumed run then gets new curves
         path.write_text(made + "\n")
     return made

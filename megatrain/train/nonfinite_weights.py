@@ -10,25 +10,28 @@ from megatrain.errors import NonFinite
 from megatrain.memory import Store
 
 MOST_NAMED = 3
-"""Weights that are not finite, of which a message names so many."""
+"""Number of non-finite weights that a message names."""
 
 
 class NonfiniteWeights:
-    """Looks through the weights once for each step that has been done: one that fails changes none of them."""
+    """Checks the weights at most once per successful step, since a failing step does not change them."""
 
     def __init__(self, store: Store, world: World) -> None:
         self._store, self._world = store, world
         self._sound_at: int | None = None
-        """Steps that had been done when all were last found to be finite."""
+        """Number of steps done when all weights were last found finite."""
 
     def may_have_come(self) -> None:
-        """The weights are others now."""
+        """The weights were replaced."""
         self._sound_at = None
 
     @contextmanager
     def blamed(self, steps: int) -> Iterator[None]:
-        """`NonFinite` out of the block, after so many steps, names the weights that are not finite themselves, if that
-        is what it is about. Of several ranks it comes out on all."""
+        """Make a `NonFinite` from the block name non-finite weights, if there are any. With several ranks all raise
+        it.
+
+        steps: number of steps done.
+        """
         try:
             yield
         except NonFinite as error:
@@ -39,6 +42,6 @@ class NonfiniteWeights:
                 self._sound_at = steps
                 raise
             named = ", ".join(bad[:MOST_NAMED]) + (f" and {len(bad) - MOST_NAMED:,} more" if bad[MOST_NAMED:] else "")
-            fix = "start from other weights: these were damaged, or are of a run that had diverged"
-            what = f"{error.what}, as are values of the weights themselves: {named}"
+            fix = "start from other weights: these are damaged, or from a diverged run"
+            what = f"{error.what}, and some weights are not finite either: {named}"
             raise NonFinite(what, where=error.where, fix=fix, parameters=bad) from error

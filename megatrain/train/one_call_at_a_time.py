@@ -1,8 +1,8 @@
-"""One call of an engine at a time, in the process that made it, until it is closed; any other is refused in words.
+"""Allows one engine call at a time, in the process that made it, until it is closed; all others raise an error.
 
-An engine has one state, one set of slots and one sequence of steps, so two calls beside each other would compute with
-halves of both. The second one is refused rather than queued: which of two steps comes first changes all numbers after
-them, and a call from inside another, from a loss function say, would wait for itself.
+An engine has one state, one set of slots and one sequence of steps, which concurrent calls would mix up. A second
+call is refused, not queued: the order of two steps affects all later numbers, and a call from inside another (from
+a loss function, say) would wait for itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WHERE = "engine"
 
 
 class Turn:
-    """Who is using an engine."""
+    """Tracks which call is using an engine."""
 
     def __init__(self) -> None:
         self.process = OwningProcess()
@@ -33,14 +33,14 @@ class Turn:
 
     @contextmanager
     def of(self, call: str) -> Iterator[None]:
-        """In the block the engine is in this call. Raises `DeviceError` while it is in another, in a forked child, and
-        once it is closed."""
+        """In the block the engine executes this call. Raises `DeviceError` during another call, in a forked child,
+        or if closed."""
         self.process.refuse_elsewhere(WHERE)
         if self.is_closed:
             raise DeviceError("the engine is closed", where=WHERE, fix="make a new one with Engine.from_model")
         if not self._lock.acquire(blocking=False):
-            what = f"{call} was called while {self._under_way or 'another call'} was under way"
-            fix = "call it when the other has returned; several threads take turns by a lock of their own"
+            what = f"{call} was called while {self._under_way or 'another call'} was running"
+            fix = "call it after the other has returned; threads need a lock to take turns"
             raise DeviceError(what, where=WHERE, fix=fix)
         self._under_way = call
         try:
@@ -51,7 +51,7 @@ class Turn:
 
 
 class TakesTurns(Protocol):
-    """What has a `Turn`."""
+    """Has a `Turn`."""
 
     _turn: Turn
 
@@ -60,7 +60,7 @@ S = TypeVar("S", bound=TakesTurns)
 
 
 def one_at_a_time(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """A method that is a call of its own; inside, the engine uses what is not decorated."""
+    """Decorate a method that must not run during another call; internally the engine uses undecorated methods."""
 
     @functools.wraps(method)
     def called(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,8 +1,8 @@
-"""Where gradients go: into the norm, and into the fused AdamW pass.
+"""The optimizer sink: takes each unit's gradient into the norm and the fused AdamW pass.
 
-With `update="next_forward"` the sink sums the squared norms of a step; when all units have landed, `finish` fixes the
-clipping factor and every unit has an update *pending*, to be applied by the next schedule (during its forward, just
-ahead of each unit's fetch) or by a flush. With `update="during_backward"` each unit is updated as it lands. Either
+With `update="next_forward"` the sink sums a step's squared norms; when all units have landed, `finish` computes
+the clipping factor, and every unit has an update *pending*, applied by the next schedule (during its forward, just
+before each unit's fetch) or by a flush. With `update="during_backward"` each unit is updated as it lands. Either
 way a gradient that is not finite stops the step before it is used.
 """
 
@@ -53,11 +53,11 @@ class OptimizerSink:
     ) -> None:
         self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
         self.threads = policy.host_threads
-        """Of updates; 0 until the first step, where the policy says so."""
+        """Threads for updates; 0 until the first step if the policy leaves it open."""
         self.updates = 0
-        """Updates applied or pending; the step number of the newest."""
+        """Number of updates applied or pending, which is the newest step's number."""
         self.pending: set[int] = set()
-        """Units whose gradient of the last step waits in host memory."""
+        """Units whose last gradient waits in host memory to be applied."""
         self._precision = numerics.precision
         self._device, self._world, self._owned = device, world, owned
         self._kernels: Any = None
@@ -67,38 +67,38 @@ class OptimizerSink:
         self._layouts = [layout_of(unit) for unit in model.units]
         self._segments = [self._cut(unit, owned) for unit in model.units]
         self.trained = [unit for unit, spec in enumerate(model.units) if spec.trains]
-        """Units with anything to update."""
+        """Units with trained parameters."""
         self.applied = [0] * len(model.units)
-        """Updates that each unit has had."""
+        """Number of updates applied to each unit."""
         self.before_update: Callable[[int], None] = lambda unit: None
-        """Called with a unit that is about to change; may block until it may."""
+        """Called before a unit is updated; may block until it may be."""
         self._squares: dict[int, float] = {}
         self._on_their_way: dict[int, Tensor] = {}
-        """Sums of squares of units on the device, which are landed when the device has come to rest."""
+        """Sums of squares of units on the device, readable once the device is idle."""
         self.not_finite: dict[int, list[str]] = {}
-        """Unit whose gradient in host memory is not finite -> the parameters that it is so for."""
+        """Unit with a non-finite gradient in host memory -> the parameters concerned."""
         self._own_squares: list[float] = []
-        """Of several ranks, numbers whose sum over all of them is that of the squares."""
+        """With several ranks: numbers whose sum over all ranks is the sum of squares."""
         self._sound: dict[int, Tensor] = {}
-        """Of units that are updated on the device as their gradient lands, whether it is finite: bool, there."""
+        """For units updated on the device as their gradient lands: whether it is finite, a bool there."""
         self._let_through: set[int] = set()
-        """Those of them whose update has run, and has changed them if their gradient was finite."""
+        """Those of them whose update has run, with effect if the gradient was finite."""
         self._updated: set[int] = set()
         self._unfinished = False
-        """Whether any of several ranks may have updated units in a step that has not come to its end."""
+        """Whether any rank may have updated units in a step that was not completed."""
         self._reached: dict[int, int] = {}
-        """Unit that is updated in pieces -> elements that have been, where not all have."""
+        """Unit updated in pieces -> elements updated so far, if not all."""
         self._scalars: tuple[StepScalars, ...] | None = None
-        """Of each group of parameters."""
+        """Factors of each group of parameters."""
         self._next_lr = optimizer.lr
         self.how: dict[str, object] = {}
         self.adopt(policy)
 
     def begin(self, lr: float) -> None:
-        """A new step starts, whose own update will use this learning rate.
+        """Start a step whose update will use this learning rate.
 
-        Raises `ConfigError` for a rate out of range, and `NonFinite` where an interrupted step has left some units
-        ahead of others; either way before anything is computed.
+        Raises, before anything is computed, `ConfigError` for a rate out of range, and `NonFinite` if an interrupted
+        step has left some units ahead of others.
         """
         self.refuse_torn()
         self.threads = self.threads or threads_of(self._world)
@@ -114,13 +114,13 @@ class OptimizerSink:
             self._scalars = scalars
 
     def norm(self, unit: int, gradient: Tensor, loss: Tensor | None) -> None:
-        """Sum the squares of a unit's gradient, or of what this rank owns of it. Raises `NonFinite`; of a unit on the
-        device, and where there are several ranks, `finish` does."""
+        """Sum the squares of a unit's gradient, or of this rank's share. Raises `NonFinite`, which for units on the
+        device and for several ranks `finish` does instead."""
         self._unfinished = self._world.size > 1 and not self._deferred
         if self._normed_there[unit]:
             squares = sum_of_squares_on_device(gradient, self._kernels)
             if loss is not None:
-                squares += 0 * loss  # of a loss that is not finite no gradient is used either
+                squares += 0 * loss  # with a non-finite loss no gradient is used either
             self._on_their_way[unit] = self._device.landing(squares)
             if not self._deferred:
                 self._sound[unit] = squares.isfinite()
@@ -139,14 +139,14 @@ class OptimizerSink:
     def update(
         self, unit: int, gradient: Tensor, parts: Mapping[Part, Tensor], elements: tuple[int, int] | None = None
     ) -> None:
-        """Apply AdamW to a unit, where its state is, with the scalars of the step that the gradient belongs to.
+        """Apply AdamW to a unit, where its state is, with the factors of the gradient's own step.
 
-        A deferred update that an interrupted step has applied already is not applied again.
+        A deferred update that an interrupted step has already applied is not repeated.
         """
         if unit not in (self.pending if self._deferred else self.trained):
             return
         if not self._deferred and not math.isfinite(self._squares.get(unit, 0.0)):
-            return  # of several ranks, which all hear of it at the end
+            return  # with several ranks, all of which learn of it at the end
         self.before_update(unit)
         if elements is not None or self._on_device[unit]:
             sound, kernels = self._sound.get(unit), self._kernels
@@ -180,8 +180,7 @@ class OptimizerSink:
                 update_split(hi, lo, state.m, state.v, grad, scalars, segments, self.threads)
 
     def _inside(self, unit: int, start: int, stop: int) -> Iterator[tuple[StepScalars, list[tuple[int, int, bool]]]]:
-        """The segments of a unit, as far as they are among its elements [start, stop): of each group that has any,
-        with its factors."""
+        """(factors, segments) of each group with segments among a unit's elements [start, stop)."""
         assert self._scalars is not None
         for group, segments in self._segments[unit].items():
             cut = [(max(start, a), min(stop, b), decays) for a, b, decays in segments]
@@ -190,11 +189,11 @@ class OptimizerSink:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether some of what was pending has been applied, by a step that was broken off."""
+        """Whether an interrupted step has applied some of the pending updates."""
         return bool(self.pending and (self._reached or len(self.pending) < len(self.trained)))
 
     def adopt(self, policy: Policy) -> None:
-        """Units live where this policy has them from now on. Nothing may be pending, and the device is at rest."""
+        """Units are now placed as in this policy. No updates may be pending, and the device must be idle."""
         self._on_device = [policy.placement(unit).on_device for unit in range(len(self._names))]
         self._normed_there, streamed = list(self._on_device), policy.updates_streamed(self._model)
         for unit in () if self._deferred else streamed:
@@ -203,14 +202,14 @@ class OptimizerSink:
             self._kernels = kernels_for(self._device)
 
     def restore(self, updates: int) -> None:
-        """The state is that after so many updates, of each unit that trains; nothing is pending."""
+        """Every trained unit has had this many updates; none is pending."""
         self.updates, self._scalars, self._unfinished = updates, None, False
         self.pending.clear()
         self._reached.clear()
         self.applied = [updates if unit in self.trained else 0 for unit in range(len(self._names))]
 
     def at_rest(self) -> None:
-        """The device has come to rest, whether the step has succeeded or not: what it has decided is known."""
+        """The device is idle, after success or failure: read what it has decided."""
         self._squares |= {unit: float(squares) for unit, squares in self._on_their_way.items()}
         for unit in [unit for unit in self._reached if unit in self._sound and not math.isfinite(self._squares[unit])]:
             del self._reached[unit]  # nothing has changed
@@ -222,9 +221,9 @@ class OptimizerSink:
             found.clear()
 
     def finish(self) -> float:
-        """All gradients of the step have landed: fix the clipping factor. Returns the global norm before clipping.
+        """All gradients have landed: compute the clipping factor, and return the global norm before clipping.
 
-        Raises `NonFinite` for the gradient of a unit on the device, and on all ranks for one of any.
+        Raises `NonFinite` for gradients of units on the device, and on all ranks for one on any.
         """
         bad = [(unit, self.not_finite.get(unit, [])) for unit, of in self._squares.items() if not math.isfinite(of)]
         there = [squares for unit, squares in self._squares.items() if self._normed_there[unit]]
@@ -244,7 +243,7 @@ class OptimizerSink:
         return total
 
     def refuse_torn(self) -> None:
-        """Raise `NonFinite` where an interrupted step has left some units ahead of others, naming them."""
+        """Raise `NonFinite`, naming the units, if an interrupted step has left some ahead of others."""
         counts = {self.applied[unit] for unit in self.trained}
         if self.pending or (len(counts) <= 1 and not self._reached and not self._unfinished):
             return
@@ -252,19 +251,19 @@ class OptimizerSink:
         named = ", ".join(self._names[unit] for unit in sorted({*ahead, *self._reached}))
         what = f"an interrupted step has updated only these units: {named}"
         raise NonFinite(
-            "an interrupted step has updated units on some ranks" if self._unfinished else what,
+            "an interrupted step has updated units on only some ranks" if self._unfinished else what,
             where="optimizer",
-            fix="start again from a saved model; with max_grad_norm a step applies whole or not at all",
+            fix="start again from a saved model; with max_grad_norm a step is applied completely or not at all",
         )
 
     @property
     def _done(self) -> set[int]:
-        """Units that this step's own gradient has updated."""
+        """Units updated by this step's own gradient."""
         return set() if self._deferred else self._updated | self._let_through
 
     def _names_of(self, unit: int, gradient: Tensor) -> list[str]:
-        """Parameters for which the gradient of a unit, or what this rank owns of it, is not finite: the last of the
-        unit first, as the backward pass comes to them."""
+        """Parameters with a non-finite gradient in a unit, or in this rank's share: last first, in the order of
+        backward."""
         layout = layout_of(self._model.units[unit])
         return [
             field.name
@@ -276,7 +275,7 @@ class OptimizerSink:
         ]
 
     def _refusal(self, unit: int, parameters: Sequence[str], done: set[int]) -> NonFinite:
-        """parameters: those of the unit whose gradient is not finite. done: units that have been updated."""
+        """parameters: those of the unit with non-finite gradients. done: units already updated."""
         what = f"the gradient is not finite{of_parameters(parameters)}"
         if not done:
             return NonFinite(
@@ -286,13 +285,13 @@ class OptimizerSink:
             )
         named = ", ".join(self._names[other] for other in sorted(done))
         return NonFinite(
-            f"{what}, and these units had been updated already: {named}",
+            f"{what}, and these units were already updated: {named}",
             where=self._names[unit],
-            fix="set max_grad_norm, which makes a step apply whole or not at all",
+            fix="set max_grad_norm, with which a step is applied completely or not at all",
         )
 
     def _cut(self, unit: UnitSpec, owned: Ownership) -> dict[int, list[tuple[int, int, bool]]]:
-        """Group of parameters -> element ranges of the buffers of a unit's state that train, and whether they decay."""
+        """Group -> (start, stop, decays) of the trained elements in a unit's state buffers."""
         layout, optimizer = layout_of(unit), self.optimizer
         found: dict[int, list[tuple[int, int, bool]]] = {}
         for field in layout.trained.fields:
@@ -303,9 +302,9 @@ class OptimizerSink:
 
 
 class GradientCollector:
-    """A `GradSink` that keeps a float32 copy of every gradient as it lands, and updates nothing.
+    """A `GradSink` that copies every gradient to float32 as it lands, and updates nothing.
 
-    store: puts together what several ranks own of one.
+    store: assembles the shares of several ranks.
     """
 
     def __init__(
@@ -327,7 +326,7 @@ class GradientCollector:
         self.how: dict[str, object] = {}
 
     def norm(self, unit: int, gradient: Tensor, loss: Tensor | None) -> None:
-        if self._together is not None:  # a step of several ranks looks at the end whether all are finite
+        if self._together is not None:  # with several ranks, finiteness is checked at the end
             self._own[unit] = gradient.to("cpu", torch.float32, copy=True)
             return
         if not bool(gradient.isfinite().all()):
@@ -340,7 +339,7 @@ class GradientCollector:
             self.gradients[field.name] = part.view(field.shape)
 
     def finish(self) -> dict[str, Tensor]:
-        """All have landed: parameter name -> gradient, in its shape. Of several ranks all must call it."""
+        """Parameter name -> gradient in its shape, once all have landed. With several ranks all must call it."""
         for unit in sorted(self._own, reverse=True):
             assert self._together is not None
             self._keep(unit, self._together(self._own.pop(unit), layout_of(self._units[unit]).trained))
@@ -349,12 +348,12 @@ class GradientCollector:
     def update(
         self, unit: int, gradient: Tensor, parts: Mapping[Part, Tensor], elements: tuple[int, int] | None = None
     ) -> None:
-        """The weights stay as they are; but what lives on the disk is written back, so nobody may be reading it."""
+        """Change nothing; but state on the disk is written back, so nobody may be reading it."""
         self._before_update(unit)
 
 
 def _as_numpy(gradient: Tensor) -> np.ndarray:
-    """bfloat16 as its bits (uint16), float32 as it is; no copy."""
+    """bfloat16 as its bits (uint16), float32 unchanged; no copy."""
     if gradient.dtype == torch.bfloat16:
         return gradient.view(torch.int16).numpy().view(np.uint16)
     return gradient.numpy()

@@ -1,4 +1,4 @@
-"""What every way to make an engine takes, and the policy that follows from it."""
+"""The options common to all constructors of `Engine`, and the policy derived from them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Folders = tuple[str | Path, ...]
 
 
 class EngineOptions(TypedDict, total=False):
-    """Keyword arguments that every way to make an engine takes; `Engine.from_model` explains them."""
+    """Keyword arguments common to all constructors of `Engine`; documented in `Engine.from_model`."""
 
     device: str | torch.device | Device
     precision: Precision | None
@@ -56,10 +56,10 @@ class EngineOptions(TypedDict, total=False):
 
 
 def checked_options(options: EngineOptions) -> EngineOptions:
-    """The options as they are meant, before anything is read or allocated.
+    """Validate and normalize the options before anything is read or allocated.
 
-    Raises `TypeError` for one that does not exist, as Python does, and `ConfigError`, `PlanError` and `DeviceError` for
-    a value that is none; what contradicts the model, the device or another option is told later.
+    Raises `TypeError` for an unknown option, as Python does, and `ConfigError`, `PlanError` or `DeviceError` for
+    an invalid value; contradictions with the model, the device or other options are found later.
     """
     if unknown := sorted(options.keys() - EngineOptions.__annotations__.keys()):
         near = get_close_matches(unknown[0], EngineOptions.__annotations__, n=1)
@@ -69,7 +69,7 @@ def checked_options(options: EngineOptions) -> EngineOptions:
     if found.get("precision") is not None and found["precision"] not in get_args(Precision):
         raise PlanError(f"must be bf16 or fp32, not {shown(found['precision'])}", where="precision")
     if not isinstance(policy := found.get("policy", "auto"), Policy) and policy != "auto":
-        raise PlanError(f"{shown(policy)} is no policy", where="policy", fix="give a megatrain.Policy, or 'auto'")
+        raise PlanError(f"{shown(policy)} is not a policy", where="policy", fix="give a megatrain.Policy, or 'auto'")
     found["numerics"] = checked(found.get("numerics"), Numerics | None, PlanError, "numerics")
     numerics_of(found)
     found["limits"] = checked(found.get("limits"), Limits | None, PlanError, "limits")
@@ -81,9 +81,9 @@ def checked_options(options: EngineOptions) -> EngineOptions:
     if norm is not None:
         number = float(norm) if not isinstance(norm, bool) and isinstance(norm, Real) else 0.0
         if not number > 0:
-            what = f"{shown(norm)} is no norm to clip to"
+            what = f"{shown(norm)} is not a norm to clip to"
             raise ConfigError(what, where="max_grad_norm", fix="give a number above 0, or None not to clip")
-        found["max_grad_norm"] = number  # infinite is above 0: the norm is told, and nothing is clipped
+        found["max_grad_norm"] = number  # infinity is allowed: reports the norm without clipping
     refuse_other_optimizers(found.get("optimizer"))
     if isinstance(disk := found.get("disk", ()) or (), str | Path):
         found["disk"] = [disk]
@@ -93,8 +93,7 @@ def checked_options(options: EngineOptions) -> EngineOptions:
 
 
 def refuse_other_optimizers(optimizer: object) -> None:
-    """Raise `ConfigError` for what is no `AdamW` of ours, with the call that makes one of the same settings where there
-    is one."""
+    """Raise `ConfigError` for anything but our `AdamW`, with a call that gives the same settings if there is one."""
     if optimizer is None or isinstance(optimizer, AdamW):
         return
     if isinstance(optimizer, type):
@@ -102,13 +101,13 @@ def refuse_other_optimizers(optimizer: object) -> None:
         raise ConfigError(what, where="optimizer", fix="make one: megatrain.AdamW(lr=...)")
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"{shown(optimizer)} is none", where="optimizer", fix="give a megatrain.AdamW")
-    what = f"a torch.optim.{name} cannot update weights that stream, nor can a scheduler of its learning rate"
+        raise ConfigError(f"{shown(optimizer)} is not an optimizer", where="optimizer", fix="give a megatrain.AdamW")
+    what = f"a torch.optim.{name} cannot update streamed weights, nor can its learning-rate scheduler"
     raise ConfigError(what, where="optimizer", fix=f"give {_same_settings(optimizer)}, and the rate to each step as lr")
 
 
 def _same_settings(optimizer: torch.optim.Optimizer) -> str:
-    """The AdamW of ours that does the same, as code; the plain one where none does."""
+    """Code for our AdamW with the same settings; a generic call if there is none."""
     groups = [{**optimizer.defaults, **group} for group in optimizer.param_groups]
     decays = sorted({float(group.get("weight_decay", 0.0)) for group in groups})
     alike = len({str([group.get(key) for key in ("betas", "eps")]) for group in groups}) == 1
@@ -116,7 +115,7 @@ def _same_settings(optimizer: torch.optim.Optimizer) -> str:
     odd = any(group.get(key) for group in groups for key in ("amsgrad", "maximize"))
     adam = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
     if not adam or not alike or not decoupled or odd or len({*decays} - {0.0}) > 1:
-        return "megatrain.AdamW(lr=...), the one optimizer there is"
+        return "megatrain.AdamW(lr=...), the only optimizer"
     first = groups[0]
     settings = {"lr": float(first["lr"]), "betas": tuple(map(float, first["betas"])), "eps": first["eps"]}
     text = ", ".join(f"{key}={value!r}" for key, value in {**settings, "weight_decay": decays[-1]}.items())
@@ -129,8 +128,8 @@ def _same_settings(optimizer: torch.optim.Optimizer) -> str:
 
 
 def optimizer_of(options: EngineOptions, spec: ModelSpec) -> AdamW:
-    """What is given, or the defaults. Raises `ConfigError` for a pattern of parameters that none of the model's
-    matches."""
+    """The given optimizer, or the default. Raises `ConfigError` if a pattern matches none of the model's
+    parameters."""
     optimizer = options.get("optimizer") or AdamW()
     params = [param for unit in spec.units for param in unit.params]
     names = [[param.name for param in params if param.trainable is trains] for trains in (True, False)]
@@ -139,17 +138,17 @@ def optimizer_of(options: EngineOptions, spec: ModelSpec) -> AdamW:
 
 
 def refuse_other_groups(before: AdamW, now: AdamW) -> None:
-    """Raise `ConfigError` where other parameters would decay than before, or have a learning rate of their own."""
+    """Raise `ConfigError` if the parameters that decay, or have their own learning rate, would change."""
     if now.no_decay != before.no_decay:
-        raise ConfigError("other parameters would decay", where="no_decay", fix="leave it as it was")
+        raise ConfigError("other parameters would decay than before", where="no_decay", fix="leave it as it was")
     patterns = [[pattern for pattern, _ in each.learning_rates] for each in (before, now)]
     if patterns[0] != patterns[1]:
-        what = "other parameters would have a learning rate of their own"
+        what = "other parameters would have their own learning rate than before"
         raise ConfigError(what, where="learning_rates", fix="leave its patterns as they were")
 
 
 def numerics_of(options: EngineOptions) -> Numerics:
-    """What is given, or the usual for the precision. Raises `PlanError` where that contradicts."""
+    """The given numerics, or the default for the precision. Raises `PlanError` if they contradict."""
     numerics, precision = options.get("numerics"), options.get("precision")
     if numerics is None:
         return Numerics(precision or "bf16")
@@ -159,15 +158,15 @@ def numerics_of(options: EngineOptions) -> Numerics:
 
 
 def limits_of(options: EngineOptions) -> Limits:
-    """What is given, or none."""
+    """The given limits, or none."""
     return options.get("limits") or Limits()
 
 
 def policy_of(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy:
-    """The policy that is given, if it agrees with the other options, or the usual one for the device.
+    """The given policy, if it agrees with the other options, or the default for the device.
 
-    With folders for the disk, and no placements given, as little state goes there as the host's budget asks for; and
-    the usual one page-locks no more than the device says it may. Raises `PlanError` for a policy that contradicts the
+    If there are disk folders but no placements, only as much state goes to the disk as the host's budget requires;
+    the default page-locks no more than the device allows. Raises `PlanError` for a policy that contradicts the
     other options, and `DoesNotFit`.
     """
     policy = _placed(options, device, spec)
@@ -177,7 +176,7 @@ def policy_of(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy
 
 
 def _placed(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy:
-    """The policy with as little state on the disk as the host's budget asks for, where there is a choice."""
+    """The policy with as little state on the disk as the host's budget requires, if there is a choice."""
     numerics, policy = numerics_of(options), _without_homes(options, device)
     if numerics.kernels == "compile":
         require_compiler(device.torch_device)
@@ -196,15 +195,15 @@ def _placed(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy:
 
 
 def _refuse_no_files(spec: ModelSpec) -> None:
-    """Raise `PlanError` where nothing can be read from files."""
+    """Raise `PlanError` if no weights can be read from files."""
     if not any(param.file_backed for unit in spec.units for param in unit.params):
-        what = "nothing is frozen that the model's files hold in the precision in which it is held"
-        raise PlanError(f"reads weights from files, and {what}", where="policy.placements", fix="use host or disk")
+        what = "the model's files hold no frozen weights in the precision of training"
+        raise PlanError(f"reads weights from files, but {what}", where="policy.placements", fix="use host or disk")
 
 
 def _beside_state(spec: ModelSpec, numerics: Numerics, policy: Policy) -> int:
-    """Host memory of the slots that gradients and, where memory is shared, weights pass through."""
-    work = Work.of_two_rounds(policy.micro_batches_per_round)  # sums of several micro-batches are the wider ones
+    """Host memory of slots for gradients and, if ranks share memory, for weights."""
+    work = Work.of_two_rounds(policy.micro_batches_per_round)  # sums over several micro-batches are wider
     table = memory_table(spec, numerics, policy, work)
     tiers = ("host", "device") if policy.shares_memory else ("host",)
     state = state_nbytes(spec, numerics, policy)
@@ -219,15 +218,17 @@ def _without_homes(options: EngineOptions, device: Device) -> Policy:
         return choose_policy(
             shares_memory=device.shares_memory and world.size == 1,
             clips=max_grad_norm is not None,
-            host_threads=available_threads() if world.size == 1 else 0,  # ranks ask each other at the first step
+            host_threads=available_threads() if world.size == 1 else 0,  # ranks agree at the first step
         )
     refuse_contradictions(numerics_of(options), policy, max_grad_norm, device)
     return policy
 
 
 def world_of(options: EngineOptions, model: nn.Module, device: Device) -> World:
-    """What is given, or where anything trains the ranks that a launcher has started. Raises `ConfigError` for a launch
-    that is told in part, and `RankError` where the others do not come."""
+    """The given ranks, or if anything trains those that a launcher has started.
+
+    Raises `ConfigError` for an incomplete launch environment, and `RankError` if other ranks do not connect.
+    """
     given = options.get("world")
     if given is not None or not any(parameter.requires_grad for parameter in model.parameters()):
         return given or ALONE
@@ -235,16 +236,17 @@ def world_of(options: EngineOptions, model: nn.Module, device: Device) -> World:
 
 
 def launched_world(device: str, seconds: float | None = None) -> World:
-    """The ranks that a launcher has started, with devices of that type. seconds: how long each waits for the others.
-    Raises as `world_of` does."""
+    """The ranks that a launcher has started, for that type of device. seconds: how long to wait for the others.
+    Raises as `world_of`."""
     launch = find_launch()
     return ALONE if launch is None else join(launch.rank, launch.size, device, launch.address, seconds)
 
 
 def threads_of(world: World) -> int:
-    """Cores that this rank has: of each that others of its machine may run on too, an equal part. All ranks must ask.
+    """Number of cores for this rank: its equal share of each core that several ranks of its machine may use. All
+    ranks must call it.
 
-    What a launcher makes the libraries' own number of threads (one for each of several, by torchrun) does not count.
+    The number of threads that a launcher sets for libraries (torchrun: one per rank) is ignored.
     """
     if world.size == 1:
         return available_threads()
@@ -255,7 +257,7 @@ def threads_of(world: World) -> int:
 
 
 def disk_of(options: EngineOptions, policy: Policy) -> Disk | None:
-    """The files for state on the disk, where the policy puts any there. Raises `PlanError`, `DiskError`."""
+    """The disk tier, if the policy places any state there. Raises `PlanError`, `DiskError`."""
     folders = options.get("disk", ())
     if isinstance(folders, Disk):
         return folders
@@ -268,9 +270,9 @@ def disk_of(options: EngineOptions, policy: Policy) -> Disk | None:
 
 
 def ported_of(source: Source, options: EngineOptions, *, of_checkpoint: bool = False) -> PortedModel:
-    """A source's model, taken apart, with what of it lies in files that stay.
+    """Split a source's model into units, and find which of its weights can be read from files.
 
-    of_checkpoint: those of the source may be removed while it is trained, but for the base below an adapter.
+    of_checkpoint: the source's files may be removed during training, except those of an adapter's base.
     """
     dtype = DTYPES[numerics_of(options).precision]
     ported = port_model(source.model, dtype)
@@ -280,7 +282,7 @@ def ported_of(source: Source, options: EngineOptions, *, of_checkpoint: bool = F
 
 
 def files_of(ported: PortedModel) -> ModelFiles | None:
-    """The model's own files, where they hold what is frozen. Raises `DiskError` for one that is gone."""
+    """The model's own files that hold frozen weights, if any. Raises `DiskError` for a missing one."""
     layouts = [layout_of(unit) for unit in ported.structure.units]
     regions = {
         state_name("file", Part.WEIGHTS, unit): extents_of(layout, ported.in_files.files)

@@ -1,4 +1,4 @@
-"""Does the engine compute what the stock model computes? The steps compared, the comparison, the kept answer."""
+"""Checks that the engine computes the same as the stock model: the steps, the comparison, and the cached result."""
 
 from __future__ import annotations
 
@@ -42,10 +42,9 @@ from megatrain.spec import ActivationPlan, Keep, Numerics, Policy
 
 # Cases ----------------------------------------------------------------------------------------------------------------
 #
-# What an engine is asked when it is compared with the stock model: steps to compute, and ways to compute them.
-#
-# Padding is on the left too, since behind a causal mask padding on the right touches nothing that counts; micro-batches
-# are unequal, so that a mean of means is not the mean; sequences are longer than the windows and chunks of a twin.
+# The steps to compare, and the settings in which to compute them. Padding is on the left too, since with a causal mask
+# padding on the right affects nothing that counts; micro-batches are unequal, so that a mean of means is not the mean;
+# sequences are longer than a twin's windows and chunks.
 
 
 SIM = "sim:7"
@@ -57,7 +56,7 @@ OFFLOADED: tuple[tuple[Keep, ...], ...] = (("offload_chosen", "attention"),)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One step to compute: its micro-batches, under a name."""
+    """One step to compute: its name and its micro-batches."""
 
     name: str
     micro_batches: tuple[MicroBatch, ...]
@@ -76,7 +75,8 @@ class Setting:
 def micro_batch(
     tokens: Sequence[int], rows: int, length: int, seed: int, left: int = 0, right: int = 0
 ) -> dict[str, Tensor]:
-    """Random tokens int64[rows, length]; `left` of the first row and `right` of the last are padding, at that end."""
+    """Random tokens int64[rows, length]; the first row has `left` padding on the left, the last `right` on the
+    right."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.tensor(tokens)[torch.randint(len(tokens), (rows, length), generator=generator)]
     if not left and not right:
@@ -88,7 +88,7 @@ def micro_batch(
 
 
 def _read_by(model: StockModel, cases: Sequence[Case]) -> list[Case]:
-    """The cases without masks if nothing in the model reads one: then an engine refuses them."""
+    """The cases, without masks if nothing in the model reads one: engines refuse them then."""
     if "attention_mask" in arguments_of(model, ()):
         return list(cases)
     without = [
@@ -98,17 +98,15 @@ def _read_by(model: StockModel, cases: Sequence[Case]) -> list[Case]:
 
 
 def packed(tokens: Sequence[int], lengths: Sequence[int], seed: int) -> dict[str, Tensor]:
-    """One row of several documents, told apart by position ids that start again."""
+    """One row of several documents, separated by position ids that restart."""
     batch = micro_batch(tokens, 1, sum(lengths), seed)
     batch["position_ids"] = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
     return batch
 
 
 def short_cases(model: StockModel) -> list[Case]:
-    """Two unequal micro-batches, the first with padding. The first case that the stock model can compute is enough.
-
-    Padding on the left comes first: behind a causal mask, padding on the right touches nothing that counts.
-    """
+    """Two unequal micro-batches, the first padded, on the left if possible. One case that the stock model can compute
+    is enough."""
     tokens = ordinary_tokens(model.config)
     single = micro_batch(tokens, 1, 7, 1)
     cases = [
@@ -120,7 +118,7 @@ def short_cases(model: StockModel) -> list[Case]:
 
 
 def full_cases(model: StockModel) -> list[Case]:
-    """Whole rows, padding on either side, packing (where the model takes positions), several unequal micro-batches."""
+    """Whole rows, padding on either side, packing (if the model takes positions), several unequal micro-batches."""
     tokens = ordinary_tokens(model.config)
     whole, single = micro_batch(tokens, 2, 12, 2), micro_batch(tokens, 1, 7, 1)
     right, left = micro_batch(tokens, 2, 10, 0, right=3), micro_batch(tokens, 3, 9, 3, left=4)
@@ -136,7 +134,7 @@ def full_cases(model: StockModel) -> list[Case]:
 
 
 def short_settings() -> list[Setting]:
-    """Keeping graphs; computing layers again, their token-wise parts in chunks; and some of their ops alone."""
+    """Keeping graphs; recomputing layers, with token-wise parts in chunks; and recomputing all but some ops."""
     each = [_setting("cpu", plan, Numerics("fp32", loss_chunk_tokens=5)) for plan in ACTIVATION_PLANS]
     numerics, policy = each[-1].numerics, each[-1].policy
     chosen = Setting("cpu, chosen outputs", "cpu", numerics, replace(policy, activations_by_layer=STORED))
@@ -145,7 +143,8 @@ def short_settings() -> list[Setting]:
 
 
 def full_settings() -> list[Setting]:
-    """Every activation plan, and a mixture, on the cpu and the simulated device, with few and many slots and pieces."""
+    """Every activation plan, and a mixture, on the CPU and the simulated device, with few and many slots and
+    pieces."""
     each = [_setting("cpu", plan) for plan in ACTIVATION_PLANS]
     each += [_setting(SIM, plan, shard_nbytes=1 << 16) for plan in ACTIVATION_PLANS]
     chunks = replace(CHUNKS, mlp_chunk_tokens=4)
@@ -170,40 +169,37 @@ def _setting(device: str, activations: ActivationPlan, numerics: Numerics = CHUN
 
 # The comparison -------------------------------------------------------------------------------------------------------
 #
-# Does the engine compute what the stock model computes? The question put to a model's twin, and the answer kept.
+# The reference is plain autograd through the library's own forward, one micro-batch after another (`truth`). The
+# engine's loss and every gradient are compared with it on a model's small twin, for several kinds of micro-batches,
+# plans and devices (`compare`). `full_report` runs everything, for `megatrain verify`; `short_check` is what an engine
+# runs when it first meets an architecture.
 #
-# The truth is plain autograd through the library's own forward, one micro-batch after another (`truth`). Beside it
-# stand the engine's loss and every gradient, for several kinds of micro-batches, plans and devices (`compare`).
-# `full_report` asks everything, for `megatrain verify`; what an engine asks when it first meets an architecture is in
-# `short_check`.
+# An error is the norm of the difference over the norm of the reference. A gradient that is zero up to rounding (the
+# bias of keys, before a softmax) has no scale of its own, so the scale is at least `FLOOR` times the largest gradient
+# norm of the step. Undetected errors are thus at most `tolerance` times `FLOOR` of that: rounding of the largest.
 #
-# How large is an error? The norm of the difference over the norm of what is expected. A gradient that is zero but for
-# rounding (the bias of keys, before a softmax) has no scale of its own; so the scale is at least `FLOOR` of the largest
-# gradient norm of the step. What can hide below that is `tolerance` times `FLOOR` of it: rounding of the largest.
+# Some gradients are small sums of large terms, so rounding alone exceeds `tolerance`. Before such an error counts, the
+# stock model is run again with the last bit of its weights changed: the engine may be `SLACK` times as far off.
 #
-# Some gradients are small sums of large terms, so that rounding alone takes more than `tolerance` of them. Before such
-# an error is called one, the stock model is asked again with the last bit of its weights changed: the engine may be
-# `SLACK` times as far off as that.
-#
-# Engines are made by whoever asks (`make_engine`), so that this module does not need `train.engine`, which needs it.
-# Left out: bfloat16, whose error against the float32 truth says little about a mistake.
+# Callers construct engines (`make_engine`), so that this module does not import `train.engine`, which imports it.
+# bfloat16 is not compared: its error against a float32 reference says little about mistakes.
 
 
 TOLERANCE = 1e-5
-"""Largest relative error in float32 that is taken for rounding."""
+"""Largest relative error in float32 that counts as rounding."""
 
 FLOOR = 1e-2
-"""The scale of an error is at least this share of the largest gradient norm."""
+"""Minimum scale of an error, relative to the largest gradient norm."""
 
 ALIKE = 1.1
-"""Errors of a group within this factor are alike, and the first of them is named: last bits would choose."""
+"""Errors of a group within this factor are equal, and the first is reported; else last bits would decide."""
 
 SLACK = 4.0
 EPSILON = torch.finfo(torch.float32).eps
 
 
 class Computes(Protocol):
-    """What is asked of an engine."""
+    """What the comparison needs from an engine."""
 
     def gradients(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]: ...
 
@@ -213,16 +209,15 @@ class Computes(Protocol):
 
 
 MakeEngine = Callable[[StockModel, str, Numerics, Policy], Computes]
-"""An engine over a model, on a device, by a policy; without a check of its own."""
+"""(model, device, numerics, policy) -> an engine without a check of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The worst of one group: parameters that differ in the number of their layer alone, or the loss.
+    """The largest error in one group: parameters that differ only in their layer's number, or the loss.
 
-    error: relative. parameter: the first member that was so wrong, in which case and setting. rounding: how far the
-    stock model's answer moves with the last bit of its weights, relative to the same; known where the error is above
-    the tolerance.
+    error: relative. parameter, case, setting: the first member with it. rounding: how far the stock model's answer
+    moves with the last bit of its weights, on the same scale; known if the error exceeds the tolerance.
     """
 
     group: str
@@ -239,7 +234,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """What a comparison found. `left_out` says which cases the stock model itself cannot do, and why."""
+    """The results of a comparison. `left_out`: cases that the stock model itself cannot compute, and why."""
 
     model: str
     attention: str
@@ -253,21 +248,21 @@ class Report:
 
     @property
     def worst(self) -> Finding:
-        """The finding with the largest error, of those that do not agree if there are any."""
+        """The finding with the largest error, among those that do not agree if there are any."""
         return max(self.findings, key=lambda finding: (not self.agrees(finding), finding.error))
 
     def agrees(self, finding: Finding) -> bool:
         return finding.error <= max(self.tolerance, SLACK * finding.rounding)
 
     def raise_if_wrong(self) -> None:
-        """Raise `ModelError` naming the parameter that differs most, and what to try."""
+        """Raise `ModelError` naming the parameter with the largest error, and what to try."""
         if self.ok:
             return
         worst = self.worst
         what = "its loss" if worst.parameter == LOSS else f"its gradient of {worst.parameter}"
         others = [kernel for kernel in ("eager", "sdpa") if kernel != self.attention]
         raise ModelError(
-            f"{what} would be wrong by {worst.error:.0e} ({worst.where}); it is not trained",
+            f"{what} would be wrong by {worst.error:.0e} ({worst.where}), so it is not trained",
             where=f"model {self.model}",
             fix=f"try another attention kernel ({' or '.join(others)}), and please report it",
         )
@@ -279,7 +274,7 @@ ROUTERS = "router auxiliary loss"
 
 
 def verify_rows(report: Report) -> list[tuple[str, str, str]]:
-    """(parameter group, worst relative error, verdict) for each group in the model's order, for a table."""
+    """Table rows (parameter group, largest relative error, verdict), in the model's order."""
     return [
         (each.group, f"{each.error:.1e}", "equal" if report.agrees(each) else f"differs: {each.where}")
         for each in report.findings
@@ -287,14 +282,14 @@ def verify_rows(report: Report) -> list[tuple[str, str, str]]:
 
 
 Answers = tuple[float, dict[str, Tensor]]
-"""Loss, and gradient by parameter name."""
+"""(loss, parameter name -> gradient)."""
 
 
 def truth(model: StockModel, micro_batches: Sequence[MicroBatch]) -> Answers:
-    """Loss and every gradient of a step by plain autograd. A parameter that got none has a zero, a frozen one no entry.
+    """Loss and gradients of a step by plain autograd; zeros for parameters without gradient, frozen ones omitted.
 
-    The loss is the mean over all target tokens of the step. A router auxiliary loss counts with the coefficient that
-    the model itself gives it, for each micro-batch by its share of the target tokens.
+    The loss is the mean over all target tokens of the step. A router auxiliary loss has the model's own coefficient,
+    and is weighted by each micro-batch's share of the target tokens.
     """
     model.zero_grad(set_to_none=True)
     total = 0.0
@@ -310,22 +305,21 @@ def truth(model: StockModel, micro_batches: Sequence[MicroBatch]) -> Answers:
 
 
 def _with_shares(micro_batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, float]]:
-    """Each micro-batch, with its share of the target tokens of the step."""
+    """Each micro-batch with its share of the step's target tokens."""
     counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches]
     return [(batch, count / sum(counts)) for batch, count in zip(micro_batches, counts, strict=True)]
 
 
 def adds_for_routers(model: StockModel) -> bool:
-    """Whether the model's loss holds an auxiliary loss of its routers."""
+    """Whether the model's loss includes a router auxiliary loss."""
     return bool(getattr(model.config, "output_router_logits", False))
 
 
 def stock_loss(model: StockModel, batch: MicroBatch) -> Tensor:
-    """What the stock model's loss of a micro-batch is, in its own mode: mean cross-entropy over the target tokens in
-    float32, plus what the model adds for its routers. Every comparison with the library's code goes through here.
+    """The stock model's loss of a micro-batch: mean cross-entropy over the targets in float32, plus any router loss.
 
-    There must be no cache of keys and values: with one, the library takes packed sequences for a single one. What the
-    routers add is known only where gradients are enabled.
+    All comparisons with the library use this function. There must be no KV cache: with one, the library treats
+    packed sequences as a single one. The router loss is included only if gradients are enabled.
     """
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     routed = adds_for_routers(model)
@@ -340,7 +334,7 @@ def stock_loss(model: StockModel, batch: MicroBatch) -> Tensor:
 
 
 Known = tuple[Case, float, dict[str, Tensor]]
-"""A case with the stock model's answers."""
+"""A case with the stock model's results."""
 
 SUSPECT = 1e-3
 """An error above this is not rounding."""
@@ -356,9 +350,9 @@ def compare(
 ) -> Report:
     """Compare the engine's loss and every gradient with the stock model's, for each case in each setting.
 
-    `model` has no dropout; it is not changed. Its mode is what is compared, the loss in evaluation mode. A case that
-    the stock model cannot compute, or not to finite numbers, is left out, and the report says so; `enough` others end
-    the search. Raises `ModelError` when no case is left, and whatever the engine raises.
+    `model` must be without dropout; it is not changed. Gradients are compared in its mode, the loss in evaluation mode.
+    Cases for which the stock model fails or gives non-finite numbers are skipped and reported; `enough` others suffice.
+    Raises `ModelError` if no case is left, and whatever the engine raises.
     """
     known: list[Known] = []
     left_out: list[str] = []
@@ -367,7 +361,7 @@ def compare(
             break
         try:
             loss, gradients = _true_answers(model, case)
-        except Exception as error:  # the library's own code, on inputs that not every model takes
+        except Exception as error:  # the library's own code, on inputs that some models do not accept
             left_out.append(f"{case.name}: {typed_line(error)}")
             continue
         if math.isfinite(loss) and all(bool(torch.isfinite(each).all()) for each in gradients.values()):
@@ -396,7 +390,7 @@ def compare(
 
 
 def _moved(model: StockModel, case: Case) -> Answers:
-    """The stock model's answers when each of its weights has moved by its last bit, up or down."""
+    """The stock model's results with the last bit of each weight changed, up or down."""
     moved = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -407,7 +401,7 @@ def _moved(model: StockModel, case: Case) -> Answers:
 
 
 def _rounding(finding: Finding, known: Sequence[Known], moved: Mapping[str, Answers]) -> float:
-    """How far the answer that a finding is about has moved, or its own last bit: it is float32."""
+    """How far a finding's value moves with the last bit of the weights, or at least its own last float32 bit."""
     _, loss, gradients = next(each for each in known if each[0].name == finding.case)
     other_loss, others = moved[finding.case]
     if finding.parameter == LOSS:
@@ -416,7 +410,8 @@ def _rounding(finding: Finding, known: Sequence[Known], moved: Mapping[str, Answ
 
 
 def _true_answers(model: StockModel, case: Case) -> Answers:
-    """The loss in evaluation mode, and the gradients in the model's mode, of a copy: a forward may leave traces."""
+    """The loss in evaluation mode and the gradients in the model's mode, on a copy, since a forward may change
+    state."""
     _, gradients = truth(copy.deepcopy(model), case.micro_batches)
     still = copy.deepcopy(model).eval()
     loss = sum(stock_loss(still, batch).item() * share for batch, share in _with_shares(case.micro_batches))
@@ -424,7 +419,7 @@ def _true_answers(model: StockModel, case: Case) -> Answers:
 
 
 class _Tally:
-    """The errors of each group so far."""
+    """The errors found so far, by group."""
 
     def __init__(self, model: StockModel) -> None:
         self._met: dict[str, list[Finding]] = {LOSS: [Finding(LOSS, 0.0, LOSS)]}
@@ -446,7 +441,7 @@ class _Tally:
         self._met[group].append(Finding(group, error, parameter, case, setting))
 
     def worst(self) -> list[Finding]:
-        """The largest error of each group, where one like it was met first."""
+        """The largest error of each group, reported for the first parameter with about that error."""
         found = []
         for met in self._met.values():
             largest = max(each.error for each in met)
@@ -474,12 +469,12 @@ def _norm(value: Tensor) -> float:
 
 
 def group_of(name: str) -> str:
-    """The name of a parameter with a star for each number: `model.layers.*.mlp.up_proj.weight`."""
+    """A parameter's name with a star for each number: `model.layers.*.mlp.up_proj.weight`."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def replay_finding(model: StockModel, make_engine: MakeEngine, case: Case, settings: Sequence[Setting]) -> Finding:
-    """With dropout, in training mode: every plan draws the same, so that all gradients are bit-equal.
+    """Check that with dropout, in training mode, all plans draw the same numbers and give bit-equal gradients.
 
     The error is zero, or that of the parameter that differs most from the first setting.
     """
@@ -503,18 +498,18 @@ def full_report(
     attention: str | None = None,
     kind: type[StockModel] | None = None,
 ) -> Report:
-    """Every case in every setting on a twin of `config`, dropout replayed, and the router auxiliary loss if it has one.
+    """Every case in every setting on a twin of `config`, dropout replay, and the router auxiliary loss if it has one.
 
-    attention: the attention kernel, the config's own if it is not given. kind: the class of the model; what
-    `AutoModelForCausalLM` chooses if it is not given. Raises `ModelError` for a model that has no twin or that the
-    engine refuses, and for a kernel that the model has not or that no cpu has, where both are run.
+    attention: the attention kernel; by default the config's. kind: the model's class; by default that of
+    `AutoModelForCausalLM`. Raises `ModelError` for a model without a twin or that the engine refuses, and for a kernel
+    that the model lacks or that does not exist on the CPU, where both run.
     """
     if attention is not None:
         where = where_of(config)
         refuse_attention(config, attention, where)
         if attention not in CPU_KERNELS:
             fix = f"use attention={' or '.join(CPU_KERNELS)}"
-            raise ModelError(f"is compared on the cpu, which has no attention={attention}", where=where, fix=fix)
+            raise ModelError(f"is compared on the CPU, which has no attention={attention}", where=where, fix=fix)
     small = shrink(config, kind)
     kernel = attention or config._attn_implementation
     still = twin_from(with_dropout(small, 0.0), 0, kernel, kind)
@@ -536,15 +531,12 @@ def full_report(
 
 # The check of a new architecture --------------------------------------------------------------------------------------
 #
-# Architectures that are known to be computed right, and the check of one that is met for the first time.
-#
-# `short_check` is what an engine calls before it trains a model. A good answer is remembered in this process and in a
-# file, a failure never. What the check compares is in `train.parity`.
+# An engine calls `short_check` before it trains a model. Success is cached in this process and in a file, not failure.
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """How an architecture stands: `remembered` from an earlier check, `checked` now, or `unchecked`, and `why`."""
+    """The status of an architecture: `remembered` from an earlier check, `checked` now, or `unchecked`, and `why`."""
 
     state: Literal["remembered", "checked", "unchecked"]
     why: str = ""
@@ -556,15 +548,15 @@ CACHE = Path("~/.cache/megatrain/verified")
 
 
 def short_check(model: nn.Module, make_engine: MakeEngine, cache_folder: Path | None = None) -> Checked:
-    """Compare on the cpu, with padding, two micro-batches and every activation plan; raise `ModelError` on a mismatch.
+    """Compare two padded micro-batches in every activation plan on the CPU; raise `ModelError` on a mismatch.
 
-    What is checked is the twin of `type(model)` and its config, whatever the size of `model`. A good answer is
-    remembered in this process and as a file in `cache_folder` (`CACHE` if not given; without a usable one the check is
-    made each time), for as long as the class, its source, the small config, the attention kernel, the libraries and
-    MegaTrain itself are the same. A failure is never remembered. A model that is not what its class and config make
-    (see `customised`) may behave in ways that its twin does not show, so nothing is remembered for it either.
+    Checks the twin of `type(model)` and its config, whatever the size of `model`. Success is cached in this process and
+    as a file in `cache_folder` (default `CACHE`; without a usable one the check runs each time), as long as the class,
+    its source, the small config, the attention kernel, the libraries and MegaTrain itself stay the same. Failure is
+    never cached, nor is the result for a model that differs from its class and config (see `customised`), since its
+    twin may behave differently.
 
-    No answer is `unchecked`: the class cannot be made small, or the twin (unlike the model) cannot be streamed.
+    The result is `unchecked` if the class cannot be shrunk, or the twin (unlike the model) cannot be streamed.
     """
     if not isinstance(model, StockModel):
         return Checked("unchecked", "not a transformers model")
@@ -578,19 +570,19 @@ def short_check(model: nn.Module, make_engine: MakeEngine, cache_folder: Path | 
     except ModelError as error:
         return Checked("unchecked", error.what)
     path = folder / f"{_digest(type(model), small, _kernel(model), adapter)}.json"
-    remembered = ordinary and os.path.isfile(path)  # false where its folder may not be entered
+    remembered = ordinary and os.path.isfile(path)  # false if its folder is not accessible
     answer = Checked("remembered") if remembered else _check(model, small, adapter, make_engine)
     if answer.state == "unchecked":
         return answer
     if not ordinary:
-        return Checked("unchecked", "its class is computed right; hooks and code of this model's own are not compared")
+        return Checked("unchecked", "its class is computed correctly; this model's own hooks and code are not compared")
     _SEEN.add(at_sight)
     _remember(path, type(model))
     return answer
 
 
 def _check(model: StockModel, small: StockConfig, adapter: Adapter | None, make_engine: MakeEngine) -> Checked:
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # whatever the caller's default device is
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # independent of the caller's default device
         return _compared(model, small, adapter, make_engine)
 
 
@@ -600,7 +592,7 @@ def _compared(model: StockModel, small: StockConfig, adapter: Adapter | None, ma
     try:
         if adapter is not None:
             adapter.put_into(twin, drops=False)
-            perturb(twin, 0)  # or what an adapter adds would be zero
+            perturb(twin, 0)  # otherwise a fresh adapter adds zero
         report = compare(twin, make_engine, short_cases(twin), short_settings(), enough=1)
         if any(dropout_rates(small)) or (adapter is not None and adapter.drops):
             moving = twin_from(small, 0, kernel, kind)
@@ -611,7 +603,7 @@ def _compared(model: StockModel, small: StockConfig, adapter: Adapter | None, ma
             report = replace(report, findings=(*report.findings, replayed))
     except ModelError as refusal:
         return Checked("unchecked", refusal.what)
-    except Exception as error:  # of the model's own code, in the engine's hands
+    except Exception as error:  # from the model's own code, run by the engine
         what = f"a small model of its kind fails in the engine: {typed_line(error)}"
         raise ModelError(what, where=f"model {kind.__name__}", fix="please report it") from error
     report.raise_if_wrong()
@@ -619,14 +611,14 @@ def _compared(model: StockModel, small: StockConfig, adapter: Adapter | None, ma
 
 
 _SEEN: set[tuple[Path, str]] = set()
-"""Cache folder and digest of what this process knows to be right."""
+"""(cache folder, digest) of what this process has found correct."""
 
 
 def customised(model: nn.Module) -> bool:
-    """Whether a model may act otherwise than its class and config say.
+    """Whether a model may behave differently from its class and config.
 
-    That is so with hooks, a `forward` of an instance's own or put into a class from outside, or modules that are
-    neither torch's, nor `peft`'s, nor of the package that the model's class is from (replaced layers).
+    True with hooks, a `forward` set on an instance or assigned to a class from outside, or modules from neither
+    torch, `peft` nor the package of the model's class (replaced layers).
     """
     home = type(model).__module__.partition(".")[0]
     for module in model.modules():
@@ -643,7 +635,7 @@ def _kernel(model: StockModel) -> str:
 
 
 def _digest(kind: type, config: StockConfig, kernel: str, adapter: Adapter | None) -> str:
-    """SHA-256 of all that an answer depends on."""
+    """SHA-256 of everything that a result depends on."""
     parts = [
         "" if adapter is None else adapter.facts,
         f"{kind.__module__}.{kind.__qualname__}",
@@ -659,7 +651,7 @@ def _digest(kind: type, config: StockConfig, kernel: str, adapter: Adapter | Non
 
 @cache
 def _source_of(kind: type) -> str:
-    """Digest of the file that defines a class; empty where there is none (a class made in a session)."""
+    """Digest of the file that defines a class; empty if there is none (an interactive session)."""
     try:
         return hashlib.sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()
     except (OSError, TypeError):
@@ -677,7 +669,7 @@ def _own_sources() -> str:
 
 
 def _remember(path: Path, kind: type) -> None:
-    """Write an answer down, whole or not at all; a folder that cannot be written to only means another check."""
+    """Save a success, atomically; if the folder is not writable, the check simply runs again."""
     told = {"model": kind.__qualname__, "transformers": version("transformers"), "torch": version("torch")}
     draft = path.with_suffix(f".{os.getpid()}")
     try:

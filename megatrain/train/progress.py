@@ -1,8 +1,8 @@
-"""What a person sees of a run: the plan before it, a line while it goes on, a summary after it.
+"""What a user sees of a run: the plan before it, a progress line during it, a summary after it.
 
-On a terminal the line is drawn in place, with as many of its fields as fit; elsewhere (a file, a pipe, the log of a
-job) a plain line is printed every `log_every` steps. Loss and speeds are means over the last `log_every` steps, and
-what skipped steps cost is in the speeds. Left out: metrics for machines (`metrics`).
+On a terminal the line is redrawn in place, with as many fields as fit; elsewhere (a file, a pipe, a job's log) a
+plain line is printed every `log_every` steps. Loss and speeds are means over the last `log_every` steps; speeds
+include the time of skipped steps.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ HINT = (
     "MFU: the share of the device's measured peak at which the model's products run, recomputation not counted; "
     "stall: share in which compute waited for data, copies or updates; bytes: held between steps"
 )
-"""What a person is told before the first line."""
+"""Printed before the first line."""
 
 
 # The plan ----------------------------------------------------------------------------------------------------------
@@ -65,8 +65,7 @@ def show_plan(
 ) -> None:
     """Print `facts` (a name and what it is), the policy, and the memory of each tier.
 
-    held: (tier, use) -> bytes between steps. peaks: tier -> bytes of the plan at its peak, what compute
-    takes included.
+    held: (tier, use) -> bytes between steps. peaks: tier -> the plan's peak in bytes, including compute.
     """
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
@@ -90,7 +89,7 @@ def show_plan(
 
 @contextmanager
 def loading(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, nothing elsewhere; gives the function to be called with (done, total)."""
+    """A progress bar on a terminal, nothing elsewhere; yields a function to call with (done, total)."""
     columns = TextColumn(what), BarColumn(), TaskProgressColumn()
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=None)
@@ -98,14 +97,14 @@ def loading(console: Console, what: str) -> Iterator[Callable[[int, int], None]]
         def tell(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
             if done == total:
-                bar.stop()  # what follows may write, or ask
+                bar.stop()  # what follows may print, or prompt
 
         yield tell
 
 
 @contextmanager
 def preparing(console: Console) -> Iterator[Callable[[str, int, int | None], None]]:
-    """As `loading`, for the data: gives the function to be called with (source, its samples so far, of how many)."""
+    """As `loading`, for data: yields a function to call with (source, samples so far, total samples)."""
     columns = TextColumn("preparing the data{task.description}", markup=False), BarColumn(), TaskProgressColumn()
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
@@ -125,7 +124,7 @@ def describe_model(spec: ModelSpec) -> str:
 
 
 def describe_policy(numerics: Numerics, policy: Policy) -> list[str]:
-    """Each choice as a phrase: nothing that was chosen for the user stays silent."""
+    """Each choice as a phrase, so that users see everything that was chosen for them."""
     exact = "computes in bfloat16 from exact float32 masters" if numerics.precision == "bf16" else "float32 throughout"
     slots = f"{policy.weight_slots} slots in shards of {amount(policy.shard_nbytes)}"
     if policy.read_ahead_nbytes:
@@ -136,7 +135,7 @@ def describe_policy(numerics: Numerics, policy: Policy) -> list[str]:
     during = "the next forward pass" if policy.update == "next_forward" else "the backward pass"
     phrases = [
         exact,
-        "weights are used where they lie" if policy.shares_memory else through,
+        "weights are used in place" if policy.shares_memory else through,
         kept,
         f"updates during {during}",
         f"gradients in {numerics.grad_precision or numerics.precision}",
@@ -173,7 +172,7 @@ def describe_policy(numerics: Numerics, policy: Policy) -> list[str]:
 
 
 def describe_activations(policy: Policy) -> str:
-    """What is left of each layer's forward, in a phrase."""
+    """What each layer keeps from its forward, as a phrase."""
     if not policy.activations_by_layer:
         whole = "recomputes each layer in the backward pass"
         return "keeps each layer's graph" if policy.activations == "keep" else whole
@@ -190,7 +189,7 @@ def _share(count: int, total: int) -> str:
 
 
 def describe_placements(placements: Sequence[Placement]) -> list[str]:
-    """Where state lives but for host memory: `moments of 4 of 6 units on the disk`."""
+    """Where state is if not in host memory: `moments of 4 of 6 units on the disk`."""
     phrases = []
     whole = sum(placement.on_device for placement in placements)
     if whole:
@@ -218,14 +217,15 @@ def describe_placements(placements: Sequence[Placement]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Part of the line. Where there is no room for all, the one of highest `rank` goes first."""
+    """Part of the line. If space is short, the field with the highest `rank` is dropped first."""
 
     text: str
     rank: int
 
 
 def line_fields(event: Stepped, recent: Sequence[Stepped | Skipped], losses: Sequence[float] = ()) -> list[Field]:
-    """The line after `event`, with loss and speeds averaged over `recent`, which ends with it; `losses` are drawn."""
+    """The line after `event`, with loss and speeds averaged over `recent`, which ends with it; `losses` become a
+    sparkline."""
     seconds = sum(one.seconds for one in recent)
     steps = [one for one in recent if isinstance(one, Stepped)]
     product_seconds = sum(one.flops / one.peak_flops for one in steps)
@@ -251,12 +251,12 @@ def line_fields(event: Stepped, recent: Sequence[Stepped | Skipped], losses: Seq
 
 
 def describe_epoch(epoch: float, epochs: float | None) -> str:
-    """`0.26/3`, of a run whose passes over the data are known, else `0.26`."""
+    """`0.26/3` if the number of epochs is known, else `0.26`."""
     return f"{epoch:.2f}" if epochs is None else f"{epoch:.2f}/{epochs:.3g}"
 
 
 def fitting(fields: Sequence[Field], width: int) -> str:
-    """As many of `fields` as fit into `width` characters, in their order. The first in rank is always there."""
+    """As many of `fields` as fit into `width` characters, in their order; the one of lowest rank always."""
     kept = list(fields)
     while len(line := "  ".join(field.text for field in kept)) > width and len(kept) > 1:
         kept.remove(max(kept, key=lambda field: field.rank))
@@ -264,7 +264,7 @@ def fitting(fields: Sequence[Field], width: int) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """The course of `values` in at most `SPARK_COUNT` characters, each the mean of an equal part."""
+    """`values` as at most `SPARK_COUNT` bar characters, each the mean of an equal part."""
     count = min(SPARK_COUNT, len(values))
     edges = [len(values) * index // count for index in range(count + 1)] if count else []
     means = [mean(values[start:stop]) for start, stop in pairwise(edges)]
@@ -274,7 +274,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 class Progress:
-    """A watcher that keeps the person at `console` informed, for the length of a `with` block."""
+    """A watcher that prints to `console` during a `with` block."""
 
     def __init__(self, console: Console, log_every: int) -> None:
         self._console, self._log_every = console, log_every
@@ -341,7 +341,7 @@ class Progress:
                 self._print(self._summary(event), "bold")
 
     def _keep_line(self) -> None:
-        """From here on the line stays as it is, and what is printed comes below it."""
+        """Leave the current line as it is; what follows is printed below it."""
         if self._live:
             self._live.stop()
             self._live = None
@@ -377,17 +377,17 @@ class Progress:
 
 
 def printable(text: str) -> str:
-    """`text` with control characters, which could steer a terminal, replaced; line breaks and tabs stay."""
+    """`text` with control characters replaced, which could control a terminal; line breaks and tabs stay."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def warn(console: Console, line: str) -> None:
-    """Tell a line that stands out, whatever its text holds."""
+    """Print a highlighted line, whatever its text contains."""
     console.print(Text(printable(line), "yellow"), soft_wrap=True)
 
 
 def metric(number: float) -> str:
-    """A count in three significant digits: 950, 12.3k, 1.50M, 70.6B, 2.00T."""
+    """A count with three significant digits: 950, 12.3k, 1.50M, 70.6B, 2.00T."""
     power = 0
     while abs(number) >= 999.5 and power < 4:
         number /= 1000

@@ -1,9 +1,9 @@
-"""An engine's state out of a checkpoint: by the names of parameters, whatever policy, tiers or precision wrote it.
+"""Restores an engine's state from a checkpoint by parameter names, whatever policy, tiers or precision wrote it.
 
-Masters are float32 in every precision and moments too, so a state goes from `bf16` to `fp32` and back without losing a
-bit; what is computed from there on differs, as it does between the two from the first step. What is random in layers
-follows from the seed and the number of steps, both of which are part of the state; no generator has any. It leaves out
-whether it is right to go on with what has changed since (`megatrain.run.resume`).
+Masters and moments are float32 in every precision, so state goes from `bf16` to `fp32` and back without losing a
+bit; later results differ as the two precisions do. Randomness in layers follows from the seed and the number of
+steps, which are part of the state; no generator has any. `megatrain.run.resume` decides whether resuming is right
+if something has changed.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from megatrain.train.async_save import as_json, versions
 from megatrain.train.optimizer_sink import OptimizerSink
 
 ENGINE, CALLER = "engine", "run"
-"""The two parts of `training.json`: what the engine needs, and what its caller gave."""
+"""The two parts of `training.json`: the engine's and its caller's."""
 
 NewMoments = Literal["refuse", "zero"]
-"""What becomes of a parameter that trains now and did not when the checkpoint was written."""
+"""Treatment of parameters that train now but did not in the checkpoint."""
 
 
 def as_saved(
@@ -44,9 +44,9 @@ def as_saved(
     training: Mapping[str, Any],
     base: str | None = None,
 ) -> dict[str, Any]:
-    """What of a state is no tensor, and how it came about; beside it a copy of what the caller gave (`training`).
+    """The engine's state other than tensors, its versions and settings, and a copy of the caller's `training`.
 
-    base: checksum of the frozen base where the checkpoint holds an adapter alone.
+    base: checksum of the frozen base, if the checkpoint has only an adapter.
     """
     optimizer = sink.optimizer
     facts = {
@@ -72,26 +72,26 @@ def as_saved(
 
 
 def facts_in(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """What `as_saved` keeps of the engine. Raises `CheckpointError` for a checkpoint that no engine has written."""
+    """The engine's part of `training.json`. Raises `CheckpointError` if no engine wrote the checkpoint."""
     found = checkpoint.training.get(ENGINE)
     if not isinstance(found, dict) or not {"steps", "updates", "seed"} <= found.keys():
-        raise CheckpointError("holds no state of an engine", where=str(checkpoint.folder), fix="go on from another one")
+        raise CheckpointError("holds no engine state", where=str(checkpoint.folder), fix="resume from another one")
     return found
 
 
 def optimizer_in(checkpoint: Checkpoint) -> AdamW:
-    """The optimizer that wrote it."""
+    """The optimizer settings in a checkpoint."""
     fields: dict[str, Any] = dict(facts_in(checkpoint)["optimizer"])
-    pairs = tuple(map(tuple, fields.get("learning_rates", ())))  # which earlier versions do not have
+    pairs = tuple(map(tuple, fields.get("learning_rates", ())))  # absent in earlier versions
     more = {"betas": tuple(fields["betas"]), "no_decay": tuple(fields["no_decay"]), "learning_rates": pairs}
     return AdamW(**{**fields, **more})
 
 
 def fill(source: Fills, store: Store, units: Sequence[Sequence[str]], progress: Progress | None) -> None:
-    """Set the masters of these parameters, unit by unit, from a source of all.
+    """Set the masters of these parameters, unit by unit, from a source of the whole model.
 
-    The library reads whole tensors where it puts several together, experts say. Of several ranks each reads those
-    itself, what it owns of them, where they lie one behind the other in the files as they are held here.
+    The library reads whole tensors that it must combine (experts, say). With several ranks, each reads just its
+    share if the bytes are contiguous in the files in the held form.
     """
     ranges: dict[str, tuple[FileBytes, ...]] = {}
     if store.model.ranks > 1:
@@ -104,7 +104,7 @@ def fill(source: Fills, store: Store, units: Sequence[Sequence[str]], progress: 
 
 
 def _own_values(store: Store, name: str, of: Sequence[FileBytes]) -> Tensor:
-    """The float32 values of a parameter in its shape, of what this rank owns, in memory that the others do not take."""
+    """This rank's share of a parameter as float32 in the parameter's shape; the rest takes no memory."""
     unit, field = store.field(name)
     values = lazy_zeros(field.shape, torch.float32)
     memory, at = values.view(-1).view(torch.uint8).numpy(), 0
@@ -124,23 +124,23 @@ def _own_values(store: Store, name: str, of: Sequence[FileBytes]) -> Tensor:
 
 
 def frozen_in(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
-    """Of these parameters, those that have no moments."""
+    """Those of these parameters that have no moments."""
     return [name for name in names if name not in checkpoint.moment_shapes]
 
 
 def read_moments(checkpoint: Checkpoint, store: Store, new: NewMoments = "refuse") -> None:
-    """Set what this rank owns of the moments of everything that trains.
+    """Load this rank's share of the moments of all trained parameters.
 
-    Raises `CheckpointError`, before anything is set, for a parameter whose moments the checkpoint lacks, unless `new`
-    says that they begin as zeros, and for moments of another shape.
+    Raises, before anything is set, `CheckpointError` for a parameter without moments in the checkpoint, unless
+    `new` says that they start as zeros, and for moments of another shape.
     """
     spec, there = store.model, checkpoint.moment_shapes
     for param in (param for unit in spec.units for param in unit.params if param.trainable):
         if param.name in there and there[param.name] != param.shape:
             what = f"has moments of shape {list(there[param.name])} for {param.name}, which is {list(param.shape)}"
-            raise CheckpointError(what, where=str(checkpoint.folder), fix="go on with the model that it was made from")
+            raise CheckpointError(what, where=str(checkpoint.folder), fix="use the model that it was made from")
         if param.name not in there and new == "refuse":
-            fix = "freeze what was frozen, or let their moments begin as zeros"
+            fix = "freeze what was frozen, or let their moments start as zeros"
             raise CheckpointError(f"has no moments of {param.name}", where=str(checkpoint.folder), fix=fix)
     for number, unit in enumerate(spec.units):
         if not any(param.trainable for param in unit.params):
@@ -157,33 +157,33 @@ def read_moments(checkpoint: Checkpoint, store: Store, new: NewMoments = "refuse
 
 
 def _as_now(value: Any) -> Any:
-    """A copy of nested lists and dicts: they are written later, beside a caller who may go on changing them."""
+    """Copy nested lists and dicts: they are written later, while the caller may change them."""
     if isinstance(value, dict):
         return {key: _as_now(each) for key, each in value.items()}
     return [_as_now(each) for each in value] if type(value) is list else value
 
 
 def refuse_other_base(checkpoint: Checkpoint, base: Callable[[], str]) -> None:
-    """Raise `CheckpointError` where a checkpoint of an adapter was written over another base than this checksum's."""
+    """Raise `CheckpointError` if an adapter's checkpoint belongs to a base with another checksum."""
     then = facts_in(checkpoint).get("base")
     if then is not None and then != (now := base()):
-        what = f"is of an adapter over another base: its weights sum to {now}, and then it was {then}"
-        fix = "go on with the very base that it was trained on, in the precision that it was held in"
+        what = f"is of an adapter over another base: the checksum of its weights is {now}, but was {then}"
+        fix = "use the base that it was trained on, in the same precision"
         raise CheckpointError(what, where=str(checkpoint.folder), fix=fix)
 
 
 def refuse_other_model(checkpoint: Checkpoint, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise `CheckpointError` for a checkpoint of a model with these parameters, if they are not those of `spec`."""
+    """Raise `CheckpointError` unless the checkpoint's parameters and `shapes` are those of `spec`."""
     ours = {param.name: param.shape for unit in spec.units for param in unit.params}
     if odd := sorted({*ours.items()} ^ {*shapes.items()}):
-        what = f"is of another model: {odd[0][0]} of shape {list(odd[0][1])} is in one of the two alone"
+        what = f"is of another model: only one of the two has {odd[0][0]} of shape {list(odd[0][1])}"
         raise CheckpointError(what, where=str(checkpoint.folder), fix="make an engine with Engine.from_checkpoint")
 
 
 def weights_in(checkpoint: Checkpoint, ported: PortedModel, trust_remote_code: bool) -> Fills:
-    """The masters in a checkpoint of this model: all of them, or where it has an adapter those of that alone.
+    """The masters in a checkpoint of this model: all of them, or only the adapter's if it has one.
 
-    Raises `CheckpointError` for a checkpoint of another model, and `ModelError` for that of another adapter.
+    Raises `CheckpointError` for a checkpoint of another model, and `ModelError` for another adapter's.
     """
     if ported.adapter is not None:
         return ported.adapter.file_in(checkpoint.folder, ported.whole())

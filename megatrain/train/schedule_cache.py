@@ -1,8 +1,8 @@
-"""The schedules of one engine: built and proven at the first need, kept, and their memory provided each time.
+"""An engine's schedules: built and checked on first use, cached, with their memory allocated on each use.
 
-Ops depend on the number of micro-batches, not on their sizes, so schedules are kept by number; where inputs of layers
-are offloaded, for micro-batches as large as any so far. The activation plan may be left to the work of each step;
-nothing that a step computes depends on it.
+Ops depend on the number of micro-batches, not on their sizes, so schedules are cached by number; if layer inputs
+are offloaded, for micro-batches as large as the largest so far. The activation plan may be chosen for the work of
+each step; results do not depend on it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from megatrain.schedule import Schedule, build_flush, build_forward, build_step,
 from megatrain.spec import Limits, ModelSpec, Numerics, Policy, Work
 
 FIXED = ("update", "transfer", "shares_memory")
-"""Fields of a policy that the state, the device's memory and the sink were made for."""
+"""Policy fields that cannot change, since state, device memory and sink depend on them."""
 
 OWNING = ("shard_nbytes", "delivery")
-"""Those that decide what each of several ranks owns, and where."""
+"""Policy fields that decide what each rank owns, and where."""
 
 Kind = Literal["step", "pending step", "forward", "flush"]
 Key = tuple[Kind, int, Policy]
-"""What is run, over how many micro-batches, by which policy."""
+"""(kind of run, number of micro-batches, policy)."""
 
 
 class Schedules:
-    """What an engine walks, by kind of run and number of micro-batches. `policy` is that of the last one asked for."""
+    """The schedules by kind of run and number of micro-batches. `policy` is that of the last one requested."""
 
     def __init__(
         self,
@@ -49,16 +49,16 @@ class Schedules:
         self._ported, self._numerics, self.policy = ported, numerics, policy
         self.known: dict[Key, Schedule] = {}
         self._work: dict[Key, Work] = {}
-        """What each has been built for."""
+        """The work that each was built for."""
         self._store, self._pool, self._device, self._world = store, store.pool, device, world
         self._fits_activations = fits_activations
         self._is_scattered = False
-        """Whether state may lie elsewhere than `policy` says, since it could not be moved back."""
+        """Whether state may not be where `policy` says, since it could not be moved back."""
 
     def get(self, kind: Kind, work: Work) -> Schedule:
-        """The schedule for this kind of run over this work, its memory allocated and all state in its place.
+        """The schedule for this kind of run and work, with its memory allocated and all state in place.
 
-        Raises `DoesNotFit`, before anything is allocated, with the nearest policy that would fit, and `DiskError`.
+        Raises `DoesNotFit`, before allocating anything, with the nearest policy that would fit, and `DiskError`.
         """
         self._store.settle()
         self._gather()
@@ -70,7 +70,7 @@ class Schedules:
         if self.policy.offloads:
             wanted = _larger(wanted, work)
         if wanted != built:
-            # Slots of outputs have the size that is measured; where nothing was, they would hold none.
+            # Output slots have the measured size; without a measurement they would hold nothing.
             spec = self._ported.spec if self.policy.offloads_outputs else self._ported.known
             schedule = _build(kind, spec, self._numerics, self.policy, wanted, self._world.rank)
             check(schedule)
@@ -79,7 +79,7 @@ class Schedules:
             self._pool.provide(self.known[key].buffers.values())
         except DoesNotFit as error:
             ledger = self._pool.ledger
-            saves = ledger.table().get(("host", "checkpoint"), 0)  # of no schedule, and there all the same
+            saves = ledger.table().get(("host", "checkpoint"), 0)  # not part of any schedule, but allocated
             left = {tier: budget - (saves if tier == "host" else 0) for tier, budget in ledger.budgets.items()}
             error.fix = (
                 f"{error.fix}; {nearest_that_fits(self._ported.structure, self._numerics, self.policy, work, left)}"
@@ -88,14 +88,16 @@ class Schedules:
         return self.known[key]
 
     def adopt(self, policy: Policy) -> None:
-        """Another policy from now on, whose memory is provided with its first schedule; the old slots are given back.
+        """Use another policy from now on; its memory is allocated with its first schedule, and the old slots are
+        freed.
 
-        Raises `PlanError` for a difference that cannot be followed, and what a tier refuses; the old one then holds.
+        Raises `PlanError` for a change that is not possible, and the tier's error if one refuses; the old policy
+        then stays.
         """
         for name in (*FIXED, *(OWNING if self._world.size > 1 else ())):
             before, after = getattr(self.policy, name), getattr(policy, name)
             if before != after:
-                raise PlanError(f"cannot be changed under way ({before} to {after})", where=f"policy.{name}")
+                raise PlanError(f"cannot change during training ({before} to {after})", where=f"policy.{name}")
         policy.refuse_contradictions(self._numerics)
         self._store.settle()
         self._pool.keep_state()
@@ -109,36 +111,38 @@ class Schedules:
         self.policy, self._fits_activations = policy, False
 
     def _gather(self) -> None:
-        """Bring all state to where the policy has it; a schedule would take what it does not find there for new, and
-        begin it with zeros. Raises what a tier refuses, and the next call tries again."""
+        """Move all state to where the policy places it; a schedule would take missing state for new, and zero it.
+
+        Raises the tier's error; the next call tries again.
+        """
         if self._is_scattered:
             self._store.move(self.policy)
             self._is_scattered = False
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Drop all schedules."""
         self.known.clear()
         self._work.clear()
 
     def _fitted(self, free_nbytes: int, work: Work) -> Policy:
-        """What layers take is measured for it."""
+        """Layers' memory is measured for it."""
         return fit_activations(self._ported.spec, self._numerics, self.policy, work, free_nbytes)
 
     @cached_property
     def _memory_for_activations(self) -> int:
-        """Bytes that were free once the state had been allocated, on each of several ranks."""
+        """Bytes that were free on each rank after the state was allocated."""
         shared = self._device.shares_memory
         free = available_host_nbytes() // self._world.size if shared else self._device.free_nbytes()
         return min(self._world.exchange("free memory", free))
 
     def _widest(self, work: Work) -> Work:
-        """Micro-batches as large as those of any rank, so that all plan alike."""
+        """The largest micro-batches of any rank, so that all plan alike."""
         told = self._world.exchange("work", (work.tokens, work.length))
         return reduce(_larger, [Work(tuple(tokens), length) for tokens, length in told]) if len(told) > 1 else work
 
 
 def budgets(limits: Limits, device: Device, disk: Disk | None = None) -> dict[str, int]:
-    """Bytes by tier: what the limits allow, else what the machine has now."""
+    """Bytes by tier: within the limits, else what the machine has now."""
     there: dict[str, Callable[[], int]] = {"host": available_host_nbytes}
     if not device.shares_memory:
         there["device"] = device.free_nbytes
@@ -149,7 +153,7 @@ def budgets(limits: Limits, device: Device, disk: Disk | None = None) -> dict[st
 
 
 def _larger(left: Work, right: Work) -> Work:
-    """Micro-batches as large as those of either."""
+    """Micro-batches at least as large as those of either."""
     tokens = tuple(max(pair) for pair in zip_longest(left.tokens, right.tokens, fillvalue=0))
     return Work(tokens, left.length if left.length == right.length else None, batching=right.batching)
 
@@ -167,7 +171,7 @@ def _build(kind: Kind, spec: ModelSpec, numerics: Numerics, policy: Policy, work
 
 
 def refuse_contradictions(numerics: Numerics, policy: Policy, max_grad_norm: float | None, device: Device) -> None:
-    """Raise `PlanError` for a policy that the other arguments rule out."""
+    """Raise `PlanError` if the policy contradicts the other arguments."""
     policy.refuse_contradictions(numerics)
     if policy.update == "during_backward" and max_grad_norm is not None:
         raise PlanError(

@@ -1,10 +1,9 @@
-"""A checkpoint in files that all ranks reach: each writes what it owns of every unit, at its own ranges of the files.
+"""Checkpoints that all ranks write together: each writes its share of every unit at its own ranges of shared files.
 
-No state goes from rank to rank. What does are names, checksums of pieces and of blocks (`checkpoint.ranges`), and after
-each part of the work that nothing has failed. Rank 0 makes the folder and all files in it; the others look for it
-beside where they would have made theirs. Frozen files of the checkpoint before are compared, by each rank with what it
-owns, and linked where none differs. Only once all have forced their bytes to the disk, and proved them, does rank 0
-write the manifest.
+No state is sent between ranks, only names, checksums of pieces and blocks (`checkpoint.ranges`), and after each
+part of the work that nothing has failed. Rank 0 creates the folder and all files; the others find it at the same
+path. Each rank compares the previous checkpoint's frozen files with its share, and they are linked if none
+differs. Only once all ranks have synced and verified their bytes does rank 0 write the manifest.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from megatrain.spec.layout import Ownership
 from megatrain.train.gathered_files import Agree
 
 STATE_NBYTES = 12
-"""Of a parameter: master, m and v."""
+"""Arrays per parameter: master, m and v."""
 AT_ONCE_NBYTES = 8 << 30
-"""Of all ranks, written or summed up before they hear of each other again."""
+"""Bytes of all ranks written or checksummed between agreements."""
 
 
 @dataclass(frozen=True)
 class SharedFiles:
-    """One rank's part in one checkpoint. All ranks call the same methods in the same order."""
+    """One rank's part in writing one checkpoint. All ranks call the same methods in the same order."""
 
     world: World
     agree: Agree
@@ -47,19 +46,22 @@ class SharedFiles:
     places: Places
     owned: Ownership
     read: Callable[[int], UnitState]
-    """What this rank owns of a unit, float32, until the next is read."""
+    """Reads this rank's share of a unit as float32, valid until the next is read."""
     once: frozenset[int]
-    """Units that are read once: of files with any of these, no other checkpoint's are taken."""
+    """Units that can be read only once, so files with any of them are not compared for linking."""
     progress: Callable[[int], object]
-    """Called with the bytes that this rank has written so far."""
+    """Called with the bytes written by this rank so far."""
     target: Path
-    """Where the checkpoint is to appear."""
+    """The checkpoint's final path."""
 
     def why_not(self, staging: Path) -> str:
-        """Why the ranks cannot write together into the folder that rank 0 has made, or nothing: all must see in it what
-        each of them writes. staging: where this rank looks for it."""
+        """Why the ranks cannot write together into rank 0's folder; empty if they can, that is, see each other's
+        writes.
+
+        staging: this rank's path of the folder.
+        """
         if not all(self.agree(lambda: self.places.are_known)):
-            return "the library changes more of its tensors than where their elements are"
+            return "converting its tensors does more than move their elements"
         nonce, first = os.urandom(ranges.NONCE_NBYTES), self.world.rank == 0
         self.agree(lambda: ranges.make_probe(staging, self.world.size) if first else None)
         nonces = self.agree(lambda: ranges.probe(staging, self.world.rank, nonce))
@@ -76,11 +78,11 @@ class SharedFiles:
         shared: Callable[[int], object],
         doubt: Callable[[], object],
     ) -> Mapping[str, FileSum]:
-        """Write all files of weights and moments, and return what they hold.
+        """Write all files of weights and moments, and return their checksums.
 
-        earlier: a checkpoint in the same folder, as rank 0 knows it. done: called with each unit that this rank has
-        written. shared: with the bytes of each linked file. doubt: on all ranks where one does not find what has been
-        written. Raises `CheckpointError` for that, and for what cannot be written.
+        earlier: rank 0's previous checkpoint in the same folder. done: called with each unit that this rank has
+        written. shared: called with the bytes of each linked file. doubt: called on all ranks if one does not find what
+        was written. Raises `CheckpointError` then, and if writing fails.
         """
         first, linked = self.world.rank == 0, self._linked(staging, earlier)
         for file in linked.values():
@@ -108,7 +110,7 @@ class SharedFiles:
             writer.settle()
 
     def _write(self, writer: RangeWriter, units: Sequence[int], done: Callable[[int], object]) -> None:
-        """Write what this rank owns of these units."""
+        """Write this rank's share of these units."""
         with writing_to(self.target):
             for unit, pieces in self._units(units):
                 for piece in pieces:
@@ -123,7 +125,7 @@ class SharedFiles:
             writer.finish()
 
     def _groups(self) -> Iterator[list[int]]:
-        """Units that are written before ranks hear of each other: for one that takes long, the others wait."""
+        """Groups of units written between agreements."""
         group, nbytes = list[int](), 0
         for unit in self.planned.order:
             group.append(unit)
@@ -136,8 +138,8 @@ class SharedFiles:
     def _sums(
         self, staging: Path, files: Sequence[Shard], of_ranks: list[list[Written]], doubt: Callable[[], object]
     ) -> list[int]:
-        """Of the blocks that this rank sums up; agreed upon as often as what is written. What ends a save otherwise, as
-        a stop does, says nothing of the folder."""
+        """Checksums of this rank's blocks, with agreements in between. Only a mismatch casts doubt on the folder,
+        not a stop."""
         blocks = [ranges.dealt_blocks(files, rank, self.world.size) for rank in range(self.world.size)]
         mine, nbytes = blocks[self.world.rank], sum(each.nbytes for each in of_ranks[self.world.rank])
         at_once, sums = max(1, AT_ONCE_NBYTES // self.world.size // manifest.BLOCK_NBYTES), list[int]()
@@ -164,7 +166,7 @@ class SharedFiles:
         return sums
 
     def _linked(self, staging: Path, earlier: Earlier | None) -> dict[str, FileSum]:
-        """The frozen files that are in the checkpoint before as they are now; rank 0 has linked them."""
+        """The frozen files that are unchanged since the previous checkpoint, which rank 0 has linked."""
         frozen = {shard.name: shard for shard in self.planned.frozen_weights}
         known = {} if earlier is None else {each: earlier.sum_of(each, frozen[each].nbytes) for each in frozen}
         names = [each for each, there in known.items() if there and self.once.isdisjoint(self.places.units_in([each]))]
@@ -189,7 +191,7 @@ class SharedFiles:
             yield unit, self.places.own(unit, self.read(unit), self.owned)
 
     def _rows(self, own: NDArray[np.uint64], width: int) -> list[list[list[int]]]:
-        """The rows of each rank: what it has, uint64[n, width], of any n."""
+        """All ranks' rows, from this rank's uint64[n, width], for any n."""
         counts = [count for (count,) in self.world.together(torch.tensor([[len(own)]])).view(-1, 1).tolist()]
         padded = np.zeros((max(counts), width), np.int64)
         padded[: len(own)] = own.reshape(-1, width).view(np.int64)

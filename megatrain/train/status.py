@@ -1,12 +1,12 @@
-"""How a run is, for a person and a script: `status.json`, kept up to date by a thread that also looks for what hangs.
+"""Maintains `status.json`, a run's health for people and scripts, and detects what hangs.
 
-The file holds one JSON object, replaced as a whole every few seconds and at each change of `state`: `starting`,
-`running`, `stopping` (asked to), and at the end `finished`, `stopped` or `failed` with the `error`. A process that was
-killed leaves `running` with a `heartbeat` (seconds since 1970) that no longer moves, and its `pid`.
+The file holds one JSON object, replaced atomically every few seconds and whenever `state` changes: `starting`,
+`running`, `stopping` (requested), and finally `finished`, `stopped`, or `failed` with the `error`. A killed process
+leaves `running` with a `heartbeat` (seconds since 1970) that no longer advances, and its `pid`.
 
-An op that has been under way for longer than `stall_seconds` while nothing else moved, a save that has written nothing
-for as long, and a thread that has died are told once each, with the op and its age, and stand under `stalled` for as
-long as they last. Nothing is stopped: a slow disk may recover, and whoever watches the file decides.
+An op that runs longer than `stall_seconds` while nothing else moves, a save that has written nothing for as long,
+and a dead thread are reported once each, and listed under `stalled` while they last. Nothing is stopped: a slow
+disk may recover, and whoever watches the file decides.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 STATUS = "status.json"
 THREADS = "megatrain-"
-"""What the names of our threads begin with."""
+"""Prefix of our threads' names."""
 
 
 class Watched(Protocol):
-    """What is asked of an engine, from another thread; see `train.engine.Engine`."""
+    """What is asked of an engine from another thread; see `train.engine.Engine`."""
 
     @property
     def saver(self) -> Saver: ...
@@ -55,10 +55,10 @@ class Watched(Protocol):
 
 
 class Health:
-    """A watcher, and a thread for the length of a `with` block.
+    """A watcher, with a thread during a `with` block.
 
-    log_every: steps that the loss is the mean of, as in the line on the terminal. say: told a line about each thing
-    that hangs, from the thread. stopping: whether the run has been asked to stop.
+    log_every: number of steps over which the loss is averaged, as on the terminal. say: called from the thread with a
+    message about anything that hangs. stopping: whether the run has been asked to stop.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Health:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._end.set()
         self._thread.join()
-        if self._fields["state"] == "failed":  # another rank has, and this one is ended for it
+        if self._fields["state"] == "failed":  # another rank failed, and this one ends because of it
             return
         whole = self._early or self._fields["step"] >= self._fields["steps"]
         state = "failed" if error is not None else "finished" if whole else "stopped"
@@ -160,13 +160,13 @@ class Health:
                 self._fields["step"] = max(self._fields["step"], event.step)
 
     def failed(self, line: str) -> None:
-        """The process is about to be ended for `line`, from a thread."""
+        """A thread is about to end the process because of `line`."""
         self._end.set()
         self._fields |= {"state": "failed", "error": line, "saving": None, "stalled": []}
         self.write()
 
     def write(self) -> None:
-        """Replace the file. A disk that refuses is told once, and asked again at the next beat."""
+        """Replace the file. A failing disk is reported once, and tried again at the next beat."""
         if self._stopping() and self._fields["state"] == "running":
             self._fields["state"] = "stopping"
         self._fields |= {"heartbeat": time.time(), "saving": self._saving()}
@@ -178,7 +178,7 @@ class Health:
             except OSError as error:
                 if not self._refused:
                     self._refused = True
-                    self._say(f"{self.path} cannot be written ({error.strerror or error}): it stays as it was")
+                    self._say(f"{self.path} cannot be written ({error.strerror or error}) and is out of date")
 
     def _beat(self) -> None:
         while not self._end.wait(self._beat_seconds):
@@ -191,19 +191,19 @@ class Health:
             self.write()
 
     def stalled(self) -> list[str]:
-        """What hangs now, each in a line with its age."""
+        """What hangs now, each with its age, one per line."""
         found: list[str] = []
         ops, quiet = self._engine.under_way()
         if ops and quiet > self._stall_seconds:
             op, stream, seconds = max(ops, key=lambda each: each[2])
-            found.append(f"op {op} on stream {stream} has been under way for {seconds:.0f} s")
+            found.append(f"op {op} on stream {stream} has been running for {seconds:.0f} s")
         save = self._engine.saver.current
         if save is not None and not save.is_over and (age := time.monotonic() - save.moved) > self._stall_seconds:
-            found.append(f"the checkpoint of step {save.step:,} has stood still at {save.at} for {age:.0f} s")
+            found.append(f"the checkpoint of step {save.step:,} has been stuck at {save.at} for {age:.0f} s")
         return [*found, *self._died()]
 
     def _died(self) -> list[str]:
-        """Threads of ours that were there and are no more, but for those that write one checkpoint."""
+        """Our threads that no longer run, except those that write a single checkpoint."""
         for thread in threading.enumerate():
             if thread.name.startswith(THREADS) and thread.name != "megatrain-save" and thread.ident is not None:
                 self._threads[thread.ident] = thread

@@ -1,4 +1,4 @@
-"""The micro-batches of one engine call: validated before anything is computed, and staged for the device."""
+"""Validates the micro-batches of an engine call before anything is computed, and stages them for the device."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def checked_micro_batches(
     *,
     trains: bool,
 ) -> tuple[list[MicroBatch], Work]:
-    """The micro-batches as a list, staged for the device, and the work that they are.
+    """The micro-batches as a list, staged for the device, and their work.
 
-    Raises `BatchError`, `LossError`, and `ModelError` where they are to train and nothing does. Of several ranks all
-    raise what is wrong with the micro-batches of one.
+    Raises `BatchError`, `LossError`, and `ModelError` if they are to train but every parameter is frozen. With
+    several ranks, an error in one rank's micro-batches is raised on all.
     """
     if trains and not ported.structure.trained_numel:
         where = f"model {ported.structure.name}"

@@ -1,10 +1,10 @@
-"""Stopping a run from outside: Ctrl-C or SIGTERM asks for a stop after the step under way, a second one leaves at once.
+"""Stops a run on Ctrl-C or SIGTERM: the first signal asks for a stop after the current step, the second exits at
+once.
 
-A handler only takes note, because a step cut in the middle is a step lost. Where a machine is taken away so many
-seconds after the signal, a step may be longer than that: with a deadline, what is under way when the time for a last
-checkpoint has come is interrupted (`OutOfTime`), as a step that has not begun. That is raised only where ops run, never
-in the lines around them that count a step, report it or move state. It leaves out what happens then: the loop asks
-`requested` between steps.
+The handler only takes note, because an interrupted step is lost. If a machine will be taken away a fixed time
+after the signal, a step may take too long: with a deadline, it is interrupted (`OutOfTime`) when a last checkpoint
+must begin, and counts as not started. That is raised only while ops run, never in code around them that counts a
+step, reports it or moves state. The loop checks `requested` between steps.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import Any
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 NOTICE = b"\nstopping after this step; once more to leave at once, without saving\n"
 SOONEST = 0.01
-"""Seconds after the signal at which an interrupt may come."""
+"""Earliest interrupt after the signal, in seconds."""
 
 
 class OutOfTime(KeyboardInterrupt):
-    """The deadline leaves no time for what is under way."""
+    """The deadline leaves no time to complete what is running."""
 
 
 class StopSignals:
     """In a `with` block, the first of `SIGNALS` sets `requested`; the next one does what it always did.
 
-    deadline_seconds: after the first signal, all must be over. needs_seconds: what is to follow the step will take so
-    long. Only the main thread of a process may handle signals, so only it may enter the block.
+    deadline_seconds: time after the first signal by which all must be over. needs_seconds: duration of what must follow
+    the step. Only the main thread of a process may handle signals, so only it may enter the block.
     """
 
     def __init__(self, deadline_seconds: float | None = None, needs_seconds: Callable[[], float] = lambda: 0.0) -> None:
@@ -51,7 +51,7 @@ class StopSignals:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """In the block, what runs in a `region` is broken off when the deadline asks for it."""
+        """In the block, the deadline may interrupt what runs in a `region`."""
         if self.deadline_seconds is None or not hasattr(signal, "SIGALRM"):
             yield
             return
@@ -68,7 +68,7 @@ class StopSignals:
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        """Raises `OutOfTime` in the block, or as it begins, where the time is over; nowhere else is it raised."""
+        """In the block, and as it begins, `OutOfTime` is raised when time is up; nowhere else."""
         self._inside = True
         try:
             if self._armed and self._due:
@@ -78,7 +78,7 @@ class StopSignals:
             self._inside = False
 
     def remaining_seconds(self) -> float | None:
-        """Until the deadline, none below 0; `None` where there is none, or no signal has come."""
+        """Seconds until the deadline, at least 0; `None` without a deadline or before the first signal."""
         if self.deadline_seconds is None or not self.requested:
             return None
         return max(0.0, self._requested_at + self.deadline_seconds - time.monotonic())

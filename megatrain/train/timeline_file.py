@@ -1,4 +1,4 @@
-"""Timelines of a few steps in a file that Perfetto and chrome://tracing open."""
+"""Writes timelines of a few steps to a trace file for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatrain.spec.fields import Bounds, checked
 from megatrain.system.paths import usable_path
 
 TRACE = "trace.json"
-"""The trace of one early step in the folder of a run, where no other is asked for."""
+"""Default trace in the run folder, of one early step."""
 
 
 class Trace:
-    """Gathers the timelines of `steps` steps, the first left out since it warms up, and writes them when complete.
+    """Collects the timelines of `steps` steps, without the first, which warms up, and writes them when complete.
 
-    Raises `ConfigError` at once for a path that cannot be written; a disk that is full later is warned of.
+    Raises `ConfigError` at once for a path that is not writable; a later failure is only a warning.
     """
 
     def __init__(self, path: str | Path, steps: int) -> None:
@@ -35,13 +35,13 @@ class Trace:
             raise ConfigError(f"cannot be written ({error.strerror})", where=f"trace {self.path}") from error
 
     def add(self, timeline: Timeline) -> bool:
-        """One more step; the file is written, and true returned, with the last of them."""
+        """Add a step; with the last one, writes the file and returns true."""
         if self._warm:
             self._timelines.append(timeline)
         self._warm = True
         if len(self._timelines) < self.steps:
             return False
-        waits = stalls(self._timelines[-1])  # stream -> seconds that compute waited for it
+        waits = stalls(self._timelines[-1])  # stream -> seconds for which compute waited for it
         try:
             self.path.write_text(json.dumps(chrome_trace(self._timelines) | {"waits": waits}))
         except OSError as error:

@@ -339,7 +339,7 @@ def test_a_kernel_that_is_not_compared_is_refused(capsys: pytest.CaptureFixture[
     for kernel, told in (
         ("foo", has_not),
         ("flash_attention_2", has_not),
-        ("flex_attention", "is compared on the cpu, which has no attention={}; use attention=eager or sdpa"),
+        ("flex_attention", "is compared on the CPU, which has no attention={}; use attention=eager or sdpa"),
     ):
         code, out, err = run(capsys, "verify", str(tmp_path), "--attention", kernel)
         assert (code, out) == (2, "")

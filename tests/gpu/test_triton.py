@@ -95,7 +95,7 @@ def test_where_triton_fails_single_operations_are_used_and_it_is_said(
     monkeypatch.setattr(device_adamw, "agrees", lambda *_: 1 / 0)
     with caplog.at_level(logging.WARNING):
         assert device_adamw._kernels(GPU) is None
-    assert "AdamW on cuda:0 runs by single operations: Triton failed (ZeroDivisionError" in caplog.text
+    assert "AdamW on cuda:0 uses single torch operations: Triton failed (ZeroDivisionError" in caplog.text
 
 
 @pytest.mark.silicon

@@ -371,4 +371,4 @@ def test_what_is_said_of_an_altered_model_is_of_its_class() -> None:
     attention_hooked(model)
     with Engine.from_model(model, precision="fp32") as engine:
         assert engine.checked.state == "unchecked"
-        assert "its class is computed right" in engine.checked.why
+        assert "its class is computed correctly" in engine.checked.why

@@ -130,7 +130,7 @@ def test_rates_between_steps_may_change_and_patterns_may_not(tmp_path: Path) -> 
         engine.step([batch(2, 8, 0)])
         assert torch.equal(engine.master("model.layers.0.self_attn.q_proj.weight"), before)
         assert engine.master("lm_head.weight").ne(tiny_model().lm_head.weight).any()
-        with pytest.raises(ConfigError, match="other parameters would have a learning rate of their own"):
+        with pytest.raises(ConfigError, match="other parameters would have their own learning rate"):
             engine.set_optimizer(replace(OPTIMIZER, learning_rates=RATES[:2]))
         engine.set_optimizer(OPTIMIZER)
         folder = engine.save(tmp_path).wait()

@@ -125,7 +125,7 @@ def test_what_files_do_not_hold_as_it_is_held_stays_in_memory(tmp_path: Path) ->
         assert list(read._ported.in_files.others.values()) == ["is F32 in the files, but held as bfloat16"]
         assert equal(results(read), expected)
     whole = saved(tmp_path / "whole", dtype=torch.float32)
-    with pytest.raises(PlanError, match="nothing is frozen that the model's files hold"):
+    with pytest.raises(PlanError, match="the model's files hold no frozen weights"):
         made(whole, "cpu", usual("cpu", IN_FILES))
     with made(whole, "cpu", usual("cpu", IN_FILES), precision="fp32") as made_whole:
         made_whole.step(unequal_batches(2))

@@ -86,7 +86,7 @@ def test_a_plan_for_such_a_machine_runs_on_it_and_locks_what_it_says() -> None:
         made.step(unequal_batches(2))
         locked = pinned_nbytes(plan.timeline.schedule.buffers.values(), "staged")
         assert 0 < sum(device.locked.values()) <= locked <= 20_000
-        with pytest.raises(PlanError, match=r"policy.transfer: cannot be changed under way"):
+        with pytest.raises(PlanError, match=r"policy.transfer: cannot change during training"):
             made.adopt(replace(plan.policy, transfer="pinned"))
         made.adopt(replace(plan.policy, pinned_staging_slots=1))
         made.step(unequal_batches(2))

@@ -392,7 +392,7 @@ def test_what_is_updated_at_once_is_torn_on_all_by_a_gradient_that_is_not_finite
     assert first == second
     assert "the gradient of rank 1 is not finite" in first[0]
     assert "start again from a saved model" in first[0]
-    assert "an interrupted step has updated units on some ranks" in first[1]
+    assert "an interrupted step has updated units on only some ranks" in first[1]
 
 
 def test_policies_that_differ_are_told_before_anything_is_computed() -> None:

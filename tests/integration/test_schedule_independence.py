@@ -172,5 +172,5 @@ def test_numerics_say_the_precision_and_stay_whatever_policy_is_adopted() -> Non
         engine.adopt(replace(engine.policy, weight_slots=3, wait_for="shard", shard_nbytes=3000, activations="keep"))
         assert engine.numerics == numerics
         for stays in ({"update": "during_backward"}, {"transfer": "pageable"}):
-            with pytest.raises(PlanError, match="cannot be changed under way"):
+            with pytest.raises(PlanError, match="cannot change during training"):
                 engine.adopt(replace(engine.policy, **stays))  # type: ignore[arg-type]

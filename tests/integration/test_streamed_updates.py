@@ -315,7 +315,7 @@ def test_a_gradient_that_is_not_finite_is_not_applied(update: str, monkeypatch: 
         after = {name: each for name, each in engine.master_weights().items() if "layers.0." in name}
         assert equal(before, after)
         if update == "during_backward":
-            assert "updated already: " in str(caught.value)
+            assert "already updated: " in str(caught.value)
             assert "model.layers.2" in str(caught.value)
             return
         assert "nothing was updated" in str(caught.value)

@@ -100,7 +100,7 @@ def test_a_run_that_could_not_save_its_end_says_so_once_and_does_not_end_well(
         patched.setattr(save, "_refuse_too_little_space", full)
         wait_for_each_save(patched)
         what = "the state after step 6, the last one, was not saved; the newest checkpoint is that of step 2; the model"
-        with pytest.raises(CheckpointError, match=what + r".*set resume=auto, which goes on after step 2"):
+        with pytest.raises(CheckpointError, match=what + r".*set resume=auto, which continues after step 2"):
             run_training(config_of(tmp_path), Console(file=heard, width=500))
     told = [line for line in heard.getvalue().splitlines() if "No space left" in line]
     assert len(told) == 2

@@ -516,7 +516,7 @@ def test_a_disk_that_fills_up_under_the_metrics_ends_no_run(
     monkeypatch.setattr(Path, "write_text", write_text)
     said = train(config_of(tmp_path, output={"trackers": ["tensorboard"]}, checkpoint={"every": 0}))
     assert said.count("metrics.jsonl cannot be written") == 1
-    assert "training goes on" in said
+    assert "training continues" in said
     assert losses(tmp_path / "run") == straight[0]
     assert equal(weights(tmp_path / "run"), straight[1])
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"

@@ -136,7 +136,7 @@ def test_a_state_that_cannot_be_saved_is_tried_once_told_once_and_refused_as_an_
     assert [type(event) for event in checkpoints.finish(5)] == [Warned]
     assert asked == [4, 5]
     what = "the state after step 5, the last one, was not saved; the newest checkpoint is that of step 2"
-    with pytest.raises(CheckpointError, match=f"{what}; the model is in m; .* goes on after step 2"):
+    with pytest.raises(CheckpointError, match=f"{what}; the model is in m; .* continues after step 2"):
         checkpoints.refuse_unsaved(5, Path("m"))
     checkpoints.refuse_unsaved(2)
 

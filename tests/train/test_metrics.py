@@ -133,7 +133,7 @@ def test_a_full_disk_is_told_once_and_every_line_is_there_in_the_end(
         watch(stepped(step))
     assert len(said) == 1
     assert "No space left" in said[0]
-    assert "training goes on" in said[0]
+    assert "training continues" in said[0]
     disk.room = 10**9
     watch(stepped(6))
     assert [line["step"] for line in read(watch.path)] == [1, 2, 3, 4, 5, 6]
@@ -155,7 +155,7 @@ def test_the_newest_lines_wait_and_the_count_of_the_others_is_told(
     disk.room = 10**9
     watch(stepped(9))
     assert [line["step"] for line in read(watch.path)] == [7, 8, 9]
-    assert "but for 6 lines" in said[-1]
+    assert "except 6 lines" in said[-1]
     assert KEPT_LINES > 1000
 
 

@@ -105,7 +105,7 @@ def test_an_op_that_hangs_is_named_once_with_its_age(
         runner = threading.Thread(target=engine.step, args=(unequal_batches(1),))
         runner.start()
         eventually(lambda: read(path)["stalled"])
-        assert "op UPDATE u0 on stream host has been under way for" in said[0]
+        assert "op UPDATE u0 on stream host has been running for" in said[0]
         time.sleep(0.1)
         gate.set()
         runner.join()
@@ -128,7 +128,7 @@ def test_a_slow_disk_is_named_while_a_checkpoint_stands_still(
     with watched(engine, path, said):
         save = engine.save(tmp_path / "run")
         eventually(lambda: said)
-        assert said[0].startswith("the checkpoint of step 0 has stood still at ")
+        assert said[0].startswith("the checkpoint of step 0 has been stuck at ")
         assert read(path)["saving"]["step"] == 0
         gate.set()
         save.wait()

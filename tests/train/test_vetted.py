@@ -121,7 +121,7 @@ def test_what_is_not_as_its_class_is_checked_each_time(make: Counting, tmp_path:
     model.model.layers[0].mlp.forward = types.MethodType(type(model.model.layers[0].mlp).forward, model.model)
     assert customised(model)
     for _ in range(2):
-        assert "its class is computed right" in short_check(model, make, tmp_path).why
+        assert "its class is computed correctly" in short_check(model, make, tmp_path).why
     assert not list(tmp_path.iterdir())
 
 
