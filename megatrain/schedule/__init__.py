@@ -1,8 +1,8 @@
-"""One training step as a value: ops with their reads and writes, and what can be said of them without a device.
+"""A training step as a value: ops with their reads and writes, which can be checked and priced without a device.
 
-`build` makes the ops, `deps` derives the waits between streams, `check` proves a schedule, `replay` prices it, `show`
-prints it; `check_world` proves those of several ranks together. The room imports no torch and knows no model code:
-units are numbers here.
+`build` makes the ops, `deps` derives the waits between streams, `check` proves a schedule correct, `check_world`
+those of several ranks together, `replay` prices it, `show` prints it. No torch and no model code: units are
+numbers here.
 """
 
 from megatrain.schedule.build import build_flush, build_forward, build_step

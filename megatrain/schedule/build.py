@@ -1,16 +1,14 @@
 """(ModelSpec, Numerics, Policy, Work) -> Schedule. The training algorithm, written once, as data.
 
-Layer-major: for each unit all micro-batches run before the next unit, in reverse in a step's forward pass, and in their
-order in loss and backward pass. With *rounds* (`Policy.micro_batches_per_round`) those of one go through all units
-before those of the next, so that the terms of each sum come in the same order. A *visit* is one unit's turn on the
-compute stream. Copies are placed as early in program order as their slot allows, so that a stream that runs ahead of
-the others finds them; what must wait for what is derived later from the declared ranges (`deps`).
+Layer-major order: for each unit all micro-batches run before the next unit; in reverse order in a step's forward pass,
+in order in the loss and backward pass. With *rounds* (`Policy.micro_batches_per_round`) the micro-batches of one round
+go through all units before those of the next, which keeps the order of terms in each sum. A *visit* is one unit's turn
+on the compute stream. Copies come as early in program order as their slot allows, so that streams can run ahead; waits
+are derived later from the declared ranges (`deps`).
 
-Contents name versions: `w3` are the weights that this step computes with. When updates of the last step are pending,
-the step starts from `w3.old` and `UPDATE u3` makes `w3` of it; when a unit is updated during the backward pass it
-ends as `w3.new`. A partial gradient is `g3~2` (two contributions summed) and becomes `g3` with the last one.
-
-The module leaves out prices (`replay`), proofs (`check`) and the choice of the policy (`plan`).
+Contents have versions: `w3` are the weights that this step computes with. If updates of the last step are pending, the
+step starts from `w3.old`, and `UPDATE u3` turns it into `w3`; a unit that is updated during the backward pass ends as
+`w3.new`. A partial gradient is `g3~2` (two terms summed), and becomes `g3` with the last term.
 """
 
 from __future__ import annotations
@@ -39,15 +37,15 @@ from megatrain.spec.layout import Layout, layout_of
 def build_step(
     model: ModelSpec, numerics: Numerics, policy: Policy, work: Work, pending: Pending = "none", *, rank: int = 0
 ) -> Schedule:
-    """A whole training step: forward, loss, backward, gradients out, and updates where the policy puts them.
+    """A whole training step: forward, loss, backward, gradient copies, and updates where the policy puts them.
 
-    rank: of which of the model's ranks; `work` is its own micro-batches.
+    rank: the rank whose schedule this is; `work` describes its own micro-batches.
     """
     return Builder(model, numerics, policy, work, pending, trains=True, rank=rank).step()
 
 
 def build_forward(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work, *, rank: int = 0) -> Schedule:
-    """The loss alone, for evaluation: no gradient, no kept activation. Updates must have been flushed."""
+    """Only the loss, for evaluation: no gradients, no kept activations. Updates must have been flushed."""
     return Builder(model, numerics, policy, work, "none", trains=False, rank=rank).forward()
 
 
@@ -57,8 +55,10 @@ def build_flush(model: ModelSpec, numerics: Numerics, policy: Policy) -> Schedul
 
 
 def with_loss_chunks(schedule: Schedule, model: ModelSpec, numerics: Numerics, policy: Policy, work: Work) -> Schedule:
-    """The training step that `build_step` makes by these numerics, from one by other chunks of the loss: on their size
-    depends nothing but the memory beside LOSS."""
+    """The schedule of `build_step` for these numerics, derived from one that differs only in the size of loss chunks.
+
+    Only the workspace of LOSS depends on that size.
+    """
     ops, buffers = list(schedule.ops), dict(schedule.buffers)
     at = [index for index, op in enumerate(ops) if op.kind == "LOSS"]
     spaces = {
@@ -107,13 +107,13 @@ class Builder:
         self.collectives = Collectives(model.ranks, rank, self.buffers, policy.delivery == "shared")
         self.alive = Activations(model, numerics, policy, work, self.buffers, trains=trains)
         self.staged: dict[str, Staged] = {}
-        """Names of host memory that stand for state on the disk."""
+        """Placeholder names of host memory for state on the disk."""
         in_files: dict[str, tuple[Access, ...]] = {}
         self.pinned_staging = PinnedStaging(policy, self.buffers, self.staged, in_files)
         self.slots = WeightSlots(model, numerics, policy, self.layouts, self.buffers)
         self.gradients = Gradients(model, numerics, policy, work, self.buffers, self.pinned_staging)
         self.lowest = model.lowest_trained
-        """What lies below has no backward pass: nothing in it trains."""
+        """Units below it have no backward pass, since nothing in them trains."""
         self.state = StateBuffers(model, numerics, policy, pending, self.buffers, self.staged, in_files)
         self.streamed = StreamedUpdates(model, numerics, policy, self.buffers, self.gradients, self.state)
 
@@ -122,7 +122,7 @@ class Builder:
         count = self.work.micro_batches
         size = self.policy.micro_batches_per_round or count
         if size < count and self.model.tied:
-            what = "a tied head and its embedding have one gradient, which rounds would sum in another order"
+            what = "a tied head and embedding share a gradient, which rounds would sum in another order"
             raise PlanError(what, where="policy.micro_batches_per_round", fix="use 0")
         return [range(start, min(count, start + size)) for start in range(0, count, size)]
 
@@ -171,24 +171,25 @@ class Builder:
         return derive_waits(Schedule(tuple(placed), self.buffers, names))
 
     def _updated_at(self, unit: int) -> int:
-        """The visit in front of which a pending update stands: as early as its weights have a place until their use."""
-        if self.placements[unit].on_device:  # of several ranks, ahead of where they bring it together
+        """The visit before which a pending update is placed: as early as there is a place for its weights until
+        they are used."""
+        if self.placements[unit].on_device:  # with several ranks, before they gather it
             return unit if self.model.ranks == 1 else max(0, unit - self.policy.layer_slots + 1)
         if not self._weights_on_disk:
             return 0
-        earliest = int(unit == self.model.epilogue)  # not before the prologue has left the slot that both use
+        earliest = int(unit == self.model.epilogue)  # not before the prologue has left their common slot
         return max(earliest, unit - self.policy.disk_staging_slots + 1)
 
     # Compute --------------------------------------------------------------------------------------------------------
 
     def _forward_visits(self, micros: range) -> list[Visit]:
-        """From the bottom up; in the last the prologue comes once more, for a tied head that finds it gone."""
+        """From the bottom up; the last round visits the prologue again if a tied head no longer finds it."""
         visits = [self._forward_visit(unit, micros) for unit in self.units[:-1]]
         return [*visits, Visit(0)] if self.slots.again_for_head() else visits
 
     def _forward_visit(self, unit: int, micros: range) -> Visit:
         visit = Visit(unit)
-        for micro in reversed(micros) if self.trains else micros:  # what was left last is needed first
+        for micro in reversed(micros) if self.trains else micros:  # what was kept last is needed first
             reads = [self._weights(unit)] if self.layouts[unit].size else []
             writes = [self.alive.hidden(unit + 1, micro)]
             if unit == 0:
@@ -223,7 +224,7 @@ class Builder:
         return visit
 
     def _backward_visits(self, micros: range) -> list[Visit]:
-        """From the top down, each behind the visits that compute dropped inputs again."""
+        """From the top down, each after the visits that recompute dropped inputs."""
         visits = []
         for unit in reversed(self.units[self.lowest : -1]):
             visits += [self._visit_again(steps) for steps in self.alive.again(unit, micros)]
@@ -231,7 +232,7 @@ class Builder:
         return visits
 
     def _visit_again(self, steps: Sequence[Again]) -> Visit:
-        """The forward of one layer once more, for the input of the layer above it."""
+        """The forward of one layer again, to recompute the input of the layer above."""
         unit = steps[0].layer
         visit = Visit(unit)
         for step in steps:
@@ -264,14 +265,14 @@ class Builder:
         return visit
 
     def _backward_reads(self, unit: int) -> bool:
-        """Whether the backward pass of a unit needs its weights; where memory is shared they are there anyway."""
+        """Whether a unit's backward pass needs its weights; in shared memory they are there anyway."""
         blind = self.model.units[unit].looks_up and not self.policy.shares_memory
         return self.layouts[unit].size > 0 and not blind
 
     # Weights --------------------------------------------------------------------------------------------------------
 
     def _weights(self, unit: int) -> Access:
-        """The whole of a unit's weights, where compute finds them; `Prefetch` fills in in which slot."""
+        """All of a unit's weights as compute reads them; `Prefetch` fills in the slot."""
         if not self.policy.shares_memory:
             return self.slots.unplaced(unit)
         nbytes = self.layouts[unit].size * self.numerics.weight_nbytes
@@ -282,12 +283,12 @@ class Builder:
     # Gradients and updates ------------------------------------------------------------------------------------------
 
     def _restored(self, unit: int, micros: range) -> list[Op]:
-        """The sum that the rounds before have begun."""
+        """Copy back the sum that earlier rounds began."""
         return [] if micros == self.rounds[0] else self.gradients.restore_partial(unit)
 
     def _gradient_out(self, unit: int) -> list[Op]:
-        """What follows the sum of a round, which is set aside, or a complete gradient: its way out, its norm, and its
-        update where that does not wait for the norm of all."""
+        """After a round's sum, which is set aside, or a complete gradient: its copies, norm, and update if not
+        deferred."""
         if not self.trained[unit].size:
             return []
         if not self.gradients.is_whole(unit):
@@ -301,11 +302,11 @@ class Builder:
         return [*self.gradients.leave(unit), norm, *updates]
 
     def _update(self, unit: int) -> Op:
-        """The optimizer pass over one unit: pending from the last step, or right behind its gradient."""
+        """The optimizer pass over one unit: pending from the last step, or right after its gradient."""
         before, after = ("old", "") if self.pending == "all" else ("", "new")
         on_device = self.placements[unit].on_device
         tier: Tier = "device" if on_device else "host"
-        # What is frozen counts as written, so that each part has one version.
+        # Frozen values count as written, so that each part has one version.
         parts = [
             (state_name(tier, each.part, unit), each.nbytes, CONTENT_OF[each.part])
             for each in self.state.of(unit)
@@ -321,7 +322,7 @@ class Builder:
 
 
 def _restore_early(before: Visit, visit: Visit) -> None:
-    """Put the copies of a sum back to its slot in front of the visit before, unless something leaves the slot then."""
+    """Move the copies that restore a sum before the previous visit, unless something leaves the slot then."""
     into = [op.writes[0] for op in visit.before]
     leaves = [op.reads[0] for op in before.after]
     at = visit if any(one.overlaps(other) for one in into for other in leaves) else before

@@ -1,16 +1,16 @@
-"""Proofs about a schedule, before anything runs.
+"""Proves a schedule correct before it runs.
 
 `check` walks the ops in order and tracks the content of every byte. It proves that
 
-* every read finds the content it expects: it has been written, and nothing has overwritten it since;
-* every gradient leaves once: each byte of a unit's gradient reaches its home once, and is used by one `UPDATE` at most;
-* every update is whole: a step leaves no part of a unit's state in two versions;
+* every read finds the content that it expects: written, and not overwritten since;
+* every gradient leaves once: each byte reaches its home exactly once, and is used by at most one `UPDATE`;
+* every update is complete: a step leaves no part of a unit's state in two versions;
 * the waits order every conflicting pair of ops, whatever the streams do;
-* nothing goes backward between the phases of another backward pass: on a GPU autograd has one thread for the device,
-  which is inside that pass and would never come to this one;
-* no tier holds more than its capacity.
+* no backward pass runs between the phases of another: on a GPU autograd has one thread per device, which would be
+  inside the other pass;
+* no tier exceeds its capacity.
 
-A violation raises `ScheduleError` with the ops around the culprit printed and the culprit marked.
+A violation raises `ScheduleError`, printing the ops around the offending one, which is marked.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from megatrain.schedule.show import show_schedule
 from megatrain.spec import Tier
 
 BACKWARD = ("LOSS", "BACKWARD")
-"""Calls that run a backward pass."""
+"""Ops that run a backward pass."""
 LEAVING = ("GRAD", "UNPACK", "REDUCE")
-"""Ops that may bring a gradient to where it stays."""
+"""Ops that may move a gradient to its home."""
 
 
 def check(schedule: Schedule, capacity: Mapping[Tier, int] | None = None) -> None:
-    """Prove the schedule right, or raise `ScheduleError`. `capacity` maps tiers to bytes; absent means unlimited."""
+    """Prove the schedule correct, or raise `ScheduleError`. `capacity`: tier -> bytes; missing tiers are
+    unlimited."""
     _check_phases(schedule)
     _check_contents(schedule)
     _check_gradients(schedule)
@@ -69,7 +70,7 @@ class _Region:
 
 
 class _Contents:
-    """What every byte of every buffer holds at one point of the schedule."""
+    """The content of every byte of every buffer at one point of the schedule."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._buffers = schedule.buffers
@@ -79,7 +80,7 @@ class _Contents:
         }
 
     def mismatch(self, read: Access) -> Content | str | None:
-        """What a read finds instead of the content it expects; `None` when all is well."""
+        """What a read finds instead of its expected content; `None` if it is right."""
         covered = read.start
         for region in sorted(self._regions[read.buffer], key=lambda r: r.start):
             if region.stop <= read.start or region.start >= read.stop:
@@ -92,11 +93,11 @@ class _Contents:
         return None if covered >= read.stop else "bytes never written"
 
     def of(self, buffer: str) -> set[Content]:
-        """All that a buffer holds."""
+        """All contents of a buffer."""
         return {region.content for region in self._regions[buffer]}
 
     def write(self, access: Access) -> None:
-        """What is kept behind all that steps change is of the version of that: it is the same in each."""
+        """Frozen bytes after those that steps change take the version of the write: they are the same in each."""
         buffer = self._buffers[access.buffer]
         if (access.start, access.stop) == (0, buffer.nbytes - buffer.frozen_nbytes):
             access = access._replace(stop=buffer.nbytes)
@@ -115,7 +116,7 @@ def _check_contents(schedule: Schedule) -> None:
     for index, op in enumerate(schedule.ops):
         for access in (*op.reads, *op.writes):
             if access.buffer not in schedule.buffers:
-                raise _refusal(schedule, index, f"{access.buffer} is no buffer of this schedule")
+                raise _refusal(schedule, index, f"{access.buffer} is not a buffer of this schedule")
             if not 0 <= access.start < access.stop <= schedule.buffers[access.buffer].nbytes:
                 raise _refusal(schedule, index, f"{access.buffer}[{access.start}:{access.stop}] is out of bounds")
         for read in op.reads:
@@ -132,7 +133,7 @@ def _check_contents(schedule: Schedule) -> None:
 
 
 def _check_gradients(schedule: Schedule) -> None:
-    """Each unit that has a backward delivers its whole gradient once, and is normed and updated once at most."""
+    """Each unit with a backward delivers its whole gradient once, and is normed and updated at most once."""
     ops = schedule.ops
     summed = [access for op in ops if op.stream == "compute" for access in op.writes]
     trained = {each.content.unit for each in summed if isinstance(each.content, Gradient) and each.content.is_whole}

@@ -1,16 +1,16 @@
-"""Proofs about the schedules of several ranks taken together: collectives match. `check` proves those of one rank.
+"""Proves that the schedules of several ranks fit together; `check` proves each on its own.
 
-A collective begins on no rank before all have come to it. So the ranks must agree on which come, in which order, over
-which bytes, and what they bring to a GATHER must tile what it leaves. No ranks can wait for each other then: all
-collectives are on one stream, and an op waits for earlier ones of its rank alone, so the n-th collective and what it
-needs wait for nothing that comes behind the n-th on any rank.
+A collective begins on no rank before all have reached it. So the ranks must agree on the collectives, their order and
+their bytes, and their contributions to a GATHER must tile its result. Then no deadlock is possible: all collectives
+are on one stream, and ops wait only for earlier ones of their rank, so the n-th collective and its inputs depend on
+nothing after the n-th on any rank.
 
-Ranks that map each other's memory (`Buffer.peer`) are ordered by collectives alone. Of an op that touches another
-rank's bytes, and each op that writes them there, one must come before a collective and the other behind it; and what is
-read there must be what the last write in front of it, on the rank whose it is, has left.
+Ranks that map each other's memory (`Buffer.peer`) are ordered by collectives alone. For an op that touches another
+rank's bytes and any op that writes them there, one must come before a collective and the other after it; and a read
+must find what the last write before it on the owning rank left.
 
-`check_world` proves it of all schedules, side by side: for tests, and for plans. In a run each rank has its own, and
-before they go through them they compare `Schedule.digest`.
+`check_world` proves this for all schedules side by side, in tests and plans. In a run each rank has only its own,
+so ranks compare `Schedule.digest` first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ WHERE = "schedules of ranks"
 
 
 def check_world(schedules: Sequence[Schedule]) -> None:
-    """Prove the schedules of all ranks, in their order, right for each and together, or raise `ScheduleError`."""
+    """Prove the schedules of all ranks, in rank order, correct on their own and together, or raise
+    `ScheduleError`."""
     for rank, schedule in enumerate(schedules):
         links = {op.stream for op in schedule.ops if op.stream in LINKS}
         for index, (op, waits) in enumerate(zip(schedule.ops, schedule.waits, strict=True)):
@@ -50,7 +51,7 @@ def check_world(schedules: Sequence[Schedule]) -> None:
 
 
 def _check_parts(together: Sequence[Op]) -> None:
-    """Each rank brings to a GATHER its own part of what comes of it, at its place, or from where it has its parts."""
+    """Each rank contributes its own part to a GATHER, at the right place."""
     if together[0].kind != "GATHER":
         return
     for rank, op in enumerate(together):
@@ -59,15 +60,15 @@ def _check_parts(together: Sequence[Op]) -> None:
         there = part.buffer == whole.buffer
         begin = whole.start + rank * each if there else whole.start // len(together)
         if (part.start, part.stop) != (begin, begin + each) or not (there or part.content == whole.content):
-            raise ScheduleError(f"rank {rank} brings another's part to {op.name}", where=WHERE)
+            raise ScheduleError(f"rank {rank} contributes another rank's part to {op.name}", where=WHERE)
 
 
 # Memory that ranks share ----------------------------------------------------------------------------------------------
 
 
 class _Touch(NamedTuple):
-    """An op that touches bytes of a buffer, and the collectives around it: it begins behind the `after`-th, and has
-    ended when the `before`-th begins on its rank. A collective is both."""
+    """An op that touches bytes of a buffer, between collectives: it starts after number `after` and ends before
+    number `before` begins on its rank. A collective is both."""
 
     op: Op
     access: Access
@@ -76,7 +77,7 @@ class _Touch(NamedTuple):
 
 
 def _check_peers(schedules: Sequence[Schedule]) -> None:
-    """What a rank does in another's memory comes before or behind each write there, and finds what it expects."""
+    """Each access to another rank's memory is ordered with the writes there, and finds the content it expects."""
     spans = [_spans(schedule) for schedule in schedules]
     written: dict[tuple[int, str], list[_Touch]] = defaultdict(list)
     for rank, schedule in enumerate(schedules):
@@ -96,11 +97,11 @@ def _check_peers(schedules: Sequence[Schedule]) -> None:
                 found = before[-1] if before else schedules[peer.rank].buffers[peer.name].initial
                 if found != access.content:
                     what = f"{touch.op.name} of rank {rank} reads {access.content} of rank {peer.rank}"
-                    raise ScheduleError(f"{what} and finds {found}", where=WHERE)
+                    raise ScheduleError(f"{what} but finds {found}", where=WHERE)
 
 
 def _check_sources(schedule: Schedule, rank: int, ranks: int, op: Op) -> None:
-    """A FETCH of what ranks share takes the r-th part of the shard from rank r, and a REDUCE hears all others."""
+    """A FETCH from shared memory takes part r of a shard from rank r, and a REDUCE reads all other ranks' sums."""
     peers = [schedule.buffers[access.buffer].peer for access in (*op.reads, *op.writes)]
     of = [each.rank if each is not None else rank for each in peers]
     expected = list(range(ranks)) if op.kind == "FETCH" else [other for other in range(ranks) if other != rank]
@@ -108,7 +109,7 @@ def _check_sources(schedule: Schedule, rank: int, ranks: int, op: Op) -> None:
     places = [(access.start, access.stop) for access in op.writes] if op.kind == "FETCH" else []
     tiled = all(before[1] == after[0] for before, after in pairwise(places))
     if found != expected or not tiled or len({access.stop - access.start for access in op.reads}) > 1:
-        raise ScheduleError(f"rank {rank} takes another's part for its own in {op.name}", where=WHERE)
+        raise ScheduleError(f"rank {rank} takes another rank's part for its own in {op.name}", where=WHERE)
 
 
 def _check_touch(touch: _Touch, rank: int, owner: int, writes: Sequence[_Touch]) -> None:
@@ -119,7 +120,8 @@ def _check_touch(touch: _Touch, rank: int, owner: int, writes: Sequence[_Touch])
 
 
 def _of_peers(schedule: Schedule) -> Iterator[tuple[int, Access]]:
-    """Ops that touch another rank's memory, and where. A BARRIER touches nothing: it says that others have written."""
+    """(op index, access) of accesses to other ranks' memory. A BARRIER touches nothing: it says that others have
+    written."""
     for index, op in enumerate(schedule.ops):
         for access in (*op.reads, *op.writes) if op.kind != "BARRIER" else ():
             if schedule.buffers[access.buffer].peer is not None:
@@ -127,7 +129,7 @@ def _of_peers(schedule: Schedule) -> Iterator[tuple[int, Access]]:
 
 
 def _spans(schedule: Schedule) -> list[tuple[int, int]]:
-    """Of each op `after` and `before`, as in `_Touch`."""
+    """(after, before) of each op, as in `_Touch`."""
     ops, count = schedule.ops, len(schedule.collectives)
     needs: list[list[int]] = []
     last: dict[str, int] = {}

@@ -1,8 +1,8 @@
-"""What lies in a range of bytes: the contents that ops expect and leave, as frozen values.
+"""Contents: frozen values that say what is in a range of bytes, as ops expect and leave it.
 
-Two contents are equal where the same bytes are meant: a gradient after two terms is another content than after three.
-`str` gives the short form of a printed schedule, such as `w3` (the weights of unit 3) or `g3~2` (its gradient after two
-terms). `version` tells a state before this step's update (`old`) and behind it (`new`) from one that is not updated.
+Contents are equal if they mean the same bytes: a gradient after two terms differs from one after three. `str` is
+the short form in printed schedules: `w3` (the weights of unit 3), `g3~2` (its gradient after two terms). `version`
+distinguishes a state before this step's update (`old`) and after it (`new`) from one that is not updated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class OwnWeights:
-    """A rank's part of a shard of a unit's weights, which the other ranks' parts make whole."""
+    """A rank's part of a shard of a unit's weights."""
 
     unit: int
 
@@ -33,7 +33,7 @@ class OwnWeights:
 
 @dataclass(frozen=True, slots=True)
 class LowBits:
-    """The 16 bits that bfloat16 weights lack of their float32 masters."""
+    """The low 16 bits of float32 masters, which bfloat16 weights lack."""
 
     unit: int
     version: str = ""
@@ -60,9 +60,9 @@ class Gradient:
     unit: int
     version: str = ""
     terms: int | None = None
-    """How many have been summed so far; `None` once all have."""
+    """Number of terms summed so far; `None` once complete."""
     changing: bool = False
-    """The call under way may have added to it: nothing but that call may read it."""
+    """The running call may have added to it, so only that call may read it."""
 
     @property
     def is_whole(self) -> bool:
@@ -87,7 +87,7 @@ class OwnGradient:
 
 @dataclass(frozen=True, slots=True)
 class RankGradient:
-    """What one rank has of a shard of a unit's gradient, before the sum over all ranks."""
+    """One rank's shard of a unit's gradient, before the sum over all ranks."""
 
     unit: int
     shard: int
@@ -130,7 +130,7 @@ class HiddenGradient:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What layers are called with besides the hidden state, for one micro-batch."""
+    """The arguments of layers besides the hidden state, for one micro-batch."""
 
     micro: int
 
@@ -151,14 +151,14 @@ class LayerGraph:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """Outputs of a layer's products or attention, saved for its backward, for one micro-batch."""
+    """Saved outputs of a layer's products or attention, for its backward, for one micro-batch."""
 
     unit: int
     micro: int
     keep: SavedOutputs
-    """Which of them."""
+    """Which outputs."""
     offloaded: bool = False
-    """Whether they pass through a slot, one behind the other, and not as tensors of their own."""
+    """Whether they are packed into a slot rather than separate tensors."""
 
     def __str__(self) -> str:
         return f"c{self.unit}.{self.micro}"
@@ -166,7 +166,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What a layer has recorded for the loss (router logits), for one micro-batch, or the gradient of that."""
+    """What a layer recorded for the loss (router logits), for one micro-batch, or the gradient of that."""
 
     unit: int
     micro: int
@@ -178,7 +178,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """What nobody reads again."""
+    """Bytes that nobody reads again."""
 
     name: str
 
@@ -187,7 +187,7 @@ class Scratch:
 
 
 USED = Scratch("used")
-"""Memory that an op has given up: nobody may read it, and its pages may go back to the system."""
+"""Memory that an op has freed: it must not be read, and its pages may be returned to the system."""
 
 State = Weights | LowBits | Moments | Gradient
 CONTENT_OF: dict[Part, type[State]] = {

@@ -1,9 +1,9 @@
-"""Waits between streams, derived from what ops read and write.
+"""Derives the waits between streams from what ops read and write.
 
-Two accesses of overlapping bytes conflict when at least one writes. A conflict between streams needs a wait unless
-one already follows from the order inside a stream or from other waits. Each op carries a vector clock (per stream:
-the last op known to be finished before it starts; Lamport 1978, Mattern 1989), and a wait is emitted only when the
-clock does not cover it, latest first, so no wait is redundant: removing any one of them leaves a race.
+Two accesses of overlapping bytes conflict if at least one writes. A conflict between streams needs a wait unless
+one already follows from the order within a stream or from other waits. Each op has a vector clock (per stream, the
+last op known to be finished before it starts; Lamport 1978, Mattern 1989), and a wait is emitted only if the clock
+does not cover it, latest first, so no wait is redundant: removing any one leaves a race.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from dataclasses import replace
 from megatrain.schedule.ops import Op, Schedule, Stream
 
 Clock = dict[str, int]
-"""Stream -> index of the last op of that stream known to have finished; absent means none."""
+"""Stream -> index of its last op known to have finished; missing means none."""
 
 _Record = tuple[int, int, int, Stream, bool]
-"""Bytes [start, stop) that an op touched: its index and its stream, and whether it wrote."""
+"""Bytes [start, stop) touched by an op, with its index and stream, and whether it wrote."""
 
 
 class Conflicts:
-    """Remembers who touched which bytes, and tells with whom a new op conflicts."""
+    """Records which op touched which bytes, and finds the conflicts of a new op."""
 
     def __init__(self) -> None:
         self._records: dict[str, list[_Record]] = defaultdict(list)
 
     def add(self, index: int, op: Op) -> set[int]:
-        """Record the accesses of `op`. Returns the indices of earlier ops whose accesses conflict with them.
+        """Record the accesses of `op`; returns the indices of earlier ops that conflict with it.
 
-        A write hides what it covers: its own conflicts order it after those. A read hides earlier reads of its own
-        stream that it covers: whoever follows it follows them too.
+        A write hides what it covers, since its own conflicts order it after that. A read hides earlier covered
+        reads of its own stream: whatever follows it follows them too.
         """
         found: set[int] = set()
         stream = op.stream
@@ -55,10 +55,8 @@ class Conflicts:
 
 
 def conflicts(ops: Sequence[Op]) -> list[set[int]]:
-    """For each op the earlier ops it must follow, on whatever stream.
-
-    Enough of them, with the order inside streams, to imply all others.
-    """
+    """For each op the earlier ops that it must follow, on any stream; together with stream order they imply all
+    others."""
     seen = Conflicts()
     return [seen.add(index, op) for index, op in enumerate(ops)]
 
@@ -93,7 +91,7 @@ def join(clock: Clock, other: Clock) -> None:
 
 
 def unordered(schedule: Schedule) -> Iterable[tuple[int, int]]:
-    """Pairs (earlier, later) of conflicting ops that the waits of this schedule leave without an order."""
+    """Pairs (earlier, later) of conflicting ops that this schedule's waits do not order."""
     clocks: list[Clock] = []
     last_of_stream: dict[str, int] = {}
     for index, needed in enumerate(conflicts(schedule.ops)):

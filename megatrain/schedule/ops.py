@@ -1,9 +1,9 @@
-"""Ops and schedules, as values.
+"""Ops, buffers and schedules, as values.
 
-An op is one thing on one stream. It declares every byte range that it reads and writes, and for each the *content* it
-expects or leaves there (`contents`). From the ranges `deps` derives all waits;
-from the contents `check` proves that no slot is overwritten while still needed. There is no other source of
-synchronisation, so an undeclared access is the one way to be wrong, and the simulated device hunts for it.
+An op is one piece of work on one stream. It declares every byte range that it reads or writes, with the *content* that
+it expects or leaves there (`contents`). `deps` derives all waits from the ranges; `check` proves from the contents that
+no slot is overwritten while needed. There is no other synchronisation, so the only possible mistake is an undeclared
+access, and the simulated device hunts for those.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ Call = Literal["FORWARD", "LOSS", "BACKWARD"]
 Collective = Literal["GATHER", "REDUCE", "BARRIER"]
 Kind = Copy | Call | Collective | Literal["PLACE", "NORM", "UPDATE"]
 Stream = Literal["compute", "fetch", "grad", "host", "read", "write", "pack", "unpack", "link", "shared"]
-"""`fetch` is the bus to the device and `grad` the bus from it, whatever is copied: each direction moves one thing at a
-time, in the order of the schedule. `link` is what joins the devices of several ranks: one stream, so that their
-collectives come in one order. `shared` is the same for what they do in the memory of the machine that they share."""
+"""`fetch` is the bus to the device and `grad` the bus from it, whatever is copied: each direction does one copy at a
+time, in schedule order. `link` connects the devices of several ranks: one stream, so that their collectives are in one
+order. `shared` is the same for operations in host memory that they share."""
 
 STREAMS: tuple[Stream, ...] = get_args(Stream)
 COPIES: tuple[Kind, ...] = (*get_args(Copy), "PLACE")
 CALLS: tuple[Call, ...] = get_args(Call)
-"""What runs code of the model, on the compute stream."""
+"""Ops that run model code, on the compute stream."""
 COLLECTIVES: tuple[Kind, ...] = get_args(Collective)
-"""What all ranks do together."""
+"""Ops that all ranks do together."""
 LINKS: tuple[Stream, ...] = ("link", "shared")
-"""Of which a schedule of several ranks has one, for all that they do together."""
+"""Streams of collectives; a schedule of several ranks uses one of them."""
 
 
 class Use(StrEnum):
-    """What a buffer is for. The value is what users read."""
+    """The purpose of a buffer. Users see the value."""
 
     WEIGHTS = "weights"
     OPTIMIZER_STATE = "optimizer state"
     GRADIENTS = "gradients"
     PARTIAL_GRADIENTS = "partial gradients"
     RESIDENT_COPY = "resident weights"
-    """Weights on the device whose truth is in host memory."""
+    """Device copies of weights whose masters are in host memory."""
     NORMS = "norms"
     DISK_STAGING = "disk staging"
     PINNED_STAGING = "pinned staging"
@@ -57,11 +57,11 @@ class Use(StrEnum):
     GRADIENT_SLOTS = "gradient slots"
     GRADIENT_CASTS = "gradient casts"
     REDUCED_GRADIENTS = "reduced gradients"
-    """Own parts of gradients, on their way from the link to the bus."""
+    """This rank's parts of gradients, between link and bus."""
     LINK_STAGING = "link staging"
-    """What other ranks have sent of a gradient."""
+    """Parts of a gradient received from other ranks."""
     SHARED_GRADIENTS = "shared gradients"
-    """A rank's sums, where the other ranks of its machine find them."""
+    """A rank's sums that other ranks of its machine read."""
     UPDATE_SLOTS = "update slots"
     UPDATE_WORKSPACE = "update workspace"
     LANDED_GRADIENTS = "landed gradients"
@@ -82,43 +82,43 @@ class Use(StrEnum):
 
 
 class Peer(NamedTuple):
-    """Memory of another rank of this machine: whose it is, and what that rank calls it."""
+    """Memory of another rank on this machine: the rank, and its name of the buffer."""
 
     rank: int
     name: str
 
 
 class Buffer(NamedTuple):
-    """Memory of one tier, under a name that tells buffers apart and that nobody takes apart."""
+    """Memory in one tier, identified by an opaque name."""
 
     name: str
     tier: Tier | Literal["peer"]
-    """That of a `peer` is in host memory, and counts there for the rank whose it is."""
+    """A `peer`'s buffer is in host memory, and counted by its owner."""
     nbytes: int
     use: Use
     initial: Content | None = None
-    """What it holds before the step, if anything."""
+    """Its content before the step, if any."""
     arena: bool = True
-    """Whether it lives all the time, and not from the first to the last op that mentions it."""
+    """Whether it exists all the time, rather than from the first to the last op that mentions it."""
     part: Part | None = None
-    """The part of units' state that lies there or passes through."""
+    """The part of units' state that is in it or passes through."""
     unit: int | None = None
-    """The unit whose own it is; `None` where units take turns."""
+    """The unit that it belongs to; `None` if units take turns."""
     crosses: bool = True
-    """Of host memory: whether anything is copied from it to the device, or back."""
+    """For host memory: whether copies to or from the device use it."""
     frozen_nbytes: int = 0
-    """Of frozen weights at its end: no step changes them, so they are valid for any version of the bytes before."""
+    """Bytes of frozen weights at its end: no step changes them, so they fit any version of the bytes before."""
     peer: Peer | None = None
 
     @property
     def is_state(self) -> bool:
-        """Whether it holds masters or moments, and no copy of them."""
+        """Whether it holds masters or moments rather than copies of them."""
         own = self.part is not None and self.part is not Part.GRADIENTS and self.unit is not None
         return own and self.use is not Use.RESIDENT_COPY
 
 
 def declare(buffers: dict[str, Buffer], buffer: Buffer) -> str:
-    """Enter a buffer, or make the one of that name as large. Returns the name."""
+    """Add a buffer, or enlarge the one with that name. Returns the name."""
     known = buffers.get(buffer.name)
     if known is None or known.nbytes < buffer.nbytes:
         buffers[buffer.name] = buffer
@@ -126,7 +126,7 @@ def declare(buffers: dict[str, Buffer], buffer: Buffer) -> str:
 
 
 def nbytes_by_use(buffers: Iterable[Buffer]) -> dict[tuple[str, str], int]:
-    """(tier, use) -> bytes of the arena buffers, but for those of peers, by tier, largest first."""
+    """(tier, use) -> bytes of the arena buffers, except peers', by tier, largest first."""
     totals: dict[tuple[str, str], int] = defaultdict(int)
     for buffer in buffers:
         if buffer.arena and buffer.peer is None:
@@ -135,7 +135,7 @@ def nbytes_by_use(buffers: Iterable[Buffer]) -> dict[tuple[str, str], int]:
 
 
 class Access(NamedTuple):
-    """Bytes [start, stop) of a buffer, and the content an op expects there (a read) or leaves there (a write)."""
+    """Bytes [start, stop) of a buffer, and the content an op expects there (read) or leaves there (write)."""
 
     buffer: str
     start: int
@@ -147,9 +147,9 @@ class Access(NamedTuple):
 
 
 class Op(NamedTuple):
-    """One thing on one stream. `unit` is always given; `micro` and `shard` where they apply, else -1.
+    """One piece of work on one stream. `unit` is always set; `micro` and `shard` if they apply, else -1.
 
-    The `shard` of a compute op is its phase, where a call is cut into phases (`phases`).
+    For compute ops `shard` is the phase, if the call is split into phases (`phases`).
     """
 
     kind: Kind
@@ -160,34 +160,34 @@ class Op(NamedTuple):
     reads: tuple[Access, ...] = ()
     writes: tuple[Access, ...] = ()
     share: float = 1.0
-    """Of what the whole call costs, where this is a phase of one."""
+    """A phase's share of the whole call's cost."""
 
     @property
     def name(self) -> str:
-        """Short text form: `BACKWARD u3 m0`, `FETCH u3 s1`."""
+        """Short form: `BACKWARD u3 m0`, `FETCH u3 s1`."""
         micro = f" m{self.micro}" if self.micro >= 0 else ""
         shard = f" s{self.shard}" if self.shard >= 0 else ""
         return f"{self.kind} u{self.unit}{micro}{shard}"
 
     @property
     def nbytes(self) -> int:
-        """Of a copy, what crosses the bus or reaches the disk, which is what it writes first; 0 of any other op."""
+        """For a copy, the bytes that cross the bus or reach the disk, which is its first write; 0 for other ops."""
         copied = self.writes[: len(self.reads)] if self.kind in COPIES else ()
         return sum([access.stop - access.start for access in copied])
 
     @property
     def form(self) -> tuple[object, ...]:
-        """What of a collective is the same on all ranks: where its bytes lie may differ."""
+        """What must be the same on all ranks for a collective; the location of its bytes may differ."""
         read, wrote = (sum(access.stop - access.start for access in side) for side in (self.reads, self.writes))
         return self.kind, self.unit, self.shard, read, wrote
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Ops in an order in which running them one by one is right, and for each the ops it must wait for.
+    """Ops in an order in which they may run one by one, and for each the ops that it must wait for.
 
-    `waits[i]` lists earlier ops on *other* streams that op i waits for; within a stream, order is first in first out.
-    `units` names the units, for display and for errors.
+    `waits[i]` lists earlier ops on *other* streams that op i waits for; streams are first in, first out. `units`
+    names the units for display and errors.
     """
 
     ops: tuple[Op, ...]
@@ -196,11 +196,11 @@ class Schedule:
     waits: tuple[tuple[int, ...], ...] = field(default=())
 
     def arena_nbytes(self, tier: Tier) -> int:
-        """Bytes of the tier that are held whether or not an op is running."""
+        """Bytes of the tier that are held whether or not ops run."""
         return sum(buffer.nbytes for buffer in self.buffers.values() if buffer.arena and buffer.tier == tier)
 
     def peak_nbytes(self, tier: Tier) -> int:
-        """Largest sum of arenas and of those transient buffers that are alive, in schedule order."""
+        """Arenas plus the largest sum of live transient buffers, in schedule order."""
         change = [0] * (len(self.ops) + 1)
         for name, (first, last) in self.lifetimes.items():
             buffer = self.buffers[name]
@@ -211,18 +211,18 @@ class Schedule:
 
     @property
     def collectives(self) -> list[Op]:
-        """What its rank does together with others, in order."""
+        """Its collectives, in order."""
         return [op for op in self.ops if op.kind in COLLECTIVES]
 
     @cached_property
     def digest(self) -> str:
-        """The same of two schedules whose collectives agree: 16 hexadecimal digits."""
+        """16 hexadecimal digits, equal for schedules whose collectives match."""
         forms = "\n".join(str(op.form) for op in self.collectives)
         return hashlib.blake2b(forms.encode(), digest_size=8).hexdigest()
 
     @cached_property
     def lifetimes(self) -> dict[str, tuple[int, int]]:
-        """Transient buffer -> the first and the last op that mentions it; it exists from the one to the other."""
+        """Transient buffer -> the first and last op that mention it, between which it exists."""
         transient = {name for name, buffer in self.buffers.items() if not buffer.arena}
         first, last = dict[str, int](), dict[str, int]()
         for index, op in enumerate(self.ops):
@@ -235,7 +235,7 @@ class Schedule:
 
     @cached_property
     def ended(self) -> dict[int, list[Access]]:
-        """`id` of an op -> its accesses of transient buffers that no later op mentions, one for each."""
+        """`id` of an op -> its accesses of transient buffers that no later op mentions, one each."""
         found: dict[int, list[Access]] = defaultdict(list)
         for name, (_, last) in self.lifetimes.items():
             op = self.ops[last]
@@ -244,13 +244,12 @@ class Schedule:
 
     @cached_property
     def takes_home(self) -> dict[tuple[int, int], Op]:
-        """Unit that is updated on the device, piece by piece, and number of a piece -> the copy home of what its update
-        has left."""
+        """(unit, number of a piece) of a streamed update -> the op that copies the piece home."""
         leaving = (op for op in self.ops if op.kind == "OFFLOAD" and isinstance(op.reads[0].content, Weights))
         return {(op.unit, op.shard): op for op in leaving}
 
     def extent(self, buffer: str, content: Content) -> tuple[int, int]:
-        """Where accesses of this content begin and end in a buffer; partial sums count as the sum."""
+        """Start and stop of all accesses of this content in a buffer; partial sums count as the sum."""
         accesses = [access for op in self.ops for access in (*op.reads, *op.writes) if access.buffer == buffer]
         there = [each for each in accesses if _summed(each.content) == _summed(content)]
         return min(each.start for each in there), max(each.stop for each in there)

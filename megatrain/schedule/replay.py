@@ -1,9 +1,8 @@
-"""What a schedule would cost: the same ops, walked with a price for each instead of a device.
+"""Predicts a schedule's duration by simulating its ops with given prices.
 
 Streams are first in, first out; an op starts when its stream is free and its waits are over, and is slowed down by
-others that use host memory, the bus or the drive beside it (`spec.contention`). Nothing else is modelled, so whatever
-the executor does differently is a defect of one of the two. The module leaves out where prices come from (`plan.cost`,
-or measured times).
+concurrent use of host memory, the bus or the drive (`spec.contention`). Nothing else is modelled, so any difference
+from the executor is a bug in one of the two. Prices come from `plan.cost`, or from measurements.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from megatrain.spec import Tier
 from megatrain.spec.contention import NO_CONTENTION, Contention, StreamClock, TimedTask
 
 DISK_STREAMS: tuple[Stream, ...] = ("read", "write")
-"""They have a processor of their own."""
+"""Streams with a processor of their own."""
 RARE_STREAMS: tuple[Stream, ...] = (*DISK_STREAMS, "pack", "unpack", *LINKS)
-"""Of which a trace has a row only where they have work."""
+"""Streams that a trace shows only if they have work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When each op starts and ends, in seconds from the start of the step."""
+    """The start and end of each op, in seconds from the start of the step."""
 
     schedule: Schedule
     starts: tuple[float, ...]
@@ -46,11 +45,11 @@ class Timeline:
         return self.busy_seconds(stream) / self.seconds if self.seconds else 0.0
 
     def stall_seconds(self) -> float:
-        """Time of the step in which compute waits for anything."""
+        """Seconds of the step in which compute waits."""
         return self.seconds - self.busy_seconds("compute")
 
     def peak_nbytes(self, tier: Tier) -> int:
-        """Arenas plus the largest sum of transient buffers that are alive at one time."""
+        """Arenas plus the largest sum of transient buffers alive at one time."""
         first: dict[str, float] = {}
         last: dict[str, float] = {}
         for op, start, end in zip(self.schedule.ops, self.starts, self.ends, strict=True):
@@ -95,7 +94,7 @@ class Timeline:
         ]
 
     def show(self, width: int = 100) -> str:
-        """A picture: one row per stream, one column per `seconds / width`, `#` where the stream is busy."""
+        """A text chart: one row per stream, one column per `seconds / width`, `#` while the stream is busy."""
         rows = []
         busy = {op.stream for op in self.schedule.ops}
         for stream in (stream for stream in STREAMS if stream in busy or stream not in RARE_STREAMS):
@@ -111,7 +110,7 @@ class Timeline:
 
 
 def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """Several steps, one after the other, as an object for `json.dump` that Perfetto and chrome://tracing open."""
+    """Several steps in sequence, as an object for `json.dump` that Perfetto and chrome://tracing open."""
     busy = {op.stream for timeline in timelines for op in timeline.schedule.ops}
     events: list[dict[str, Any]] = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": stream}}
@@ -132,9 +131,9 @@ def replay(
     *,
     one_processor: bool = False,
 ) -> Timeline:
-    """Price each op with `cost` (seconds that it takes alone) and walk the schedule.
+    """Simulate the schedule with `cost`: op -> seconds that it takes alone.
 
-    `one_processor`: all streams but the disk's run on the same cores, so that what overlaps gains nothing, as on a cpu.
+    `one_processor`: all streams except the disk's share the same cores, so overlap gains nothing, as on a CPU.
     """
     seconds = [cost(op) for op in schedule.ops]
     if one_processor or contention is NO_CONTENTION:
@@ -145,7 +144,7 @@ def replay(
 def replay_priced(
     schedule: Schedule, seconds: Sequence[float], dram_nbytes: Sequence[float], contention: Contention
 ) -> Timeline:
-    """`replay` where streams share resources, with each op's seconds alone and its bytes of host memory."""
+    """`replay` with shared resources, given each op's seconds alone and its bytes of host memory traffic."""
     clock, pieces = StreamClock(contention), list[TimedTask]()
     for op, alone, moved, waits in zip(schedule.ops, seconds, dram_nbytes, schedule.waits, strict=True):
         pieces.append(TimedTask(op.stream, alone, moved, [pieces[wait] for wait in waits]))
@@ -155,7 +154,7 @@ def replay_priced(
 
 
 def _undisturbed(schedule: Schedule, seconds: Sequence[float], one_processor: bool) -> Timeline:
-    """Where no stream slows another down, each op starts where those before it have ended."""
+    """If no stream slows down another, each op starts when its predecessors have ended."""
     starts: list[float] = []
     ends: list[float] = []
     free: dict[str, float] = dict.fromkeys(STREAMS, 0.0)

@@ -1,4 +1,4 @@
-"""Schedules as text: one op a line, so that a person, a diff and an error message can all show the same thing."""
+"""Prints schedules as text, one op per line, for people, diffs and error messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def show_schedule(
     stop: int | None = None,
     marks: Mapping[int, str] | None = None,
 ) -> str:
-    """Ops [start, stop) as a table, each with its number and waits; `marks` puts a note under an op."""
+    """Ops [start, stop) as a table, each with its number and waits; `marks`: op number -> a note below it."""
     lines = []
     stop = len(schedule.ops) if stop is None else min(stop, len(schedule.ops))
     for index in range(max(0, start), stop):

@@ -280,5 +280,5 @@ def test_rows_that_cannot_be_are_refused() -> None:
     for field in ("offload_slots", "recompute_slots"):
         with pytest.raises(PlanError, match=rf"policy\.{field}"):
             Policy(**{field: 0})  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match="has rows for 5 layers, and the model has 4"):
+    with pytest.raises(PlanError, match="has rows for 5 layers, but the model has 4"):
         build_step(small_spec(4), Numerics(), Policy(activations_by_layer=(("input",),) * 5), Work((4,)))

@@ -1,1 +1,1 @@
-"""The parts of a step's schedule, a file each: weights, recomputation, gradients, staging, phases."""
+"""The passes that build a step's schedule: weights, recomputation, gradients, staging, phases."""

@@ -1,22 +1,21 @@
-"""Collectives: what several ranks do together, put into a schedule that knows of one.
+"""Adds collectives to a schedule that was built for one rank.
 
-Each rank owns a part of every shard (`spec.layout`), and holds the state of that part alone. The builder writes a
-FETCH from there to the place of the shard in a slot, and a GRAD from a shard of the sum to there. How a shard becomes
-whole, and a sum that of all ranks, is the policy's `delivery`.
+Each rank owns a part of every shard (`spec.layout`), and holds the state of that part only. The builder writes a
+FETCH from there to the shard's place in a slot, and a GRAD from a shard of the sum to there. The policy's `delivery`
+decides how a shard is assembled, and how sums are added over ranks.
 
-`gather`: a FETCH is led to the own part of its place, and a GATHER behind it brings in the parts of the other ranks;
-and in front of a GRAD, a REDUCE sends to each rank its part of this rank's sum, adds up in float32, in the order of the
-ranks, what has come for the own part, and rounds it once. Of a unit whose state is on the device there are these two
-alone: the own part is gathered from where it is updated, and summed where its update finds it.
+`gather`: the FETCH only fills this rank's part of the slot, and a GATHER after it collects the other ranks' parts.
+Before a GRAD, a REDUCE sends each rank its part of this rank's sum, adds what has arrived for this rank's part in
+float32, in rank order, and rounds once. For a unit whose state is on the device only these two remain: its part is
+gathered from where it is updated, and reduced to where its update reads it.
 
-`shared`: the ranks of one machine map each other's weights. A FETCH reads every rank's part where it lies, behind a
-BARRIER where an update of this step has changed the unit: then all have updated their part. A GRAD brings the sum,
-still in float32, to memory that the others map, and a REDUCE adds up the own part there, as above.
+`shared`: the ranks of one machine map each other's weights. A FETCH reads every rank's part in place, after a BARRIER
+if an update of this step has changed the unit. A GRAD copies the sum, still in float32, to memory that the others
+map, and a REDUCE adds up this rank's part there, as above.
 
-All that the ranks do together is on one stream, in the order of the schedule, so no two ranks wait for each other in
-two places; `check_world` proves it of a schedule of each. Between two schedules all ranks meet (`engine.ops`), so what
-one begins with is there for all. Sums that wait between rounds stay on their rank. Left out: how bytes get to other
-ranks (`dist`), and how memory does (`memory.shared_memory`).
+All collectives are on one stream, in schedule order, so ranks cannot deadlock; `check_world` proves it. All ranks
+meet between two schedules (`engine.ops`), so initial contents are there for all. Sums that wait between rounds
+stay on their rank. Bytes are transferred by `dist`, memory is shared by `memory.shared_memory`.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ from megatrain.spec import ModelSpec, Numerics, Part, Policy
 from megatrain.spec.layout import layout_of
 
 REDUCED_SLOTS = 2
-"""Device buffers for own parts of gradients: one leaves while the next is summed."""
+"""Device buffers for this rank's parts of gradients: one leaves while the next is summed."""
 
 SHARED_SLOTS = 2
-"""Host buffers for a rank's sums: one is filled while the other is added to what the others have."""
+"""Host buffers for a rank's sums: one is filled while the other is being reduced."""
 
 SUM_NBYTES = 4
-"""Per element: several ranks send each other float32."""
+"""Bytes per element: ranks exchange float32."""
 
 
 @dataclass
 class Collectives:
-    """Those of one schedule, for one rank of several. Enters the buffers that they need into `buffers`."""
+    """The collectives of one schedule, for one of several ranks. Adds the buffers that they need to `buffers`."""
 
     ranks: int
     rank: int
@@ -51,10 +50,10 @@ class Collectives:
     shared: bool = False
     _reduced: int = field(default=0, init=False)
     _changed: set[str] = field(default_factory=set, init=False)
-    """Own weights that have been updated, and all ranks have not met since."""
+    """This rank's weights that were updated since the last barrier."""
 
     def among(self, ops: Sequence[Op]) -> list[Op]:
-        """The ops with collectives among them; with one rank as they are."""
+        """The ops with collectives inserted; unchanged for one rank."""
         if self.ranks == 1:
             return list(ops)
         found: list[Op] = []
@@ -71,7 +70,7 @@ class Collectives:
     # Over the link --------------------------------------------------------------------------------------------------
 
     def _gathered(self, op: Op) -> list[Op]:
-        """A shard of weights: the own part over the bus, unless it lives on the device, and the whole over the link."""
+        """A shard of weights: this rank's part over the bus, unless on the device, and the rest over the link."""
         (home,), (shard,) = op.reads, op.writes
         assert isinstance(shard.content, Weights)
         if self._on_device(home):
@@ -81,7 +80,7 @@ class Collectives:
         return [fetch, Op("GATHER", "link", op.unit, shard=op.shard, reads=(own,), writes=(shard,))]
 
     def _summed(self, op: Op) -> list[Op]:
-        """A shard of a gradient: the sum over ranks of the own part, and its way home, unless it is wanted there."""
+        """A shard of a gradient: reduce this rank's part, and copy it home unless it is used there."""
         (shard,), (home,) = op.reads, op.writes
         nbytes = home.stop - home.start
         staging = Buffer("device/link_staging", "device", shard.stop - shard.start, Use.LINK_STAGING)
@@ -95,21 +94,21 @@ class Collectives:
         return [reduce._replace(writes=(own, received)), op._replace(reads=(own,))]
 
     def _on_device(self, place: Access) -> bool:
-        """Whether it is there that this rank has its part. A name without memory stands for some of the host's."""
+        """Whether this rank's part is there. A name without memory stands for host memory."""
         known = self.buffers.get(place.buffer)
         return known is not None and known.tier == "device"
 
     # In the host's memory -------------------------------------------------------------------------------------------
 
     def _fetched_whole(self, op: Op) -> list[Op]:
-        """A shard of weights: each rank's part from where that rank has it."""
+        """A shard of weights: each rank's part, read where that rank has it."""
         (home,), (shard,) = op.reads, op.writes
         sources = tuple(home._replace(buffer=self._of(rank, home.buffer)) for rank in range(self.ranks))
         fetch = op._replace(reads=sources, writes=tuple(self._part(shard, rank) for rank in range(self.ranks)))
         return [*self._met(op.unit, home.buffer), fetch]
 
     def _met(self, unit: int, name: str) -> list[Op]:
-        """All ranks have updated their parts, where this one has."""
+        """A barrier, if this rank has updated its part since the last one."""
         if name not in self._changed:
             return []
         self._changed.discard(name)
@@ -118,7 +117,7 @@ class Collectives:
         return [Op("BARRIER", "shared", unit, reads=(own,), writes=others)]
 
     def _summed_in_host(self, op: Op) -> list[Op]:
-        """A shard of a gradient: this rank's sum to where others find it, and the sum over ranks of the own part."""
+        """A shard of a gradient: copy this rank's sum to shared memory, and reduce its part there."""
         (shard,), (home,) = op.reads, op.writes
         nbytes, slot = shard.stop - shard.start, sums_name(self._turn(SHARED_SLOTS))
         declare(self.buffers, Buffer(slot, "host", nbytes, Use.SHARED_GRADIENTS, part=Part.GRADIENTS))
@@ -129,7 +128,7 @@ class Collectives:
         return [op._replace(writes=(mine,)), reduce]
 
     def _of(self, rank: int, name: str) -> str:
-        """What this rank calls a buffer that it has, too, of `rank`."""
+        """This rank's name for `rank`'s buffer `name`."""
         if rank == self.rank:
             return name
         own, there = self.buffers[name], peer_name(rank, name)
@@ -146,17 +145,17 @@ class Collectives:
 
 
 def peer_name(rank: int, name: str) -> str:
-    """What another rank calls the buffer `name` of `rank`."""
+    """The name by which other ranks know buffer `name` of `rank`."""
     return f"peer/{rank}/{name}"
 
 
 def sums_name(number: int) -> str:
-    """One of the buffers for a rank's sums that others read."""
+    """Name of a buffer for a rank's sums that others read."""
     return f"host/shared_gradients/{number}"
 
 
 def shared_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[str, int]:
-    """Buffers of a rank that others map, and their bytes: none where nothing is shared."""
+    """Name -> bytes of a rank's buffers that others map; empty if nothing is shared."""
     if model.ranks == 1 or policy.delivery != "shared":
         return {}
     each, layouts = numerics.weight_nbytes, [layout_of(unit) for unit in model.units]
@@ -171,7 +170,7 @@ def shared_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[
 
 
 def refuse_what_ranks_lack(policy: Policy, ranks: int) -> None:
-    """Raise `PlanError` for a policy by which several ranks cannot train together, or not yet."""
+    """Raise `PlanError` for a policy that several ranks cannot use, or not yet."""
     if ranks == 1:
         return
     in_files = any(placement.weights == "file" for placement in policy.placements)
@@ -179,17 +178,17 @@ def refuse_what_ranks_lack(policy: Policy, ranks: int) -> None:
     away = {"on the device": any(each.on_device for each in policy.placements)}
     away["on the disk"] = any(each.weights == "disk" for each in policy.placements)
     lacking = {
-        "shares_memory": (policy.shares_memory, "weights are put together in slots", "false"),
+        "shares_memory": (policy.shares_memory, "weights are assembled in slots", "false"),
         "read_ahead_nbytes": (policy.read_ahead_nbytes > 0, "there is no read-ahead of gathered weights yet", "0"),
-        "placements": (in_files, "weights in files are not shared by ranks yet", "host, disk or device"),
+        "placements": (in_files, "weights in files cannot be shared by ranks yet", "host, disk or device"),
         "transfer": (
             shared and policy.transfer == "staged",
-            "weights are fetched from where each rank has them",
+            "weights are fetched from each rank's memory",
             "pinned or pageable, or delivery gather",
         ),
         "delivery": (
             shared and any(away.values()),
-            f"weights {' and '.join(where for where, are in away.items() if are)} are in no memory that ranks share",
+            f"weights {' and '.join(where for where, are in away.items() if are)} are not in memory that ranks share",
             "gather",
         ),
     }

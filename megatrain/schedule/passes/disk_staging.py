@@ -1,13 +1,13 @@
-"""What lives a tier further away passes through buffers: copies there and back, put into a schedule that lacks them.
+"""Inserts copies through staging buffers for contents that are one tier further away than where ops use them.
 
-The builder writes ops as if everything lay where it is used, under names that stand for no memory. `stage` walks them
-in program order and gives each such name a buffer when it is needed: of several, the one whose content is needed again
-last (Belady 1966). A copy in stands as early as its buffer allows, but behind what writes its source, so its stream
-runs as far ahead as there are buffers; a copy out stands right behind the op that changed the bytes, so a buffer that
-is taken over has nothing to lose. What must wait for what follows from the declared ranges, as for every op. State on
-the disk passes through host memory by READ and WRITE; offloaded inputs of layers pass through the device by RELOAD and
-OFFLOAD (`recompute`); shards of pageable memory pass through page-locked memory by PACK and UNPACK (`pinned_staging`).
-It leaves out how many buffers there are (the policy) and how bytes get to the disk (`memory.disk`).
+The builder writes ops as if everything were where it is used, with placeholder names. `stage` walks them in
+program order and gives each name a buffer when needed: the one whose content is needed again last (Belady, 1966).
+A copy in is placed as early as its buffer allows, but after the last write of its source, so its stream runs as
+far ahead as there are buffers; a copy out comes right after the op that changed the bytes, so reusing a buffer
+loses nothing. Waits follow from declared ranges, as for every op. State on the disk goes through host memory by
+READ and WRITE; offloaded activations go through the device by RELOAD and OFFLOAD (`recompute`); pageable memory
+goes through pinned memory by PACK and UNPACK (`pinned_staging`). The policy sets the number of buffers;
+`memory.disk` does the I/O.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatrain.schedule.ops import Access, Kind, Op, Stream
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The kind and the stream of copies in, and of copies out."""
+    """Kind and stream of copies in, and of copies out."""
 
     inward: tuple[Kind, Stream]
     outward: tuple[Kind, Stream]
@@ -34,7 +34,7 @@ DISK = Route(("READ", "read"), ("WRITE", "write"))
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """What is kept elsewhere: its region there, its bytes, what they are before the step, and the buffers for them."""
+    """A staged content: its region, its bytes, its content before the step, and its buffers."""
 
     unit: int
     region: str
@@ -44,18 +44,18 @@ class Staged:
     micro: int = -1
     route: Route = DISK
     start: int = 0
-    """Where they begin in the region."""
+    """Offset in the region."""
     frozen_nbytes: int = 0
-    """Of them, at the end: no op changes those, and copies out leave them where they are."""
+    """Bytes at the end that no op changes, and that copies out omit."""
     shard: int = -1
     sources: tuple[Access, ...] = ()
-    """Where they are, one behind the other, if that is in several places; then no op changes them here."""
+    """Its consecutive sources, if it has several; then no op changes it here."""
 
 
 def stage(ops: Sequence[Op], staged: Mapping[str, Staged]) -> list[Op]:
-    """`ops` with every access of a name in `staged` led to one of its buffers, and copies where they are needed.
+    """Redirect every access of a name in `staged` to one of its buffers, and insert the necessary copies.
 
-    The names of one call take one route.
+    All names of one call use one route.
     """
     return _Staging(ops, staged).ops() if staged else list(ops)
 
@@ -65,9 +65,9 @@ class _Staging:
         self._ops, self._staged = ops, staged
         self._uses: dict[str, list[int]] = defaultdict(list)
         self._changes: dict[str, set[int]] = defaultdict(set)
-        """Name -> the ops that write it."""
+        """Name -> indices of the ops that write it."""
         self._names = [self._names_of(op) for op in ops]
-        """Of each op, those that are staged, each once, in the order in which it mentions them."""
+        """For each op, the staged names that it mentions, in order and without duplicates."""
         for index, op in enumerate(ops):
             for name in self._names[index]:
                 self._uses[name].append(index)
@@ -75,7 +75,7 @@ class _Staging:
                 self._changes[access.buffer].add(index)
         self._content = {name: part.content for name, part in staged.items()}
         self._holds: dict[str, str] = {}
-        """Buffer -> the name whose bytes it has."""
+        """Buffer -> the name whose bytes it holds."""
         self._last_use: dict[str, int] = {}
         self._last_write: dict[str, int] = {}
         self._earliest = 0
@@ -103,7 +103,7 @@ class _Staging:
         for name in names:
             if name not in slots:
                 slots[name] = slot = self._choose(index, name, taken=set(slots.values()))
-                if name in read:  # else its first content comes with this op
+                if name in read:  # otherwise this op gives it its first content
                     self._before[self._earliest].append(self._copy(name, slot, inward=True))
         for slot in slots.values():
             self._last_use[slot] = index
@@ -116,17 +116,17 @@ class _Staging:
         return op._replace(reads=tuple(reads), writes=tuple(writes))
 
     def _is_whole(self, name: str, now: int) -> bool:
-        """Whether the op at `now` is the last of those that write the name one after the other."""
+        """Whether the op at `now` is the last in a run of ops that write the name."""
         uses = self._uses[name]
         following = bisect_right(uses, now)
         return following == len(uses) or uses[following] not in self._changes[name]
 
     def _choose(self, index: int, name: str, taken: set[str]) -> str:
-        """A buffer for `name` from the op at `index` on; `_earliest` is then where it may be filled."""
+        """A buffer for `name` from op `index` on; sets `_earliest` to where it may be filled."""
         free = [slot for slot in self._staged[name].slots if slot not in taken]
         slot = max(free, key=lambda slot: (self._next_use(slot, index), -self._last_use.get(slot, -1)))
         places = [self._staged[name].region, *(source.buffer for source in self._staged[name].sources)]
-        written = max(self._last_write.get(place, -1) for place in places)  # by an op that is here already
+        written = max(self._last_write.get(place, -1) for place in places)  # by an op that is already placed
         self._earliest = max(self._earliest, self._last_use.get(slot, -1) + 1, written + 1)
         self._holds[slot] = name
         return slot
@@ -142,7 +142,7 @@ class _Staging:
         return Op(kind, stream, part.unit, part.micro, part.shard, reads=(here,), writes=(there,))
 
     def _next_use(self, slot: str, now: int) -> float:
-        """The next op that needs what the buffer holds; infinite for nothing, and for what is done with."""
+        """The next op that needs the buffer's content; infinite if there is none."""
         uses = self._uses[self._holds[slot]] if slot in self._holds else []
         following = bisect_right(uses, now)
         return uses[following] if following < len(uses) else float("inf")

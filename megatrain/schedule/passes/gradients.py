@@ -1,15 +1,14 @@
 """Gradients: the device slots in which micro-batches accumulate them, and the copies that move them to host memory.
 
-The gradient of the head is complete and on its way out when the top layer begins its own, and that of the prologue
-begins when the lowest layer's is. So neither needs memory beside the slots of the layers: one buffer serves all. The
-ends lie at its end and leave from their first byte on, and the top layer takes the first slot, which is free at once or
-first. Where the head is tied to the prologue, its share waits for the prologue's turn, so both have buffers of their
-own. On a device that computes in host memory, a gradient of the right dtype is summed where it stays.
+The head's gradient is complete and leaving when the top layer starts its own, and the prologue's starts when the
+lowest layer's is complete. So neither needs memory besides the layers' slots: one buffer serves all. The ends (head,
+prologue) are at its end and leave from their first byte on; the top layer takes the first slot, which is free first.
+If the head is tied to the prologue, its share waits for the prologue's turn, so both have buffers of their own. On a
+device that computes in host memory, a gradient of the right dtype is summed in its final place.
 
-A gradient leaves shard by shard. It waits for the norm in a buffer of its own (`state_buffers`); one that is used as it
-lands passes through a few that units take turns in. Where a step has rounds, the sum of a round is set aside, and
-taken up again in the next, which adds to it: terms are summed in the same order as in one round. Left out: updates
-(`build`).
+A gradient leaves shard by shard. It waits for the norm in its own buffer (`state_buffers`); if it is used as it
+lands, it passes through a few shared buffers. With rounds, the sum of one round is set aside and continued in the
+next, so terms are summed in the same order as in a single round. Updates are made in `build`.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from megatrain.spec import ModelSpec, Numerics, Part, Policy, Tier, Work
 from megatrain.spec.layout import Shard, layout_of
 
 LOSS_PARTIAL_SUMS = 2
-"""The head's gradient is summed over token chunks, so it always counts as more than one term."""
+"""Terms of the head's gradient, which is summed over token chunks: always more than one."""
 
 
 class Gradients:
-    """Names the memory of a step's gradients, and enters its buffers into `buffers`."""
+    """Assigns the memory of a step's gradients, and adds its buffers to `buffers`."""
 
     def __init__(
         self,
@@ -46,22 +45,22 @@ class Gradients:
         units = range(len(model.units))
         self._trained = [layout_of(unit).trained for unit in model.units]
         self._each = [accumulator_nbytes(model, numerics, work, unit) for unit in units]
-        """Of each unit, the bytes per parameter of its sum."""
+        """For each unit, bytes per parameter of its sum."""
         self._nbytes = [0 if self._at_home(unit) else self._trained[unit].size * self._each[unit] for unit in units]
-        """Of each unit that passes through."""
+        """For each unit whose gradient passes through."""
         self.on_device = [policy.placement(unit).on_device for unit in units]
-        """Of each unit, whether its update finds the gradient on the device."""
+        """For each unit, whether its update reads the gradient on the device."""
         for unit in policy.updates_streamed(model) if policy.update == "during_backward" else ():
             self.on_device[unit] = True
         self._layers = max((self._nbytes[layer] for layer in model.layers), default=0)
         self._terms = [0] * len(model.units)
 
     def is_whole(self, unit: int) -> bool:
-        """Whether all terms of its gradient have been added."""
+        """Whether all terms of a unit's gradient have been added."""
         return self._terms[unit] == self._work.micro_batches * (2 if unit == 0 and self._model.tied else 1)
 
     def add(self, unit: int, reads: list[Access], writes: list[Access]) -> None:
-        """One more call adds to the gradient of `unit`: it reads the sum so far, and writes the next."""
+        """Another call adds to the gradient of `unit`: it reads the sum so far, and writes the next."""
         place = self.sum(unit)
         if self._terms[unit]:
             reads.append(place._replace(content=Gradient(unit, terms=self._terms[unit])))
@@ -70,7 +69,7 @@ class Gradients:
         writes.append(place._replace(content=Gradient(unit, terms=terms)))
 
     def sum(self, unit: int) -> Access:
-        """Where the gradient of a unit is summed: in a slot, or where it stays."""
+        """Where a unit's gradient is summed: in a slot, or in its final place."""
         if self._at_home(unit):
             return self.landed(unit)
         kind, nbytes, tied = self._model.units[unit].kind, self._nbytes[unit], self._model.tied
@@ -84,7 +83,7 @@ class Gradients:
         return Access(name, start, start + nbytes, Gradient(unit))
 
     def landed(self, unit: int, version: str = "") -> Access:
-        """Where the update finds the gradient of a unit."""
+        """Where a unit's update reads its gradient."""
         nbytes = self._trained[unit].own_size * self._numerics.grad_nbytes
         if self._used_in_slot(unit):
             return self.sum(unit)._replace(content=Gradient(unit, version))
@@ -94,11 +93,11 @@ class Gradients:
         return Access(name, 0, nbytes, Gradient(unit, version))
 
     def save_partial(self, unit: int) -> list[Op]:
-        """The copies of a sum, as far as it has come in this round, to where it waits for the next."""
+        """Copies that set aside this round's sum for the next round."""
         return self._between_rounds(unit, "GRAD")
 
     def restore_partial(self, unit: int) -> list[Op]:
-        """The copies back of a sum that an earlier round has begun."""
+        """Copies that bring back the sum of earlier rounds."""
         return self._between_rounds(unit, "RELOAD")
 
     def _between_rounds(self, unit: int, kind: Literal["GRAD", "RELOAD"]) -> list[Op]:
@@ -123,7 +122,7 @@ class Gradients:
         return ops
 
     def leave(self, unit: int) -> list[Op]:
-        """The copies of a complete gradient to where the update finds it: none where it is there already."""
+        """Copies of a complete gradient to where the update reads it; none if it is there already."""
         total, landed, ranks = self.sum(unit), self.landed(unit), self._trained[unit].ranks
         if total.buffer == landed.buffer:
             return []
@@ -132,7 +131,7 @@ class Gradients:
         ops = []
         for shard in self._shards(unit):
             read = total._replace(start=total.start + shard.start * each, stop=total.start + shard.stop * each)
-            write = landed._replace(start=shard.start * out // ranks, stop=shard.stop * out // ranks)  # the own part
+            write = landed._replace(start=shard.start * out // ranks, stop=shard.stop * out // ranks)  # this rank's
             writes = [self._pinned_staging.at("grad", unit, shard.index, write)]
             if each != out and crosses and ranks == 1:
                 writes.append(self._cast(write.stop - write.start))
@@ -140,22 +139,23 @@ class Gradients:
         return ops
 
     def _shards(self, unit: int) -> Sequence[Shard]:
-        """How its gradient is cut; with several ranks as its weights are, since what is owned of both is the same."""
+        """The shards of its gradient; with several ranks those of its weights, so that a rank owns the same part
+        of both."""
         ranks, weight = self._trained[unit].ranks, self._numerics.weight_nbytes
         nbytes = self._each[unit] if ranks == 1 else weight
         return self._trained[unit].shards(max(1, self._policy.shard_nbytes // nbytes))
 
     def _at_home(self, unit: int) -> bool:
-        """Whether the sum is formed where the gradient stays: in shared memory, where the dtypes agree."""
+        """Whether the sum is formed in its final place: in shared memory, if the dtypes agree."""
         return self._policy.shares_memory and self._each[unit] == self._numerics.grad_nbytes
 
     def _used_in_slot(self, unit: int) -> bool:
-        """Whether a streamed update finds the gradient in the slot where it was summed, which no other rank adds to."""
+        """Whether a streamed update reads the gradient in its slot, to which no other rank adds."""
         streamed = self.on_device[unit] and not self._policy.placement(unit).on_device
         return streamed and self._model.ranks == 1 and self._each[unit] == self._numerics.grad_nbytes
 
     def _in_turns(self, unit: int, tier: Tier) -> str:
-        """The buffer of a gradient that is used as it lands: layers have a few, the ends one."""
+        """A shared buffer for a gradient that is used as it lands: layers have a few, the ends one."""
         is_layer, tied, kind = self._model.units[unit].kind == "layer", self._model.tied, self._model.units[unit].kind
         users = self._model.layers if is_layer else [unit] if tied else [0, self._model.epilogue]
         number = unit % min(self._policy.grad_slots, len(users)) if is_layer else ""
@@ -164,13 +164,13 @@ class Gradients:
         return declare(self._buffers, Buffer(name, tier, nbytes, Use.LANDED_GRADIENTS, part=Part.GRADIENTS))
 
     def _cast(self, nbytes: int) -> Access:
-        """Where a shard of a gradient takes the dtype that crosses the bus, on the device."""
+        """Device buffer in which a shard of a gradient is cast to the dtype that crosses the bus."""
         name = declare(self._buffers, Buffer("device/cast", "device", nbytes, Use.GRADIENT_CASTS))
         return Access(name, 0, nbytes, USED)
 
 
 def accumulator_nbytes(model: ModelSpec, numerics: Numerics, work: Work, unit: int) -> int:
-    """Bytes per parameter of the device-side gradient sum of a unit. Several ranks send each other float32."""
+    """Bytes per parameter of a unit's gradient sum on the device. Ranks exchange float32."""
     through_head = unit == model.epilogue or (unit == 0 and model.tied)
     terms = round(work.micro_batches * work.repeats)
     return numerics.accumulator_nbytes(max(terms, LOSS_PARTIAL_SUMS if through_head else 1, model.ranks))

@@ -1,10 +1,11 @@
-"""One call of a layer as several ops: phases, so that compute waits for a shard of weights and not for a unit.
+"""Splits one call of a layer into several ops, called phases, so that compute waits for shards of weights, not for a
+unit.
 
-The ops of one call follow each other on the compute stream, numbered by `Op.shard`. In each more of the unit's weights
-may be read, in the order in which they arrive; in the last ones of a backward pass more and more of its gradient is
-complete and may leave, last parameter first. The engine runs the layer's code once and goes from phase to phase where
-it meets a weight or has completed a gradient (`engine.phased_call`). So a gate is a wait between two ops, derived from
-declared ranges as all waits are, and neither the checker nor the replay nor a device knows of phases.
+The ops of a call follow each other on the compute stream, numbered by `Op.shard`. Each may read more of the unit's
+weights, in the order in which they arrive; in the last phases of a backward pass more and more of the gradient is
+complete and may leave, last parameter first. The engine runs the layer's code once and advances from phase to
+phase when it reads a weight or has completed a gradient (`engine.phased_call`). Waits between phases are derived
+from declared ranges like all others, so checker, replay and devices need no special rules.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from megatrain.spec import UnitSpec
 from megatrain.spec.layout import Shard, layout_of
 
 FORWARD_SHARE = 1 / 3
-"""Of the price of a backward that computes its layer first, and of the loss."""
+"""Forward's share of the price of a backward with recomputation, and of the loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Shards of a unit's weights in the order in which they come: as they lie, or the last first."""
+    """A unit's shards of weights in the order of arrival: ascending, or last first."""
 
     shards: Sequence[Shard]
     nbytes: int
-    """Of an element."""
+    """Bytes of an element."""
     last_first: bool = False
 
     @property
@@ -35,7 +36,7 @@ class Arrival:
         return self.shards[::-1] if self.last_first else self.shards
 
     def ranges(self) -> list[tuple[int, int]]:
-        """Bytes [start, stop) that have come with each."""
+        """Bytes [start, stop) that arrive with each shard."""
         begin, end = self.shards[0].start * self.nbytes, self.shards[-1].stop * self.nbytes
         if self.last_first:
             return [(shard.start * self.nbytes, end) for shard in self.ordered]
@@ -45,12 +46,12 @@ class Arrival:
 def gated(
     unit: UnitSpec, calls: Sequence[Op], after: Sequence[Op], arrival: Arrival, *, arrives: bool, gives_up: bool
 ) -> list[Op]:
-    """The ops of a visit, with phases where they let something start earlier.
+    """The ops of a visit, split into phases if that lets something start earlier.
 
-    `calls` are its ops on the compute stream, `after` those that follow. The first call goes on as its weights arrive,
-    if they do. Of a layer the gradient leaves shard by shard, each behind that phase of the last call that completes
-    it. With `gives_up` the last call of a layer reads of the weights what it still needs and no more, so that others
-    may come into their place.
+    `calls` are its ops on the compute stream, `after` those that follow. The first call proceeds as its weights
+    arrive (`arrives`). A layer's gradient leaves shard by shard, each after the phase of the last call that
+    completes it. With `gives_up` the last call of a layer reads only the weights that it still needs, so that
+    others may take their place.
     """
     releases = unit.kind == "layer" and calls[-1].kind == "BACKWARD"
     copies = [op for op in reversed(after) if op.kind == "GRAD" and releases]
@@ -72,8 +73,8 @@ def gated(
 def _phases(
     unit: UnitSpec, call: Op, arrival: Arrival, leaves: Sequence[Access], *, arrives: bool, gives_up: bool
 ) -> list[Op]:
-    """One for each shard that arrives or is given up in a forward, in the last of which the first of `leaves` is
-    completed; one for each other."""
+    """One phase per shard that arrives or is given up in a forward, plus one per further gradient shard in
+    `leaves`."""
     windows = _windows(unit, call, arrival, leaves, arrives=arrives, gives_up=gives_up)
     turn, count = len(windows) - max(1, len(leaves)), len(windows)
     if count == 1:
@@ -100,16 +101,16 @@ def _phases(
 
 
 Window = list[tuple[int, int]]
-"""Bytes [start, stop) of a unit's weights that a phase may read."""
+"""Byte ranges [start, stop) of a unit's weights that a phase may read."""
 
 
 def _windows(
     unit: UnitSpec, call: Op, arrival: Arrival, leaves: Sequence[Access], *, arrives: bool, gives_up: bool
 ) -> list[Window]:
-    """For each phase, what has arrived and is not given up yet.
+    """For each phase, the weights that have arrived and are not yet given up.
 
-    A forward gives up a shard in the phase behind the last one that reads of it. A backward pass gives up what it has
-    completed the gradient of: nothing goes through a parameter after that. What is frozen stays until the end.
+    A forward gives up a shard in the phase after the last that reads it. A backward gives up parameters whose
+    gradient is complete, since nothing passes through them after that. Frozen weights stay until the end.
     """
     layout, each = layout_of(unit), arrival.nbytes
     end = layout.size * each
@@ -120,16 +121,17 @@ def _windows(
             forward = _held([(shard.start * each, shard.stop * each) for shard in arrival.ordered], last)
     backward = []
     begin = leaves[-1].start if leaves else 0
-    for done in leaves[:-1]:  # each behind the phase that has completed it
+    for done in leaves[:-1]:  # each after the phase that completes it
         still = (done.start - begin) * layout.trained.size // (leaves[0].stop - begin) * each
         backward.append([(0, still), (layout.trained.size * each, end)] if gives_up else [(0, end)])
     return forward + [[span for span in window if span[0] < span[1]] for window in backward]
 
 
 def _last_phases(unit: UnitSpec, arrival: Arrival) -> list[int]:
-    """Of each shard in the order of use, the phase that reads of it last, in which the last part of a matrix is there.
+    """For each shard in order of use, the last phase that reads it: that in which the last part of a matrix has
+    arrived.
 
-    Of a unit in part frozen the order of use is not that of places, so its shards stay to the end.
+    In a partly frozen unit the order of use is not the order in memory, so its shards stay to the end.
     """
     layout, shards = layout_of(unit), arrival.ordered
     end = len(shards) - 1
@@ -148,10 +150,10 @@ def _last_phases(unit: UnitSpec, arrival: Arrival) -> list[int]:
 
 
 def _held(spans: Sequence[tuple[int, int]], last: Sequence[int]) -> list[Window]:
-    """For each phase, which brings one span more, those that it or a later phase reads of. last: as `_last_phases`."""
+    """For each phase, which adds one span, the spans that it or a later phase reads. last: see `_last_phases`."""
     found: list[Window] = []
     alive: list[int] = []
-    until = len(spans)  # the last phase that needs all that are alive
+    until = len(spans)  # the last phase that needs all live spans
     for phase, span in enumerate(spans):
         alive.append(phase)
         until = min(until, last[phase])
@@ -166,7 +168,7 @@ def _held(spans: Sequence[tuple[int, int]], last: Sequence[int]) -> list[Window]
 
 
 def _joined(spans: Iterable[tuple[int, int]]) -> Window:
-    """Ascending spans, those that touch as one."""
+    """Ascending spans, with touching ones merged."""
     found: Window = []
     for start, stop in spans:
         if found and found[-1][1] == start:
@@ -177,7 +179,7 @@ def _joined(spans: Iterable[tuple[int, int]]) -> Window:
 
 
 def _sums(total: Access, left: Access | None, *, last: bool) -> list[Access]:
-    """What a phase leaves of a gradient: `left` complete, what comes behind it not yet."""
+    """What a phase leaves of a gradient: `left` is complete, the rest not yet."""
     if left is None:
         return [total if last else _under_way(total, total.stop)]
     complete = total._replace(start=left.start, stop=left.stop)
@@ -190,7 +192,7 @@ def _under_way(total: Access, stop: int) -> Access:
 
 
 def _is_gradient(access: Access) -> bool:
-    """Whether it is of a sum of weights' gradients."""
+    """Whether it accesses a sum of weight gradients."""
     return isinstance(access.content, Gradient)
 
 
@@ -198,7 +200,8 @@ def _is_gradient(access: Access) -> bool:
 
 
 def _shares(unit: UnitSpec, call: Op, arrival: Arrival | None, leaves: Sequence[Access]) -> list[float]:
-    """Of the call's price, by phase: in proportion to the products of the parameters that each comes to."""
+    """Each phase's share of the call's price, in proportion to the matrix products of the parameters that it
+    reaches."""
     arrival = arrival or Arrival([Shard(0, 0, layout_of(unit).size)], 1)
     size = layout_of(unit).trained.size
     begin = leaves[-1].start if leaves else 0  # leaves: the last shard first
@@ -215,8 +218,8 @@ def _shares(unit: UnitSpec, call: Op, arrival: Arrival | None, leaves: Sequence[
 
 
 def _products(unit: UnitSpec, ranges: Sequence[tuple[int, int]], arrival: Arrival | None = None) -> list[float]:
-    """The share of each range of elements in the unit's products; a matrix counts where the last part of it is
-    met."""
+    """The share of each range of elements in the unit's matrix products; a matrix counts where its last part is
+    reached."""
     last_first = arrival is not None and arrival.last_first
     amounts = []
     for start, stop in ranges:
@@ -233,7 +236,7 @@ def _products(unit: UnitSpec, ranges: Sequence[tuple[int, int]], arrival: Arriva
 
 
 def calls_in(ops: Iterable[Op]) -> list[list[Op]]:
-    """The phases of each call that has any."""
+    """The phases of each call that is split."""
     found: list[list[Op]] = []
     for op in ops:
         if op.kind in CALLS and op.shard == 0:
@@ -244,14 +247,14 @@ def calls_in(ops: Iterable[Op]) -> list[list[Op]]:
 
 
 def whole(phases: Sequence[Op]) -> Op:
-    """The call of which these are the phases."""
+    """The call that these phases make up."""
     reads = _hulls(access for op in phases for access in op.reads)
     writes = _hulls(access for op in phases for access in op.writes)
     return phases[0]._replace(shard=-1, reads=reads, writes=writes, share=1.0)
 
 
 def _hulls(accesses: Iterable[Access]) -> tuple[Access, ...]:
-    """One access for each buffer and content; what is under way is left out."""
+    """One access per buffer and content, without incomplete ones."""
     found: dict[tuple[str, Content], Access] = {}
     for access in accesses:
         if not (isinstance(access.content, Gradient) and access.content.changing):

@@ -1,11 +1,11 @@
 """Pinned staging buffers: how weights and gradients are copied to and from host memory that is not pinned.
 
-A driver copies memory that is not page-locked through a buffer of its own, and holds up whoever asked. Where the system
-lets a process lock less than its weights and gradients take, they stay pageable: a host thread packs each shard into a
-pinned buffer, from which it is copied to the device; a shard of a gradient is copied into one, and unpacked from there.
-What lives on the disk passes through buffers of its own, and a gradient that is used as it lands through a few; those
-are pinned themselves. PACK and UNPACK are ops like any others, put in by `disk_staging`, each way on a stream of its
-own. Left out: which way is taken (the policy, chosen by `plan.refinements`).
+A driver copies pageable memory through a buffer of its own, and blocks the caller. If a process may lock less
+memory than its weights and gradients take, they stay pageable: a host thread packs each shard into a pinned
+buffer, from which it is copied to the device; a gradient shard is copied into one, and unpacked from there. State
+on the disk, and gradients that are used as they land, pass through buffers of their own, which are pinned instead.
+PACK and UNPACK are ordinary ops inserted by `disk_staging`, each direction on its own stream. The policy says
+whether this is used (`plan.refinements`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PACKING = Route(("PACK", "pack"), ("UNPACK", "unpack"))
 
 
 def is_pinned(buffer: Buffer, transfer: Transfer) -> bool:
-    """Whether a buffer is page-locked: host memory that copies to or from the device touch."""
+    """Whether a buffer is page-locked: host memory that copies to or from the device use."""
     crosses = buffer.tier == "host" and buffer.crosses
     return crosses and (transfer == "pinned" or (transfer == "staged" and buffer.unit is None))
 
@@ -33,8 +33,8 @@ def pinned_nbytes(buffers: Iterable[Buffer], transfer: Transfer) -> int:
 
 
 class PinnedStaging:
-    """The pinned staging buffers of one schedule. Enters them into `buffers`; what passes through is in `staged`, and
-    in `from_files` what does on its way from the model's files."""
+    """The pinned staging buffers of one schedule, added to `buffers`. `staged`: what passes through; `from_files`:
+    what passes through on its way from the model's files."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class PinnedStaging:
         self.from_files: dict[str, Staged] = {}
 
     def at(self, stream: str, unit: int, shard: int, home: Access) -> Access:
-        """Where a copy on `stream` finds or leaves what is to be in `home`: there, or in a staging buffer."""
+        """Where a copy on `stream` reads or writes what belongs in `home`: there, or in a staging buffer."""
         if sources := self._sources(home):
             return self._from_file(unit, shard, home, sources)
         if self._policy.transfer != "staged" or home.buffer in self._on_disk:
@@ -62,14 +62,14 @@ class PinnedStaging:
             declare(self._buffers, Buffer(slot, "host", nbytes, Use.PINNED_STAGING))
         name = f"{home.buffer}/shard{shard}"
         if isinstance(home.content, Gradient) and home.content.terms is not None:
-            name += f"~{home.content.terms}"  # of each round another
+            name += f"~{home.content.terms}"  # different in each round
         self.staged[name] = Staged(
             unit, home.buffer, nbytes, home.content, slots, route=PACKING, start=home.start, shard=shard
         )
         return Access(name, 0, nbytes, home.content)
 
     def _sources(self, home: Access) -> tuple[Access, ...]:
-        """Where weights are of which the last ones at least lie in a file; nothing for what is in host memory."""
+        """The sources of weights of which at least the last ones are in a file; empty for weights in host memory."""
         found, start = [], 0
         for source in self._in_files.get(home.buffer, ()):
             first, last = max(home.start, start), min(home.stop, start + source.stop)

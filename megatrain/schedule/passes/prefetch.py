@@ -1,17 +1,17 @@
-"""Prefetch: for each use of a unit (a layer, or an end of the model), which slot its weights go to and when.
+"""Prefetch: decides which slot the weights of each visit go to, and when they are fetched.
 
-A *visit* is one unit's turn on the compute stream. Of several slots the one whose content is needed again last is
-overwritten (Belady 1966). With two slots for layers, each layer is fetched while the one before computes.
+A *visit* is one unit's turn on the compute stream. Among several slots, the one whose content is needed again last is
+overwritten (Belady, 1966). With two slots for layers, each layer is fetched while the one before computes.
 
-With `Policy.read_ahead_nbytes` there is one slot for all, and a ring of shards in front of it. While a layer
-computes, the first shards of the next one come into the *read-ahead*, and a PLACE on the compute stream copies each
-to its place in the slot when that is free. The others are fetched straight into the slot, each as soon as its place
-is given up: at the end of the visit, or, where compute waits for shards, piece by piece within its last call
-(`phases`). All of it is declared ranges, so that waits, proofs, replay and traces need no rule for it but the price of
-a PLACE. The work is linear in shards and visits.
+With `Policy.read_ahead_nbytes` there is one slot for all units, plus a ring of shards, the *read-ahead*. While a
+layer computes, the first shards of the next arrive in the read-ahead, and a PLACE on the compute stream copies each
+to its place in the slot when that is free. The other shards are fetched straight into the slot once their place is
+given up: at the end of the visit, or, if compute waits for shards, piece by piece during its last call (`phases`).
+All this is declared ranges, so waits, proofs, replay and traces only need the price of a PLACE. The work is linear in
+shards and visits.
 
-Left out: where slots lie (`weight_slots`), phases (`phases`), and what is on the way from further away
-(`disk_staging`, `pinned_staging`).
+The location of slots is decided in `weight_slots`; copies from further away are added by `disk_staging` and
+`pinned_staging`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from megatrain.spec import Part, Tier
 from megatrain.spec.layout import Shard
 
 READ_AHEAD = "device/read-ahead"
-"""Shards lie in it one behind the other, in the order in which their unit uses them."""
+"""Holds shards one after the other, in the order in which their unit uses them."""
 
 Position = tuple[int, int]
-"""A visit, and how many of its ops stand before."""
+"""(visit, number of its ops that come before)."""
 START: Position = (0, 0)
 
 
@@ -46,16 +46,16 @@ class Visit:
     compute: list[Op] = field(default_factory=list)
     after: list[Op] = field(default_factory=list)
     before: list[Op] = field(default_factory=list)
-    """Copies that bring back what its compute adds to."""
+    """Copies that bring back sums to which its compute adds."""
     reads: bool = True
     """Whether it needs the unit's weights."""
     last_first: bool = False
-    """Whether it uses the weights in reverse: a backward pass through a kept graph."""
+    """Whether it uses the weights in reverse order: a backward through a kept graph."""
     slot: str = ""
     body: list[Op] = field(default_factory=list)
-    """Its ops as they are emitted, phases and PLACEs among them."""
+    """Its ops as emitted, including phases and PLACEs."""
     fetches: list[tuple[int, Op]] = field(default_factory=list)
-    """Fetches, for whatever visit, that stand among its ops: behind so many of them."""
+    """Fetches, for any visit, placed among its ops: number of its ops before -> fetches."""
 
     def ops(self) -> list[Op]:
         found: list[Op] = []
@@ -67,11 +67,11 @@ class Visit:
 
 
 class Prefetch:
-    """Gives the visits of one schedule their slots, their fetches and their phases.
+    """Assigns slots, fetches and phases to the visits of one schedule.
 
-    ready: unit -> the visit in front of which the last step's update of it stands, and behind which it may be fetched.
-    streamed: units whose update of the last step is made in front of their first fetch instead, by the ops that
-    `update` gives (`streamed_updates`).
+    ready: unit -> the visit before which its last update is placed, and after which it may be fetched. streamed:
+    units whose last update comes before their first fetch instead, as the ops that `update` returns
+    (`streamed_updates`).
     """
 
     def __init__(
@@ -90,21 +90,21 @@ class Prefetch:
         self._uses: dict[int, list[int]] = defaultdict(list)
         """Unit -> the visits that use its weights."""
         self._holds: dict[str, int] = {}
-        """Slot -> the unit that is in it."""
+        """Slot -> the unit in it."""
         self._last_visit: dict[str, int] = {}
-        """Slot -> the visit that used it last."""
+        """Slot -> the last visit that used it."""
         self._earliest = START
-        """Fetches keep the order of the visits: one that has to wait for the update of a late unit must not stand
-        before those of earlier units in the queue of the fetch stream."""
+        """Fetches keep the order of visits: one that waits for a late unit's update must not block earlier units in the
+        fetch stream's queue."""
         self._in_ahead: list[tuple[int, int, Position]] = []
-        """Bytes [start, stop) of the read-ahead, in order, and where they have been placed."""
+        """Bytes [start, stop) of the read-ahead in order, and the position of their PLACE."""
 
     def place(self, visits: list[Visit]) -> None:
         """Fill in `slot`, `body` and `fetches` of each visit.
 
         The slot whose content is needed again last is overwritten, so the layers around the turn from forward to
-        backward are not fetched twice; of several such slots, the one left longest ago, so that the copy overlaps the
-        visit in between.
+        backward are not fetched twice; among equals the one unused longest, so that the copy overlaps the visit in
+        between.
         """
         self._visits = visits
         resident = [unit for unit in range(len(self._layouts)) if self._slots.updated_there(unit)]
@@ -145,13 +145,13 @@ class Prefetch:
         self._last_visit[visit.slot] = index
 
     def _worth(self, slot: str, now: int) -> tuple[float, int]:
-        """The larger, the sooner the slot is overwritten: its content's next use, then how long ago it was left."""
+        """The larger, the sooner the slot is overwritten: (next use of its content, time since its last use)."""
         uses = self._uses[self._holds[slot]] if slot in self._holds else []
         following = bisect_right(uses, now)
         return uses[following] if following < len(uses) else float("inf"), -self._last_visit.get(slot, -1)
 
     def _with_slots(self, op: Op, visit: Visit) -> Op:
-        """The op with the places of weights filled in."""
+        """The op with the slots of weights filled in."""
         if not any(access.buffer == IN_SLOT for access in op.reads):
             return op
         return op._replace(reads=tuple(self._in_slot(access, visit) for access in op.reads))
@@ -166,10 +166,10 @@ class Prefetch:
     # Fetches --------------------------------------------------------------------------------------------------------
 
     def _updated(self, visit: Visit) -> bool:
-        """Put the streamed update of a unit in front of its first visit. Whether it leaves fresh weights in the slot.
+        """Place a unit's streamed update before its first visit; returns whether it leaves fresh weights in the slot.
 
-        It does where there is more than one slot: it begins when the slot is free then, and with one that would be
-        when nothing computes. Of several ranks each updates its part, and fetches that.
+        It does if there are several slots: with only one, the update would start when nothing computes. With
+        several ranks each updates its part, and fetches that.
         """
         self._streamed.discard(visit.unit)
         place = None
@@ -183,8 +183,10 @@ class Prefetch:
         return place is not None
 
     def _fetch(self, visit: Visit) -> dict[int, Op]:
-        """Put the fetches of a visit where they belong, in the order in which it uses its shards as far as places are
-        free. Returns a PLACE for each shard that comes through the read-ahead, by its index."""
+        """Place the fetches of a visit, in its order of use as far as slots are free.
+
+        Returns index of a shard -> its PLACE, for shards that come through the read-ahead.
+        """
         order = list(self._shards(visit)[:: -1 if visit.last_first else 1])
         places = {shard.index: self._access(visit, shard) for shard in order}
         free = self._free_from(visit, places)
@@ -210,7 +212,7 @@ class Prefetch:
     def _put(self, visit: Visit, shard: Shard, target: Access, earliest: Position) -> None:
         self._earliest = max(self._earliest, earliest)
         ranks, each = self._layouts[visit.unit].ranks, self._numerics.weight_nbytes
-        start, size = shard.start * each // ranks, (target.stop - target.start) // ranks  # of the own part
+        start, size = shard.start * each // ranks, (target.stop - target.start) // ranks  # of this rank's part
         tier: Tier = "device" if self._policy.placement(visit.unit).on_device else "host"
         home = Access(state_name(tier, Part.WEIGHTS, visit.unit), start, start + size, Weights(visit.unit))
         read = home if tier == "device" else self._pinned_staging.at("fetch", visit.unit, shard.index, home)
@@ -224,16 +226,16 @@ class Prefetch:
         return self._slots.access(visit.slot, shard.start * size, shard.stop * size, Weights(visit.unit))
 
     def _reads_ahead(self, visit: Visit) -> bool:
-        """Whether shards of this visit may come before its slot is free."""
+        """Whether shards of this visit may arrive before its slot is free."""
         through = self._slots.in_ring and self._model.units[visit.unit].kind == "layer"
         return through and not self._slots.stays(visit.unit) and bool(self._before(visit))
 
     def _before(self, visit: Visit) -> list[int]:
-        """The last visits to what lies where this one's slot does."""
+        """The last visits that used this one's slot memory."""
         return [self._last_visit[slot] for slot in self._slots.over(visit.slot) if slot in self._last_visit]
 
     def _free_from(self, visit: Visit, places: dict[int, Access]) -> dict[int, Position]:
-        """Shard -> behind which op the visits before no longer need its place in the slot of this one."""
+        """Shard -> the op after which earlier visits no longer need its place in this slot."""
         before = self._before(visit)
         if not self._policy.gives_up_shards:
             free = max(((index + 1, 0) for index in before), default=START)
@@ -242,14 +244,14 @@ class Prefetch:
         return {index: max((each.of(place) for each in last_uses), default=START) for index, place in places.items()}
 
     def _placed_by(self, start: int, stop: int) -> Position:
-        """Behind which op these bytes of the read-ahead are free."""
+        """The op after which these bytes of the read-ahead are free."""
         last = bisect_left(self._in_ahead, stop, key=lambda each: each[0]) - 1
         return self._in_ahead[last][2] if last >= 0 and start < self._in_ahead[last][1] else START
 
     # Ops ------------------------------------------------------------------------------------------------------------
 
     def _body(self, index: int, *, arrives: bool, placed: dict[int, Op]) -> list[Op]:
-        """The ops of a visit, in phases where compute waits for shards, each PLACE ahead of what needs it."""
+        """The ops of a visit, split into phases if compute waits for shards, each PLACE before what needs it."""
         visit = self._visits[index]
         if not visit.compute:
             return []
@@ -263,18 +265,18 @@ class Prefetch:
         done = 0
         for op in ops:
             in_first = op.kind == visit.compute[0].kind and op.micro == visit.compute[0].micro and op.shard >= 0
-            due = max(done, op.shard + 1) if in_first else len(waiting)  # one shard more in each phase
+            due = max(done, op.shard + 1) if in_first else len(waiting)  # one more shard in each phase
             found += [*waiting[done:due], op]
             done = due
         return found
 
     def _gives_up(self, index: int) -> bool:
-        """Whether the visit's last call gives up shards: others are to come into the slot next."""
+        """Whether the visit's last call gives up shards, because another unit will use the slot next."""
         visit = self._visits[index]
         if not self._policy.gives_up_shards or self._model.units[visit.unit].kind != "layer":
             return False
         if self._numerics.mlp_chunk_tokens and visit.compute[-1].kind == "FORWARD":
-            return False  # a chunk of tokens comes back to what the chunk before has used
+            return False  # chunks of tokens all use the same weights
         following = (self._visits[i] for i in range(index + 1, len(self._visits)))
         units = (each.unit for each in following if each.reads and self._layouts[each.unit].size)
         over = (unit for unit in units if {*self._slots.of(unit)} & {*self._slots.over(visit.slot)})
@@ -286,10 +288,10 @@ class Prefetch:
 
 
 def _as_given_up(order: Sequence[Shard], free: dict[int, Position]) -> list[Shard]:
-    """In which order shards are fetched, given that in which they are used, and from where on their places are free.
+    """The order of fetches, given shards in order of use and when their places become free.
 
-    A backward pass gives up the last ones first, which the next layer's recomputation uses last. So its second half
-    comes as it is given up, ahead of the first half, most of which is only given up when nothing computes.
+    A backward pass gives up the last shards first, which the next layer's recomputation uses last. So its second
+    half is fetched as it is given up, before the first half, most of which is given up only at the end.
     """
     positions = [free[shard.index] for shard in order]
     if positions == sorted(positions):
@@ -300,13 +302,13 @@ def _as_given_up(order: Sequence[Shard], free: dict[int, Position]) -> list[Shar
 
 
 class _LastUses:
-    """Of each byte of a buffer, behind which op of one visit it is no longer needed."""
+    """For each byte of a buffer, the last op of one visit that needs it."""
 
     def __init__(self, visit: int, body: Sequence[Op]) -> None:
         self._visit, self._body = visit, body
         self._known: dict[str, tuple[list[int], list[int], int]] = {}
-        """Buffer -> places where a use begins or ends, in order; the last op that uses what follows each, -1 for none;
-        and the last of all."""
+        """Buffer -> (offsets where uses begin or end, in order; the last op that uses the bytes after each, -1 for
+        none; the last of all)."""
 
     def of(self, place: Access) -> Position:
         if place.buffer not in self._known:
@@ -317,7 +319,7 @@ class _LastUses:
         return (self._visit + 1, 0) if index == end >= 0 else (self._visit, index + 1)
 
     def _look(self, buffer: str) -> tuple[list[int], list[int], int]:
-        """Paint the uses over each other from the last to the first, each byte once."""
+        """Paint uses over each other from last to first, each byte once."""
         uses = [
             (index, access)
             for index, op in enumerate(self._body)
@@ -326,7 +328,7 @@ class _LastUses:
             if access.buffer == buffer
         ]
         points = sorted({point for _, access in uses for point in (access.start, access.stop)})
-        last, bare = [-1] * len(points), list(range(len(points) + 1))  # bare: the next place that is not painted yet
+        last, bare = [-1] * len(points), list(range(len(points) + 1))  # bare: the next unpainted offset
         for index, access in reversed(uses):
             at = _next(bare, bisect_left(points, access.start))
             while points[at] < access.stop:
@@ -336,7 +338,7 @@ class _LastUses:
 
 
 def _next(bare: list[int], at: int) -> int:
-    """The first place from `at` on that is its own successor; the way there is made shorter (Tarjan 1975)."""
+    """The first unpainted position from `at` on, with path compression (Tarjan, 1975)."""
     end = at
     while bare[end] != end:
         end = bare[end]

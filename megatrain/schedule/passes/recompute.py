@@ -1,18 +1,14 @@
-"""What lives between a layer's forward and its backward, per (layer, micro-batch), and how the rest comes back.
+"""Activations: what lives between a layer's forward and backward, and how the rest is recomputed.
 
-The policy says what is left of each forward (`spec.Keep`). A graph, an input and what is stored of a layer beside its
-input are transient buffers on the device.
-An *offloaded* input goes through slots to host memory and comes back: ops name it as if it stayed on the device, and
-`disk_staging` puts OFFLOAD and RELOAD ops around them. What is still in its slot when it is needed again never leaves.
-So do offloaded outputs, which the forward copies to their slot one behind the other.
+The policy says what each forward leaves (`spec.Keep`), per layer and micro-batch. Graphs, inputs and stored outputs
+are transient buffers on the device. An *offloaded* input goes through slots to host memory and back: ops name it as
+if it stayed on the device, and `disk_staging` adds OFFLOAD and RELOAD ops. If it is still in its slot when needed
+again, it never leaves. The same holds for offloaded outputs, which the forward packs into their slot.
 
-*Dropped* inputs lie in stretches, above one that was not dropped, from which FORWARD ops compute them again. With as
-many slots as the stretch is long one pass makes them all (Chen et al. 2016); with fewer, passes start from inputs that
-are held half-way, at the places that make their number the least (`passes`; Griewank & Walther 2000, "revolve"). A pass
-goes layer by layer over all micro-batches that need it, as everything does, so weights are fetched once for each visit.
-
-The module leaves out the ops themselves (`build`), graphs and arguments in any tier but the device, and the choice of
-the policy (`plan`).
+*Dropped* inputs form stretches above one that was not dropped, from which FORWARD ops recompute them. With as many
+slots as the stretch is long, one pass makes them all (Chen et al., 2016); with fewer, passes start from inputs
+held half-way, at the places that minimise their number (`passes`; Griewank & Walther, 2000, "revolve"). A pass
+goes layer by layer over all micro-batches that need it, so weights are fetched once per visit.
 """
 
 from __future__ import annotations
@@ -49,26 +45,26 @@ from megatrain.spec import NOT_OFFLOADED, SAVED_BY, Keep, ModelSpec, Numerics, P
 THROUGH_THE_BUS = Route(("RELOAD", "fetch"), ("OFFLOAD", "grad"))
 
 ALIGNMENT_NBYTES = 4096
-"""Beside offloaded outputs, so that each can begin where kernels read fast."""
+"""Padding for offloaded outputs, so that each is aligned for kernels."""
 
 WORKSPACES = (Use.FORWARD_WORKSPACE, Use.LOSS_WORKSPACE, Use.BACKWARD_WORKSPACE)
-"""What single ops take, under one name for all of a kind."""
+"""Workspaces of single ops, with one name for each kind."""
 
 PREFIXES = {use: f"device/{use.name.lower()}/" for use in Use}
-"""Of the names of transient buffers."""
+"""Prefix of the names of transient buffers."""
 
 Pass = tuple[int, int]
-"""(start, stop): layers computed again from boundary `start`, which is there, to `stop`, which is held from then on."""
+"""(start, stop): recompute layers from boundary `start`, which exists, to `stop`, which is held from then on."""
 
 
 @lru_cache(maxsize=4096)
 def passes(dropped: int, slots: int) -> tuple[tuple[Pass, ...], ...]:
-    """The passes ahead of each backward over `dropped` boundaries above boundary 0, which is there.
+    """The passes before each backward over `dropped` boundaries above boundary 0, which exists.
 
-    Their backwards come in the order `dropped`, ..., 1, after which a boundary is held no longer; at most `slots` are
-    held at one time. Entry i is for the backward of boundary i + 1: passes that follow on each other, or none where it
-    is held already. The number of layers computed is the least possible: (d + 1) r - C(s + r, r - 1) for d dropped
-    boundaries and s slots, with the smallest r such that d + 1 <= C(s + r, r) (Griewank & Walther 2000).
+    Backwards come in the order `dropped`, ..., 1, after which a boundary is freed; at most `slots` are held at a time.
+    Entry i has the passes before the backward of boundary i + 1, none if it is already held. The number of recomputed
+    layers is minimal: (d + 1) r - C(s + r, r - 1) for d dropped boundaries and s slots, with the smallest r such that
+    d + 1 <= C(s + r, r) (Griewank & Walther, 2000).
     """
     if not dropped:
         return ()
@@ -86,7 +82,7 @@ def passes(dropped: int, slots: int) -> tuple[tuple[Pass, ...], ...]:
 
 @lru_cache(maxsize=4096)
 def _fewest(dropped: int, slots: int) -> tuple[float, int]:
-    """The least number of layers computed again, and the boundary that is held first."""
+    """(minimum number of recomputed layers, boundary to hold first)."""
     if slots >= dropped:
         return dropped, min(1, dropped)
     if not slots:
@@ -97,7 +93,7 @@ def _fewest(dropped: int, slots: int) -> tuple[float, int]:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """A layer computed again for one micro-batch: where its input is, and where its output goes."""
+    """Recomputation of a layer for one micro-batch: where its input is, and where its output goes."""
 
     layer: int
     micro: int
@@ -106,7 +102,7 @@ class Again:
 
 
 class Activations:
-    """Names the memory of one step's activations, and enters its buffers into `buffers`.
+    """Assigns the memory of one step's activations, and adds its buffers to `buffers`.
 
     Raises `PlanError` for a policy with more rows than the model has layers.
     """
@@ -124,7 +120,7 @@ class Activations:
         self._model, self._numerics, self._policy = model, numerics, policy
         self._work, self._buffers = work, buffers
         if len(policy.activations_by_layer) > len(model.layers):
-            what = f"has rows for {len(policy.activations_by_layer)} layers, and the model has {len(model.layers)}"
+            what = f"has rows for {len(policy.activations_by_layer)} layers, but the model has {len(model.layers)}"
             raise PlanError(what, where="policy.activations_by_layer", fix="give one row for each layer, or fewer")
         self._lowest = max(1, model.lowest_trained)
         """The lowest layer with a backward pass."""
@@ -133,17 +129,17 @@ class Activations:
             (layer, micro): self._keep(layer, micro) for layer in layers for micro in range(work.micro_batches)
         }
         self.round = 0
-        """Of the ops that are being made."""
+        """Round of the ops being made."""
         self._held: dict[tuple[int, int], Access] = {}
-        """Where a dropped input is that has been computed again."""
+        """Where a recomputed input is."""
         self._boundary_nbytes = [
             round(tokens * work.repeats * model.hidden_size * numerics.weight_nbytes) for tokens in work.tokens
         ]
-        """Of each micro-batch, the input of a layer."""
+        """Bytes of a layer's input, for each micro-batch."""
         self._known: dict[tuple[Use, int, int], Access] = {}
-        """What ops name time and again, by unit and micro-batch."""
+        """Cache of frequent accesses, by unit and micro-batch."""
         self._times: Counter[tuple[int, int]] = Counter()
-        """How often each has been."""
+        """How often each was recomputed."""
 
     def _keep(self, layer: int, micro: int) -> Keep:
         keep = self._policy.keep(layer - 1, micro)
@@ -154,19 +150,19 @@ class Activations:
     # One op's part --------------------------------------------------------------------------------------------------
 
     def left_by(self, layer: int, micro: int) -> list[Access]:
-        """What the forward of a layer writes for the backward alone."""
+        """What a layer's forward writes only for its backward."""
         keep = self._keeps.get((layer, micro))
         left = [self.graph(layer, micro)] if keep == "graph" else []
         left += [self._offloaded(layer, micro)] if keep in NOT_OFFLOADED else []
         return [*left, self.stored(layer, micro)] if keep in SAVED_BY else left
 
     def taken_up_by(self, layer: int, micro: int) -> list[Access]:
-        """All that the backward of a layer reads of what its forward has left."""
+        """Everything left by a layer's forward that its backward reads."""
         also = [self.stored(layer, micro)] if self._keeps[layer, micro] in SAVED_BY else []
         return [self.found_by(layer, micro), *also]
 
     def found_by(self, layer: int, micro: int) -> Access:
-        """The graph or the input that the backward of a layer starts from."""
+        """The graph or input from which a layer's backward starts."""
         keep = self._keeps[layer, micro]
         if keep in NOT_OFFLOADED:
             return self._offloaded(layer, micro)
@@ -181,7 +177,7 @@ class Activations:
         return self._keeps[layer, micro] == "graph"
 
     def again(self, layer: int, micros: Iterable[int]) -> list[list[Again]]:
-        """What is computed again ahead of the backward of a layer, by layer, lowest first."""
+        """Recomputations before a layer's backward, grouped by layer, lowest first."""
         found: dict[int, list[Again]] = defaultdict(list)
         for micro in micros:
             bottom = layer
@@ -206,7 +202,7 @@ class Activations:
     # Memory ---------------------------------------------------------------------------------------------------------
 
     def hidden(self, unit: int, micro: int) -> Access:
-        """The input of a unit: batch x length x hidden size, in the compute dtype."""
+        """A unit's input: batch x length x hidden size, in the compute dtype."""
         key = Use.INPUTS, unit, micro
         if key not in self._known:
             nbytes = self._boundary_nbytes[micro]
@@ -222,7 +218,7 @@ class Activations:
         return self._known[key]
 
     def arguments(self, micro: int) -> Access:
-        """What layers are called with besides the hidden state."""
+        """The arguments of layers besides the hidden state."""
         key = Use.ARGUMENTS, 0, micro
         if key not in self._known:
             each = arguments_nbytes(self._model, self._numerics, self._work, self._work.tokens[micro])
@@ -231,7 +227,7 @@ class Activations:
         return self._known[key]
 
     def graph(self, layer: int, micro: int) -> Access:
-        """What autograd keeps of a layer between its forward (or its recomputation) and its backward."""
+        """What autograd keeps of a layer between its forward (or recomputation) and its backward."""
         key = Use.GRAPHS, layer, micro
         if key not in self._known:
             nbytes, content = self._graph_nbytes(layer, micro), LayerGraph(layer, micro)
@@ -241,17 +237,17 @@ class Activations:
     def _graph_nbytes(self, layer: int, micro: int) -> int:
         tokens = self._work.tokens[micro]
         length = min(self._work.length or tokens, tokens)
-        alike = self._work.repeats if self.keeps_graph(layer, micro) else 1  # one at a time where recomputed
+        alike = self._work.repeats if self.keeps_graph(layer, micro) else 1  # recomputed ones exist one at a time
         profile, keep = profile_of(self._model, layer, self._work, length), self._keeps[layer, micro]
         kept = alike * profile.kept(tokens // length, length, self._numerics.mlp_chunk_tokens)
         in_chunks = runs_in_chunks(self._model.units[layer], self._numerics, tokens)
-        if keep in SAVED_BY and not (in_chunks and SAVED_BY[keep] == "chosen"):  # those within chunks are not stored
+        if keep in SAVED_BY and not (in_chunks and SAVED_BY[keep] == "chosen"):  # outputs within chunks are not stored
             kept -= answered_nbytes(self._model, self._numerics, self._policy, self._work, layer, tokens, keep)
         nbytes = max(1, round(kept))
         return nbytes + (self._boundary_nbytes[micro] if self.keeps_graph(layer, micro) else 0)  # the input
 
     def sides(self, layer: int, micro: int, *, is_gradient: bool = False) -> list[Access]:
-        """What a layer has recorded for the loss, or the gradient of that."""
+        """What a layer recorded for the loss, or its gradient."""
         each = self._model.units[layer].profile.sides_nbytes
         if not each:
             return []
@@ -259,7 +255,7 @@ class Activations:
         return [self.transient(Use.ROUTER_LOGITS, f"{layer}.{micro}", max(1, nbytes), Side(layer, micro, is_gradient))]
 
     def made(self, unit: int, micro: int, *, again: bool = False) -> list[Access]:
-        """What a forward makes for itself; where it keeps its graph, little that is not in that."""
+        """A forward's workspace; little beyond the graph if it keeps that."""
         if unit and not again and (unit, micro) in self._keeps and self.keeps_graph(unit, micro):
             return []
         nbytes = forward_nbytes(self._model, self._numerics, self._policy, self._work, unit, self._work.tokens[micro])
@@ -278,8 +274,7 @@ class Activations:
         ]
 
     def stored(self, layer: int, micro: int) -> Access:
-        """What a layer's forward has stored of its ops' outputs; offloaded ones under a name that `offloaded` replaces
-        by a slot."""
+        """The op outputs stored by a layer's forward; `offloaded` replaces the name of offloaded ones by a slot."""
         keep, nbytes = self._keeps[layer, micro], max(1, self._saved_nbytes(layer, micro))
         if keep not in NOT_OFFLOADED:
             return self.transient(Use.SAVED_OUTPUTS, f"{layer}.{micro}", nbytes, Saved(layer, micro, SAVED_BY[keep]))
@@ -292,20 +287,20 @@ class Activations:
         return round(self._work.repeats * self._model.units[layer].profile.stored(saved, self._work.tokens[micro]))
 
     def _computed_again(self, unit: int, micro: int) -> Access:
-        """A boundary that is computed once more; each time it is another buffer, with a lifetime of its own."""
+        """A recomputed boundary; each time a different buffer with its own lifetime."""
         times = self._times[unit, micro]
         self._times[unit, micro] += 1
         which = f"{unit}.{micro}" + (f".{times}" if times else "")
         return self.transient(Use.RECOMPUTED_INPUTS, which, self._boundary_nbytes[micro], Hidden(unit, micro))
 
     def _offloaded(self, layer: int, micro: int) -> Access:
-        """An offloaded input under a name that `offloaded` replaces by a slot."""
+        """An offloaded input, whose name `offloaded` replaces by a slot."""
         name = f"{PREFIXES[Use.OFFLOADED_INPUTS]}{layer}.{micro}"
         return Access(name, 0, self._boundary_nbytes[micro], Hidden(layer, micro))
 
     def transient(self, use: Use, which: str, nbytes: int, content: Content) -> Access:
         """Device memory that exists while ops need it."""
-        if self.round and use in WORKSPACES:  # no memory from one round to the next
+        if self.round and use in WORKSPACES:  # not shared between rounds
             which = f"{which}.{self.round}"
         name = f"{PREFIXES[use]}{which}"
         known = self._buffers.get(name)
@@ -316,7 +311,7 @@ class Activations:
     # Offloading -----------------------------------------------------------------------------------------------------
 
     def offloaded(self, ops: Sequence[Op]) -> list[Op]:
-        """`ops` with offloaded inputs and outputs in slots, and with the OFFLOAD and RELOAD ops that this takes."""
+        """`ops` with slots for offloaded inputs and outputs, and the necessary OFFLOAD and RELOAD ops."""
         away = [key for key, keep in self._keeps.items() if keep in NOT_OFFLOADED]
         saved = [key for key in away if self._keeps[key] in SAVED_BY]
         staged = self._staged("offload_slots", Use.OFFLOADED_INPUTS, [self._offloaded(*key) for key in away])
@@ -332,10 +327,10 @@ class Activations:
         return [op for op in placed if op.kind != "OFFLOAD" or op.writes[0].content not in stays]
 
     def _staged(self, slots_name: str, use: Use, inside: Sequence[Access]) -> dict[str, Staged]:
-        """Names on the device -> where in host memory they wait, and the slots that they pass through."""
+        """Name on the device -> its place in host memory, and the slots that it passes through."""
         count = min(self._policy.offload_slots, len(inside))
         slots = tuple(f"device/{slots_name}/{k}" for k in range(count))
-        # Where a micro-batch stands for several, one at a time is in a slot.
+        # If a micro-batch represents several, one at a time is in a slot.
         largest = max((round(access.stop / self._work.repeats) for access in inside), default=0)
         for slot in slots:
             declare(self._buffers, Buffer(slot, "device", largest, Use.OFFLOAD_SLOTS))

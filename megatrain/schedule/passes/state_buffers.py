@@ -1,11 +1,11 @@
-"""What lives between steps: the parts of each unit's state, where they are, and what they pass through from the disk.
+"""Buffers that live between steps: the parts of each unit's state, in their tiers, and their staging buffers for the
+disk.
 
-A unit has weights, low bits and moments, and a gradient where that waits for the norm. Each part is in the tier that
-its placement names (`spec.Placement`). On the disk it has a region there, and buffers in host memory that stand for it
-while it is in use (`disk_staging`). Weights that lie in the model's own files pass through such buffers too: by unit
-where memory is shared, else by shard. `StateBuffers` names all of it for a schedule; `state_nbytes` adds up the same
-bytes without a name for each, since a search for a plan asks for them some thousand times. Left out: where a gradient
-is summed, and where one lands that is used at once (`gradients`).
+A unit has weights, low bits and moments, and a gradient if that waits for the norm. Each part is in the tier of
+its placement (`spec.Placement`). On the disk it has a region, plus host buffers that hold it while in use
+(`disk_staging`). Weights in the model's own files pass through such buffers too: by unit in shared memory, else by
+shard. `StateBuffers` names all of it for a schedule; `state_nbytes` adds up the same bytes without names, since a
+plan search needs them thousands of times. `gradients` decides where gradients are summed and land.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from megatrain.spec.layout import Layout, layout_of
 from megatrain.spec.model import UnitKind
 
 MOMENTS_NBYTES = 8
-"""Per trained parameter: float32 m and v."""
+"""Bytes per trained parameter: float32 m and v."""
 
 HOST_ONLY = (Part.LOW_BITS, Part.MOMENTS)
-"""Parts of state that only updates use, which never cross the bus where the host computes those."""
+"""Parts that only updates use, so they do not cross the bus if the host updates."""
 
 NORMS = "host/norms"
-"""Float64 sums of squares, one for each unit."""
+"""Buffer of float64 sums of squares, one per unit."""
 
 USE_OF = {
     Part.WEIGHTS: Use.WEIGHTS,
@@ -41,12 +41,12 @@ USE_OF = {
 }
 
 Pending = Literal["none", "all"]
-"""Whether every unit has an update of the last step waiting, or none has."""
+"""Whether all units have a pending update of the last step, or none."""
 
 
 class SizedPart(NamedTuple):
-    """A part of a unit's state, its bytes and its tier; and whether the device has a copy of it besides: with several
-    ranks, of what all of them have."""
+    """A part of a unit's state, with its bytes and tier, and whether the device has a copy too (with several
+    ranks, of all ranks' parts)."""
 
     part: Part
     nbytes: int
@@ -55,14 +55,16 @@ class SizedPart(NamedTuple):
 
 
 def parts_of(layout: Layout, numerics: Numerics, policy: Policy, placement: Placement) -> tuple[SizedPart, ...]:
-    """What a unit has between steps, less what is empty; with several ranks what one of them has. Where weights are in
-    files, those that are held in host memory, in front of the others, are a part like any other."""
+    """The non-empty parts of a unit between steps; with several ranks, one rank's share.
+
+    If weights are in files, those held in host memory before them are a part like any other.
+    """
     sizes = layout.own_size, layout.trained.own_size, layout.files_start
     return _parts_of(*sizes, numerics, policy.update, placement)
 
 
 def reads_files(layout: Layout, placement: Placement) -> bool:
-    """Whether a unit has weights in files, and they are read there."""
+    """Whether weights of a unit are read from files."""
     return placement.weights == "file" and layout.files_start < layout.size
 
 
@@ -76,7 +78,7 @@ def _parts_of(
         return (*kept, SizedPart(Part.WEIGHTS, rest, "file")) if rest > 0 else kept
     sizes = {
         Part.WEIGHTS: numel * numerics.weight_nbytes,
-        Part.LOW_BITS: trained * (0 if numerics.precision == "fp32" else 2),  # what is frozen has none
+        Part.LOW_BITS: trained * (0 if numerics.precision == "fp32" else 2),  # frozen parameters have none
         Part.MOMENTS: MOMENTS_NBYTES * trained,
         Part.GRADIENTS: 0 if update == "during_backward" else trained * numerics.grad_nbytes,
     }
@@ -89,34 +91,33 @@ def _parts_of(
 
 
 def state_name(tier: Tier, part: Part, unit: int) -> str:
-    """The buffer of a part of a unit's state, in a tier where it may be."""
+    """The buffer of a part of a unit's state in a tier."""
     return f"{tier}/{part}/{unit}"
 
 
 def whole_name(unit: int) -> str:
-    """All weights of a unit of which some are in files, as compute in host memory finds them."""
+    """All weights of a unit with some in files, as compute in host memory sees them."""
     return f"host/whole_weights/{unit}"
 
 
 def staging_name(model: ModelSpec, unit: int, part: Part, number: int = 0) -> str:
-    """One of the host buffers that a part of a unit may pass through on its way from the disk; as for slots, the ends
-    share one."""
+    """A host buffer through which a part of a unit passes from the disk; as for slots, the ends share one."""
     kind = model.units[unit].kind
     return f"host/disk_staging/{part}/{f'layer{number}' if kind == 'layer' else kind if model.tied else 'ends'}"
 
 
 def staging_names(model: ModelSpec, policy: Policy, unit: int, part: Part) -> list[str]:
-    """All of them."""
+    """All such buffers for a part of a unit."""
     if model.units[unit].kind != "layer":
         return [staging_name(model, unit, part)]
     count = policy.disk_staging_slots
     if part is Part.WEIGHTS and policy.update == "during_backward" and not policy.shares_memory:
-        count = max(count, policy.layers_fetched)  # from a layer's fetch to its update others are fetched
+        count = max(count, policy.layers_fetched)  # between a layer's fetch and its update, others are fetched
     return [staging_name(model, unit, part, number) for number in range(min(count, len(model.layers)))]
 
 
 def state_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[str, int]:
-    """Tier -> bytes of all units' state between steps, with the buffers that it passes through."""
+    """Tier -> bytes of all units' state between steps, including staging buffers."""
     totals: dict[str, int] = {"device": 0, "host": 8 * len(model.units), "disk": 0, "file": 0}
     stages: dict[str, int] = {}
     for first, placement, count in units_alike(model, policy):
@@ -132,7 +133,7 @@ def state_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[s
 def _stages(
     model: ModelSpec, numerics: Numerics, policy: Policy, unit: int, part: SizedPart
 ) -> Iterator[tuple[str, int]]:
-    """The host buffers that a part passes through on its way from the drive, and what it needs of each."""
+    """(name, bytes) of the host buffers through which a part passes from the drive."""
     if part.tier == "disk":
         yield from ((name, part.nbytes) for name in staging_names(model, policy, unit, part.part))
     elif part.tier == "file" and policy.shares_memory:
@@ -146,20 +147,22 @@ def _stages(
 
 
 def file_staging_names(policy: Policy) -> tuple[str, ...]:
-    """The host buffers that shards of weights in files pass through on their way to the device."""
+    """Host buffers through which shards of weights in files pass to the device."""
     return tuple(f"host/file_staging/{number}" for number in range(policy.pinned_staging_slots))
 
 
 def shard_nbytes(policy: Policy, kind: UnitKind) -> int:
-    """Of the largest shard of a unit of that kind: no larger than the read-ahead, where they are to come through it."""
+    """Bytes of the largest shard of a unit of that kind, limited by the read-ahead if they use it."""
     if policy.read_ahead_nbytes and kind == "layer":
         return min(policy.shard_nbytes, policy.read_ahead_nbytes)
     return policy.shard_nbytes
 
 
 def units_alike(model: ModelSpec, policy: Policy) -> list[tuple[int, Placement, int]]:
-    """Of the units that are of one kind and one size, and have their state in one place: one of them, the place, and
-    how many there are. Equal placements that are two objects may give two groups."""
+    """(one of them, its placement, their number) for each group of units with equal kind, size and placement.
+
+    Equal placements that are different objects may form separate groups.
+    """
     kinds = _kinds(model)
     if not policy.placements:
         return [(unit, IN_HOST, count) for unit, count in Counter(kinds).items()]
@@ -171,7 +174,7 @@ def units_alike(model: ModelSpec, policy: Policy) -> list[tuple[int, Placement, 
 
 @lru_cache(maxsize=64)
 def _kinds(model: ModelSpec) -> tuple[int, ...]:
-    """For each unit, the first that is like it: of the same kind and size, and with a backward pass if it has one."""
+    """For each unit, the first that is like it: same kind and size, and with a backward pass if it has one."""
     first: dict[tuple[str, int, int, int, bool], int] = {}
     kinds = []
     for unit, spec in enumerate(model.units):
@@ -182,16 +185,15 @@ def _kinds(model: ModelSpec) -> tuple[int, ...]:
 
 
 class Spare(NamedTuple):
-    """Host memory in which a unit's state is put together in float32, for a save beside steps: float32 masters, and
-    behind them what is fetched."""
+    """Host memory in which a save assembles a unit in float32: the masters, then what is fetched."""
 
     saved: int
-    """Elements of a unit, from the first on, that a checkpoint holds, or what one rank owns of them: all, but of a base
-    below an adapter what lies in the model's files, unless the masters are fetched as they are."""
+    """Number of a unit's first elements in a checkpoint, or of a rank's share of them: all, except weights of an
+    adapter's base in the model's files, unless masters are fetched unchanged."""
     masters: int
-    """Bytes of the masters; 0 where they lie in host memory as such."""
+    """Bytes of the masters; 0 if they exist in host memory."""
     fetched: int
-    """Bytes of both halves of the masters, and in their place, once they have been joined, of the moments."""
+    """Bytes of both halves of the masters, and later, in their place, of the moments."""
 
     @property
     def nbytes(self) -> int:
@@ -199,8 +201,8 @@ class Spare(NamedTuple):
 
 
 def spare_of(model: ModelSpec, unit: int, precision: Precision, away: Collection[Part], *, in_files: bool) -> Spare:
-    """What a unit takes. away: its parts that do not lie in host memory; in_files: whether weights are read from files
-    behind those that do."""
+    """The memory for saving a unit. away: its parts that are not in host memory; in_files: whether weights are
+    read from files."""
     layout, is_master = layout_of(model.units[unit]), precision == "fp32"
     are_fetched = is_master and Part.WEIGHTS in away
     is_apart = model.base_apart and layout.ranks == 1 and not are_fetched
@@ -213,7 +215,7 @@ def spare_of(model: ModelSpec, unit: int, precision: Precision, away: Collection
 
 
 def save_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> int:
-    """Host memory that checkpoints written beside steps take: that of the unit which needs most (`spare_of`)."""
+    """Host memory that saves during training need: that of the most demanding unit (`spare_of`)."""
     found = []
     for unit, placement, _ in units_alike(model, policy):
         away = [part for part in Part if placement.tier(part) not in ("host", "file")]
@@ -223,9 +225,11 @@ def save_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> int:
 
 
 class StateBuffers:
-    """Names the state of a model for one schedule: enters its buffers into `buffers`, the names of host memory that
-    stand for state on the disk into `staged`, and into `in_files` the name that stands for all weights of a unit of
-    which some are in files, with where they are."""
+    """Adds the buffers of a model's state to `buffers`, for one schedule.
+
+    `staged`: placeholder names for state on the disk. `in_files`: the name for all weights of a unit with some in
+    files -> where they are.
+    """
 
     def __init__(
         self,
@@ -250,7 +254,7 @@ class StateBuffers:
         declare(buffers, Buffer(NORMS, "host", 8 * len(model.units), Use.NORMS, crosses=False))
 
     def of(self, unit: int) -> Sequence[SizedPart]:
-        """The parts of a unit. Units that are alike share their sizes."""
+        """The parts of a unit. Like units share the object."""
         layout, placement = layout_of(self._model.units[unit]), self._policy.placement(unit)
         key = id(layout), placement
         if key not in self._parts:
@@ -258,11 +262,11 @@ class StateBuffers:
         return self._parts[key]
 
     def norm(self, unit: int) -> Access:
-        """Where the sum of squares of a unit's gradient is: one float64 for each unit."""
+        """Where a unit's sum of squares is, one float64."""
         return Access(NORMS, 8 * unit, 8 * unit + 8, Norm(unit))
 
     def _declare(self, unit: int, sized: SizedPart, content: Content | None) -> None:
-        """The memory of a part, in its tier."""
+        """Add the memory of a part, in its tier."""
         if sized.tier == "file":
             return self._declare_in_file(unit, sized.nbytes)
         part, nbytes, tier, copied = sized
@@ -284,7 +288,7 @@ class StateBuffers:
             self._staged[state_name("host", part, unit)] = staged
 
     def _declare_in_file(self, unit: int, nbytes: int) -> None:
-        """Weights in files, which are of any version, behind those of their unit that are in host memory."""
+        """Add a unit's weights in files, which fit any version, after its weights in host memory."""
         part, content = Part.WEIGHTS, Weights(unit)
         name, held = state_name("file", part, unit), layout_of(self._model.units[unit]).files_start
         declare(self._buffers, Buffer(name, "file", nbytes, Use.WEIGHTS, content, part=part, unit=unit))
@@ -299,8 +303,10 @@ class StateBuffers:
             self._staged[whole_name(unit)] = Staged(unit, name, held + nbytes, content, slots, sources=sources)
 
     def _changed_nbytes(self, unit: int, sized: SizedPart) -> int:
-        """Of a part, from its first byte on: all that updates change, to the end of a sector, at which a drive's write
-        can end. Frozen weights lie behind that."""
+        """Bytes from the start of a part that updates change, rounded up to a sector, where a write can end.
+
+        Frozen weights come after that.
+        """
         if sized.part is not Part.WEIGHTS:
             return sized.nbytes
         trained = layout_of(self._model.units[unit]).trained.own_size * self._numerics.weight_nbytes

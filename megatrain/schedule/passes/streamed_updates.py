@@ -1,16 +1,16 @@
-"""Streamed updates: a layer's state, kept in host memory, is brought to the device, updated there and written back.
+"""Streamed updates: a layer's state in host memory is copied to the device, updated there and written back.
 
-A host updates at the speed that its threads reach in host memory. Copies reach more of it, and both at once more still,
-so some of the layers (`Policy.streamed_updates`) are updated on the device, in pieces: RELOAD brings weights, low bits
-and moments into a slot, UPDATE changes them there, OFFLOAD takes them home. A few pieces are under way at a time.
-UPDATE runs on the stream of the way out, which it holds for a small part of the time that the copy takes: so neither
-compute nor another stream has to wait for it.
+Host updates are limited by the memory bandwidth that host threads reach. Copies reach more, and both at once still
+more, so some layers (`Policy.streamed_updates`) are updated on the device, in pieces: RELOAD copies weights, low bits
+and moments into a slot, UPDATE changes them there, OFFLOAD takes them home. A few pieces are in progress at a time.
+UPDATE runs on the stream of copies home, where it takes a small part of the copies' time, so neither compute nor
+another stream has to wait for it.
 
-Where updates wait for the norm, gradients do so in host memory, and each piece brings its own part along. PLACE then
-puts the fresh weights into the slot from which the layer's forward reads them, which saves a fetch. Where updates come
-during the backward pass, the gradient is used where it was summed, and never leaves. What an UPDATE has left in a slot
-is not lost where its way home fails (`memory.pool`). Left out: which layers these are (`spec.Policy`), and when it is
-their turn (`build`, `prefetch`).
+If updates wait for the norm, gradients wait in host memory, and each piece brings its own part along. PLACE then
+copies the fresh weights into the slot from which the layer's forward reads them, which saves a fetch. If updates
+come during the backward pass, the gradient is used where it was summed, and never leaves. What an UPDATE has left
+in a slot is not lost if copying it home fails (`memory.pool`). `spec.Policy` selects the layers, `build` and
+`prefetch` place the ops.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from megatrain.spec import ModelSpec, Numerics, Part, Policy
 from megatrain.spec.layout import ALIGNMENT, layout_of
 
 PIECE_NBYTES, MOST_PIECES = 64 << 20, 64
-"""That a RELOAD brings: large enough for a bus to be quick, and as large is a slot. Layers that would have more pieces
-than that have larger ones, since each takes a thread some time; but none is larger than a shard."""
+"""Bytes per RELOAD and per slot, enough for full bus speed, and the number of pieces above which a layer gets larger
+ones, since each costs a thread some time; none is larger than a shard."""
 
 LEAST_NUMEL = 1 << 10
-"""Of a piece, however small shards are; a multiple of `ALIGNMENT`."""
+"""Minimum size of a piece, however small shards are; a multiple of `ALIGNMENT`."""
 
 SLOTS = 3
-"""One is filled while a second is updated or leaves; a third is for whatever is late."""
+"""Slots: one is filled while another is updated or leaves; the third absorbs delays."""
 
 CHUNK, CHUNK_NBYTES = 1 << 20, 32
-"""Elements of a piece that single operations update at a time, where there is no kernel for all of them, and bytes that
-they take for each (`train.device_adamw`)."""
+"""Without a fused kernel: elements of a piece updated at a time, and workspace bytes per element
+(`train.device_adamw`)."""
 
 LOW_BITS_NBYTES = 2
 HALF_OF_MOMENTS_NBYTES = MOMENTS_NBYTES // 2
 
 
 def piece_of(size: int, numerics: Numerics, policy: Policy, number: int) -> tuple[int, int]:
-    """The elements [start, stop) of a piece, of `size` that a rank owns of what trains in a unit."""
+    """Elements [start, stop) of a piece, out of the `size` trained elements of a unit that a rank owns."""
     each = numerics.weight_nbytes + MOMENTS_NBYTES
     each += 0 if numerics.precision == "fp32" else LOW_BITS_NBYTES
     each += numerics.grad_nbytes if policy.update == "next_forward" else 0
@@ -53,7 +53,7 @@ def piece_of(size: int, numerics: Numerics, policy: Policy, number: int) -> tupl
 
 
 class StreamedUpdates:
-    """Makes the streamed updates of one schedule. Enters their slots into `buffers`."""
+    """Makes the streamed updates of one schedule. Adds their slots to `buffers`."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class StreamedUpdates:
         self._model, self._numerics, self._policy = model, numerics, policy
         self._buffers, self._gradients, self._state = buffers, gradients, state
         self._pieces = 0
-        """So far; they take the slots in turn."""
+        """Number of pieces so far; they take turns in the slots."""
 
     def ops(self, unit: int, before: str, after: str, place: Access | None = None) -> list[Op]:
-        """The update of a unit, whose state is of version `before` and becomes `after`. place: where the fresh weights
-        are wanted on the device, if anywhere."""
+        """The update of a unit from version `before` to `after`. place: where fresh weights are needed on the
+        device, if anywhere."""
         size = layout_of(self._model.units[unit]).trained.own_size
         found: list[Op] = []
         stop = number = 0
@@ -99,7 +99,7 @@ class StreamedUpdates:
     def _update(
         self, unit: int, number: int, gradient: Access, here: Sequence[Access], fresh: Sequence[Access], share: float
     ) -> Op:
-        """Of one piece, in place; at its share of the price of the whole update."""
+        """UPDATE of one piece, in place, with its share of the whole update's price."""
         reads, writes = ([*state[:-2], state[-2]._replace(stop=state[-1].stop)] for state in (here, fresh))
         elements = (gradient.stop - gradient.start) // self._numerics.grad_nbytes
         workspace = CHUNK_NBYTES * min(CHUNK, elements)
@@ -112,7 +112,7 @@ class StreamedUpdates:
         )
 
     def _homes(self, unit: int, start: int, stop: int, version: str) -> list[Access]:
-        """Where elements [start, stop) of the parts of a unit's state lie in host memory: m and v apart."""
+        """Where elements [start, stop) of each part of a unit's state are in host memory; m and v separately."""
         size, half = layout_of(self._model.units[unit]).trained.own_size, HALF_OF_MOMENTS_NBYTES
         places: list[tuple[Part, Content, int, int]] = [
             (Part.WEIGHTS, Weights(unit, version), self._numerics.weight_nbytes, 0)
@@ -132,7 +132,7 @@ class StreamedUpdates:
 
 
 def _one_behind_the_other(slot: str, homes: Sequence[Access]) -> list[Access]:
-    """What lies in these homes, in a slot."""
+    """The contents of these homes, one after the other in a slot."""
     found: list[Access] = []
     for home in homes:
         start = found[-1].stop if found else 0

@@ -1,13 +1,13 @@
-"""Weight slots: the reusable device buffers that streamed weights are copied into, and where each begins and ends.
+"""Weight slots: the reusable device buffers into which streamed weights are copied.
 
-A unit passes through a slot whole: parameters are views at fixed offsets of one buffer, so nothing fragments and no
-model code knows. Layers have slots of their own, and so have the ends: one for both, or, where the head is tied to the
-prologue and needs it, one each. What stays on the device has a slot that is its own.
+A unit is in a slot as a whole: parameters are views at fixed offsets of one buffer, so nothing fragments and model
+code does not notice. Layers have their own slots; the ends (prologue and epilogue) share one, or have one each if the
+head is tied to the prologue and needs it. Units that stay on the device have slots of their own.
 
-A read-ahead (`Policy.read_ahead_nbytes`) is for those who are short of memory: then all slots lie in one buffer, the
-*ring*, as large as the largest, and each overwrites what lies where it comes. An embedding and a head are often larger
-than a layer, so the weights of a model take one unit and the read-ahead. What it costs is that the first layer waits
-for the embedding's end, the head for the top layer's, and the top layer is fetched twice.
+A read-ahead (`Policy.read_ahead_nbytes`) is for tight memory: all slots then overlap in one buffer, the *ring*, as
+large as the largest. Embedding and head are often larger than a layer, so a model's weights take one unit plus the
+read-ahead. In return the first layer waits for the end of the embedding, the head for that of the top layer, and
+the top layer is fetched twice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatrain.spec.layout import Layout
 
 RING = "device/weight_slots/ring"
 IN_SLOT = "(a slot)"
-"""Stands for the buffer of weights, which `Weights.unit` names, until their visit has a slot."""
+"""Placeholder for the slot of weights (of `Weights.unit`) until their visit has one."""
 
 
 class Span(NamedTuple):
@@ -38,7 +38,7 @@ class Span(NamedTuple):
 
 @dataclass
 class WeightSlots:
-    """The slots of one schedule. Enters the buffers of those that are asked for into `buffers`."""
+    """The slots of one schedule. Adds the buffers of requested slots to `buffers`."""
 
     model: ModelSpec
     numerics: Numerics
@@ -46,7 +46,7 @@ class WeightSlots:
     layouts: Sequence[Layout]
     buffers: dict[str, Buffer]
     _spans: dict[str, Span] = field(default_factory=dict, init=False)
-    """Slot -> where it is."""
+    """Slot -> its span."""
     _sharing: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list), init=False)
     """Buffer -> the slots in it."""
     _of: dict[int, list[str]] = field(default_factory=dict, init=False)
@@ -58,35 +58,35 @@ class WeightSlots:
         return self._of[unit]
 
     def access(self, slot: str, start: int, stop: int, content: Content) -> Access:
-        """Bytes [start, stop) of a slot that has been asked for."""
+        """Bytes [start, stop) of a requested slot."""
         span = self._spans[slot]
         return Access(span.buffer, span.start + start, span.start + stop, content)
 
     def unplaced(self, unit: int) -> Access:
-        """The whole of a unit's weights, in a slot that is not chosen yet."""
+        """All of a unit's weights, in a slot that is not chosen yet."""
         return Access(IN_SLOT, 0, self._nbytes(unit), Weights(unit))
 
     def over(self, slot: str) -> list[str]:
-        """The slots that share memory with one, itself among them."""
+        """The slots that share memory with this one, including itself."""
         span = self._spans[slot]
         return [each for each in self._sharing[span.buffer] if self._overlap(self._spans[each], span)]
 
     def stays(self, unit: int) -> bool:
-        """Whether all its weights are on the device from one visit to the next."""
+        """Whether all its weights stay on the device between visits."""
         placement = self.policy.placement(unit)
         return placement.weights == "device" and (self.layouts[unit].ranks == 1 or not placement.on_device)
 
     def updated_there(self, unit: int) -> bool:
-        """Whether they are updated where compute finds them. Of several ranks each has a part of them alone."""
+        """Whether they are updated where compute reads them. With several ranks each has only its part."""
         return self.stays(unit) and self.policy.placement(unit).on_device
 
     @property
     def in_ring(self) -> bool:
-        """Whether all of them lie in one buffer."""
+        """Whether all slots are in one buffer."""
         return self.policy.read_ahead_nbytes > 0
 
     def again_for_head(self) -> bool:
-        """Whether the prologue, which a tied head needs, has made room for the layers by then."""
+        """Whether the prologue, which a tied head needs, has been overwritten by then."""
         return self.in_ring and self.model.tied and not self.policy.shares_memory and not self.stays(0)
 
     def _declared(self, unit: int) -> list[str]:

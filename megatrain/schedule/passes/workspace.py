@@ -1,10 +1,9 @@
-"""Memory that layers' arguments take, and what ops need beside what they read and hand on: their workspace.
+"""Workspace: the memory of layers' arguments, and what ops need besides what they read and pass on.
 
-An op's peak is as it was measured (`LayerProfile`), and 0 where nothing was: an engine that nobody has planned for
-needs no such figure. Added by rule is what was not seen there: the loss's float32 block, and what kernels of a
-library take for themselves, namely float32 sums of a product that a cpu multiplies in bfloat16 and of the queries'
-gradient on an accelerator, and a cpu's blocks of scores. Real peaks stay below (`tests/integration/test_live.py`,
-`bench.prediction`).
+An op's peak is as measured (`LayerProfile`), or 0 without a measurement: an engine without a plan does not need
+it. Added by rule is what measuring does not see: the loss's float32 block, and memory that library kernels
+allocate, namely float32 sums of a bfloat16 product on a CPU and of the queries' gradient on an accelerator, and a
+CPU's blocks of scores. Real peaks stay below (`tests/integration/test_live.py`, `bench.prediction`).
 """
 
 from __future__ import annotations
@@ -27,37 +26,37 @@ from megatrain.spec import (
 )
 
 LOSS_BLOCK_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Logits that exist in float32 at one time, by device type: a share of the cache on a cpu, few launches on a GPU."""
+"""Float32 logits at a time, by device type: to fit the cache on a CPU, for few launches on a GPU."""
 ANGLE_FLOATS = 256
-"""Float32 values per position that exist beside rotary tables while they are made."""
+"""Temporary float32 values per position while rotary tables are computed."""
 MASKED = ("sdpa", "eager")
-"""Kernels that are told of windows, padding and packing by a mask of all positions."""
+"""Kernels that need a full mask for windows, padding and packing."""
 ATTENTION_ROWS, ATTENTION_COLUMNS = ((768, 256), (192, 64), (0, 32)), 512
-"""Rows of a block of scores in a cpu's attention kernel from so many tokens on, and its columns (torch's own)."""
+"""Block of scores in torch's CPU attention kernel: rows by minimum number of tokens, and columns."""
 PLACES_NBYTES = 40
-"""Per token, for which rows of a table were looked up, and which of those each token is."""
+"""Bytes per token for the unique rows of an embedding lookup and each token's index among them."""
 INDEX_NBYTES = 8
-"""A target, or the place of one: LOSS has both of all tokens of a micro-batch, on a GPU those of a chunk."""
+"""Bytes of a target or its position: LOSS has both for a whole micro-batch, on a GPU for a chunk."""
 ROW_NBYTES = 4 + 4 + 8 + 4
-"""Per row of a float32 block of logits: its sum, its target's exponent, its number, and what is there of its target."""
+"""Bytes per row of a float32 block of logits: its sum, its target's exponent, its number, its target's logit."""
 SCALARS_NBYTES = 64
-"""The sums of losses so far, in float64, and numbers that torch takes for tensors."""
+"""Float64 sums of losses, and numbers that torch converts to tensors."""
 RANDOM_STATE_NBYTES = 5056
-"""The state of torch's generator, which a step gives back at its end; on a cpu a part of what each op has."""
+"""The random generator's state, which a step restores at its end; on a CPU part of each op's memory."""
 PACKED_NBYTES = 1_100_000
-"""Per thread, what a product in bfloat16 takes on a cpu besides its float32 result: blocks of its operands, packed for
-matrix units. oneDNN 3.x takes up to 1.06 MB on AMX, 0.35 MB on AVX512_BF16, and nothing where there are no such units
+"""Bytes per thread that a bfloat16 product takes on a CPU besides its float32 result: operand blocks packed for matrix
+units. oneDNN 3.x takes up to 1.06 MB on AMX, 0.35 MB on AVX512_BF16, and nothing without such units
 (`tests/integration/test_prediction.py` compares the processor at hand)."""
 
 
 def _forms(numerics: Numerics, policy: Policy, work: Work) -> bool:
-    """Whether gradients are formed where they are summed (`engine.autograd`): in one memory, and in one dtype."""
+    """Whether gradients are formed in their sum (`engine.autograd`): in one memory, with one dtype."""
     alone = work.micro_batches * work.repeats == 1
     return policy.shares_memory and numerics.kernels == "stock" and (numerics.weight_nbytes == 4 or alone)
 
 
 def profile_of(model: ModelSpec, unit: int, work: Work, length: int) -> LayerProfile:
-    """The profile of a unit for the step's batching, of sequences of `length`."""
+    """A unit's profile for the step's batching and sequences of `length`."""
     return _profile_of(model, unit, work.batching, length, max(work.tokens, default=0) > length)
 
 
@@ -72,8 +71,10 @@ def _profile_of(model: ModelSpec, unit: int, batching: Batching, length: int, se
 
 
 def arguments_nbytes(model: ModelSpec, numerics: Numerics, work: Work, tokens: int) -> int:
-    """What layers are called with besides the hidden state, of a micro-batch of `tokens`: rotary tables, positions, and
-    masks where the kernel takes them. All rows share them, unless they are padded or packed."""
+    """Bytes of layers' arguments besides the hidden state, for a micro-batch of `tokens`.
+
+    Rotary tables, positions, and masks if the kernel needs them. Rows share them, unless padded or packed.
+    """
     length = min(work.length or tokens, tokens)
     profile = profile_of(model, 0, work, length)
     of_rows = profile.row_arguments.nbytes(length, length) * tokens / length
@@ -81,7 +82,7 @@ def arguments_nbytes(model: ModelSpec, numerics: Numerics, work: Work, tokens: i
 
 
 def beside_nbytes(numerics: Numerics, policy: Policy) -> int:
-    """What exists all through a step in the memory that ops compute in, and belongs to none of them."""
+    """Bytes that exist throughout a step in the memory of compute, outside of any op."""
     if not policy.shares_memory:
         return SCALARS_NBYTES
     packed = PACKED_NBYTES * max(1, policy.host_threads) if numerics.weight_nbytes == 2 else 0
@@ -89,7 +90,7 @@ def beside_nbytes(numerics: Numerics, policy: Policy) -> int:
 
 
 def forward_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work, unit: int, tokens: int) -> int:
-    """What a forward makes beside its output and, of the prologue, beside what it hands on."""
+    """Workspace of a forward, besides its output and, for the prologue, besides the arguments of layers."""
     length = min(work.length or tokens, tokens)
     profile = profile_of(model, unit, work, length)
     padded = profile.padded(length)
@@ -99,8 +100,8 @@ def forward_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy, work: W
 
 
 def loss_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work, micro: int, *, trains: bool) -> int:
-    """Of a chunk: what the head makes and keeps, the gradient of its logits, and then a float32 block of them or what
-    the head's backward makes; or of the micro-batch, what a router's auxiliary loss makes."""
+    """Workspace of the loss, the larger of two: a chunk's (the head's activations, the gradient of its logits, and
+    a float32 block of them or the head's backward), or the router auxiliary loss of a micro-batch."""
     profile, tokens, on_cpu = model.units[-1].profile, work.tokens[micro], policy.shares_memory
     chunk = min(numerics.loss_chunk_tokens, tokens)
     rows = min(chunk, max(1, LOSS_BLOCK_NUMEL["cpu" if on_cpu else "cuda"] // model.vocab_size))
@@ -122,7 +123,7 @@ def loss_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work
 
 
 def _not_made(model: ModelSpec, numerics: Numerics, peak: Growth, formed: int) -> int:
-    """What a peak of the head has of a gradient that is formed where it is summed, or that nobody wants."""
+    """The part of the head's peak for a gradient that is formed in its sum, or not needed."""
     params = [param for param in model.units[0].params if param.name in model.units[-1].borrows]
     largest = max((param.numel for param in (*model.units[-1].params, *params)), default=0) * numerics.weight_nbytes
     if not 0 < largest <= peak.fixed:
@@ -133,8 +134,11 @@ def _not_made(model: ModelSpec, numerics: Numerics, peak: Growth, formed: int) -
 
 
 def backward_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work, unit: int, tokens: int) -> int:
-    """Beside what autograd keeps, in the backward of a unit over a micro-batch of `tokens`: gradients of activations,
-    and a parameter's, which exists beside the sum for a moment. A prologue runs again, for it has no graph."""
+    """Workspace of a unit's backward over a micro-batch of `tokens`, besides what autograd keeps.
+
+    Gradients of activations, plus one parameter's gradient before it is added to the sum. A prologue runs again,
+    since it has no graph.
+    """
     hidden = tokens * model.hidden_size * numerics.weight_nbytes
     if unit == 0:
         arguments = arguments_nbytes(model, numerics, work, tokens)
@@ -157,8 +161,8 @@ def backward_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy, work: 
 def answered_nbytes(
     model: ModelSpec, numerics: Numerics, policy: Policy, work: Work, unit: int, tokens: int, keep: Keep
 ) -> int:
-    """By how much the peak of a layer's backward is lower where outputs that its forward has saved answer for it: as
-    tensors that the graph holds as well, or in a slot."""
+    """By how much saved outputs lower the peak of a layer's backward: as tensors that the graph also holds, or in
+    a slot."""
     length = min(work.length or tokens, tokens)
     profile = profile_of(model, unit, work, length)
     outputs = profile.outputs
@@ -174,21 +178,24 @@ def answered_nbytes(
 
 
 def _attention_nbytes(unit: UnitSpec, numerics: Numerics, policy: Policy, tokens: int, length: int) -> int:
-    """What the kernel of attention's backward takes for itself: on an accelerator, the gradient of the queries summed
-    in float32 (Dao 2023, FlashAttention-2); on a cpu, blocks of scores, those of one thread."""
+    """Memory that attention's backward kernel allocates.
+
+    On an accelerator, the queries' gradient in float32 (Dao, 2023, FlashAttention-2); on a CPU, one thread's
+    blocks of scores.
+    """
     if not policy.shares_memory:
-        return tokens * round(unit.profile.attention_flops)  # 4 bytes for each channel, whose operations are 4
+        return tokens * round(unit.profile.attention_flops)  # 4 bytes and 4 FLOPs for each channel
     rows = next(rows for least, rows in ATTENTION_ROWS if length >= least)
-    return rows * (ATTENTION_COLUMNS * (13 if numerics.weight_nbytes == 2 else 8) + 4)  # and a sum for each row
+    return rows * (ATTENTION_COLUMNS * (13 if numerics.weight_nbytes == 2 else 8) + 4)  # plus a sum per row
 
 
 def runs_in_chunks(unit: UnitSpec, numerics: Numerics, tokens: int) -> bool:
-    """Whether token-wise parts of a layer go through so many tokens in chunks."""
+    """Whether a layer's token-wise parts process this many tokens in chunks."""
     return unit.profile.graph_in_chunks is not None and 0 < numerics.mlp_chunk_tokens < tokens
 
 
 def largest_nbytes(model: ModelSpec, numerics: Numerics, unit: int) -> int:
-    """The largest gradient of one parameter of a unit."""
+    """Bytes of the largest gradient of one parameter of a unit."""
     borrowed = [param for param in model.units[0].params if param.name in model.units[unit].borrows]
     trained = [param.numel for param in (*model.units[unit].params, *borrowed) if param.trainable]
     return max(1, max(trained, default=0) * numerics.weight_nbytes)
