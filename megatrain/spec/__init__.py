@@ -1,4 +1,4 @@
-"""Values that say what a model, a machine, a step's work and a policy are. No torch, no files, no devices."""
+"""Frozen values that describe a model, a machine, a step's work and a policy. No torch, no files, no devices."""
 
 from megatrain.spec.hardware import Hardware
 from megatrain.spec.layer_profile import Growth, LayerProfile

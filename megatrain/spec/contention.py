@@ -1,11 +1,10 @@
-"""How streams that run at once slow each other down: they share host memory's bandwidth, the bus and the drive.
+"""Models how concurrent streams slow each other down through host memory bandwidth, the bus and the drive.
 
-Streams are first in, first out. A task starts when its stream is free and its waits are over. Where the tasks under way
-want more bytes per second than host memory has, all of those that use it run slower by the same factor. Each direction
-of the bus, and reading and writing a drive, has a share of its own speed while the other is in use; so has a way of the
-bus that collectives go over.
-`StreamClock` keeps the time: `schedule.replay` prices schedules by it and the simulated device runs by it; it is here
-because neither of their rooms may import the other.
+Streams are first in, first out. A task starts when its stream is free and its waits are over. If running tasks need
+more bytes per second than host memory provides, all that use it slow down by the same factor. Each direction of the
+bus, and reading and writing a drive, runs at a fraction of its speed while the other is in use; so does a direction of
+the bus that collectives use. `StreamClock` keeps virtual time for `schedule.replay` and the simulated device; it is
+here because neither of their rooms may import the other.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from math import inf
 from typing import Any
 
 OPPOSITE = {"fetch": "grad", "grad": "fetch", "read": "write", "write": "read"}
-"""Streams that share a bus or a drive."""
+"""Pairs of streams that share a bus or a drive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """host_dram_bandwidth: bytes per second of host memory, read plus written; dram_nbytes: those that a task reads and
-    writes. duplex: stream -> share of its own speed that it has while the other way is in use. linked: stream -> the
-    same while `link` is in use, which then has no more of its own."""
+    """host_dram_bandwidth: bytes per second of host memory, read plus written; dram_nbytes: task -> bytes that it
+    reads and writes there. duplex: stream -> fraction of its speed while the other direction is in use. linked:
+    stream -> the same while `link` is in use, which is then slowed equally."""
 
     host_dram_bandwidth: float = inf
     dram_nbytes: Callable[[Any], float] = lambda task: 0.0
@@ -33,12 +32,12 @@ class Contention:
 
 
 NO_CONTENTION = Contention()
-"""Streams that share nothing."""
+"""No shared resources."""
 
 
 @dataclass(slots=True, eq=False)
 class TimedTask:
-    """One piece of work of a stream. seconds, dram_nbytes: what it takes alone, and reads and writes of host memory."""
+    """A task on a stream. seconds: its duration alone. dram_nbytes: bytes read and written in host memory."""
 
     stream: str
     seconds: float
@@ -47,9 +46,9 @@ class TimedTask:
     submitted: float = 0.0
     began: float = inf
     ended: float = inf
-    """`inf` until it has ended."""
+    """End time; `inf` until it has ended."""
     stalled: float = 0.0
-    """Seconds that its stream, free, has waited for it since it was submitted."""
+    """Seconds for which its stream was idle, waiting for it, since it was submitted."""
 
     @property
     def dram_rate(self) -> float:
@@ -57,41 +56,41 @@ class TimedTask:
 
 
 class StreamClock:
-    """Virtual time of pieces of work on streams that share resources."""
+    """Virtual time of tasks on streams that share resources."""
 
     def __init__(self, contention: Contention, now: float = 0.0) -> None:
         self._dram, self._duplex, self._linked = contention.host_dram_bandwidth, contention.duplex, contention.linked
         self._queues: dict[str, deque[TimedTask]] = defaultdict(deque)
         self._under_way: dict[str, _UnderWay] = {}
-        """Of each busy stream."""
+        """Running task of each busy stream."""
         self._free: dict[str, float] = {}
         self._blocked: dict[int, list[str]] = {}
-        """A piece that has not ended, by id -> idle streams whose first piece waits for it."""
+        """`id` of an unfinished task -> idle streams whose first task waits for it."""
         self._idle: set[str] = set()
-        """Streams that may have something to start."""
+        """Streams that may be able to start a task."""
         self._now = now
 
     def submit(self, piece: TimedTask) -> None:
-        """Add it behind the others of its stream. What it waits for has been submitted."""
+        """Add a task to its stream's queue. The tasks that it waits for must have been submitted."""
         queue = self._queues[piece.stream]
         queue.append(piece)
         if len(queue) == 1:
             self._idle.add(piece.stream)
 
     def run(self, until: TimedTask | None = None) -> float:
-        """Go on until that piece has ended, or all have; the time then, in seconds."""
+        """Advance until this task, or every task, has ended; returns the time then, in seconds."""
         while until is None or until.ended == inf:
             later = self._start()
             if not self._under_way:
                 if later == inf:
-                    break  # nothing is left, or what is left waits for what is never submitted
+                    break  # nothing left, or the rest waits for tasks never submitted
                 self._now = later
                 continue
             self._advance(later)
         return self._now if until is None else until.ended
 
     def _start(self) -> float:
-        """Start what can start now; the time of the next that has yet to be submitted."""
+        """Start what can start now; returns the submission time of the next task."""
         later = inf
         for stream in sorted(self._idle):
             piece = self._queues[stream][0]
@@ -115,7 +114,7 @@ class StreamClock:
         return later
 
     def _advance(self, latest: float) -> None:
-        """To the next end of a piece, or to `latest`."""
+        """Advance to the next end of a task, or to `latest`."""
         busy = self._under_way
         for stream, speed in self._speeds().items():
             each = busy[stream]
@@ -127,7 +126,7 @@ class StreamClock:
 
     def _end(self, stream: str, piece: TimedTask) -> None:
         piece.ended = self._free[stream] = self._now
-        piece.waits = ()  # so that what is over is forgotten
+        piece.waits = ()  # frees finished tasks
         del self._under_way[stream]
         queue = self._queues[stream]
         queue.popleft()
@@ -136,7 +135,7 @@ class StreamClock:
         self._idle.update(self._blocked.pop(id(piece), ()))
 
     def _speeds(self) -> dict[str, float]:
-        """Of each stream with work under way, over what it has alone."""
+        """Speed of each busy stream, relative to running alone."""
         busy = self._under_way
         speeds = self._beside_each_other(busy)
         wanted = 0.0
@@ -148,7 +147,7 @@ class StreamClock:
         return speeds
 
     def _beside_each_other(self, busy: Collection[str]) -> dict[str, float]:
-        """The same, but for host memory: of the streams of one device, which share its bus, its link and a drive."""
+        """The same without host memory: for streams of one device, which share its bus, its link and a drive."""
         speeds = dict.fromkeys(busy, 1.0)
         for stream, share in self._duplex.items():
             if stream in busy and OPPOSITE.get(stream) in busy:
@@ -163,7 +162,7 @@ class StreamClock:
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A piece since its speed last changed: how many of its seconds were left then."""
+    """A running task: its remaining seconds when its speed last changed."""
 
     piece: TimedTask
     dram_rate: float
@@ -173,7 +172,7 @@ class _UnderWay:
     speed: float = 1.0
 
     def go_on(self, now: float, speed: float) -> None:
-        """From now on at another speed."""
+        """Change its speed."""
         self.left = max(0.0, self.left - (now - self.since) * self.speed)
         self.since, self.speed = now, speed
         self.ends = now + self.left / speed

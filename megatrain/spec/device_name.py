@@ -1,4 +1,4 @@
-"""The names of devices. It needs no torch; left out is whether this machine has the device (`device.open_device`)."""
+"""Parses device names, without torch. `device.open_device` finds out whether this machine has the device."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ UNSUPPORTED = {
 
 
 def parse_device(name: object) -> tuple[DeviceKind, int | None]:
-    """The kind of the device called `cpu`, `cuda`, `cuda:N`, `sim` or `sim:SEED`, and the number, if there is one.
+    """(kind, number or None) of a device name: `cpu`, `cuda`, `cuda:N`, `sim` or `sim:SEED`.
 
-    Raises `DeviceError` for any other name, and for what is no text.
+    Raises `DeviceError` for any other name, and for anything but text.
     """
     kind, _, index = name.partition(":") if isinstance(name, str) else ("", "", "")
     known = kind in ("cpu", "cuda", "sim") and (not index or (index.isascii() and index.isdigit()))

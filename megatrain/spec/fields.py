@@ -1,11 +1,11 @@
-"""Values that users make by hand (a policy, an optimizer), checked field by field against their annotations.
+"""Validates dataclasses that users construct (a policy, an optimizer) against their field annotations.
 
-`check_fields` in a `__post_init__` refuses a field of another type, and a number out of the `Bounds` that its
-annotation names, with a typed error that says which field. What means the same is taken and stored as plain Python:
-numpy's integers and floats, and lists for tuples. A bool is no number, text is no number, and a number is no bool.
+`check_fields` in a `__post_init__` refuses a wrong type, or a number outside the annotation's `Bounds`, with a typed
+error that names the field. Equivalent values are stored as plain Python: numpy integers and floats, and lists for
+tuples. Bools, numbers and text are never converted into each other.
 
-An annotation is made of `bool`, `int`, `float`, `str`, classes, `Literal`, `None`, unions and tuples of these, and
-`Annotated` with `Bounds`. It leaves out what depends on several fields, which the class checks itself.
+Annotations may use `bool`, `int`, `float`, `str`, classes, `Literal`, `None`, unions and tuples of these, and
+`Annotated` with `Bounds`. Classes themselves check rules that involve several fields.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from megatrain.errors import MegaTrainError
 
 LONGEST = 60
-"""Characters of a wrong value that a message shows."""
+"""Maximum characters of a wrong value in a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """In `Annotated`: the least and the most that a number may be, or how many entries a tuple may have."""
+    """In `Annotated`: the range of a number, or of a tuple's length."""
 
     least: float
     most: float = math.inf
@@ -39,11 +39,11 @@ class Bounds:
 
 
 Check = Callable[[Any], Any]
-"""The value as it is stored. Raises `_Wrong`."""
+"""Returns the value to store. Raises `_Wrong`."""
 
 
 class _Wrong(Exception):
-    """`value` is not what was asked for, `expected`; `path` leads to it from the field, `[2][0]` say."""
+    """`value` is not `expected`; `path` leads from the field to it, `[2][0]` say."""
 
     def __init__(self, value: object, expected: str, path: str = "") -> None:
         super().__init__()
@@ -51,8 +51,10 @@ class _Wrong(Exception):
 
 
 def check_fields(instance: object, error: type[MegaTrainError], prefix: str = "") -> None:
-    """Check all fields of a dataclass instance, frozen or not, and store plain values. Raises `error`, which names the
-    first wrong field behind `prefix`."""
+    """Check all fields of a dataclass instance, frozen or not, and store plain values.
+
+    Raises `error`, naming the first wrong field after `prefix`.
+    """
     name = ""
     try:
         for name, check in _checks_of(type(instance)):
@@ -65,7 +67,7 @@ def check_fields(instance: object, error: type[MegaTrainError], prefix: str = ""
 
 
 def checked(value: object, kind: Any, error: type[MegaTrainError], where: str) -> Any:
-    """A single value as it is stored, if it is what the annotation `kind` says. Raises `error`, at `where`."""
+    """The value in its stored form if it matches the annotation `kind`; else raises `error`, at `where`."""
     try:
         return _check_of(kind)[0](value)
     except _Wrong as wrong:
@@ -77,10 +79,10 @@ def _refusal(wrong: _Wrong, error: type[MegaTrainError], where: str) -> MegaTrai
 
 
 def shown(value: object) -> str:
-    """A value on one short line."""
+    """A value on one short line, for messages."""
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # whatever a foreign object raises when it is asked
+    except Exception:  # whatever a foreign object raises
         text = f"a {type(value).__name__}"
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
@@ -89,7 +91,7 @@ _known: dict[type, tuple[tuple[str, Check], ...]] = {}
 
 
 def _checks_of(kind: type) -> tuple[tuple[str, Check], ...]:
-    """The fields of a dataclass with their checks, made once."""
+    """The fields of a dataclass with their checks, cached."""
     if kind not in _known:
         hints = get_type_hints(kind, include_extras=True)
         _known[kind] = tuple((field.name, _check_of(hints[field.name])[0]) for field in fields(kind))
@@ -97,7 +99,7 @@ def _checks_of(kind: type) -> tuple[tuple[str, Check], ...]:
 
 
 def _check_of(kind: Any) -> tuple[Check, str]:
-    """The check of an annotation, and how its values are called."""
+    """(check of an annotation, description of its values)."""
     bounds = None
     if get_origin(kind) is Annotated:
         kind, *rules = get_args(kind)
@@ -171,7 +173,7 @@ def _tuple_of(kinds: Sequence[Any], bounds: Bounds | None) -> tuple[Check, str]:
 
 
 def _number(kind: type, bounds: Bounds | None) -> tuple[Check, str]:
-    """A whole number, or any that is finite."""
+    """An integer, or any finite number."""
     furthest = math.inf if kind is int else sys.float_info.max
     least = max(bounds.least, -furthest) if bounds else -furthest
     most = min(bounds.most, furthest) if bounds else furthest
@@ -188,7 +190,7 @@ def _number(kind: type, bounds: Bounds | None) -> tuple[Check, str]:
             plain = value if known else int(value) if isinstance(value, Integral) else float(value)
         except OverflowError:
             raise _Wrong(value, expected) from None
-        if not least <= plain <= most:  # NaN is within no bounds
+        if not least <= plain <= most:  # also refuses NaN
             raise _Wrong(value, expected)
         return plain
 

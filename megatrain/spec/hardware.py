@@ -1,6 +1,6 @@
-"""`Hardware`: what a machine holds and how fast it moves and computes, with the rates that were measured on it.
+"""`Hardware`: a machine's capacities and speeds, with measured rates.
 
-Rates are rows that files hold and the planner interpolates between (`plan.cost`).
+Rates are rows, stored in files, between which the planner interpolates (`plan.cost`).
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import Literal
 from megatrain.spec.numerics import Precision
 
 LinkRoute = Literal["direct", "bus", "host"]
-"""What devices of one machine reach each other over: links of their own, the bus, or the bus and host memory."""
+"""How devices of one machine are connected: by direct links, the bus, or the bus and host memory."""
 
 SECTOR = 4096
-"""Bytes. Direct transfers begin and end at multiples of it, in memory and in files, on every drive known to us."""
+"""Alignment of direct I/O in bytes, in memory and in files, sufficient for every known drive."""
 
 
 def whole_sectors(nbytes: int) -> int:
-    """The bytes of the sectors that so many bytes take."""
+    """`nbytes` rounded up to whole sectors."""
     return -(-nbytes // SECTOR) * SECTOR
 
 
 @dataclass(frozen=True, slots=True)
 class ProductRate:
-    """How fast a product [m, k] x [k, n] runs: its 2 m k n floating-point operations per second."""
+    """Speed of a matrix product [m, k] x [k, n], in FLOPs per second (2 m k n FLOPs in total)."""
 
     precision: Precision
     m: int
@@ -35,9 +35,9 @@ class ProductRate:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRate:
-    """How fast causal attention over sequences of `length` runs, in the operations that it needs, per second.
+    """Speed of causal attention over sequences of `length`, in necessary FLOPs per second.
 
-    Forward 2 x length x head size for each token and head (half of the full square), backward twice that.
+    Forward takes 2 x length x head size FLOPs for each token and head (half of the full square), backward twice that.
     """
 
     precision: Precision
@@ -49,7 +49,7 @@ class AttentionRate:
 
 @dataclass(frozen=True, slots=True)
 class ElementwiseRate:
-    """How fast a layer goes besides products and attention: bytes that autograd keeps of it, per second of each way."""
+    """Speed of a layer apart from products and attention: bytes kept by autograd per second, for each direction."""
 
     precision: Precision
     forward_bandwidth: float
@@ -58,7 +58,7 @@ class ElementwiseRate:
 
 @dataclass(frozen=True, slots=True)
 class DiskRate:
-    """Bytes per second of reads and writes of `block_nbytes` each, `depth` of them under way at any time."""
+    """Bytes per second of reads and of writes of `block_nbytes` each, `depth` at a time."""
 
     block_nbytes: int
     depth: int
@@ -68,31 +68,31 @@ class DiskRate:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A machine as the planner and `replay` see it. Rates are per second; capacities are in bytes, and free.
+    """A machine as the planner and `replay` see it. Rates are per second; capacities are free bytes.
 
-    What is `None` or empty is not known, and `plan.cost` answers from what is.
+    `None` or empty means unknown; `plan.cost` uses what is known.
     """
 
     name: str
     device_nbytes: int
     host_nbytes: int
     fetch_bandwidth: float
-    """Host to device, bytes per second, with nothing else on the way."""
+    """Host to device, bytes per second, with no other traffic."""
     grad_bandwidth: float
-    """Device to host, bytes per second, with nothing else on the way."""
+    """Device to host, bytes per second, with no other traffic."""
     flops: float
-    """Floating-point operations per second of a large matrix product in bf16; in fp32 too, if no other is known."""
+    """FLOPs per second of a large bf16 matrix product; also of fp32 if that is unknown."""
     host_bandwidth: float
-    """Bytes per second, read plus written, of the optimizer pass in host memory, on all threads."""
+    """Bytes per second, read plus written, of the optimizer pass in host memory with all threads."""
     host_dram_bandwidth: float | None = None
-    """Bytes per second, read plus written, of host memory, which copies, the optimizer and the disk share."""
+    """Bytes per second, read plus written, of host memory, shared by copies, optimizer and disk."""
     shares_memory: bool = False
-    """The device computes in host memory; the fetch and grad bandwidths are then those of a copy within it."""
+    """The device computes in host memory; fetch and grad bandwidths are those of copies within it."""
     slots_in_host: bool = False
-    """So it does for several ranks, each with weight slots there all the same."""
+    """As above, for several ranks, each of which still has weight slots."""
     flops_fp32: float | None = None
     peak_flops: float | None = None
-    """What the maker states for bf16, dense; `flops` is what is achieved of it."""
+    """The manufacturer's dense bf16 FLOPs per second; `flops` is what is achieved."""
     peak_flops_fp32: float | None = None
     products: tuple[ProductRate, ...] = ()
     attention: tuple[AttentionRate, ...] = ()
@@ -100,50 +100,50 @@ class Hardware:
     """Bytes per second, read plus written, of a copy within device memory."""
     elementwise: tuple[ElementwiseRate, ...] = ()
     elementwise_bandwidth: float | None = None
-    """The same of the forward alone, in whatever precision, where `elementwise` has no row."""
+    """The same for the forward only, in any precision, if `elementwise` has no row."""
     fresh_bandwidth: float | None = None
-    """Bytes per second of host memory that is touched for the first time since it was allocated: what the system takes
-    to hand out its pages. It counts where the device computes in host memory."""
+    """Bytes per second at which the system provides fresh pages of host memory; relevant if the device computes in host
+    memory."""
     launch_seconds: float | None = None
-    """What the smallest op costs when many follow each other."""
+    """Seconds of the smallest op in a long sequence."""
     duplex_fetch_bandwidth: float | None = None
-    """As `fetch_bandwidth`, while gradients leave at `duplex_grad_bandwidth`."""
+    """As `fetch_bandwidth`, with gradients leaving at `duplex_grad_bandwidth`."""
     duplex_grad_bandwidth: float | None = None
     pageable_fetch_bandwidth: float | None = None
-    """As `fetch_bandwidth`, from memory that is not page-locked."""
+    """As `fetch_bandwidth`, from pageable memory."""
     pageable_grad_bandwidth: float | None = None
     optimizer_bandwidth: tuple[tuple[int, float], ...] = ()
-    """Pairs of a thread count, ascending, and `host_bandwidth` with so many."""
+    """(number of threads, `host_bandwidth` with them), ascending."""
     norm_bandwidth: float | None = None
-    """Bytes per second of gradients, read for their norm on all threads."""
+    """Bytes per second of gradients read for their norm, with all threads."""
     host_copy_bandwidth: float | None = None
-    """Bytes per second that one thread copies within host memory, each counted once."""
+    """Bytes per second that one thread copies in host memory, counted once."""
     disk_nbytes: int | None = None
     disk_read_bandwidth: float | None = None
     disk_write_bandwidth: float | None = None
     disk_duplex_read_bandwidth: float | None = None
-    """As `disk_read_bandwidth`, while `disk_duplex_write_bandwidth` is written."""
+    """As `disk_read_bandwidth`, with concurrent writes at `disk_duplex_write_bandwidth`."""
     disk_duplex_write_bandwidth: float | None = None
     disk_block_nbytes: int | None = None
-    """The block and the depth that the two disk bandwidths are for."""
+    """Block size and depth of the two disk bandwidths."""
     disk_depth: int | None = None
     disk_rates: tuple[DiskRate, ...] = ()
     disk_endurance_nbytes: int | None = None
-    """Bytes that may be written to the drive in its life (its TBW)."""
+    """The drive's endurance: bytes that may be written in its life (TBW)."""
     pinnable_nbytes: int | None = None
-    """Host memory that may be page-locked; 0 where that is refused."""
+    """Host memory that may be page-locked; 0 if refused."""
     devices: int = 1
-    """Devices of this kind in the machine. Host memory, its rates and the drive are what they share."""
+    """Devices of this kind in the machine. They share host memory, its rates, and the drive."""
     shared_bus_bandwidth: float | None = None
-    """Bytes per second, each way, of the buses of all devices together, where that is less than the sum of theirs."""
+    """Bytes per second, each way, of all devices' buses together, if less than their sum."""
     link_bandwidth: float | None = None
-    """Bytes per second that a device sends to the others of its machine in a collective, while it receives as much."""
+    """Bytes per second that a device sends within its machine in a collective while receiving as much."""
     link_route: LinkRoute = "direct"
     link_seconds: float | None = None
-    """What a collective takes beyond its bytes."""
+    """Fixed seconds per collective."""
     node_bandwidth: float | None = None
-    """Bytes per second that a machine sends to others over all its adapters, while it receives as much."""
+    """Bytes per second that a machine sends to others over all adapters while receiving as much."""
     sharing_ranks: int = 1
-    """Ranks among which the machine is divided: of what devices share, the figures are one rank's part."""
+    """Number of ranks that divide the machine: figures of shared resources are one rank's part."""
     sources: tuple[tuple[str, str], ...] = ()
-    """Field -> where its figure is from: a datasheet, a measurement, an assumption."""
+    """Field -> source of its figure: a datasheet, a measurement, an assumption."""

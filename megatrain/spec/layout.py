@@ -1,14 +1,13 @@
-"""The layout of a unit: parameter name -> place in one flat buffer. The only source of offsets in the project.
+"""The layout of a unit: parameter name -> range in one flat buffer. The only source of offsets in the project.
 
 Offsets count *elements*, so that one layout serves every array of the unit (bfloat16 weights, 16 low bits, float32
-moments, gradients in either dtype). Each parameter starts on a multiple of `ALIGNMENT` elements, which is 64 bytes or
-more for every dtype in use: vector loads are aligned and two parameters never share a cache line. The gaps hold zeros
-and are never read. A tied parameter has one place, in the unit that uses it first.
+moments, gradients in either dtype). Each parameter starts at a multiple of `ALIGNMENT` elements, which is at least 64
+bytes for every dtype in use: vector loads are aligned and parameters never share a cache line. The gaps hold zeros and
+are never read. A tied parameter exists once, in the unit that uses it first.
 
-Where several ranks share a unit's state, each owns an equal part of every shard: rank r the r-th, so that all links
-carry the same at any time. What trains and what is frozen are then padded and cut apart, so that each shard's parts are
-equal and begin at a multiple of `OWNED`. In a rank's own buffers its parts lie one behind the other (`Ownership`). With
-one rank the layout has no trace of this.
+If several ranks share a unit's state, each owns an equal part of every shard: rank r the r-th, so that all links carry
+the same load at any time. Trained and frozen parameters are then padded and cut separately, so that each shard's parts
+are equal and begin at a multiple of `OWNED`. In a rank's own buffers its parts follow each other (`Ownership`).
 """
 
 from __future__ import annotations
@@ -21,21 +20,20 @@ from typing import NamedTuple
 from megatrain.spec import ParamSpec, UnitSpec
 
 ALIGNMENT = 32
-"""Elements; 64 bytes of bfloat16, 128 bytes of float32."""
+"""In elements; 64 bytes of bfloat16, 128 bytes of float32."""
 
 OWNED = 1 << 10
-"""Elements: what several ranks own begins and ends at multiples of it, and the norm is summed by blocks of it, which no
-ownership cuts."""
+"""Granularity of ownership in elements; the norm is summed in blocks of it, which thus belong to one rank each."""
 
 
 def align(count: int) -> int:
-    """The smallest multiple of `ALIGNMENT` that is at least `count` elements."""
+    """`count` elements rounded up to a multiple of `ALIGNMENT`."""
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """The place of one parameter: elements [start, stop) of the flat buffer, viewed as `shape`."""
+    """One parameter's range: elements [start, stop) of the flat buffer, viewed as `shape`."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,7 +43,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A contiguous range of elements [start, stop) of a unit, cut at a parameter or a row of one; with several ranks
+    """A contiguous range of elements [start, stop) of a unit, cut between parameters or rows; with several ranks
     anywhere."""
 
     index: int
@@ -55,7 +53,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Layout:
-    """All fields of one unit, in order; `size` is the length of the flat buffer in elements.
+    """All fields of one unit in order; `size` is the length of the flat buffer in elements.
 
     The first `trained_fields` of them train; see `trained`. `ranks` share its state.
     """
@@ -64,19 +62,19 @@ class Layout:
     size: int
     trained_fields: int
     files_start: int
-    """The element from which on all lies in the model's files, as it is held; `size` where nothing does."""
+    """First element of the weights in the model's files, which come last; `size` if there are none."""
     ranks: int = 1
 
     @cached_property
     def trained(self) -> Layout:
-        """The layout of what trains, a prefix of this one: that of gradients and moments."""
+        """The layout of the trained parameters, a prefix of this one: that of gradients and moments."""
         fields = self.fields[: self.trained_fields]
         size = _end(fields[-1].stop, self.ranks) if fields else 0
         return Layout(fields, size, len(fields), size, self.ranks)
 
     @property
     def own_size(self) -> int:
-        """Elements of the unit that one rank owns: the length of the buffers of its state."""
+        """Elements of the unit that one rank owns, which is the length of its state buffers."""
         return self.size // self.ranks
 
     @cached_property
@@ -91,8 +89,10 @@ class Layout:
         return tuple((start, stop) for start, stop in ends if start < stop)
 
     def shards(self, most: int) -> tuple[Shard, ...]:
-        """Cut the unit into shards of at most `most` elements (or one row, where a row is longer; with several ranks,
-        `OWNED` for each), not counting the padding at a shard's end."""
+        """Cut the unit into shards of at most `most` elements, not counting padding at a shard's end.
+
+        A longer row is one shard; with several ranks a shard has at least `OWNED` elements per rank.
+        """
         if most not in self._known_shards:
             self._known_shards[most] = self._cut(most)
         return self._known_shards[most]
@@ -119,7 +119,7 @@ class Layout:
         return tuple(shards)
 
     def _cuts(self, most: int) -> Iterator[int]:
-        """Every place where a cut is allowed, ascending: the ends of parameters, and of row blocks of large ones."""
+        """Every allowed cut, ascending: the ends of parameters, and of row blocks of large ones."""
         for field in self.fields:
             if field.stop - field.start > most and len(field.shape) > 1:
                 row = (field.stop - field.start) // field.shape[0]
@@ -129,7 +129,7 @@ class Layout:
 
 
 def layout_of(unit: UnitSpec) -> Layout:
-    """The layout of a unit's own parameters (borrowed ones live in their owner's)."""
+    """The layout of a unit's own parameters (borrowed ones are in their owner's)."""
     known = _KNOWN.get(id(unit.params))
     if known is None or known[0] is not unit.params or known[1].ranks != unit.ranks:
         if len(_KNOWN) >= MOST_KNOWN:
@@ -140,8 +140,8 @@ def layout_of(unit: UnitSpec) -> Layout:
 
 MOST_KNOWN = 1 << 14
 _KNOWN: dict[int, tuple[tuple[ParamSpec, ...], Layout]] = {}
-"""The tuple's `id` -> the tuple, kept so that no other has its `id`, and its layout: a search for a plan asks some
-hundred thousand times, and to hash a tuple of parameters takes longer than all else that it wants to know."""
+"""`id` of a tuple of parameters -> the tuple (kept alive so that its `id` stays unique) and its layout. A plan search
+needs it hundreds of thousands of times, and hashing the tuple would dominate."""
 
 
 @lru_cache(maxsize=4096)
@@ -157,7 +157,8 @@ def _layout_of_params(params: tuple[ParamSpec, ...], ranks: int) -> Layout:
 
 
 def _end(count: int, ranks: int) -> int:
-    """Where what trains, or all, ends behind `count` elements: with several ranks each owns a multiple of `OWNED`."""
+    """The end of the trained elements, or of all, after `count`: with several ranks each owns a multiple of
+    `OWNED`."""
     return align(count) if ranks == 1 else -(-count // (ranks * OWNED)) * ranks * OWNED
 
 
@@ -165,7 +166,7 @@ def _end(count: int, ranks: int) -> int:
 
 
 class Piece(NamedTuple):
-    """Elements [start, stop) of a unit that a rank owns. In its own buffers they begin at element `at`."""
+    """Elements [start, stop) of a unit that a rank owns, at element `at` of its own buffers."""
 
     start: int
     stop: int
@@ -173,23 +174,23 @@ class Piece(NamedTuple):
 
     @property
     def own(self) -> slice:
-        """Where they lie in the rank's own buffers."""
+        """Their range in the rank's own buffers."""
         return slice(self.at, self.at + self.stop - self.start)
 
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Which part of every unit is `rank`'s own: of shards of at most `most` elements, the `rank`-th."""
+    """Which part of every unit belongs to `rank`: part number `rank` of each shard of at most `most` elements."""
 
     rank: int = 0
     most: int = 1
 
     def pieces(self, layout: Layout) -> tuple[Piece, ...]:
-        """What it owns of a unit, in order; with one rank everything."""
+        """The pieces of a unit that it owns, in order; with one rank all of it."""
         return _pieces(layout, self.rank, self.most)
 
     def within(self, layout: Layout, start: int, stop: int) -> Iterator[Piece]:
-        """What it owns of the elements [start, stop) of a unit."""
+        """The pieces that it owns of elements [start, stop) of a unit."""
         for piece in self.pieces(layout):
             first, last = max(start, piece.start), min(stop, piece.stop)
             if first < last:

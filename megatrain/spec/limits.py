@@ -1,7 +1,7 @@
-"""`Limits`: what a run may take of each tier. It decides what is refused and where state lies, and no number.
+"""`Limits`: how much a run may use of each tier. Affects what is refused and where state is placed, but no numbers.
 
-Amounts are read as people write them: `24GB`, `1.5 TB`, `80GiB`, or a share of what there is, `80%`. Left out: the
-other way round (`plan.report.amount`).
+Amounts are parsed as people write them: `24GB`, `1.5 TB`, `80GiB`, or a share of what exists, `80%` (the reverse
+is `plan.report.amount`).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ Nbytes = Annotated[int, Bounds(0, 1 << 60)]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bytes of each tier, `None` where nobody has set any: then it is what the machine has."""
+    """Bytes of each tier; `None` means what the machine has."""
 
     device_nbytes: Nbytes | None = None
     host_nbytes: Nbytes | None = None
     disk_nbytes: Nbytes | None = None
-    """0 leaves the disk alone."""
+    """0 disables the disk."""
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError, "limits.")
 
     def of(self, tier: str) -> int | None:
-        """The bytes of a tier by its name."""
+        """The limit of a tier by its name."""
         return {"device": self.device_nbytes, "host": self.host_nbytes, "disk": self.disk_nbytes}[tier]
 
 
@@ -40,7 +40,7 @@ _LEAST, _MOST = 10**6, 1e18
 
 
 def parse_nbytes(text: str, where: str, there: int | None = None) -> int:
-    """The text in bytes; a percentage is one of `there` bytes. Raises `ConfigError` for anything else."""
+    """Parse an amount into bytes; percentages are of `there` bytes. Raises `ConfigError` for anything else."""
     written = text.strip().upper()
     if there is not None and (share := re.fullmatch(r"(\d+(?:\.\d*)?)\s*%", written)) and 0 < float(share[1]) <= 100:
         return int(float(share[1]) / 100 * there)
@@ -49,6 +49,6 @@ def parse_nbytes(text: str, where: str, there: int | None = None) -> int:
     if match is None or unit is None or not _LEAST <= (nbytes := float(match[1]) * unit) <= _MOST:
         share_too = "" if there is None else " or 80%"
         raise ConfigError(
-            f"{shown(text)} is no amount of memory", where=where, fix=f"give one such as 24GB{share_too} or 1.5TB"
+            f"{shown(text)} is not an amount of memory", where=where, fix=f"give one such as 24GB{share_too} or 1.5TB"
         )
     return int(nbytes)

@@ -1,4 +1,4 @@
-"""`ModelSpec`: a causal language model as units that stream: a prologue, its decoder layers, an epilogue."""
+"""`ModelSpec`: a causal language model as streamed units: a prologue, its decoder layers, an epilogue."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ UnitKind = Literal["prologue", "layer", "epilogue"]
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """One parameter, by its full Hugging Face name, stored once however many names it is tied to."""
+    """One parameter, by its full Hugging Face name; tied parameters appear once."""
 
     name: str
     shape: tuple[int, ...]
     active: float = 1.0
-    """Share of the elements that one token uses: below 1 for experts."""
+    """Share of its elements that one token uses: below 1 for experts."""
     trainable: bool = True
-    """A frozen parameter streams like any other, has no gradient and is never updated."""
+    """A frozen parameter streams like any other, without gradient and updates."""
     held: int = 0
-    """Parameters behind it, in order of use, that a forward of its layer comes to before it reads this one for the last
-    time: 1 for a matrix that is read together with its bias; -1 where it may come back to it at any time."""
+    """How many later parameters, in order of use, a forward reaches before it last reads this one: 1 for a matrix that
+    is read with its bias; -1 if it may be read again at any time."""
     file_backed: bool = False
-    """It is frozen, and the model's own files hold its bytes as they are held here."""
+    """It is frozen, and the model's own files hold exactly its bytes."""
 
     @property
     def numel(self) -> int:
@@ -45,11 +45,10 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class UnitSpec:
-    """What streams as one. `borrows` names parameters of the prologue that this unit also uses (tied weights).
+    """The unit of streaming. `borrows` names parameters of the prologue that this unit also uses (tied weights).
 
-    Trainable parameters come first, in whatever order they are given, so that gradients and moments are arrays over a
-    prefix of the unit and frozen parameters take no place in them. Those that lie in the model's files come last, so
-    that what must be held without them is a prefix too.
+    Parameters are reordered: trained ones first, so that gradients and moments cover a prefix of the unit; those
+    in the model's files last, so that the others are a prefix, too.
     """
 
     name: str
@@ -58,9 +57,9 @@ class UnitSpec:
     borrows: tuple[str, ...] = ()
     profile: LayerProfile = NOTHING_KNOWN
     looks_up: bool = False
-    """Of a prologue: its gradient depends on ids alone, so its backward pass needs no weights."""
+    """For a prologue: its gradient depends only on ids, so its backward needs no weights."""
     ranks: int = 1
-    """How many ranks share its state, each owning an equal part of every shard (`layout`)."""
+    """Number of ranks that share its state, each owning an equal part of every shard (`layout`)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "params", tuple(sorted(self.params, key=_home)))
@@ -70,9 +69,9 @@ class UnitSpec:
         return sum(param.numel for param in self.params)
 
     def with_in_files(self, names: Collection[str]) -> UnitSpec:
-        """The same unit, of which these frozen parameters lie in the model's files, and no others do."""
+        """The same unit with exactly these frozen parameters in the model's files."""
         params = tuple(replace(param, file_backed=not param.trainable and param.name in names) for param in self.params)
-        if [*map(_home, params)] != sorted(map(_home, params)):  # out of the order of use
+        if [*map(_home, params)] != sorted(map(_home, params)):  # not in order of use
             params = tuple(replace(param, held=-1) for param in params)
         return self if params == self.params else replace(self, params=params)
 
@@ -96,9 +95,9 @@ class ModelSpec:
     vocab_size: int
     max_positions: int | None = None
     attention: str = "sdpa"
-    """Attention kernel that the model's own code calls, by its Hugging Face name."""
+    """Hugging Face name of the attention kernel that the model's code calls."""
     base_apart: bool = False
-    """Checkpoints hold an adapter alone, and not the base below it."""
+    """Checkpoints hold only an adapter, without its base."""
 
     def __post_init__(self) -> None:
         kinds = [unit.kind for unit in self.units]
@@ -108,27 +107,27 @@ class ModelSpec:
             )
 
     def __hash__(self) -> int:
-        """Of what is short; equality looks at all. A search asks for it some hundred times."""
+        """Hashes only short fields; equality compares all. A search calls it hundreds of times."""
         return hash((self.name, len(self.units), self.hidden_size, self.vocab_size, self.max_positions, self.attention))
 
     @property
     def names(self) -> list[str]:
-        """Of the units."""
+        """Names of the units."""
         return [unit.name for unit in self.units]
 
     @property
     def ranks(self) -> int:
-        """How many ranks train it together."""
+        """Number of ranks that train it together."""
         return self.units[0].ranks
 
     def over(self, ranks: int) -> ModelSpec:
-        """The same model, its state shared by so many ranks."""
+        """The same model with its state shared by this many ranks."""
         if ranks == self.ranks:
             return self
         return replace(self, units=tuple(replace(unit, ranks=ranks) for unit in self.units))
 
     def with_in_files(self, names: Collection[str]) -> ModelSpec:
-        """The same model, of which these frozen parameters lie in its files as they are held, and no others do."""
+        """The same model with exactly these frozen parameters in its files."""
         return replace(self, units=tuple(unit.with_in_files(names) for unit in self.units))
 
     def on_a_cpu(self) -> ModelSpec:
@@ -155,7 +154,7 @@ class ModelSpec:
 
     @property
     def lowest_trained(self) -> int:
-        """Index of the first unit that has anything to train: the backward pass ends there."""
+        """Index of the first unit with trained parameters, where the backward pass ends."""
         return next((index for index, unit in enumerate(self.units) if unit.trains), len(self.units))
 
     @property
@@ -164,5 +163,5 @@ class ModelSpec:
 
     @property
     def trained_numel(self) -> int:
-        """Parameters that are updated."""
+        """Number of trained parameters."""
         return sum(param.numel for unit in self.units for param in unit.params if param.trainable)

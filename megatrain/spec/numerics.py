@@ -1,4 +1,4 @@
-"""`Numerics`: what the numbers of a run depend on, beside its model and data. It is fixed when a run begins."""
+"""`Numerics`: everything besides model and data that a run's numbers depend on. Fixed for the whole run."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from megatrain.spec.work import Tokens
 Precision = Literal["bf16", "fp32"]
 Kernels = Literal["stock", "compile", "liger"]
 WEIGHT_NBYTES: dict[Precision, int] = {"bf16": 2, "fp32": 4}
-"""Bytes per parameter of what the device streams, and of a gradient that crosses the bus in the compute dtype."""
+"""Bytes per parameter of streamed weights, and of gradients that cross the bus in the compute dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """What is computed in, and in which pieces: all of it changes numbers, by rounding."""
+    """Precisions, and the sizes of pieces in which things are computed: all of it changes numbers, by rounding."""
 
     precision: Precision = "bf16"
     _: KW_ONLY
     grad_precision: Precision | None = None
-    """What gradients cross the bus in; `None` is the compute precision."""
+    """Precision of gradients that cross the bus; `None` means the compute precision."""
     loss_chunk_tokens: Tokens = 512
-    """Target tokens whose logits exist at one time."""
+    """Target tokens whose logits exist at a time."""
     mlp_chunk_tokens: Annotated[int, Bounds(0, 1 << 60)] = 0
-    """Tokens that token-wise parts of a layer, its feed-forward above all, compute at one time, keeping their input
-    alone of more; 0 is all."""
+    """Tokens that a layer's token-wise parts (mainly the MLP) compute at a time; of longer inputs they keep only the
+    input. 0 means all."""
     kernels: Kernels = "stock"
-    """Of layers: as the library calls them, or fused by `torch.compile`. Liger's are refused."""
+    """Kernels of layers: the library's, or fused by `torch.compile`. Liger's are refused."""
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError, "numerics.")
@@ -40,14 +40,12 @@ class Numerics:
                 fix="leave it unset or use precision bf16",
             )
         if self.kernels == "liger":
-            what = (
-                "Liger's kernels cannot be held against the library's code here, so nothing shows that they are right"
-            )
+            what = "Liger's kernels cannot be compared with the library's code here, so they are unverified"
             raise PlanError(what, where="policy.kernels", fix="use compile, which fuses the same operations")
 
     @property
     def weight_nbytes(self) -> int:
-        """Bytes per parameter of the weights that stream."""
+        """Bytes per parameter of streamed weights."""
         return WEIGHT_NBYTES[self.precision]
 
     @property
@@ -56,5 +54,5 @@ class Numerics:
         return WEIGHT_NBYTES[self.grad_precision or self.precision]
 
     def accumulator_nbytes(self, partial_sums: int) -> int:
-        """Bytes per parameter of a gradient on the device: float32 as soon as more than one term is summed."""
+        """Bytes per parameter of a gradient on the device: float32 if more than one term is summed."""
         return 4 if partial_sums > 1 else self.weight_nbytes

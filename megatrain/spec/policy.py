@@ -1,4 +1,4 @@
-"""`Policy`: how a model is streamed. It decides time and memory of a step, and no number that comes out of it."""
+"""`Policy`: how a model is streamed. Affects time and memory of a step, but no numbers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatrain.spec.numerics import Numerics
 
 ActivationPlan = Literal["keep", "recompute"]
 Keep = Literal["graph", "chosen", "attention", "input", "offload_chosen", "offload_attention", "offload", "drop"]
-"""What is left of a layer's forward for its backward: its autograd graph; its input and what its large products and its
-attention have given; its input and what attention has; its input; the same three in host memory, brought back in time;
-or nothing, and the input is computed again from the nearest one below that was not dropped."""
+"""What a layer's forward keeps for its backward: its autograd graph; its input and the outputs of large products and
+attention; its input and attention's output; its input; the same three in host memory, prefetched in time; or nothing,
+so that the input is recomputed from the nearest one below that was not dropped."""
 SavedOutputs = Literal["chosen", "attention"]
 SAVED_BY: Mapping[Keep, SavedOutputs] = {
     "chosen": "chosen",
@@ -25,38 +25,38 @@ SAVED_BY: Mapping[Keep, SavedOutputs] = {
     "offload_chosen": "chosen",
     "offload_attention": "attention",
 }
-"""Which outputs of ops each kind saves, of those that save any."""
+"""The op outputs that each kind saves, for those that save any."""
 NOT_OFFLOADED: Mapping[Keep, Keep] = {
     "offload": "input",
     "offload_chosen": "chosen",
     "offload_attention": "attention",
 }
-"""What is kept in host memory -> the same, kept on the device."""
+"""Kind that keeps in host memory -> the same on the device."""
 UpdateTime = Literal["next_forward", "during_backward"]
 WaitFor = Literal["unit", "shard"]
 Tier = Literal["device", "host", "disk", "file"]
-"""Where bytes live. `file` are the model's own files, which are read and never written."""
+"""Where bytes are stored. `file`: the model's own files, which are only read."""
 StateTier = Literal["device", "host", "disk"]
 Transfer = Literal["pinned", "staged", "pageable"]
 """How weights and gradients cross the bus: from pinned memory, through pinned staging buffers, or from pageable
 memory."""
 Delivery = Literal["gather", "shared"]
-"""How weights that several ranks own parts of come to be whole on each device: over the link between devices, or out of
-host memory that all ranks of a machine reach."""
+"""How each device gets whole weights of which several ranks own parts: over the link between devices, or from host
+memory shared by all ranks of a machine."""
 Slots = Annotated[int, Bounds(1, 1 << 12)]
 
 
 class Part(StrEnum):
-    """A part of a unit's state. The value is the field of `Home` that says where it is between steps."""
+    """A part of a unit's state. The value is the field of `Placement` that has its tier between steps."""
 
     WEIGHTS = "weights"
-    """What streams: in bf16 the upper half of each float32 master, in fp32 the master."""
+    """The streamed weights: in bf16 the upper half of each float32 master, in fp32 the master."""
     LOW_BITS = "low_bits"
     """The other half of each master, in bf16."""
     MOMENTS = "moments"
     """AdamW's m and v."""
     GRADIENTS = "gradients"
-    """A gradient that waits for the norm."""
+    """Gradients that wait for the norm."""
 
     @property
     def label(self) -> str:
@@ -65,12 +65,12 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The tier of each part of a unit's state between steps. What is on the disk passes through host memory.
+    """The tier of each part of a unit's state between steps. State on the disk passes through host memory.
 
-    The weights may be on the device beside a copy in host memory, which the optimizer updates: then they are fetched
-    once per step. With all parts on the device nothing of the unit crosses the bus, and it is updated there. With
-    weights in files, those of the model that hold frozen parameters as they are held here (`ParamSpec.file_backed`) are
-    read as they are needed; the other weights of the unit are in host memory.
+    Only the weights on the device: they are a copy, fetched once per step; the optimizer updates host memory. All parts
+    on the device: nothing of the unit crosses the bus, and it is updated there. Weights in files: frozen parameters
+    whose bytes are in the model's files (`ParamSpec.file_backed`) are read when needed; the unit's other weights are in
+    host memory.
     """
 
     weights: Tier = "host"
@@ -79,10 +79,10 @@ class Placement:
     moments: StateTier = "host"
     """AdamW's m and v."""
     gradients: StateTier = "host"
-    """Where a gradient waits for the norm; with the whole state on the device, it waits there."""
+    """Where gradients wait for the norm; on the device if the whole state is."""
 
     def tier(self, part: Part) -> Tier:
-        """Where the truth about a part is. Weights alone on the device are a copy: those in host memory rule."""
+        """The tier of a part's master copy. Weights alone on the device are a copy of those in host memory."""
         if part is Part.WEIGHTS and self.weights == "device" and not self.on_device:
             return "host"
         if part is Part.GRADIENTS and self.on_device:
@@ -94,21 +94,21 @@ class Placement:
         check_fields(self, PlanError, "placement.")
         if self.gradients == "device":
             fix = "leave gradients out" if self.on_device else "use host or disk"
-            raise PlanError("a gradient waits where its unit is updated", where="placement.gradients", fix=fix)
+            raise PlanError("gradients must wait where their unit is updated", where="placement.gradients", fix=fix)
         aside = self.low_bits == "device", self.moments == "device"
         if any(aside) and not (all(aside) and self.weights == "device"):
             raise PlanError(
-                f"a unit is updated where its whole state is, not with {self}",
+                f"a unit is updated where all of its state is, so this cannot be: {self}",
                 where="policy.placements",
                 fix="put all parts on the device, or the weights alone, or none",
             )
         if self.on_device and self.gradients == "disk":
-            what = "a gradient whose unit is updated on the device waits there, and not on the disk"
+            what = "the gradient of a unit that is updated on the device waits there, not on the disk"
             raise PlanError(what, where="placement.gradients", fix="leave gradients out")
 
     @property
     def uses_disk(self) -> bool:
-        """Whether any part is there."""
+        """Whether any part is on the disk."""
         return "disk" in (self.weights, self.low_bits, self.moments, self.gradients)
 
     @property
@@ -118,7 +118,7 @@ class Placement:
 
     @property
     def on_device(self) -> bool:
-        """Whether the whole state is there, and the unit is updated there."""
+        """Whether the whole state is on the device, where the unit is then updated."""
         return self.moments == "device"
 
 
@@ -127,61 +127,57 @@ IN_HOST = Placement()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """How a model is streamed. The numbers that come out of a step never depend on it, only time and memory do."""
+    """How a model is streamed. Results never depend on it, only time and memory do."""
 
     weight_slots: Slots = 2
-    """Device buffers that the layers' weights pass through; 2 hides each fetch behind the layer before."""
+    """Device buffers for layers' weights; with 2, each fetch overlaps with the previous layer."""
     read_ahead_nbytes: Nbytes = 0
-    """In place of `weight_slots`, where it is not 0: all units share one slot, embedding and head with the layers, and
-    while it is in use the first shards of the next layer come into this much device memory. Where compute waits for
-    shards, others then follow straight into places of the slot that the layer before has given up. Shards of layers
-    are no larger."""
+    """If not 0, replaces `weight_slots`: all units share one slot, and while it is in use the first shards of the next
+    layer arrive in this much device memory. If compute waits for shards, more of them go straight to parts of the slot
+    that the previous layer has given up. Layers' shards are at most this large."""
     grad_slots: Slots = 2
-    """Device buffers that the layers' gradients pass through."""
+    """Device buffers for layers' gradients."""
     shard_nbytes: Annotated[int, Bounds(1, 1 << 60)] = 64 << 20
     """Largest piece of a unit that one copy moves."""
     wait_for: WaitFor = "unit"
-    """What compute waits for: all weights of a unit; or, inside a layer's code, the shard that it comes to, and then
-    shards of a gradient leave as each is complete. Where memory is shared there is nothing to wait for."""
+    """What compute waits for: all weights of a unit; or, within a layer's code, the shard that it reaches, and then
+    each shard of a gradient also leaves once complete. Irrelevant in shared memory."""
     activations: ActivationPlan = "recompute"
-    """Keep each layer's autograd graph until its backward, or keep its input and compute the layer again."""
+    """Keep each layer's autograd graph until its backward, or keep its input and recompute the layer."""
     activations_by_layer: tuple[Annotated[tuple[Keep, ...], Bounds(1)], ...] = ()
-    """In place of `activations`, for each layer and micro-batch: a row per layer, an entry per micro-batch. Rows and
-    entries start over at their end, so `(("input",), ("drop",))` keeps every other input. The lowest layer that has a
-    backward pass keeps its input where it says `drop`; where memory is shared, nothing is offloaded."""
+    """Replaces `activations`, with a row per layer and an entry per micro-batch. Rows and entries repeat, so
+    `(("input",), ("drop",))` keeps every other input. The lowest layer with a backward pass keeps its input even if it
+    says `drop`; in shared memory nothing is offloaded."""
     offload_slots: Slots = 2
-    """Device buffers that offloaded inputs pass through, out and back, and as many for offloaded outputs."""
+    """Device buffers for offloaded inputs on their way out and back, and as many for offloaded outputs."""
     recompute_slots: Slots | None = None
-    """Dropped inputs, computed again, that a micro-batch may hold at one time: with fewer, layers are computed more
-    often. `None` is as many as are dropped in a row, so that each layer is computed again once."""
+    """Recomputed inputs that a micro-batch may hold at a time: with fewer, layers are recomputed more often. `None`
+    means as many as are dropped in a row, so that each layer is recomputed once."""
     micro_batches_per_round: Annotated[int, Bounds(0, 1 << 20)] = 0
-    """Cut a step into rounds: so many micro-batches go through all layers, forward and back, before the next ones do,
-    and weights are fetched anew. Partial gradients wait in host memory from one round to the next, in float32. 0 is all
-    in one round. Not for models whose head is tied to the prologue: the two shares of that gradient would be summed in
-    another order."""
+    """Split a step into rounds: this many micro-batches go through all layers, forward and backward, before the next,
+    for which weights are fetched again. Partial gradients wait in host memory between rounds, in float32. 0 means one
+    round. Not for tied heads: the two shares of that gradient would be summed in another order."""
     update: UpdateTime = "next_forward"
     """Apply each unit's update during the next forward (needed for an exact global norm), or as its gradient lands."""
     streamed_updates: Annotated[float, Bounds(0, 1)] = 0.0
-    """Share of the layers whose state waits in host memory that are updated on the device: their state passes through
-    it in pieces. It is copied from pinned memory."""
+    """Share of the layers with state in host memory that are updated on the device, through which their state passes in
+    pieces. Needs pinned memory."""
     shares_memory: bool = False
-    """The device computes in host memory: weights need no fetch, and gradients of the right dtype are summed where they
-    stay."""
+    """The device computes in host memory: weights need no fetch, gradients of the right dtype are summed in place."""
     host_threads: Annotated[int, Bounds(0, 1 << 10)] = 0
-    """Threads of the optimizer pass; 0 is one per available core."""
+    """Threads of the optimizer pass; 0 means one per available core."""
     transfer: Transfer = "pinned"
-    """It is decided when the state is allocated, and stays."""
+    """Fixed when the state is allocated."""
     pinned_staging_slots: Slots = 2
-    """Pinned buffers of a shard each, in each direction, where `transfer` is staged."""
+    """Pinned buffers, of a shard each, per direction, if `transfer` is staged."""
     placements: tuple[Placement, ...] = ()
-    """Of each unit, in order; empty keeps everything in host memory."""
+    """One per unit, in order; empty places everything in host memory."""
     delivery: Delivery = "gather"
-    """Of several ranks: `gather` brings a rank's own part of a shard over its bus, and the others' over the link
-    between devices, where gradients are summed, too. `shared` is for ranks of one machine whose devices have no quick
-    link: each fetches whole shards out of memory that all of them map, and gradients are summed there. With one rank
-    there is nothing to choose."""
+    """With several ranks: `gather` copies a rank's own part of a shard over its bus, and the others' over the link
+    between devices, which also sums gradients. `shared` is for ranks of one machine without a fast link between
+    devices: each fetches whole shards from memory that all of them map, and gradients are summed there."""
     disk_staging_slots: Slots = 2
-    """Host buffers that each kind of state passes through on its way from and to the disk: how far reads run ahead."""
+    """Host staging buffers for each kind of state on the disk, which limit how far reads run ahead."""
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError, "policy.")
@@ -194,21 +190,21 @@ class Policy:
             raise PlanError(what, where="policy.streamed_updates", fix="use 0")
 
     def placements_of(self, model: ModelSpec) -> tuple[Placement, ...]:
-        """Where the state of each unit of a model lives. Raises `PlanError` for another number of them."""
+        """The placement of each of a model's units. Raises `PlanError` for a wrong number of them."""
         if not self.placements:
             return (IN_HOST,) * len(model.units)
         if len(self.placements) != len(model.units):
-            what = f"places the state of {len(self.placements)} units, and the model has {len(model.units)}"
+            what = f"places the state of {len(self.placements)} units, but the model has {len(model.units)}"
             raise PlanError(what, where="policy.placements", fix="give one for each unit, or none")
         return self.placements
 
     def placement(self, unit: int) -> Placement:
-        """Where the state of a unit lives."""
+        """The placement of a unit."""
         return self.placements[unit] if self.placements else IN_HOST
 
     def updates_streamed(self, model: ModelSpec) -> frozenset[int]:
-        """The units that are updated on the device while their state is in host memory: evenly spread layers, of those
-        that train whole."""
+        """Units that are updated on the device with their state in host memory: evenly spread layers, out of those
+        without frozen parameters."""
         if not self.streamed_updates:
             return frozenset()
         placements = self.placements_of(model)
@@ -222,7 +218,7 @@ class Policy:
         return frozenset(layers[(2 * number + 1) * len(layers) // (2 * count)] for number in range(count))
 
     def keep(self, layer: int, micro: int) -> Keep:
-        """What is left of the forward of a layer, counted from 0, and a micro-batch."""
+        """What the forward of a layer, counted from 0, keeps for a micro-batch."""
         if not self.activations_by_layer:
             return "graph" if self.activations == "keep" else "input"
         row = self.activations_by_layer[layer % len(self.activations_by_layer)]
@@ -230,37 +226,37 @@ class Policy:
 
     @property
     def kept_shares(self) -> dict[str, float]:
-        """What is left of forwards -> of which share of the rows and their entries."""
+        """What forwards keep -> share of the layers and micro-batches."""
         rows = self.activations_by_layer or ((self.keep(0, 0),),)
         return {keep: sum(row.count(keep) / len(row) for row in rows) / len(rows) for row in rows for keep in row}
 
     @property
     def offloads(self) -> bool:
-        """Whether inputs of layers leave the device."""
+        """Whether inputs of layers are offloaded."""
         return not self.shares_memory and not NOT_OFFLOADED.keys().isdisjoint(self.kept_shares)
 
     @property
     def offloads_outputs(self) -> bool:
-        """Whether outputs of single ops do."""
+        """Whether outputs of single ops are offloaded."""
         return self.offloads and any(keep in NOT_OFFLOADED and keep in SAVED_BY for keep in self.kept_shares)
 
     @property
     def layer_slots(self) -> int:
-        """Device buffers that hold a layer's weights whole."""
+        """Device buffers for the weights of a whole layer."""
         return 1 if self.read_ahead_nbytes else self.weight_slots
 
     @property
     def layers_fetched(self) -> int:
-        """Layers of which the device may hold weights at one time."""
+        """Number of layers whose weights may be on the device at a time."""
         return 2 if self.read_ahead_nbytes else self.weight_slots
 
     @property
     def gives_up_shards(self) -> bool:
-        """Whether the last call of a visit gives up shards of weights as it is done with them."""
+        """Whether the last call of a visit gives up shards of weights once it no longer needs them."""
         return self.read_ahead_nbytes > 0 and self.wait_for != "unit" and not self.shares_memory
 
     def refuse_contradictions(self, numerics: Numerics) -> None:
-        """Raise `PlanError` where no layer can be run so."""
+        """Raise `PlanError` if no layer can run this way."""
         if numerics.kernels == "compile" and self.wait_for != "unit":
-            what = "a compiled layer does not say which weight it comes to"
+            what = "a compiled layer does not reveal which weight it reads"
             raise PlanError(what, where="policy.wait_for", fix="use unit, or policy.kernels=stock")

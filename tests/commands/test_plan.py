@@ -319,7 +319,7 @@ def test_amounts_of_memory_are_read(text: str, nbytes: int) -> None:
     "text", ["", "GB", "-3GB", "24 gigs", "1e9", "nan", "0", "5", "999999", "9" * 4000, "12XB", "inf TB"]
 )
 def test_what_is_no_amount_of_memory_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no amount of memory; give one such as 24GB") as caught:
+    with pytest.raises(ConfigError, match="is not an amount of memory; give one such as 24GB") as caught:
         parse_nbytes(text, "--device-memory")
     assert len(str(caught.value)) < 400
 

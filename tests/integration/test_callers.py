@@ -335,7 +335,7 @@ def test_an_optimizer_of_torch_is_refused_with_the_one_of_the_same_settings(
         (
             {"policy": Policy(placements=(Placement(),) * 9)},
             PlanError,
-            "places the state of 9 units, and the model has 5",
+            "places the state of 9 units, but the model has 5",
         ),
     ],
     ids=str,
@@ -362,7 +362,7 @@ def test_a_single_folder_is_a_folder_for_the_disk(tmp_path: Path) -> None:
 
 def test_a_policy_for_more_units_is_not_adopted(engine: Engine) -> None:
     before = engine.evaluate(unequal_batches())
-    with pytest.raises(PlanError, match="places the state of 6 units, and the model has 5"):
+    with pytest.raises(PlanError, match="places the state of 6 units, but the model has 5"):
         engine.adopt(Policy(placements=(Placement(),) * 6, shares_memory=True))
     assert engine.evaluate(unequal_batches()) == before
 

@@ -33,7 +33,7 @@ def test_without_a_compiler_an_engine_is_refused_before_anything_runs(monkeypatc
 
 
 def test_kernels_that_nothing_here_can_check_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"policy\.kernels: Liger's kernels cannot be held .*use compile"):
+    with pytest.raises(PlanError, match=r"policy\.kernels: Liger's kernels cannot be compared .*use compile"):
         Numerics(kernels="liger")
 
 

@@ -159,5 +159,5 @@ def test_a_choice_puts_each_field_where_it_belongs() -> None:
     other = plain.change(loss_chunk_tokens=7, weight_slots=3)
     assert other == Choice(Numerics(loss_chunk_tokens=7), Policy(weight_slots=3))
     assert (other.get("loss_chunk_tokens"), other.get("weight_slots")) == (7, 3)
-    with pytest.raises(PlanError, match="a compiled layer does not say which weight it comes to"):
+    with pytest.raises(PlanError, match="a compiled layer does not reveal which weight it reads"):
         plain.change(kernels="compile", wait_for="shard")

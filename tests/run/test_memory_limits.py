@@ -101,8 +101,8 @@ def test_without_a_disk_the_way_out_is_named(tmp_path: Path) -> None:
         ({"disk": {"folders": ["/no/such/folder"]}}, "there is no folder"),
         ({"disk": {"folders": ["/dev/shm"]}}, "lies in host memory"),
         ({"memory": {"disk": "1GB"}}, "there is no disk tier"),
-        ({"memory": {"host": "lots"}}, "no amount of memory"),
-        ({"memory": {"host": "120%"}}, "no amount of memory"),
+        ({"memory": {"host": "lots"}}, "not an amount of memory"),
+        ({"memory": {"host": "120%"}}, "not an amount of memory"),
         ({"memory": {"device": "1GB"}}, "none of its own"),
     ],
 )

@@ -162,9 +162,9 @@ def test_the_optimizer_pass_works_while_the_next_unit_is_read_and_the_last_one_w
 
 
 def test_placements_that_cannot_be_are_refused() -> None:
-    with pytest.raises(PlanError, match="updated where its whole state is"):
+    with pytest.raises(PlanError, match="updated where all of its state is"):
         Placement("host", "host", "device")
-    with pytest.raises(PlanError, match="waits where its unit is updated"):
+    with pytest.raises(PlanError, match="must wait where their unit is updated"):
         Placement(gradients="device")
     with pytest.raises(PlanError, match="no memory of its own"):
         Policy(shares_memory=True, placements=(ON_DEVICE,))

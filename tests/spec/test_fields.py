@@ -152,13 +152,11 @@ def test_whatever_placement_a_policy_takes_there_is_a_schedule_for(changes: dict
 
 
 def test_a_gradient_cannot_wait_on_the_disk_for_a_unit_that_is_updated_on_the_device() -> None:
-    with pytest.raises(
-        PlanError, match=r"placement\.gradients: .* waits there, and not on the disk; leave gradients out"
-    ):
+    with pytest.raises(PlanError, match=r"placement\.gradients: .* waits there, not on the disk; leave gradients out"):
         Placement("device", "device", "device", "disk")
 
 
 @pytest.mark.parametrize("count", [3, 5])
 def test_placements_for_fewer_or_more_units_than_the_model_has_are_refused(count: int) -> None:
-    with pytest.raises(PlanError, match=f"places the state of {count} units, and the model has 4"):
+    with pytest.raises(PlanError, match=f"places the state of {count} units, but the model has 4"):
         build_step(small_spec(2), Numerics(), Policy(placements=(Placement(),) * count), Work((4,)))
