@@ -1,4 +1,4 @@
-"""Devices: streams, events and memory behind one small protocol.
+"""Devices: streams, events and memory behind one small protocol, `base.Device`.
 
 `open_device("cpu" | "cuda:0" | "sim:SEED")` is the only way to get one.
 """

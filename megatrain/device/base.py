@@ -1,10 +1,10 @@
-"""The protocol that the engine speaks to a device. It fits on two screens on purpose.
+"""The protocol between the engine and a device. Deliberately small.
 
-A stream is a queue: work runs in the order of submission, each piece after the events it waits for. Everything that
-touches streamed memory happens inside submitted work, and only within the byte ranges that its task declares. A failure
-inside work makes its event a failed one; whatever waits for it does not run and fails too, and the next `wait` or
-`synchronize` in the foreground raises it: errors of ours as they are, others as `StreamFailed` with the original as the
-cause. So a failure surfaces, once, and nothing hangs.
+A stream is a queue: work runs in the order of submission, each piece after the events that it waits for.
+Everything that touches streamed memory happens in submitted work, within the byte ranges that its task declares. A
+failure makes the work's event fail; whatever waits for it is skipped and fails too, and the next `wait` or
+`synchronize` on the main thread raises it: our own errors unchanged, others as `StreamFailed` with the original as
+cause. So a failure surfaces once, and nothing hangs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 
 Work = Callable[[], None]
 Interval = tuple[float, float]
-"""Start and end, in seconds from an origin that all streams of a device share."""
+"""Start and end, in seconds since an origin common to all streams of a device."""
 
 
 class Span(Protocol):
-    """Bytes [start, stop) of a named buffer, and what they hold."""
+    """Bytes [start, stop) of a named buffer, and their content."""
 
     @property
     def buffer(self) -> str: ...
@@ -36,7 +36,7 @@ class Span(Protocol):
 
 
 class Task(Protocol):
-    """What a device is told of a piece of work: its name, and what it reads and writes. An op is one."""
+    """What a device knows about a piece of work: its name, reads and writes. An op is one."""
 
     @property
     def name(self) -> str: ...
@@ -56,13 +56,13 @@ class Errand:
 
 
 class Event(Protocol):
-    """A point in a stream: the end of one piece of work."""
+    """The end of one piece of work on a stream."""
 
     def wait(self) -> None:
-        """Block the foreground until the work is done. Raises what it, or what it needed, failed with."""
+        """Block the calling thread until the work is done. Raises the failure of the work, or of what it needed."""
 
     def interval(self) -> Interval:
-        """When the work ran. Only after the device has come to rest, and only if it was `timed`."""
+        """When the work ran. Available once the device is idle, and only if it was `timed`."""
 
 
 class Stream(Protocol):
@@ -74,93 +74,94 @@ class Stream(Protocol):
 
 @runtime_checkable
 class Device(Protocol):
-    """Where layers are computed, with the memory beside it."""
+    """Where layers are computed, including the host memory that it uses."""
 
     name: str
     torch_device: torch.device
     shares_memory: bool
-    """Whether compute reads host memory directly, so that a slot can be the host memory itself."""
+    """Whether compute reads host memory directly, so that host memory itself can serve as a slot."""
     lockable_nbytes: int | None
-    """Host memory that may be page-locked, where the device knows it before it has tried."""
+    """Host memory that may be page-locked, if the device knows it in advance."""
     timed: bool
-    """Whether events can tell when their work ran. Set it before submitting."""
+    """Whether events record times. Set it before submitting."""
 
     def stream(self, name: str) -> Stream:
-        """The stream of that name; the same one at every call."""
+        """The stream with that name; always the same one."""
 
     def allocate(self, nbytes: int, owner: str) -> torch.Tensor:
         """Device memory, uint8[nbytes], uninitialised. Raises `OutOfDeviceMemory`."""
 
     def free(self, memory: torch.Tensor, owner: str) -> None:
-        """Device memory that `allocate` returned is given back; no work uses it any more."""
+        """Free device memory from `allocate`, which no work uses any more."""
 
     def allocate_host(self, nbytes: int, owner: str) -> torch.Tensor:
-        """Zeroed host memory, uint8[nbytes], page-locked where the device gains from it.
+        """Zeroed host memory, uint8[nbytes], page-locked if the device benefits.
 
-        Raises `DeviceError` where that would be more than `lockable_nbytes`.
+        Raises `DeviceError` if that would exceed `lockable_nbytes`.
         """
 
     def allocate_pageable(self, nbytes: int, owner: str) -> torch.Tensor:
-        """Zeroed host memory, uint8[nbytes], that nothing is copied to or from the device, but now and then."""
+        """Zeroed host memory, uint8[nbytes], that is rarely or never copied to or from the device."""
 
     def page_lock(self, memory: torch.Tensor, owner: str) -> None:
-        """Pageable host memory is copied to and from the device from now on: as `allocate_host`, with its content."""
+        """Page-lock pageable host memory in place, since it will be copied to and from the device (see
+        `allocate_host`)."""
 
     def adopt(self, mapping: mmap.mmap, memory: torch.Tensor, owner: str, *, pinned: bool) -> None:
-        """Host memory over a mapping that others have made is this device's as if it had allocated it."""
+        """Treat host memory over a mapping made elsewhere as if this device had allocated it."""
 
     def free_host(self, memory: torch.Tensor, owner: str) -> None:
-        """Host memory that one of the three has returned, or been given, is given back."""
+        """Free host memory that was allocated by, or passed to, one of the above."""
 
     def discard(self, memory: torch.Tensor) -> bool:
-        """What this host memory holds is not needed any more. Whether it had better be freed until something is
-        written there again (`allocate_again`)."""
+        """The content of this host memory is no longer needed. Returns whether it should be freed until the next
+        write (`allocate_again`)."""
 
     def allocate_again(self, nbytes: int, owner: str) -> torch.Tensor:
-        """Host memory in place of what had better be freed, uint8[nbytes], uninitialised."""
+        """Host memory, uint8[nbytes], uninitialised, to replace what `discard` said to free."""
 
     def staged(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The same values on the host, from where a copy to the device holds up nobody: in one piece of page-locked
-        memory, where there is such a thing."""
+        """Copies of the tensors on the host, in one page-locked block if possible, so that copies to the device do
+        not block."""
 
     def landing(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Within work: a few numbers on the host, which are there once this work is done."""
+        """Within work: a host copy of a small tensor, valid once this work is done."""
 
     def tidy(self) -> None:
-        """A good moment to give memory that layers have freed back to the system; costs some milliseconds."""
+        """Called when it is convenient to return memory freed by layers to the system; takes some milliseconds."""
 
     def lend(
         self, task: Task, memory: Mapping[str, torch.Tensor]
     ) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
-        """The buffers that `task` declares, out of `memory` (name -> uint8 tensor), for the time that it runs."""
+        """In the block, the buffers of `memory` (name -> uint8 tensor) that `task` declares."""
 
     def alongside(self) -> AbstractContextManager[object]:
-        """In the block, the calling thread computes where the `compute` stream does, in turns with it."""
+        """In the block, the calling thread computes where the `compute` stream does, taking turns with it."""
 
     def seed(self, value: int) -> None:
-        """Make everything random that the next work draws on this device a function of `value`."""
+        """Seed all random numbers drawn by later work on this device with `value`."""
 
     def free_nbytes(self) -> int:
-        """Device memory that a new allocation can have. Undefined where memory is shared with the host."""
+        """Device memory available for a new allocation. Undefined if memory is shared with the host."""
 
     def stalled_seconds(self) -> float:
-        """Time that compute has spent waiting for events since the last call."""
+        """Seconds for which compute has waited for events since the last call."""
 
     def exact_float32(self) -> AbstractContextManager[None]:
-        """In the block, products and convolutions of float32 numbers are that, on every thread (no TF32)."""
+        """In the block, float32 products and convolutions are exact float32, on every thread (no TF32)."""
 
     def preserved_random_state(self) -> AbstractContextManager[None]:
-        """On leaving the block, random state is what it was on entering, on the host and on the device."""
+        """Restore the random state of host and device when leaving the block."""
 
     def synchronize(self) -> None:
-        """Wait for all streams. Raises `StreamFailed` for the first failure since the last call."""
+        """Wait for all streams. Raises the first failure since the last call."""
 
     def close(self) -> None:
-        """Stop the workers and give the memory back. The device is unusable afterwards."""
+        """Stop the workers and free the memory. The device is unusable afterwards."""
 
 
 class OnTheHost:
-    """What is the same on every device whose memory is host memory."""
+    """The behaviour common to all devices whose memory is host memory."""
 
     torch_device = torch.device("cpu")
 
@@ -197,7 +198,7 @@ def declared(task: Task, memory: Mapping[str, torch.Tensor]) -> dict[str, torch.
 
 @contextmanager
 def timed(device: Device) -> Iterator[None]:
-    """In the block, events tell when their work ran; times count from its start where they are not taken anyway."""
+    """In the block, events record times, counted from its start unless they are recorded anyway."""
     before = device.timed
     if not before:
         device.timed = True

@@ -1,9 +1,9 @@
-"""The cpu as a device: compute in the foreground, host work on a worker thread, one memory for both.
+"""The CPU as a device: computes on the main thread, runs host work on worker threads, with one memory for both.
 
-Matrix products already use every core, so compute and fetches run at once where they are submitted; the `host` stream
-(the optimizer pass) has a thread, and so have `read` and `write` (the disk), what ranks do together, and gradients on
-their way home, which wait for other ranks while compute goes on. Since compute reads host memory, a policy
-with `shares_memory` needs no fetch at all. It leaves out memory nodes and page-locking, which mean nothing to a cpu.
+Matrix products already use every core, so compute and fetches run immediately when submitted. The `host` stream
+(the optimizer pass) has a thread, and so have `read` and `write` (the disk), collectives, and gradients on their
+way home, which wait for other ranks while compute continues. Since compute reads host memory, a policy with
+`shares_memory` needs no fetches. NUMA nodes and page-locking are not used.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from megatrain.device.worker import WorkerStream, as_foreground_error, close_wor
 from megatrain.errors import DeviceError
 
 MOST_KEPT = 1 << 20
-"""Bytes below which a discarded buffer is kept: letting go of it costs more than it is worth."""
+"""Smaller discarded buffers (in bytes) are kept: freeing them is not worth it."""
 ALIGNMENT = 64
-"""Of memory in bytes: that of torch's own, which kernels may round by."""
+"""Alignment in bytes, as torch's own, on which rounding in kernels may depend."""
 
 
 @dataclass(frozen=True, slots=True)
 class DoneEvent:
-    """The end of work that ran when it was submitted."""
+    """The end of work that ran during submission."""
 
     began: float
     ended: float
@@ -45,7 +45,7 @@ class DoneEvent:
 
 
 class InlineStream:
-    """Runs work at once, after blocking for its waits. A failure is raised right there."""
+    """Runs work immediately, after blocking for its waits. Failures are raised right there."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -74,17 +74,17 @@ class CpuDevice(OnTheHost):
     name = "cpu"
     shares_memory = True
     lockable_nbytes: int | None = None
-    timed = True  # always: two readings of a clock cost nothing here
+    timed = True  # always: reading a clock twice costs nothing here
 
     def __init__(self) -> None:
         self._inline = {name: InlineStream(name) for name in ("compute", "fetch")}
         self._workers = {"host": WorkerStream("host")}
-        """Streams with a thread: host work, and the others once there is any of theirs."""
+        """Streams with a thread: `host`, and others once used."""
         self._closed = False
         self._mappings: dict[int, mmap.mmap] = {}
-        self._finalizer = weakref.finalize(self, close_workers, self._workers)  # one that is dropped leaves no thread
+        self._finalizer = weakref.finalize(self, close_workers, self._workers)  # a dropped device leaves no thread
         self._keeping: weakref.finalize[..., object] | None = None
-        """Lets go of what has been kept of freed memory, once there are steps that take it again."""
+        """Releases kept freed memory; set once steps reuse it."""
 
     def stream(self, name: str) -> Stream:
         if self._closed:
@@ -112,9 +112,9 @@ class CpuDevice(OnTheHost):
         return memory.numel() >= MOST_KEPT
 
     def allocate_again(self, nbytes: int, owner: str) -> torch.Tensor:
-        """From the C library, where graphs lie too: what a graph has left takes a gradient, and the other way around.
+        """From the C library, which also holds graphs, so that gradients reuse the memory of graphs and vice versa.
 
-        Not by way of torch: asked for aligned memory, the C library does not fill the hole that the same size has left.
+        Not through torch: for aligned requests, the C library does not reuse a hole of the same size.
         """
         block = np.empty(nbytes + ALIGNMENT, np.uint8)
         start = -block.ctypes.data % ALIGNMENT
@@ -122,7 +122,7 @@ class CpuDevice(OnTheHost):
 
     def tidy(self) -> None:
         host_memory.trim()
-        if self._keeping is None:  # not sooner: what loading a model frees is of no use to a step
+        if self._keeping is None:  # not sooner: steps cannot reuse what loading a model frees
             host_memory.keep_freed()
             self._keeping = weakref.finalize(self, host_memory.let_go)
 

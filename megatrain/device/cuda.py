@@ -1,17 +1,16 @@
-"""An NVIDIA (or, through the same calls, AMD) GPU as a device. The only home of `torch.cuda`.
+"""An NVIDIA (or, through the same calls, AMD) GPU as a device. The only module that uses `torch.cuda`.
 
-Each stream of a schedule is a CUDA stream. Compute work is submitted by the foreground, which runs ahead of the GPU;
-the copy streams each have a thread that submits for them, because a copy may have to wait for the host (an optimizer
-update) and the foreground must not. The `host` stream is a plain worker. An event that joins them says when work has
-been *submitted* (so that a CUDA event exists) and when it is *done*.
+Each stream of a schedule is a CUDA stream. The main thread submits compute work and runs ahead of the GPU; each copy
+stream has a thread that submits to it, because a copy may have to wait for the host (an optimizer update), which must
+not block the main thread. The `host` stream is a plain worker. Events combine both: they know when work has been
+*submitted* (so that a CUDA event exists) and when it is *done*.
 
-No streamed buffer comes from the caching allocator's free lists while in use, and each is written by one stream at a
-time under derived waits, so `record_stream` is needed nowhere. What layers allocate while they compute lives and dies
-on the compute stream.
+Streamed buffers are not recycled by the caching allocator while in use, and derived waits order all accesses, so
+`record_stream` is never needed. What layers allocate while computing lives and dies on the compute stream.
 
-Host memory is an exact-size anonymous mapping. What crosses the bus is page-locked with `cudaHostRegister`: PyTorch's
-pinned allocator rounds up to powers of two. What only the host uses is not. Where locking is refused the mapping is
-used pageable.
+Host memory is an anonymous mapping of the exact size. What crosses the bus is page-locked with `cudaHostRegister`
+(PyTorch's pinned allocator rounds up to powers of two); what only the host uses is not. If locking is refused the
+mapping is used pageable.
 """
 
 from __future__ import annotations
@@ -42,20 +41,20 @@ from megatrain.errors import DeviceError, MegaTrainError, OutOfDeviceMemory
 
 COPIES = ("fetch", "grad")
 LINK = "link"
-"""Where collectives of several devices are submitted, by a thread of its own, once there are any."""
+"""Stream of collectives between devices; has its own submitting thread once used."""
 ALIGNMENT = 64
-"""Of a tensor among those that are staged, in bytes."""
+"""Alignment of staged tensors in bytes."""
 
 
 HostMapping = tuple[mmap.mmap, torch.Tensor, bool]
-"""A mapping, the tensor over it, and whether it is page-locked."""
+"""(mapping, the tensor over it, whether it is page-locked)."""
 
 
 class EventPool:
-    """CUDA events that are recorded again once the device has come to rest: a step makes no new ones.
+    """CUDA events that are reused once the device is idle, so that steps create none.
 
-    Only the thread that submits work may bring the device to rest, so every event that was taken has been recorded by
-    then, and all it stands for is done. Who still holds one may wait for it: that is over at once, or waits for more.
+    Only the thread that submits work synchronizes the device, so by then every event taken has been recorded and
+    its work is done. A later wait for an old event returns at once, or waits for more than necessary.
     """
 
     def __init__(self) -> None:
@@ -63,7 +62,7 @@ class EventPool:
         self._used: deque[tuple[bool, torch.cuda.Event]] = deque()
 
     def take(self, *, times: bool = False) -> torch.cuda.Event:
-        """An event that waits without spinning, or one that `times`; from any thread."""
+        """An event that waits without spinning, or one that records `times`; from any thread."""
         try:
             event = self._free[times].popleft()
         except IndexError:
@@ -72,14 +71,14 @@ class EventPool:
         return event
 
     def at_rest(self) -> None:
-        """Nothing that was recorded in an event is under way any more."""
+        """All work recorded in events is done."""
         while self._used:
             times, event = self._used.popleft()
             self._free[times].append(event)
 
 
 class CudaEvent:
-    """The end of work on a CUDA stream; `submitted` is over once the CUDA events have been recorded."""
+    """The end of work on a CUDA stream; `submitted` ends once the CUDA events have been recorded."""
 
     def __init__(self, submitted: HostEvent, origin: torch.cuda.Event | None, pool: EventPool) -> None:
         self.submitted, self._pool = submitted, pool
@@ -88,12 +87,12 @@ class CudaEvent:
         self._origin = origin
 
     def run(self, stream: torch.cuda.Stream, work: Work) -> None:
-        """Queue `work` on `stream` between two events; the first only where times are wanted."""
+        """Queue `work` on `stream` between two events; the first only if times are recorded."""
         if self._origin is None:
             work()
             self.ended = stream.record_event(self._pool.take())
             return
-        self.began = stream.record_event(torch.cuda.Event(enable_timing=True))  # not the pool's: kept to be read
+        self.began = stream.record_event(torch.cuda.Event(enable_timing=True))  # not from the pool: it is read later
         work()
         self.ended = stream.record_event(torch.cuda.Event(enable_timing=True, blocking=True))
 
@@ -103,7 +102,7 @@ class CudaEvent:
         self.ended.synchronize()
 
     def wait_on(self, stream: torch.cuda.Stream) -> None:
-        """Make `stream` wait on the GPU, the host only until the event has been recorded."""
+        """Make `stream` wait on the GPU; the host waits only until the event has been recorded."""
         self.submitted.wait()
         assert self.ended is not None
         stream.wait_event(self.ended)
@@ -123,7 +122,7 @@ def _order_behind(stream: torch.cuda.Stream, waits: Sequence[Event]) -> None:
 
 
 class ComputeStream:
-    """Work is submitted by the foreground at once; kernels queue on the GPU."""
+    """The main thread submits work immediately; kernels queue on the GPU."""
 
     def __init__(self, stream: torch.cuda.Stream, pool: EventPool) -> None:
         self.origin: torch.cuda.Event | None = None
@@ -155,19 +154,19 @@ class ComputeStream:
         self._stalls.append((before, self._stream.record_event(self._pool.take(times=True))))
 
     def at_rest(self) -> None:
-        """Turn the stalls into seconds, before their events are used again."""
+        """Convert stalls to seconds before their events are reused."""
         for before, after in self._stalls:
             self._stalled_seconds += before.elapsed_time(after) / 1e3
         self._stalls.clear()
 
     def stalled_seconds(self) -> float:
-        """Since the last call, until the device last came to rest."""
+        """Seconds of stalls since the last call, up to when the device was last idle."""
         seconds, self._stalled_seconds = self._stalled_seconds, 0.0
         return seconds
 
 
 class CopyStream:
-    """A CUDA stream with a thread that submits to it, so that only this stream waits when the host is late."""
+    """A CUDA stream with a thread that submits to it, so that only this stream waits if the host is late."""
 
     def __init__(self, name: str, stream: torch.cuda.Stream, pool: EventPool) -> None:
         self.origin: torch.cuda.Event | None = None
@@ -196,10 +195,10 @@ class CudaDevice:
     """See `base.Device`."""
 
     shares_memory = False
-    lockable_nbytes: int | None = None  # a driver may lock more than the system's limit, or less; the probe tries it
+    lockable_nbytes: int | None = None  # drivers may lock more or less than the system's limit; the probe tries
 
     def __init__(self, index: int | None = None) -> None:
-        """index: PyTorch's current device if not given."""
+        """index: by default PyTorch's current device."""
         self.name = "cuda" if index is None else f"cuda:{index}"
         if not torch.cuda.is_available():
             raise DeviceError("PyTorch finds no CUDA device", where=self.name, fix="use cpu, or check the driver")
@@ -211,9 +210,9 @@ class CudaDevice:
             )
         self.torch_device = torch.device("cuda", index)
         self.model: str = torch.cuda.get_device_name(self.torch_device)
-        """What the driver calls it."""
+        """The driver's name for it."""
         self.node = _node(self.torch_device)
-        """The memory node that it is at, on a machine with several: host memory comes from there."""
+        """Its NUMA node, if there are several, from which host memory is allocated."""
         self._events = EventPool()
         self._compute = ComputeStream(torch.cuda.Stream(self.torch_device), self._events)
         streams = {name: torch.cuda.Stream(self.torch_device) for name in COPIES}
@@ -227,6 +226,7 @@ class CudaDevice:
 
     @property
     def timed(self) -> bool:
+        """Times count from now, on every stream; host streams read the host's clock at the same moment."""
         return self._compute.origin is not None
 
     @timed.setter
@@ -269,11 +269,11 @@ class CudaDevice:
         return memory
 
     def free(self, memory: torch.Tensor, owner: str) -> None:
-        torch.cuda.synchronize(self.torch_device)  # then nothing uses it, and the caching allocator may have it back
+        torch.cuda.synchronize(self.torch_device)  # then nothing uses it, and the caching allocator may reuse it
 
     def allocate_host(self, nbytes: int, owner: str) -> torch.Tensor:
         memory = self.allocate_pageable(nbytes, owner)
-        memory.zero_()  # by all threads: the driver makes pages one by one, of hundreds of gigabytes in minutes
+        memory.zero_()  # with all threads: the driver creates pages one by one, which takes minutes
         self.page_lock(memory, owner)
         return memory
 
@@ -295,17 +295,17 @@ class CudaDevice:
             self.page_lock(memory, owner)
 
     def free_host(self, memory: torch.Tensor, owner: str) -> None:
-        torch.cuda.synchronize(self.torch_device)  # no copy is under way
+        torch.cuda.synchronize(self.torch_device)  # no copy is running
         mapping = self._mappings.pop(memory.data_ptr(), None)
         if mapping is not None:
             _unpin(memory, mapping[2])
 
     def _pin(self, memory: torch.Tensor) -> bool:
-        """Page-lock; where that is refused (a limit on locked memory, say) the memory is used as it is."""
+        """Page-lock memory; if that is refused (by a limit on locked memory, say) it is used pageable."""
         runtime = torch.cuda.cudart()
         if int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
             return True
-        try:  # the runtime remembers the refusal and would report it at the next launch
+        try:  # the runtime would report the refusal again at the next launch
             torch.empty(1, device=self.torch_device).fill_(0)
             torch.cuda.synchronize(self.torch_device)
         except RuntimeError:
@@ -322,10 +322,10 @@ class CudaDevice:
         if not tensors:
             return []
         starts = [0, *accumulate(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)]
-        with torch.cuda.device(self.torch_device):  # by whose driver the memory is locked
+        with torch.cuda.device(self.torch_device):  # whose driver locks the memory
             try:
                 memory = torch.empty(starts[-1], dtype=torch.uint8, device="cpu", pin_memory=True)
-            except RuntimeError:  # a limit on locked memory; copies then wait
+            except RuntimeError:  # a limit on locked memory; copies then block
                 return list(tensors)
             found = [
                 memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -367,12 +367,12 @@ class CudaDevice:
 
     @contextmanager
     def exact_float32(self) -> Iterator[None]:
-        switches: list[tuple[Any, str]] = [(torch.backends.cudnn, "allow_tf32")]  # true if nobody has said otherwise
+        switches: list[tuple[Any, str]] = [(torch.backends.cudnn, "allow_tf32")]  # true by default
         try:
             matmul = torch.get_float32_matmul_precision()
             before: list[Any] = [getattr(*each) for each in switches]
             exact: Any = False
-        except RuntimeError:  # the user has used the newer names, beside which the older ones are refused
+        except RuntimeError:  # the user has set the newer names, after which torch refuses the older ones
             cudnn: Any = torch.backends.cudnn
             kinds = torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
             switches = [(kind, "fp32_precision") for kind in kinds]
@@ -404,7 +404,7 @@ class CudaDevice:
             torch.cuda.synchronize(self.torch_device)
             self._compute.at_rest()
             self._events.at_rest()
-        except RuntimeError as failure:  # an asynchronous error of the GPU itself
+        except RuntimeError as failure:  # an asynchronous GPU error
             failures.append(as_foreground_error(failure, "on the GPU", self.name))
         raise_first(failures)
 
@@ -414,12 +414,14 @@ class CudaDevice:
 
 
 def gpu_of(local_rank: int) -> tuple[str, str]:
-    """The GPU of a machine's process of that number, as `open_device` takes it, and what tells it from all others of
-    that machine. A launcher that shows each process a GPU of its own calls every one of them the first."""
+    """(device name for `open_device`, unique id on the machine) of the GPU of the local rank.
+
+    If a launcher shows each process only its own GPU, all of them are cuda:0, so the id tells them apart.
+    """
     count = torch.cuda.device_count()
     index = 0 if count == 1 else local_rank
     if index >= count:
-        return f"cuda:{index}", f"the absent one of number {index}"  # opening it tells
+        return f"cuda:{index}", f"the absent one of number {index}"  # opening it raises the error
     found = torch.cuda.get_device_properties(index)
     return f"cuda:{index}", str(getattr(found, "uuid", index))
 
@@ -427,7 +429,7 @@ def gpu_of(local_rank: int) -> tuple[str, str]:
 def _node(device: torch.device) -> Node | None:
     found = torch.cuda.get_device_properties(device)
     domain, bus, slot = (getattr(found, f"pci_{part}_id", -1) for part in ("domain", "bus", "device"))
-    return node_of(f"{domain:04x}:{bus:02x}:{slot:02x}.0") if bus >= 0 else None  # absent in another build
+    return node_of(f"{domain:04x}:{bus:02x}:{slot:02x}.0") if bus >= 0 else None  # not available in other builds
 
 
 def _shut(
@@ -437,16 +439,16 @@ def _shut(
     mappings: dict[int, HostMapping],
     device: torch.device,
 ) -> None:
-    """Stop the threads, let the GPU come to rest, and only then unlock memory; also for a device that is dropped.
+    """Stop the threads, synchronize the GPU, and only then unlock memory; also for a dropped device.
 
-    A forked child has none of the three, and the driver must not be asked there.
+    A forked child has none of these, and must not call the driver.
     """
     if process.is_elsewhere:
         return
     close_workers(workers)
     for stream in copies.values():
         stream.close()
-    with suppress(RuntimeError):  # a GPU beyond recovery; its memory must be unlocked all the same
+    with suppress(RuntimeError):  # a broken GPU; its memory must be unlocked anyway
         torch.cuda.synchronize(device)
     for _, memory, pinned in mappings.values():
         _unpin(memory, pinned)

@@ -1,4 +1,4 @@
-"""Host memory from the operating system: exact mappings, NUMA nodes, and what the C library keeps of what is freed."""
+"""Host memory from the operating system: exact mappings, NUMA nodes, and what the C library keeps of freed memory."""
 
 from __future__ import annotations
 
@@ -18,18 +18,16 @@ from megatrain.errors import DeviceError
 
 # Mappings -------------------------------------------------------------------------------------------------------------
 #
-# Host memory as a mapping of its own: exactly as large as asked for, zeroed, in huge pages where the system has them.
-#
-# The optimizer walks through all of it once a step, which small pages slow down by their misses in the translation
-# cache. With a memory node the pages come from there, else from that of the thread which first touches them. It leaves
-# out page-locking (`cuda`).
+# Each allocation is a mapping of exactly its size, zeroed, with huge pages if available: the optimizer goes through all
+# of it once a step, and small pages would cause TLB misses. Pages come from the given NUMA node, else that of the
+# thread which first touches them. Page-locking is done in `cuda`.
 
 
 def mapped(nbytes: int, node: Node | None = None) -> tuple[mmap.mmap, torch.Tensor]:
-    """A mapping and uint8[nbytes] over it, on `node` if it can be; the memory is there as long as one of them is."""
+    """A mapping, on `node` if possible, and uint8[nbytes] over it; the memory lives as long as either of them."""
     mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
+        with suppress(OSError):  # not supported by the kernel
             mapping.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(mapping, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
     if node is not None:
@@ -38,10 +36,10 @@ def mapped(nbytes: int, node: Node | None = None) -> tuple[mmap.mmap, torch.Tens
 
 
 def keep_from_children(mapping: mmap.mmap) -> None:
-    """A process that is forked from now on (a worker that loads data, say) does not see the mapping.
+    """Hide the mapping from processes forked later (data loading workers, say).
 
-    For memory that a device copies by itself: whoever writes to a page first after a fork is given a copy of it, and
-    the device would go on with the old one (`madvise(2)`).
+    Needed for memory that a device accesses by itself: after a fork, whoever first writes to a page gets a copy,
+    and the device would keep using the old one (`madvise(2)`).
     """
     if hasattr(mmap, "MADV_DONTFORK"):
         with suppress(OSError):
@@ -50,12 +48,12 @@ def keep_from_children(mapping: mmap.mmap) -> None:
 
 # Memory of several processes ------------------------------------------------------------------------------------------
 #
-# A file in memory that has no name: other processes of the same user open it by the process that has it open, and it
-# is gone with the last mapping. Not in /dev/shm, of which containers have little.
+# A nameless file in memory: other processes of the same user open it through the process that has it open, and it
+# disappears with the last mapping. Not in /dev/shm, which is small in containers.
 
 
 def anonymous_file(nbytes: int) -> int:
-    """A descriptor of such a file, of zeros. Raises `DeviceError`."""
+    """A descriptor of such a file, filled with zeros. Raises `DeviceError`."""
     try:
         file = os.memfd_create("megatrain")
         os.ftruncate(file, nbytes)
@@ -66,19 +64,22 @@ def anonymous_file(nbytes: int) -> int:
 
 
 def identity_of(file: int) -> tuple[int, int]:
-    """Of the file of a descriptor: no two files of a machine have the same, whoever asks."""
+    """An identity of a descriptor's file that is unique on the machine."""
     found = os.fstat(file)
     return found.st_dev, found.st_ino
 
 
 def mapped_file(process: int, file: int, identity: Sequence[int], nbytes: int) -> tuple[mmap.mmap, torch.Tensor]:
-    """The file of a process's descriptor as `mapped` gives memory. Raises `DeviceError`; also where it has another
-    identity: containers of one machine each count their processes, so a number may tell another one here."""
+    """Map the file of another process's descriptor, as `mapped`. Raises `DeviceError`, also for an unexpected
+    identity.
+
+    The process number may mean another process here: containers on one machine count their processes separately.
+    """
     try:
         opened = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
         try:
             if identity_of(opened) != tuple(identity):
-                raise OSError("it is another process here")
+                raise OSError("the number belongs to another process here")
             mapping = mmap.mmap(opened, nbytes, flags=mmap.MAP_SHARED)
         finally:
             os.close(opened)
@@ -93,26 +94,24 @@ def mapped_file(process: int, file: int, identity: Sequence[int], nbytes: int) -
 
 
 def machine_id() -> str:
-    """The same in all processes of a machine since it was started, and on no other."""
+    """A string that is equal in all processes of a machine since its start, and on no other machine."""
     return _text(Path("/proc/sys/kernel/random/boot_id")) or platform.node()
 
 
 # Freed memory ---------------------------------------------------------------------------------------------------------
 #
-# What the C library does with memory that is freed: keep it for what comes next, rather than hand it back.
-#
-# A training step takes and frees the same memory over and over, and the system's fresh pages are dear, most of all on a
-# virtual machine (`python -m bench.pages`). By itself the C library maps every block above 32 MiB afresh, and gives
-# back the top of its heap whenever much of it is free. From a device's first step until it is closed, it does neither;
-# what has been freed goes back when there is reason to (`trim`), and when the last device closes. Left out: any C
-# library but glibc, and threads other than the first, whose heaps end at 64 MiB.
+# Makes the C library keep freed memory for reuse. A training step allocates and frees the same memory repeatedly, and
+# fresh pages from the system are expensive, above all on virtual machines (`python -m bench.pages`). By default the C
+# library maps every block above 32 MiB anew, and returns the top of its heap when much of it is free. From a device's
+# first step until it is closed, it does neither; freed memory is returned on request (`trim`), and when the last device
+# closes. Only for glibc, and for the main thread: heaps of others end at 64 MiB.
 
 
 TRIM_THRESHOLD, MMAP_MAX = -1, -4
-"""Parameters of `mallopt`, by their numbers in malloc.h."""
+"""Parameters of `mallopt`, numbered as in malloc.h."""
 NEVER, NONE = -1, 0
 USUAL_TRIM_NBYTES, USUAL_MMAPS = 64 << 20, 65536
-"""Where the C library's own thresholds end up once blocks of 32 MiB have been freed."""
+"""The values that the C library's own thresholds reach once blocks of 32 MiB have been freed."""
 
 _lock = threading.Lock()
 _open = 0
@@ -130,7 +129,7 @@ _library = _glibc()
 
 
 def keep_freed() -> None:
-    """From now on freed memory stays with the process, until `let_go` has been called as often."""
+    """Keep freed memory in the process, until `let_go` has been called as often."""
     global _open
     with _lock:
         _open += 1
@@ -140,7 +139,7 @@ def keep_freed() -> None:
 
 
 def let_go() -> None:
-    """The end of one `keep_freed`; with the last one, what is free goes back."""
+    """End one `keep_freed`; the last one returns free memory to the system."""
     global _open
     with _lock:
         _open -= 1
@@ -151,43 +150,41 @@ def let_go() -> None:
 
 
 def trim() -> None:
-    """Give what is free back to the system."""
+    """Return free memory to the system."""
     if _library is not None:
         _library.malloc_trim(0)
 
 
 # Memory nodes ---------------------------------------------------------------------------------------------------------
 #
-# Which of a machine's memory nodes a device is at, and how memory and threads come to lie there.
-#
-# On a machine with several, half of what a copy or the optimizer touches would else lie behind the link between them.
-# Memory is bound by the system call itself (no libnuma), as a preference: a node that is full makes a slow page and no
-# failure. Where a container forbids it, nothing is bound, which `bind` says. With one node there is nothing to do. It
-# leaves out machines other than Linux on x86-64 and arm64, which are taken to have one node.
+# Places memory and threads on a device's NUMA node. Otherwise half of what a copy or the optimizer touches would be
+# behind the link between nodes. Memory is bound by the system call itself (no libnuma), as a preference: a full node
+# means slower pages, not failure. If a container forbids it, nothing is bound, and `bind` returns false. Systems other
+# than Linux on x86-64 and arm64 are taken to have one node.
 
 
 NODES, PCI = Path("/sys/devices/system/node"), Path("/sys/bus/pci/devices")
 _MBIND = {"x86_64": 237, "aarch64": 235}
-"""Machine -> number of the system call."""
+"""Architecture -> number of the system call."""
 _PREFERRED = 1
-"""Memory policy: from this node as long as it has any (`linux/mempolicy.h`)."""
+"""Memory policy: from this node while it has free memory (`linux/mempolicy.h`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A memory node and the processors beside it, of those that this process may use."""
+    """A NUMA node, and those of its processors that this process may use."""
 
     number: int
     of: int
-    """How many nodes the machine has."""
+    """Number of nodes of the machine."""
     processors: frozenset[int]
 
 
 def node_of(pci_address: str, nodes: Path = NODES, devices: Path = PCI) -> Node | None:
-    """The node of the device at `0000:65:00.0`; `None` where the machine has one node only, or does not tell."""
+    """The NUMA node of the device at `0000:65:00.0`; `None` if there is only one, or it is unknown."""
     there = numbers(_text(nodes / "has_memory") or _text(nodes / "online"))
     text = _text(devices / pci_address.lower() / "numa_node")
-    number = int(text) if text.lstrip("-").isdigit() else -1  # -1 is also what a machine says that does not know
+    number = int(text) if text.lstrip("-").isdigit() else -1  # machines report -1 if they do not know
     if len(there) < 2 or number not in there:
         return None
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
@@ -195,7 +192,7 @@ def node_of(pci_address: str, nodes: Path = NODES, devices: Path = PCI) -> Node 
 
 
 def numbers(text: str) -> set[int]:
-    """What a list of the kernel's holds: `0-2,5` is 0, 1, 2 and 5."""
+    """Parse a list in the kernel's format: `0-2,5` is 0, 1, 2 and 5."""
     found: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -204,33 +201,33 @@ def numbers(text: str) -> set[int]:
 
 
 def bind(address: int, nbytes: int, node: int) -> bool:
-    """Have pages of a mapping that are touched from now on lie on `node`. `address` begins a page.
+    """Prefer `node` for pages of a mapping that are touched from now on. `address` is page-aligned.
 
-    Says whether the system does; it may be forbidden in a container.
+    Returns whether the system agreed; a container may forbid it.
     """
     number = _MBIND.get(platform.machine())
     if number is None or platform.system() != "Linux":
         return False
     mask = (ctypes.c_ulong * (node // 64 + 1))()
     mask[node // 64] = 1 << node % 64
-    bits = 64 * len(mask) + 1  # the kernel takes one off
+    bits = 64 * len(mask) + 1  # the kernel subtracts one
     arguments = (number, address, nbytes, _PREFERRED, ctypes.addressof(mask), bits, 0)
     call = ctypes.CDLL(None, use_errno=True).syscall
     return int(call(*(ctypes.c_long(argument) for argument in arguments))) == 0
 
 
 def binds(node: int) -> bool:
-    """Whether the system lets this process choose where its memory lies."""
+    """Whether the system lets this process choose where its memory is."""
     with mmap.mmap(-1, mmap.PAGESIZE) as page:
         view = ctypes.c_char.from_buffer(page)
         try:
             return bind(ctypes.addressof(view), mmap.PAGESIZE, node)
         finally:
-            del view  # or the mapping could not be closed
+            del view  # otherwise the mapping could not be closed
 
 
 def run_on(processors: Iterable[int]) -> None:
-    """Keep the calling thread, and threads that it starts from now on, on these processors; none is all there are."""
+    """Restrict the calling thread, and threads that it starts later, to these processors; none means all."""
     chosen = set(processors)
     if chosen and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, chosen)
@@ -239,5 +236,5 @@ def run_on(processors: Iterable[int]) -> None:
 def _text(path: Path) -> str:
     try:
         return path.read_text().strip()
-    except OSError:  # another system, or a container that hides it
+    except OSError:  # another system, or hidden by a container
         return ""

@@ -1,4 +1,4 @@
-"""From a device's name to a device."""
+"""Opens a device by its name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatrain.spec.device_name import parse_device
 
 
 def open_device(name: str | torch.device) -> Device:
-    """Open `cpu`, `cuda` (the current one), `cuda:N`, `sim` or `sim:SEED`, or what a `torch.device` names.
+    """Open `cpu`, `cuda` (the current GPU), `cuda:N`, `sim` or `sim:SEED`, or the device of a `torch.device`.
 
-    Raises `DeviceError` for an unknown or absent device.
+    Raises `DeviceError` for an unknown or missing device.
     """
     kind, number = parse_device(str(name) if isinstance(name, torch.device) else name)
     if kind == "cpu":

@@ -1,10 +1,10 @@
-"""What a device does in a second: products, attention, copies within it and to and from the host, launches.
+"""Measures a device: products, attention, copies within it and to and from the host, launches.
 
-Everything is submitted through the protocol and timed by its events, so that one code serves every device. Measurements
-take turns in rounds (`measure_in_turn`), and a result is the mean of the middle half of its rounds: what slows a
-machine for a while falls on all of them, as it will on a step, and what interrupts it for a moment does not count.
-Functions stay about within the seconds that they are given. They leave out the host (the optimizer pass, the disk), and
-what a device sustains once it is hot.
+Everything is submitted through the device protocol and timed by its events, so the same code measures every
+device. Measurements alternate in rounds (`measure_in_turn`), and a result is the mean of the middle half of its
+rounds: a slow phase of the machine affects all of them, as it would affect a step, and brief interruptions do not
+count. Functions roughly keep to the seconds that they are given. The host (optimizer pass, disk) is measured
+elsewhere, and sustained speeds of a hot device are not measured.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ Shape = tuple[int, int, int]
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ROUNDS = 8
 MOST_RUNS = 20_000
-"""Runs of a job in one round, where a single one is too short to be timed."""
+"""Runs of a job in one round, if a single run is too short to time."""
 RUN_SECONDS = {"cpu": 0.003, "cuda": 0.25}
-"""How long a job runs in one round, at most: on a cpu short enough to fall between two turns of other processes, on a
-GPU long enough for its clocks to settle."""
+"""Maximum seconds of a job in one round: on a CPU short enough to fit between other processes' time slices, on a GPU
+long enough for its clocks to settle."""
 
 
 def _shapes(tokens: Iterable[int], weights: Iterable[tuple[int, int]]) -> list[Shape]:
-    """[m, k] x [k, n], from small to large."""
+    """Shapes [m, k] x [k, n], from small to large."""
     return sorted(((m, k, n) for m, (k, n) in product(tokens, weights)), key=prod)
 
 
@@ -56,20 +56,20 @@ ATTENTION_TOKENS = {"cpu": 1024, "cuda": 16384}
 HEADS = {"cpu": 4, "cuda": 16}
 HEAD_SIZE = 128
 COPIED_WITHIN = {"cpu": 128 << 20, "cuda": 512 << 20}
-"""Bytes of a copy within device memory: more than caches hold."""
+"""Bytes of a copy within device memory, larger than caches."""
 LAYER = {"cpu": (1024, 1024), "cuda": (8192, 4096)}
-"""Tokens and width of what stands for a layer without its products."""
+"""Tokens and width of the stand-in for a layer without its products."""
 PIECE = 64 << 20
-"""Bytes of one copy between host and device: the largest shard of a policy, by default."""
+"""Bytes of one copy between host and device: a policy's default shard size."""
 PIECES_IN_A_ROW = 8
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRates:
-    """Bytes per second between host and device, each way alone and both at once."""
+    """Bytes per second between host and device, in each direction alone and in both at once."""
 
     pinned: bool
-    """Whether the memory of `allocate_host` is page-locked; all but the last two are of that memory, either way."""
+    """Whether memory of `allocate_host`, used for all but the last two figures, is page-locked."""
     fetch: float
     grad: float
     duplex_fetch: float
@@ -80,7 +80,7 @@ class CopyRates:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Jobs by key, from quick to slow, and what follows from the seconds of those that were quick enough."""
+    """Jobs by key, from fast to slow, and a function from the seconds of those that ran to the result."""
 
     jobs: Mapping[Any, Job]
     found: Callable[[Mapping[Any, float]], Any]
@@ -90,10 +90,10 @@ class Measurement:
 def measure_in_turn(
     device: Device, measurements: Mapping[str, Measurement], seconds: Mapping[str, float]
 ) -> dict[str, Any]:
-    """What each measurement finds, in about the sum of `seconds` (by name): in rounds that go through all their jobs.
+    """Run all measurements in rounds, for about the sum of `seconds` (by name); returns their results by name.
 
-    Of a measurement's jobs the first that takes more than its share of the time or of the memory, and all behind it,
-    are left out; but never the very first.
+    In each measurement, the first job that takes more than its share of time or memory is skipped, with all after it,
+    but never its very first job.
     """
     began = time.perf_counter()
     samples: dict[str, dict[Any, list[float]]] = {}
@@ -114,7 +114,7 @@ def measure_in_turn(
 
 
 def _chosen(device: Device, measurement: Measurement, seconds: float) -> dict[Any, tuple[int, float]]:
-    """The jobs that are quick enough: how often each runs in a round, and the seconds of one run."""
+    """Key -> (runs per round, seconds of one run) of the jobs that are fast enough."""
     began = time.perf_counter()
     share = seconds / len(measurement.jobs)
     turn = min(share / ROUNDS, RUN_SECONDS[device.torch_device.type])
@@ -138,7 +138,7 @@ def _chosen(device: Device, measurement: Measurement, seconds: float) -> dict[An
 
 
 def product_rates(device: Device, precision: Precision) -> Measurement:
-    """`ProductRate`s as a linear layer runs them, at those of `PRODUCTS` that are quick and small enough."""
+    """`ProductRate`s of linear layers, for the shapes in `PRODUCTS` that are fast and small enough."""
     shapes = [shape for shape in PRODUCTS[device.torch_device.type] if _has_room(device, precision, shape)]
     left = _normal(device, precision, max(m * k for m, k, _ in shapes))
     right = _normal(device, precision, max(k * n for _, k, n in shapes))
@@ -154,7 +154,7 @@ def product_rates(device: Device, precision: Precision) -> Measurement:
 
 
 def attention_rates(device: Device, precision: Precision) -> Measurement:
-    """`AttentionRate`s of PyTorch's own causal attention, at those of `LENGTHS` that are quick enough."""
+    """`AttentionRate`s of PyTorch's own causal attention, for the `LENGTHS` that are fast enough."""
     kind = device.torch_device.type
     counts = {length: max(1, ATTENTION_TOKENS[kind] // length) for length in LENGTHS[kind]}
     numel = max(count * length for length, count in counts.items()) * HEADS[kind] * HEAD_SIZE
@@ -197,10 +197,10 @@ def copy_bandwidth(device: Device) -> Measurement:
 
 
 def elementwise_rates(device: Device, precision: Precision) -> Measurement:
-    """`ElementwiseRate` of what a layer like Llama's does besides products and attention.
+    """`ElementwiseRate` of what a Llama-like layer does besides products and attention.
 
-    That is two norms computed in float32, rotary positions, a gated activation three times as wide, two residuals. What
-    products and attention would keep (their inputs and outputs) counts among the bytes kept.
+    That is two norms computed in float32, rotary positions, a gated activation of triple width, and two residuals.
+    What products and attention would keep (their inputs and outputs) counts as kept bytes.
     """
     tokens, width = LAYER[device.torch_device.type]
     hidden, up = (_normal(device, precision, tokens * n).view(tokens, n) for n in (width, 3 * width))
@@ -243,7 +243,7 @@ def elementwise_rates(device: Device, precision: Precision) -> Measurement:
 
 
 def _rest(both: float, forward: float) -> float:
-    """Seconds of the backward of two measurements' difference: not below the forward's."""
+    """Seconds of the backward as a difference of two measurements, at least those of the forward."""
     return max(both - forward, forward)
 
 
@@ -253,7 +253,7 @@ def _kept_nbytes(layer: Callable[[], list[Tensor]]) -> int:
     alive: list[Tensor] = []
 
     def save(tensor: Tensor) -> Tensor:
-        alive.append(tensor)  # so that no address is used twice
+        alive.append(tensor)  # so that no address is reused
         sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
@@ -264,7 +264,7 @@ def _kept_nbytes(layer: Callable[[], list[Tensor]]) -> int:
 
 
 def launch_seconds(device: Device) -> Measurement:
-    """Seconds that the smallest op takes when many follow each other."""
+    """Seconds of the smallest op in a long sequence."""
     one = _on_compute(device, lambda: torch.zeros(1, device=device.torch_device))
     return Measurement({0: lambda: one.add_(1.0)}, lambda spent: spent[0])
 
@@ -272,7 +272,7 @@ def launch_seconds(device: Device) -> Measurement:
 def copy_rates(device: Device, seconds: float, piece: int = PIECE) -> CopyRates:
     """Rates of copies of `piece` bytes between host and device, on the streams that the engine uses for them.
 
-    Raises `OutOfDeviceMemory` where two pieces do not fit on the device.
+    Raises `OutOfDeviceMemory` if two pieces do not fit on the device.
     """
     with ExitStack() as held, timed(device):
 
@@ -299,7 +299,7 @@ def copy_rates(device: Device, seconds: float, piece: int = PIECE) -> CopyRates:
 
 
 Lane = tuple[str, Tensor, Tensor]
-"""A stream's name, and where its copies go and come from."""
+"""(name of the stream, target and source of its copies)."""
 
 
 def _lane_rates(device: Device, lanes: Sequence[Lane], seconds: float) -> list[float]:
@@ -322,11 +322,11 @@ def _lane_rates(device: Device, lanes: Sequence[Lane], seconds: float) -> list[f
         device.synchronize()
         intervals = [[row[lane].interval() for row in events] for lane in range(len(lanes))]
         rounds.append(_shared_rates(intervals, sizes))
-    return [median(rates) for rates in zip(*rounds[1:], strict=True)]  # the first touches memory for the first time
+    return [median(rates) for rates in zip(*rounds[1:], strict=True)]  # the first round touches fresh memory
 
 
 def _shared_rates(intervals: Sequence[Sequence[Interval]], nbytes: Sequence[int]) -> list[float]:
-    """Bytes per second of each lane in the window in which all are busy; over the whole time if there is none."""
+    """Bytes per second of each lane while all are busy; over the whole time if they never are."""
     opens = max(lane[0][0] for lane in intervals)
     closes = min(lane[-1][1] for lane in intervals)
     if closes <= opens:
@@ -344,7 +344,7 @@ def _shared_rates(intervals: Sequence[Sequence[Interval]], nbytes: Sequence[int]
 
 
 def _run(device: Device, job: Job, runs: int, stream: str) -> float:
-    """Seconds of one of `runs` runs in a row."""
+    """Seconds per run, of `runs` consecutive runs."""
 
     def repeat() -> None:
         for _ in range(runs):
@@ -357,7 +357,7 @@ def _run(device: Device, job: Job, runs: int, stream: str) -> float:
 
 
 def _on_compute(device: Device, make: Callable[[], Made]) -> Made:
-    """What `make` makes on the compute stream, whose memory it then is."""
+    """Call `make` on the compute stream, so that its result's memory belongs to that stream."""
     made: list[Made] = []
     device.stream("compute").submit(Errand("probe: operands"), lambda: made.append(make()))
     device.synchronize()
@@ -365,7 +365,7 @@ def _on_compute(device: Device, make: Callable[[], Made]) -> Made:
 
 
 def _normal(device: Device, precision: Precision, numel: int) -> Tensor:
-    """Random numbers, which cost a device more power than zeros do; the user's random state is left alone."""
+    """Random numbers, which take more power than zeros; the user's random state is not changed."""
 
     def make() -> Tensor:
         generator = torch.Generator(device.torch_device).manual_seed(0)
@@ -393,15 +393,15 @@ def _middle(values: Sequence[float]) -> float:
 
 SIZES = {"cpu": 2048, "cuda": 8192}
 PRODUCT_ROUNDS, LEAST_ROUNDS, SECONDS = 20, 2, 0.5
-"""Products that are timed: fewer where a device is so slow that they would take longer than that."""
+"""Number of products to time, and the seconds after which fewer must do."""
 
 _MEASURED: WeakKeyDictionary[Device, dict[torch.dtype, float]] = WeakKeyDictionary()
 
 
 def matmul_flops(device: Device, dtype: torch.dtype) -> float:
-    """Floating-point operations per second of a square product of random matrices; the best of a few rounds.
+    """FLOPs per second of a square product of random matrices; the best of a few rounds.
 
-    Measured at the first call for a device and a dtype, and remembered for as long as the device is there.
+    Measured on the first call for a device and dtype, and cached as long as the device exists.
     """
     measured = _MEASURED.setdefault(device, {})
     if dtype not in measured:

@@ -1,10 +1,10 @@
-"""How fast the disk under a folder reads and writes, by block size and by how many are under way.
+"""Measures read and write speed of the disk under a folder, by block size and queue depth.
 
-Direct I/O on a file without a name, which is gone when it is closed, whatever happens. One blocking call per thread
-keeps as many blocks in flight as there are threads, because calls release the GIL. Where direct I/O is refused (by some
-network and memory file systems) the calls go through the page cache: writes are then timed until they are on the
-device, and reads begin after the cache was asked to forget. It leaves out what a drive sustains once its own cache is
-full, which a short burst cannot tell.
+Uses direct I/O on a nameless file, which disappears when closed, whatever happens. Each thread makes blocking
+calls, which release the GIL, so the number of threads is the queue depth. If direct I/O is refused (by some
+network and memory file systems) calls go through the page cache: writes are then timed until they are on the
+device, and the cache is dropped before reads. A short burst cannot tell what a drive sustains once its own cache
+is full.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from megatrain.spec.hardware import DiskRate
 BLOCKS = (128 << 10, 512 << 10, 2 << 20, 8 << 20)
 DEPTHS = (1, 2, 4, 8)
 LARGE_BLOCK = 2 << 20
-"""A call costs next to nothing beside so many bytes, and a region of a few still keeps several under way."""
+"""Block sizes: large enough to hide the cost of a call, small enough to split a region into several."""
 ABOUT_AS_QUICK = 1.1
 DUPLEX_SHARE = 0.15
-"""Of the time, for both directions at once."""
+"""Share of the time for both directions at once."""
 _GRID = sorted(((block, depth) for block in BLOCKS for depth in DEPTHS), key=lambda pair: -pair[0] * pair[1])
-"""The pairs from which most is in flight come first, in case that time runs out."""
+"""(block, depth) pairs, those with most bytes in flight first, in case time runs out."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskSpeed:
-    """What was measured in one folder."""
+    """Results of measuring one folder."""
 
     rates: tuple[DiskRate, ...]
     best: DiskRate
-    """The pair of block and depth with which a byte is written and read back soonest; of those about as quick, the one
-    that takes the fewest calls."""
+    """The fastest block size and depth for writing and reading back; among nearly equal ones that with the fewest
+    calls."""
     duplex_read_bandwidth: float
-    """With that pair, in both directions at once."""
+    """Rates with these in both directions at once."""
     duplex_write_bandwidth: float
     direct: bool
-    """Whether the page cache was out of the way."""
+    """Whether the page cache was bypassed."""
     file_nbytes: int
     written_nbytes: int
-    """All that was written, which counts against the endurance of the drive."""
+    """Bytes written in total, which count against the drive's endurance."""
 
 
 def refuse_unwritable(folder: Path) -> None:
@@ -60,9 +60,9 @@ def refuse_unwritable(folder: Path) -> None:
 
 
 def disk_speed(folder: Path, nbytes: int, seconds: float) -> DiskSpeed:
-    """Measure in `folder` on a file of `nbytes` at most, in about `seconds`. Leaves nothing behind.
+    """Measure in `folder`, with a file of at most `nbytes`, in about `seconds`. Leaves nothing behind.
 
-    Raises `DeviceError` where no file can be made there, or the disk is full.
+    Raises `DeviceError` if no file can be created there, or the disk is full.
     """
     with _nameless(folder) as file, ThreadPoolExecutor(2 * max(DEPTHS)) as threads:
         bench = _Bench(file, threads)
@@ -87,7 +87,7 @@ def disk_speed(folder: Path, nbytes: int, seconds: float) -> DiskSpeed:
 
 
 def _best(rates: Sequence[DiskRate]) -> DiskRate:
-    """A burst of a tenth of a second is a noisy measure, so what is about as quick as the quickest counts as such."""
+    """The fastest rate; since short bursts are noisy, nearly equal ones count as equal."""
 
     def seconds(rate: DiskRate) -> float:
         return 1 / rate.read_bandwidth + 1 / rate.write_bandwidth
@@ -102,12 +102,12 @@ def _place(rate: DiskRate) -> tuple[int, int]:
 
 
 class _Bench:
-    """A file, threads with an aligned buffer each, and the reads and writes between them."""
+    """A file, threads with an aligned buffer each, and their reads and writes."""
 
     def __init__(self, file: int, threads: ThreadPoolExecutor) -> None:
         self.direct = False
         self.nbytes = 0
-        """Of the file, as far as it has been filled."""
+        """Bytes of the file that have been filled."""
         self.written_nbytes = 0
         self._file, self._threads = file, threads
         self._noise = memoryview(_aligned(BLOCKS[-1]))
@@ -115,7 +115,7 @@ class _Bench:
         self._buffers = [memoryview(_aligned(BLOCKS[-1])) for _ in range(max(DEPTHS))]
 
     def go_direct(self) -> bool:
-        """Take the page cache out of the way, if the file system lets us."""
+        """Bypass the page cache, if the file system allows."""
         if not hasattr(os, "O_DIRECT"):
             return False
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
@@ -128,7 +128,7 @@ class _Bench:
         return True
 
     def fill(self, nbytes: int, seconds: float) -> None:
-        """Make the file as large as `nbytes`, or as gets written in `seconds`: at least one block."""
+        """Fill the file up to `nbytes`, or as far as `seconds` allow, but at least one block."""
         began = time.perf_counter()
         while self.nbytes < nbytes and (self.nbytes == 0 or time.perf_counter() - began < seconds):
             self.write(0, self.nbytes, BLOCKS[-1])
@@ -138,14 +138,14 @@ class _Bench:
 
     def write(self, thread: int, start: int, nbytes: int) -> None:
         if os.pwrite(self._file, self._noise[:nbytes], start) != nbytes:
-            raise OSError("the disk took less than it was given")
+            raise OSError("the disk wrote less than requested")
 
     def read(self, thread: int, start: int, nbytes: int) -> None:
         if os.preadv(self._file, [self._buffers[thread][:nbytes]], start) != nbytes:
-            raise OSError("the disk gave less than it was asked for")
+            raise OSError("the disk read less than requested")
 
     def bandwidth(self, call: Callable[[int, int, int], None], block: int, depth: int, seconds: float) -> float:
-        """Bytes per second of `call` over at most the whole file once, by `depth` threads at a time."""
+        """Bytes per second of `call` with `depth` threads, going over the file at most once."""
         if not self.direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
         began = time.perf_counter()
@@ -166,7 +166,7 @@ class _Bench:
         return done / (time.perf_counter() - began)
 
     def duplex(self, block: int, depth: int, seconds: float) -> tuple[float, float]:
-        """Bytes per second read and written while both are under way, by `depth` threads each."""
+        """Bytes per second read and written while both run, with `depth` threads each."""
         began = time.perf_counter()
 
         def work(job: tuple[Callable[[int, int, int], None], int]) -> int:
@@ -187,13 +187,13 @@ class _Bench:
 
 
 def _aligned(nbytes: int) -> mmap.mmap:
-    """A buffer at the beginning of a page, as direct I/O wants it."""
+    """A page-aligned buffer, for direct I/O."""
     return mmap.mmap(-1, nbytes)
 
 
 @contextmanager
 def _nameless(folder: Path) -> Iterator[int]:
-    """A new file in `folder` without a name: it vanishes with the process at the latest."""
+    """A new nameless file in `folder`, which disappears with the process at the latest."""
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             yield file.fileno()

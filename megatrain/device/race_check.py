@@ -1,10 +1,10 @@
-"""Race detection by happens-before, over byte ranges.
+"""Detects data races by happens-before over byte ranges.
 
-Every piece of work carries a vector clock: for each stream, how much of it is known to have finished before the work
-began (Lamport 1978; Mattern 1989; per access as in FastTrack, Flanagan and Freund 2009). Order comes from a stream's
-own queue, from the events that work waits for, and from what the foreground had waited for when it submitted. Two
-accesses of the same bytes, one of them a write, that no clock orders are a race, whichever ran first and whatever
-values came out. So one run finds every missing wait between the ops that it ran.
+Every piece of work has a vector clock: for each stream, how much of it is known to have finished before the work
+began (Lamport 1978; Mattern 1989; per access as in FastTrack, Flanagan and Freund 2009). Order comes from a
+stream's queue, from the events that work waits for, and from what the main thread had waited for at submission.
+Two accesses of the same bytes, one of them a write, that no clock orders are a race, whichever ran first and
+whatever the result. So one run finds every missing wait between the ops that it ran.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megatrain.device.base import Span, Task
 from megatrain.errors import RaceDetected
 
 Clock = dict[str, int]
-"""Stream -> number of its pieces of work that are known to have finished."""
+"""Stream -> number of its pieces of work known to have finished."""
 
 
 def joined(clocks: Iterable[Clock]) -> Clock:
-    """The least clock that covers all of `clocks`."""
+    """The smallest clock that covers all of `clocks`."""
     result: Clock = {}
     for clock in clocks:
         for stream, count in clock.items():
@@ -32,7 +32,7 @@ def joined(clocks: Iterable[Clock]) -> Clock:
 
 @dataclass(frozen=True, slots=True)
 class _Access:
-    """One access that has happened, by the `count`-th work of a stream."""
+    """A past access, by work number `count` of a stream."""
 
     span: Span
     writes: bool
@@ -42,13 +42,13 @@ class _Access:
 
 
 class RaceDetector:
-    """Watches accesses go by."""
+    """Records accesses and reports the first race."""
 
     def __init__(self) -> None:
         self._seen: dict[str, list[_Access]] = defaultdict(list)
 
     def watch(self, task: Task, stream: str, count: int, before: Clock) -> None:
-        """`task` runs as the `count`-th work of `stream`, after everything that `before` covers.
+        """`task` runs as work number `count` of `stream`, after everything that `before` covers.
 
         Raises `RaceDetected` for the first conflict with an access that is not covered.
         """
@@ -65,7 +65,7 @@ class RaceDetector:
             self._seen[span.buffer].append(_Access(span, False, stream, count, task))
 
     def forget(self) -> None:
-        """Everything so far happened before everything to come (the device has come to rest)."""
+        """Everything so far happened before everything to come, since the device is idle."""
         self._seen.clear()
 
 

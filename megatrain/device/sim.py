@@ -1,20 +1,17 @@
-"""A simulated accelerator that is worse than any real one: what survives it is right by construction.
+"""A simulated accelerator that is more hostile than any real one, to find synchronization bugs in tests.
 
-Arithmetic is the cpu's; everything around it is hostile.
+Arithmetic is the CPU's; everything around it is hostile.
 
-* *Order.* Nothing runs when it is submitted. When the foreground waits, a seeded adversary picks, again and again, one
-  stream among those whose next work has all its events. It has temperaments: `uniform`; `starve` (one stream runs
-  only when nothing else can); `late` (copies run only when nothing else can); `eager` (whatever was submitted last
-  goes first, so overwrites come as early as the events allow). The same seed gives the same run.
-* *Races* are found by happens-before (`race_check`), even when the values came out right.
-* *Memory* is separate and has a capacity. All of it reads as NaN, except the bytes that a running op declares to
-read, for
-  as long as it runs; what it declares to write is kept. An op that touches anything else is caught.
-* *Failures* strike where they are told to (`faults`). A hang becomes a report of who waits for whom.
-* *Time* is virtual. With a `cost` for each task, events tell when their work would have run, slowed down by what else
-  uses host memory, the bus or the drive at that time (`contention`).
-
-One thing runs at a time, so a seed fixes the run.
+* *Order.* Nothing runs when it is submitted. When the main thread waits, a seeded adversary repeatedly picks one stream
+  among those whose next work has all its events. It has temperaments: `uniform`; `starve` (one stream runs only when
+  nothing else can); `late` (copies run only when nothing else can); `eager` (the last submitted goes first, so
+  overwrites come as early as the events allow). The same seed gives the same run.
+* *Races* are found by happens-before (`race_check`), even if the values are right.
+* *Memory* is separate and has a capacity. It all reads as NaN, except the bytes that an op declares to read, while it
+  runs; what it declares to write is kept. An op that touches anything else is caught.
+* *Failures* are injected as told (`faults`). A hang becomes a report of which work waits for what.
+* *Time* is virtual. With a `cost` for each task, events tell when their work would have run, slowed down by concurrent
+  use of host memory, the bus or the drive (`contention`).
 """
 
 from __future__ import annotations
@@ -38,13 +35,13 @@ from megatrain.errors import BrokenPromise, Deadlock, DeviceError, MegaTrainErro
 from megatrain.spec.contention import NO_CONTENTION, Contention, StreamClock, TimedTask
 
 POISON = 0xFF
-"""Every byte of device memory that nobody holds: NaN in bfloat16 and in float32."""
+"""Value of every byte of device memory that no op holds: NaN in bfloat16 and float32."""
 
 Temperament = Literal["uniform", "starve", "late", "eager"]
 TEMPERAMENTS: tuple[Temperament, ...] = ("uniform", "starve", "late", "eager")
 COPIES = ("fetch", "grad", "pack", "unpack")
 EAGERNESS = 0.9
-"""How often the eager adversary takes what was submitted last; always would make all seeds alike."""
+"""How often the eager adversary takes the last submitted work; always would make all seeds equal."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +54,7 @@ class SimEvent:
     failure: MegaTrainError | None = None
     clock: Clock = field(default_factory=dict)
     piece: TimedTask = field(default_factory=lambda: TimedTask("", 0.0, began=0.0, ended=0.0))
-    """Of work on the virtual clock."""
+    """Interval on the virtual clock."""
 
     def wait(self) -> None:
         self.device.run_until(self)
@@ -81,7 +78,7 @@ class _Item:
 
 @dataclass(slots=True, eq=False)
 class SimStream:
-    """A queue that the adversary empties."""
+    """A queue from which the adversary takes work."""
 
     name: str
     device: SimDevice
@@ -102,7 +99,7 @@ class SimStream:
 
 
 def _undeclared_host_write(task: Task, held: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> str:
-    """Says which host buffer changed outside what the task declares to write, if one did."""
+    """Names a host buffer that changed outside what the task declares to write, if there is one."""
     for name, old in before.items():
         for span in task.writes:
             if span.buffer == name:
@@ -113,16 +110,16 @@ def _undeclared_host_write(task: Task, held: Mapping[str, Tensor], before: Mappi
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
-    """Of bytes; numpy compares many at a time, where torch takes ten times as long."""
+    """Bytewise equality; numpy is ten times as fast as torch here."""
     return np.array_equal(left.numpy(), right.numpy())
 
 
 class SimDevice(OnTheHost):
     """See `base.Device`.
 
-    seed: decides the adversary's temperament and every choice. capacity: bytes of device memory, `None` for no limit.
-    lockable: bytes of host memory that may be page-locked, `None` for no limit. faults: what fails where. cost: seconds
-    of a task on the virtual clock, alone; contention: what its streams share.
+    seed: determines the adversary's temperament and choices. capacity: bytes of device memory, `None` for no limit.
+    lockable: bytes of host memory that may be page-locked, `None` for no limit. faults: failures to inject. cost: task
+    -> seconds alone on the virtual clock; contention: resources that its streams share.
     """
 
     shares_memory = False
@@ -143,18 +140,18 @@ class SimDevice(OnTheHost):
         self.capacity, self.faults, self.cost = capacity, list(faults), cost
         self.lockable_nbytes = lockable
         self.locked: dict[int, int] = {}
-        """Address -> bytes of host memory that is page-locked."""
+        """Address -> bytes of page-locked host memory."""
         self.temperament = temperament or TEMPERAMENTS[seed % len(TEMPERAMENTS)]
         self.order: list[str] = []
-        """Names of the work run so far, in the order that the adversary chose."""
+        """Names of the work run so far, in the adversary's order."""
         self.foreground: Clock = {}
-        """What the foreground has waited for so far."""
+        """What the main thread has waited for so far."""
         self.now = 0.0
-        """The foreground's time on the virtual clock, in seconds."""
+        """The main thread's virtual time in seconds."""
         self.virtual = StreamClock(contention)
         self._contention = contention
         self._timed: list[TimedTask] = []
-        """Pieces of work on the compute stream since they were last asked for."""
+        """Work on the compute stream since the last call of `stalled_seconds`."""
         self._random = random.Random(seed)
         self._starved = self._random.choice(("compute", "host", *COPIES))
         self._streams: dict[str, SimStream] = {}
@@ -164,9 +161,9 @@ class SimDevice(OnTheHost):
         self._submitted = 0
         self._damage_from: float | None = None
         self._failures: list[MegaTrainError] = []
-        """In the order in which they happened, each once."""
+        """Failures in order, without duplicates."""
         self._met: Counter[Fault] = Counter()
-        """How often the op of a fault has come up since the fault was set."""
+        """How often a fault's op has occurred since the fault was set."""
         self._closed = False
 
     def stream(self, name: str) -> Stream:
@@ -191,7 +188,7 @@ class SimDevice(OnTheHost):
         return visible
 
     def free(self, memory: Tensor, owner: str) -> None:
-        """Take device memory back; whoever still looks at it sees NaN."""
+        """Free device memory; whoever still reads it sees NaN."""
         visible, _ = self._kept.pop(memory.data_ptr())
         visible.fill_(POISON)
         self._owners[owner] -= visible.numel()
@@ -205,7 +202,7 @@ class SimDevice(OnTheHost):
         nbytes = memory.numel()
         after = sum(self.locked.values()) + nbytes
         if self.lockable_nbytes is not None and after > self.lockable_nbytes:
-            what = f"{nbytes:,} bytes for {owner} would make {after:,} page-locked, of {self.lockable_nbytes:,} allowed"
+            what = f"{nbytes:,} bytes for {owner} make {after:,} page-locked, but {self.lockable_nbytes:,} are allowed"
             raise DeviceError(what, where=self.name, fix="use a policy with transfer='staged' or 'pageable'")
         self.locked[memory.data_ptr()] = nbytes
 
@@ -228,7 +225,8 @@ class SimDevice(OnTheHost):
 
     @contextmanager
     def lend(self, task: Task, memory: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
-        """What the task declares to read appears, what it declares to write is kept, and all is NaN again."""
+        """What the task declares to read becomes visible, what it declares to write is kept, then all is NaN
+        again."""
         held = declared(task, memory)
         ours = {name: self._kept[tensor.data_ptr()] for name, tensor in held.items() if tensor.data_ptr() in self._kept}
         host_before = {name: tensor.clone() for name, tensor in held.items() if name not in ours}
@@ -248,7 +246,7 @@ class SimDevice(OnTheHost):
             raise BrokenPromise(broken, where=task.name)
 
     def _damage(self, task: Task, held: Mapping[str, Tensor]) -> None:
-        """Spoil what a struck copy has written, from a fraction of it on."""
+        """Corrupt what a failing copy has written, from some point on."""
         assert self._damage_from is not None
         for span in task.writes:
             if span.buffer in held:
@@ -256,7 +254,7 @@ class SimDevice(OnTheHost):
                 held[span.buffer][start : span.stop] = POISON
 
     def _take_back(self, task: Task, ours: Mapping[str, tuple[Tensor, Tensor]]) -> str:
-        """Keep what the task declares to write, and make all device memory NaN again. Says what else had changed."""
+        """Keep what the task declares to write, and reset all device memory to NaN. Returns what else has changed."""
         broken = ""
         for span in task.writes:
             if span.buffer in ours:
@@ -271,7 +269,7 @@ class SimDevice(OnTheHost):
             if span.buffer in ours:
                 ours[span.buffer][0][span.start : span.stop] = POISON
         for visible, _ in self._kept.values():
-            if visible.numel() and visible.numpy().min() != POISON:  # the largest there is, so that all are
+            if visible.numel() and visible.numpy().min() != POISON:  # the largest byte, so all are
                 visible.fill_(POISON)
                 broken = broken or "writes device memory that it does not declare"
         return broken
@@ -288,7 +286,7 @@ class SimDevice(OnTheHost):
         return sum(piece.stalled for piece in done)
 
     def timed_piece(self, stream: str, task: Task, waits: Sequence[SimEvent]) -> TimedTask:
-        """A task on the virtual clock, from now on."""
+        """A task on the virtual clock, submitted now."""
         seconds = self.cost(task) if self.cost else 0.0
         before = [event.piece for event in waits]
         piece = TimedTask(stream, seconds, self._contention.dram_nbytes(task), before, self.now)
@@ -298,14 +296,14 @@ class SimDevice(OnTheHost):
         return piece
 
     def next_number(self) -> int:
-        """Pieces of work are numbered as they are submitted."""
+        """The number of a newly submitted piece of work."""
         self._submitted += 1
         return self._submitted - 1
 
     # Running --------------------------------------------------------------------------------------------------------
 
     def run_until(self, event: SimEvent) -> None:
-        """Let the adversary run work until `event` is done. Raises `Deadlock` when it never can be."""
+        """Let the adversary run work until `event` is done. Raises `Deadlock` if it never can be."""
         while not event.done:
             self._run_one()
         self.foreground = joined((self.foreground, event.clock))
@@ -345,7 +343,7 @@ class SimDevice(OnTheHost):
         self._run(stream, item, fault, doomed)
 
     def _fault_for(self, name: str) -> Fault | None:
-        """The fault that strikes now, taken off the list."""
+        """The fault that strikes now, removed from the list."""
         for fault in self.faults:
             if fault.at == name:
                 self._met[fault] += 1
@@ -371,7 +369,7 @@ class SimDevice(OnTheHost):
                 if isinstance(error, Exception):
                     self._failures.append(failed)
                 else:
-                    impatient = error  # Ctrl-C, which is the foreground's own
+                    impatient = error  # Ctrl-C, which belongs to the main thread
         stream.ran += 1
         stream.failure = event.failure = failed
         stream.clock = event.clock = {**before, stream.name: stream.ran}
@@ -380,7 +378,7 @@ class SimDevice(OnTheHost):
             raise impatient
 
     def _strike(self, fault: Fault, item: _Item) -> None:
-        """Let a fault happen. What changes bytes in place, as updates do, fails before it begins, and damages none."""
+        """Apply a fault. Work that changes bytes in place (updates) fails before it begins, and damages nothing."""
         read = {span.buffer for span in item.task.reads}
         in_place = any(span.buffer in read for span in item.task.writes)
         self._damage_from = {"copy": 0.0, "short": 0.5}.get(fault.kind)
@@ -402,7 +400,7 @@ class SimDevice(OnTheHost):
                 return latest if self._random.random() < EAGERNESS else self._random.choice(ready)
 
     def _deadlock(self) -> Deadlock:
-        """Describe who waits for whom, give up everything that is queued, and be ready for new work."""
+        """Describe which work waits for what, drop everything queued, and be ready for new work."""
         lines = []
         for stream in self._streams.values():
             if not stream.queue:
@@ -424,7 +422,7 @@ class SimDevice(OnTheHost):
 
 # Failures on demand ---------------------------------------------------------------------------------------------------
 #
-# Failures on demand, for the simulated device: what goes wrong, and at which op.
+# Faults to inject into the simulated device: the kind of failure, and the op.
 
 
 FaultKind = Literal["raise", "copy", "memory", "read", "short", "hang"]
@@ -435,11 +433,11 @@ KINDS: tuple[FaultKind, ...] = ("raise", "copy", "memory", "read", "short", "han
 class Fault:
     """One failure.
 
-    kind: `raise` (the worker raises before it does anything), `memory` (the device is out of memory), `read` (an
-    input/output error before anything arrived), `copy` (everything arrived but was damaged on the way, and that is
-    noticed), `short` (only a part arrived), `hang` (the work never ends).
-    at: the name of an op (`FETCH u3 s0`), or a number in the order of execution, counted from 0.
-    after: of an op that comes up several times (a fetch in forward and backward), how often it is let pass.
+    kind: `raise` (the worker raises before doing anything), `memory` (out of device memory), `read` (an I/O error
+    before anything arrives), `copy` (everything arrives, but damaged, which is detected), `short` (only a part
+    arrives), `hang` (the work never ends).
+    at: the name of an op (`FETCH u3 s0`), or its number in order of execution, counted from 0.
+    after: for an op that occurs several times (a fetch in forward and backward), how often to let it pass first.
     """
 
     kind: FaultKind
@@ -448,7 +446,7 @@ class Fault:
 
 
 def fail(kind: FaultKind, name: str, work: Callable[[], None]) -> None:
-    """Run `work` as far as the fault lets it, and raise what it would raise. The device damages what was written."""
+    """Run `work` as far as the fault allows, and raise what it would raise. The device damages what was written."""
     match kind:
         case "raise":
             raise RuntimeError(f"injected: {name} raises")

@@ -1,11 +1,10 @@
-"""A stream that runs its work on a thread of its own: host work on every device, and copies where they need one.
+"""A stream that runs its work on a thread: host work on every device, and copies if they need one.
 
-The thread never dies of a failure. It marks the event as failed and skips everything behind it in the queue, since
-later work of the stream may rely on the failed one by order alone, until the foreground collects the failure with
-`drain`.
+The thread survives failures. It marks the event as failed and skips all later work in the queue, which may rely on
+the failed work by order alone, until the main thread collects the failure with `drain`.
 
-A fork copies no thread: in a forked child nothing would ever take from the queue. So a stream knows its process
-(`OwningProcess`), refuses work in any other, and has nothing to stop there.
+A fork does not copy threads: in a forked child nothing would take work from the queue. So a stream knows its
+process (`OwningProcess`), refuses work in any other, and has nothing to stop there.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from megatrain.errors import DeviceError, MegaTrainError, OutOfDeviceMemory, Str
 
 
 class OwningProcess:
-    """The process in which something was made that a forked child has no part in: threads, files, a device's memory."""
+    """The process that made something which its forked children cannot use: threads, files, a device's memory."""
 
     def __init__(self) -> None:
         self.number = os.getpid()
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the caller is in another process: a child that was forked later."""
+        """Whether the caller is in another process, a forked child."""
         return os.getpid() != self.number
 
     def refuse_elsewhere(self, where: str) -> None:
         """Raise `DeviceError` in a forked child."""
         if self.is_elsewhere:
-            what = f"belongs to process {self.number}, of which this one, {os.getpid()}, is a fork without its threads"
-            raise DeviceError(what, where=where, fix="make an engine in the process that is to use it")
+            what = f"belongs to process {self.number}; this process, {os.getpid()}, is a fork of it without its threads"
+            raise DeviceError(what, where=where, fix="create the engine in the process that uses it")
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +59,7 @@ class HostEvent:
         self._done.set()
 
     def settle(self) -> None:
-        """Block until the work is over, well or badly."""
+        """Block until the work is over, successful or not."""
         self._done.wait()
 
     def wait(self) -> None:
@@ -70,7 +69,7 @@ class HostEvent:
 
 
 def as_foreground_error(failure: BaseException, op: str, stream: str) -> MegaTrainError:
-    """The foreground form of a failure: our own errors as they are, any other with the op and stream that raised it."""
+    """A failure as the main thread raises it: our own errors unchanged, others with their op and stream."""
     if isinstance(failure, MegaTrainError):
         return failure
     if isinstance(failure, torch.OutOfMemoryError):
@@ -87,7 +86,7 @@ def as_foreground_error(failure: BaseException, op: str, stream: str) -> MegaTra
 
 
 def raise_first(failures: Sequence[MegaTrainError | None]) -> None:
-    """Raise the first failure of several streams; what else failed is noted on it."""
+    """Raise the first failure of several streams, with the others as notes."""
     found = [failure for failure in failures if failure is not None]
     for other in found[1:]:
         if other is not found[0]:
@@ -97,7 +96,7 @@ def raise_first(failures: Sequence[MegaTrainError | None]) -> None:
 
 
 def worker_of(workers: dict[str, WorkerStream], name: str) -> WorkerStream:
-    """The worker of that name, started at the first call; its times count from where those of `host` do."""
+    """The worker with that name, started on the first call; its times count from the same origin as `host`'s."""
     if name not in workers:
         workers[name] = WorkerStream(name, workers["host"].processors)
         workers[name].origin = workers["host"].origin
@@ -105,7 +104,7 @@ def worker_of(workers: dict[str, WorkerStream], name: str) -> WorkerStream:
 
 
 def close_workers(workers: dict[str, WorkerStream]) -> None:
-    """Stop the threads, each when it has done what is queued."""
+    """Stop the threads once each has finished its queue."""
     for worker in workers.values():
         worker.close()
 
@@ -115,12 +114,12 @@ def _nothing() -> None:
 
 
 class WorkerStream:
-    """A queue and a daemon thread, on these processors if any are given, as are the threads that its work starts."""
+    """A queue and a daemon thread; the thread, and those that it starts, are restricted to `processors`, if given."""
 
     def __init__(self, name: str, processors: Iterable[int] = ()) -> None:
         self.name, self.processors = name, frozenset(processors)
         self.origin = 0.0
-        """What the times of events count from, on the host's clock."""
+        """Origin of event times, on the host's clock."""
         self._queue: queue.SimpleQueue[tuple[HostEvent, Work, Sequence[Event]] | None] = queue.SimpleQueue()
         self._failure: MegaTrainError | None = None
         self._closed = False
@@ -137,7 +136,7 @@ class WorkerStream:
         return event
 
     def drain(self) -> MegaTrainError | None:
-        """Wait for everything submitted so far. Returns the first failure since the last call, and forgets it."""
+        """Wait for everything submitted so far. Returns the first failure since the last call, and clears it."""
         if not self._closed:
             self._process.refuse_elsewhere("the device")
             marker = HostEvent("drain")
@@ -166,4 +165,4 @@ class WorkerStream:
                 except BaseException as failure:  # a worker must outlive any failure, KeyboardInterrupt included
                     self._failure = as_foreground_error(failure, event.name, self.name)
             event.finish(self._failure)
-            del item, event, work, waits  # a finished closure must not keep its tensors alive until the next one
+            del item, event, work, waits  # a finished closure must not keep tensors alive until the next

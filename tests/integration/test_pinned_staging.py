@@ -54,7 +54,7 @@ def test_beyond_the_limit_a_run_goes_by_slabs_and_below_them_unlocked() -> None:
             assert equal(results(made), expected)
             assert sum(device.locked.values()) <= limit
     with pytest.raises(
-        DeviceError, match=r"would make [\d,]+ page-locked, of 1,000 allowed; use a policy with transfer"
+        DeviceError, match=r"make [\d,]+ page-locked, but 1,000 are allowed; use a policy with transfer"
     ):
         small(SimDevice(1, lockable=1000), Policy())
 

@@ -174,7 +174,7 @@ def in_a_child(*works: Callable[[], object]) -> str:
 
 fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
 
-REFUSED = r"DeviceError: engine: belongs to process {}, of which this one, \d+, is a fork .*; make an engine in the"
+REFUSED = r"DeviceError: engine: belongs to process {}; this process, \d+, is a fork .*; create the engine in the"
 
 
 @pytest.fixture(scope="module", params=["cpu", "cpu with a disk", "sim:1"])

@@ -84,7 +84,7 @@ def test_a_rank_of_another_container_that_has_the_number_of_ones_own_process_is_
     """Its memory would be one's own, and each rank train on its part for that of all."""
     own, other = anonymous_file(10), anonymous_file(10)
     try:
-        with pytest.raises(DeviceError, match="it is another process here"):
+        with pytest.raises(DeviceError, match="the number belongs to another process here"):
             mapped_file(os.getpid(), own, identity_of(other), 10)
     finally:
         os.close(own)
