@@ -1,7 +1,7 @@
-"""Several ranks that train one model: what they tell each other, and what they compute together.
+"""Several ranks that train one model: the messages and collectives between them.
 
-`world` is what the rest of MegaTrain knows of it; `processes` carries it with torch.distributed, whose only home this
-room is. It knows nothing of models and steps.
+`world` is the interface for the rest of MegaTrain; `processes` implements it with torch.distributed, which only
+this room imports. Knows nothing of models and steps.
 """
 
 from megatrain.dist.world import ALONE, Collectives, World

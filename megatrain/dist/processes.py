@@ -1,10 +1,11 @@
-"""Ranks that are processes: torch.distributed carries bytes between them, gloo on the host, NCCL between CUDA devices.
+"""Ranks as processes: torch.distributed transfers bytes between them, with gloo on the host and NCCL between CUDA
+devices.
 
-There is a process group for each purpose, so that what one thread has under way mixes with nothing of another's. All
-that is used of the library are an all-gather and an all-to-all of equal parts, of bytes: every backend has these, for
-any dtype, and they add nothing up. torch.distributed is loaded here, when a world of several is joined.
+There is a process group for each purpose, so that concurrent threads do not mix their messages. Only an all-gather
+and an all-to-all of equal parts, of bytes, are used: every backend has these for any dtype, and they add nothing up.
+torch.distributed is imported when a world of several ranks is joined.
 
-Left out: who starts the processes (a launcher), and what tells each its rank (`config.environment`).
+A launcher starts the processes and tells each its rank (`config.environment`).
 """
 
 from __future__ import annotations
@@ -28,21 +29,22 @@ from megatrain.dist.world import World
 from megatrain.errors import RankError, first_line
 
 SECONDS = 600.0
-"""After which a rank gives up on the others, where nothing else is asked for."""
+"""Default seconds after which a rank gives up on the others."""
 ALONE_TIMES = 12
-"""So many times as long it waits on the host, where rank 0 may check a large checkpoint for all."""
+"""Factor on these for the host, where rank 0 may check a large checkpoint for all."""
 LATER_SECONDS = 30.0
-"""By which process groups give up later than a watch does, which knows who is missing."""
+"""Extra seconds for process groups, so that the watch, which knows who is missing, gives up first."""
 PAUSE_SECONDS = 0.01
 """Between looks for ranks that have not come."""
 CARRIERS = ("host", "device", "beside")
 
 
 class ProcessCollectives:
-    """See `Collectives`: over a process group of torch.distributed."""
+    """`Collectives` over a process group of torch.distributed."""
 
     def __init__(self, group: Any, where: str, name: str = "", queues: bool = False) -> None:
-        """name: which of a rank's; queues: calls return before their collective is done, by the device's stream."""
+        """name: identifies the carrier to the watch. queues: calls return before their collective is done, in
+        stream order."""
         import torch.distributed as dist
 
         self._group, self._where, self._dist, self._name, self._queues = group, where, dist, name, queues
@@ -65,14 +67,14 @@ class ProcessCollectives:
         try:
             carrier(target, source, group=self._group)
         except RuntimeError as error:
-            what = f"another rank is gone, or stands still ({first_line(error)})"
+            what = f"another rank has ended or hangs ({first_line(error)})"
             failure = RankError(what, where=self._where)
             raise (self.watch.explained(failure) if self.watch is not None else failure) from error
         if self.watch is not None:
             self.watch.leaves(self._name, self._end_on(target.device) if self._queues else None)
 
     def _end_on(self, device: torch.device) -> Callable[[], bool]:
-        """Tells whether the device has done all that its current stream has been given."""
+        """A function that tells whether the device has finished everything in its current stream so far."""
         event = torch.Event(device)
         event.record()
         return event.query
@@ -80,12 +82,12 @@ class ProcessCollectives:
 
 @cache
 def join(rank: int, size: int, device: str, address: str = "", seconds: float | None = None) -> World:
-    """Become one rank of `size`, until the process ends: beside process groups that there are, or where MASTER_ADDR and
-    MASTER_PORT of the environment say.
+    """Join as rank `rank` of `size`, until the process ends, using an existing process group if there is one, else
+    MASTER_ADDR and MASTER_PORT of the environment.
 
-    device: the type of those that collectives of schedules are between. address: of the machine of rank 0, for ranks
-    that watch each other. seconds: how long a rank waits for the others, `SECONDS` if not given. Raises `RankError`
-    where they do not come.
+    device: type of the devices between which schedules have collectives. address: of rank 0's machine, for ranks that
+    watch each other. seconds: how long to wait for other ranks, by default `SECONDS`. Raises `RankError` if they do not
+    connect.
     """
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
@@ -104,7 +106,7 @@ def join(rank: int, size: int, device: str, address: str = "", seconds: float | 
         later = {name: timedelta(seconds=limit + LATER_SECONDS) for name, limit in limits.items()}
         groups = {name: dist.new_group(backend=backend, timeout=later[name]) for name, backend in backends.items()}
     except RuntimeError as error:
-        what = f"the others have not come ({first_line(error)})"
+        what = f"the other ranks have not connected ({first_line(error)})"
         raise RankError(what, where=where, fix="start all of them, with one MASTER_ADDR and MASTER_PORT") from error
     carriers = [ProcessCollectives(group, where, name, backends[name] == "nccl") for name, group in groups.items()]
     host, on_device, beside = carriers
@@ -143,7 +145,7 @@ def name_of_start(store: Any, rank: int, size: int, seconds: float) -> str:
 
 
 def _tell_of_what_nobody_catches(watch: Watch) -> None:
-    """An exception that ends a script, the other ranks hear of too."""
+    """Report an uncaught exception that ends a script to the other ranks."""
     shown = sys.excepthook
 
     def tell(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:

@@ -1,10 +1,10 @@
-"""Detect failed peers: when a rank dies, fails or stands still, all other ranks end with an error that names it.
+"""Detects failed peers: if a rank dies, fails or hangs, all other ranks end with an error that names it.
 
-Each has a connection to the first, which passes on what it hears. The system closes it when a process ends, whatever
-ends it, so nobody waits for a time to pass; and over it a rank says what it is at, and why it fails. One that has
-waited in a collective for too long asks the first, which asks all: who does not answer stands still (it was stopped, or
-its machine is gone without a word), and who answers tells how many collectives it has come to. A rank that is to end in
-the middle of something else is ended from a thread; in a script of the user's only where it waits in a collective.
+Each rank has a connection to rank 0, which forwards messages. The system closes it when a process ends, however it
+ends, so no timeout is needed; a rank also reports over it what it is doing, and why it fails. A rank that has
+waited too long in a collective asks rank 0, which asks all: a rank that does not answer hangs (it was stopped, or
+its machine is gone without notice), and the others answer how many collectives they have reached. A rank that must
+end while busy is ended from a thread; in a user's script only while it waits in a collective.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from megatrain.errors import MegaTrainError, RankError, first_line, typed_line
 T = TypeVar("T")
 
 SECONDS = 60.0
-"""For all to connect, once they are there."""
+"""Seconds for all ranks to connect, once started."""
 GRACE_SECONDS = 2.0
-"""In which a rank that hears of another's end leaves by itself; and in which one that misses another hears of it."""
+"""Seconds for a rank to end by itself once another has ended, and to learn why a collective failed."""
 ANSWER_SECONDS = 0.4
-"""In which a rank that lives answers, whatever it is at: a thread does it."""
+"""Seconds in which a live rank answers, whatever it is doing: a thread does it."""
 PAUSE_SECONDS = 0.2
-"""Between looks at how long this rank has waited."""
+"""Seconds between checks of how long this rank has waited."""
 PROMPT = frozenset(
     {"micro-batches of a step", "a schedule", "losses", "the norm", "bytes written", "operations", "a stop"}
 )
-"""What ranks tell each other in every step. It takes as long on all: who waits for it waits as long as on a device."""
+"""Messages of every step, which take equally long on all ranks, so their timeout is that of a device."""
 KEY_NBYTES = 32
-"""Of what a rank says to be let in."""
+"""Maximum bytes of a rank's first message."""
 ENDED = 1
-"""Exit code of a rank that is ended from its thread."""
+"""Exit code of a rank that a thread ends."""
 
 
 class Met(Protocol):
-    """Ranks that can tell each other something already: a `World`."""
+    """Ranks that can already exchange messages: a `World`."""
 
     @property
     def rank(self) -> int: ...
@@ -54,9 +54,11 @@ class Met(Protocol):
 
 
 class Watch:
-    """This rank's connection to the others. address: of the machine of the first. limits: by carrier, the seconds that
-    a collective may take, on `host` where one rank works for all; the first look for who is missing comes after the
-    least of them. Raises `RankError`."""
+    """This rank's connection to the others. Raises `RankError`.
+
+    address: of rank 0's machine. limits: carrier -> seconds that a collective may take (`host`: while one rank
+    works for all); the first check for missing ranks comes after the smallest of them.
+    """
 
     def __init__(self, world: Met, address: str, limits: Mapping[str, float] | None = None) -> None:
         self._rank, self._size = world.rank, world.size
@@ -64,13 +66,13 @@ class Watch:
         self._line, self._heard, self._leaves = "", threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self.owns_process = False
-        """Whether this rank is ended wherever it is, and not in collectives alone."""
+        """Whether this rank may be ended at any point, not only in collectives."""
         self.about = ""
-        """What the ranks tell each other now, or have told last."""
+        """The subject of the current or last exchange."""
         self.ending: list[Callable[[str], object]] = []
-        """Called with the line before this rank is ended from its thread."""
+        """Called with the message before a thread ends this rank."""
         self._limits = dict(limits or {})
-        self._clock = 0.0  # seconds that this process has been awake
+        self._clock = 0.0  # seconds for which this process has run
         self._come_to: dict[str, int] = {}
         self._waits: dict[str, tuple[float, Callable[[], bool]]] = {}
         self._doing: Callable[[], Callable[[], str] | None] = lambda: None
@@ -96,7 +98,7 @@ class Watch:
             threading.Thread(target=self._look_at_waits, name="megatrain-watch", daemon=True).start()
 
     def at(self, what: str, doing: Callable[[], str] | None = None) -> None:
-        """What this rank is at from now on, in words for a line about its end. doing: a method that tells more."""
+        """Record what this rank is doing, as text for error messages. doing: a method that returns more detail."""
         if doing is not None:
             self._doing = WeakMethod(doing)
         if self._at[self._rank] != what:
@@ -104,30 +106,31 @@ class Watch:
             self._tell({"at": what})
 
     def enters(self, carrier: str) -> None:
-        """This rank comes to the next collective of a carrier. Raises `RankError` where another has ended."""
+        """This rank has reached the next collective of a carrier. Raises `RankError` if another rank has ended."""
         if self._heard.is_set():
             raise RankError(self._line)
         self._come_to[carrier] = self._come_to.get(carrier, 0) + 1
         self._waits[carrier] = self._clock, lambda: False
 
     def leaves(self, carrier: str, is_over: Callable[[], bool] | None = None) -> None:
-        """The call is back. is_over: whether the collective is done too, where a device does it."""
+        """The call has returned. is_over: whether the collective itself is done, if a device executes it."""
         if is_over is None:
             self._waits.pop(carrier, None)
         else:
             self._waits[carrier] = self._clock, is_over
 
     def explained(self, error: RankError) -> RankError:
-        """What has become of another rank, where it is heard of soon: an end is seen here before it is told."""
+        """An error that says why another rank has ended, if that arrives soon: a closed connection can precede the
+        message."""
         if self._heard.wait(GRACE_SECONDS):
             return RankError(self._line)
         if gone := sorted(self._done):
             where = f"rank {gone[0]} of {self._size}, at {self._at[gone[0]]}"
-            return RankError("has ended, and the others have not", where=where, fix="call alike on all")
+            return RankError("has ended before the others", where=where, fix="call alike on all")
         return error
 
     def failed(self, error: BaseException) -> BaseException:
-        """Tell the others why this rank ends; or, where it ends for another, what has become of that one."""
+        """Report to the others why this rank ends; if it ends because of another, return that one's error."""
         if isinstance(error, RankError) and (told := self.explained(error)) is not error:
             self._leaves.set()
             return told
@@ -137,7 +140,7 @@ class Watch:
         return error
 
     def close(self) -> None:
-        """This rank has ended well, or has said why not."""
+        """This rank has ended successfully, or has reported why not."""
         self._leaves.set()
         self._closed.set()
         self._tell({"done": True})
@@ -145,7 +148,7 @@ class Watch:
             other.close()
 
     def _accepted(self, listener: socket.socket, key: str) -> dict[int, socket.socket]:
-        """The connections of all others; who does not know the key is none of them."""
+        """The connections of all others; those without the key are rejected."""
         listener.settimeout(SECONDS)
         found: dict[int, socket.socket] = {}
         while len(found) < self._size - 1:
@@ -172,15 +175,15 @@ class Watch:
         line = json.dumps(message).encode() + b"\n"
         with self._lock:
             for other in self._others.values():
-                with suppress(OSError):  # its own thread hears of that
+                with suppress(OSError):  # its own thread notices
                     other.sendall(line)
 
     def _listen(self, rank: int, other: socket.socket) -> None:
-        """On a thread for each connection."""
-        line = "was killed, or its machine is gone"
+        """Runs on a thread per connection."""
+        line = "was killed, or its machine failed"
         with suppress(OSError), other.makefile("r") as said:
             for each in said:
-                if not each.endswith("\n"):  # it ended in the middle of a word
+                if not each.endswith("\n"):  # it ended in the middle of a message
                     break
                 message = json.loads(each)
                 if "done" in message:
@@ -212,7 +215,7 @@ class Watch:
         return f"rank {rank} of {self._size}, at {self._at[rank]}: {line}"
 
     def _end(self, line: str, grace_seconds: float = GRACE_SECONDS) -> None:
-        """Another rank has ended: tell all, let this one leave by itself, and else end it from here."""
+        """Another rank has ended: tell all, wait for this one to end by itself, then end it."""
         with self._lock:
             if self._line:
                 return
@@ -227,24 +230,26 @@ class Watch:
         os.write(2, f"error: {line}\n".encode())
         os._exit(ENDED)
 
-    # One that stands still ------------------------------------------------------------------------------------------
+    # Ranks that hang -------------------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        """Of this rank, as it tells it: the collectives that it has come to, by carrier, and what it is doing."""
+        """This rank's report: the collectives that it has reached, by carrier, and what it is doing."""
         return {"come_to": dict(self._come_to), "doing": self._op() or _innermost_call()}
 
     def _op(self) -> str:
-        """The op that is under way, in words."""
+        """Description of the running op."""
         doing = self._doing()
         return "" if doing is None else doing()
 
     def _waiting(self) -> dict[str, float]:
-        """Seconds, by carrier, in collectives that are not over."""
+        """Carrier -> seconds in a collective that is not over."""
         return {name: self._clock - since for name, (since, is_over) in list(self._waits.items()) if not is_over()}
 
     def _look_at_waits(self) -> None:
-        """On a thread: ask about the others once this rank has waited for too long. A process that was stopped, with
-        all others maybe, has not waited meanwhile."""
+        """On a thread: query the other ranks once this one has waited too long.
+
+        Time in which this process was stopped, perhaps with all others, does not count.
+        """
         last, least = time.monotonic(), min(self._limits.values())
         while not self._closed.wait(PAUSE_SECONDS):
             now = time.monotonic()
@@ -266,12 +271,14 @@ class Watch:
                 self._end(self._named(0, _stands_still(late[name], waits_at)), PAUSE_SECONDS)
 
     def _is_prompt(self, carrier: str) -> bool:
-        """Whether this rank waits for what all do alike, in steps behind the first."""
+        """Whether this rank waits for a message that all send at the same point, in steps after the first."""
         return carrier == "host" and self.about in PROMPT and self._doing() is not None
 
     def _look(self, carrier: str, number: int, seconds: float, waits_at: str, is_due: bool) -> None:
-        """On the first rank: who has not come to a collective that another has waited in for `seconds`? is_due: whether
-        that is too long for a rank that answers."""
+        """On rank 0: which rank has not reached a collective in which another has waited for `seconds`?
+
+        is_due: whether that is too long even for a rank that answers.
+        """
         with self._looks:
             self._answers = {0: self._state()}
             self._tell({"asks": True})
@@ -283,16 +290,16 @@ class Watch:
         behind = [rank for rank, found in answers.items() if found["come_to"].get(carrier, 0) < number]
         if behind and is_due:
             is_at = answers[behind[0]]["doing"]
-            line = f"is still in {is_at}, and the others have waited for {seconds:.0f} s{_where(waits_at)}"
+            line = f"is still in {is_at}; the others have waited for {seconds:.0f} s{_where(waits_at)}"
             self._end(self._named(behind[0], line), PAUSE_SECONDS)
 
 
 def _stands_still(seconds: float, waits_at: str) -> str:
-    return f"stands still and does not answer; the others have waited for {seconds:.0f} s{_where(waits_at)}"
+    return f"hangs and does not answer; the others have waited for {seconds:.0f} s{_where(waits_at)}"
 
 
 def _innermost_call() -> str:
-    """What the main thread is in, outside of any op: waiting for data, say."""
+    """The main thread's innermost call, outside of any op: waiting for data, say."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})" if frame else "nothing"
 
@@ -302,7 +309,7 @@ def _where(waits_at: str) -> str:
 
 
 def _listener() -> socket.socket:
-    """On a free port of this machine, by either version of IP."""
+    """A socket on a free port of this machine, for IPv4 and IPv6."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))

@@ -1,11 +1,10 @@
 """One rank's view of the world: its rank, the world size, messages exchanged with the others, and collectives.
 
-All ranks call the same things in the same order, on each carrier apart: `device` carries what the schedule has them do,
-`host` what they tell each other between and around steps, `beside` what a thread that saves does. What is summed is
-summed in the order of the ranks, in float32, so that it is a function of what they bring, and not of who came first or
-of a library's tree.
+All ranks must make the same calls in the same order, separately on each carrier: `device` for collectives of the
+schedule, `host` for messages between and around steps, `beside` for a thread that saves. Sums are made in rank order,
+in float32, so the result depends only on the terms, not on arrival order or a library's reduction tree.
 
-It leaves out how bytes travel (`Collectives`: between processes, or between threads in tests).
+`Collectives` transfers the bytes, between processes, or between threads in tests.
 """
 
 from __future__ import annotations
@@ -24,59 +23,62 @@ from megatrain.errors import RankError, typed_line
 T = TypeVar("T")
 
 FRAME_NBYTES = 4096
-"""Of what is told at once; what is longer goes in a second piece."""
+"""Bytes of a message sent at once; longer ones need a second transfer."""
 AT_ONCE = 1 << 18
 """Elements of a sum that are added up where nothing is received: what they pass through stays in a cache."""
 SHOWN = 120
 """Characters of a value that are shown."""
 HEAD_NBYTES = 8
-"""The length of what is told, in front of it."""
+"""Format of a message's length prefix."""
 
 
 class Collectives(Protocol):
-    """Carries bytes between ranks. Each call returns when this rank's part of it is done; on a device that has streams,
-    in the order of the stream that is current. Raises `RankError` where another rank is gone."""
+    """Transfers bytes between ranks.
+
+    Each call returns when this rank's part is done; on a device with streams, it is ordered in the current stream.
+    Raises `RankError` if another rank is gone.
+    """
 
     def all_gather(self, whole: Tensor, own: Tensor) -> None:
-        """Fill `whole`, uint8[ranks * n], with what each rank gives as `own`, uint8[n], in order. `own` may be its
-        place in `whole`."""
+        """Fill `whole`, uint8[ranks * n], with each rank's `own`, uint8[n], in rank order. `own` may be its place
+        in `whole`."""
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        """Send the r-th part of `sent`, uint8[ranks * n], to rank r, and fill `received` with what has come, in
+        """Send part r of `sent`, uint8[ranks * n], to rank r, and fill `received` with what arrives, in rank
         order."""
 
     def close(self) -> None:
-        """Nothing is carried any more."""
+        """End all transfers."""
 
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """`rank` of `size`, and what carries bytes between them; of one rank, nothing does."""
+    """`rank` of `size`, and the carriers between ranks; with one rank there are none."""
 
     rank: int = 0
     size: int = 1
     host: Collectives | None = None
     device: Collectives | None = None
     beside: Collectives | None = None
-    """For a thread of its own beside steps; on the host, too."""
+    """For a thread that runs during steps; on the host, too."""
     watch: Watch | None = None
-    """By which they hear of each other's ends; of processes."""
+    """Detects failed ranks, if they are processes."""
 
     def aside(self) -> World:
-        """The same ranks, for a thread that tells the others' such things beside what the foreground tells them."""
+        """The same ranks, for messages from a thread, separate from those of the main thread."""
         return World(self.rank, self.size, self.beside)
 
     def at(self, what: str, doing: Callable[[], str]) -> None:
-        """What this rank is at from now on; `doing`, a method, tells more when it is asked."""
+        """Record what this rank is doing; `doing`, a method, returns more detail on request."""
         if self.watch is not None:
             self.watch.at(what, doing)
 
     # On the host ----------------------------------------------------------------------------------------------------
 
     def exchange(self, what: str, value: T) -> list[T]:
-        """What each rank says, in order: JSON, with floats as they are. `what` is it about, the same on all ranks.
+        """Each rank's `value`, in rank order: JSON, with exact floats. `what` is the subject, the same on all ranks.
 
-        Raises `RankError` where a rank is about something else.
+        Raises `RankError` if another rank has a different subject.
         """
         if self.host is None:
             return [value]
@@ -87,12 +89,12 @@ class World:
         for rank, (about, _) in enumerate(heard):
             if about != heard[0][0]:
                 where = f"rank {rank}"
-                raise RankError(f"is at {about}, and rank 0 at {heard[0][0]}", where=where, fix="call alike on all")
+                raise RankError(f"is at {about}, but rank 0 at {heard[0][0]}", where=where, fix="call alike on all")
         return [each for _, each in heard]
 
     def agree(self, what: str, make: Callable[[], T]) -> list[T]:
-        """What `make` gives on each rank, in order. Where it raises on any, it raises on all: its own error there, and
-        `RankError` that tells it elsewhere."""
+        """The results of `make` on all ranks, in rank order. If it raises on any rank, all raise: that rank its
+        own error, the others a `RankError` that quotes it."""
         if self.host is None:
             return [make()]
         made: T | None = None
@@ -107,10 +109,10 @@ class World:
         for rank, (line, _) in enumerate(told):
             if line is not None:
                 raise RankError(line, where=f"rank {rank}")
-        return [each for _, each in told]  # type: ignore[misc]  # there is one where there is no line
+        return [each for _, each in told]  # type: ignore[misc]  # there is a value if there is no error
 
     def _told(self, text: bytes) -> list[bytes]:
-        """The same of each rank, whatever their lengths."""
+        """Each rank's bytes, of any length."""
         framed = len(text).to_bytes(HEAD_NBYTES, "little") + text
         first = self._gathered(framed[:FRAME_NBYTES].ljust(FRAME_NBYTES))
         lengths = [int.from_bytes(each[:HEAD_NBYTES], "little") for each in first]
@@ -124,7 +126,7 @@ class World:
         return [each.numpy().tobytes() for each in self.together(own)]
 
     def together(self, own: Tensor) -> Tensor:
-        """[ranks, n] of what each rank gives as `own` [n], in host memory, of any dtype."""
+        """[ranks, n] of all ranks' `own` [n], in host memory, of any dtype."""
         if self.host is None:
             return own[None]
         whole = torch.empty(self.size, *own.shape, dtype=own.dtype)
@@ -132,21 +134,21 @@ class World:
         return whole
 
     def of_first(self, own: Tensor) -> Tensor:
-        """Rank 0's tensor, on all: for what another machine may compute with other last bits, and all then go by."""
+        """Rank 0's tensor on all ranks: for results that could differ between machines in the last bits."""
         return own if self.host is None else self.together(own.cpu())[0].to(own.device)
 
     # On the device --------------------------------------------------------------------------------------------------
 
     def gather(self, whole: Tensor, own: Tensor) -> None:
-        """Make `whole`, uint8[ranks * n], of what each rank has at its place in it: `own`, uint8[n]."""
+        """Fill `whole`, uint8[ranks * n], from all ranks' `own`, uint8[n], each at its place."""
         assert self.device is not None
         self.device.all_gather(whole, own)
 
     def reduce(self, own: Tensor, received: Tensor, terms: Tensor) -> Tensor:
         """Sum over ranks: `own` [n] is this rank's part of the sum of all `terms`, float32[ranks * n], rounded once.
 
-        received: float32[ranks * n], to be overwritten. Returns the largest magnitude that each rank has sent here,
-        float32[ranks], nan where there was one.
+        received: float32[ranks * n], overwritten. Returns the largest magnitude from each rank, float32[ranks],
+        nan if there was one.
         """
         assert self.device is not None
         self.device.all_to_all(_bytes(received), _bytes(terms))
@@ -155,13 +157,13 @@ class World:
     # In memory that all ranks reach ---------------------------------------------------------------------------------
 
     def meet(self) -> None:
-        """Nobody goes on before all are here."""
+        """Barrier: wait for all ranks."""
         if self.host is not None:
             self.host.all_gather(torch.empty(self.size, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8))
 
     def reduce_there(self, own: Tensor, terms: Sequence[Tensor]) -> Tensor:
-        """As `reduce`, of the `terms` of all ranks, each float32[ranks * n], where each rank has them and nobody
-        changes them meanwhile."""
+        """As `reduce`, reading all ranks' `terms`, each float32[ranks * n], in place; nobody may change them
+        meanwhile."""
         parts = [each.view(self.size, -1)[self.rank] for each in terms]
         largest = []
         for start in range(0, own.numel(), AT_ONCE):
@@ -172,12 +174,12 @@ class World:
     # Micro-batches --------------------------------------------------------------------------------------------------
 
     def number(self, micro: int) -> int:
-        """Of this rank's micro-batch `micro`, the number among all ranks' of the step: they are dealt in turns."""
+        """The step-wide number of this rank's micro-batch `micro`: they are dealt round-robin."""
         return micro * self.size + self.rank
 
     def dealt(self, of_ranks: Sequence[Sequence[T]]) -> list[T]:
-        """What each rank has of its micro-batches, in the order of all. Raises `RankError` where they are not dealt in
-        turns."""
+        """All ranks' per-micro-batch values in step-wide order. Raises `RankError` if they are not dealt
+        round-robin."""
         counts = [len(each) for each in of_ranks]
         total = sum(counts)
         fair = [(total - rank + self.size - 1) // self.size for rank in range(self.size)]
@@ -194,7 +196,7 @@ class World:
 
 
 ALONE = World()
-"""One rank, which has nobody to tell anything."""
+"""A single rank."""
 
 
 def refuse_unlike(verb: str, told: Sequence[Mapping[str, object]]) -> None:
@@ -213,7 +215,7 @@ def _short(value: object) -> str:
 
 
 def reference_reduce(terms: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """What `World.reduce` leaves as `own` on each rank, slow and plain. terms: of each rank, float32[ranks * n]."""
+    """Slow reference for `World.reduce`: the `own` of each rank. terms: of each rank, float32[ranks * n]."""
     each = len(terms[0]) // len(terms)
     found = []
     for rank in range(len(terms)):
@@ -228,8 +230,10 @@ def reference_reduce(terms: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor
 
 
 def _summed(own: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    """`own` is the sum of the parts, each float32[n], in their order, formed in the first. Returns the largest
-    magnitude in each."""
+    """Set `own` to the sum of the parts, each float32[n], in order, using the first as accumulator.
+
+    Returns the largest magnitude in each part.
+    """
     largest = torch.stack([_largest(part) for part in parts])
     total = parts[0]
     for part in parts[1:]:
@@ -239,7 +243,7 @@ def _summed(own: Tensor, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _largest(part: Tensor) -> Tensor:
-    """Of its magnitudes; nan where there is one. The library's norm takes 18 times as long on a cpu."""
+    """The largest magnitude; nan if there is one. torch's norm takes 18 times as long on a CPU."""
     least, most = torch.aminmax(part)
     return torch.maximum(most, -least)
 

@@ -32,7 +32,7 @@ def test_a_rank_whose_connection_ends_is_named_by_all_others(said: bytes) -> Non
             return str(watch.failed(RankError("closed by its peer", where="rank 0")))
 
     step = 8 if said else 7
-    line = f"rank 1 of 3, at step {step}: was killed, or its machine is gone"
+    line = f"rank 1 of 3, at step {step}: was killed, or its machine failed"
     assert together(worlds(3, seed=0), work) == [line, "", line]
 
 
@@ -79,7 +79,7 @@ def test_a_rank_that_stands_still_is_named_by_those_that_wait_for_it(missing: in
 
     found = together(worlds(3, seed=0), work)
     told = [line for rank, line in enumerate(found) if rank != missing]
-    is_still = "is still in FETCH, and" if answers else "stands still and does not answer;"
+    is_still = "is still in FETCH;" if answers else "hangs and does not answer;"
     for line in told:
         assert re.match(rf"rank {missing} of 3, at step 7: {is_still} the others have waited for \d s in FETCH", line)
 
@@ -102,7 +102,7 @@ def test_in_steps_ranks_wait_for_each_other_s_hosts_no_longer_than_for_a_device(
             return watch._line
 
     line, _ = together(worlds(2, seed=0), work)
-    told = r"rank 1 of 2, at step 7: is still in \S+ \(.*\.py:\d+\), and the others have waited for \d s in losses"
+    told = r"rank 1 of 2, at step 7: is still in \S+ \(.*\.py:\d+\); the others have waited for \d s in losses"
     assert re.match(told, line) if about == "losses" else line == ""
 
 

@@ -63,7 +63,7 @@ def test_what_is_told_is_heard_by_all(texts: list[str], longer: int) -> None:
 
 
 def test_ranks_that_are_at_different_things_are_told() -> None:
-    with pytest.raises(RankError, match="rank 1: is at an evaluation, and rank 0 at a step"):
+    with pytest.raises(RankError, match="rank 1: is at an evaluation, but rank 0 at a step"):
         together(worlds(2), lambda world: world.exchange("an evaluation" if world.rank else "a step", 0))
 
 

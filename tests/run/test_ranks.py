@@ -357,7 +357,7 @@ def test_a_rank_that_stands_still_is_named_by_the_others_within_their_time_and_a
             if number != victim:
                 assert rank.wait(60) != 0
                 (told,) = [line for line in rank.said.splitlines() if line.startswith("error: ")]
-                still = rf"error: rank {victim} of 3, at step \d+: stands still and does not answer; "
+                still = rf"error: rank {victim} of 3, at step \d+: hangs and does not answer; "
                 found = re.match(rf"{still}the others have waited for (\d+) s in .", told)
                 assert found is not None, told
                 assert seconds <= int(found[1]) <= seconds + 1
@@ -371,7 +371,7 @@ def test_a_rank_that_stands_still_is_named_by_the_others_within_their_time_and_a
 
 def test_a_rank_that_is_told_to_end_before_it_trains_leaves_a_line_about_the_one_that_has_ended() -> None:
     """`torchrun` tells all others so as soon as one has ended."""
-    told = RankError("rank 1 of 2, at the plan: was killed, or its machine is gone")
+    told = RankError("rank 1 of 2, at the plan: was killed, or its machine failed")
     watch: Any = SimpleNamespace(explained=lambda error: told, failed=lambda error: error, close=lambda: None)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(RankError, match="rank 1 of 2, at the plan"), Ranks(World(0, 2, watch=watch)).watched():
