@@ -14,14 +14,14 @@ import pytest
 
 KINDS = {
     "empty": "is empty",
-    "a zero byte": "holds a zero byte",
-    "a lone surrogate": "holds a lone surrogate",
+    "a zero byte": "contains a zero byte",
+    "a lone surrogate": "contains a lone surrogate",
     "a long name": "longer than the file system allows",
     "a long path": "longer than the file system allows",
-    "links in a circle": "links that lead in a circle",
+    "links in a circle": "leads through circular links",
     "below a locked folder": "locked may not be entered",
     "a locked folder": "locked may not be entered",
-    "nobody's home": "nobody knows the home folder",
+    "nobody's home": "the home folder",
 }
 """Of whatever a path is for, with what the error says."""
 

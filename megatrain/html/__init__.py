@@ -1,6 +1,6 @@
-"""Pages that hold everything they show: parts of HTML, charts, and a timeline that zooms. Imports no torch.
+"""Self-contained HTML pages: elements, charts and a zoomable timeline. Imports no torch.
 
-What a page is about comes from elsewhere (`plan.html`, `run.report`). Every text is escaped here, on its way in.
+The contents of pages come from `plan.html` and `run.report`. All text is escaped here.
 """
 
 from megatrain.html.charts import ChartEvent, Curve, chart, chart_scripts, marked, smoothed

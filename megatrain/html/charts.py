@@ -18,17 +18,17 @@ from numpy.typing import NDArray
 from megatrain.html.colours import CURVE_COLOURS
 
 COLUMNS = 800
-"""Points of a curve at most."""
+"""Most points of a curve."""
 LOGARITHMIC_FROM = 50.0
-"""Ratio of the largest to the median value from which positive values are drawn on a logarithmic axis."""
+"""Ratio of the largest to the median value above which positive values get a logarithmic axis."""
 SYMBOLS = ("triangle-up", "diamond", "x", "square", "star", "circle")
-"""Of events, one for each kind."""
+"""Plotly symbols for kinds of events."""
 MOST_EVENTS = 200
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line. xs: rising. colour: an index into `CURVE_COLOURS`. faint: behind the others. points: each is marked."""
+    """A curve. xs: ascending. colour: index into `CURVE_COLOURS`. faint: drawn behind. points: mark each point."""
 
     name: str
     xs: Sequence[float] | NDArray[np.float64]
@@ -39,14 +39,14 @@ class Curve:
 
 
 def marked(name: str, points: Sequence[tuple[float, float]], colour: int) -> Curve:
-    """A curve of steps and values, in the order of the steps, each marked."""
+    """A curve through (step, value) points, sorted by step, with each point marked."""
     ordered = np.array(sorted(points), np.float64)
     return Curve(name, ordered[:, 0], ordered[:, 1], colour, points=True)
 
 
 @dataclass(frozen=True, slots=True)
 class ChartEvent:
-    """Something that happened at a step, and what sort of thing it was."""
+    """An event at a step, with its kind."""
 
     x: float
     kind: str
@@ -54,7 +54,7 @@ class ChartEvent:
 
 
 def smoothed(values: Sequence[float], window: int) -> NDArray[np.float64]:
-    """The mean of the `window` values around each, fewer at both ends; values that are not finite do not count."""
+    """Moving average over `window` values, fewer at both ends; values that are not finite are ignored."""
     ys = np.asarray(values, np.float64)
     finite = np.isfinite(ys)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, ys, 0.0))])
@@ -79,13 +79,13 @@ def chart(
     unit: str = "",
     floor: float | None = None,
 ) -> str:
-    """The place of a chart in the page; what `CHARTS` draws there goes to `charts`, of the page's data.
+    """HTML for a chart; its data for the script `CHARTS` is added to `charts`.
 
-    unit: is written behind values. floor: a value that the axis begins at, 0 say.
+    unit: written after values. floor: where the y axis starts, e.g. 0.
     """
     thin = [_thinned(curve) for curve in curves]
     if not any(each.xs.size for each in thin):
-        return f"<figure><h3>{escape(title)}</h3><p>nothing was told</p></figure>"
+        return f"<figure><h3>{escape(title)}</h3><p>no data</p></figure>"
     logarithmic = floor is None and _spans_decades(thin)
     charts[identity] = _figure(curves, thin, events, x_name, unit, floor, logarithmic)
     words = f"{title} (logarithmic)" if logarithmic else title
@@ -95,7 +95,7 @@ def chart(
 
 @dataclass(frozen=True)
 class _Columns:
-    """A curve in columns: the steps of each, and the mean, least and largest value."""
+    """A thinned curve: for each column its steps, and the mean, smallest and largest value."""
 
     xs: NDArray[np.float64]
     first: NDArray[np.float64]
@@ -106,7 +106,7 @@ class _Columns:
 
 
 def _thinned(curve: Curve) -> _Columns:
-    """A column for each point where there are few, else for each part of the chart."""
+    """Thin a curve to at most `MOST_POINTS` columns."""
     xs, ys = np.asarray(curve.xs, np.float64), np.asarray(curve.ys, np.float64)
     if xs.size <= COLUMNS:
         kept = np.isfinite(ys) if curve.points else np.ones(ys.size, bool)
@@ -142,7 +142,7 @@ def _figure(
     floor: float | None,
     logarithmic: bool,
 ) -> dict[str, Any]:
-    """In plotly's words, plainly: its own classes take ten times as long to say the same."""
+    """A plotly figure as plain dicts, which are ten times as fast as plotly's classes."""
     unit, x_name = _text(unit), _text(x_name)
     traces: list[dict[str, Any]] = []
     for curve, each in zip(curves, thin, strict=True):
@@ -163,7 +163,7 @@ def _figure(
             "title": {"text": x_name, "standoff": 4},
             "tickformat": ",d",
             **({"dtick": 1} if few else {"nticks": 7}),
-            "unifiedhovertitle": {"text": " "},  # each line tells its own step: points lie at different ones
+            "unifiedhovertitle": {"text": " "},  # each line names its own step, as points differ in them
             "zeroline": False,
         },
         "yaxis": {
@@ -186,7 +186,7 @@ def _figure(
 
 
 def _line(curve: Curve, each: _Columns, x_name: str, unit: str) -> dict[str, Any]:
-    """The means, told with the steps that they are of."""
+    """The line through the columns' means."""
     told = [
         _told(x_name, *values, unit)
         for values in zip(each.first, each.last, each.means, each.lows, each.highs, strict=True)
@@ -209,7 +209,7 @@ def _line(curve: Curve, each: _Columns, x_name: str, unit: str) -> dict[str, Any
 
 
 def _band(curve: Curve, each: _Columns) -> dict[str, Any]:
-    """From the least to the largest value of each column."""
+    """The band from the smallest to the largest value of each column."""
     return {
         "type": "scatter",
         "x": _short(np.concatenate([each.xs, each.xs[::-1]]), 15),
@@ -245,7 +245,7 @@ def _marks(events: Sequence[ChartEvent]) -> list[dict[str, Any]]:
 
 
 def _told(x_name: str, first: float, last: float, mean: float, low: float, high: float, unit: str) -> str:
-    """The values of a column and the steps that they are of; `step 7: 2.5`, or `steps 8 to 20: 2.5 (2.1 to 3)`."""
+    """Hover text of a column: `step 7: 2.5`, or `steps 8 to 20: 2.5 (2.1 to 3)`."""
     if first == last:
         return f"{x_name} {first:,.0f}: {_number(mean)}{unit}"
     if low == high:
@@ -258,17 +258,17 @@ def _number(value: float) -> str:
 
 
 def _short(values: NDArray[np.float64], digits: int) -> list[float | None]:
-    """Six digits do for a screen."""
+    """Values rounded for the screen, to keep the page small."""
     return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
 def _text(words: str) -> str:
-    """As plotly shows it unchanged: it reads some HTML, and `%{...}` in templates."""
+    """Escape text for plotly, which interprets some HTML and `%{...}`."""
     return escape(words, quote=False).replace("%{", "%&#123;")
 
 
 def chart_scripts() -> list[str]:
-    """The library (4.8 MB) and what draws the page's charts with it."""
+    """The plotly library (4.8 MB), and the script that draws the page's charts."""
     from plotly.offline import get_plotlyjs
 
     return [get_plotlyjs(), CHARTS]
@@ -294,4 +294,4 @@ CHARTS = """
   draw();
 })();
 """
-"""Draws the page's `charts` in the colours of the page, which may be dark."""
+"""Script that draws the page's `charts` in its light or dark colours."""

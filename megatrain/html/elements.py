@@ -1,8 +1,8 @@
-"""A page and its plain parts: sections, tables, definitions, bars.
+"""A page and its simple elements: sections, tables, definition lists, bars.
 
-A page loads nothing from anywhere, and forbids itself to. Its data is JSON inside it, which its scripts read; without
-scripts only what they draw is missing. Texts are escaped by whoever puts them into a tag, which is this file, for all
-that is not marked as HTML by its name (`body`, `sections`).
+A page loads nothing external, and its content security policy forbids it. Its data is embedded as JSON for its scripts;
+without scripts only charts and timelines are missing. All arguments are escaped here, except HTML arguments (`body`,
+`sections`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from megatrain.html.colours import PART_COLOURS, ink_on
 
 LABELLED_FROM = 0.08
-"""Share of a bar from which its part has room for words."""
+"""Smallest share of a bar whose part gets a label."""
 
 
 def document(title: str, sections: Sequence[str], identity: str, content: Any, scripts: Sequence[str]) -> str:
-    """The whole page. `content` is embedded as JSON in the element `identity`, for the scripts and for others."""
+    """A complete page. `content` is embedded as JSON in the element with id `identity`."""
     return "\n".join(
         (
             "<!doctype html>",
@@ -41,7 +41,7 @@ def document(title: str, sections: Sequence[str], identity: str, content: Any, s
 
 
 def embedded(content: Any) -> str:
-    """JSON that may stand inside a script element whatever its texts say."""
+    """JSON, escaped so that it is safe inside a script element."""
     text = json.dumps(content, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -63,7 +63,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def bar(title: str, parts: Sequence[tuple[str, float]], whole: float) -> str:
-    """A bar of parts, each a text and a length of which `whole` fill the bar; long ones are labelled."""
+    """A stacked bar with a legend. parts: (text, length); `whole` is the length of the full bar."""
     spans, words = [], []
     for place, (text, length) in enumerate(parts):
         colour, said = PART_COLOURS[place % len(PART_COLOURS)], escape(text)

@@ -1,8 +1,8 @@
-"""The ops of a step, a lane for each stream, on a canvas that zooms and tells what is under the pointer.
+"""Timeline of a step: a zoomable canvas with a lane for each stream, which describes the op under the pointer.
 
 The page's data holds `timeline` (`timeline_content`): `seconds`, `streams` and `units` (names), `kinds` (name and
-colour), and `ops`, each [kind, stream, unit, micro-batch, shard, bytes, start, end], by number and in seconds from the
-start, -1 for none.
+colour), and `ops`, each [kind, stream, unit, micro-batch, shard, bytes, start, end] as indices and in seconds from the
+start of the step; -1 means none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KIND_COLOURS = {
     "READ": "#28ae80",
     "WRITE": "#2c728e",
 }
-"""Of viridis and magma: kinds that share a lane differ in brightness."""
+"""Colours of op kinds, from viridis and magma: kinds in the same lane differ in brightness."""
 OTHER_COLOUR = "#777777"
 
 DrawnOp = tuple[str, str, int, int, int, int, float, float]
@@ -37,7 +37,7 @@ DrawnOp = tuple[str, str, int, int, int, int, float, float]
 
 
 def timeline_content(ops: Sequence[DrawnOp], units: Sequence[str], called: Mapping[str, str]) -> dict[str, Any]:
-    """What `TIMELINE` draws; of each stream the ops follow each other. called: streams that have another name there."""
+    """The data that `TIMELINE` draws. ops: ordered within each stream, no overlap. called: display names of streams."""
     kinds, streams = (list(dict.fromkeys(str(op[at]) for op in ops)) for at in (0, 1))
     return {
         "seconds": max((op[-1] for op in ops), default=0.0),
@@ -51,9 +51,9 @@ def timeline_content(ops: Sequence[DrawnOp], units: Sequence[str], called: Mappi
 
 
 def timeline(kinds: Iterable[str], identity: str) -> str:
-    """Where `TIMELINE` draws, with what the colours of `kinds` mean. identity: of the element with the data."""
+    """HTML for a timeline and the legend of `kinds`. identity: id of the element with the page's data."""
     return (
-        "<p>Wheel or + and - zoom, dragging or the arrows move, double click or 0 shows the whole step.</p>"
+        "<p>Zoom with the wheel or + and -, move by dragging or with the arrow keys, double-click or 0 to reset.</p>"
         f'<canvas id="time" tabindex="0" role="img" data-source="{escape(identity)}" '
         'aria-label="Ops of the step, a lane for each stream"></canvas>'
         f'<p id="op" aria-live="polite">&nbsp;</p><ul class="legend">{legend(kinds)}</ul>'
@@ -61,7 +61,7 @@ def timeline(kinds: Iterable[str], identity: str) -> str:
 
 
 def legend(kinds: Iterable[str]) -> str:
-    """A line for each kind of op, in its colour."""
+    """HTML list items with the colour of each kind of op."""
     return "".join(f'<li><i style="background:{colour}"></i>{escape(kind)}</li>' for kind, colour in coloured(kinds))
 
 

@@ -1,1 +1,1 @@
-"""A training run from its configuration: data, resume, plan, reporters, what is left at its end."""
+"""A training run from its configuration: data, resume, plan, reporting, and the files it leaves."""

@@ -1,4 +1,4 @@
-"""`megatrain report RUN RUN...`: several runs on one page, in shared charts, with the keys that differ."""
+"""`megatrain report RUN RUN...`: compare runs on one page, with shared charts and the keys that differ."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from megatrain.run.report import DATA, smoothing_window, write_page
 
 COMPARISON = "comparison.html"
 MOST_RUNS = 6
-"""As many as there are colours."""
+"""One run per line colour."""
 
 
 def write_comparison(folders: Sequence[Path], target: Path | None = None) -> Path:
-    """Write the page of the runs in `folders`, into the first if nowhere else. Returns where it is.
+    """Write the page of the runs in `folders` to `target`, by default into the first folder; returns its path.
 
-    Raises `ConfigError` for a folder that holds no run or is named twice and for more than six, `ExportError` where the
+    Raises `ConfigError` for a folder without a run, a folder named twice, and more than six runs; `ExportError` if the
     page cannot be written.
     """
     if len(folders) > MOST_RUNS:
-        raise ConfigError(f"has {len(folders)} runs; at most {MOST_RUNS} can be told apart", where="RUN")
+        raise ConfigError(f"{len(folders)} runs are too many; give at most {MOST_RUNS}", where="RUN")
     same = [folder for folder in folders if sum(folder.resolve() == other.resolve() for other in folders) > 1]
     if same:
         raise ConfigError("is named twice", where=str(same[0]), fix="name each run once")
@@ -82,14 +82,14 @@ def render_comparison(runs: Sequence[History]) -> str:
         ),
         section("Loss", f'<div class="charts">{"".join(losses)}</div>'),
         section("Course", f'<div class="charts">{"".join(speeds)}</div>'),
-        section("What differs in their configurations", _differences(names, runs)),
+        section("Differences in their configurations", _differences(names, runs)),
     ]
     title = f"{len(runs)} runs compared"
     return document(title, parts, DATA, {"charts": charts}, chart_scripts() if charts else [])
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """The last parts of each folder's path, as many as tell them apart."""
+    """The shortest ends of the folders' paths that differ from each other."""
     depth = 1
     while len({folder.parts[-depth:] for folder in folders}) < len(folders):
         depth += 1
@@ -116,7 +116,7 @@ def _rows(pairs: Sequence[tuple[str, History]]) -> list[tuple[str, ...]]:
 
 
 def _differences(names: Sequence[str], runs: Sequence[History]) -> str:
-    """A row for each key that is not the same in all."""
+    """An HTML table with a row for each key that differs between runs."""
     flat = [_flat(config_of(run.folder)) for run in runs]
     keys = [key for key in dict.fromkeys(key for each in flat for key in each) if len({e.get(key) for e in flat}) > 1]
     if not keys:

@@ -1,9 +1,8 @@
-"""A run's data: from the sources in its configuration to a loader, and what to tell the user about them.
+"""Build a run's data loader from the sources in its configuration, and describe the data to the user.
 
-Each source is plain text or samples (`data.detect_kind`). Plain texts go into one stream of windows, as pre-training
-has it, unless weights tell them apart; samples stay whole, several to a row where the model keeps them apart, else
-one to a row among others of like length. What the user asked for and cannot be had is refused; what was left open is
-chosen here and told.
+Each source is plain text or samples (`data.detect_kind`). Plain texts form one stream of windows, as in pre-training,
+unless they have weights. Samples stay whole: several per row if the model can keep them apart, else one per row, in
+batches of similar length. Impossible requests are refused; open choices are made here and reported.
 """
 
 from __future__ import annotations
@@ -69,30 +68,30 @@ from megatrain.run.early_checks import schema_of
 from megatrain.system.paths import usable_path
 
 HELD_OUT_BATCHES = 16
-"""Micro-batches of what is held out that the loss is measured on, if not told."""
+"""Default number of micro-batches of held-out data for the validation loss."""
 KTO_BALANCE = (1.0, 1.34)
-"""Good answers over bad ones, each times its weight, as KTO's authors advise it (equation 8): 1 to 4/3."""
+"""Ratio of weighted good answers to weighted bad ones that KTO's authors advise (equation 8): 1 to 4/3."""
 EXAMPLE_CHARACTERS = 1200
-"""Of the example that is shown: a page at most."""
+"""Most characters of the example that is shown, about a page."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Data as a run uses it."""
+    """The data of a run: loader, validation data, and a description."""
 
     loader: Loader
     validation: Validation
     window: int
     """Tokens of the longest row."""
     facts: list[tuple[str, str]]
-    """What to tell the user about it: name and fact."""
+    """Description for the user: (name, fact)."""
     example: list[tuple[str, bool]] = field(default_factory=list)
-    """The first sample as runs of text, and whether they are trained; empty for plain text."""
+    """The first sample as (text, whether it is trained) pieces; empty for plain text."""
     chats: Encoder | None = None
-    """What makes ids of a conversation; `None` where the data holds none."""
+    """Chat template that turns conversations into ids; `None` if the data has none."""
 
     def first_batch(self) -> Batch:
-        """One of those that the loss is measured on; where there are none, one that is trained on."""
+        """A validation batch, or if there is none, a training batch."""
         every = [*self.validation.sources.values(), *self.loader.sources]
         if isinstance(every[0], StreamRows):
             return batch_of([every[0].row(number) for number in range(self.loader.micro_batch)])
@@ -101,20 +100,20 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Validation:
-    """What the loss is measured on beside training: the rows of each source, by its name."""
+    """Validation data: the rows of each source, by name."""
 
     sources: Mapping[str, Batching]
     micro_batch: int
     limit: int | None = None
-    """Of micro-batches, of all sources in turn."""
+    """Number of micro-batches, from all sources in turn."""
 
     @property
     def identity(self) -> str:
-        """What makes what is measured this and no other, as JSON."""
+        """JSON that identifies the data measured, to detect changes on resume."""
         return json.dumps([[each.rows.identity, each.count] for each in self.batches().values()])
 
     def batches(self) -> dict[str, Measured]:
-        """The micro-batches of each source, which can be gone through again and again; none is kept."""
+        """The micro-batches of each source, which can be iterated repeatedly and are not kept in memory."""
         counts = {name: -(-len(rows) // self.micro_batch) for name, rows in self.sources.items()}
         if self.limit is not None:
             turns = sorted((turn, place, name) for place, name in enumerate(counts) for turn in range(counts[name]))
@@ -140,7 +139,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class _Part:
-    """What the loader draws from as one source."""
+    """One source of the loader."""
 
     training: Batching
     held_out: Batching | None
@@ -148,7 +147,7 @@ class _Part:
     example: list[tuple[str, bool]] = field(default_factory=list)
     holds_chats: bool = False
     name: str = ""
-    """What it is called where its loss is told."""
+    """Name under which its loss is reported."""
 
 
 def open_corpus(
@@ -162,12 +161,12 @@ def open_corpus(
     processes: int = 1,
     progress: Progress | None = None,
 ) -> Corpus:
-    """The data, cut for the model and for the plan's micro-batches, of which a rank has its own.
+    """Open the data of a run, packed for the model and the plan's micro-batches; each rank gets its own share.
 
-    config: with the sizes that the plan has chosen. vocabulary: ids that the model has. processes: what may encode
-    samples. progress: told how far that is.
+    config: with the sizes chosen by the plan. vocabulary: number of token ids of the model. processes: number of
+    processes for encoding samples. progress: called with the progress of that.
 
-    Raises `DataError` for data that cannot be used, `ModelError` where the model cannot be trained as asked.
+    Raises `DataError` for data that cannot be used, `ModelError` if the model cannot be trained as asked.
     """
     data, size = config.data, plan.micro_batch
     opened = _Opening(
@@ -185,7 +184,7 @@ def open_corpus(
         rank=world.rank,
         ranks=world.size,
     )
-    for stream in loader.streams:  # the hub may have moved on between one rank and the next
+    for stream in loader.streams:  # the hub may change between the requests of two ranks
         stream.keep_to(world.exchange("the commit of a data set", stream.commit)[0])
     own = list(opened.validation())
     held_out = [(each.name, each.held_out) for each in parts if each.held_out is not None]
@@ -197,14 +196,14 @@ def open_corpus(
     facts += _repeated(parts, "pairs" if config.train.prefers and not opened.unpaired else "samples")
     facts += [("validation", _described(part, parts)) for part in own]
     chats = opened.encoder if any(part.holds_chats for part in parts) else None
-    if chats is not None:  # so that the model that is saved answers as it was trained
+    if chats is not None:  # so that the saved model uses the template it was trained with
         opened.tokenizer.chat_template = chats.template.saved
     example = next((part.example for part in parts if part.example), [])
     return Corpus(loader, validation, data.sequence_length, facts, example, chats)
 
 
 def _distinct(named: Iterable[tuple[str, Batching]]) -> dict[str, Batching]:
-    """By name; what is called as one before it has a number behind its name."""
+    """As a dict; repeated names get a number appended."""
     found: dict[str, Batching] = {}
     for name, rows in named:
         number = next(number for number in count(1) if (name if number == 1 else f"{name} {number}") not in found)
@@ -213,7 +212,7 @@ def _distinct(named: Iterable[tuple[str, Batching]]) -> dict[str, Batching]:
 
 
 def _repeated(parts: Sequence[_Part], whats: str) -> list[tuple[str, str]]:
-    """A line about samples that are equal in every token: of what is trained on, and of it and what is held out."""
+    """Lines about samples with equal tokens: duplicates among the training data, and between it and held-out data."""
     known = [(part, rows.hashes) for part in parts if isinstance(rows := part.training, PackedRows | SampleRows)]
     if not known:
         return []
@@ -225,12 +224,12 @@ def _repeated(parts: Sequence[_Part], whats: str) -> list[tuple[str, str]]:
     facts = [f"{number:,} of {sum(map(len, hashes)):,} {whats} repeat another ({', '.join(told)})"] if number else []
     for part, _ in known:
         both = _shared(part.held_out, parts)
-        facts += [f"{both:,} of the {whats} held out of {part.name} are trained on in another source"] if both else []
+        facts += [f"{both:,} of the {whats} held out of {part.name} also occur in training data"] if both else []
     return [("duplicates", "; ".join(facts))] if facts else []
 
 
 def _shared(rows: Batching | None, trained: Sequence[_Part]) -> int:
-    """How many samples of `rows` are trained on."""
+    """How many samples of `rows` also occur in the training data."""
     known = [each.training for each in trained if isinstance(each.training, PackedRows | SampleRows)]
     if not known or not isinstance(rows, PackedRows | SampleRows):
         return 0
@@ -238,14 +237,14 @@ def _shared(rows: Batching | None, trained: Sequence[_Part]) -> int:
 
 
 def _described(part: _Part, trained: Sequence[_Part]) -> str:
-    """A validation source in words, and how many of its samples are trained on too."""
+    """Describe a validation source, and how many of its samples also occur in the training data."""
     words = f"{part.name}: {part.facts[0][1]}, {len(part.training):,} rows"
     both = _shared(part.training, trained)
     return f"{words}; {both:,} of its samples are trained on too" if both else words
 
 
 class _Opening:
-    """The parts of a corpus, one source after another."""
+    """Opens the sources of a corpus one after another."""
 
     def __init__(
         self,
@@ -256,7 +255,7 @@ class _Opening:
         model: Any,
         prepare: Callable[..., SampleFile],
     ) -> None:
-        """prepare: `prepare_samples`, with how that is done."""
+        """prepare: `prepare_samples` with its options bound."""
         self.config, self.data, self.micro_batch = config, config.data, micro_batch
         self.tokenizer, self.vocabulary, self.model = tokenizer, vocabulary, model
         self.cache, self.split, self.fraction = config.data.cache_folder, self.data.split, self.data.validation_fraction
@@ -266,14 +265,14 @@ class _Opening:
         self._packs: bool | None = None
 
     def validation(self) -> Iterator[_Part]:
-        """The sources of one's own that the loss is measured on, each whole."""
+        """The sources of `data.validation`, each as a whole."""
         self.split, self.fraction = self.data.validation_split, 0.0
         for name, source in self.data.validation.items():
             part = self._samples(source) if self._holds_samples(source) else self._windows([source])
             yield replace(part, name=name)
 
     def parts(self) -> Iterator[_Part]:
-        """In the order of the sources; plain texts without weights together, in the place of the first."""
+        """The training sources in order; plain texts without weights are joined at the position of the first."""
         data = self.data
         if data.streaming:
             self._refuse_unread(has_samples=True)
@@ -292,7 +291,7 @@ class _Opening:
                 texts = []
 
     def _refuse_unread(self, has_samples: bool) -> None:
-        """Raise `ConfigError` for a key that is set and that none of the sources reads."""
+        """Raise `ConfigError` for a key that is set but has no effect on any of the sources."""
         named = [name for name in self.data.sources if not is_described(name)]
         reads = {
             "columns": (bool(named) and has_samples, "samples"),
@@ -305,7 +304,7 @@ class _Opening:
         }
         for key, (is_read, by) in reads.items():
             if not is_read and getattr(self.data, key) != DataSection.model_fields[key].default:
-                what = f"is of {by}, which no source of data.sources is"
+                what = f"applies only to {by}, and there is no such source"
                 raise ConfigError(what, where=f"data.{key}", fix=f"leave data.{key} out, or name such a source")
 
     def _holds_samples(self, name: str) -> bool:
@@ -313,7 +312,7 @@ class _Opening:
         found = holds_samples(name, self.schema, self.data.pattern)
         if whole and not found:
             if not usable_path(name, where="data.sources").exists():
-                what = "is plain text, which stays whole from files only"
+                what = "plain text can be kept whole only if it comes from files"
                 raise ConfigError(what, where="data.packing", fix="set data.packing=windows")
             return True
         return found
@@ -327,7 +326,7 @@ class _Opening:
             windows = pack(file, window=self.data.sequence_length, vocab_size=self.vocabulary)
             training, held_out = split_windows(windows, self.fraction)
         except DataError as error:
-            if error.where == str(file.path):  # one of the cache, which the user has not named
+            if error.where == str(file.path):  # a cache file, whose name means nothing to the user
                 error.where = ", ".join(names)
             raise
         held = f"{len(held_out):,} held out" if held_out else "none held out"
@@ -348,13 +347,13 @@ class _Opening:
         first, *others = statistics.lines()
         if runs_on:
             if not holds_text_only(whole):
-                what = f"{name} holds more than plain text, and would be cut anywhere and trained whole"
+                what = f"{name} holds samples, which windows would cut anywhere and train including prompts"
                 raise ConfigError(what, where="data.packing", fix="use best_fit or grouped")
             return self._cut([name], whole.tokens, f"{first}, of {name}")
         training, held_out, how, copies = self._rows(whole)
         whats = "pairs" if self.prefers and not self.unpaired else "samples"
         held = f"{len(held_out.chosen):,} {whats} held out" if held_out else "none held out"
-        held += f", {copies:,} trained on instead because they have copies" if copies else ""
+        held += f", {copies:,} kept for training because they have duplicates" if copies else ""
         mean = whole.lengths.mean() if self.prefers else whole.lengths[training.chosen].mean()
         rows = f"{len(training):,} rows of {mean:,.0f} tokens"
         if isinstance(training, PackedRows):
@@ -365,10 +364,10 @@ class _Opening:
         return _Part(training, held_out, facts, example_of(whole), holds_chats(whole), called(name))
 
     def _stream(self, name: str, number: int) -> _Part:
-        """A source that is read as it comes, of which no more than the first block is known."""
+        """A streamed source, of which only the first block is known."""
         data, window, seed = self.data, self.data.sequence_length, seed_of(self.config.train.seed, number)
         if name == STDLIB:
-            what, fix = f"{STDLIB} is text, which is not streamed", "leave data.streaming out"
+            what, fix = f"{STDLIB} cannot be streamed", "leave data.streaming out"
             raise ConfigError(what, where="data.sources", fix=fix)
         source = source_called(name, self.schema, split=self.split, subset=data.subset, pattern=data.pattern)
         runs_on = data.packing == "windows" or (data.packing == "auto" and begins_with_text(source))
@@ -384,7 +383,7 @@ class _Opening:
         return _Part(rows, None, facts, example, rows.holds_chats, called(name))
 
     def _refuse_other_kind(self, file: SampleFile, name: str) -> None:
-        """Raise `ConfigError` for samples that are not what the objective trains on."""
+        """Raise `ConfigError` for samples of a kind that the objective does not train on."""
         needs_pairs = self.prefers and not self.unpaired
         if (holds_pairs(file), holds_unpaired(file)) == (needs_pairs, self.unpaired):
             return
@@ -400,10 +399,10 @@ class _Opening:
         raise ConfigError(what, where="data.sources", fix=fix)
 
     def _rows(self, file: SampleFile) -> tuple[PackedRows | SampleRows, PackedRows | SampleRows | None, str, int]:
-        """(training, held out, how they are packed, what is not held out because it has copies)."""
+        """(training rows, held-out rows, how they are packed, number not held out because they have duplicates)."""
         size = 2 if self.prefers else 1
         training, held_out, copies = split_samples(file, self.fraction, size)
-        if size > (together := self.config.train.rows_together):  # answers without their mismatched ones
+        if size > (together := self.config.train.rows_together):  # KTO answers without mismatched rows
             training, held_out, size = size * training, size * held_out, together
         both, rows = (training, held_out), list[PackedRows | SampleRows]()
         if not self.prefers and self._can_pack():
@@ -430,12 +429,12 @@ class _Opening:
     def _why_not(self) -> str:
         kernel = str(self.model.config._attn_implementation)
         if only_single_rows(kernel) and self.micro_batch > 1:
-            return f"{kernel} tells them apart in micro-batches of one row only (set train.micro_batch_size=1)"
+            return f"{kernel} tells them apart only in micro-batches of one row (set train.micro_batch_size=1)"
         return why_not_packable(self.model.config, type(self.model), kernel)
 
 
 def _balance(file: SampleFile, train: TrainSection) -> str:
-    """How many answers are good and how many are not, and by how much the weights make up for it."""
+    """Describe the numbers of good and bad answers, and how the weights balance them."""
     good = int(file.marks[::2].sum())
     bad = len(file) // 2 - good
     counted = f"{good:,} good answers, {bad:,} bad ones"
@@ -445,7 +444,7 @@ def _balance(file: SampleFile, train: TrainSection) -> str:
     least, most = KTO_BALANCE
     if least <= ratio <= most:
         return counted
-    return f"{counted}; by their weights {ratio:.2g} to 1, and {least:g} to {most:g} is advised"
+    return f"{counted}; weighted {ratio:.2g} to 1, where {least:g} to {most:g} is advised"
 
 
 def _options(data: DataSection, max_tokens: int | None) -> EncodeOptions:

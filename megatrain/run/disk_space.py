@@ -1,8 +1,8 @@
-"""Checks before planning that the disks have room for what a run writes.
+"""Check before planning that the disks have room for a run's files.
 
-Counted are one checkpoint (float32 master and two moments of what trains) and the model at the end, for each file
-system together, and what of an earlier run is replaced before as free. Each save asks again, exactly. Left out: the
-checkpoints that are kept beside the first, whose saves are skipped and told where they find no room, and the disk tier.
+Counts one checkpoint (float32 masters and two moments of the trained parameters) and the final model, per file system;
+files of an earlier run that will be replaced count as free. Each save checks again, exactly. Not counted: further
+checkpoints, which are skipped with a message if there is no room, and the disk tier.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from megatrain.spec import ModelSpec
 from megatrain.system.paths import nearest_folder
 
 STATE_NBYTES = 12
-"""Of a trained parameter in a checkpoint."""
+"""Bytes per trained parameter in a checkpoint."""
 
 
 def refuse_full_disk(config: Config, spec: ModelSpec, taken: Checkpoint | None) -> None:
-    """Raise `ConfigError` where the run could not write a checkpoint, if it is to write any, and its model."""
+    """Raise `ConfigError` if there is no room for a checkpoint (if any are to be written) and the model."""
     written = spec.numel if config.adapter is None else spec.trained_numel
     needs = [(config.folder, written * (4 if config.output.precision == "fp32" else 2), "the model", "output.folder")]
     if config.checkpoint.every:
@@ -40,7 +40,7 @@ def refuse_full_disk(config: Config, spec: ModelSpec, taken: Checkpoint | None) 
             free += sum(_nbytes_in(path) for path in checkpoints(config.checkpoints))
         if free < needed:
             names = " and ".join(name for _, _, name, _ in on_one_disk)
-            what = f"needs about {amount(needed)} for {names}, and {amount(free)} are free there"
+            what = f"has {amount(free)} free, but about {amount(needed)} are needed for {names}"
             raise ConfigError(what, where=str(folder), fix=f"free some space, or choose another {key}")
 
 

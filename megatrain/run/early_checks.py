@@ -1,7 +1,7 @@
-"""Checks a configuration before torch is imported: what needs neither the model nor the device.
+"""Check a configuration before torch is imported, as far as neither model nor device is needed.
 
-The command line asks here first. A run asks again, since it may be started from Python, and one of several ranks may
-be on a machine of its own. Left out: an earlier run in the way (`existing_run`), and what takes the model.
+The command line checks first. The run checks again, because it can be started from Python, and ranks may be on other
+machines. An earlier run in the same folder is checked by `existing_run`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatrain.train.metrics import refuse_missing
 
 @contextmanager
 def keys_named() -> Iterator[None]:
-    """What an error says of an argument, it says of the key of `train` that the argument is from."""
+    """In the block, errors about an argument name the configuration key that it came from instead."""
     try:
         yield
     except MegaTrainError as error:
@@ -33,8 +33,8 @@ def keys_named() -> Iterator[None]:
 
 @keys_named()
 def refuse_mistakes(config: Config) -> None:
-    """Raise a `MegaTrainError` for a tracker that is not installed, the name of a device or a machine that is none, a
-    folder that may not be written, keys that no data has, and a model or data that is not there."""
+    """Raise a `MegaTrainError` for a tracker that is not installed, an unknown device or machine, a folder that is not
+    writable, keys that do not fit the data's format, and a missing model or missing data."""
     refuse_missing(config.output.trackers)
     parse_device(config.train.device)
     if config.train.hardware is not None:
@@ -48,7 +48,7 @@ def refuse_mistakes(config: Config) -> None:
 
 
 def schema_of(config: Config) -> Schema:
-    """How the fields of samples are read. Raises `ConfigError` for what the format has no use for."""
+    """How sample fields are read. Raises `ConfigError` for columns or tags that the format does not use."""
     data = config.data
     chosen: Format = data.format
     if config.train.prefers:
@@ -62,4 +62,4 @@ def _refuse_unwritable(config: Config) -> None:
     for folder, key in ((config.folder, "output.folder"), (config.checkpoints, "checkpoint.folder")):
         there = nearest_folder(folder)
         if not os.access(there, os.W_OK | os.X_OK):
-            raise ConfigError(f"{there} may not be written", where=str(folder), fix=f"choose another {key}")
+            raise ConfigError(f"{there} is not writable", where=str(folder), fix=f"choose another {key}")

@@ -41,7 +41,7 @@ class Evaluation:
     """Has `evaluate`, `log_probs`, `logits`, `generate`."""
     tokenizer: Tokenizer
     sources: Mapping[str, Iterable[Batch]]
-    """The micro-batches of each validation source, by its name; they can be gone through again and again."""
+    """The micro-batches of each validation source, by name; they can be iterated repeatedly."""
 
 
 Metric = Callable[[Evaluation], float | Mapping[str, float]]
@@ -50,9 +50,9 @@ Metric = Callable[[Evaluation], float | Mapping[str, float]]
 def evaluated(
     step: int, engine: Engine, sources: Mapping[str, Iterable[Batch]], loss_fn: LossFn | None, together: int
 ) -> Evaluated:
-    """The mean loss of each source and of all of them, by target tokens, or by what the loss function divides by.
+    """The mean loss of each source and of all together, weighted by target tokens or the loss function's divisor.
 
-    together: micro-batches of a step of all ranks.
+    together: micro-batches per step of all ranks.
     """
     sums: dict[str, _Sums] = {}
     for name, batches in sources.items():
@@ -78,7 +78,7 @@ def _rounds(batches: Iterable[Batch], together: int) -> Iterator[list[Batch]]:
 
 
 class _Sums:
-    """Numbers, each with a weight."""
+    """Weighted sums of named numbers."""
 
     def __init__(self) -> None:
         self.weight = 0.0
@@ -94,9 +94,9 @@ class _Sums:
 
 
 def load_metrics(names: Sequence[str]) -> dict[str, Metric]:
-    """The functions that the user names, from modules beside the working directory or installed.
+    """Import the user's metric functions, from installed modules or modules in the working directory.
 
-    Raises `ConfigError` for one that cannot be imported, before a run takes any time.
+    Raises `ConfigError` for one that cannot be imported.
     """
     here = str(Path.cwd())
     if names and here not in sys.path:
@@ -110,18 +110,18 @@ def _loaded(name: str) -> Metric:
         raise ConfigError(f"{name!r} is not module:function", where="train.metrics", fix="write my_metrics:accuracy")
     try:
         found = getattr(importlib.import_module(module), function)
-    except Exception as error:  # a user's module may raise anything
+    except Exception as error:  # user code may raise anything
         what = f"{name} cannot be imported ({type(error).__name__}: {first_line(error)})"
         fix = "name a function of a module in the working directory, or of an installed one"
         raise ConfigError(what, where="train.metrics", fix=fix) from error
     if not callable(found):
-        raise ConfigError(f"{name} is no function", where="train.metrics", fix="name a function")
+        raise ConfigError(f"{name} is not a function", where="train.metrics", fix="name a function")
     metric: Metric = found
     return metric
 
 
 def scored(metrics: Mapping[str, Metric], evaluation: Evaluation) -> Scored:
-    """What the metrics say. Raises `ConfigError` for one that gives no numbers, and whatever they raise."""
+    """Call the metrics. Raises `ConfigError` for one that returns no numbers, and whatever a metric raises."""
     scores: dict[str, float] = {}
     for name, metric in metrics.items():
         found: Any = metric(evaluation)
@@ -130,7 +130,7 @@ def scored(metrics: Mapping[str, Metric], evaluation: Evaluation) -> Scored:
             try:
                 scores[str(key)] = float(value)
             except (TypeError, ValueError) as error:
-                what = f"{name} gave {type(value).__name__} as {str(key)!r}"
+                what = f"{name} returned {type(value).__name__} as {str(key)!r}"
                 raise ConfigError(what, where="train.metrics", fix="return a number, or numbers by name") from error
     evaluation.engine.world.exchange("scores", None)  # one rank may work for all here, as long as that takes
     return Scored(evaluation.step, scores)

@@ -1,7 +1,7 @@
-"""Looks for an earlier run where this one is to write, says what would be overwritten, and refuses it unless asked.
+"""Find an earlier run in this run's folders, and refuse to overwrite it unless asked.
 
-It needs no torch, so that the command line asks here before anything is loaded; a run asks again, with the checkpoint
-that it goes on from. Left out: which checkpoint that is (`resume`).
+Needs no torch, so the command line can check before loading anything; the run checks again once it knows the checkpoint
+that it resumes from (`resume`).
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from megatrain.checkpoint import Checkpoint
 
 Say = Callable[[str], None]
-"""Tells the person a line."""
+"""Shows the user a line."""
 
 AUTO = "auto"
 MODEL = "model"
-"""What a finished run leaves in its folder."""
+"""Subfolder with the model of a finished run."""
 MOST_NAMED = 4
-"""Checkpoints that are named one by one."""
+"""Most checkpoints that are listed one by one."""
 
 
 def refuse_early(config: Config) -> None:
-    """Raise what `check_overwriting` would for this run, and `ConfigError` where another is at work in its folders.
+    """Raise what `check_overwriting` would, and `ConfigError` if another run is using the folders.
 
-    Where the run goes on from a checkpoint, nobody knows before that has been read, and the run itself asks.
+    Not for a run that resumes from a checkpoint: that must be read first, so the run itself checks.
     """
     with Claim() as claim:
         claim.take(config.folder)
@@ -47,7 +47,7 @@ def refuse_early(config: Config) -> None:
 
 
 def named_checkpoint(config: Config) -> Path:
-    """The path that `resume` names. Raises `ConfigError` where there is nothing."""
+    """The path in `resume`. Raises `ConfigError` if it does not exist."""
     assert config.resume is not None
     path = usable_path(config.resume, where="resume")
     if not path.exists():
@@ -56,19 +56,19 @@ def named_checkpoint(config: Config) -> Path:
 
 
 def check_overwriting(config: Config, taken: Checkpoint | None, say: Say) -> None:
-    """Say what has to go from the run folder and the folder of checkpoints, for a run that goes on from `taken`.
+    """Tell the user what will be deleted from the run and checkpoint folders, for a run that resumes from `taken`.
 
-    Raises `ConfigError` where more than metrics would go and `output.overwrite` does not allow it.
+    Raises `ConfigError` if that is more than metrics and `output.overwrite` is not set.
     """
     goes = _what_goes(config, taken)
     if goes.names and not config.output.overwrite:
-        fix = f"{goes.fix}, or output.overwrite=true, which replaces all of this"
+        fix = f"{goes.fix}, or output.overwrite=true to replace it"
         raise ConfigError(f"{goes.kind}: {' and '.join(goes.names)}", where=str(goes.where), fix=fix)
     if goes.names:
         metrics = " and its metrics" if goes.has_metrics else ""
-        say(f"output.overwrite=true: replaces {' and '.join(goes.names)} in {goes.where}{metrics}")
+        say(f"output.overwrite=true: replacing {' and '.join(goes.names)} in {goes.where}{metrics}")
     elif goes.has_metrics:
-        say(f"replaces the metrics of an earlier run in {config.folder}")
+        say(f"replacing the metrics of an earlier run in {config.folder}")
 
 
 def has_model(config: Config) -> bool:
@@ -77,26 +77,26 @@ def has_model(config: Config) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Goes:
-    """What of an earlier run cannot stay where this one is to write."""
+    """What this run would delete of an earlier one."""
 
     names: tuple[str, ...] = ()
-    """Whatever took an effort: its model, its checkpoints. Empty where there is nothing."""
+    """Its model and checkpoints, in words; empty if there are none."""
     kind: str = ""
     where: Path = Path()
     fix: str = ""
-    """What else can be done."""
+    """Alternatives to overwriting, for the error."""
     has_metrics: bool = False
 
 
 def _what_goes(config: Config, taken: Checkpoint | None) -> _Goes:
     there = [step_of(path) for path in reversed(checkpoints(config.checkpoints))]
-    if taken is not None and is_own(config, taken):  # it goes on; its model is replaced by what becomes of it
+    if taken is not None and is_own(config, taken):  # resumes this run, so replacing its model is expected
         later = [step for step in there if step > taken.step and _names(config, taken)]
-        what = f"holds checkpoints after step {taken.step:,}, which would be of another past"
-        return _Goes(_steps(later), what, config.checkpoints, "set resume=auto to go on from the newest sound one")
+        what = f"holds checkpoints after step {taken.step:,}, from which this run would branch off"
+        return _Goes(_steps(later), what, config.checkpoints, "set resume=auto to resume from the newest valid one")
     has_metrics = (config.folder / METRICS).exists()
     if not has_model(config):
-        fix = "set resume=auto to go on, output.folder=NEW"
+        fix = "set resume=auto to continue it, output.folder=NEW"
         return _Goes(_steps(there), "holds an earlier run", config.checkpoints, fix, has_metrics)
     status = status_of(config.folder)
     done = f" of {status['step']:,} steps" if isinstance(status.get("step"), int) else ""
@@ -108,12 +108,12 @@ def _what_goes(config: Config, taken: Checkpoint | None) -> _Goes:
 
 
 def _names(config: Config, taken: Checkpoint) -> bool:
-    """Whether `resume` is this very checkpoint; else it is the newest sound one, and what is newer has been told of."""
+    """Whether `resume` names this checkpoint; otherwise it is the newest valid one, and newer ones were reported."""
     return config.resume is not None and usable_path(config.resume, where="resume").resolve() == taken.folder
 
 
 def _steps(there: Sequence[int]) -> tuple[str, ...]:
-    """Checkpoints of these steps in words, if there are any."""
+    """Checkpoints of these steps in words; empty if there are none."""
     if not there:
         return ()
     if len(there) > MOST_NAMED:
@@ -123,12 +123,12 @@ def _steps(there: Sequence[int]) -> tuple[str, ...]:
 
 
 def is_own(config: Config, taken: Checkpoint) -> bool:
-    """Whether a checkpoint is of this very run. It may lie elsewhere, behind a link among the others."""
+    """Whether a checkpoint belongs to this run; it may be a link in its folder to somewhere else."""
     return any(path.resolve() == taken.folder for path in checkpoints(config.checkpoints))
 
 
 def remove_others(config: Config, taken: Checkpoint | None) -> None:
-    """Remove checkpoints that will be no part of this run: all, or those after the one that it goes on from."""
+    """Delete checkpoints that are not part of this run: all, or those after the one that it resumes from."""
     for path in checkpoints(config.checkpoints):
         if taken is None or step_of(path) > taken.step:
             vanish(path)

@@ -1,4 +1,4 @@
-"""What a run leaves when it ends: the model as a Hugging Face folder, a proof of it, and where everything is."""
+"""The end of a run: save the model as a Hugging Face folder, verify it, and say where everything is."""
 
 from __future__ import annotations
 
@@ -25,35 +25,34 @@ from megatrain.train.engine import Engine
 from megatrain.train.parity import adds_for_routers, stock_loss
 
 TOLERANCE = {"bf16": 1e-2, "fp32": 1e-4}
-"""Difference of two losses that rounding explains, two programs summing in two orders: relative to the loss, or to 1
-where it is less, since what rounding does to logits does not shrink with the loss."""
+"""Largest difference of two losses that rounding explains: relative to the loss, or to 1 if the loss is smaller, since
+rounding of logits does not shrink with the loss."""
 
 SLACK = 4.0
-"""In bf16, by how many times as much as its own rounding moves the stock model's loss the engine's may be off."""
+"""In bf16, how much the engine's loss may differ, as a multiple of the effect of rounding on the stock model's loss."""
 
 LOGITS = 12
-"""Bytes for each logit of the batch that the loss is compared on: as they are, in float32, and their softmax."""
+"""Bytes per logit of the batch in the comparison: the logits, their float32 copy, and the softmax."""
 
 
 def restore_best(config: Config, engine: Engine, step: int, since: int, say: Callable[[str], None]) -> int:
-    """Give the engine, which is at `step`, the state with the lowest validation loss that has a checkpoint, and return
-    the step of that.
+    """Load the checkpoint with the lowest validation loss into the engine, which is at `step`; returns its step.
 
-    All ranks must call it. since: a step; losses up to there are of other data. Where no checkpoint has a loss, the
-    state stays as it is, and that is told.
+    Collective. since: step up to which losses were measured on other data. If no checkpoint has a loss, the state is
+    left as it is, with a message.
     """
     found = found_by_first(engine.world, lambda: lowest_scored(config.checkpoints, since))
     if found is None:
-        say("no checkpoint has a validation loss: the model is the last state")
+        say("no checkpoint has a validation loss, so the model is the last state")
         return step
     if found.step != step:
         engine.restore(found, trust_remote_code=config.model.trust_remote_code)
-    say(f"the model is the state after step {found.step:,}, which has the lowest validation loss")
+    say(f"the model is the state after step {found.step:,}, with the lowest validation loss")
     return found.step
 
 
 def save_trained(config: Config, engine: Engine, tokenizer: Tokenizer, target: Path, steps: int) -> Path:
-    """Write model, tokenizer and model card, of a state after `steps`; the folder appears when it is whole."""
+    """Write model, tokenizer and model card after `steps` steps; the folder appears only when complete."""
     train = config.train
     facts = {
         "steps": f"{steps:,}",
@@ -73,7 +72,7 @@ def save_trained(config: Config, engine: Engine, tokenizer: Tokenizer, target: P
 
 
 def _losses(config: Config, steps: int) -> dict[str, str]:
-    """What the model card tells of the run's losses up to the state after `steps`, as far as they have been written."""
+    """Losses for the model card, up to step `steps`, from the run's metrics."""
     try:
         history = read_history(config.folder)
     except ConfigError:
@@ -87,10 +86,10 @@ def _losses(config: Config, steps: int) -> dict[str, str]:
 
 
 def verify_trained(config: Config, engine: Engine, batch: Batch, saved: Path, console: Console) -> None:
-    """Load the saved model as any user of it would, and compare its loss with the engine's.
+    """Load the saved model with `from_pretrained` and compare its loss with the engine's.
 
-    Where there is no memory for that beside the engine, it is left out and told. All ranks must call it; the first
-    loads. Raises `ExportError` where the losses differ by more than rounding.
+    Skipped with a message if there is not enough memory. Collective; rank 0 loads. Raises `ExportError` if the losses
+    differ by more than rounding.
     """
     if config.adapter is not None and config.model.path is None:
         said = "the saved adapter was not loaded again to compare its loss: its base is a fresh model, in no folder"
@@ -99,25 +98,25 @@ def verify_trained(config: Config, engine: Engine, batch: Batch, saved: Path, co
     needed = 4 * engine.structure.numel + LOGITS * batch["input_ids"].numel() * engine.structure.vocab_size
     left = min(engine.world.exchange("free memory", engine.host_nbytes_left()))
     if needed > left:
-        what = f"that takes {amount(needed)} of host memory, and {amount(left)} are left"
-        said = f"the saved model was not loaded again to compare its loss: {what}"
+        what = f"that takes {amount(needed)} of host memory, but {amount(left)} are left"
+        said = f"the saved model was not reloaded to compare its loss: {what}"
         console.print(Text(said, "yellow"), soft_wrap=True)
         return
     ours = engine.evaluate([batch])
     if engine.world.rank > 0:
-        return  # the first compares
+        return  # rank 0 compares
     theirs = _stock_loss(config, batch, saved, config.train.precision)
     say = f"on one batch the saved model, loaded with from_pretrained, has loss {theirs:.4f}, the engine {ours:.4f}"
     allowed = TOLERANCE[config.train.precision] * max(abs(ours), 1.0)
     if config.train.precision == "bf16" and not abs(ours - theirs) <= allowed:
         allowed = SLACK * abs(theirs - _stock_loss(config, batch, saved, "fp32"))
     if not abs(ours - theirs) <= allowed:
-        raise ExportError(say, where=str(saved), fix="they should agree: please report this defect")
+        raise ExportError(say, where=str(saved), fix="they should agree: please report this as a bug")
     console.print(Text(say, "green"), soft_wrap=True)
 
 
 def _stock_loss(config: Config, batch: Batch, saved: Path, precision: Precision) -> float:
-    """The loss of `batch` by the stock model that `from_pretrained` makes of the saved folder."""
+    """The loss of `batch` by the stock model loaded from the saved folder with `from_pretrained`."""
     loaded = load_trained(str(saved), dtype=DTYPES[precision], trust_remote_code=config.model.trust_remote_code).eval()
     with torch.set_grad_enabled(adds_for_routers(loaded)):
         return float(stock_loss(loaded, batch).detach())
@@ -126,11 +125,11 @@ def _stock_loss(config: Config, batch: Batch, saved: Path, precision: Precision)
 def say_where(folder: Path, console: Console) -> None:
     for name, what in (
         ("model", "Hugging Face folder of the trained model, with its tokenizer"),
-        ("report.html", "the run as a page for a browser; `megatrain report` makes it anew"),
+        ("report.html", "the run as a web page; `megatrain report` updates it"),
         ("metrics.jsonl", "every step as a line of JSON"),
         ("tensorboard", f"the same for `tensorboard --logdir {folder}`"),
-        ("checkpoints", "what `resume` goes on from; each is a Hugging Face folder too"),
-        ("config.yaml", "every key of this run, as resolved"),
+        ("checkpoints", "for `resume`; each is a Hugging Face folder too"),
+        ("config.yaml", "every key of this run, with its value"),
     ):
         if (folder / name).exists():
             console.print(Text.assemble((str(folder / name), "bold"), f"  {what}"), soft_wrap=True)

@@ -1,8 +1,8 @@
-"""What a run has told of itself, read back from its folder: also of one that was killed, or that still runs.
+"""Read the history of a run from its folder, also of a running or killed one.
 
-Read are `metrics.jsonl`, `status.json`, `config.yaml` and the trace of a step, whichever are there; a torn line, or one
-of another version, is passed over. What a rollback has undone is told apart from what counts. Numbers are kept in flat
-arrays, 100 bytes a step. It leaves out how any of it is shown (`report`).
+Reads `metrics.jsonl`, `status.json`, `config.yaml` and the trace of a step, as far as they exist; torn lines and lines
+of other versions are skipped. Steps undone by a rollback are kept separately. Numbers are in flat arrays, 100 bytes per
+step. `report` displays them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ COLUMNS = (
     "mfu",
     "epoch",
 )
-"""What is kept of each step."""
+"""Values kept for each step."""
 OLDER_NAMES = {"mfu": "light_share"}
-"""Of columns, in the metrics that earlier versions wrote."""
+"""Names of columns in metrics of earlier versions."""
 LAST = 50
-"""Steps whose mean loss is told as that of the end."""
+"""Steps whose mean loss is shown as the loss at the end."""
 MOST_OPS = 200_000
-"""Of a trace that is still drawn."""
+"""Largest trace that is drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """The loss of held-out text after a step, and its perplexity; not a number where there is none (`Evaluated`)."""
+    """Validation loss and perplexity after a step; the perplexity is NaN if there is none (`Evaluated`)."""
 
     step: int
     loss: float
@@ -57,46 +57,46 @@ class HeldOut:
 
     @property
     def perplexity_text(self) -> str:
-        """As it is shown; empty where there is none."""
+        """Formatted; empty if there is none."""
         return f"{self.perplexity:,.4g}" if math.isfinite(self.perplexity) else ""
 
 
 @dataclass
 class History:
-    """A run, as far as its folder tells."""
+    """A run's metrics, status, configuration and events, as far as its folder has them."""
 
     folder: Path
     columns: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in COLUMNS})
     tiers: dict[str, array[float]] = field(default_factory=dict)
     """Tier -> bytes held after each step."""
     undone: list[tuple[float, float]] = field(default_factory=list)
-    """Step and loss of steps that were gone back from."""
+    """Step and loss of steps undone by a rollback."""
     evaluated: list[HeldOut] = field(default_factory=list)
     """Step and loss on held-out text."""
     scored: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
-    """Step, and what metrics have given."""
+    """Step and the values of metrics."""
     samples: list[Mapping[str, Any]] = field(default_factory=list)
     saved: list[Mapping[str, Any]] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     planned: Mapping[str, Any] = field(default_factory=dict)
-    """What the plan said when the run, or its last part, began."""
+    """The plan's predictions when the run was last started."""
     steps: int = 0
-    """That the run is to have."""
+    """Planned length of the run."""
     epochs: float = math.nan
-    """The same in passes over the data, where that is known."""
+    """The same in passes over the data, if known."""
     status: Mapping[str, Any] = field(default_factory=dict)
     config: str = ""
     trace: Mapping[str, Any] | None = None
-    """The timeline of a step, as `html.TIMELINE` takes it, and what it waited for."""
+    """The timeline of a step, in the form of `html.TIMELINE`, and what it waited for."""
 
     @property
     def done(self) -> int:
-        """The last step that counts."""
+        """The last step that was not undone."""
         return int(self.columns["step"][-1]) if self.columns["step"] else 0
 
     @property
     def best(self) -> HeldOut | None:
-        """The lowest loss of held-out text, the first of several."""
+        """The lowest validation loss, the first if there are several."""
         finite = (each for each in self.evaluated if math.isfinite(each.loss))
         return min(finite, key=lambda each: each.loss, default=None)
 
@@ -106,11 +106,11 @@ class History:
         return [loss for at, loss in both if at <= step and math.isfinite(loss)][-LAST:]
 
     def total(self, name: str) -> float:
-        """The sum of a column, without what is not a number."""
+        """The sum of a column without NaNs."""
         return math.fsum(value for value in self.columns[name] if not math.isnan(value))
 
     def share(self, name: str) -> list[float]:
-        """A column of seconds, as shares of the seconds of each step."""
+        """A column of seconds as a share of each step's seconds."""
         both = zip(self.columns[name], self._seconds, strict=True)
         return [part / whole if whole else math.nan for part, whole in both]
 
@@ -119,7 +119,7 @@ class History:
         return self.columns["seconds"]
 
     def add(self, told: Mapping[str, Any]) -> None:
-        """One line of `metrics.jsonl`. Raises `KeyError`, `TypeError` or `ValueError` for one that is none."""
+        """Add a line of `metrics.jsonl`. Raises `KeyError`, `TypeError` or `ValueError` for a malformed one."""
         step = int(told["step"])
         match told["event"]:
             case "stepped":
@@ -176,7 +176,7 @@ class History:
 
 
 def read_history(folder: Path) -> History:
-    """What there is to know of the run in a folder. Raises `ConfigError` where there is none, or it cannot be read."""
+    """Read the run in a folder. Raises `ConfigError` if there is none or it cannot be read."""
     history = History(folder)
     try:
         refuse_special(folder / METRICS)
@@ -202,13 +202,13 @@ def read_history(folder: Path) -> History:
 
 
 def status_of(folder: Path) -> Mapping[str, Any]:
-    """What the `status.json` of a run says (`train.status`); empty where there is none."""
+    """Content of a run's `status.json` (`train.status`); empty if there is none."""
     status = _json(folder / STATUS)
     return status if isinstance(status, dict) else {}
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """What the `config.yaml` of a run says; empty where there is none that can be read."""
+    """Content of a run's `config.yaml`; empty if it cannot be read."""
     try:
         found = parse(read_text(folder / CONFIG), CONFIG, {})
     except (OSError, ValueError, ConfigError):
@@ -217,7 +217,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def timeline_in(trace: Any) -> dict[str, Any] | None:
-    """The last step of a Chrome trace (`train.timeline_file`) as a page draws it; `None` where there is none."""
+    """The last step of a Chrome trace (`train.timeline_file`) as a page draws it; `None` if there is none."""
     try:
         events = trace["traceEvents"]
         streams = {each["tid"]: str(each["args"]["name"]) for each in events if each["ph"] == "M"}
@@ -238,7 +238,7 @@ def timeline_in(trace: Any) -> dict[str, Any] | None:
 
 
 def _drawn(event: Mapping[str, Any], streams: Mapping[int, str], origin: float) -> DrawnOp:
-    """An event of a trace whose step begins at `origin`, in microseconds."""
+    """Convert a trace event. origin: start of the step in the trace, in microseconds."""
     unit, micro, shard, nbytes = (int(event["args"][name]) for name in ("number", "micro", "shard", "nbytes"))
     start = (float(event["ts"]) - origin) / 1e6
     return str(event["cat"]), streams[event["tid"]], unit, micro, shard, nbytes, start, start + event["dur"] / 1e6

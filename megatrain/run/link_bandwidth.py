@@ -1,7 +1,7 @@
-"""Measures the bandwidth between ranks by a few timed all-to-alls, where the hardware has no figure for it.
+"""Measure the bandwidth between ranks by a few timed all-to-alls, if the hardware description has no figure for it.
 
-It is what gradients are summed by, and most of what collectives of a step move. Left out: how quick an all-gather is
-besides, and what collectives go over, which is assumed to be the bus unless they are quicker.
+Gradients are summed by all-to-alls, which are most of a step's traffic. All-gathers are not timed. Collectives are
+assumed to use the bus unless they are faster than it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ if TYPE_CHECKING:
     from megatrain.device import Device
 
 NBYTES: Mapping[str, int] = {"cuda": 256 << 20, "cpu": 16 << 20}
-"""Type of device -> bytes that each rank sends, its own part included: about a shard in float32, and less where
-processors copy them."""
+"""Device type -> bytes that each rank sends, including to itself: about a float32 shard, and less where CPUs copy."""
 
 FEW_NBYTES = 4096
-"""Of each part, for what a collective takes beyond its bytes."""
+"""Small size, for the fixed cost of a collective, in bytes per part."""
 
 TIMES = 3
 
 
 def with_links(hardware: Hardware, world: World, device: Device, here: int) -> Hardware:
-    """The machine with the rates that are measured now. All ranks call it; `here` of them are on each machine."""
+    """`hardware` with measured link bandwidths. Collective; `here` ranks are on each machine."""
     size = world.size
     part = NBYTES.get(device.torch_device.type, NBYTES["cpu"]) // size
     few, many = (_seconds(world, device, nbytes) for nbytes in (FEW_NBYTES, part))
@@ -45,11 +44,11 @@ def with_links(hardware: Hardware, world: World, device: Device, here: int) -> H
 
 
 def _seconds(world: World, device: Device, nbytes: int) -> float:
-    """Of one in which each rank sends so many bytes to each, at the best of some; as the slowest rank sees it."""
+    """Seconds of an all-to-all of `nbytes` from each rank to each: the best of several, on the slowest rank."""
     assert world.device is not None
     sent, received = (torch.zeros(world.size * nbytes, dtype=torch.uint8, device=device.torch_device) for _ in range(2))
     taken = []
-    for _ in range(1 + TIMES):  # the first makes connections
+    for _ in range(1 + TIMES):  # the first opens connections
         world.exchange("timing the link", nbytes)
         device.synchronize()
         begin = time.perf_counter()

@@ -1,11 +1,10 @@
-"""Runs tasks of EleutherAI's lm_eval on the model in training, every so many steps and at the end.
+"""Run tasks of EleutherAI's lm_eval on the model during training, every so many steps and at the end.
 
-The harness brings the tasks, the few-shot prompts and the scores. It asks through its own interface for models, and the
-class here answers three questions by the streaming engine: how likely a continuation is, and whether it is the
-likeliest; how likely a text is; and how a text goes on. It is a package of its own (`pip install megatrain[eval]`),
-imported where `lm_eval.tasks` names any.
+The harness provides tasks, few-shot prompts and scores. The class here implements its model interface on the streaming
+engine: log-likelihood of a continuation (and whether it is the greedy one), log-likelihood of a text, and generation.
+lm_eval is optional (`pip install megatrain[eval]`) and imported only if `lm_eval.tasks` is set.
 
-Several ranks all ask the same, so each knows every answer. Left out: chat templates for prompts.
+All ranks ask the same questions, so each has all answers. Chat templates for prompts are not supported.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ from megatrain.train.engine import Engine
 from megatrain.train.events import Scored
 
 UNLIMITED = 1 << 20
-"""Tokens of a model that has no positions to run out of."""
+"""Longest context for a model without a maximum number of positions."""
 NEW_TOKENS = 256
-"""That continue a text where the task does not say, as the harness has it."""
+"""Default number of generated tokens, as in the harness."""
 
 
 class Scoring(NamedTuple):
-    """A continuation to be scored, behind its context; both ids, and neither empty."""
+    """A continuation to score, and its context; both non-empty token ids."""
 
     context: list[int]
     continuation: list[int]
 
 
 class _Keeps(LogitsLoss):
-    """No loss: of each target token, in order, its log-probability and whether it is the likeliest."""
+    """Records, instead of a loss, each target token's log-probability and whether it is the most likely token."""
 
     def __init__(self) -> None:
         self.found: list[Tensor] = []
@@ -54,10 +53,10 @@ class _Keeps(LogitsLoss):
 
 
 def score(engine: Engine, asked: Sequence[Scoring], rows: int, tokens: int) -> list[tuple[float, bool]]:
-    """The sum of each continuation's log-probabilities, and whether each of its tokens is the likeliest.
+    """Each continuation's summed log-probability, and whether all its tokens are the most likely ones.
 
-    Like lengths go together, `rows` at most and about `tokens` tokens; what is longer than the model's positions loses
-    its beginning.
+    Batches hold similar lengths, at most `rows` rows and about `tokens` tokens. Text beyond the model's positions is
+    truncated at its beginning.
     """
     most = engine.spec.max_positions or UNLIMITED
     order = sorted(range(len(asked)), key=lambda at: -len(asked[at].context) - len(asked[at].continuation))
@@ -76,7 +75,7 @@ def score(engine: Engine, asked: Sequence[Scoring], rows: int, tokens: int) -> l
 
 
 def _batch(asked: Sequence[Scoring], longest: int) -> tuple[dict[str, Tensor], list[int]]:
-    """Rows padded on the right, whose targets are the continuations, and the targets of each row."""
+    """A right-padded batch with the continuations as targets, and the number of targets of each row."""
     ids = torch.zeros(len(asked), longest, dtype=torch.int64)
     labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
     targets = []
@@ -90,9 +89,9 @@ def _batch(asked: Sequence[Scoring], longest: int) -> tuple[dict[str, Tensor], l
 
 
 class Tasks:
-    """The tasks that a configuration names, looked up before a run takes any time.
+    """The configured lm_eval tasks, looked up at the start of a run.
 
-    Raises `ConfigError` where the harness is not installed, or knows no such task.
+    Raises `ConfigError` if lm_eval is not installed or does not know a task.
     """
 
     def __init__(self, section: LmEvalSection) -> None:
@@ -113,18 +112,18 @@ class Tasks:
                 raise ConfigError(f"there is no task {name!r}", where="lm_eval.tasks", fix=fix)
 
     def run(self, step: int, engine: Engine, tokenizer: Tokenizer, rows: int, tokens: int) -> Scored:
-        """Ask the model, and tell the scores as `task/metric`. Raises `ConfigError` for what the harness raises."""
+        """Evaluate the model; scores are named `task/metric`. Errors of the harness become `ConfigError`."""
         model = self._model(engine, tokenizer, rows, tokens)
         how: dict[str, Any] = {"limit": self.section.limit, "num_fewshot": self.section.num_fewshot}
-        how |= dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed"))  # others' are left alone
+        how |= dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed"))  # keep the run's random state
         try:
-            with contextlib.redirect_stderr(io.StringIO()):  # its bars would be drawn over ours
+            with contextlib.redirect_stderr(io.StringIO()):  # hide its progress bars
                 found = self._harness.simple_evaluate(
                     model=model, tasks=list(self.section.tasks), task_manager=self._manager, bootstrap_iters=0, **how
                 )
         except MegaTrainError:
             raise
-        except Exception as error:  # the harness and its data sets raise anything
+        except Exception as error:  # the harness and its data sets may raise anything
             what = f"failed ({type(error).__name__}: {first_line(error)})"
             raise ConfigError(
                 what, where="lm_eval", fix="try the task with `lm_eval` itself, or leave it out"
@@ -132,7 +131,7 @@ class Tasks:
         return Scored(step, dict(_flat(found["results"])))
 
     def _model(self, engine: Engine, tokenizer: Tokenizer, rows: int, tokens: int) -> Any:
-        """What the harness asks: its own class for models, whose token-level questions the engine answers."""
+        """The harness's model interface, implemented by the engine."""
         lengths, most = self._lengths, engine.spec.max_positions or UNLIMITED
         start = end_of_text_id(tokenizer) if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
@@ -164,7 +163,7 @@ class Tasks:
 
 
 def _continued(engine: Engine, tokenizer: Tokenizer, context: str, options: Mapping[str, Any]) -> str:
-    """How the model goes on behind `context`, up to the first of `until`."""
+    """Text generated after `context`, up to the first of `until`."""
     until = options.get("until") or []
     stops = [until] if isinstance(until, str) else list(until)
     count = int(options.get("max_gen_toks", NEW_TOKENS))
@@ -178,7 +177,7 @@ def _continued(engine: Engine, tokenizer: Tokenizer, context: str, options: Mapp
 
 
 def _flat(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
-    """`acc` of a task for its `acc,none`; what is uncertain about them is left out, and what is no number."""
+    """Scores as (`task/metric`, value): `acc` for `acc,none`, without standard errors and non-numbers."""
     for task, numbers in results.items():
         for key, value in numbers.items():
             name, _, chosen = key.partition(",")

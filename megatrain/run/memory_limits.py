@@ -1,7 +1,4 @@
-"""What a run may take of each tier of memory, and the disk tier that it has, from its configuration.
-
-Left out: what it then takes (`plan`).
-"""
+"""Memory limits and disk tier of a run, from its configuration."""
 
 from __future__ import annotations
 
@@ -21,36 +18,36 @@ from megatrain.spec import Hardware, Limits
 from megatrain.spec.limits import parse_nbytes
 
 SAMPLE_NBYTES, SAMPLE_SECONDS = 64 << 20, 1.0
-"""What is written to and read from each of several folders to find their shares."""
+"""Bytes written to and read from each folder to measure its bandwidth."""
 
 
 def with_disk(hardware: Hardware, disk: DiskSection) -> Hardware:
-    """The machine with what is free in the folders of the disk tier; as it is where there are none, so that a plan can
-    say what a disk would help.
+    """`hardware` with the free space of the disk tier's folders; unchanged without folders, so that a plan can say what
+    a disk would gain.
 
-    Raises `ConfigError` for a folder that is missing or lies in host memory.
+    Raises `ConfigError` for a folder that is missing or in host memory.
     """
     if not disk.folders:
         return hardware
     for folder in disk.paths:
         if not folder.is_dir():
-            raise ConfigError(f"there is no folder {folder}", where="disk.folders", fix="make it, or name another")
+            raise ConfigError(f"there is no folder {folder}", where="disk.folders", fix="create it, or name another")
         if lies_in_memory(folder):
-            what = f"{folder} lies in host memory (tmpfs), where a disk tier gains nothing"
+            what = f"{folder} is in host memory (tmpfs), where a disk tier is useless"
             raise ConfigError(what, where="disk.folders", fix="name a folder on a drive")
     systems = {folder.stat().st_dev: folder for folder in disk.paths}
     return replace(hardware, disk_nbytes=sum(available_disk_nbytes(folder) for folder in systems.values()))
 
 
 def limits_of(memory: MemorySection, disk: DiskSection, hardware: Hardware) -> Limits:
-    """What the user allows of each tier, and no more than there is; without folders, nothing of a disk.
+    """The user's limit for each tier, capped at what there is; without disk folders no disk is used.
 
-    Raises `ConfigError`.
+    Raises `ConfigError` for a limit on a tier that does not exist, or a malformed one.
     """
     there = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
     if memory.device is not None and hardware.shares_memory:
-        what = "the device computes in host memory and has none of its own"
-        raise ConfigError(what, where="memory.device", fix="set memory.host alone")
+        what = "the device has no memory of its own, it uses host memory"
+        raise ConfigError(what, where="memory.device", fix="set memory.host only")
     if memory.disk is not None and not disk.folders:
         raise ConfigError("there is no disk tier", where="memory.disk", fix="set disk.folders too")
     given = {"device": memory.device, "host": memory.host, "disk": memory.disk}
@@ -62,8 +59,7 @@ def limits_of(memory: MemorySection, disk: DiskSection, hardware: Hardware) -> L
 
 
 def refuse_wear(plan: Plan, disk: DiskSection) -> None:
-    """Raise `ConfigError` for a plan by which the ranks of a machine write more to the disk per day than the user
-    allows."""
+    """Raise `ConfigError` if the ranks of a machine would write more to the disk per day than the user allows."""
     if disk.max_write_per_day is None:
         return
     value = disk.max_write_per_day
@@ -71,14 +67,14 @@ def refuse_wear(plan: Plan, disk: DiskSection) -> None:
     found = plan.question.hardware.sharing_ranks * written_nbytes_per_day(plan)
     if found > most:
         raise ConfigError(
-            f"the plan writes {amount(found)} to the disk per day, and {amount(most)} are allowed",
+            f"the plan writes {amount(found)} to the disk per day, but {amount(most)} are allowed",
             where="disk.max_write_per_day",
             fix="give more host memory, more tokens per step (each step writes once), or a higher limit",
         )
 
 
 def open_disk(disk: DiskSection, hardware: Hardware) -> Disk | None:
-    """The files of the disk tier, with the block size and depth that were measured best. Raises `ConfigError`."""
+    """Open the disk tier's files with the best measured block size and depth. Raises `ConfigError` if that fails."""
     if not disk.folders:
         return None
     measured: dict[str, int] = {}
@@ -91,9 +87,9 @@ def open_disk(disk: DiskSection, hardware: Hardware) -> Disk | None:
 
 
 def _shares(folders: Sequence[Path]) -> list[float] | None:
-    """Of each folder by its measured bandwidth, so that all are done at the same time; one alone needs no measuring.
+    """Each folder's share of the data, by measured bandwidth, so that all finish together; `None` for a single folder.
 
-    Folders on one file system share what it does.
+    Folders on one file system share its bandwidth.
     """
     if len(folders) == 1:
         return None
@@ -107,28 +103,28 @@ def _shares(folders: Sequence[Path]) -> list[float] | None:
 
 
 def describe_memory(plan: Plan) -> str:
-    """What a plan takes of each tier that it uses, of what it may, and what of it checkpoints take."""
+    """A plan's use of each tier and its limit, and how much of that is for checkpoints."""
     budgets = plan.question.budgets()
     tiers = ", ".join(f"{amount(plan.nbytes[tier])} of {amount(most)} {tier}" for tier, most in budgets.items() if most)
     return tiers + (f" ({amount(plan.save_nbytes)} of it for checkpoints)" if plan.save_nbytes else "")
 
 
 def describe_disk(disk: Disk | None, section: DiskSection) -> list[tuple[str, str]]:
-    """Name and fact about the disk tier, if there is one."""
+    """(name, fact) about the disk tier, if there is one."""
     if disk is None:
         return []
-    how = "direct I/O" if disk.direct else "through the page cache, since direct I/O is refused there"
+    how = "direct I/O" if disk.direct else "through the page cache, because direct I/O is refused there"
     sums = "checksums compared" if section.checksums else "checksums off"
     return [("disk tier", f"{', '.join(map(str, section.paths))}: {how}, {sums}")]
 
 
 def describe_files(plan: Plan, found: InFiles) -> list[tuple[str, str]]:
-    """Name and fact about weights that are read from the model's own files, if any are; and which are not, and why."""
+    """(name, fact) about weights that are read from the model's own files, and why others are not."""
     if not plan.read_from_files_nbytes:
         return []
-    read = f"{amount(plan.read_from_files_nbytes)} a step of what is frozen are read from the model's files"
+    read = f"{amount(plan.read_from_files_nbytes)} of frozen weights per step are read from the model's files"
     by_reason: dict[str, list[str]] = {}
     for name, why in found.others.items():
         by_reason.setdefault(why, []).append(name)
     held = [f"{listed(names, most=2)}, which {why}" for why, names in by_reason.items()]
-    return [("files", read + (f"; held all the same: {'; '.join(held)}" if held else ""))]
+    return [("files", read + (f"; kept in memory instead: {'; '.join(held)}" if held else ""))]

@@ -1,13 +1,11 @@
-"""What a run trains for: the loss of its steps and its measurements, and what a preference run must know before.
+"""The loss of a run, and the reference log-probabilities that DPO and KTO need before training.
 
-Cross-entropy needs nothing. For preferences (`train.objective: dpo` or `kto`) the reference is the model that the run
-begins with, or the base below its adapter: its log-probabilities of all answers are computed once, by the streaming
-forward, and kept beside tokenised data by a key that is made of content (the weights, the samples, and what rounding
-depends on). The run folder gets a copy, which a resumed run goes on with, since its model is no longer the reference.
-Several ranks ask together, each about its part of the micro-batches, and rank 0 alone reads and writes files.
+The reference is the model that the run begins with, or the base below its adapter. Its log-probabilities of all answers
+are computed once, by the streaming forward, and cached beside the tokenized data under a hash of weights, samples and
+whatever affects rounding. A copy in the run folder serves resumed runs, whose model is no longer the reference. Ranks
+share the computation; only rank 0 reads and writes files.
 
-Left out: a reference that is another model, or one that moves. All pairs are asked about, also where a run ends before
-it has seen them.
+Not supported: another model as the reference, or a moving one. All pairs are computed, even if the run ends sooner.
 """
 
 from __future__ import annotations
@@ -37,15 +35,15 @@ from megatrain.system.locks import alone
 from megatrain.system.paths import refuse_special, written_whole
 from megatrain.train.engine import Engine
 
-FORMAT = 2  # part of the key: raise it when the same content would give other numbers
+FORMAT = 2  # part of the cache key: increase it when the same content would give other numbers
 FILE = "reference.npz"
-"""In the run folder: a data set's fingerprint -> float32[samples]."""
+"""File in the run folder: a data set's fingerprint -> float32[samples]."""
 
 Said = dict[str, npt.NDArray[np.float32]]
 
 
 def loss_of(config: Config) -> LossFn | None:
-    """The loss that a run goes down; `None` is cross-entropy."""
+    """The loss function of a run; `None` is cross-entropy."""
     train = config.train
     given = {} if train.beta is None else {"beta": train.beta}
     match train.objective:
@@ -63,7 +61,7 @@ def loss_of(config: Config) -> LossFn | None:
 
 
 def without_reference(batch: Batch) -> Batch:
-    """What the model itself takes of a batch."""
+    """The entries of a batch that the model itself reads."""
     return {key: value for key, value in batch.items() if key not in KTO.own}
 
 
@@ -75,9 +73,9 @@ def take_up_reference(
     taken: Checkpoint | None,
     told: Callable[[int, int], None],
 ) -> None:
-    """Pairs of the corpus come with what the reference says of each answer; `told` is called with (done, total).
+    """Add the reference's log-probability of each answer to the corpus; `told` is called with (done, total).
 
-    Raises `CheckpointError` where a resumed run's reference is gone, and `DataError` where it cannot be written.
+    Raises `CheckpointError` if a resumed run's reference is missing, `DataError` if the file cannot be written.
     """
     every = (*corpus.loader.sources, *corpus.validation.sources.values())
     sources = [rows for rows in every if isinstance(rows, SampleRows)]
@@ -86,10 +84,10 @@ def take_up_reference(
     if taken is None:
         known = _asked(config, files, engine, plan, told)
     else:
-        kept = taken.folder.parent.parent / FILE  # what it goes on from knows best
+        kept = taken.folder.parent.parent / FILE  # in the folder of the run it resumes from
         known = _of_first(world, files, lambda: _read(there) | _read(kept))
         if not known:
-            what = "the log-probabilities of the model that the run began with are gone, or of other data"
+            what = "the reference model's log-probabilities are missing, or belong to other data"
             raise CheckpointError(what, where=str(there), fix="put the file back, or begin a new run")
     _write_first(world, there, known)
     for rows in sources:
@@ -99,7 +97,7 @@ def take_up_reference(
 def _asked(
     config: Config, files: Mapping[str, SampleFile], engine: Engine, plan: Plan, told: Callable[[int, int], None]
 ) -> Said:
-    """What the engine says of each file now, from the cache where it has been asked before, by whichever process."""
+    """The log-probabilities for each file, from the cache or computed now."""
     weights, world, of_base = _digest(engine), engine.world, config.train.dpo_reference == "base"
     known: Said = {}
     for name, file in files.items():
@@ -118,13 +116,13 @@ def _asked(
 
 
 def _read_alone(path: Path, held: ExitStack) -> Said:
-    """What the file holds once nobody else is at it; from then on this process is, until `held` ends."""
+    """The file's content, read under a lock that this process keeps until `held` is closed."""
     held.enter_context(alone(path))
     return _read(path)
 
 
 def _of_first(world: World, files: Mapping[str, SampleFile], find: Callable[[], Said]) -> Said:
-    """What rank 0 finds of these files, on all ranks; nothing where it lacks any."""
+    """What rank 0 finds for these files, broadcast to all ranks; nothing if it lacks any."""
     mine: list[Said] = []
 
     def look() -> bool:
@@ -140,9 +138,9 @@ def _of_first(world: World, files: Mapping[str, SampleFile], find: Callable[[], 
 def _ask(
     engine: Engine, file: SampleFile, plan: Plan, told: Callable[[int, int], None], *, of_base: bool
 ) -> npt.NDArray[np.float32]:
-    """The sum of each sample's log-probabilities, float32[samples]; samples of like lengths go together.
+    """Each sample's summed log-probability, float32[samples], in batches of similar length.
 
-    of_base: by the model without its adapter.
+    of_base: of the model without its adapter.
     """
     rows, world = SampleRows(file, np.arange(len(file)), plan.micro_batch), engine.world
     order = np.argsort(file.lengths.astype(np.int64), kind="stable")
@@ -168,13 +166,13 @@ def _digest(engine: Engine) -> str:
     for unit in engine.spec.units:
         for param in unit.params:
             weights = engine.master(param.name).numpy().reshape(-1).view(np.uint8)
-            words, rest = np.split(weights, [weights.size // 8 * 8])  # the sum is over words of 8 bytes
+            words, rest = np.split(weights, [weights.size // 8 * 8])  # checksums are of 8-byte words
             digest.update(f"{param.name} {param.shape} {checksum([words])} {rest.tobytes().hex()}\n".encode())
     return digest.hexdigest()
 
 
 def _read(path: Path) -> Said:
-    """What a file holds, nothing where there is none or it is damaged."""
+    """Content of a file; empty if it is missing or damaged."""
     try:
         refuse_special(path)
         with np.load(path) as held:
@@ -184,7 +182,7 @@ def _read(path: Path) -> Said:
 
 
 def _write_first(world: World, path: Path, said: Said) -> None:
-    """By rank 0; where it cannot, all raise."""
+    """Write on rank 0; if that fails, all ranks raise."""
     world.agree("the file of the reference", lambda: _write(path, said) if world.rank == 0 else None)
 
 
@@ -192,7 +190,7 @@ def _write(path: Path, said: Said) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(path) as draft:
-            np.savez(draft, **said)  # type: ignore[arg-type]  # names are ours, and none is that of an option
+            np.savez(draft, **said)  # type: ignore[arg-type]  # our names never equal an option's
     except OSError as error:
         what = f"cannot be written ({error.strerror or error})"
         raise DataError(what, where=str(path), fix="free some space, or choose another folder") from error

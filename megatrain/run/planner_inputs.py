@@ -1,7 +1,4 @@
-"""Builds the planner's input from a configuration, for a run and for `megatrain plan CONFIG`.
-
-Left out: which machine it is asked for (`this_machine`), and the answer (`plan`).
-"""
+"""Build the planner's input from a configuration, for a run and for `megatrain plan CONFIG`."""
 
 from __future__ import annotations
 
@@ -15,14 +12,17 @@ from megatrain.run.memory_limits import limits_of, with_disk
 from megatrain.spec import Batching, Hardware, ModelSpec
 
 ROWS_OF: Mapping[str, Batching] = {"best_fit": "packed", "grouped": "padded"}
-"""By how samples are told to be packed; with `auto` it is known only when the data have been read, behind the plan."""
+"""data.packing -> how rows are packed; `auto` is decided only after planning, when the data are read."""
 
 
 def question_of(config: Config, spec: ModelSpec, hardware: Hardware, overrides: Mapping[str, Any]) -> Question:
-    """The question of one rank; `overrides` are beside those of `policy`. Raises `ConfigError`."""
+    """The planning question of one rank. overrides: policy fields in addition to `config.policy`'s.
+
+    Raises `ConfigError` if nothing is left to train.
+    """
     train = config.train
     if not spec.trained_numel:
-        raise ConfigError("freezes every parameter", where="train.freeze", fix="freeze fewer of them")
+        raise ConfigError("freezes all parameters", where="train.freeze", fix="freeze fewer of them")
     hardware = with_disk(hardware, config.disk)
     pinned = {**overrides, **config.policy.overrides}
     if train.micro_batch_override is not None:

@@ -1,6 +1,6 @@
-"""Pushes a model folder to the Hugging Face hub, with a model card that says what it was trained from, and how.
+"""Upload a model folder to the Hugging Face hub, with a model card.
 
-The card gets what the hub reads of it (base model, data sets, tags) in front. A new repository is private.
+The card starts with the metadata that the hub reads (base model, data sets, tags). A new repository is private.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
 def refuse_push(name: str, where: str) -> None:
-    """Raise `ExportError` where nothing could be pushed as `name`: it is no name, or the hub does not know the user.
+    """Raise `ExportError` if `name` is not a valid repository name, or the user is not logged in to the hub.
 
     where: the key or option that holds the name.
     """
@@ -32,16 +32,16 @@ def refuse_push(name: str, where: str) -> None:
     try:
         HfApi().whoami(cache=True)
     except LocalTokenNotFoundError as error:
-        raise ExportError("nobody is logged in to the hub", where=where, fix=LOG_IN) from error
+        raise ExportError("you are not logged in to the hub", where=where, fix=LOG_IN) from error
     except Exception as error:  # the client's network errors have no common base but this
         raise ExportError(f"the hub does not answer ({first_line(error)})", where=where, fix=LOG_IN) from error
 
 
 def push(folder: Path, name: str, where: str, run: Path | None = None) -> str:
-    """Upload the model in `folder` as `name`, and return its address.
+    """Upload the model in `folder` as `name`, and return its URL.
 
-    run: the folder of the run that has trained it, whose configuration tells base model and data. The card comes last,
-    so that a repository with a card is whole. Raises `ExportError` where the hub refuses it; what it has by then stays.
+    run: folder of the run that trained it, whose configuration names base model and data. The card is uploaded last, so
+    a repository with a card is complete. Raises `ExportError` if the hub refuses; files already uploaded stay there.
     """
     api = HfApi()
     try:
@@ -54,16 +54,16 @@ def push(folder: Path, name: str, where: str, run: Path | None = None) -> str:
             api.upload_folder(repo_id=address.repo_id, folder_path=beside, commit_message="Card")
     except HfHubHTTPError as error:
         code = error.response.status_code
-        fix = LOG_IN if code in (401, 403) else "push again; what the hub has already is not sent twice"
+        fix = LOG_IN if code in (401, 403) else "push again; files already uploaded are not sent again"
         raise ExportError(f"the hub refuses {name} ({first_line(error)})", where=where, fix=fix) from error
     except Exception as error:  # the client's network errors have no common base but this
-        fix = "push again; what the hub has already is not sent twice"
+        fix = "push again; files already uploaded are not sent again"
         raise ExportError(f"could not be pushed ({first_line(error)})", where=where, fix=fix) from error
     return str(address)
 
 
 def _data(run: Path | None, api: HfApi) -> ModelCardData:
-    """What the hub reads of a card. Base model and data sets are told where they are names on the hub, not paths."""
+    """Metadata for the card. Base model and data sets are included if they are names on the hub, not paths."""
     tree = {} if run is None else config_of(run)
     model, data, adapter = (tree.get(name) for name in ("model", "data", "adapter"))
     base = model.get("path") if isinstance(model, dict) else None
@@ -79,7 +79,7 @@ def _data(run: Path | None, api: HfApi) -> ModelCardData:
 
 
 def _is_of_hub(api: HfApi, name: object, kind: str) -> bool:
-    """Whether the hub has it: a path of the run need not be here any more, and may look like a name."""
+    """Whether `name` is on the hub; it could also be a path that looks like a name and no longer exists here."""
     if not isinstance(name, str) or Path(name).exists():
         return False
     try:

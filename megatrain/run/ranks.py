@@ -1,9 +1,8 @@
-"""Run training as one rank of several: what rank 0 does for all, what each does alone, and what they agree on.
+"""A training run with several ranks: what rank 0 does for all, what each does alone, and what they agree on.
 
-Rank 0 finds the checkpoint to resume from, plans, tells the person and writes the run folder; the others follow it, and
-write what they would tell to a log of their own. The plan is that of one rank with its part of the step, the state and
-the machine (`plan.ranks`); what joins the ranks is timed where no figure is known. Left out: who starts the ranks, and
-their steps (`train.engine`).
+Rank 0 finds the checkpoint to resume from, plans, prints and writes the run folder; the others follow it and print to
+log files of their own. The plan is for one rank with its share of the step, the state and the machine (`plan.ranks`);
+the link between ranks is timed if its bandwidth is unknown. The steps themselves are in `train.engine`.
 """
 
 from __future__ import annotations
@@ -44,18 +43,18 @@ OWN = ("data.cache", "data.workers")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank among the others of a run; `local_rank` of `local_size` on its machine."""
+    """This rank of a run; `local_rank` of `local_size` on its machine."""
 
     world: World = ALONE
     local_rank: int = 0
     local_size: int = 1
     threads: int = field(default_factory=available_threads)
-    """Of the cores of its machine, those for this rank."""
+    """Number of threads: this rank's share of its machine's cores."""
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """In the block, the others hear of it if this rank fails, and this one of them. Raises `RankError`; also where
-        a launcher ends this rank, as it does all when one has ended: until steps begin, which a signal stops otherwise.
+        """In the block, a failure of this rank is reported to the others and theirs here, as `RankError`. Until steps
+        begin, a launcher's SIGTERM raises it too, as launchers end all ranks when one has ended.
         """
         if (watch := self.world.watch) is None:
             yield
@@ -76,20 +75,20 @@ class Ranks:
     def _told_to_end(self, number: int, frame: FrameType | None) -> None:
         assert self.world.watch is not None
         where = f"rank {self.world.rank} of {self.world.size}"
-        raise self.world.watch.explained(RankError("was told to end (SIGTERM)", where=where))
+        raise self.world.watch.explained(RankError("was stopped (SIGTERM)", where=where))
 
     def at(self, what: str) -> None:
-        """What this rank is at from now on."""
+        """Note for the other ranks' error messages what this rank is doing from now on."""
         if self.world.watch is not None:
             self.world.watch.at(what)
 
     def before_it_is_ended(self, tell: Callable[[str], object]) -> None:
-        """Have `tell` called with the line where this rank is ended for another, from a thread."""
+        """Have a thread call `tell` with the reason before this rank is ended because of another."""
         if self.world.watch is not None:
             self.world.watch.ending.append(tell)
 
     def follow(self, event: Event) -> None:
-        """A watcher, for what a step is at."""
+        """Event watcher that notes the step this rank is in."""
         if isinstance(event, Stepped | Skipped | Resumed):
             self.at(f"step {event.step + 1:,}")
         elif isinstance(event, Ended):
@@ -101,11 +100,11 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether it is the one that tells and writes."""
+        """Whether this is rank 0, which prints and writes files."""
         return self.world.rank == 0
 
     def device_of(self, name: str) -> str:
-        """The device of that name, of several GPUs this rank's own. Raises `ConfigError` where two share one."""
+        """The device name for this rank: `cuda` becomes its own GPU. Raises `ConfigError` if two ranks share a GPU."""
         if self.alone or not name.startswith("cuda"):
             return name
         from megatrain.device.cuda import gpu_of
@@ -114,20 +113,20 @@ class Ranks:
         told = self.world.exchange("GPUs", f"{identity} of {socket.gethostname()}")
         for rank, each in enumerate(told):
             if (first := told.index(each)) < rank:
-                what, fix = f"ranks {first} and {rank} have the same GPU", "start one process for each GPU"
+                what, fix = f"ranks {first} and {rank} use the same GPU", "start one process per GPU"
                 raise ConfigError(what, where="train.device", fix=fix)
         return found
 
     def planned(self, question: Question, device: Device) -> Plan:
-        """The plan of the first rank, on all: of its part. `question` is about a whole step on this machine.
+        """The plan for one rank's share, found by rank 0, on all ranks. question: of a whole step on this machine.
 
-        Raises `ConfigError` for steps that the ranks cannot share, and what `find_plan` raises on the first.
+        Raises `ConfigError` for steps that cannot be divided among the ranks, and rank 0's errors from `find_plan`.
         """
         size, sequences = self.world.size, question.sequences
         micro_batch = question.overrides.get("micro_batch")
         if micro_batch is None and sequences % size:
-            what = f"{sequences:,} sequences of a step are not shared evenly by {size} ranks"
-            fix = "set train.micro_batch_size, or a multiple of the ranks"
+            what = f"{sequences:,} sequences per step cannot be divided evenly among {size} ranks"
+            fix = "set train.micro_batch_size, or use a multiple of the number of ranks"
             raise ConfigError(what, where="train.global_batch_size", fix=fix)
         if micro_batch is not None and (count := -(-sequences // micro_batch)) < size:
             what = f"a step has {count} micro-batch{'es' * (count > 1)}, and each of {size} ranks needs one"
@@ -154,7 +153,7 @@ class Ranks:
         return plans[0]
 
     def open_log(self, folder: Path) -> TextIO:
-        """Where a rank that is not the first tells what it has to tell. Raises `ConfigError`."""
+        """Open the log file of a rank other than 0. Raises `ConfigError` if it cannot be written."""
         path = folder / "logs" / f"rank-{self.world.rank}.log"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -164,10 +163,10 @@ class Ranks:
 
 
 def joined(config: Config) -> Ranks:
-    """This rank, once the others are there; the only one where no launcher has started several.
+    """Join the other ranks, if a launcher started several, and return this one.
 
-    Raises `ConfigError` for what several cannot do yet, and `RankError` where the others do not come, or have another
-    configuration or other code.
+    Raises `ConfigError` for keys that several ranks do not support, and `RankError` if the others do not join, or have
+    another configuration or other code.
     """
     launch = find_launch()
     if launch is None:
@@ -179,7 +178,7 @@ def joined(config: Config) -> Ranks:
     own = {name: value for name, value in _rows(config.model_dump(mode="json")).items() if name not in OWN}
     refuse_unlike("has", world.exchange("what each runs", {**_libraries(), **own}))
     ranks = Ranks(world, launch.local_rank, local_size, threads_of(world))
-    torch.set_num_threads(ranks.threads)  # torchrun asks for one
+    torch.set_num_threads(ranks.threads)  # torchrun's default is 1
     return ranks
 
 
@@ -203,17 +202,17 @@ def _rows(tree: Mapping[str, Any], above: str = "") -> dict[str, object]:
 
 
 def refuse_what_ranks_lack(config: Config) -> None:
-    """Raise `ConfigError` for a key that several ranks cannot follow yet."""
+    """Raise `ConfigError` for keys that several ranks do not support."""
     lacking = {
         "train.device": (
             config.train.device not in ("cpu", "cuda", "cuda:0"),
-            "each rank takes the GPU of its number on its machine",
+            "each rank uses the GPU with its local rank",
             "set cuda:0, or cpu",
         ),
         "checkpoint.deadline_seconds": (
             config.checkpoint.deadline_seconds is not None,
-            "a collective cannot be broken off on one rank: the others would wait in it, and save nothing",
-            "leave it out, and give steps and saves the time (TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
+            "one rank cannot abandon a step: the others would wait in a collective, and save nothing",
+            "leave it out, and allow enough time for a step and a save (TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
         ),
     }
     for key, (lacks, why, fix) in lacking.items():
@@ -222,7 +221,7 @@ def refuse_what_ranks_lack(config: Config) -> None:
 
 
 def own_of(world: World, batches: Sequence[T]) -> Sequence[T]:
-    """This rank's part of the micro-batches that a loss is measured on; where there are too few, all measure all."""
+    """This rank's share of the micro-batches for a validation loss; if there are too few, all ranks get all."""
     return batches[world.rank :: world.size] if len(batches) >= world.size else batches
 
 

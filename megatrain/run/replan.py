@@ -1,8 +1,8 @@
-"""A run's plan: told before it begins, and made again once times are measured.
+"""Re-plan a run with measured op times.
 
-What a run measures corrects the prices that it was planned with (`Replanner`), and a better plan is taken up between
-two steps: all of it once, and what layers keep whenever the bus has become faster or slower. It changes no result: the
-numerics stay. It leaves out the first plan (`run`).
+Measured times correct the predictions of the plan, and `Replanner` switches to a better plan between two steps: the
+whole policy once after warm-up, and afterwards only what layers keep, whenever the bus becomes faster or slower.
+Results do not change, because the numerics stay the same.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from megatrain.train.progress import describe_policy
 from megatrain.train.schedule_cache import FIXED
 
 WORTH_IT = 0.03
-"""Predicted gain below which a plan is not exchanged for another."""
+"""Smallest predicted gain for which the plan is replaced."""
 
 DRIFT = 0.2
-"""Of the speed of the bus that the plan was made for: what changes by less is followed by nothing."""
+"""Relative change of the bus speed below which nothing is re-planned."""
 
 NAMES = tuple(field.name for field in fields(Policy))
 MAY_CHANGE = tuple(name for name in NAMES if name not in (*FIXED, "host_threads"))
-"""What of a policy is chosen anew. State moves where its placement changes."""
+"""Policy fields that may change in the first re-plan. State is moved if its placement changes."""
 
 MAY_FOLLOW = ("activations", "activations_by_layer")
-"""What is chosen anew while a run goes on: it costs no move of state."""
+"""Policy fields that may change later, since no state has to move."""
 
 COPIES = ("FETCH", "GRAD", "RELOAD", "OFFLOAD")
 
 Pace = dict[str, float]
-"""Kind of copy -> measured over predicted seconds."""
+"""Kind of copy -> measured seconds relative to predicted."""
 
 
 def foreseen(plan: Plan, engine: Engine, facts: Sequence[tuple[str, str]], step: int) -> Planned:
-    """What the plan says of a run that begins after `step` steps, for those who read its metrics."""
+    """The plan's predictions for a run that starts after `step` steps, as an event for its metrics."""
     return Planned(
         step,
         engine.structure.name,
@@ -61,32 +61,32 @@ def _by_tier(table: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
 
 @dataclass
 class Replanner:
-    """Compares measured op times with the plan's prices, and takes up a plan that is better by them.
+    """Compares measured op times with the plan's predictions, and switches to a better plan.
 
-    Once, after `warm_up` steps, everything is planned anew. From then on what layers keep follows the bus: where its
-    speed has changed in two steps on end, by more than `DRIFT` and to about the same, what is kept is chosen again.
-    So a bus that others use recomputes more, an idle one fetches more, and one that flickers changes nothing.
+    After `warm_up` steps the whole policy is planned again, once. From then on only what layers keep is re-planned, if
+    the bus speed changes by more than `DRIFT` and stays there for two steps in a row: a busy bus leads to more
+    recomputation, an idle one to more offloading, and short fluctuations to no change.
     """
 
     engine: Engine
     plan: Plan
     warm_up: int = 0
     _pace: Pace | None = field(default=None, init=False)
-    """That the plan was made for."""
+    """Bus speed that the current plan assumes."""
     _before: Pace | None = field(default=None, init=False)
-    """Of the step before, if it had drifted."""
+    """Bus speed of the previous step, if it had drifted."""
 
     def __post_init__(self) -> None:
         self.engine.record_timeline = True
 
     def __call__(self, step: int) -> Replanned | None:
-        """To be called after a step. What has been changed, or `None`."""
+        """Call after each step. Returns the change of plan, or `None`."""
         timeline = self.engine.timeline
         if timeline is None or step < self.warm_up:
             return None
         question, policy, work = self.plan.question, self.engine.policy, self.plan.work
         if not any(op.kind == "BACKWARD" for op in timeline.schedule.ops):
-            return None  # of an evaluation or a sample in between
+            return None  # the timeline is of an evaluation or a sample
         price = op_seconds(question.model, self.engine.numerics, policy, work, question.hardware)
         shared = contention(question.model, self.engine.numerics, question.hardware)
         found = calibrate(question.model, timeline, price, shared, one_processor=question.hardware.shares_memory)
@@ -101,7 +101,7 @@ class Replanner:
         return self._replan(step, found, MAY_FOLLOW)
 
     def _replan(self, step: int, found: Calibration, may_change: Sequence[str] = MAY_CHANGE) -> Replanned | None:
-        """Take up the best plan by these times whose policy differs in no other fields, if it is worth it."""
+        """Switch to the best plan by these times that differs only in `may_change`, if the gain is large enough."""
         question, policy, work = self.plan.question, self.engine.policy, self.plan.work
         numerics, size = self.engine.numerics, self.plan.micro_batch
         stays = {name: getattr(policy, name) for name in NAMES if name not in may_change}
@@ -115,14 +115,14 @@ class Replanner:
         try:
             self.engine.adopt(better.policy)
             self.engine.prepare(work)
-        except (DoesNotFit, OutOfDeviceMemory, DiskError):  # others may have taken room since; the state is whole
+        except (DoesNotFit, OutOfDeviceMemory, DiskError):  # others may have taken the memory; the state is intact
             self.engine.adopt(policy)
             return None
         return Replanned(step, now.seconds, better.seconds, _changes(policy, better.policy))
 
 
 def _drifted(now: Pace, then: Pace) -> bool:
-    """Whether copies take another time; what goes the same way of the bus stands for what was not measured then."""
+    """Whether copy times changed; a kind not measured then is compared with another in the same direction."""
     pairs = [(now[kind], then.get(kind, then.get(LIKE[kind], now[kind]))) for kind in now]
     return any(not 1 / (1 + DRIFT) <= new / old <= 1 + DRIFT for new, old in pairs)
 
@@ -133,7 +133,7 @@ def _changes(before: Policy, after: Policy) -> str:
 
 
 def _word(value: object) -> str:
-    """Rows by what layers keep, placements by how many units are not in host memory."""
+    """A policy value in words: activation rows by what layers keep, placements by the units not in host memory."""
     if not isinstance(value, tuple):
         return str(value)
     if value and isinstance(value[0], tuple):

@@ -1,9 +1,8 @@
-"""`megatrain report`: a run as one web page that holds everything it shows; written at the end of each run too.
+"""`megatrain report`: write a run as one self-contained HTML page; a run also does so at its end.
 
-Loss with that of held-out text, learning rate, gradient norm, speed, what compute waited for, memory beside the plan,
-the timeline of a step, samples, checkpoints, what happened to the run, and its configuration. It needs the run folder
-alone (`history`), so it can be made of a run that goes on, or was killed. It leaves out how charts are drawn (`html`)
-and several runs side by side (`comparison`).
+Shows training and validation loss, learning rate, gradient norm, speed, what compute waited for, memory use against the
+plan, the timeline of a step, samples, checkpoints, events and the configuration. Reads only the run folder (`history`),
+so it works for running and killed runs. Charts are drawn in `html`; `comparison` shows several runs.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from megatrain.system.paths import written_whole
 
 REPORT = "report.html"
 SILENT_SECONDS = 30.0
-"""Without a heartbeat, after which a run that says that it runs probably does not."""
+"""Seconds without a heartbeat after which a run is probably dead, though its status says that it runs."""
 MOST_ROWS = 200
 """Of a table or list; what lies between the first and the last of them is counted."""
 MOST_PROMPT = 60
@@ -49,15 +48,15 @@ DATA = "page"
 
 
 def write_report(folder: Path, target: Path | None = None) -> Path:
-    """Write the page of the run in `folder`, into it if nowhere else; it appears whole. Returns where it is.
+    """Write the page of the run in `folder` to `target`, by default into the folder, atomically; returns its path.
 
-    Raises `ConfigError` for a folder that holds no run, `ExportError` where the page cannot be written.
+    Raises `ConfigError` for a folder without a run, `ExportError` if the page cannot be written.
     """
     return write_page(render_report(read_history(folder), time.time()), target or folder / REPORT)
 
 
 def write_page(page: str, path: Path) -> Path:
-    """Write a page, which appears whole. Returns `path`. Raises `ExportError` where it cannot be written."""
+    """Write a page atomically and return `path`. Raises `ExportError` if that fails."""
     try:
         with written_whole(path) as draft:
             draft.write_text(page, encoding="utf-8")
@@ -68,7 +67,7 @@ def write_page(page: str, path: Path) -> Path:
 
 
 def render_report(run: History, now: float) -> str:
-    """The page, as of `now` (seconds since 1970)."""
+    """The HTML page. now: current time, in seconds since 1970."""
     charts: dict[str, Any] = {}
     model = str(run.planned.get("model") or "")
     title = f"{model or 'Run'}: {run.folder.resolve().name}"
@@ -83,7 +82,7 @@ def render_report(run: History, now: float) -> str:
         section("What happened", _notes(run.notes)),
         section("Plan", definitions([(str(name), str(fact)) for name, fact in run.planned.get("facts", {}).items()])),
         section("Configuration", f"<details><summary>config.yaml</summary><pre>{escape(run.config)}</pre></details>"),
-        "<p>Made by <code>megatrain report</code> of what the run folder holds; amounts are decimal.</p>",
+        "<p>Made by <code>megatrain report</code> from the run folder; units are decimal.</p>",
     ]
     content = {"charts": charts} | ({"timeline": run.trace} if run.trace else {})
     scripts = [*(chart_scripts() if charts else []), *([TIMELINE] if run.trace else [])]
@@ -100,7 +99,7 @@ def _summary(run: History, now: float) -> list[tuple[str, str]]:
     tokens, seconds = run.total("tokens"), run.total("seconds")
     if seconds:
         rows.append(("time in steps", duration(seconds)))
-        rows.append(("tokens", f"{tokens:,.0f}, {tokens / seconds:,.0f} a second"))
+        rows.append(("tokens", f"{tokens:,.0f}, {tokens / seconds:,.0f} per second"))
         mfu = float(np.nansum(np.asarray(columns["mfu"]) * np.asarray(columns["seconds"]))) / seconds
         waits = (run.total("data_seconds") + run.total("stall_seconds")) / seconds
         rows.append(("MFU", f"{mfu:.0%} of the measured peak; compute waited {waits:.1%} of the time"))
@@ -113,7 +112,7 @@ def _summary(run: History, now: float) -> list[tuple[str, str]]:
     if run.planned.get("seconds") and seconds:
         foreseen, steps = float(run.planned["seconds"]), len(columns["seconds"])
         middle = float(np.nanmedian(np.asarray(columns["seconds"])))
-        rows.append(("a step", f"{duration(middle)} (median of {steps:,}); the plan said {duration(foreseen)}"))
+        rows.append(("a step", f"{duration(middle)} (median of {steps:,}); planned {duration(foreseen)}"))
     return rows
 
 
@@ -123,7 +122,7 @@ def _state(run: History, now: float) -> str:
     if state in ("running", "starting", "stopping") and isinstance(beat, int | float):
         age = now - beat
         silent = age > SILENT_SECONDS
-        state += f"; but nothing was heard of it for {duration(age)}, so it was probably killed" if silent else ""
+        state += f"; but it has not reported for {duration(age)}, so it was probably killed" if silent else ""
     if run.status.get("error"):
         state += f": {run.status['error']}"
     stalled = run.status.get("stalled")
@@ -145,7 +144,7 @@ def _loss(run: History, charts: dict[str, Any]) -> str:
 
 
 def _by_name(charts: dict[str, Any], key: str, title: str, measured: Sequence[tuple[int, Mapping[str, float]]]) -> str:
-    """A chart of named numbers that were measured now and then, each a curve, and the last of them in a table."""
+    """A chart with a curve for each named measurement, and a table of the last values."""
     names = dict.fromkeys(name for _, numbers in measured for name in numbers)
     if not names:
         return ""
@@ -194,13 +193,13 @@ def _memory(run: History, charts: dict[str, Any]) -> str:
         planned, taken = foreseen.get(tier, {}), held.get(tier, {})
         peak = max((value for value in run.tiers.get(tier, ()) if math.isfinite(value)), default=0.0)
         whole = max(sum(planned.values()), sum(taken.values()), 1.0)
-        for words, uses in (("planned at its peak", planned), ("held when it began", taken)):
+        for words, uses in (("planned peak", planned), ("held at the start", taken)):
             if uses:
                 rows = [(f"{use}: {amount(nbytes)}", nbytes) for use, nbytes in uses.items() if nbytes]
                 parts.append(bar(f"{tier}, {words}: {amount(sum(uses.values()))}", rows, whole))
         if peak:
             parts.append(f"<p>{escape(tier)}: at most {escape(amount(peak))} held after a step.</p>")
-    return "".join(parts) or "<p>nothing was told</p>"
+    return "".join(parts) or "<p>no data</p>"
 
 
 def _step(run: History) -> str:
@@ -215,7 +214,7 @@ def _step(run: History) -> str:
 
 def _samples(run: History) -> str:
     if not run.samples:
-        return "<p>none were drawn</p>"
+        return "<p>none</p>"
     parts = []
     for at, sample in enumerate(reversed(run.samples[-MOST_ROWS:])):
         text = f"<i>{escape(sample['prompt'])}</i>{escape(sample['text'])}"
@@ -228,7 +227,7 @@ def _samples(run: History) -> str:
 
 def _checkpoints(run: History) -> str:
     if not run.saved:
-        return "<p>none were written</p>"
+        return "<p>none</p>"
     rows = []
     for saved in run.saved:
         nbytes, seconds = _float(saved, "nbytes"), _float(saved, "seconds")
@@ -242,7 +241,7 @@ def _checkpoints(run: History) -> str:
 
 def _notes(notes: Sequence[Note]) -> str:
     if not notes:
-        return "<p>nothing but steps</p>"
+        return "<p>none</p>"
     return table(("step", "what", "more"), _some([(f"{note.step:,}", note.kind, note.text) for note in notes]))
 
 
@@ -257,18 +256,18 @@ def _epochs(run: History) -> str:
 
 
 def _loss_curves(run: History) -> list[Curve]:
-    """The loss of each step behind its smoothed course, that of held-out text, and what was gone back from."""
+    """Curves of the loss: each step's, smoothed, validation, and of steps undone by a rollback."""
     curves = _with_smoothed("training", run.columns["step"], run.columns["loss"], 0)
     if run.evaluated:
         held = [(float(each.step), each.loss) for each in run.evaluated]
         curves.append(marked("held-out text", held, 1))
     if run.undone:
-        curves.append(replace(marked("gone back from", run.undone, 3), faint=True))
+        curves.append(replace(marked("undone by a rollback", run.undone, 3), faint=True))
     return curves
 
 
 def _with_smoothed(name: str, steps: Sequence[float], values: Sequence[float], colour: int) -> list[Curve]:
-    """A curve; of more than 20 steps, behind its mean over a fiftieth of them."""
+    """A curve; with more than 20 steps also its moving average over a fiftieth of them."""
     if len(values) <= 20:
         return [Curve(name, steps, values, colour)]
     window = smoothing_window(len(values))
@@ -277,7 +276,7 @@ def _with_smoothed(name: str, steps: Sequence[float], values: Sequence[float], c
 
 
 def smoothing_window(steps: int) -> int:
-    """How many steps a smoothed curve takes the mean of: a fiftieth of them, an odd number from 5 up."""
+    """Steps that a smoothed curve averages over: a fiftieth of all, odd, at least 5."""
     return max(5, steps // 50 | 1)
 
 
@@ -291,7 +290,7 @@ def _events(run: History) -> list[ChartEvent]:
 
 
 def _some(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """The first and the last rows of many, and a row that counts the others."""
+    """The first and last rows of a long table, with a row that counts those in between."""
     if len(rows) <= MOST_ROWS:
         return list(rows)
     half = MOST_ROWS // 2
@@ -300,7 +299,7 @@ def _some(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def _by_tier(told: Any) -> dict[str, dict[str, float]]:
-    """Tier -> use -> bytes, out of whatever a line held."""
+    """Tier -> use -> bytes, from untrusted JSON."""
     if not isinstance(told, Mapping):
         return {}
     return {

@@ -1,12 +1,11 @@
-"""Which checkpoint a run goes on from, and whether it may: what has changed since is told, or refused.
+"""Choose the checkpoint that a run resumes from, and report or refuse changes since then.
 
-Three things are different, and stay so. A run *starts* from a Hugging Face folder (`model.path`): its weights, with a
-new optimizer, from step 0. It *goes on* from a checkpoint (`resume`): all of the state, from the step after. And a
-finished run is *extended* by going on with more `train.steps` or `train.epochs`; the learning rate then follows its new
-length.
+A run *starts* from a Hugging Face folder (`model.path`): its weights, with a new optimizer, at step 0. It *resumes*
+from a checkpoint (`resume`): all of the state, at the next step. A finished run is *extended* by resuming it with more
+`train.steps` or `train.epochs`; the learning rate schedule then follows the new length.
 
-Numbers that were chosen when the run began (how a step is cut into micro-batches, say) are kept, unless they are given
-anew. It leaves out the state itself (`train.restore`).
+Numbers that were chosen when the run began, such as micro-batch sizes, are kept unless given again. Loading the state
+is in `train.restore`.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from megatrain.train.batch_feed import Feed
 from megatrain.train.early_stopping import LowestLoss
 
 SIZES = ("global_batch_size", "micro_batch_size", "gradient_accumulation_steps")
-"""Keys of `train` that say how a step is cut."""
+"""Keys of `train` that divide a step into micro-batches."""
 NUMERICS = tuple(field.name for field in fields(Numerics) if field.name != "precision")
-"""Keys of `policy` that numbers depend on, by rounding."""
+"""Keys of `policy` that affect results, by rounding."""
 
 BY_ROWS = "rows"
-"""What compute waited for in an earlier version, which rounded products otherwise: that it is gone is told."""
+"""Value of `policy.wait_for` in an earlier version that rounded differently; its removal is reported."""
 
 FREE = (
     *("output", "trace", "resume", "accept_changes", "checkpoint", "memory", "disk", "lm_eval"),
@@ -44,7 +43,7 @@ FREE = (
     *("train.sample_temperature", "train.sample_top_k", "train.on_nonfinite", "train.nonfinite_limit"),
     *(f"policy.{name}" for name in PolicySection.model_fields if name not in NUMERICS),
 )
-"""Keys, or sections, that no number of the training depends on."""
+"""Keys and sections that do not affect the results of training."""
 
 REFUSED = (
     "model.path",
@@ -56,19 +55,18 @@ REFUSED = (
     "train.precision",
     "train.objective",
 )
-"""Keys, or sections, whose change means another model or other data, which a run is not to go on with by mistake."""
+"""Keys, or sections, whose change means another model or other data, so resuming is refused."""
 
 COMPARED = ("data.sources",)
-"""Keys under `REFUSED` that may change, since what they stand for is compared itself."""
+"""Keys within `REFUSED` that may change, because their content is compared instead."""
 
 
 def find(config: Config, say: Say) -> Checkpoint | None:
-    """The checkpoint that the run goes on from, checked in every byte; `None` where it starts.
+    """The checkpoint that the run resumes from, with every byte verified; `None` for a new run.
 
-    Nothing of an earlier run is replaced by mistake. What has to go from the run folder and the folder of checkpoints
-    is said here; it is removed when training begins, and the model when the new one is whole. Raises `ConfigError`
-    where more than metrics would go and `output.overwrite` does not allow it, and `CheckpointError` where the run is to
-    go on and no checkpoint is sound.
+    Also reports which files of an earlier run will be deleted: most when training begins, the model when the new one is
+    complete. Raises `ConfigError` if those are more than metrics and `output.overwrite` is not set, `CheckpointError`
+    if the run should resume and no checkpoint is valid.
     """
     if config.folder.exists() and not config.folder.is_dir():
         raise ConfigError("is a file", where=str(config.folder), fix="choose another output.folder")
@@ -79,14 +77,14 @@ def find(config: Config, say: Say) -> Checkpoint | None:
 
 
 def is_finished(config: Config, taken: Checkpoint) -> bool:
-    """Whether a checkpoint at which a run is over is of this very run, and its model is there."""
+    """Whether a run's last checkpoint belongs to this run, and the model has been written."""
     return has_model(config) and is_own(config, taken)
 
 
 def lowest_loss_at(config: Config, taken: Checkpoint | None, of: str) -> LowestLoss:
-    """The lowest validation loss when a run begins, or goes on from a checkpoint. of: what is measured now.
+    """The lowest validation loss so far, from a checkpoint of this run. of: identity of the data measured now.
 
-    It begins anew behind another run's checkpoint: this run has none of the states that were better.
+    It starts empty after another run's checkpoint, because this run does not have that run's better states.
     """
     lowest = LowestLoss(config.train.early_stopping_patience, config.train.early_stopping_threshold, of)
     if taken is not None:
@@ -95,7 +93,7 @@ def lowest_loss_at(config: Config, taken: Checkpoint | None, of: str) -> LowestL
 
 
 def _wanted(config: Config, say: Say) -> Checkpoint | None:
-    """The checkpoint that `resume` asks for. Raises `ConfigError`, `CheckpointError`."""
+    """The checkpoint that `resume` asks for. Raises `ConfigError` or `CheckpointError` if there is none."""
     if config.resume is None:
         return None
     if config.resume == AUTO:
@@ -104,7 +102,7 @@ def _wanted(config: Config, say: Say) -> Checkpoint | None:
 
 
 def facts_of(taken: Checkpoint) -> Mapping[str, Any]:
-    """What the run told when it was saved. Raises `CheckpointError` for a checkpoint that no run has written."""
+    """The facts that the run saved with a checkpoint. Raises `CheckpointError` if it was not written by a run."""
     facts = taken.training.get("run")
     if not isinstance(facts, dict) or not {"step", "data", "config"} <= facts.keys():
         fix = "start from it with model.path, or take a checkpoint of `megatrain train`"
@@ -114,7 +112,7 @@ def facts_of(taken: Checkpoint) -> Mapping[str, Any]:
 
 
 def _renamed(policy: Mapping[str, Any]) -> dict[str, Any]:
-    """A policy with the names of now: `kernels` was `compile`, true or false."""
+    """An older policy with current names: `kernels` was `compile`, true or false."""
     found = dict(policy)
     if "compile" in found:
         compiles = found.pop("compile")
@@ -123,20 +121,20 @@ def _renamed(policy: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_numbers(config: Config, numerics: Numerics) -> Config:
-    """The configuration with what the plan has chosen and numbers depend on; what checkpoints tell about the run."""
+    """The configuration with the plan's choices that affect results, as saved in checkpoints."""
     chosen = {name: getattr(numerics, name) for name in NUMERICS}
     return config.model_copy(update={"policy": config.policy.model_copy(update=chosen)})
 
 
 def as_begun(config: Config, taken: Checkpoint) -> Config:
-    """The configuration with the sizes that the run began with, where they are open now and go with those given."""
+    """The configuration with the run's original batch sizes, where they are null now and fit those given."""
     train, then = config.train, _sizes(facts_of(taken)["config"]["train"])
     given = {name: getattr(train, name) for name in SIZES if getattr(train, name) is not None}
     goes_on = all(then[name] == size for name, size in given.items())
     kept = {name: then[name] for name in ("micro_batch_size", "gradient_accumulation_steps")} if goes_on else {}
-    oldest = {"mlp_chunk_tokens": 0, "kernels": "stock"}  # which had neither key
+    oldest = {"mlp_chunk_tokens": 0, "kernels": "stock"}  # for the oldest versions, which had neither key
     engine = taken.training["engine"]
-    numerics = {**oldest, **_renamed(engine["policy"]), **engine.get("numerics", {})}  # once among the policy's fields
+    numerics = {**oldest, **_renamed(engine["policy"]), **engine.get("numerics", {})}  # were once policy fields
     overrides = config.policy.overrides
     held = {name: numerics.get(name) for name in NUMERICS if name not in overrides}
     return config.model_copy(
@@ -145,18 +143,18 @@ def as_begun(config: Config, taken: Checkpoint) -> Config:
 
 
 def refuse_changes(config: Config, taken: Checkpoint, say: Say) -> None:
-    """Tell in a line what has changed since the checkpoint. Raises `ConfigError` for what must not, unless accepted."""
+    """Report in a line what changed since the checkpoint. Raises `ConfigError` for forbidden changes not accepted."""
     then = facts_of(taken)["config"]
     if (then.get("adapter") is None) != (config.adapter is None):
         kinds = ("an adapter", "a whole model") if config.adapter is None else ("a whole model", "an adapter")
-        what = f"was written by a run that trained {kinds[0]}, and this one trains {kinds[1]}"
+        what = f"was written by a run that trained {kinds[0]}, but this one trains {kinds[1]}"
         raise ConfigError(what, where=str(taken.folder), fix="set `adapter` as it was, or start a new run")
     changes = changes_between(then, config.model_dump(mode="json"))
     if not changes:
         return
     told = {key: f"{key} {_short(before)} -> {_short(now)}" for key, (before, now) in changes.items()}
     if kept := [line for key, line in told.items() if _within(key, ("adapter",)) and key != "adapter.path"]:
-        what = f"is of an adapter with other settings, which it keeps: {'; '.join(kept)}"
+        what = f"holds an adapter with other settings, which cannot change: {'; '.join(kept)}"
         fix = "set them as they were, or start a new run"
         raise ConfigError(what, where=str(taken.folder), fix=fix)
     wrong = [line for key, line in told.items() if _within(key, REFUSED) and not _within(key, COMPARED)]
@@ -164,15 +162,15 @@ def refuse_changes(config: Config, taken: Checkpoint, say: Say) -> None:
         raise ConfigError(
             f"was written with other settings: {'; '.join(wrong)}",
             where=str(taken.folder),
-            fix="set them as they were, start a new run, or set accept_changes=true to go on all the same",
+            fix="set them as they were, start a new run, or set accept_changes=true to resume anyway",
         )
     say(f"changed since the checkpoint: {'; '.join(told.values())}")
 
 
 def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> its value before and now, of those that differ and that numbers depend on.
+    """Dotted key -> (value before, value now), for keys that differ and affect results.
 
-    Sizes that are left open now are the plan's to choose, and no change; the windows of a step follow from the others.
+    Sizes that are null now are chosen by the plan and count as unchanged; global_batch_size follows from the others.
     """
     flat_before, flat_now = _flat(before), _flat(now)
     for flat, tree in ((flat_before, before), (flat_now, now)):
@@ -186,40 +184,42 @@ def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[s
 
 
 def _sizes(train: Mapping[str, Any]) -> dict[str, int | None]:
-    """How a step is cut, by the section of a configuration; `None` for what that leaves open."""
+    """The batch sizes in a `train` section; `None` for those left open."""
     rows = TrainSection.model_construct(**train).sequences
     return {name: rows if name == "global_batch_size" else train.get(name) for name in SIZES}
 
 
 def take_up_data(feed: Feed, taken: Checkpoint, config: Config, say: Say) -> int:
-    """Go on where the data was left, and return the step that it begins with: 0, or where it is another one, that of
-    the checkpoint. Raises `DataError` where that is not accepted."""
+    """Continue the data where the checkpoint left it, and return the step at which this data began.
+
+    That is 0, or the checkpoint's step if the data changed. Raises `DataError` if changed data is not accepted.
+    """
     try:
         feed.restore(facts_of(taken)["data"])
         return 0
     except DataError as error:
         if not config.accept_changes:
-            error.fix = f"{error.fix}; or set accept_changes=true to go on with this one from its beginning"
+            error.fix = f"{error.fix}; or set accept_changes=true to use the new data from its beginning"
             raise
-        say(f"the data is another than before, and begins anew ({error.what})")
+        say(f"the data has changed, and starts from its beginning ({error.what})")
         return taken.step
 
 
 def _newest(folder: Path, say: Say) -> Checkpoint:
     found = newest_sound(folder)
     for line in found.skipped:
-        say(f"skipped a checkpoint that is not sound: {line}")
+        say(f"skipped an invalid checkpoint: {line}")
     if found.checkpoint is None:
         raise CheckpointError(
-            "holds no checkpoint that is sound",
+            "holds no valid checkpoint",
             where=str(folder),
-            fix="begin again in another output.folder, or with output.overwrite=true and resume=null",
+            fix="start again in another output.folder, or with output.overwrite=true and resume=null",
         )
     return found.checkpoint
 
 
 def _at(path: Path, say: Say) -> Checkpoint:
-    """The checkpoint at a path, or the newest in a folder of them, or in a run folder."""
+    """The checkpoint at a path, or the newest valid one in a checkpoint or run folder."""
     for folder in (path, path / "checkpoints"):
         if folder.is_dir() and checkpoints(folder):
             return _newest(folder, say)
@@ -227,7 +227,7 @@ def _at(path: Path, say: Say) -> Checkpoint:
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections as dotted keys; what is free-form inside stays whole."""
+    """Nested sections as dotted keys; free-form mappings are kept as values."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and not prefix:

@@ -1,4 +1,4 @@
-"""Text drawn from an engine: a run's samples, and what `megatrain generate` draws with."""
+"""Generate text with an engine, for a run's samples and for `megatrain generate`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ WHERE = "generate"
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The prompt as the tokenizer itself would begin a text with it, one token at least."""
+    """Token ids of the prompt with the tokenizer's own special tokens; at least one."""
     try:
         ids: list[int] = tokenizer(prompt)["input_ids"]
-    except (TypeError, UnicodeEncodeError) as error:  # what it says to a lone surrogate
+    except (TypeError, UnicodeEncodeError) as error:  # raised for a lone surrogate
         raise DataError("the prompt is not Unicode text", where=WHERE, fix="remove the lone surrogate") from error
     if ids:
         return ids
     start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if start is None:
-        raise DataError("the prompt is empty, and the tokenizer has no token that starts a text", where=WHERE)
+        raise DataError("the prompt is empty, and the tokenizer has no start token", where=WHERE)
     return [start]
 
 
@@ -46,11 +46,11 @@ def draw_ids(
     streamer: TextStream | None = None,
     stopped: Callable[[], bool] | None = None,
 ) -> list[int]:
-    """Up to `tokens` ids that follow `ids`; the last may be one that ends a text.
+    """Generate up to `tokens` ids after `ids`; the last may be an end-of-text token.
 
-    Ids that the tokenizer does not know are not drawn, for a model may have more logits than its tokenizer tokens.
-    temperature, top_k, top_p: `None` as the model's own generation config has them; temperature 0 takes the likeliest.
-    stopped: asked after each token whether to draw no more.
+    Ids unknown to the tokenizer are never drawn, as a model may have more logits than its tokenizer has tokens.
+    temperature, top_k, top_p: `None`: as in the model's generation config; temperature 0 takes the most likely token.
+    stopped: called after each token; generation ends when it returns true.
     """
     own = engine.generation_config.eos_token_id
     stops = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id} - {None}
@@ -73,9 +73,9 @@ def draw_ids(
 def sample_of(
     train: TrainSection, engine: Engine, corpus: Corpus, tokenizer: Tokenizer, prompt: str, step: int
 ) -> Sampled:
-    """Text that the model continues `prompt` with, or its answer where it learns chats.
+    """The model's continuation of `prompt`, or its answer if chats are trained.
 
-    A full window goes on from its middle.
+    When the sequence length is reached, generation continues from the second half of the text.
     """
     end, window = end_of_text_id(tokenizer), corpus.window
     if corpus.chats is not None and prompt:

@@ -1,8 +1,8 @@
-"""The machine at hand, as plans see it: what `megatrain probe` has found here, or else a rough description.
+"""A `Hardware` description of this machine: as `megatrain probe` measured it, or else a rough one.
 
-`megatrain plan` and a run plan for the same machine: that of the file that the last probe has left, where there is one;
-else the described machine that has this GPU; else one measured product, and rates that are assumed. No torch is needed
-as long as nothing is measured. It leaves out measuring with care (`probe`) and machines elsewhere (`plan.machines`).
+`megatrain plan` and a run use the same description: the last probe's file, if there is one; else the built-in machine
+with this GPU; else one measured matrix product and assumed rates. Torch is needed only to measure. Careful measurements
+are in `probe`, other machines in `plan.machines`.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from megatrain.device import Device
 
 PROBED = Path("~/.cache/megatrain/hardware.json")
-"""Where `megatrain probe` leaves its file, unless told otherwise."""
+"""Default output file of `megatrain probe`."""
 
 THREAD_BANDWIDTH, MOST_BANDWIDTH = 8e9, 6e10
-"""Of a host that nobody has probed: bytes per second of a thread, and of all of them."""
+"""Assumed memory bandwidth of an unprobed host, in bytes per second: of one thread, and of all."""
 
 BUS_BANDWIDTH = 1e10
-"""Bytes per second of a bus of which nothing is known, and of the memory behind it."""
+"""Assumed bandwidth of an unknown bus and of device memory, in bytes per second."""
 
 
 def probed_machine() -> Hardware | None:
-    """What the last `megatrain probe` found, `None` where there was none.
+    """The result of the last `megatrain probe`; `None` if there was none.
 
-    Raises `PlanError` for a file that cannot be read: a plan for another machine would be worse than none.
+    Raises `PlanError` for a file that cannot be read, rather than plan for the wrong machine.
     """
     path = Path(os.path.expanduser(PROBED))
-    if not os.path.exists(path):  # false too in a home that may not be entered
+    if not os.path.exists(path):  # also false in an inaccessible home folder
         return None
     try:
         return load_hardware(path)
@@ -47,10 +47,10 @@ def probed_machine() -> Hardware | None:
 
 
 def this_machine(device: Device, precision: Precision, hardware: str | None = None) -> Hardware:
-    """`device` and its host, with the memory that is free now.
+    """Describe `device` and its host, with the memory that is free now.
 
-    hardware: a probe's file, or a described machine's name. Without it, a probe of another kind of device is passed
-    over. Raises `PlanError` for a name or a file that is wrong.
+    hardware: a probe's file or a built-in machine's name; `None`: the last probe, if it was of this kind of device.
+    Raises `PlanError` for an unknown name or a malformed file.
     """
     if hardware is not None:
         known = load_hardware(hardware)
@@ -66,14 +66,14 @@ def this_machine(device: Device, precision: Precision, hardware: str | None = No
 
 
 def described_machine(device: Device) -> Hardware | None:
-    """The machine of the library that has this device, if there is one."""
+    """The built-in machine with this device, if there is one."""
     model = str(getattr(device, "model", ""))
     known = machine_of_device(model)
     return known and replace(known, name=f"{model}, not probed")
 
 
 def _rough(device: Device, precision: Precision) -> Hardware:
-    """A device by one measured product, with rates that are assumed."""
+    """Describe a device by one measured matrix product and assumed rates."""
     from megatrain.device import matmul_flops
     from megatrain.engine import DTYPES
 

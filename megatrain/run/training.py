@@ -1,22 +1,22 @@
-"""A training run from its configuration: the only file that wires everything.
+"""Run training from a configuration; the only module that connects everything.
 
-What can be wrong is looked for in the order of its cost: the run folder, the numbers, the device, the data (tokenised
-once and kept), the model; the engine is built last. The run folder then holds
+Checks are made in order of cost: the run folder, the numbers, the device, the data (tokenized once and cached), the
+model; the engine is built last. The run folder then holds
 
-    config.yaml       every key as resolved; `megatrain train` takes it
+    config.yaml       every key with its value; `megatrain train` accepts it
     metrics.jsonl     one JSON object per event
     tensorboard/      the same for TensorBoard, where it is among the trackers
-    status.json       how the run is: see `train.status`
+    status.json       state of the run: see `train.status`
     trace.json        one early step, op by op, unless `trace` names another file
-    report.html       all of it as a page
-    logs/             what each of several ranks has told, but for the first
-    checkpoints/      what a run goes on from; each appears whole
-    model/            Hugging Face folder with the tokenizer; it appears whole, at the end
+    report.html       all of it as a web page
+    logs/             output of the ranks other than 0
+    checkpoints/      for resuming; each appears only when complete
+    model/            Hugging Face folder with the tokenizer; appears at the end, when complete
 
-A run that is told to stop writes a checkpoint, or the model if there are to be no checkpoints. A run that fails writes
-no model, and one that stood there stays. One that could not save its last state ends as failed, with its model. Files
-of an earlier run in the same folder are replaced, or gone on with where the run goes on. Only what cannot be opened
-ends a run; what fails to be reported later is told.
+A run that is stopped writes a checkpoint, or the model if checkpoints are off. A run that fails writes no model and
+leaves an existing one alone; one that could not save its last state counts as failed, but writes its model. Files of an
+earlier run in the folder are replaced, or continued when resuming. Reporting must open without errors; errors later are
+only printed.
 """
 
 from __future__ import annotations
@@ -92,26 +92,26 @@ from megatrain.train.stop import StopSignals
 from megatrain.train.timeline_file import TRACE
 
 VERIFIED_PARAMETERS = 10**9
-"""A saved model below this size is loaded again and its loss compared."""
+"""Saved models with fewer parameters are reloaded to compare their loss."""
 
 Facts = list[tuple[str, str]]
 
 PUSH_KEY = "output.push"
 
 WARM_UP = 3
-"""Steps after which measured times are compared with the plan's."""
+"""Steps before measured times are compared with the plan's."""
 
 
 @keys_named()
 def run_training(config: Config, console: Console) -> Path:
-    """Train as `config` says, telling `console`. Returns the folder of the trained model.
+    """Train as `config` says, printing to `console`; returns the folder of the trained model.
 
-    Raises a `MegaTrainError` for whatever is wrong, `NonFinite` for training that diverged among it.
+    Raises a `MegaTrainError` if anything is wrong, e.g. `NonFinite` if training diverges.
     """
     ranks = joined(config)
     folder, console = config.folder, console if ranks.leads else Console(file=io.StringIO())
     say = partial(warn, console)
-    with ExitStack() as stack, ranks.watched():  # the others hear of an error before it is cleaned up after
+    with ExitStack() as stack, ranks.watched():  # other ranks learn of an error before cleanup
         _refuse_early(config, ranks)
         metrics, tasks = load_metrics(config.train.metrics), Tasks(config.lm_eval) if config.lm_eval.tasks else None
         if config.model.path is not None:
@@ -128,13 +128,13 @@ def run_training(config: Config, console: Console) -> Path:
         device = open_device(ranks.device_of(config.train.device))
         stack.callback(device.close)
         if taken is None and config.model.path is not None:
-            located(config.model.path, where=f"model {config.model.path}")  # what it is comes before its tokenizer
+            located(config.model.path, where=f"model {config.model.path}")  # report a wrong path before its tokenizer
         tokenizer = load_tokenizer(config.tokenizer)
         source = _source(config, taken)
         vocabulary = _check_limits(config, tokenizer, source.model)
         with console.status("planning"):
             ported = ported_of(source, {"precision": config.train.precision}, of_checkpoint=taken is not None)
-            optimizer_of({"optimizer": _optimizer(config.train)}, ported.structure)  # patterns, before data is read
+            optimizer_of({"optimizer": _optimizer(config.train)}, ported.structure)  # check its patterns now
             plan = _plan(config, ported.spec, device, ranks, taken)
         config = _resolved(config, plan, ranks)
         corpus = _corpus(config, plan, tokenizer, vocabulary, source.model, ranks, console)
@@ -155,7 +155,7 @@ def run_training(config: Config, console: Console) -> Path:
         else:
             console.file = stack.enter_context(ranks.open_log(folder))
         if config.train.has_reference:
-            with loading(console, "asking the reference about each answer") as progress:
+            with loading(console, "computing the reference's log-probabilities") as progress:
                 take_up_reference(config, corpus, engine, plan, taken, progress)
         if config.trace_file is not None and ranks.leads:
             engine.trace(config.trace_file)
@@ -167,7 +167,7 @@ def run_training(config: Config, console: Console) -> Path:
         ended, tell = _train(config, run, taken, stack, console)
         if ended.step < steps and config.checkpoint.every and not checkpoints.lowest.is_over:
             checkpoints.refuse_unsaved(ended.step)
-            say(f"not finished; `resume=auto` goes on after step {checkpoints.step:,}")
+            say(f"not finished; `resume=auto` continues after step {checkpoints.step:,}")
             return Path(checkpoints.newest)
         saved = _leave_model(config, run, ended, tell, console)
     if ranks.leads:
@@ -176,26 +176,28 @@ def run_training(config: Config, console: Console) -> Path:
 
 
 def _hand_over(config: Config, saved: Path, console: Console) -> None:
-    """Say where all is, and give the hub its copy."""
+    """Say where all files are, and upload the model if asked."""
     say_where(config.folder, console)
     if config.output.push is not None:
         warn(console, f"pushed to {push(saved, config.output.push, PUSH_KEY, config.folder)}")
 
 
 def _refuse_early(config: Config, ranks: Ranks) -> None:
-    """Raise what can be told before anything is read."""
+    """Raise the errors that can be found before anything is read."""
     refuse_mistakes(config)
     if config.output.push is not None and ranks.leads:
         refuse_push(config.output.push, PUSH_KEY)
 
 
 def _leave_model(config: Config, run: _Run, ended: Ended, tell: Callable[..., None], console: Console) -> Path:
-    """Write the model of a run that is over, compare it with what `from_pretrained` makes of it, and return where it
-    is. tell: what is to be done with events. Raises `CheckpointError` where the last state could not be saved."""
+    """Write and verify the model of a run that has ended, and return its folder.
+
+    tell: handles events. Raises `CheckpointError` if the last state could not be saved.
+    """
     engine, of = run.engine, ended.step
     if config.output.best:
         of = restore_best(config, engine, of, run.checkpoints.lowest.since, partial(warn, console))
-    if ended.step == run.steps or run.checkpoints.lowest.is_over:  # who stops it does not wait for samples
+    if ended.step == run.steps or run.checkpoints.lowest.is_over:  # no samples after a stop signal
         due = (task for task in _samples(config.train, run) if not task.is_due(of, run.steps))
         tell(*(event for task in due if (event := task.run(of))))
     saved = save_trained(config, engine, run.tokenizer, config.folder / MODEL, of)
@@ -207,17 +209,17 @@ def _leave_model(config: Config, run: _Run, ended: Ended, tell: Callable[..., No
 
 
 def _finished(config: Config, taken: Checkpoint, console: Console, *, ended_early: bool = False) -> Path:
-    """Tell that there is nothing to train, and return the model that is there."""
+    """Say that the run is already finished, and return its model's folder."""
     key, ended = "train.epochs" if config.train.steps is None else "train.steps", ""
     if ended_early:
         key, ended = "train.early_stopping_patience", ", ended by its validation loss"
-    warn(console, f"{config.folder} is a finished run of {taken.step:,} steps{ended}; set {key} to more to extend it")
+    warn(console, f"{config.folder} is a finished run of {taken.step:,} steps{ended}; increase {key} to extend it")
     say_where(config.folder, console)
     return config.folder / MODEL
 
 
 def _find(config: Config, claim: Claim, say: Callable[[str], None]) -> Checkpoint | None:
-    """What the run goes on from; its folders are claimed, as far as they are there."""
+    """The checkpoint to resume from, if any; locks the run's folders that exist."""
     claim.take(config.folder)
     claim.take(config.checkpoints)
     return resume.find(config, say)
@@ -225,7 +227,7 @@ def _find(config: Config, claim: Claim, say: Callable[[str], None]) -> Checkpoin
 
 @dataclass(frozen=True)
 class _Run:
-    """What a run is made of, once all is open."""
+    """Everything a run consists of."""
 
     engine: Engine
     corpus: Corpus
@@ -237,9 +239,9 @@ class _Run:
     claim: Claim
     ranks: Ranks
     steps: int
-    """Where it ends."""
+    """Last step of the run."""
     epochs: float | None
-    """Passes over the data by then, where they can be told."""
+    """Passes over the data by then, if known."""
     metrics: Mapping[str, Metric]
     """The user's own."""
     tasks: Tasks | None
@@ -263,14 +265,14 @@ def _optimizer(train: TrainSection) -> AdamW:
 def _corpus(
     config: Config, plan: Plan, tokenizer: Tokenizer, vocabulary: int, model: Any, ranks: Ranks, console: Console
 ) -> Corpus:
-    """The data, encoded on the cores that this rank has."""
+    """Open the data, encoding it on this rank's cores."""
     with preparing(console) as told:
         how = partial(open_corpus, world=ranks.world, processes=ranks.threads, progress=told)
         return how(config, plan, tokenizer, vocabulary, model)
 
 
 def _close(corpus: Corpus, say: Callable[[str], None]) -> None:
-    """End the readers, and tell what streams have come to leave out."""
+    """Stop the readers, and report what was left out of streams."""
     corpus.loader.close()
     for stream in corpus.loader.streams:
         lines = stream.statistics.left_out.lines()
@@ -279,7 +281,7 @@ def _close(corpus: Corpus, say: Callable[[str], None]) -> None:
 
 
 def _steps(train: TrainSection, loader: Loader, begins: int) -> int:
-    """Steps of the whole run, where the data begins with step `begins`."""
+    """Steps of the whole run. begins: the step at which this data began."""
     if train.steps is not None:
         return train.steps
     assert train.epochs is not None  # one of the two
@@ -287,7 +289,7 @@ def _steps(train: TrainSection, loader: Loader, begins: int) -> int:
 
 
 def _epochs(train: TrainSection, loader: Loader, steps: int) -> float | None:
-    """Passes over the data in so many steps; where steps differ in rows, those that were asked for, if any."""
+    """Passes over the data in `steps` steps; if steps differ in rows, the epochs asked for, if any."""
     found = loader.epochs_in(steps)
     return train.epochs if found is None else found
 
@@ -337,7 +339,7 @@ def _source(config: Config, taken: Checkpoint | None) -> Source:
 def _adapted_source(
     config: Config, adapter: AdapterSection, taken: Checkpoint | None, how: Mapping[str, Any]
 ) -> Source:
-    """The model, frozen, with the adapter that begins, or goes on, over it."""
+    """The frozen model with its fresh or continued adapter."""
     model, seed = config.model, config.train.seed
     fresh = adapter.model_dump(exclude={"type", "path"})
     begins: Any = lora_config(**fresh) if adapter.path is None else adapter.path
@@ -349,19 +351,19 @@ def _adapted_source(
 
 
 def _check_limits(config: Config, tokenizer: Tokenizer, model: Any) -> int:
-    """The model's vocabulary. Raises `ConfigError` where tokenizer or sequence length do not go with the model."""
+    """The model's vocabulary size. Raises `ConfigError` if tokenizer or sequence length do not fit the model."""
     vocabulary: int = model.get_input_embeddings().weight.shape[0]
     needed = vocabulary_size(tokenizer)
     if needed > vocabulary:
         raise ConfigError(
-            f"the tokenizer {config.tokenizer!r} needs a vocabulary of {needed:,}, and the model has {vocabulary:,}",
+            f"the tokenizer {config.tokenizer!r} needs a vocabulary of {needed:,}, but the model has {vocabulary:,}",
             where="data.tokenizer",
             fix=f"use the model's own tokenizer, or set model.config.vocab_size={needed} for a fresh model",
         )
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or -1
     if 0 < positions < config.data.sequence_length:
         raise ConfigError(
-            f"{config.data.sequence_length:,} tokens, and the model has {positions:,} positions",
+            f"{config.data.sequence_length:,} tokens exceed the model's {positions:,} positions",
             where="data.sequence_length",
             fix=f"set data.sequence_length={positions} or less",
         )
@@ -369,7 +371,7 @@ def _check_limits(config: Config, tokenizer: Tokenizer, model: Any) -> int:
 
 
 def _plan(config: Config, spec: ModelSpec, device: Device, ranks: Ranks, taken: Checkpoint | None) -> Plan:
-    """How to run it on this machine. Raises `DoesNotFit` before anything is allocated, `ConfigError` for full disks."""
+    """Plan the run for this machine. Raises `DoesNotFit` before anything is allocated, `ConfigError` for full disks."""
     if ranks.leads:
         refuse_full_disk(config, spec, taken)
     hardware = this_machine(device, config.train.precision, config.train.hardware)
@@ -380,7 +382,7 @@ def _plan(config: Config, spec: ModelSpec, device: Device, ranks: Ranks, taken: 
 
 
 def _resolved(config: Config, plan: Plan, ranks: Ranks) -> Config:
-    """The configuration with the sizes that the plan has chosen, so that the saved one repeats the run."""
+    """The configuration with the sizes chosen by the plan, so that the saved file reproduces the run."""
     count = plan.work.micro_batches if ranks.alone else -(-config.train.sequences // plan.micro_batch)
     sizes = {"micro_batch_size": plan.micro_batch, "gradient_accumulation_steps": count}
     return config.model_copy(update={"train": config.train.model_copy(update=sizes)})
@@ -396,7 +398,7 @@ def _engine(
     progress: LoadingProgress,
     ranks: Ranks,
 ) -> Engine:
-    """The engine, with the state that it begins or goes on with."""
+    """The engine, with its initial or resumed state."""
     options: EngineOptions = {
         "device": device,
         "precision": config.train.precision,
@@ -419,7 +421,7 @@ def _engine(
 def _checkpoints(
     config: Config, engine: Engine, feed: Feed, tokenizer: Tokenizer, plan: Plan, lowest: LowestLoss
 ) -> Checkpoints:
-    """What saves the run. Raises `DoesNotFit` where there is no memory for it."""
+    """The run's checkpoint writer. Raises `DoesNotFit` if there is no memory for it."""
     how = config.checkpoint
     if how.every:
         engine.saver.reserve()
@@ -445,7 +447,7 @@ def _show(
     console: Console,
     steps: int,
 ) -> Facts:
-    """Tell what will be done, and return it."""
+    """Print a summary of the run before it starts, and return it."""
     train, world = config.train, engine.world
     count = train.gradient_accumulation_steps or plan.work.micro_batches
     batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
@@ -455,11 +457,7 @@ def _show(
     facts = [
         ("model", describe_model(engine.structure)),
         *([("left out", printable(left_out))] if left_out else []),
-        *(
-            [("rounded", printable(f"to bfloat16, as it is frozen: {listed(engine.rounded)}"))]
-            if engine.rounded
-            else []
-        ),
+        *([("rounded", printable(f"to bfloat16, because frozen: {listed(engine.rounded)}"))] if engine.rounded else []),
         ("attention", engine.structure.attention),
         ("verified", "no: " + engine.checked.why if engine.checked.state == "unchecked" else "against the stock code"),
         *corpus.facts,
@@ -469,13 +467,13 @@ def _show(
         ("device", f"{train.device}, {engine.peak_flops() / 1e12:.2f} TFLOP/s measured in {train.precision}"),
         *describe_disk(engine.disk, config.disk),
         *((name, printable(fact)) for name, fact in describe_files(plan, ported.in_files)),
-        ("memory", f"at its peak {describe_memory(plan)}"),
+        ("memory", f"peak {describe_memory(plan)}"),
         ("prediction", f"{speed} on {plan.question.hardware.name}"),
     ]
     engine.prepare(plan.work)
     show_plan(console, facts, engine.memory_table(), plan.nbytes, engine.numerics, engine.policy)
     if corpus.example:
-        console.print(Text("the first sample; what is trained is green", "bold"))
+        console.print(Text("the first sample; trained text is green", "bold"))
         styled = ((printable(text), "green" if trained else "dim") for text, trained in shortened(corpus.example))
         console.print(Text.assemble(*styled), soft_wrap=True)
     return facts
@@ -487,8 +485,8 @@ def _show(
 def _train(
     config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack, console: Console
 ) -> tuple[Ended, Callable[..., None]]:
-    """Train to the end, or until told to stop, and save what there is then. Returns how that ended, and a function that
-    tells events to all who watch."""
+    """Train to the end or until stopped, and save the state. Returns how it ended, and a function that sends events to
+    all watchers."""
     train_, checkpoints, engine = config.train, run.checkpoints, run.engine
     stop = stack.enter_context(StopSignals(config.checkpoint.deadline_seconds, checkpoints.expected_seconds))
     if config.checkpoint.every and engine.world.rank == 0:
@@ -502,7 +500,7 @@ def _train(
         run.ranks.before_it_is_ended(health.failed)
         watchers.append(health)
         if config.trace is None:
-            with suppress(ConfigError):  # nobody has asked for it
+            with suppress(ConfigError):  # the user has not asked for it
                 engine.trace(config.folder / TRACE, steps=1)
     watchers.append(run.ranks.follow)
     _tell(watchers, foreseen(run.plan, engine, run.facts, start))
@@ -546,7 +544,7 @@ def _tell(watchers: Sequence[Watcher], *events: Event) -> None:
 def _tasks(config: Config, run: _Run, start: int) -> list[Task]:
     train, checkpoints = config.train, run.checkpoints
     tasks = []
-    # else steps differ in their micro-batches, or in what ranks wait for, and no plan is of them all
+    # else steps differ in micro-batches or in what ranks wait for, so no plan fits all
     if train.target_tokens_per_step is None and run.engine.world.size == 1:
         tasks.append(Task(1, Replanner(run.engine, run.plan, start + WARM_UP)))
     if run.engine.numerics.kernels == "compile":
@@ -559,7 +557,7 @@ def _tasks(config: Config, run: _Run, start: int) -> list[Task]:
 
 
 def _save(checkpoints: Checkpoints, every: int, steps: int, step: int) -> Event | None:
-    """Begin a save that is due, or of the best state so far; that of the last step is waited for when the run ends."""
+    """Start a checkpoint that is due, or of the best state so far. The last step's is written when the run ends."""
     is_due = step % every == 0 or checkpoints.is_best(step)
     return checkpoints.save(step) if is_due and step < steps else None
 
@@ -594,7 +592,7 @@ def _over(lowest: LowestLoss, step: int, steps: int) -> StoppedEarly | None:
 
 
 def _nonfinite_limit(train: TrainSection, engine: Engine) -> int:
-    """A step that updates as it goes may have been applied in part, so it cannot be skipped, only gone back from."""
+    """Limit of non-finite steps; a step that updates as it goes may be partly applied and cannot be skipped."""
     torn = engine.policy.update == "during_backward" and train.on_nonfinite != "rollback"
     return 1 if torn or train.on_nonfinite == "stop" else train.nonfinite_limit
 
@@ -612,13 +610,13 @@ def _health(config: Config, engine: Engine, stop: StopSignals, steps: int, conso
 
 
 def _open_watchers(config: Config, taken: Checkpoint | None, stack: ExitStack, console: Console) -> list[Watcher]:
-    """Everything that reports, opened for as long as `stack`. The run folder is there, and claimed."""
+    """Open all watchers, to be closed with `stack`. The run folder must exist and be locked."""
     folder, say = config.folder, partial(warn, console)
     goes_on = taken is not None and is_own(config, taken)
     step = resume.facts_of(taken)["step"] if taken is not None and goes_on else None
     remove_others(config, taken if goes_on else None)
-    stack.callback(_report, folder, say)  # once all others have closed, however the run ends
-    once = config.output.model_copy(update={"overwrite": False})  # a consent, and no part of what the run is
+    stack.callback(_report, folder, say)  # after all others have closed, however the run ends
+    once = config.output.model_copy(update={"overwrite": False})  # a one-time permission, not saved
     save_config(config.model_copy(update={"output": once}), folder / CONFIG)
     watchers: list[Watcher] = [stack.enter_context(JsonLines(folder / METRICS, step, say))]
     if not goes_on:

@@ -1,1 +1,1 @@
-"""What is asked of the operating system: paths, folders that appear whole, locks, direct I/O, time limits."""
+"""Operating system services: paths, atomic folders, locks, time limits."""

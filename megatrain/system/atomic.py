@@ -1,10 +1,10 @@
-"""A folder that appears whole or not at all, and goes whole.
+"""Create, replace and delete folders atomically.
 
-It is written beside its place, under a hidden name that holds the process id, forced to the disk, and renamed; one that
-is to go is renamed to such a name before it is deleted. What a killed process has left is put right by the next one
-with the same target: half folders are deleted, and a folder that was moved aside when its successor did not get there
-is put back. A reader may find no folder between two renames, never half of one. Two machines that share a file system
-must not write to the same target at the same time: a process id says nothing about the other machine.
+A folder is written next to its target under a hidden name that contains the process id, synced to disk, and renamed; it
+is deleted by renaming it first. Leftovers of a killed process are cleaned up by the next process with the same target:
+partial folders are deleted, and a folder that was moved aside but not replaced is restored. A reader may find no folder
+between two renames, but never a partial one. Two machines must not write to the same target on a shared file system at
+the same time, because process ids are per machine.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _LEFT = re.compile(r"\.(.+)\.(\d+)\.(part|old|gone)", re.DOTALL)
-"""The hidden names: of the target, of the process, and whether it is half there, moved aside, or to be deleted."""
+"""Hidden names: the target's name, the process id, and the state: partial, moved aside, or to be deleted."""
 
 
 @contextmanager
 def appearing(target: Path) -> Iterator[Path]:
-    """Lend an empty folder; at the end of the block it takes the place of `target`, with all that is in it.
+    """Yields an empty folder to fill; it replaces `target` (an absolute path) when the block ends.
 
-    What dead processes have left is cleaned up first. If the block or the move fails, whatever was at `target` is there
-    as before, and nothing is left beside it, not even parents that had to be made. `target` is absolute. Raises
-    `OSError` for what the file system refuses.
+    Leftovers of dead processes are cleaned up first. If the block or the rename fails, `target` stays as it was and
+    nothing is left next to it, not even newly created parents. Raises `OSError` if the file system refuses.
     """
     staging, aside = (target.with_name(f".{target.name}.{os.getpid()}.{kind}") for kind in ("part", "old"))
     missing = [parent for parent in target.parents if not parent.exists()]
@@ -43,7 +42,7 @@ def appearing(target: Path) -> Iterator[Path]:
         staging.rename(target)
         try:
             for parent in (target.parent, *(parent.parent for parent in missing)):
-                sync(parent)  # what names the folder
+                sync(parent)  # the directory entry of the folder
         except OSError:
             target.rename(staging)
             raise
@@ -60,9 +59,9 @@ def appearing(target: Path) -> Iterator[Path]:
 
 
 def vanish(target: Path) -> None:
-    """Delete a folder that nobody will see half-deleted; of a link to one, the link.
+    """Delete a folder so that nobody sees it partly deleted; of a link only the link is deleted.
 
-    Raises `OSError` for what the file system refuses.
+    Raises `OSError` if the file system refuses.
     """
     going = target.with_name(f".{target.name}.{os.getpid()}.gone")
     target.rename(going)
@@ -74,27 +73,27 @@ def vanish(target: Path) -> None:
 
 
 def put_right(target: Path) -> None:
-    """Clean up what processes that no longer run have left of their writing to `target`. Failures are passed over."""
+    """Clean up what dead processes left of their writes to `target`. Failures are ignored."""
     for path, kind, name in _left_in(target.parent):
         if name == target.name:
             _settle(path, kind, target)
 
 
 def put_all_right(folder: Path) -> None:
-    """As `put_right`, for every target in `folder`. To be called before any thread of this process writes there."""
+    """`put_right` for every target in `folder`. Call it before any thread of this process writes there."""
     for path, kind, name in _left_in(folder):
         _settle(path, kind, folder / name)
 
 
 def finish_vanishing(folder: Path) -> None:
-    """Delete what processes that no longer run, or failures in this one, have left of folders that were to vanish."""
+    """Delete folders whose deletion dead processes, or errors in this one, left unfinished."""
     for path, kind, name in _left_in(folder):
         if kind == "gone":
             _settle(path, kind, folder / name)
 
 
 def _left_in(folder: Path) -> list[tuple[Path, str, str]]:
-    """What others than living processes have left in `folder`: path, kind, and the name of the target."""
+    """Leftovers in `folder` of processes that no longer run: path, kind, and name of the target."""
     found: list[tuple[Path, str, str]] = []
     with contextlib.suppress(OSError):
         for path in list(folder.iterdir()):
@@ -113,7 +112,7 @@ def _settle(path: Path, kind: str, target: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Delete a folder, or a link to one, as far as the file system lets us."""
+    """Delete a folder, or a link to one, as far as possible."""
     if path.is_symlink():
         with contextlib.suppress(OSError):
             path.unlink()
@@ -122,7 +121,7 @@ def _remove(path: Path) -> None:
 
 
 def _runs_elsewhere(process: int) -> bool:
-    """Whether that id is of another process which runs now. One that bears our own id was of a process before us."""
+    """Whether the id belongs to another running process. Our own id in a name is from an earlier process."""
     if process == os.getpid():
         return False
     try:
@@ -135,13 +134,13 @@ def _runs_elsewhere(process: int) -> bool:
 
 
 def _force_to_disk(folder: Path) -> None:
-    """Force every file, and the folder itself, to the disk before a rename makes them visible."""
+    """Sync every file and the folder to disk, before a rename makes them visible."""
     for path in (*folder.rglob("*"), folder):
         sync(path)
 
 
 def sync(path: Path) -> None:
-    """Force a file, or what a folder names, to the disk."""
+    """Sync a file, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

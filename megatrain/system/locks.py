@@ -1,4 +1,4 @@
-"""Lock files: one run at a time in a folder, one process at a time that makes a cache entry."""
+"""Locks: one run at a time per folder, and one process at a time per cache entry."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from megatrain.errors import ConfigError, DataError
 
 # One process at a cache entry -----------------------------------------------------------------------------------------
 #
-# One process at a time makes a cache entry; whoever wants the same one waits, and finds it made.
-#
-# Two runs that start together would otherwise do the work twice, and the second would replace an entry that the first
-# has begun to use. The lock is the kernel's and ends with its process, so a run that was killed blocks nobody. Left
-# out: file systems without locks, on which all go ahead, as they would without this.
+# A process that wants an entry which another is creating waits for it. Otherwise two runs that start together would do
+# the work twice, and the second would replace an entry that the first already uses. The kernel releases the lock when
+# its process ends, so a killed run blocks nobody. On file systems without locks nobody waits.
 
 
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Holds the cache entry `path` for as long as the block runs. Raises `DataError` where the folder refuses files."""
+    """Locks the cache entry `path` during the block. Raises `DataError` if the folder is not writable."""
     lock = path.with_suffix(".lock")
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
@@ -32,12 +30,12 @@ def alone(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        lock.unlink(missing_ok=True)  # before it is given free: see below
+        lock.unlink(missing_ok=True)  # before it is released: see `_held`
         os.close(held)
 
 
 def _held(lock: Path) -> int:
-    """The descriptor of the file `lock`, locked. A file that was removed while this waited is none: try again."""
+    """Descriptor of the locked file `lock`. Tries again if the file was removed while waiting for it."""
     while True:
         descriptor = os.open(lock, os.O_CREAT | os.O_RDWR, 0o666)
         try:
@@ -54,45 +52,43 @@ def _held(lock: Path) -> int:
 
 # One run in a folder --------------------------------------------------------------------------------------------------
 #
-# One run at a time in a folder: two would write over each other's checkpoints, metrics and status.
-#
-# A lock of the system on the folder itself, so nothing is written for it, and it is gone with the process whatever ends
-# that. It binds processes on one machine, and those on several where the file system passes locks on; one that knows
-# none is done without. It leaves out folders that are only read, such as that of a run from which another branches off.
+# Two runs in a folder would overwrite each other's checkpoints, metrics and status. The lock is the system's, on the
+# folder itself: nothing is written for it, and it ends with the process. It works across machines if the file system
+# supports that; file systems without locks are not protected. Folders that are only read are not locked.
 
 
 class Claim:
-    """The folders that this run works in, for the length of a `with` block."""
+    """Locks on the folders that this run writes to, for the length of a `with` block."""
 
     def __init__(self) -> None:
         self._held: dict[Path, int] = {}
 
     def take(self, folder: Path) -> None:
-        """Claim a folder, if there is one; again is fine. Raises `ConfigError` where another run works in it."""
+        """Lock a folder if it exists; may be repeated. Raises `ConfigError` if another run has locked it."""
         place = folder.resolve()
         if place in self._held or not place.is_dir():
             return
         try:
             descriptor = os.open(place, os.O_RDONLY)
         except OSError:
-            return  # whoever writes there will hear why not
+            return  # writing there will raise the error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(descriptor)
             fix = "wait until it has ended, or set output.folder=NEW"
-            raise ConfigError("another run is at work here", where=str(folder), fix=fix) from error
+            raise ConfigError("another run is using this folder", where=str(folder), fix=fix) from error
         except OSError:
             os.close(descriptor)  # a file system without locks
             return
         self._held[place] = descriptor
 
     def make(self, folder: Path) -> None:
-        """Make a folder unless it is there, and claim it. Raises `ConfigError`."""
+        """Create a folder if necessary, and lock it. Raises `ConfigError` if that fails."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            what, fix = f"cannot be made ({error.strerror or error})", "choose another output.folder"
+            what, fix = f"cannot be created ({error.strerror or error})", "choose another output.folder"
             raise ConfigError(what, where=str(folder), fix=fix) from error
         self.take(folder)
 
@@ -101,6 +97,6 @@ class Claim:
 
     def __exit__(self, *_: object) -> None:
         for descriptor in self._held.values():
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that has inherited it keeps nothing
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also releases it for children that inherited it
             os.close(descriptor)
         self._held.clear()

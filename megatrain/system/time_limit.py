@@ -1,12 +1,11 @@
-"""A limit of time for code that others have written and that may never end: a chat template, a model's structure.
+"""Time limits for foreign code that may never end, such as a chat template or a model's constructor.
 
-`Deadline` is asked by code of ours that comes by often enough. Where none does, `within` has a watching thread raise an
-exception in the thread that works for too long, again and again until it has left. It arrives between two instructions
-of Python, so it ends any loop of Python code and no single call into C.
+Our own code can check a `Deadline` regularly. For other code, `within` has a watcher thread raise an exception in the
+working thread, repeatedly until it leaves the call. The exception arrives between two Python instructions, so it ends
+any loop in Python but not a single call into C.
 
-Time is the processor's, of the working thread alone: a machine that is busy with something else, or asleep, does not
-count. (Where a system cannot tell that of another thread, it is the clock's.) Left out: limits of memory, and code that
-only waits.
+The limit is on the working thread's CPU time, so a busy or sleeping machine does not count (on systems that cannot
+measure another thread's CPU time it is on wall-clock time). Memory and code that only waits are not limited.
 """
 
 from __future__ import annotations
@@ -24,27 +23,27 @@ LOOKS_PER_SECOND = 10
 
 
 class OutOfTime(Exception):
-    """A call has taken the time that it was given. The text says how much that was."""
+    """A call exceeded its time limit; the message names the limit."""
 
 
 class Deadline:
-    """So many seconds of work of this thread, from now on."""
+    """A limit on the seconds of CPU time of this thread from now on."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._until = seconds, time.thread_time() + seconds
 
     def check(self) -> None:
-        """Raise `OutOfTime` where they are over."""
+        """Raise `OutOfTime` if the time is used up."""
         if time.thread_time() >= self._until:
             raise OutOfTime(_said(self._seconds))
 
 
 def _said(seconds: float) -> str:
-    return f"not done after {seconds:g} seconds of work"
+    return f"not finished after {seconds:g} seconds of CPU time"
 
 
 class _Stop(BaseException):
-    """What is raised in the thread. Not an `Exception`, so that what is stopped does not handle it by chance."""
+    """Raised in the working thread. Not an `Exception`, so that the code to be stopped does not catch it."""
 
 
 class _Running:
@@ -64,12 +63,12 @@ class _Running:
         return self._now() >= self._until
 
     def raise_in_thread(self) -> None:
-        """Have `_Stop` raised there between two instructions, in place of one that has not been raised yet."""
+        """Raise `_Stop` in the thread at its next instruction; replaces one that is still pending."""
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread), ctypes.py_object(_Stop))
 
     def receive(self) -> None:
-        """In the thread: wait for the last one. To take it back instead leaves the interpreter looking for it at every
-        call, and Python 3.11 then never returns from the first call that a profiler, debugger or coverage traces."""
+        """In the thread: wait for the pending exception. Cancelling it instead makes Python 3.11 hang in the first
+        call that a profiler, debugger or coverage traces."""
         try:
             self.raise_in_thread()
             while True:
@@ -79,7 +78,7 @@ class _Running:
 
 
 class _Watcher:
-    """Looks at the running calls from a thread of its own, which begins with the first of them and never ends."""
+    """Watches the running calls from a daemon thread, which starts with the first call."""
 
     def __init__(self) -> None:
         self._running: set[_Running] = set()
@@ -107,7 +106,7 @@ class _Watcher:
                 for call in self._running:
                     if call.is_late():
                         call.stopped = True
-                        call.raise_in_thread()  # what arrives in a callback of the interpreter's is lost
+                        call.raise_in_thread()  # repeated, because one raised in an interpreter callback is lost
             time.sleep(1 / LOOKS_PER_SECOND)
 
 
@@ -115,7 +114,7 @@ _watcher = _Watcher()
 
 
 def _forget() -> None:
-    """In a forked child, which has no thread but the one that forked."""
+    """Start afresh in a forked child, which has no watcher thread."""
     global _watcher
     _watcher = _Watcher()
 
@@ -124,9 +123,9 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """What `call` returns. Raises `OutOfTime` where it takes more than so many seconds of this thread's processor time.
+    """Run `call` and return its result. Raises `OutOfTime` soon after it exceeds `seconds` of this thread's CPU time.
 
-    It may take a little longer until that is noticed. What `call` raises is passed on.
+    Exceptions of `call` are passed on.
     """
     running = _Running(seconds)
     try:
@@ -142,6 +141,6 @@ def within(seconds: float, call: Callable[[], T]) -> T:
                 break
             except _Stop:
                 continue
-        if not running.stopped:  # meant for a call around this one
+        if not running.stopped:  # it was for an outer call of `within`
             raise
         raise OutOfTime(_said(seconds)) from None

@@ -289,7 +289,7 @@ def test_what_lies_in_the_run_folder_in_place_of_checkpoints_is_refused(tmp_path
         _ = config.checkpoints
     (tmp_path / "checkpoints").unlink()
     (tmp_path / "checkpoints").symlink_to(tmp_path / "checkpoints")
-    with pytest.raises(ConfigError, match="checkpoints: is reached by links that lead in a circle"):
+    with pytest.raises(ConfigError, match="checkpoints: leads through circular links"):
         _ = config.checkpoints
 
 

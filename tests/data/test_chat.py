@@ -348,7 +348,7 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        (ENDLESS, r"does not end \(not done after 0\.1 seconds of work\)"),
+        (ENDLESS, r"does not end \(not finished after 0\.1 seconds of CPU time\)"),
         ("{% if messages | length > 2 %}" + ENDLESS + "{% endif %}{{ messages[0].content }}", "does not end"),
         ("{% generation %}" + ENDLESS + "{% endgeneration %}", "does not end"),
         ("{{ 9 ** 9 ** 9 ** 9 }}", "raises a number to a power, which may never end"),

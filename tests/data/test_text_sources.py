@@ -135,7 +135,7 @@ def test_the_standard_library_gives_python_source_without_tests_or_packages() ->
 def test_a_missing_source_names_the_nearest_existing_one(folder: Path) -> None:
     assert f"did you mean {folder / 'a.txt'}?" in refused(folder / "a.text")
     assert f"did you mean {folder / 'latin.txt'}?" in refused(folder / "latin" / "x.txt")
-    assert f"{folder} holds nothing called 'zzzzzz'" in refused(folder / "zzzzzz")
+    assert f"{folder} does not contain 'zzzzzz'" in refused(folder / "zzzzzz")
 
 
 @pytest.mark.parametrize(

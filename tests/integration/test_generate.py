@@ -289,7 +289,7 @@ def test_an_empty_prompt_starts_with_the_token_that_starts_a_text() -> None:
     assert prompt_ids(tokenizer, "") == [256]
     assert prompt_ids(tokenizer, "ab") == [97, 98]
     tokenizer.bos_token = tokenizer.eos_token = None
-    with pytest.raises(DataError, match="no token that starts a text"):
+    with pytest.raises(DataError, match="no start token"):
         prompt_ids(tokenizer, "")
 
 

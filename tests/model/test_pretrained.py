@@ -328,7 +328,7 @@ def test_a_config_that_describes_what_never_ends_is_ended(tmp_path: Path, monkey
     monkeypatch.setattr(architecture, "SECONDS", 0.3)
     saved(tmp_path)
     change_config(tmp_path, num_hidden_layers=100_000)
-    with pytest.raises(ModelError, match=r"cannot be built \(not done after 0\.3 seconds of work\); correct its sizes"):
+    with pytest.raises(ModelError, match=r"cannot be built \(not finished after 0\.3 seconds of CPU time\); correct"):
         PretrainedSource(tmp_path)
 
 

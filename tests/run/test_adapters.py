@@ -78,10 +78,10 @@ def test_a_run_goes_on_bit_for_bit_and_its_checkpoints_hold_no_base(base: Path) 
     assert equal(ours, theirs)
     again = run(base, "again", 1, adapter={"path": str(whole)})
     assert peft.load_peft_weights(str(again), device="cpu").keys() == theirs.keys()
-    with pytest.raises(ConfigError, match="trained an adapter, and this one trains a whole model"):
+    with pytest.raises(ConfigError, match="trained an adapter, but this one trains a whole model"):
         run(base, "cut", 6, resume="auto", adapter=None)
     other = {"type": "lora", "r": 4, "alpha": 8, "dropout": 0.5, "target_modules": "all-linear"}
-    with pytest.raises(ConfigError, match=r"other settings, which it keeps: adapter.dropout 0.1 -> 0.5"):
+    with pytest.raises(ConfigError, match=r"other settings, which cannot change: adapter.dropout 0.1 -> 0.5"):
         run(base, "cut", 6, resume="auto", adapter=other, accept_changes=True)
 
 

@@ -48,7 +48,7 @@ def chat_run(
     ],
 )
 def test_a_key_that_no_source_reads_is_refused_by_name(key: str, value: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"^data.{key}: is of .*, which no source of data.sources is; leave"):
+    with pytest.raises(ConfigError, match=f"^data.{key}: applies only to .*, and there is no such source; leave"):
         train(configuration(tmp_path, data={key: value}))
     if key in ("split", "subset"):
         with pytest.raises(ConfigError, match=f"^data.{key}: "):
@@ -72,7 +72,7 @@ def test_a_run_on_chats_says_what_it_trains_and_chats_by_its_template(tmp_path: 
         "of them trained (",
         "best fit: ",
         "of them filled; 1 samples held out",
-        "the first sample; what is trained is green",
+        "the first sample; trained text is green",
         "0?",
         "loaded with from_pretrained",
     ):
@@ -113,7 +113,7 @@ def test_text_and_chats_are_mixed_by_weight_and_copies_among_them_are_told(tmp_p
     assert "sequences" in said
     assert "best fit" in said
     assert "duplicates 6 of 85 samples repeat another (1 within more, 5 of more in others); " in said
-    assert "; 1 of the samples held out of chats are trained on in another source" in said
+    assert "; 1 of the samples held out of chats also occur in training data" in said
 
 
 def test_a_step_takes_as_many_target_tokens_as_asked(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch
         return Path(path) != tmp_path
 
     monkeypatch.setattr(early_checks.os, "access", access)  # root may write everywhere
-    with pytest.raises(ConfigError, match=f"{tmp_path} may not be written; choose another output.folder"):
+    with pytest.raises(ConfigError, match=f"{tmp_path} is not writable; choose another output.folder"):
         refuse_mistakes(configuration(tmp_path))
 
 
@@ -124,10 +124,10 @@ def test_a_disk_that_is_too_small_is_refused_before_the_weights_load(
     monkeypatch.setattr(Engine, "from_source", load)
     asked: list[Path] = []
     monkeypatch.setattr(disk_space, "available_disk_nbytes", lambda folder: asked.append(folder) or 1_000)
-    what = r"checkpoints: needs about .* for a checkpoint and the model, and .* are free there; free some space"
+    what = r"checkpoints: has .* free, but about .* are needed for a checkpoint and the model; free some space"
     with pytest.raises(ConfigError, match=what):
         train(configuration(tmp_path, checkpoint={"every": 1}))
     assert asked == [tmp_path]
-    with pytest.raises(ConfigError, match=r"run: needs about .* for the model, and"):
+    with pytest.raises(ConfigError, match=r"run: has .* free, but about .* are needed for the model"):
         train(configuration(tmp_path, checkpoint={"every": 0}))
     assert not (tmp_path / "run").exists()

@@ -136,7 +136,7 @@ def test_what_rounding_explains_is_no_defect_and_more_is(
 def test_without_memory_for_it_the_check_is_left_out_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "host_nbytes_left", lambda self: 10_000)
     told = train(configuration(tmp_path, train={"steps": 1, "sample_tokens": 0}))
-    assert "the saved model was not loaded again" in told
+    assert "the saved model was not reloaded" in told
     assert "10.0 kB are left" in told
 
 

@@ -64,7 +64,7 @@ def test_a_deadline_that_comes_between_two_steps_ends_the_run_with_a_checkpoint(
     monkeypatch.setattr(JsonLines, "__call__", slow)
     monkeypatch.setattr(Checkpoints, "expected_seconds", lambda self: 19.9)
     said = train(config_of(tmp_path, checkpoint={"deadline_seconds": 20.0}, train={"steps": 4}))
-    assert "`resume=auto` goes on after step 3" in said
+    assert "`resume=auto` continues after step 3" in said
     assert steps_in(tmp_path / "run") == [2, 3]
 
 
@@ -149,7 +149,7 @@ def test_a_folder_is_for_one_run_at_a_time(tmp_path: Path) -> None:
     with Claim() as claim:
         claim.make(tmp_path / "run")
         claim.take(tmp_path / "run")
-        with pytest.raises(ConfigError, match=r"run: another run is at work here; wait until"):
+        with pytest.raises(ConfigError, match=r"run: another run is using this folder; wait until"):
             train(config_of(tmp_path))
     assert os.listdir(tmp_path / "run") == []
     with Claim() as claim:

@@ -78,7 +78,7 @@ def test_a_run_with_half_the_memory_has_the_same_numbers(
     assert max(line["written_nbytes"] for line in steps) > 1e5  # a new plan may find a better home for it
     assert max(line["written_nbytes_per_day"] for line in steps) > 1e8
     assert all(weights[name].equal(same_weights[name]) for name in weights)
-    how = "through the page cache, since direct I/O is refused there, checksums compared"
+    how = "through the page cache, because direct I/O is refused there, checksums compared"
     assert (how in " ".join(told.split())) == (refused or not Disk([tmp_path]).direct)
     assert "disk tier" in told
     assert "disk" not in plain_told
@@ -99,7 +99,7 @@ def test_without_a_disk_the_way_out_is_named(tmp_path: Path) -> None:
             "writes .* per day",
         ),
         ({"disk": {"folders": ["/no/such/folder"]}}, "there is no folder"),
-        ({"disk": {"folders": ["/dev/shm"]}}, "lies in host memory"),
+        ({"disk": {"folders": ["/dev/shm"]}}, "is in host memory"),
         ({"memory": {"disk": "1GB"}}, "there is no disk tier"),
         ({"memory": {"host": "lots"}}, "not an amount of memory"),
         ({"memory": {"host": "120%"}}, "not an amount of memory"),

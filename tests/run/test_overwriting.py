@@ -39,7 +39,7 @@ def test_what_goes_is_said_first(tmp_path: Path) -> None:
     train(quick(tmp_path))
     said = said_by(quick(tmp_path, train={"steps": 1}, output={"overwrite": True}))
     goes = "the model of 2 steps and the checkpoints of steps 1, 2"
-    told = said.index(f"output.overwrite=true: replaces {goes} in {tmp_path / 'run'} and its metrics")
+    told = said.index(f"output.overwrite=true: replacing {goes} in {tmp_path / 'run'} and its metrics")
     assert told < said.index("step 1/1")
     assert steps_in(tmp_path / "run") == [1]
 
@@ -68,7 +68,7 @@ def test_a_branch_replaces_no_other_run(tmp_path: Path) -> None:
             train(quick(tmp_path, "other", resume=taken, train={"steps": steps}))
     assert tree(tmp_path / "other") == before
     said = said_by(quick(tmp_path, "other", resume=taken, train={"steps": 3}, output={"overwrite": True}))
-    assert "replaces the model of 2 steps and the checkpoints of steps 1, 2" in said
+    assert "replacing the model of 2 steps and the checkpoints of steps 1, 2" in said
     assert steps_in(tmp_path / "other") == [3]
     assert steps_in(tmp_path / "run") == [1, 2]
 
@@ -76,11 +76,11 @@ def test_a_branch_replaces_no_other_run(tmp_path: Path) -> None:
 def test_going_back_in_a_run_says_which_checkpoints_go(tmp_path: Path) -> None:
     train(quick(tmp_path))
     taken = str(tmp_path / "run" / "checkpoints" / "step-00000001")
-    what = r"checkpoints after step 1, which would be of another past: the checkpoint of step 2; set resume=auto"
+    what = r"checkpoints after step 1, from which this run would branch off: the checkpoint of step 2; set resume=auto"
     with pytest.raises(ConfigError, match=what):
         train(quick(tmp_path, resume=taken))
     said = said_by(quick(tmp_path, resume=taken, output={"overwrite": True}))
-    assert "output.overwrite=true: replaces the checkpoint of step 2 in" in said
+    assert "output.overwrite=true: replacing the checkpoint of step 2 in" in said
     assert steps_in(tmp_path / "run") == [1, 2]
 
 
@@ -88,7 +88,7 @@ def test_a_shorter_run_that_is_to_go_on_tells_how_long_the_finished_one_is(tmp_p
     train(quick(tmp_path))
     before = tree(tmp_path / "run")
     said = said_by(quick(tmp_path, resume="auto", train={"steps": 1}))
-    assert "is a finished run of 2 steps; set train.steps to more to extend it" in said
+    assert "is a finished run of 2 steps; increase train.steps to extend it" in said
     assert f"{tmp_path / 'run' / 'model'} Hugging Face folder" in said
     assert tree(tmp_path / "run") == before
 
@@ -99,5 +99,5 @@ def test_of_a_run_that_left_metrics_alone_a_line_is_enough(tmp_path: Path, monke
         train(quick(tmp_path))
     for path in sorted((tmp_path / "run" / "checkpoints").rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
-    assert f"replaces the metrics of an earlier run in {tmp_path / 'run'}" in said_by(quick(tmp_path))
+    assert f"replacing the metrics of an earlier run in {tmp_path / 'run'}" in said_by(quick(tmp_path))
     assert len(losses(tmp_path / "run")) == 2

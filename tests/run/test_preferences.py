@@ -189,7 +189,7 @@ def test_a_resumed_run_of_marked_answers_ends_in_the_same_bits(tmp_path: Path) -
 def test_a_resumed_run_without_its_reference_is_refused(tmp_path: Path) -> None:
     train(dpo_run(tmp_path, train={"steps": 3}))
     (tmp_path / "run" / "reference.npz").unlink()
-    with pytest.raises(CheckpointError, match="log-probabilities of the model that the run began with are gone"):
+    with pytest.raises(CheckpointError, match="reference model's log-probabilities are missing"):
         train(dpo_run(tmp_path, resume="auto"))
 
 

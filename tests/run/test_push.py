@@ -201,7 +201,9 @@ def test_a_run_whose_user_the_hub_does_not_know_is_refused_before_it_begins(
 ) -> None:
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.utils._auth._get_token_from_file", lambda: None)
-    with pytest.raises(ExportError, match=r"output\.push: nobody is logged in to the hub; log in with `hf auth login`"):
+    with pytest.raises(
+        ExportError, match=r"output\.push: you are not logged in to the hub; log in with `hf auth login`"
+    ):
         train(configuration(tmp_path, output={"folder": str(tmp_path / "run"), "push": "someone/small"}))
     assert not (tmp_path / "run").exists()
 

@@ -123,7 +123,7 @@ def test_a_drive_is_that_of_all_ranks_of_a_machine(tmp_path: Path, most: str | N
 
     with patch.object(training, "this_machine", lambda *_: machine):
         if most is not None:
-            with pytest.raises(ConfigError, match=r"per day, and 1\.00 GB are allowed"):
+            with pytest.raises(ConfigError, match=r"per day, but 1\.00 GB are allowed"):
                 together(worlds(2), planned)
             return
         plans = together(worlds(2), planned)

@@ -131,7 +131,7 @@ def test_a_signal_stops_all_after_the_same_step_and_any_number_goes_on(
         said, _ = processes[0].communicate(timeout=120)
     else:
         said = ended(processes)
-    assert "not finished; `resume=auto` goes on after step" in said
+    assert "not finished; `resume=auto` continues after step" in said
     kept = [path.name for path in (many.folder / "checkpoints").iterdir()]
     done = losses(many.folder)
     assert kept == [f"step-{len(done):08}"]
@@ -146,7 +146,7 @@ def test_a_signal_stops_all_after_the_same_step_and_any_number_goes_on(
 @pytest.mark.parametrize(
     ("section", "values", "told"),
     [
-        ("train", {"device": "cuda:1"}, "train.device: with several ranks each rank takes the GPU of its number"),
+        ("train", {"device": "cuda:1"}, "train.device: with several ranks each rank uses the GPU with its local"),
         ("checkpoint", {"deadline_seconds": 30.0}, "deadline_seconds: with several ranks a collective"),
     ],
 )

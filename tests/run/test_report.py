@@ -90,12 +90,20 @@ def test_everything_that_was_told_is_in_the_page(tmp_path: Path) -> None:
     for part in (
         *("Llama: a", "finished", "3 of 10", "perplexity 7.389", "optimizer state", "keeps all", "the disk is full"),
         *("rolled back", "replanned", "weight_slots 2 -> 3", "resumed", "skipped", "def f(x): <b>", "steps: 10"),
-        *("step-00000002", "removed", "3.00 kB", "no step was traced", "the plan said 1.50 s", "after step 3: def"),
+        *("step-00000002", "removed", "3.00 kB", "no step was traced", "planned 1.50 s", "after step 3: def"),
     ):
         assert part in said, part
     assert "0 B" not in said
     names = [trace["name"] for trace in charts(tmp_path / "a")["loss"]["data"]]
-    assert names == ["training", "held-out text", "gone back from", "replanned", "skipped", "rolled back", "resumed"]
+    assert names == [
+        "training",
+        "held-out text",
+        "undone by a rollback",
+        "replanned",
+        "skipped",
+        "rolled back",
+        "resumed",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     with monkeypatch.context() as patched:
         interrupt_at(3, patched)
         said = train(config_of(tmp_path))
-    assert "`resume=auto` goes on after step 3" in said
+    assert "`resume=auto` continues after step 3" in said
     folder = tmp_path / "run"
     assert steps_in(folder) == [2, 3]
     assert not (folder / "model").exists()
@@ -130,7 +130,7 @@ def test_resume_auto_starts_where_there_is_nothing_and_rests_where_all_is_done(s
     assert losses(tmp_path / "run") == straight[0]
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     said = train(config_of(tmp_path, resume="auto"))
-    assert "is a finished run of 6 steps; set train.steps to more to extend it" in said
+    assert "is a finished run of 6 steps; increase train.steps to extend it" in said
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
@@ -157,7 +157,7 @@ def test_a_damaged_or_unfinished_checkpoint_is_skipped_in_a_line(
     content[-3] ^= 1
     (second / "model.safetensors").write_bytes(content)
     said = train(config_of(tmp_path, resume="auto"))
-    (first, other) = [line for line in said.splitlines() if "skipped a checkpoint" in line]
+    (first, other) = [line for line in said.splitlines() if "skipped an invalid checkpoint" in line]
     assert "step-00000005: manifest.json is missing" in first
     assert "step-00000004: model.safetensors is damaged" in other
     assert f"goes on after step 2, from {third}" in said.replace("\n", "")
@@ -172,9 +172,9 @@ def test_a_run_that_is_named_goes_on_from_its_newest_sound_checkpoint(inside: st
     named = {"resume": str(tmp_path / "run" / inside), "train": {"steps": 4}, "output": {"overwrite": False}}
     (newest / "manifest.json").unlink()
     said = train(config_of(tmp_path, **named)).replace("\n", "")
-    assert "skipped a checkpoint that is not sound" in said
+    assert "skipped an invalid checkpoint" in said
     assert f"goes on after step 2, from {second}" in said
-    with pytest.raises(ConfigError, match=r"after step 2, .* resume=auto to go on from the newest sound"):
+    with pytest.raises(ConfigError, match=r"after step 2, .* resume=auto to resume from the newest valid"):
         train(config_of(tmp_path, **named | {"resume": str(second)}))
 
 
@@ -183,7 +183,7 @@ def test_where_nothing_is_sound_a_run_does_not_begin_again_by_itself(tmp_path: P
     train(config_of(tmp_path, checkpoint={"keep_last": 1}))
     (only,) = checkpoints(tmp_path / "run" / "checkpoints")
     (only / "training.json").unlink()
-    with pytest.raises(CheckpointError, match="holds no checkpoint that is sound; begin again in another"):
+    with pytest.raises(CheckpointError, match="holds no valid checkpoint; start again in another"):
         train(config_of(tmp_path, resume="auto"))
 
 
@@ -194,7 +194,7 @@ def test_a_run_branches_off_a_checkpoint_of_another(straight: Any, tmp_path: Pat
     train(config_of(tmp_path, "branch", resume=str(taken)))
     assert losses(tmp_path / "branch") == straight[0][2:]
     assert equal(weights(tmp_path / "branch"), straight[1])
-    with pytest.raises(ConfigError, match=r"holds checkpoints after step 2, which would be of another past"):
+    with pytest.raises(ConfigError, match=r"holds checkpoints after step 2, from which this run would branch off"):
         train(config_of(tmp_path, resume=str(taken)))
     train(config_of(tmp_path, resume=str(taken), output={"overwrite": True}))
     assert losses(tmp_path / "run") == straight[0]
@@ -221,7 +221,7 @@ def test_an_earlier_run_is_not_overwritten_by_mistake(tmp_path: Path, monkeypatc
     with monkeypatch.context() as patched:
         interrupt_at(2, patched)
         train(config_of(tmp_path))
-    with pytest.raises(ConfigError, match=r"earlier run: the checkpoint of step 2; set resume=auto to go on"):
+    with pytest.raises(ConfigError, match=r"earlier run: the checkpoint of step 2; set resume=auto to continue"):
         train(config_of(tmp_path))
     train(config_of(tmp_path, train={"steps": 1}, output={"overwrite": True}))
     assert steps_in(tmp_path / "run") == [1]
@@ -244,7 +244,7 @@ def test_changes_that_would_corrupt_are_refused_unless_accepted(tmp_path: Path) 
     assert newest.training["engine"]["optimizer"]["learning_rates"] == [["*norm*", 0.0]]
     first = load_file(tmp_path / "run" / "checkpoints" / "step-00000002" / "model.safetensors")
     assert torch.equal(weights(tmp_path / "run")[norm], first[norm])
-    assert "the data is another than before, and begins anew" in told
+    assert "the data has changed, and starts from its beginning" in told
     assert len(losses(tmp_path / "run")) == STEPS
 
 
@@ -622,7 +622,7 @@ def test_epochs_end_where_they_were_to_end_and_more_extend(tmp_path: Path) -> No
     train(of(0.5, "again", str(taken)))
     assert equal(weights(tmp_path / "whole"), weights(tmp_path / "again"))
 
-    assert "set train.epochs to more to extend it" in train(of(0.5, "whole", "auto"))
+    assert "increase train.epochs to extend it" in train(of(0.5, "whole", "auto"))
     said = train(of(1.0, "whole", "auto"))
     assert "train.epochs 0.5 -> 1.0" in said
     status = json.loads((tmp_path / "whole" / "status.json").read_text())
@@ -630,7 +630,7 @@ def test_epochs_end_where_they_were_to_end_and_more_extend(tmp_path: Path) -> No
     told = f"{status['epoch']:.2f}/{status['epoch']:.3g}"
     assert f"step {status['steps']}/{status['steps']}  epoch {told}" in said
     before = (tmp_path / "whole" / "status.json").read_bytes()
-    assert "set train.epochs to more to extend it" in train(of(0.25, "whole", "auto"))
+    assert "increase train.epochs to extend it" in train(of(0.25, "whole", "auto"))
     assert (tmp_path / "whole" / "status.json").read_bytes() == before
 
 
@@ -643,7 +643,7 @@ def test_epochs_of_other_data_begin_where_it_begins(tmp_path: Path) -> None:
     )
     alone = config_of(tmp_path, "alone", train={"steps": None, "epochs": 0.5}, data={"sources": str(more)})
     said = train(changed)
-    assert "begins anew" in said
+    assert "starts from its beginning" in said
     train(alone)
     steps = [json.loads((tmp_path / name / "status.json").read_text())["step"] for name in ("run", "alone")]
     assert steps[0] == 3 + steps[1]

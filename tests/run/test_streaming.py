@@ -51,7 +51,7 @@ def test_a_run_on_a_stream_says_what_it_is(tmp_path: Path) -> None:
     said = " ".join(train(streamed(tmp_path, "run", 4, checkpoint={"every": 0})).split())
     assert "/rows begins with " in said
     assert "length 4 steps" in said
-    assert "the first sample; what is trained is green 0?" in said
+    assert "the first sample; trained text is green 0?" in said
     assert re.search(r"left out of the stream of .*: .*no messages \(first: ", said)
     assert "loaded with from_pretrained" not in said
 
@@ -59,7 +59,7 @@ def test_a_run_on_a_stream_says_what_it_is(tmp_path: Path) -> None:
 def test_text_that_is_no_rows_is_refused_by_name(tmp_path: Path) -> None:
     config = streamed(tmp_path, "run", 1)
     data = config.data.model_copy(update={"sources": ("python-stdlib",)})
-    with pytest.raises(ConfigError, match=r"^data\.sources: python-stdlib is text, which is not streamed; leave"):
+    with pytest.raises(ConfigError, match=r"^data\.sources: python-stdlib cannot be streamed; leave"):
         train(config.model_copy(update={"data": data}))
 
 

@@ -185,7 +185,7 @@ def test_without_held_out_text_the_run_still_proves_its_model(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("changed", "error", "expected"),
     [
-        ({"data": {"sequence_length": 65}}, ConfigError, "65 tokens, and the model has 64 positions"),
+        ({"data": {"sequence_length": 65}}, ConfigError, "65 tokens exceed the model's 64 positions"),
         ({"model": {"config": {"model_type": "llama", "vocab_size": 256, "hidden_size": 8, "intermediate_size": 8,
                                "num_hidden_layers": 1, "num_attention_heads": 1}}},
          ConfigError, "needs a vocabulary of 257, and the model has 256"),

@@ -138,7 +138,7 @@ def test_a_run_whose_loss_does_not_fall_ends_finished_and_its_best_state_is_the_
     falling([3.0, 2.0, 1.9, 2.5], monkeypatch)
     said = " ".join(train(config).split())
     assert "step 4 stops early: the validation loss has not fallen by more than 0.5 in 2 measurements" in said
-    assert "the model is the state after step 3, which has the lowest validation loss" in said
+    assert "the model is the state after step 3, with the lowest validation loss" in said
     assert status(tmp_path)["state"] == "finished"
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == ["step-00000003", "step-00000004"]
@@ -172,7 +172,7 @@ def test_a_run_that_goes_on_from_one_that_has_ended_early_has_a_lowest_loss_of_i
     output = config.output.model_copy(update={"folder": str(tmp_path / "other")})
     said = " ".join(train(config.model_copy(update={"resume": str(tmp_path / "run"), "output": output})).split())
     assert "step 5 stops early" in said
-    assert "the model is the state after step 4, which has the lowest validation loss" in said
+    assert "the model is the state after step 4, with the lowest validation loss" in said
 
 
 def test_losses_of_what_is_measured_no_more_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

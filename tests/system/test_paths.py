@@ -84,7 +84,7 @@ def test_the_nearest_name_is_told_where_there_is_one(tmp_path: Path, monkeypatch
     assert nearest_path(tmp_path / "corpsu.txt") == tmp_path / "corpus.txt"
     assert nearest_path(tmp_path / "zzz" / "below") is None
     assert "did you mean" in str(missing(tmp_path / "corpsu.txt"))
-    assert "holds nothing called 'zzz'" in str(missing(tmp_path / "zzz" / "below"))
+    assert "does not contain 'zzz'" in str(missing(tmp_path / "zzz" / "below"))
     assert "is a folder, not a file" in str(missing(tmp_path))
     (tmp_path / "secret").mkdir()
     monkeypatch.setattr(Path, "iterdir", lambda folder: iter(os.listdir("/absent")))  # it may not be listed
