@@ -1,6 +1,6 @@
 """MegaTrain: train large language models at full precision on a single GPU, or on none.
 
-The public names are loaded on first use, so that `import megatrain` is quick and the command line starts at once.
+Public names are imported on first use, so that `import megatrain` and the command line start quickly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every error that MegaTrain raises on purpose, in one tree.
+"""All errors that MegaTrain raises deliberately, in one hierarchy.
 
     MegaTrainError
       ConfigError          a key, a value or a command-line argument
@@ -6,7 +6,7 @@
       DataError            a source, a tokenizer or a dataset
         SampleError        one sample: a missing field, a role that the template refuses
         BatchError         one micro-batch: ids outside the vocabulary, no target token
-      LossError            a loss function that returns what no step can go down
+      LossError            a loss function whose result cannot be minimised
       PlanError            a policy that contradicts itself
         DoesNotFit         a policy that needs more memory than a tier has
       ScheduleError        a schedule that `check` refused
@@ -15,18 +15,17 @@
         StreamFailed       an op that raised on a stream; `__cause__` holds the original
         Deadlock           work that can never start, or never ends
         RaceDetected       two accesses of the same bytes that nothing orders
-        BrokenPromise      an op that touched memory which it had not declared
+        BrokenPromise      an op that touched undeclared memory
         DiskError          scratch files that cannot be made, read or written
           DiskFull         more bytes than a disk has left
-          CorruptRegion    bytes on a disk that are not the ones that were written
+          CorruptRegion    bytes on a disk that differ from those written
       NonFinite            a loss or a gradient that is not finite
       ExportError          a folder that could not be written
       CheckpointError      a checkpoint that could not be written, read or removed
-        DamagedCheckpoint  one that is not whole, or not what was written
+        DamagedCheckpoint  one that is incomplete, or has changed
 
-Each says what is wrong, where, and what to do. The command line prints exactly that, on one line, and exits with 2;
-a traceback means a defect of ours. What others raise is told in a line too (`first_line`, `typed_line`). The module
-leaves out logging and exit codes: see `cli.py`.
+Each says what is wrong, where, and what to do. The command line prints exactly that, on one line, and exits with 2; a
+traceback means a bug of ours. Errors of other libraries are summarised in one line (`first_line`, `typed_line`).
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 _NAMED = (KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError, RuntimeError)
-"""Exceptions of code that trips over something; what they say means little without their names."""
+"""Exceptions whose text means little without their type's name."""
 
 
 LONGEST_LINE = 300
-"""Characters of what an exception of another library says; some list every model that they know."""
+"""Maximum characters of another library's message; some list every model that they know."""
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception of another library says, in one line without a full stop; its type's name where it is silent.
+    """Another library's exception in one line without a full stop; its type's name if it has no text.
 
-    That is its first line, with the second one where the first only introduces it, and with the type's name before it
-    where the text means little alone.
+    That is the text's first line, plus the second if the first only introduces it, after the type's name if the
+    text means little alone.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
@@ -56,7 +55,7 @@ def first_line(error: BaseException) -> str:
 
 
 def typed_line(error: BaseException) -> str:
-    """As `first_line`, with the type's name before it whatever the type."""
+    """As `first_line`, always starting with the type's name."""
     said, name = first_line(error), type(error).__name__
     return said if said == name or said.startswith(f"{name}: ") else f"{name}: {said}"
 
@@ -68,14 +67,14 @@ def _remade(kind: type[BaseException], args: tuple[object, ...], held: dict[str,
 
 
 class MegaTrainError(Exception):
-    """Base of all: `what` is wrong, `where` it was met, and what to do about it (`fix`)."""
+    """Base class: `what` is wrong, `where`, and what to do about it (`fix`)."""
 
     def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
         self.what, self.where, self.fix = what, where, fix
         super().__init__(what)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """So that it can be raised in one process and told in another, whatever its arguments are."""
+        """Makes errors picklable whatever their arguments, to pass them between processes."""
         return _remade, (type(self), self.args, self.__dict__)
 
     def __str__(self) -> str:
@@ -96,7 +95,7 @@ class DataError(MegaTrainError):
 
 
 class SampleError(DataError):
-    """One sample is unusable. `reason`: the few words under which such samples are counted where they are left out."""
+    """One sample is unusable. `reason`: the short phrase under which such samples are counted when skipped."""
 
     def __init__(self, what: str, *, reason: str, where: str = "", fix: str = "") -> None:
         super().__init__(what, where=where, fix=fix)
@@ -108,7 +107,7 @@ class BatchError(DataError):
 
 
 class LossError(MegaTrainError):
-    """A loss function returned no scalar, or one that does not depend on what it was given."""
+    """A loss function returned no scalar, or one that does not depend on its inputs."""
 
 
 class PlanError(MegaTrainError):
@@ -120,7 +119,7 @@ class DoesNotFit(PlanError):
 
 
 class ScheduleError(MegaTrainError):
-    """`schedule.check` refused a schedule; the text shows the ops around the culprit."""
+    """`schedule.check` refused a schedule; the text shows the ops around the offending one."""
 
 
 class DeviceError(MegaTrainError):
@@ -128,7 +127,7 @@ class DeviceError(MegaTrainError):
 
 
 class OutOfDeviceMemory(DeviceError):
-    """An allocation went beyond the capacity of a tier; the text holds the table of owners."""
+    """An allocation exceeded a tier's capacity; the text lists the owners of its memory."""
 
 
 class StreamFailed(DeviceError):
@@ -136,14 +135,14 @@ class StreamFailed(DeviceError):
 
 
 class Deadlock(DeviceError):
-    """Nothing can run any more; the text says who waits for whom."""
+    """Nothing can run any more; the text says which work waits for what."""
 
 
 class RaceDetected(DeviceError):
     """Two conflicting accesses without an order; the text names both ops, the bytes and the missing wait.
 
-    `buffer`, `start`, `stop` (bytes) and `content` say where, and `tasks` which two, so that a caller who knows layout
-    and schedule can name the parameter and the ops' numbers.
+    `buffer`, `start`, `stop` (bytes), `content` and the two `tasks` let a caller who knows layout and schedule name the
+    parameter and the ops' numbers.
     """
 
     def __init__(
@@ -167,7 +166,7 @@ class BrokenPromise(DeviceError):
 
 
 class RankError(MegaTrainError):
-    """Another of several ranks has failed, is gone, or was called otherwise than this one."""
+    """Another rank has failed, has ended, or made different calls."""
 
 
 class DiskError(DeviceError):
@@ -179,13 +178,13 @@ class DiskFull(DiskError):
 
 
 class CorruptRegion(DiskError):
-    """What a disk holds of a region is not what was written, or was never written whole."""
+    """A region on a disk differs from what was written, or was never written completely."""
 
 
 class NonFinite(MegaTrainError):
-    """A loss or a gradient is not finite. The text says which units, if any, had been updated already.
+    """A loss or a gradient is not finite. The text says which units, if any, were already updated.
 
-    parameters: names of weights that are not finite themselves; no step will be as long as they are what they are.
+    parameters: names of weights that are not finite themselves, with which every further step fails.
     """
 
     def __init__(self, what: str, *, where: str = "", fix: str = "", parameters: Sequence[str] = ()) -> None:
@@ -194,12 +193,12 @@ class NonFinite(MegaTrainError):
 
 
 class ExportError(MegaTrainError):
-    """A model folder could not be written; nothing half-written is left behind."""
+    """A model folder could not be written; no partial files are left."""
 
 
 class CheckpointError(MegaTrainError):
-    """A checkpoint could not be written, read or removed; others are as they were, and nothing is left half-written."""
+    """A checkpoint could not be written, read or removed; others are unchanged, and no partial files are left."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint is unfinished, or its files are not those that were written; or a newer version wrote it."""
+    """A checkpoint is incomplete, has changed since it was written, or was written by a newer version."""

@@ -42,7 +42,7 @@ def _nothing(op: Op, held: Held) -> None:
 def executed_timeline(
     schedule: Schedule, cost: Callable[[Op], float], seed: int = 0, contention: Contention = NO_CONTENTION
 ) -> Timeline:
-    """When each op ran on the simulator's virtual clock. cost: seconds that an op takes when nothing else runs."""
+    """When each op ran on the simulator's virtual clock. cost: seconds that an op takes alone."""
     timeline = run_idle(schedule, SimDevice(seed, cost=cost, contention=contention))  # type: ignore[arg-type]  # its tasks are ops
     assert timeline is not None
     return timeline

@@ -393,7 +393,7 @@ def _middle(values: Sequence[float]) -> float:
 
 SIZES = {"cpu": 2048, "cuda": 8192}
 PRODUCT_ROUNDS, LEAST_ROUNDS, SECONDS = 20, 2, 0.5
-"""Number of products to time, and the seconds after which fewer must do."""
+"""Products to time: at most, and at least if they take longer than these seconds."""
 
 _MEASURED: WeakKeyDictionary[Device, dict[torch.dtype, float]] = WeakKeyDictionary()
 

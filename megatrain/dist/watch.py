@@ -38,7 +38,7 @@ PROMPT = frozenset(
 )
 """Messages of every step, which take equally long on all ranks, so their timeout is that of a device."""
 KEY_NBYTES = 32
-"""Maximum bytes of a rank's first message."""
+"""Length of the key with which a rank connects."""
 ENDED = 1
 """Exit code of a rank that a thread ends."""
 

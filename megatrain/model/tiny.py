@@ -439,7 +439,7 @@ class Sizes:
     hidden: tuple[int, int]
     heads: dict[int, int]
     divisor: int
-    """The divisor of head sizes."""
+    """Divides head sizes."""
     vocabulary: int
     positions: int
 

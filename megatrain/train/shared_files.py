@@ -31,7 +31,7 @@ from megatrain.spec.layout import Ownership
 from megatrain.train.gathered_files import Agree
 
 STATE_NBYTES = 12
-"""Arrays per parameter: master, m and v."""
+"""Bytes per parameter: float32 master, m and v."""
 AT_ONCE_NBYTES = 8 << 30
 """Bytes of all ranks written or checksummed between agreements."""
 

@@ -55,7 +55,7 @@ class Visit:
     body: list[Op] = field(default_factory=list)
     """Its ops as emitted, including phases and PLACEs."""
     fetches: list[tuple[int, Op]] = field(default_factory=list)
-    """Fetches, for any visit, placed among its ops: number of its ops before -> fetches."""
+    """(number of its ops before, fetch) of the fetches, for any visit, among its ops."""
 
     def ops(self) -> list[Op]:
         found: list[Op] = []
