@@ -173,7 +173,7 @@ def test_a_yaml_of_another_trainer_becomes_ours_as_the_guide_shows(
     assert load_config(tmp_path / "sft.yaml").train.warmup_ratio == 0.1
     for again, what in (
         (words, "already exists"),
-        ([*words, "--steps", "3"], "--steps beside --from"),
+        ([*words, "--steps", "3"], "--steps cannot be combined with --from"),
     ):
         with pytest.raises(SystemExit):
             cli.main(again)
