@@ -148,7 +148,8 @@ def _by_name(charts: dict[str, Any], key: str, title: str, measured: Sequence[tu
     names = dict.fromkeys(name for _, numbers in measured for name in numbers)
     if not names:
         return ""
-    points = {name: [(float(step), found[name]) for step, found in measured if name in found] for name in names}
+    in_order = sorted(measured, key=lambda each: each[0])  # of the best state they are told last
+    points = {name: [(float(step), found[name]) for step, found in in_order if name in found] for name in names}
     curves = [marked(name, points[name], at) for at, name in enumerate(names)]
     rows = [(name, f"{at:,.0f}", f"{value:.4g}") for name in names for at, value in points[name][-1:]]
     return chart(charts, key, title, curves) + table((title, "step", "last"), rows)

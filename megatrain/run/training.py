@@ -573,11 +573,17 @@ def _measurements(config: Config, run: _Run) -> list[Task]:
     if run.metrics:
         given = partial(Evaluation, engine=engine, tokenizer=tokenizer, sources=sources)
         tasks.append(Task(train.eval_every, lambda step: scored(run.metrics, given(step))))
+    return tasks + _of_the_model(config, run)
+
+
+def _of_the_model(config: Config, run: _Run) -> list[Task]:
+    """What is told of the state in `model/` too, where that is not the last one or training has ended early."""
+    tasks = []
     if run.tasks is not None:
         size = run.plan.micro_batch, run.plan.micro_batch * config.data.sequence_length
-        ask = partial(run.tasks.run, engine=engine, tokenizer=tokenizer, rows=size[0], tokens=size[1])
+        ask = partial(run.tasks.run, engine=run.engine, tokenizer=run.tokenizer, rows=size[0], tokens=size[1])
         tasks.append(Task(run.tasks.section.every, ask))
-    return tasks + _samples(train, run)
+    return tasks + _samples(config.train, run)
 
 
 def _samples(train: TrainSection, run: _Run) -> list[Task]:

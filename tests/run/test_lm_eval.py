@@ -21,7 +21,7 @@ from megatrain.data import load_tokenizer
 from megatrain.errors import ConfigError
 from megatrain.run.lm_eval_tasks import Scoring, Tasks, score
 from tests.run.test_training import lines, train
-from tests.run.test_validation import run_of
+from tests.run.test_validation import falling, run_of
 from tests.tiny import tiny_model
 
 ASKED = [
@@ -111,6 +111,17 @@ def test_tasks_are_asked_when_they_are_due_and_at_the_end(
     assert (harness["limit"], harness["tasks"], harness["folder"]) == (5, ["capitals"], str(tmp_path))
     assert harness["random_seed"] is None
     assert "a bar" not in capsys.readouterr().err
+
+
+def test_tasks_are_asked_of_the_state_that_is_left_in_model(
+    tmp_path: Path, harness: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    falling([2.0, 1.0, 3.0, 4.0], monkeypatch)
+    early = {"steps": 9, "eval_every": 1, "early_stopping_patience": 2, "sample_tokens": 0}
+    config = run_of(tmp_path, train=early, lm_eval={"tasks": "capitals"}, output={"best": True})
+    assert "the model is the state after step 2" in " ".join(train(config).split())
+    found = [line["step"] for line in lines(tmp_path / "run") if line["event"] == "scored"]
+    assert found == [2], "once, and not of the last state, after which training ended early"
 
 
 def test_a_missing_harness_and_a_task_that_there_is_not_are_refused_at_once(
