@@ -3,7 +3,8 @@
     python -m bench.offloading
 
 Sequences of 8,192 tokens, 4 and 16 per step. "In memory" is the same step with weights, gradients and optimizer state
-on the device and all graphs kept, whether that fits or not (`bench.zero3`). Every number is planned.
+on the device and all graphs kept, whether that fits or not (`bench.zero3`). The last columns say what is full: compute
+in the step, and the way to host memory in the forward pass. Every number is planned.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from unittest.mock import patch
 from bench.shapes import llama_shape
 from bench.zero3 import in_memory
 from megatrain.plan import Plan, Question, activation_plan, find_plan, machine
+from megatrain.schedule import Timeline
 from megatrain.spec import NOT_OFFLOADED, SAVED_BY, Limits
 
 LENGTH, SEQUENCES = 8192, (4, 16)
@@ -34,6 +36,10 @@ class Row:
     in_memory: float
     kept: Mapping[str, float]
     """Kind -> share of the layers and micro-batches that keep it."""
+    compute: float
+    """Share of the step in which compute is busy."""
+    way_out: float
+    """Share of the forward pass in which something leaves."""
 
     def share(self, speed: float) -> float:
         """Of the speed in memory."""
@@ -46,7 +52,17 @@ def compared(name: str, sequences: int) -> Row:
     plan, plain = find_plan(question), inputs_only(question)
     speed = question.tokens_per_step / in_memory(plan).seconds
     kept = dict(sorted(plan.policy.kept_shares.items(), key=lambda item: -item[1]))
-    return Row(name, sequences, plan.tokens_per_second, plain.tokens_per_second, speed, kept)
+    busy = plan.timeline.utilisation("compute"), leaving(plan.timeline)
+    return Row(name, sequences, plan.tokens_per_second, plain.tokens_per_second, speed, kept, *busy)
+
+
+def leaving(timeline: Timeline) -> float:
+    """Share of the forward pass in which something is on its way to host memory."""
+    spans = list(zip(timeline.schedule.ops, timeline.starts, timeline.ends, strict=True))
+    forward = [(start, end) for op, start, end in spans if op.kind == "FORWARD"]
+    begin, finish = min(start for start, _ in forward), max(end for _, end in forward)
+    inside = (min(end, finish) - max(start, begin) for op, start, end in spans if op.stream == "grad")
+    return sum(each for each in inside if each > 0) / (finish - begin)
 
 
 def inputs_only(question: Question) -> Plan:
@@ -61,14 +77,15 @@ def inputs_only(question: Question) -> Plan:
 
 
 def main() -> None:
-    print("| planned tokens/s | sequences | outputs offloaded too | inputs only | in memory | kept |")
-    print("|---|---|---|---|---|---|")
+    heads = "planned tokens/s | sequences | outputs offloaded too | inputs only | in memory | kept | compute | way out"
+    print(f"| {heads} |\n{'|---' * 8}|")
     for name in MACHINES:
         for sequences in SEQUENCES:
             row = compared(name, sequences)
             speeds = (f"{each:,.0f} ({row.share(each):.2f})" for each in (row.planned, row.inputs_only))
             kept = ", ".join(f"{share:.0%} {kind}" for kind, share in row.kept.items())
-            print(f"| {name} | {sequences} | {' | '.join(speeds)} | {row.in_memory:,.0f} | {kept} |", flush=True)
+            cells = name, sequences, *speeds, f"{row.in_memory:,.0f}", kept, f"{row.compute:.0%}", f"{row.way_out:.0%}"
+            print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
 if __name__ == "__main__":
