@@ -1,10 +1,10 @@
 """Measures the memory of a model's layers, head and prologue besides their weights, by running them on zeros.
 
-Each kind of layer runs forward, and forward and backward, at three short lengths. A fit through the peaks (`peak`)
-is checked against a fourth run that is longer and has two rows. A layer that pads to blocks, or loops over
-positions, is then run at further lengths; one that copies for several rows what one row shares is also measured
-with two rows, and one whose attention a CPU runs in another way than CUDA is measured both ways (`device_attention`). The zeros
-take almost no memory. Training does not need any of this: it runs when somebody plans.
+Each kind of layer runs forward, and forward and backward, at three short lengths. A fit through the peaks (`peak`) is
+checked against a fourth run that is longer and has two rows. A layer that pads to blocks, or loops over positions, is
+then run at further lengths; one that copies for several rows what one row shares is also measured with two rows, and
+one whose attention a CPU runs in another way than CUDA is measured both ways (`device_attention`). The zeros take
+almost no memory. Training does not need any of this: it runs when somebody plans.
 """
 
 from __future__ import annotations

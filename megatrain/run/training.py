@@ -198,7 +198,7 @@ def _leave_model(config: Config, run: _Run, ended: Ended, tell: Callable[..., No
     if config.output.best:
         of = restore_best(config, engine, of, run.checkpoints.lowest.since, partial(warn, console))
     if ended.step == run.steps or run.checkpoints.lowest.is_over:  # no samples after a stop signal
-        due = (task for task in _samples(config.train, run) if not task.is_due(of, run.steps))
+        due = (task for task in _of_the_model(config, run) if not task.is_due(of, run.steps))
         tell(*(event for task in due if (event := task.run(of))))
     saved = save_trained(config, engine, run.tokenizer, config.folder / MODEL, of)
     if config.output.verify_export and engine.structure.numel < VERIFIED_PARAMETERS:
