@@ -123,7 +123,7 @@ def our_house() -> House:
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_in_our_house(check: Check, our_house: House) -> None:
+def test_room_rules_hold_in_this_repository(check: Check, our_house: House) -> None:
     complaints = list(check(our_house))
     assert not complaints, "\n" + "\n".join(complaints)
 
@@ -133,7 +133,7 @@ def test_in_our_house(check: Check, our_house: House) -> None:
     [(check, files, complaint) for check, cases in BAD_HOUSES.items() for files, complaint in cases],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_bad_house_is_noticed(check: Check, files: dict[str, str], complaint: str, tmp_path: Path) -> None:
+def test_each_broken_room_rule_is_reported(check: Check, files: dict[str, str], complaint: str, tmp_path: Path) -> None:
     assert complaint in "\n".join(check(_build(tmp_path, files)))
 
 
@@ -144,24 +144,24 @@ def test_a_good_tree_of_rooms_is_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("library", "home"), [(name, home) for name in HOMES for home in HOMES[name][0]])
-def test_a_library_is_welcome_at_home(library: str, home: str, tmp_path: Path) -> None:
+def test_a_library_may_be_imported_in_its_own_room(library: str, home: str, tmp_path: Path) -> None:
     outer, _, inner = library.rpartition(".")
     text = f"from {outer} import {inner}" if outer else f"import {library}"
     built = _build(tmp_path, {home.replace(".", "/") + ".py": text})
     assert not list(house.foreign_libraries_stay_home(built))
 
 
-def test_every_check_has_a_bad_house() -> None:
+def test_every_room_check_has_a_failing_example() -> None:
     assert set(BAD_HOUSES) == set(CHECKS)
 
 
-def test_the_tables_speak_of_rooms_on_a_floor() -> None:
+def test_room_tables_name_existing_rooms() -> None:
     rooms = {room for floor in FLOORS for room in floor}
     assert {home.split(".")[0] for homes, _ in HOMES.values() for home in homes} <= rooms
     assert set(house.TORCH_FREE) <= rooms
 
 
-def test_the_package_is_found(our_house: House) -> None:
+def test_the_built_package_includes_all_rooms(our_house: House) -> None:
     assert "errors" in our_house.modules
 
 

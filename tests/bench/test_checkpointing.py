@@ -12,7 +12,7 @@ from bench.checkpointing import main
 pytestmark = pytest.mark.slow  # a benchmark at a tiny size
 
 
-def test_a_tiny_one(tmp_path: Path) -> None:
+def test_a_tiny_benchmark_runs(tmp_path: Path) -> None:
     main(
         ["--parameters", "1e6", "--tokens", "32", "--rounds", "1", "--folder", str(tmp_path), "--json", f"{tmp_path}/j"]
     )
@@ -25,7 +25,7 @@ def test_a_tiny_one(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["j"]
 
 
-def test_in_two_processes(tmp_path: Path) -> None:
+def test_the_benchmark_runs_in_two_processes(tmp_path: Path) -> None:
     how = ["--parameters", "1e6", "--tokens", "32", "--rounds", "0", "--folder", str(tmp_path)]
     main([*how, "--part", "train", "--json", f"{tmp_path}/j"])
     main([*how, "--part", "resume", "--json", f"{tmp_path}/j"])

@@ -28,7 +28,7 @@ def test_a_mixture_is_never_slower_than_a_fixed_plan_and_near_an_infinite_bus_ab
     assert found.reached >= REACHED
 
 
-def test_the_knee_of_weights_goes_with_the_bus_and_that_of_inputs_may_not_exist() -> None:
+def test_the_knee_moves_with_bus_bandwidth() -> None:
     bound = bounded(SHAPE, 2, TOKENS)
     assert bound is not None
     assert bound.policy.offloads, "so little memory lets inputs leave"
@@ -40,7 +40,7 @@ def test_the_knee_of_weights_goes_with_the_bus_and_that_of_inputs_may_not_exist(
     assert knees(bound, INFINITE)[1] == pytest.approx(0, abs=10)
 
 
-def test_a_corner_below_the_knee_claims_nothing() -> None:
+def test_points_below_the_knee_make_no_claim() -> None:
     there = Point(16, 8, 65_536, 10.0, 10.0, {"offloaded": 11.0}, 9.0, {"offload": 1.0}, 28_000.0, 30_000.0)
     below = replace(there, tokens=29_000)
     assert "0 of 1 corners reach 95%" in "\n".join(claims([there, below]))

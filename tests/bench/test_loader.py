@@ -9,7 +9,7 @@ from bench import loader
 pytestmark = pytest.mark.slow  # a benchmark at a tiny size
 
 
-def test_the_loader_is_far_ahead_of_a_step_and_memory_stays() -> None:
+def test_the_loader_outpaces_a_step_in_constant_memory() -> None:
     found = loader.measure(window=128, workers=1, seconds=0.5, count=500)
     assert found["ratio"] > 20
     assert found["ratio"] == found["tokens_per_second"] / found["step_tokens_per_second"]

@@ -23,7 +23,7 @@ def sampled(pace: Pace, product: float, passing: float, until: int) -> None:
     pace._seconds += [(product, passing)] * until
 
 
-def test_a_slower_machine_is_told_by_products_and_passes_in_an_ops_own_proportion() -> None:
+def test_a_slower_machine_is_detected_from_matmuls_and_memory_passes() -> None:
     pace = Pace()
     sampled(pace, 0.002, 0.003, 9)
     pace.set_out()

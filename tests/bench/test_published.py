@@ -32,20 +32,20 @@ def small(system: str) -> Point:
 SYSTEMS = sorted({point.system for point in points()})
 
 
-def test_each_point_has_a_source_and_the_words_that_say_it() -> None:
+def test_each_published_point_quotes_its_source() -> None:
     for entry in published.entries():
         assert re.search(r"https?://|arXiv \d{4}\.\d{5}|arXiv:|github\.com/", entry["source"]), entry["source"]
         assert entry["quote"].strip()
 
 
-def test_what_cannot_be_replayed_is_left_out_for_a_reason_that_is_printed() -> None:
+def test_points_that_cannot_be_replayed_print_a_reason() -> None:
     left = [entry for entry in published.entries() if why_not(entry)]
     assert len(left) + len(points()) == len(published.entries())
     assert sum(int(line.split(" ")[0]) for line in published.left_out()) == len(left)
     assert len(points()) >= 40
 
 
-def test_a_third_of_the_points_stays_out_of_the_fit_by_no_ones_choice() -> None:
+def test_a_third_of_the_points_is_held_out_by_hash() -> None:
     chosen, out = points(), stays_out(points())
     assert 0.3 < sum(out) / len(out) < 0.35
     per_system = Counter(point.system for point, left in zip(chosen, out, strict=True) if left)
@@ -78,7 +78,7 @@ def test_a_replay_takes_time_and_more_of_it_on_a_less_efficient_machine(system: 
     assert seconds < Replayed(longer).seconds(BEFORE) < 2.2 * seconds
 
 
-def test_what_is_computed_again_is_read_from_a_systems_own_columns() -> None:
+def test_recomputation_is_read_from_the_systems_own_columns() -> None:
     eights = [point for point in points() if (point.system, point.model) == ("ml_dataflow", "Llama-3 8B dimensions")]
     shares = [(way(point).again, point.comment) for point in eights]
     assert all(-0.01 < again < 0.9 for again, _ in shares)
@@ -87,7 +87,7 @@ def test_what_is_computed_again_is_read_from_a_systems_own_columns() -> None:
     assert min(again for again, comment in shares if "29 input only" in comment) > 0.5
 
 
-def test_efficiencies_are_found_again_from_replays_made_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fit_recovers_the_efficiencies_of_synthetic_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     true = Efficiencies(0.9, 0.8, 3.0, 0.2)
     replays = [Replayed(small(system)) for system in SYSTEMS]
     seconds = {id(each.point): each.seconds(true) for each in replays}
@@ -99,7 +99,7 @@ def test_efficiencies_are_found_again_from_replays_made_with_them(monkeypatch: p
 
 
 @pytest.mark.slow  # builds and replays all points: half a minute
-def test_the_planners_constants_are_what_the_fit_finds() -> None:
+def test_planner_constants_equal_the_fit() -> None:
     efficiencies = found().efficiencies
     assert efficiencies.eager == pytest.approx(ELEMENTWISE_PASSES, abs=0.1)
     assert efficiencies.products == pytest.approx(1, abs=0.03)  # so that the library's rates need no share
@@ -109,7 +109,7 @@ def test_the_planners_constants_are_what_the_fit_finds() -> None:
 
 
 @pytest.mark.slow
-def test_points_out_of_the_fit_are_met_about_as_well_as_those_in_it(
+def test_held_out_points_have_similar_errors_to_fitted_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inside, outside = (sorted(found().errors(in_fit)) for in_fit in (True, False))

@@ -31,7 +31,7 @@ def test_our_side_runs_and_the_result_is_json(tmp_path: Path) -> None:
     assert "megatrain" in zero_nvme.show(result)
 
 
-def test_a_plan_for_half_of_another_ones_memory_is_within_it_and_told(tmp_path: Path) -> None:
+def test_a_plan_for_half_the_memory_stays_within_it(tmp_path: Path) -> None:
     machine = tmp_path / "machine.json"
     save_hardware(Hardware("a machine", 1 << 34, 1 << 34, 1e10, 1e10, 1e11, 1e10, shares_memory=True), machine)
     settings = {"rows": 2, "length": 16, "precision": "fp32", "hardware": str(machine)}
@@ -47,7 +47,7 @@ def test_a_plan_for_half_of_another_ones_memory_is_within_it_and_told(tmp_path: 
     assert json.dumps(told)
 
 
-def test_a_process_that_dies_is_told_with_its_log(tmp_path: Path) -> None:
+def test_a_dead_process_is_reported_with_its_log(tmp_path: Path) -> None:
     settings = {"shape": TINY, "rows": 1, "length": 16, "precision": "fp32", "folder": str(tmp_path / "none")}
     with pytest.raises(RuntimeError, match=r"megatrain has ended(.|\n)*none"):
         zero_nvme.compare(settings, [], turns=1, python="")

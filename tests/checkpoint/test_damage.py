@@ -60,7 +60,7 @@ def damaged_files(check: Callable[[Path], list[object]], checkpoint: Path) -> li
     return [str(damage).split()[0] for damage in check(checkpoint)]
 
 
-def test_it_has_files_of_every_kind_and_they_are_sound(checkpoint: Path) -> None:
+def test_the_example_checkpoint_has_every_kind_of_file(checkpoint: Path) -> None:
     names = {path.relative_to(checkpoint).as_posix() for path in files_of(checkpoint)}
     assert names >= {"config.json", "training.json", "manifest.json", "tokenizer.json", "model.safetensors.index.json"}
     assert len([name for name in names if name.startswith("model-")]) > 1
@@ -76,7 +76,7 @@ def changes(content: bytes) -> Iterator[tuple[str, bytes]]:
         yield f"grown by {extra!r}", content + extra
 
 
-def test_every_file_that_is_missing_or_of_another_size_is_found_by_both_checks(checkpoint: Path) -> None:
+def test_missing_and_resized_files_fail_both_checks(checkpoint: Path) -> None:
     for path in files_of(checkpoint):
         name, content = path.relative_to(checkpoint).as_posix(), path.read_bytes()
         path.unlink()
@@ -110,7 +110,7 @@ def flip(path: Path, place: int, bits: int) -> None:
         file.write(bytes([byte ^ bits]))
 
 
-def test_every_byte_of_the_manifest_that_is_flipped_is_found(checkpoint: Path) -> None:
+def test_any_flipped_manifest_byte_is_detected(checkpoint: Path) -> None:
     draw = random.Random(0)
     manifest = checkpoint / "manifest.json"
     for place in range(manifest.stat().st_size):
@@ -121,9 +121,7 @@ def test_every_byte_of_the_manifest_that_is_flipped_is_found(checkpoint: Path) -
     assert full_check(checkpoint) == []
 
 
-def test_every_byte_of_every_other_file_that_is_flipped_is_found(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_flipped_file_byte_is_detected(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One byte in each file at a time, and each file must be named."""
     monkeypatch.setattr(manifest, "ThreadPoolExecutor", OneThread)
     draw = random.Random(0)
@@ -141,7 +139,7 @@ def test_every_byte_of_every_other_file_that_is_flipped_is_found(
     assert full_check(checkpoint) == []
 
 
-def test_bytes_that_changed_places_are_found(checkpoint: Path) -> None:
+def test_swapped_bytes_are_detected(checkpoint: Path) -> None:
     for path in files_of(checkpoint):
         content = path.read_bytes()
         middle = len(content) // 2
@@ -151,7 +149,7 @@ def test_bytes_that_changed_places_are_found(checkpoint: Path) -> None:
         path.write_bytes(content)
 
 
-def test_a_file_of_another_checkpoint_is_found(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_file_from_another_checkpoint_is_detected(checkpoint: Path, tmp_path: Path) -> None:
     planned = PlannedCheckpoint(ported(num_hidden_layers=1, vocab_size=16), shard_nbytes=30_000)
     other = save(tmp_path / "other", 2, planned=planned)
     for path in files_of(other):
@@ -181,7 +179,7 @@ def test_every_damaged_file_is_named(checkpoint: Path) -> None:
     assert str(checkpoint) in str(caught.value)
 
 
-def test_weights_that_were_not_written_with_it_are_found_and_other_files_are_not(checkpoint: Path) -> None:
+def test_foreign_weights_are_detected_and_other_extra_files_ignored(checkpoint: Path) -> None:
     (checkpoint / "results.json").write_text("{}")
     (checkpoint / ".DS_Store").write_text("")
     (checkpoint / "notes").mkdir()
@@ -206,13 +204,13 @@ def test_weights_that_were_not_written_with_it_are_found_and_other_files_are_not
         ('{"format": 2}', "has format 2, but this MegaTrain reads up to 1"),
     ],
 )
-def test_a_manifest_that_is_none_or_newer_says_so(text: str, said: str, checkpoint: Path) -> None:
+def test_invalid_and_newer_manifests_have_clear_errors(text: str, said: str, checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_text(text)
     assert [str(damage) for damage in quick_check(checkpoint)] == [f"manifest.json {said}"]
 
 
 @pytest.mark.parametrize("target", ["", "/dev/zero"])
-def test_a_file_that_never_ends_is_found_and_not_read(target: str, checkpoint: Path) -> None:
+def test_an_endless_file_is_detected_without_reading_it(target: str, checkpoint: Path) -> None:
     """A pipe, or a link to a device."""
     for path in files_of(checkpoint):
         path.rename(checkpoint.parent / "kept")
@@ -224,7 +222,7 @@ def test_a_file_that_never_ends_is_found_and_not_read(target: str, checkpoint: P
         (checkpoint.parent / "kept").replace(path)
 
 
-def test_a_manifest_that_names_files_outside_its_folder_is_refused(checkpoint: Path) -> None:
+def test_a_manifest_with_paths_outside_its_folder_is_refused(checkpoint: Path) -> None:
     shutil.copyfile(checkpoint / "config.json", checkpoint.parent / "config.json")
     manifest = read_manifest(checkpoint)
     files = {**manifest.files, "../config.json": manifest.files["config.json"]}
@@ -233,7 +231,7 @@ def test_a_manifest_that_names_files_outside_its_folder_is_refused(checkpoint: P
         assert [str(damage) for damage in check(checkpoint)] == ["../config.json lies outside the folder"]
 
 
-def test_a_manifest_with_the_same_content_in_another_text_is_damaged(checkpoint: Path) -> None:
+def test_a_reformatted_manifest_counts_as_damaged(checkpoint: Path) -> None:
     path = checkpoint / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text())))
     assert [str(damage) for damage in quick_check(checkpoint)] == ["manifest.json is damaged"]

@@ -39,7 +39,7 @@ def pattern(nbytes: int, seed: int = 0) -> bytes:
 
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize(("piece", "allocated"), [(1000, 1.0), (3 * BLOCK, 1.0), (1000, 0.0), (1000, 2.0)])
-def test_any_size_in_any_pieces(nbytes: int, piece: int, allocated: float, tmp_path: Path) -> None:
+def test_any_size_may_be_written_in_any_pieces(nbytes: int, piece: int, allocated: float, tmp_path: Path) -> None:
     data = pattern(nbytes)
     with DirectWriter(tmp_path) as writer:
         file = writer.open(tmp_path / "a", int(allocated * nbytes))
@@ -54,7 +54,9 @@ def test_any_size_in_any_pieces(nbytes: int, piece: int, allocated: float, tmp_p
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 3 * BLOCK)), max_size=12))
-def test_two_files_at_a_time(tmp_path_factory: pytest.TempPathFactory, writes: list[tuple[str, int]]) -> None:
+def test_two_files_may_be_written_concurrently(
+    tmp_path_factory: pytest.TempPathFactory, writes: list[tuple[str, int]]
+) -> None:
     folder = tmp_path_factory.mktemp("two")
     due = {"a": b"", "b": b""}
     with DirectWriter(folder) as writer:
@@ -77,9 +79,7 @@ def test_the_checksum_is_part_of_the_format(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("refused", [errno.EOPNOTSUPP, errno.EINVAL])
-def test_where_space_cannot_be_allocated_it_is_done_without(
-    refused: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preallocation_is_optional(refused: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refusing(*_: int) -> None:
         raise OSError(refused, "refused")
 
@@ -102,7 +102,7 @@ def test_a_full_disk_is_found_out_when_a_file_is_opened(tmp_path: Path, monkeypa
     assert not files or len(os.listdir("/proc/self/fd")) == files
 
 
-def test_a_file_grows_only(tmp_path: Path) -> None:
+def test_writes_only_grow_a_file(tmp_path: Path) -> None:
     with DirectWriter(tmp_path) as writer:
         file = writer.open(tmp_path / "a", 0)
         file.write(b"12345")
@@ -111,7 +111,7 @@ def test_a_file_grows_only(tmp_path: Path) -> None:
         file.close()
 
 
-def test_many_files_one_after_another_take_no_more_buffers(tmp_path: Path) -> None:
+def test_consecutive_files_reuse_buffers(tmp_path: Path) -> None:
     with DirectWriter(tmp_path) as writer:
         before = writer._free.qsize()
         for name in range(20):
@@ -123,7 +123,7 @@ def test_many_files_one_after_another_take_no_more_buffers(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("refusals", [1, 1000])
-def test_where_direct_writes_are_refused_the_cache_is_used(
+def test_refused_direct_io_falls_back_to_the_page_cache(
     refusals: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written, refused = os.pwrite, iter(range(refusals))
@@ -147,7 +147,7 @@ def test_where_direct_writes_are_refused_the_cache_is_used(
     assert writer.sums["a"] == sum_of(tmp_path / "a")
 
 
-def test_what_the_system_leaves_over_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda file, data, start: written(file, data[:4096], start))
     with DirectWriter(tmp_path) as writer:
@@ -158,7 +158,7 @@ def test_what_the_system_leaves_over_is_written_again(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("failing", [0, 3, 5])
-def test_a_failure_in_a_thread_comes_out_once_and_hangs_nothing(
+def test_a_writer_thread_error_is_raised_once_without_hanging(
     failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = os.pwrite
@@ -189,7 +189,7 @@ def test_a_failure_in_a_thread_comes_out_once_and_hangs_nothing(
     assert threading.active_count() == threads
 
 
-def test_differences_name_the_block_and_every_file(tmp_path: Path) -> None:
+def test_checksum_differences_name_block_and_files(tmp_path: Path) -> None:
     data = pattern(40 * BLOCK + 3)
     for name in ("whole", "flipped", "short", "end"):
         (tmp_path / name).write_bytes(data)

@@ -88,7 +88,7 @@ def llama() -> tuple[PortedModel, Callable[[str], Tensor]]:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "deepseek-v3"])
-def test_every_file_is_byte_for_byte_what_the_stock_model_saves(family: str, tmp_path: Path) -> None:
+def test_files_equal_save_pretrained_byte_for_byte(family: str, tmp_path: Path) -> None:
     model = stock(family)
     model.save_pretrained(tmp_path / "stock")
     exported(model, tmp_path / "ours")
@@ -110,7 +110,7 @@ def test_the_stock_loader_gives_the_same_logits_from_several_files(family: str, 
         assert torch.equal(loaded.eval()(inputs).logits, model(inputs).logits)
 
 
-def test_a_model_that_was_loaded_is_written_as_it_was_found(tmp_path: Path) -> None:
+def test_a_loaded_model_is_written_back_unchanged(tmp_path: Path) -> None:
     stock("mixtral").save_pretrained(tmp_path / "found")
     exported(AutoModelForCausalLM.from_pretrained(tmp_path / "found"), tmp_path / "ours")
     assert filecmp.cmp(tmp_path / "found" / "model.safetensors", tmp_path / "ours" / "model.safetensors", False)
@@ -174,7 +174,7 @@ def test_tensors_of_any_shape_are_written_in_blocks(
     assert equal(found, {**values, "narrow": whole.to(torch.bfloat16)})
 
 
-def test_masters_are_asked_for_unit_by_unit_and_written_in_between(llama: Any, tmp_path: Path) -> None:
+def test_masters_are_requested_and_written_unit_by_unit(llama: Any, tmp_path: Path) -> None:
     model, masters = llama
     said: list[str] = []
 
@@ -196,7 +196,7 @@ def test_masters_are_asked_for_unit_by_unit_and_written_in_between(llama: Any, t
     assert (said, done) == ([], total)
 
 
-def test_a_unit_is_let_go_before_the_next_is_asked_for(llama: Any, tmp_path: Path) -> None:
+def test_each_unit_is_released_before_the_next_is_requested(llama: Any, tmp_path: Path) -> None:
     model, masters = llama
     given: list[weakref.ref[Tensor]] = []
 
@@ -229,7 +229,7 @@ def test_a_trained_engine_saves_its_exact_masters(family: str, tmp_path: Path) -
 # The card and what others add --------------------------------------------------------------------------------------
 
 
-def test_the_card_says_what_it_was_told_and_how_to_load(llama: Any, tmp_path: Path) -> None:
+def test_the_model_card_has_its_facts_and_loading_code(llama: Any, tmp_path: Path) -> None:
     facts = {"steps": "600", "data": "a | b\nc"}
     folder = export_model(*llama, tmp_path / "model", facts=facts, precision="bf16")
     text = (folder / "README.md").read_text()
@@ -244,13 +244,13 @@ def test_the_card_says_what_it_was_told_and_how_to_load(llama: Any, tmp_path: Pa
     assert names["model"].num_parameters() == llama[0].spec.numel
 
 
-def test_a_card_without_facts_has_no_table_and_asks_for_trust_where_it_is_needed() -> None:
+def test_a_card_without_facts_has_no_table() -> None:
     text = model_card("t", "s.", {"model": "AutoModelForCausalLM"}, ", trust_remote_code=True", {})
     assert "## Training" not in text
     assert 'from_pretrained("path/to/this/folder", trust_remote_code=True)' in text
 
 
-def test_what_the_caller_adds_appears_with_the_model(llama: Any, tmp_path: Path) -> None:
+def test_extra_files_appear_with_the_model(llama: Any, tmp_path: Path) -> None:
     def more(folder: Path) -> None:
         assert not (tmp_path / "model").exists()
         (folder / "tokenizer_config.json").write_text("{}")
@@ -296,7 +296,7 @@ def fail_in(place: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("place", ["space", "config", "weights", "tokenizer", "disk", "last rename"])
-def test_a_failed_export_leaves_nothing_and_keeps_what_was_there(
+def test_a_failed_export_leaves_the_previous_one_intact(
     place: str, llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = export_model(*llama, tmp_path / "model")
@@ -315,7 +315,7 @@ def test_a_failed_export_leaves_nothing_and_keeps_what_was_there(
     assert names_in(tmp_path) == ["model"]
 
 
-def test_a_parent_that_cannot_be_written_is_one_clear_error(
+def test_an_unwritable_parent_folder_is_one_clear_error(
     llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -366,9 +366,7 @@ KILLS = {
 @pytest.mark.parametrize(
     ("kill", "replaces"), [*((kill, True) for kill in KILLS), *((kill, False) for kill in KILLS if "old" not in kill)]
 )
-def test_a_kill_leaves_no_half_folder_and_the_next_export_cleans_up(
-    kill: str, replaces: bool, llama: Any, tmp_path: Path
-) -> None:
+def test_a_killed_export_leaves_no_partial_folder(kill: str, replaces: bool, llama: Any, tmp_path: Path) -> None:
     target = tmp_path / "model"
     if replaces:
         export_model(*llama, target)
@@ -390,7 +388,7 @@ def test_a_kill_leaves_no_half_folder_and_the_next_export_cleans_up(
     assert AutoModelForCausalLM.from_pretrained(target).num_parameters() == llama[0].spec.numel
 
 
-def test_leftovers_of_the_living_and_of_others_are_not_touched(llama: Any, tmp_path: Path) -> None:
+def test_temporary_folders_of_other_processes_are_kept(llama: Any, tmp_path: Path) -> None:
     own, living = f".model.{os.getpid()}.part", f".model.{os.getppid()}.part"
     dead = ".model.4194999.old"  # beyond the largest process id of Linux
     others = [".model.part", ".model.x.part", ".model.1.4194999.part", ".other.4194999.part", living]
@@ -404,7 +402,7 @@ def test_leftovers_of_the_living_and_of_others_are_not_touched(llama: Any, tmp_p
 # What is in the way ------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_that_holds_something_else_is_not_touched(llama: Any, tmp_path: Path) -> None:
+def test_an_unrelated_folder_is_not_touched(llama: Any, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(ExportError, match="not a model folder"):
         export_model(*llama, tmp_path)
@@ -418,7 +416,7 @@ def test_a_folder_that_holds_something_else_is_not_touched(llama: Any, tmp_path:
     assert (folder / "dataset.bin").exists()
 
 
-def test_an_export_replaces_the_model_that_was_there(llama: Any, tmp_path: Path) -> None:
+def test_an_export_replaces_an_existing_model(llama: Any, tmp_path: Path) -> None:
     folder = export_model(*llama, tmp_path / "model", shard_nbytes=20_000)
     (folder / "stale.json").write_text("{}")
     (folder / "additional_chat_templates").mkdir()
@@ -427,7 +425,7 @@ def test_an_export_replaces_the_model_that_was_there(llama: Any, tmp_path: Path)
     assert names_in(tmp_path) == ["model"]
 
 
-def test_through_a_link_the_folder_behind_it_is_replaced(llama: Any, tmp_path: Path) -> None:
+def test_exporting_through_a_symlink_replaces_its_target(llama: Any, tmp_path: Path) -> None:
     folder = export_model(*llama, tmp_path / "model")
     (folder / "stale.json").write_text("{}")
     (tmp_path / "link").symlink_to(folder)

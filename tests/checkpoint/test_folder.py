@@ -56,9 +56,7 @@ def flip(path: Path) -> None:
 # Finding -------------------------------------------------------------------------------------------------------------
 
 
-def test_checkpoints_are_listed_newest_first_whatever_else_lies_there(
-    planned: PlannedCheckpoint, tmp_path: Path
-) -> None:
+def test_checkpoints_are_listed_newest_first_ignoring_other_files(planned: PlannedCheckpoint, tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "none") == []
     for step in (2, 100_000_000, 10, 123_456_789):
         (tmp_path / f"step-{step:08d}").mkdir()
@@ -70,7 +68,9 @@ def test_checkpoints_are_listed_newest_first_whatever_else_lies_there(
         checkpoints(tmp_path / "step-00000004")
 
 
-def test_damaged_and_unfinished_ones_are_skipped_with_a_line_each(planned: PlannedCheckpoint, tmp_path: Path) -> None:
+def test_damaged_and_unfinished_checkpoints_are_skipped_with_a_message(
+    planned: PlannedCheckpoint, tmp_path: Path
+) -> None:
     for step in (1, 2, 3, 4):
         save(tmp_path, step, planned=planned)
     (tmp_path / "step-00000004" / "manifest.json").unlink()
@@ -90,9 +90,7 @@ def test_damaged_and_unfinished_ones_are_skipped_with_a_line_each(planned: Plann
 
 
 @pytest.mark.parametrize("manifest", ENDLESS)
-def test_a_newer_one_whose_manifest_never_ends_is_skipped(
-    manifest: str, planned: PlannedCheckpoint, tmp_path: Path
-) -> None:
+def test_an_endless_manifest_is_skipped(manifest: str, planned: PlannedCheckpoint, tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step, planned=planned)
     path = tmp_path / "step-00000002" / "manifest.json"
@@ -105,7 +103,7 @@ def test_a_newer_one_whose_manifest_never_ends_is_skipped(
     assert prune(tmp_path, Retention(1)) == []
 
 
-def test_where_none_is_sound_there_is_none(planned: PlannedCheckpoint, tmp_path: Path) -> None:
+def test_no_valid_checkpoint_yields_none(planned: PlannedCheckpoint, tmp_path: Path) -> None:
     assert newest_sound(tmp_path / "none").checkpoint is None
     flip(save(tmp_path, planned=planned) / "config.json")
     found = newest_sound(tmp_path)
@@ -119,7 +117,9 @@ SCORES = st.dictionaries(st.integers(0, 40), st.none() | st.integers(0, 5).map(f
 
 
 @given(SCORES, st.integers(1, 4), st.none() | st.integers(1, 7), st.integers(0, 3))
-def test_what_is_kept(scores: dict[int, float | None], last: int, every: int | None, best: int) -> None:
+def test_retention_keeps_the_expected_checkpoints(
+    scores: dict[int, float | None], last: int, every: int | None, best: int
+) -> None:
     kept = Retention(last, every, best).kept(scores)
     assert kept <= scores.keys()
     assert kept >= set(sorted(scores)[-last:])
@@ -132,12 +132,12 @@ def test_what_is_kept(scores: dict[int, float | None], last: int, every: int | N
 
 
 @pytest.mark.parametrize("wrong", [{"keep_last": 0}, {"keep_every": 0}, {"keep_best": -1}])
-def test_a_retention_that_keeps_nothing_is_refused(wrong: dict[str, int]) -> None:
+def test_retention_of_zero_checkpoints_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="keep at least the last one"):
         Retention(**wrong)
 
 
-def test_the_last_every_so_many_and_the_best_stay(planned: PlannedCheckpoint, tmp_path: Path) -> None:
+def test_retention_keeps_last_periodic_and_best(planned: PlannedCheckpoint, tmp_path: Path) -> None:
     for step, score in {10: 3.0, 20: None, 30: 1.0, 40: 2.0, 50: 2.5, 60: None}.items():
         save(tmp_path, step, planned=planned, score=score)
     gone = prune(tmp_path, Retention(keep_last=1, keep_every=20, keep_best=1))
@@ -148,7 +148,7 @@ def test_the_last_every_so_many_and_the_best_stay(planned: PlannedCheckpoint, tm
     assert steps_in(tmp_path) == [60, 40]
 
 
-def test_the_newest_sound_one_stays_and_nothing_that_is_not_ours_goes(
+def test_pruning_keeps_the_newest_valid_checkpoint_and_foreign_files(
     planned: PlannedCheckpoint, tmp_path: Path
 ) -> None:
     for step in range(1, 7):
@@ -164,14 +164,14 @@ def test_the_newest_sound_one_stays_and_nothing_that_is_not_ours_goes(
     assert steps_in(tmp_path) == [6, 5, 4, 1, 0]
 
 
-def test_where_none_is_sound_nothing_goes(planned: PlannedCheckpoint, tmp_path: Path) -> None:
+def test_pruning_removes_nothing_without_a_valid_checkpoint(planned: PlannedCheckpoint, tmp_path: Path) -> None:
     for step in (1, 2, 3, 4, 5):
         (save(tmp_path, step, planned=planned) / "config.json").unlink()
     assert prune(tmp_path, Retention(keep_last=1)) == []
     assert len(checkpoints(tmp_path)) == 5
 
 
-def test_what_cannot_be_removed_is_one_clear_error(
+def test_an_undeletable_checkpoint_is_one_clear_error(
     planned: PlannedCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (1, 2):
@@ -240,7 +240,7 @@ KILLS: dict[str, Callable[[], object]] = {
 @pytest.mark.parametrize(
     ("kill", "replaces"), [*((kill, True) for kill in KILLS), *((kill, False) for kill in KILLS if "old" not in kill)]
 )
-def test_a_kill_at_any_moment_leaves_a_whole_one(
+def test_a_kill_at_any_moment_leaves_a_valid_checkpoint(
     kill: str, replaces: bool, planned: PlannedCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifest, "BLOCK_NBYTES", 4096)
@@ -267,7 +267,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_one(
 
 
 @pytest.mark.parametrize("kill", ["rename", "rmtree"])
-def test_a_prune_that_was_killed_is_ended_by_the_next(kill: str, planned: PlannedCheckpoint, tmp_path: Path) -> None:
+def test_an_interrupted_prune_is_completed_by_the_next(kill: str, planned: PlannedCheckpoint, tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step, planned=planned)
 
@@ -321,7 +321,7 @@ def test_kills_at_random_moments_of_saving_and_pruning(planned: PlannedCheckpoin
     assert names_in(tmp_path) == [f"step-{newest:08d}"]
 
 
-def test_what_living_processes_have_under_way_is_left_alone(planned: PlannedCheckpoint, tmp_path: Path) -> None:
+def test_files_of_running_processes_are_left_alone(planned: PlannedCheckpoint, tmp_path: Path) -> None:
     save(tmp_path, 1, planned=planned)
     living = [f".step-00000002.{os.getppid()}.{kind}" for kind in ("part", "old", "gone")]
     own = f".step-00000002.{os.getpid()}.part"
@@ -334,7 +334,7 @@ def test_what_living_processes_have_under_way_is_left_alone(planned: PlannedChec
     assert names_in(tmp_path) == sorted([*living, "step-00000001"])
 
 
-def test_of_a_link_the_link_goes(planned: PlannedCheckpoint, tmp_path: Path) -> None:
+def test_pruning_a_symlink_removes_only_the_link(planned: PlannedCheckpoint, tmp_path: Path) -> None:
     """Someone has moved checkpoints to a larger drive: they are replaced and removed here, and stay there."""
     folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -47,7 +47,7 @@ def inode(path: Path) -> int:
     return path.stat().st_ino
 
 
-def test_files_of_frozen_weights_are_linked_and_outlive_the_one_before(tmp_path: Path) -> None:
+def test_hard_links_to_frozen_weights_survive_pruning(tmp_path: Path) -> None:
     with made() as engine:
         first = saved(engine, tmp_path)
         second = saved(engine, tmp_path)
@@ -82,7 +82,7 @@ def test_small_files_are_never_shared(tmp_path: Path, monkeypatch: pytest.Monkey
     assert inode(first.path / "config.json") != inode(second.path / "config.json")
 
 
-def test_a_tokenizer_is_shared_by_its_content(tmp_path: Path) -> None:
+def test_tokenizers_are_shared_by_content(tmp_path: Path) -> None:
     texts = ["a" * 5000, "a" * 5000, "a" * 4999 + "b"]
 
     def write(folder: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_tokenizer_is_shared_by_its_content(tmp_path: Path) -> None:
         pytest.param(-1, id="last byte"),
     ],
 )
-def test_what_differs_anywhere_is_written(at: int, tmp_path: Path) -> None:
+def test_any_difference_forces_a_rewrite(at: int, tmp_path: Path) -> None:
     """A frozen weight that changes all the same: the file is the new one, and the old one is as it was."""
     with made() as engine:
         first = saved(engine, tmp_path)
@@ -125,7 +125,7 @@ def test_what_differs_anywhere_is_written(at: int, tmp_path: Path) -> None:
         assert equal(again.master_weights(), after)
 
 
-def test_a_file_that_was_touched_is_written_anew_and_damage_is_not_handed_on(tmp_path: Path) -> None:
+def test_touched_files_are_rewritten_and_damage_does_not_spread(tmp_path: Path) -> None:
     with made() as engine:
         first = saved(engine, tmp_path)
         assert first.path is not None
@@ -140,9 +140,7 @@ def test_a_file_that_was_touched_is_written_anew_and_damage_is_not_handed_on(tmp
         assert inode(frozen) != inode(weights(second.path)[1])
 
 
-def test_damage_that_no_time_tells_of_is_found_before_it_is_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damage_with_unchanged_mtime_is_found_before_copying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without links the file is copied; a bit has changed below the file system."""
     with made() as engine:
         first = saved(engine, tmp_path)
@@ -178,7 +176,7 @@ def test_without_links_files_are_copied(tmp_path: Path, monkeypatch: pytest.Monk
     assert full_check(second) == []
 
 
-def test_a_save_of_frozen_weights_writes_only_what_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_with_frozen_weights_writes_only_trained_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     honest = DirectFile.__init__
 
@@ -193,7 +191,7 @@ def test_a_save_of_frozen_weights_writes_only_what_trains(tmp_path: Path, monkey
     assert sorted(opened) == ["model-00001-of-00002.safetensors", "moments.safetensors"]
 
 
-def test_an_earlier_one_of_another_folder_or_without_a_manifest_is_none(tmp_path: Path) -> None:
+def test_a_previous_checkpoint_needs_the_same_folder_and_a_manifest(tmp_path: Path) -> None:
     with made() as engine:
         first = saved(engine, tmp_path / "a").wait()
         assert saved(engine, tmp_path / "b").shared_nbytes == 0

@@ -36,14 +36,14 @@ def same(left: Any, right: Any) -> bool:
 
 
 @given(st.dictionaries(KEYS, VALUES, max_size=4))
-def test_values_come_back_as_they_were(tmp_path_factory: pytest.TempPathFactory, training: dict[str, Any]) -> None:
+def test_values_round_trip(tmp_path_factory: pytest.TempPathFactory, training: dict[str, Any]) -> None:
     folder = tmp_path_factory.mktemp("training")
     write_training(folder, training)
     assert same(read_training(folder), training)
     json.loads((folder / TRAINING).read_text(), parse_constant=pytest.fail)  # strict JSON, for any reader
 
 
-def test_large_and_odd_values_come_back(tmp_path: Path) -> None:
+def test_large_and_odd_values_round_trip(tmp_path: Path) -> None:
     training = {
         "rng": bytes(range(256)) * 20,
         "state": 2**1000 + 1,
@@ -64,7 +64,7 @@ def test_large_and_odd_values_come_back(tmp_path: Path) -> None:
         ({"$bytes": "x"}, r"training.json, training.loader.place: the key '\$bytes' cannot be written"),
     ],
 )
-def test_what_would_not_come_back_is_refused_with_its_place(value: Any, said: str, tmp_path: Path) -> None:
+def test_values_that_cannot_round_trip_are_refused_with_their_path(value: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=said):
         write_training(tmp_path, {"step": 1, "loader": {"place": value}})
 
@@ -84,7 +84,7 @@ def test_a_damaged_file_is_one_clear_error(text: str, tmp_path: Path) -> None:
         read_training(tmp_path)
 
 
-def test_a_newer_format_and_a_missing_file_say_so(tmp_path: Path) -> None:
+def test_newer_formats_and_missing_files_have_clear_errors(tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpoint, match=r"training.json cannot be read \(No such file"):
         read_training(tmp_path)
     (tmp_path / TRAINING).write_text('{"format": 2, "training": {}}')

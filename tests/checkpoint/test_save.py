@@ -51,7 +51,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-tied", "gemma2", "gpt2", "mixtral", "qwen3-moe"])
-def test_every_bit_of_masters_and_moments_comes_back(family: str, tmp_path: Path) -> None:
+def test_masters_and_moments_round_trip_bit_for_bit(family: str, tmp_path: Path) -> None:
     planned = PlannedCheckpoint(ported(family), shard_nbytes=30_000)
     folder = save(tmp_path, 7, planned=planned)
     assert len(list(folder.glob("model-*-of-*.safetensors"))) > 1
@@ -61,7 +61,7 @@ def test_every_bit_of_masters_and_moments_comes_back(family: str, tmp_path: Path
     assert (checkpoint.step, checkpoint.training) == (7, {"step": 7})
 
 
-def test_gaussian_masters_make_a_model_that_the_stock_loader_takes(tmp_path: Path) -> None:
+def test_the_stock_loader_reads_a_checkpoint(tmp_path: Path) -> None:
     model = tiny_model("mixtral").eval()
     planned = PlannedCheckpoint(port_model(model, torch.bfloat16))
     masters = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -78,7 +78,7 @@ def test_gaussian_masters_make_a_model_that_the_stock_loader_takes(tmp_path: Pat
         assert torch.equal(found.eval()(inputs).logits, model(inputs).logits)
 
 
-def test_it_is_what_the_stock_model_saves_but_for_the_order_inside_the_files(tmp_path: Path) -> None:
+def test_a_checkpoint_matches_save_pretrained_except_tensor_order(tmp_path: Path) -> None:
     model = tiny_model("qwen3-moe")
     planned = PlannedCheckpoint(port_model(model, torch.bfloat16))
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -109,7 +109,7 @@ def test_frozen_parameters_have_no_moments(tmp_path: Path) -> None:
         list(checkpoint.moments(["model.layers.0.mlp.up_proj.weight"]))
 
 
-def test_where_all_is_frozen_there_is_no_optimizer(tmp_path: Path) -> None:
+def test_a_fully_frozen_model_saves_no_optimizer_state(tmp_path: Path) -> None:
     model = tiny_model()
     freeze_parameters(model, ["*"])
     planned = PlannedCheckpoint(port_model(model, torch.bfloat16))
@@ -119,7 +119,7 @@ def test_where_all_is_frozen_there_is_no_optimizer(tmp_path: Path) -> None:
     assert bits(loaded(checkpoint, planned)) == expected(planned, 1)
 
 
-def test_buffers_of_other_dtypes_lie_in_a_file_of_their_own(tmp_path: Path) -> None:
+def test_buffers_of_other_dtypes_get_their_own_file(tmp_path: Path) -> None:
     model = tiny_model()
     model.model.layers[1].mlp.register_buffer("seen", torch.tensor([3, 4]))
     model.model.layers[0].mlp.register_buffer("flag", torch.tensor(True))
@@ -137,7 +137,7 @@ def test_buffers_of_other_dtypes_lie_in_a_file_of_their_own(tmp_path: Path) -> N
     assert full_check(folder) == []
 
 
-def test_moments_are_read_from_the_file_as_they_are_asked_for(llama: PlannedCheckpoint, tmp_path: Path) -> None:
+def test_moments_are_read_lazily(llama: PlannedCheckpoint, tmp_path: Path) -> None:
     """In any order, any number of times, each by its name."""
     checkpoint = open_checkpoint(save(tmp_path, planned=llama))
     wanted = expected(llama, 1)
@@ -147,7 +147,7 @@ def test_moments_are_read_from_the_file_as_they_are_asked_for(llama: PlannedChec
     ]
 
 
-def test_a_second_save_of_a_step_takes_the_place_of_the_first(llama: PlannedCheckpoint, tmp_path: Path) -> None:
+def test_saving_a_step_again_replaces_its_checkpoint(llama: PlannedCheckpoint, tmp_path: Path) -> None:
     folder = save(tmp_path, 5, planned=llama)
     (folder / "model.safetensors").write_text("damaged")
     assert save(tmp_path, 5, seed=9, planned=llama) == folder
@@ -156,7 +156,7 @@ def test_a_second_save_of_a_step_takes_the_place_of_the_first(llama: PlannedChec
     assert not [name for name in names_in(tmp_path) if name.startswith(".")]
 
 
-def test_what_the_caller_adds_is_under_the_manifest_too(llama: PlannedCheckpoint, tmp_path: Path) -> None:
+def test_extra_files_are_covered_by_the_manifest(llama: PlannedCheckpoint, tmp_path: Path) -> None:
     def more(folder: Path) -> None:
         (folder / "additional_chat_templates").mkdir()
         (folder / "additional_chat_templates" / "short.jinja").write_text("{{ x }}")
@@ -186,7 +186,7 @@ def test_progress_ends_at_the_bytes_of_all_tensors(llama: PlannedCheckpoint, tmp
 # Memory --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_unit_is_let_go_before_the_next_is_asked_for(llama: PlannedCheckpoint, tmp_path: Path) -> None:
+def test_each_unit_is_released_before_the_next_is_requested(llama: PlannedCheckpoint, tmp_path: Path) -> None:
     given: list[weakref.ref[Any]] = []
     ended: list[bool] = []
 
@@ -205,7 +205,7 @@ def test_a_unit_is_let_go_before_the_next_is_asked_for(llama: PlannedCheckpoint,
     assert ended == [True], "what makes units comes to its end"
 
 
-def test_the_memory_of_a_unit_may_be_used_again(llama: PlannedCheckpoint, tmp_path: Path) -> None:
+def test_unit_memory_may_be_reused_after_writing(llama: PlannedCheckpoint, tmp_path: Path) -> None:
     memory: dict[tuple[str, int], Tensor] = {}
 
     def units() -> Iterator[State]:
@@ -225,7 +225,7 @@ def test_the_memory_of_a_unit_may_be_used_again(llama: PlannedCheckpoint, tmp_pa
     assert bits(loaded(open_checkpoint(folder), llama)) == expected(llama, 4)
 
 
-def test_no_buffer_and_no_thread_is_left(llama: PlannedCheckpoint, tmp_path: Path) -> None:
+def test_no_buffer_or_thread_leaks(llama: PlannedCheckpoint, tmp_path: Path) -> None:
     before = threading.active_count(), len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
     save(tmp_path, planned=llama)
     after = threading.active_count(), len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
@@ -279,7 +279,7 @@ PLACES = ["space", "config", "training", "tokenizer", "first block", "later bloc
 
 @pytest.mark.parametrize("place", [*PLACES, "last rename", "folder"])
 @pytest.mark.parametrize("replaces", [False, True])
-def test_a_failed_save_leaves_nothing_and_keeps_what_was_there(
+def test_a_failed_save_leaves_the_previous_checkpoint_intact(
     place: str, replaces: bool, llama: PlannedCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if place == "folder" and not Path("/proc/self/fd").exists():
@@ -306,7 +306,7 @@ def test_a_failed_save_leaves_nothing_and_keeps_what_was_there(
     assert len(checkpoints(run)) == 2
 
 
-def test_what_makes_units_may_fail_and_says_so_itself(llama: PlannedCheckpoint, tmp_path: Path) -> None:
+def test_errors_from_the_unit_source_propagate_unchanged(llama: PlannedCheckpoint, tmp_path: Path) -> None:
     def units(how_many: int) -> Iterator[State]:
         for place, unit in enumerate(units_of(llama, 1)):
             if place == how_many:
@@ -339,7 +339,7 @@ WRONG: dict[str, tuple[Callable[[State], State], str]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_state_that_is_not_exact_is_refused(wrong: str, llama: PlannedCheckpoint, tmp_path: Path) -> None:
+def test_inexact_state_is_refused(wrong: str, llama: PlannedCheckpoint, tmp_path: Path) -> None:
     change, said = WRONG[wrong]
     units = [change(state) if NORM in state else state for state in units_of(llama, 1)]
     with pytest.raises(CheckpointError, match=f"parameter {NORM}: {said}"):
@@ -347,7 +347,7 @@ def test_a_state_that_is_not_exact_is_refused(wrong: str, llama: PlannedCheckpoi
     assert names_in(tmp_path) == []
 
 
-def test_too_few_and_too_many_units_are_refused(llama: PlannedCheckpoint, tmp_path: Path) -> None:
+def test_a_wrong_number_of_units_is_refused(llama: PlannedCheckpoint, tmp_path: Path) -> None:
     units = list(units_of(llama, 1))
     with pytest.raises(CheckpointError, match="only 4 of 5 units were given"):
         save(tmp_path, planned=llama, units=units[:-1])
@@ -356,7 +356,7 @@ def test_too_few_and_too_many_units_are_refused(llama: PlannedCheckpoint, tmp_pa
     assert names_in(tmp_path) == []
 
 
-def test_a_folder_of_something_else_is_not_replaced(llama: PlannedCheckpoint, tmp_path: Path) -> None:
+def test_an_unrelated_folder_is_not_replaced(llama: PlannedCheckpoint, tmp_path: Path) -> None:
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001" / "thesis.txt").write_text("years of work")
     with pytest.raises(CheckpointError, match="is a folder, but not a checkpoint"):
@@ -378,7 +378,7 @@ def test_without_direct_writes_the_files_are_the_same(
     }
 
 
-def test_a_checkpoint_opens_wherever_it_is_moved(llama: PlannedCheckpoint, tmp_path: Path) -> None:
+def test_a_moved_checkpoint_opens(llama: PlannedCheckpoint, tmp_path: Path) -> None:
     folder = save(tmp_path / "run", 3, planned=llama, score=2.5)
     shutil.copytree(folder, tmp_path / "best")
     found: Checkpoint = open_checkpoint(tmp_path / "best")

@@ -31,14 +31,14 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return caught.value.code, captured.out, captured.err
 
 
-def test_help_names_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ((), ("--help",)):
         code, out, _ = run(capsys, *arguments)
         assert code == 0
         assert "train" in out
 
 
-def test_the_version_is_told_with_those_that_decide_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_lists_the_libraries_that_affect_numerics(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "--version")
     python, torch, transformers = platform.python_version(), version("torch"), version("transformers")
     assert out == f"megatrain {megatrain.__version__} (torch {torch}, transformers {transformers}, python {python})\n"
@@ -68,7 +68,7 @@ def test_the_package_runs_as_a_module() -> None:
         (("train", "configs/quickstart.yaml", "train.stps=1"), "did you mean train.steps?"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(
+def test_a_user_error_is_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], expected: str
 ) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
@@ -119,7 +119,7 @@ NO_PATHS = (
 
 
 @pytest.mark.parametrize(("arguments", "where", "kinds"), WITH_PATHS, ids=lambda value: str(value)[:40])
-def test_a_path_that_nobody_can_use_is_refused_whatever_argument_holds_it(
+def test_unusable_paths_are_refused_in_every_argument(
     arguments: tuple[str, ...],
     where: str,
     kinds: dict[str, str],
@@ -151,7 +151,7 @@ def test_a_path_that_nobody_can_use_is_refused_whatever_argument_holds_it(
         (("init", "x.yaml", "--model", "m", "--data", "d", "--steps", str(10**30)), "--steps"),
     ],
 )
-def test_a_number_beyond_reason_is_refused(
+def test_unreasonable_numbers_are_refused(
     arguments: tuple[str, ...],
     says: str,
     tmp_path: Path,
@@ -165,7 +165,7 @@ def test_a_number_beyond_reason_is_refused(
     assert len(err) < 400
 
 
-def test_every_argument_that_may_hold_a_path_is_among_those_tried() -> None:
+def test_every_path_argument_is_covered() -> None:
     tried = {(arguments[0], where) for arguments, where, _ in WITH_PATHS}
     for command in cli.app.registered_commands:
         assert command.callback is not None
@@ -194,7 +194,7 @@ def test_every_key_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (None, 0, ""),
     ],
 )
-def test_how_a_run_ends_decides_the_exit_code(
+def test_the_exit_code_follows_how_the_run_ended(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -216,9 +216,7 @@ def test_how_a_run_ends_decides_the_exit_code(
     assert (found[0], found[2]) == (code, err)
 
 
-def test_what_a_model_leaves_out_of_its_files_is_told_beside_the_answer(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_missing_weights_are_reported_beside_the_answer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -257,9 +255,7 @@ def asks_little(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("asks_little")
-def test_weights_that_are_not_finite_are_named_where_a_model_is_verified_or_exported(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_verify_and_export_name_nonfinite_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     import torch
 
     from tests.tiny import tiny_model
@@ -278,7 +274,7 @@ def test_weights_that_are_not_finite_are_named_where_a_model_is_verified_or_expo
     assert (code, err) == (0, f"written unchanged, although some weights of the source are not finite: {names}\n")
 
 
-def test_a_probe_is_written_where_plan_and_train_look_for_it(
+def test_plan_and_train_find_the_saved_probe(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatrain.commands import probe
@@ -294,7 +290,7 @@ def test_a_probe_is_written_where_plan_and_train_look_for_it(
     assert other.exists()
 
 
-def test_a_defect_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatrain import config
 
     def broken(path: str, overrides: object) -> None:
@@ -306,9 +302,7 @@ def test_a_defect_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("asks_little")
-def test_every_verb_that_takes_a_model_takes_the_folder_of_a_run(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_verbs_that_take_a_model_accept_a_run_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from tests.run.test_training import configuration, train
 
     train(configuration(tmp_path, train={"steps": 1, "sample_tokens": 0}, output={"verify_export": False}))
@@ -330,7 +324,7 @@ def test_every_verb_that_takes_a_model_takes_the_folder_of_a_run(
         assert (code, err) == (2, told)
 
 
-def test_a_kernel_that_is_not_compared_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_unverified_kernels_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from tests.tiny import tiny_model
 
     tiny_model().save_pretrained(tmp_path)
@@ -346,7 +340,7 @@ def test_a_kernel_that_is_not_compared_is_refused(capsys: pytest.CaptureFixture[
         assert told.format(kernel) in err
 
 
-def test_messages_of_a_chat_come_from_the_option_and_then_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_messages_come_from_the_option_then_from_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("two\n\n  \nthree\n/exit\nfour\n"))
     assert list(_messages("one")) == ["one", "two", "three"]
     monkeypatch.setattr("sys.stdin", io.StringIO("two"))

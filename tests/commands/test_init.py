@@ -26,7 +26,7 @@ def sizes(tmp_path: Path, **fields: object) -> str:
     return str(path)
 
 
-def test_what_it_writes_trains(tmp_path: Path) -> None:
+def test_the_written_config_trains(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     answers = Answers(
         sizes(tmp_path), (str(tmp_path / "text.txt"),), from_scratch=True, sequence_length=32, steps=2,
@@ -42,7 +42,7 @@ def test_what_it_writes_trains(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "model").is_dir()
 
 
-def test_chats_get_what_fine_tuning_takes(tmp_path: Path) -> None:
+def test_chat_data_gets_fine_tuning_defaults(tmp_path: Path) -> None:
     answers = Answers(sizes(tmp_path), (str(chats(tmp_path / "chats.jsonl")),), hardware="rtx-4090")
     write_recipe(answers, tmp_path / "new.yaml")
     config = load_config(tmp_path / "new.yaml")
@@ -54,7 +54,7 @@ def test_chats_get_what_fine_tuning_takes(tmp_path: Path) -> None:
     assert "NVIDIA RTX 4090" in (tmp_path / "new.yaml").read_text()
 
 
-def test_a_fresh_model_gets_a_template_for_chats_and_the_rate_of_one(tmp_path: Path) -> None:
+def test_a_fresh_model_gets_a_chat_template_and_pretraining_rate(tmp_path: Path) -> None:
     data = (str(chats(tmp_path / "chats.jsonl")),)
     write_recipe(Answers(sizes(tmp_path), data, from_scratch=True, hardware="rtx-4090"), tmp_path / "new.yaml")
     config = load_config(tmp_path / "new.yaml")
@@ -64,7 +64,7 @@ def test_a_fresh_model_gets_a_template_for_chats_and_the_rate_of_one(tmp_path: P
 
 
 @pytest.mark.parametrize(("samples", "sequences"), [(100, 1), (4_000, 16)])
-def test_a_step_takes_what_is_a_hundredth_of_three_passes(tmp_path: Path, samples: int, sequences: int) -> None:
+def test_the_default_step_is_a_hundredth_of_three_epochs(tmp_path: Path, samples: int, sequences: int) -> None:
     row = json.dumps({"prompt": "q", "completion": "words " * 10})
     (tmp_path / "rows.jsonl").write_text(f"{row}\n" * samples)
     answers = Answers(sizes(tmp_path), (str(tmp_path / "rows.jsonl"),), hardware="rtx-4090", sequence_length=128)
@@ -81,7 +81,7 @@ def test_a_step_takes_what_is_a_hundredth_of_three_passes(tmp_path: Path, sample
     )
 
 
-def test_what_is_there_is_not_overwritten_and_what_does_not_fit_not_written(
+def test_init_neither_overwrites_nor_writes_configs_that_do_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "new.yaml"
@@ -121,14 +121,14 @@ def test_a_file_that_cannot_be_read_gets_no_recipe(
     assert not Path("new.yaml").exists()
 
 
-def test_the_verb_asks_for_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_asks_for_missing_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["init", str(tmp_path / "new.yaml"), "--data", "x.jsonl"])
     assert caught.value.code == 2
     assert "error: megatrain init: --model is missing; give it as --model VALUE" in capsys.readouterr().err
 
 
-def test_an_adapter_is_asked_for_by_a_word(tmp_path: Path) -> None:
+def test_adapters_are_requested_by_name(tmp_path: Path) -> None:
     data = (str(chats(tmp_path / "chats.jsonl")),)
     plans = {}
     for adapter in (None, "lora", "lora:4:all-linear"):
@@ -155,7 +155,7 @@ def test_an_adapter_is_asked_for_by_a_word(tmp_path: Path) -> None:
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "coming-from.md"
 
 
-def test_a_yaml_of_another_trainer_becomes_ours_as_the_guide_shows(
+def test_init_from_translates_another_trainers_yaml(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs, shown, ours = re.findall(r"^```(?:text|yaml)\n(.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
@@ -180,7 +180,7 @@ def test_a_yaml_of_another_trainer_becomes_ours_as_the_guide_shows(
         assert what in capsys.readouterr().err
 
 
-def test_what_is_translated_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_translated_configs_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     rows = [{"instruction": f"{n}+{n}", "input": "", "output": f"{2 * n}"} for n in range(24)]

@@ -71,7 +71,7 @@ def shown(model: str, **options: Any) -> str:
 
 
 @pytest.mark.usefixtures("plan_alone")
-def test_ranks_are_planned_for_and_what_trains_them_is_told(saved: str, tmp_path: Path) -> None:
+def test_plans_for_ranks_show_the_launch_command(saved: str, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     text = shown(saved, hardware="8x-h100", ranks=16, nodes=2, length=512, json_file=str(file))
     assert "65,536 tokens in 1 micro-batch of 8 x 512 on each rank" in text
@@ -83,7 +83,7 @@ def test_ranks_are_planned_for_and_what_trains_them_is_told(saved: str, tmp_path
 
 
 @pytest.mark.usefixtures("plan_alone")
-def test_the_configuration_of_a_run_is_planned_for_ranks(config: str, tmp_path: Path) -> None:
+def test_a_run_config_can_be_planned_for_ranks(config: str, tmp_path: Path) -> None:
     run = tmp_path / "run.yaml"
     train = "{global_batch_size: 8, steps: 3, device: cpu}"
     data = "{sources: [x.txt], tokenizer: bytes, sequence_length: 32}"
@@ -102,13 +102,13 @@ def test_the_configuration_of_a_run_is_planned_for_ranks(config: str, tmp_path: 
         ({"ranks": 2, "sweeps": True}, "--sweep: works for one rank only"),
     ],
 )
-def test_ranks_that_cannot_be_are_one_error_before_the_model_is_read(options: dict[str, Any], told: str) -> None:
+def test_impossible_ranks_are_refused_before_the_model_is_read(options: dict[str, Any], told: str) -> None:
     with pytest.raises(MegaTrainError, match=told) as caught:
         shown("no/such-model", **options)
     assert "\n" not in str(caught.value)
 
 
-def test_what_it_is_at_is_shown_on_a_terminal_alone(
+def test_progress_is_shown_only_on_a_terminal(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown(config, length=512)
@@ -119,7 +119,7 @@ def test_what_it_is_at_is_shown_on_a_terminal_alone(
     assert "looking for improvements" in capsys.readouterr().err
 
 
-def test_a_config_is_planned_for_and_every_part_is_shown(config: str, tmp_path: Path) -> None:
+def test_a_config_plan_shows_every_section(config: str, tmp_path: Path) -> None:
     html, content = tmp_path / "plan.html", tmp_path / "plan.json"
     text = shown(config, attention="eager", length=512, sweeps=True, html=str(html), json_file=str(content))
     for words in (
@@ -138,7 +138,7 @@ def test_a_config_is_planned_for_and_every_part_is_shown(config: str, tmp_path: 
 
 
 @pytest.mark.usefixtures("plan_alone")
-def test_how_the_disk_is_read_is_said_where_the_plan_uses_it(saved: str, tmp_path: Path) -> None:
+def test_disk_access_is_described_when_the_plan_uses_it(saved: str, tmp_path: Path) -> None:
     """A probe notes that direct I/O was refused."""
     refused = "measured: through the page cache, direct I/O was refused, a file of 256 MiB, 512 MiB written"
     described = machine("rtx-4090")
@@ -150,11 +150,11 @@ def test_how_the_disk_is_read_is_said_where_the_plan_uses_it(saved: str, tmp_pat
 
 
 @pytest.mark.usefixtures("plan_alone")
-def test_what_was_not_asked_for_is_not_shown(saved: str) -> None:
+def test_sections_not_asked_for_are_not_shown(saved: str) -> None:
     assert "by memory" not in shown(saved, **FEW)
 
 
-def test_a_saved_plan_can_be_planned_for_again_without_the_model(config: str, tmp_path: Path) -> None:
+def test_a_saved_spec_is_planned_again_without_the_model(config: str, tmp_path: Path) -> None:
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     shown(config, json_file=str(first))
     Path(config).unlink()
@@ -163,7 +163,7 @@ def test_a_saved_plan_can_be_planned_for_again_without_the_model(config: str, tm
 
 
 @pytest.mark.parametrize("path", [None, "org/model"])
-def test_the_configuration_of_a_run_is_told_from_a_model(path: str | None, tmp_path: Path) -> None:
+def test_a_run_config_is_distinguished_from_a_model(path: str | None, tmp_path: Path) -> None:
     tree = {"model": {"path": path} if path else {"config": {}}, "data": {}, "train": {}}
     for name in ("run.json", "run.yaml"):
         (tmp_path / name).write_text(json.dumps(tree))
@@ -189,7 +189,7 @@ def test_a_model_whose_shape_is_built_in_needs_no_network_and_no_file() -> None:
         find_model("HuggingFaceTB/SmolLM-135M", "bf16")
 
 
-def test_a_model_is_measured_once(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_model_is_measured_once(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of another config, of another precision or by another kernel it is another model."""
     measure, measured = megatrain.commands.plan._measured, list[object]()
     monkeypatch.setattr("megatrain.commands.plan._measured", lambda *a, **k: measured.append(a) or measure(*a, **k))
@@ -206,7 +206,7 @@ def test_a_model_is_measured_once(config: str, monkeypatch: pytest.MonkeyPatch) 
     assert len(measured) == 5
 
 
-def test_what_is_remembered_of_a_model_and_cannot_be_read_is_measured_again(tmp_path: Path) -> None:
+def test_an_unreadable_measurement_cache_is_measured_again(tmp_path: Path) -> None:
     model = tiny_model("gpt2")
     model.config.save_pretrained(tmp_path)
     first = find_model(str(tmp_path), "bf16")
@@ -218,7 +218,7 @@ def test_what_is_remembered_of_a_model_and_cannot_be_read_is_measured_again(tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-405B", "openai/gpt-oss-120b", "deepseek-ai/DeepSeek-V3"])
-def test_a_model_of_hundreds_of_billions_is_looked_at_in_little_memory(name: str) -> None:
+def test_huge_models_are_inspected_in_little_memory(name: str) -> None:
     code = (
         "from pathlib import Path; from megatrain.commands.plan import find_model\n"
         f"print(find_model({name!r}, 'bf16', attention='sdpa').numel)\n"
@@ -246,7 +246,7 @@ def test_the_specification_of_each_family_is_found_from_its_config(family: str, 
 
 
 @pytest.mark.usefixtures("plan_alone")
-def test_without_a_number_of_tokens_fewer_are_taken_until_they_fit(saved: str) -> None:
+def test_the_default_number_of_tokens_shrinks_until_it_fits(saved: str) -> None:
     """With more host memory they would fit in rounds, whose sums wait there."""
     small = {"device_memory": "2.9GB", "host_memory": "19GB", "disk_memory": "0"}
     assert "65,536 tokens in" in shown(saved, hardware="h200")
@@ -257,7 +257,7 @@ def test_without_a_number_of_tokens_fewer_are_taken_until_they_fit(saved: str) -
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("plan_alone")
-def test_where_sums_have_room_in_host_memory_no_fewer_tokens_are_taken(saved: str) -> None:
+def test_host_gradient_sums_keep_the_default_tokens(saved: str) -> None:
     assert "65,536 tokens in" in shown(saved, device_memory="2.9GB", host_memory="40GB", disk_memory="0")
 
 
@@ -286,7 +286,7 @@ def test_options_reach_the_plan(saved: str) -> None:
 
 
 @pytest.mark.usefixtures("plan_alone")
-def test_this_machine_is_the_probed_one_or_roughly_described(
+def test_this_machine_is_probed_or_roughly_described(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str
 ) -> None:
     monkeypatch.setattr(megatrain.run.this_machine, "PROBED", tmp_path / "hardware.json")
@@ -311,14 +311,14 @@ def test_this_machine_is_the_probed_one_or_roughly_described(
         ("1MB", 10**6),
     ],
 )
-def test_amounts_of_memory_are_read(text: str, nbytes: int) -> None:
+def test_memory_amounts_are_parsed(text: str, nbytes: int) -> None:
     assert parse_nbytes(text, "here") == nbytes
 
 
 @pytest.mark.parametrize(
     "text", ["", "GB", "-3GB", "24 gigs", "1e9", "nan", "0", "5", "999999", "9" * 4000, "12XB", "inf TB"]
 )
-def test_what_is_no_amount_of_memory_is_refused(text: str) -> None:
+def test_invalid_memory_amounts_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is not an amount of memory; give one such as 24GB") as caught:
         parse_nbytes(text, "--device-memory")
     assert len(str(caught.value)) < 400
@@ -352,7 +352,7 @@ def test_what_is_no_amount_of_memory_is_refused(text: str) -> None:
         ({"json_file": "/"}, ConfigError, "--json: /: is a folder"),
     ],
 )
-def test_mistakes_are_one_line(saved: str, options: dict[str, Any], kind: type, complaint: str) -> None:
+def test_user_errors_are_one_line(saved: str, options: dict[str, Any], kind: type, complaint: str) -> None:
     with pytest.raises(kind, match=complaint) as caught:
         shown(saved, **options)
     assert isinstance(caught.value, MegaTrainError)
@@ -373,7 +373,7 @@ def test_mistakes_are_one_line(saved: str, options: dict[str, Any], kind: type, 
     ],
     ids=str,
 )
-def test_an_option_is_refused_before_the_model_is_read(
+def test_bad_options_are_refused_before_the_model_is_read(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unread(*_: Any, **__: Any) -> Any:
@@ -386,7 +386,7 @@ def test_an_option_is_refused_before_the_model_is_read(
 
 
 @pytest.mark.usefixtures("plan_alone")
-def test_another_memory_than_a_described_machine_has_is_said_and_more_than_this_one_has_refused(
+def test_memory_overrides_are_noted_and_impossible_ones_refused(
     saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = shown(saved, hardware="h200", host_memory="4TB", tokens_per_step=4096, length=512)
@@ -404,16 +404,14 @@ def test_another_memory_than_a_described_machine_has_is_said_and_more_than_this_
 
 
 @pytest.mark.usefixtures("plan_alone")
-def test_a_drive_that_dies_within_a_year_is_the_first_line(saved: str) -> None:
+def test_drive_wear_within_a_year_is_the_first_line(saved: str) -> None:
     told = shown(saved, tokens_per_step=4096, length=512, host_memory="12GB", device_memory="6GB")
     assert re.match(r"warning +\S+ TB written to disk per day: the drive's endurance lasts \S+ days", told)
 
 
 @pytest.mark.usefixtures("plan_alone")
 @pytest.mark.parametrize("kind", ["folder", "config", "saved"])
-def test_what_is_shown_last_is_a_configuration_and_the_next_command(
-    kind: str, config: str, saved: str, tmp_path: Path
-) -> None:
+def test_output_ends_with_a_config_and_the_next_command(kind: str, config: str, saved: str, tmp_path: Path) -> None:
     model = {"folder": str(Path(config).parent), "config": config, "saved": saved}[kind]
     told = shown(model, tokens_per_step=4096, length=512, clips=False, host_memory="64GB", attention="auto")
     lines = told.split("in a configuration:\n")[1].splitlines()
@@ -435,14 +433,14 @@ def test_what_is_shown_last_is_a_configuration_and_the_next_command(
 
 
 @pytest.mark.parametrize("kind", ENDLESS)
-def test_a_file_that_never_ends_is_no_model(kind: str, tmp_path: Path) -> None:
+def test_an_endless_file_is_not_a_model(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     endless_file(kind, path)
     with pytest.raises(ModelError, match=r"cannot be read|not a file"):
         shown(str(path))
 
 
-def test_a_length_beyond_the_models_positions_is_refused(config: str) -> None:
+def test_sequences_longer_than_the_model_supports_are_refused(config: str) -> None:
     with pytest.raises(
         ConfigError, match="--sequence-length: sequences of 4,096 tokens exceed the model's 2,048 positions"
     ):
@@ -462,7 +460,7 @@ def test_a_length_beyond_the_models_positions_is_refused(config: str) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_names_the_upgrade_that_would_help(
+def test_a_plan_that_does_not_fit_names_the_upgrade_that_helps(
     saved: str, memory: tuple[str, str], tokens: dict[str, Any], named: str
 ) -> None:
     device, host = memory
@@ -470,14 +468,14 @@ def test_what_does_not_fit_names_the_upgrade_that_would_help(
         shown(saved, device_memory=device, host_memory=host, disk_memory="0", **tokens)
 
 
-def test_an_unknown_model_is_answered_with_the_nearest(config: str) -> None:
+def test_an_unknown_model_suggests_the_nearest_name(config: str) -> None:
     with pytest.raises(ModelError, match=r"did you mean \S*tiny-llama\?") as caught:
         find_model(str(Path(config).parents[1] / "tiny-lama"), "bf16")
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["{", '{"model": {}}', '{"model": [1]}', '{"hidden_size": 3}', "[]", "\x00"])
-def test_a_file_that_is_no_model_is_refused(tmp_path: Path, text: str) -> None:
+def test_files_that_are_not_models_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "bad.json"
     path.write_text(text)
     with pytest.raises(ModelError) as caught:
@@ -487,7 +485,7 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.usefixtures("plan_alone")
-def test_a_file_that_cannot_be_written_leaves_the_old_one(saved: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_failed_write_keeps_the_old_file(saved: str, tmp_path: Path, monkeypatch: Any) -> None:
     old = tmp_path / "plan.html"
     old.write_text("old")
 
@@ -502,7 +500,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(saved: str, tmp_path: 
 
 
 @pytest.mark.usefixtures("plan_alone")
-def test_the_configuration_of_a_run_is_planned_for_as_it_says(config: str, tmp_path: Path) -> None:
+def test_a_run_config_is_planned_as_written(config: str, tmp_path: Path) -> None:
     """Length, batch and precision are its own; so are steps, epochs and what trains, each by the sizes of its files."""
     data = tmp_path / "text.txt"
     data.write_text("some words\n" * 20_000)

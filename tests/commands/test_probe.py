@@ -113,7 +113,7 @@ def test_without_permission_to_pin_the_rates_are_those_of_pageable_memory(
     assert load_hardware(tmp_path / "here.json") == found
 
 
-def test_a_disk_without_room_is_left_alone(cpu: CpuDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_not_probed(cpu: CpuDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatrain.commands.probe, "available_disk_nbytes", lambda folder: 1 << 20)
     said: list[str] = []
     found = probe(cpu, tmp_path, 0.1, said.append)
@@ -150,9 +150,7 @@ def test_a_simulated_device_is_refused(tmp_path: Path) -> None:
         probe(open_device("sim:3"), tmp_path, SECONDS)
 
 
-def test_a_path_that_may_not_be_written_to_is_refused_before_anything_is_measured(
-    cpu: CpuDevice, tmp_path: Path
-) -> None:
+def test_unwritable_output_is_refused_before_measuring(cpu: CpuDevice, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     said: list[str] = []
     with pytest.raises(DeviceError, match=r"file: cannot be written .Not a directory.; give a folder") as caught:

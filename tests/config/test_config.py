@@ -75,13 +75,13 @@ def test_a_minimal_file_is_enough(tmp_path: Path) -> None:
     assert config.tokenizer == "bytes"
 
 
-def test_a_float_needs_no_dot(tmp_path: Path) -> None:
+def test_floats_may_be_written_without_a_dot(tmp_path: Path) -> None:
     config = load(tmp_path)
     assert config.train.learning_rate == 3e-4
     assert config.model.config == {"model_type": "llama", "rope_theta": 1e6}
 
 
-def test_the_last_override_wins_and_the_file_comes_first(tmp_path: Path) -> None:
+def test_overrides_beat_the_file_and_the_last_one_wins(tmp_path: Path) -> None:
     config = load(tmp_path, MINIMAL, "train.learning_rate=1e-3", "train.steps=5", "train.learning_rate=2e-3")
     assert (config.train.learning_rate, config.train.steps) == (2e-3, 5)
 
@@ -128,13 +128,13 @@ def test_an_override_may_replace_a_whole_section(tmp_path: Path) -> None:
     assert config.data.sources == ("a", "b")
 
 
-def test_auto_pins_nothing_and_can_be_pinned_over(tmp_path: Path) -> None:
+def test_auto_fixes_nothing_and_can_be_overridden(tmp_path: Path) -> None:
     text = MINIMAL + "policy: auto\n"
     assert load(tmp_path, text).policy == PolicySection()
     assert load(tmp_path, text, "policy.activations=keep").policy.overrides == {"activations": "keep"}
 
 
-def test_the_model_brings_its_tokenizer(tmp_path: Path) -> None:
+def test_the_tokenizer_defaults_to_the_models(tmp_path: Path) -> None:
     config = load(tmp_path, MINIMAL, "model={path: some/model}", "data.tokenizer=null")
     assert config.tokenizer == "some/model"
 
@@ -149,7 +149,7 @@ TEXTS = st.text(CHARACTERS, max_size=20) | st.sampled_from(["3e-4", "null", "yes
     slots=st.none() | st.integers(1, 9),
     theta=st.floats(1e-30, 1e30),
 )
-def test_a_saved_configuration_loads_back_equal(
+def test_a_saved_config_round_trips(
     tmp_path_factory: pytest.TempPathFactory, prompt: str, lr: float, slots: int | None, theta: float
 ) -> None:
     folder = tmp_path_factory.mktemp("saved")
@@ -233,7 +233,7 @@ def test_a_saved_configuration_loads_back_equal(
         ("1: 2\n", (), "model is missing"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_answered_in_one_line_with_its_place(
+def test_a_mistake_is_one_line_with_its_location(
     tmp_path: Path, text: str, overrides: tuple[str, ...], expected: str
 ) -> None:
     assert expected in refusal(tmp_path, text, *overrides)
@@ -267,7 +267,7 @@ BAD_PATHS = [
 
 
 @pytest.mark.parametrize(("key", "kind", "says"), BAD_PATHS)
-def test_a_path_that_nobody_can_use_is_refused_whatever_key_holds_it(
+def test_unusable_paths_are_refused_in_every_key(
     key: str, kind: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = json.dumps(bad_path(kind, tmp_path, monkeypatch))
@@ -281,7 +281,7 @@ def test_a_path_that_nobody_can_use_is_refused_whatever_key_holds_it(
     assert message.isprintable()
 
 
-def test_what_lies_in_the_run_folder_in_place_of_checkpoints_is_refused(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_checkpoint_folder_is_refused(tmp_path: Path) -> None:
     config = load(tmp_path, MINIMAL, f"output.folder={tmp_path}")
     assert config.checkpoints == tmp_path / "checkpoints"
     (tmp_path / "checkpoints").write_text("")
@@ -297,7 +297,7 @@ NEEDED = {"lm_eval": ("lm_eval.tasks=[some]",)}
 """Section -> what its keys are refused without."""
 
 
-def test_every_key_that_holds_a_path_takes_one_and_gives_it_back(tmp_path: Path) -> None:
+def test_path_keys_round_trip(tmp_path: Path) -> None:
     for key in (*READ[2:], *FOLDERS, *FILES):
         config = load(tmp_path, MINIMAL, f"{key}={tmp_path}/new", *NEEDED.get(key.partition(".")[0], ()))
         save_config(config, tmp_path / "saved.yaml")
@@ -305,7 +305,7 @@ def test_every_key_that_holds_a_path_takes_one_and_gives_it_back(tmp_path: Path)
         assert f"{tmp_path}/new" in (tmp_path / "saved.yaml").read_text()
 
 
-def test_every_key_that_may_hold_a_path_is_among_those_tried() -> None:
+def test_every_path_key_is_covered() -> None:
     spoken = re.compile(r"\b([Ff]olders?|[Ff]iles?|path)\b")
     speak = {each.key for each in describe_keys() if spoken.search(each.meaning)}
     assert speak - {*NO_PATHS} <= {*READ, *FOLDERS, *FILES}
@@ -326,7 +326,7 @@ SEVERAL = {"data.weights": 1, "train.betas": 2}
 
 
 @pytest.mark.parametrize("key", NUMBERS)
-def test_a_number_beyond_reason_is_refused_whatever_key_holds_it(key: str, tmp_path: Path) -> None:
+def test_unreasonable_numbers_are_refused_in_every_key(key: str, tmp_path: Path) -> None:
     whole = "int" in str(NUMBERS[key])
     for value in (10**30, 2**63, -(10**30)) if whole else ("1e300", "5e-324", "-1e300"):
         text = f"[{', '.join([str(value)] * SEVERAL[key])}]" if key in SEVERAL else str(value)
@@ -336,7 +336,7 @@ def test_a_number_beyond_reason_is_refused_whatever_key_holds_it(key: str, tmp_p
         assert re.search(r"is out of range; give |should be (less|greater) than ", message)
 
 
-def test_the_largest_numbers_that_are_taken_go_into_machine_words(tmp_path: Path) -> None:
+def test_accepted_numbers_fit_machine_words(tmp_path: Path) -> None:
     bounded = {"data.workers": 64, "train.target_tokens_per_step": MOST_TOKENS, "train.sample_tokens": 10**6}
     for key, kind in NUMBERS.items():
         if "int" in str(kind):
@@ -345,7 +345,7 @@ def test_the_largest_numbers_that_are_taken_go_into_machine_words(tmp_path: Path
     assert len(NUMBERS) > 40
 
 
-def test_a_missing_file_is_answered_with_the_nearest(tmp_path: Path) -> None:
+def test_a_missing_file_suggests_the_nearest_name(tmp_path: Path) -> None:
     (tmp_path / "quickstart.yaml").write_text(MINIMAL)
     with pytest.raises(ConfigError, match=r"no such file or folder; did you mean .*quickstart\.yaml\?"):
         load_config(tmp_path / "quikstart.yaml")
@@ -353,7 +353,7 @@ def test_a_missing_file_is_answered_with_the_nearest(tmp_path: Path) -> None:
         load_config(tmp_path / "absent" / "x.yaml")
 
 
-def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_binary_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path / "a.yaml")
@@ -364,7 +364,7 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
         load_config(tmp_path / "pipe.yaml")
 
 
-def test_every_key_has_a_meaning_and_a_default_that_is_its_own() -> None:
+def test_every_key_has_a_description_and_a_valid_default() -> None:
     keys = describe_keys()
     assert all(each.meaning for each in keys)
     assert [each.key for each in keys if not each.default] == ["data.sources", "output.folder"]
@@ -375,7 +375,7 @@ def test_every_key_has_a_meaning_and_a_default_that_is_its_own() -> None:
     assert defaults["model.path"] is None
 
 
-def test_what_other_trainers_call_a_key_is_answered_with_ours_or_with_why_not(tmp_path: Path) -> None:
+def test_other_trainers_key_names_are_answered_with_ours_or_a_reason(tmp_path: Path) -> None:
     known, said = {each.key for each in describe_keys()}, " ".join(OTHER_TRAINERS.values())
     sections = {key.partition(".")[0] for key in known if "." in key}
     assert set(re.findall(rf"\b(?:{'|'.join(sections)})\.[a-z_]+", said)) <= known
@@ -401,7 +401,7 @@ def test_what_other_trainers_call_a_key_is_answered_with_ours_or_with_why_not(tm
         assert answer in str(caught.value)
 
 
-def test_every_key_says_what_it_takes() -> None:
+def test_every_key_shows_its_type() -> None:
     kinds = {each.key: each.kind for each in describe_keys()}
     assert {key: kinds[key] for key in TAKEN} == TAKEN
     assert not [key for key, kind in kinds.items() if "typing" in kind or "class" in kind]
@@ -431,7 +431,7 @@ def test_the_policy_section_mirrors_the_policy() -> None:
     )
 
 
-def test_every_schedule_of_the_learning_rate_can_be_chosen() -> None:
+def test_every_lr_scheduler_can_be_chosen() -> None:
     annotation: Any = TrainSection.model_fields["lr_scheduler"].annotation
     assert set(get_args(annotation)) == set(NAMES)
 
@@ -447,11 +447,11 @@ def test_idle_threads_sleep_unless_the_user_says_otherwise(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("path", sorted((HERE / "configs").glob("*.yaml")), ids=lambda path: path.name)
-def test_the_configurations_that_we_ship_are_valid(path: Path) -> None:
+def test_shipped_configs_are_valid(path: Path) -> None:
     load_config(path)
 
 
-def test_files_from_before_there_were_trackers_mean_what_they_meant(tmp_path: Path) -> None:
+def test_configs_from_before_trackers_keep_their_meaning(tmp_path: Path) -> None:
     assert load(tmp_path).output.trackers == ("tensorboard",)
     assert load(tmp_path, MINIMAL, "output.tensorboard=false").output.trackers == ()
     assert load(tmp_path, MINIMAL, "output.tensorboard=true").output.trackers == ("tensorboard",)

@@ -48,7 +48,7 @@ def test_each_of_several_processes_is_refused(launcher: str, rank: str, monkeypa
         {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"},
     ],
 )
-def test_a_single_process_is_one(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_process_has_world_size_one(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     refuse_several_processes("here")
@@ -70,7 +70,7 @@ def test_each_of_several_processes_finds_its_rank(launcher: str, monkeypatch: py
 
 @pytest.mark.parametrize("name", ["RANK", "MASTER_ADDR", "MASTER_PORT"])
 @pytest.mark.parametrize("value", [None, "", "2"])
-def test_a_launch_that_is_told_in_part_is_refused_by_the_variable(
+def test_half_set_launch_variables_are_refused_by_name(
     name: str, value: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for each, told in {"WORLD_SIZE": "2", "RANK": "1", **MEETING, name: value}.items():
@@ -89,9 +89,7 @@ def test_a_launch_that_is_told_in_part_is_refused_by_the_variable(
     "variables",
     [{"RANK": "1"}, {"RANK": "0"}, {"WORLD_SIZE": "two"}, {"WORLD_SIZE": "1", "RANK": "1"}, {"WORLD_SIZE": "-2"}],
 )
-def test_a_process_with_a_number_and_no_count_is_refused(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_without_a_world_size_is_refused(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     size, rank = variables.get("WORLD_SIZE", ""), variables.get("RANK", "")
@@ -114,13 +112,13 @@ AGENT = {**TASK, "SLURM_PROCID": "0", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RAN
         pytest.param(AGENT, id="torchrun in a task of srun"),
     ],
 )
-def test_what_launchers_set_is_recognised(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_variables_are_recognised(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**variables, **MEETING}.items():
         monkeypatch.setenv(name, value)
     assert find_launch() == Launch(rank=1, size=2, local_rank=0, address="somewhere")
 
 
-def test_an_engine_that_trains_wants_to_meet_the_others_and_one_that_does_not_is_made(
+def test_only_a_training_engine_needs_the_process_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -132,7 +130,7 @@ def test_an_engine_that_trains_wants_to_meet_the_others_and_one_that_does_not_is
     Engine.from_model(model, verify=False).close()
 
 
-def test_every_verb_but_train_tells_it_in_a_line_and_torchrun_the_reason(
+def test_verbs_other_than_train_refuse_several_ranks_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = tmp_path / "error.json"

@@ -139,7 +139,7 @@ def flat(found: Translation) -> dict[str, Any]:
          {"model.attention": "eager", "train.precision": "bf16", "train.min_lr_ratio": 0.2, "output.push": "me/it"}),
     ],
 )  # fmt: skip
-def test_a_key_means_here_what_it_means_there(
+def test_translated_keys_keep_their_meaning(
     tmp_path: Path, base: dict[str, Any], more: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     found = translated(tmp_path, base, **more)
@@ -165,7 +165,7 @@ NOISE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("base", [LLAMA_FACTORY, AXOLOTL], ids=["llama-factory", "axolotl"])
-def test_no_key_is_dropped_in_silence(tmp_path: Path, base: dict[str, Any]) -> None:
+def test_no_key_is_dropped_silently(tmp_path: Path, base: dict[str, Any]) -> None:
     """One changes the configuration, or is told of; unknown ones by their name."""
     for name, value in NOISE.items():
         without, found = translated(tmp_path, base), translated(tmp_path, base, **{name: value})
@@ -177,12 +177,12 @@ def test_no_key_is_dropped_in_silence(tmp_path: Path, base: dict[str, Any]) -> N
     assert all(re.match(r"\S+=.+?: \S", line) for line in (*found.left_out, *found.notes))
 
 
-def test_a_rate_that_no_float_holds_is_told(tmp_path: Path) -> None:
+def test_unrepresentable_learning_rates_are_reported(tmp_path: Path) -> None:
     found = translated(tmp_path, AXOLOTL, lr_scheduler_kwargs={"min_lr": 10**400})
     assert [line for line in found.left_out if line.endswith("nothing reads min_lr")]
 
 
-def test_what_is_left_out_says_why(tmp_path: Path) -> None:
+def test_untranslated_keys_have_a_reason(tmp_path: Path) -> None:
     said = "\n".join(translated(tmp_path, LLAMA_FACTORY, **NOISE).lines())
     for line in (
         "deepspeed=ds_z3.json: state streams from host memory by itself",
@@ -253,7 +253,7 @@ def test_what_is_left_out_says_why(tmp_path: Path) -> None:
         ({"model": {"path": "x"}}, {}, "is not a LLaMA-Factory or Axolotl YAML"),
     ],
 )  # fmt: skip
-def test_what_would_be_another_run_is_refused(
+def test_settings_that_would_change_the_run_are_refused(
     tmp_path: Path, base: dict[str, Any], more: dict[str, Any], what: str
 ) -> None:
     with pytest.raises(ConfigError, match=what):

@@ -146,13 +146,13 @@ def turns_of(name: str, sample: Sample, **options: Any) -> list[str]:
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("name", TURNS)
-def test_the_turns_of_the_assistant_are_trained(name: str, conversation: str) -> None:
+def test_assistant_turns_are_trained(name: str, conversation: str) -> None:
     sample = chat(*CONVERSATIONS[conversation])
     assert encoded(name, sample) == expected(name, sample)
 
 
 @pytest.mark.parametrize("name", sorted(TURNS.keys() - SYSTEM_REFUSED))
-def test_a_system_message_is_not_trained(name: str) -> None:
+def test_system_messages_are_not_trained(name: str) -> None:
     sample = chat(system, user("q1"), assistant("a1"), user("q2"), assistant("a2"))
     assert encoded(name, sample) == expected(name, sample)
     assert len(turns_of(name, sample)) == 2
@@ -160,7 +160,7 @@ def test_a_system_message_is_not_trained(name: str) -> None:
 
 @pytest.mark.parametrize("conversation", TOOL_USE)
 @pytest.mark.parametrize("name", TOOLS_KNOWN)
-def test_calls_are_trained_and_their_answers_are_not(name: str, conversation: str) -> None:
+def test_tool_calls_are_trained_and_their_results_are_not(name: str, conversation: str) -> None:
     messages = TOOL_USE[conversation]
     if name == "mistral_v3" and messages[0]["role"] == "system":
         messages = messages[1:]
@@ -177,9 +177,7 @@ WORDS = st.text(alphabet="a bé\n🎉\t'\"{}", max_size=6)
 
 @settings(max_examples=120)
 @given(st.sampled_from(sorted(TURNS)), st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4), st.booleans())
-def test_any_words_are_trained_where_the_assistant_says_them(
-    name: str, pairs: list[tuple[str, str]], ends: bool
-) -> None:
+def test_any_assistant_text_is_trained(name: str, pairs: list[tuple[str, str]], ends: bool) -> None:
     messages = [message for said, reply in pairs for message in (user(said), assistant(reply))]
     sample = chat(*messages, *([] if ends else [user("and?")]))
     ids, trained = expected(name, sample)
@@ -191,7 +189,7 @@ def test_any_words_are_trained_where_the_assistant_says_them(
 
 
 @pytest.mark.parametrize("name", TURNS)
-def test_the_ids_are_those_of_the_library(name: str) -> None:
+def test_token_ids_equal_apply_chat_template(name: str) -> None:
     sample = chat(user("q1"), assistant("a1"), user("q2"), assistant("a2"))
     ids = TOKENIZERS[name].apply_chat_template(list(sample.messages), return_dict=False)
     assert encoded(name, sample)[0] == ids
@@ -199,14 +197,14 @@ def test_the_ids_are_those_of_the_library(name: str) -> None:
 
 @pytest.mark.parametrize("conversation", ["three turns", "empty", "a question at the end", "thoughts"])
 @pytest.mark.parametrize("name", TURNS)
-def test_of_the_last_turn_alone_the_same_tokens_are_trained(name: str, conversation: str) -> None:
+def test_training_only_the_last_turn_keeps_its_tokens(name: str, conversation: str) -> None:
     sample = chat(*CONVERSATIONS[conversation])
     assert turns_of(name, sample, train_on="last") == turns_of(name, sample)[-1:]
     assert marked(name, sample, train_on="last").spans == marked(name, sample).spans[-1:]
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen3", "lfm2_5"])  # the last one has marks
-def test_messages_that_are_context_are_not_trained(name: str) -> None:
+def test_context_messages_are_not_trained(name: str) -> None:
     sample = chat(user("q1"), assistant("a1"), user("q2"), assistant("a2"), user("q3"), assistant("a3"))
     partly = Sample(sample.origin, sample.messages, untrained=frozenset({0, 1, 2, 5}))
     assert marked(name, partly).spans == marked(name, sample).spans[1:2]
@@ -215,7 +213,7 @@ def test_messages_that_are_context_are_not_trained(name: str) -> None:
 
 @pytest.mark.parametrize("conversation", ["three turns", "empty", "white space", "a question at the end"])
 @pytest.mark.parametrize("name", ["phi4", "lfm2_5"])
-def test_without_its_marks_a_template_gives_the_turns_that_its_marks_give(name: str, conversation: str) -> None:
+def test_turns_found_without_generation_marks_equal_marked_ones(name: str, conversation: str) -> None:
     sample = chat(*CONVERSATIONS[conversation])
     bare = byte_tokenizer(name)
     bare.chat_template = re.sub(r"(\{%-?) generation", r"\1 if true", template_text(name)).replace(
@@ -239,13 +237,13 @@ def test_a_conversation_may_begin_with_the_assistant() -> None:
     assert "begins with an assistant turn" in refusal("gptoss", sample)
 
 
-def test_turns_may_follow_one_another() -> None:
+def test_consecutive_assistant_turns_are_supported() -> None:
     sample = chat(user("q"), assistant("a"), assistant("b"), user("r"), assistant("c"))
     for name in sorted(TURNS.keys() - {"cohere", "gemma", "mistral_v3", "llama2", "deepseek_r1"}):
         assert encoded(name, sample) == expected(name, sample)
 
 
-def test_a_value_for_the_template_counts() -> None:
+def test_template_arguments_are_used() -> None:
     messages = chat(user("q"), assistant("a"), user("r"), assistant("b"))
     template = choose_template(TOKENIZERS["qwen3"], values={"enable_thinking": False})
     found = mark_chat(messages, template, "assistant")
@@ -253,7 +251,7 @@ def test_a_value_for_the_template_counts() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3_1", "qwen3", "mistral_v3", "gemma"])
-def test_tokens_that_join_words_are_trained_where_they_reach_into_a_turn(name: str) -> None:
+def test_tokens_that_straddle_a_turn_start_are_trained(name: str) -> None:
     """A BPE with merges: the ids stay the library's, and a token is trained exactly if a character of it is."""
     text = template_text(name)
     rules = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -281,7 +279,7 @@ def test_tokens_that_join_words_are_trained_where_they_reach_into_a_turn(name: s
     assert result.trained[wide].tolist() == np.array(inside)[wide].tolist()
 
 
-def test_a_header_that_swallows_white_space_is_not_trained() -> None:
+def test_whitespace_merged_into_a_header_is_not_trained() -> None:
     text, spans = "<|a|>\n  x<|e|>\n", [Span(6, 14)]
     offsets = np.array([[0, 8], [8, 9], [9, 15]])  # `<|a|>` takes the space behind it, and so does `<|e|>`
     added = np.array([True, False, True])
@@ -295,7 +293,7 @@ def test_a_header_that_swallows_white_space_is_not_trained() -> None:
     ]
 
 
-def test_tokens_without_width_belong_to_the_space_before_them() -> None:
+def test_zero_width_tokens_belong_to_the_preceding_span() -> None:
     text, spans = "ab  cd ", [Span(2, 4), Span(6, 7)]
     offsets = np.array([[0, 2], [4, 4], [4, 6], [7, 7]])  # byte-level: spaces are trimmed away
     assert trained_tokens(text, offsets, spans, np.zeros(4, bool)).tolist() == [False, True, False, True]
@@ -323,7 +321,7 @@ def refusal(name: str, sample: Sample) -> str:
         ("chatml", chat(user("q"), assistant("a"), tools=(TOOL,)), "does not write the tools"),
     ],
 )
-def test_what_a_template_refuses_or_leaves_out_is_said_in_its_words(name: str, sample: Sample, what: str) -> None:
+def test_template_errors_are_quoted(name: str, sample: Sample, what: str) -> None:
     assert what in refusal(name, sample)
 
 
@@ -335,7 +333,7 @@ MERGED = "{% for m in messages %}{{ m.content }}{% if loop.last %}#{% else %} {%
 
 
 @pytest.mark.parametrize(("template", "messages"), [(TAIL_MOVED, "three turns"), (MERGED, "three turns")])
-def test_a_template_that_does_not_tell_its_turns_apart_is_refused(template: str, messages: str) -> None:
+def test_templates_with_ambiguous_turns_are_refused(template: str, messages: str) -> None:
     tokenizer = byte_tokenizer("chatml")
     tokenizer.chat_template = template
     with pytest.raises(SampleError, match=r"does not tell what is trained: .*message 2.*another data\.chat_template"):
@@ -356,9 +354,7 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
     ],
 )
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of an exception lost in a callback
-def test_a_template_that_never_ends_is_ended_and_called_so(
-    template: str, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_endless_templates_are_stopped_and_reported(template: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a sample at a time, which would take as many times the limit, even where bad samples are left out."""
     monkeypatch.setattr(chats, "SECONDS", 0.1)
     tokenizer = byte_tokenizer("chatml")
@@ -369,7 +365,7 @@ def test_a_template_that_never_ends_is_ended_and_called_so(
     assert not isinstance(caught.value, SampleError)
 
 
-def test_two_stars_in_a_text_or_before_arguments_are_no_power() -> None:
+def test_double_stars_are_not_mistaken_for_powers() -> None:
     tokenizer = byte_tokenizer("chatml")
     tokenizer.chat_template = (
         "{% for m in messages %}**{{ m.role }}** {# a ** b #}{{ dict(**{'x': '**'}).x }}{{ dict(a=1, **{}).a }}"
@@ -380,7 +376,7 @@ def test_two_stars_in_a_text_or_before_arguments_are_no_power() -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "zeros"])
-def test_a_template_file_that_never_ends_is_not_read(kind: str, tmp_path: Path) -> None:
+def test_endless_template_files_are_not_read(kind: str, tmp_path: Path) -> None:
     if kind == "pipe":
         os.mkfifo(tmp_path / "pipe")
     else:
@@ -389,7 +385,7 @@ def test_a_template_file_that_never_ends_is_not_read(kind: str, tmp_path: Path) 
         choose_template(byte_tokenizer("chatml"), str(tmp_path / kind))
 
 
-def test_what_is_lost_or_read_as_special_is_noted() -> None:
+def test_lost_text_and_special_tokens_are_noted() -> None:
     thoughts = marked("qwen3", chat(*CONVERSATIONS["thoughts"]))
     assert any("reasoning that the template leaves out" in note for note in thoughts.notes)
     assert not marked("chatml", chat(*CONVERSATIONS["thoughts"])).notes
@@ -397,7 +393,7 @@ def test_what_is_lost_or_read_as_special_is_noted() -> None:
     assert any("nothing ends" in note for note in marked("glm4moe", chat(*CONVERSATIONS["one turn"])).notes)
 
 
-def test_json_text_is_tried_for_arguments_where_objects_are_refused() -> None:
+def test_tool_arguments_fall_back_to_json_text() -> None:
     tokenizer = byte_tokenizer("chatml")
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls %}"
@@ -407,7 +403,7 @@ def test_json_text_is_tried_for_arguments_where_objects_are_refused() -> None:
     assert 'look_up:{"city": "Zürich", "days": 2}<|im_end|>' in found.text
 
 
-def test_a_model_without_a_template_leaves_a_clear_choice(tmp_path: Path) -> None:
+def test_a_model_without_a_template_lists_the_choices(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer("zephyr")
     tokenizer.chat_template = None
     with pytest.raises(DataError, match=r"no chat template; set data\.chat_template: .*`none`.*or a \.jinja file"):

@@ -33,7 +33,7 @@ def counts(source: Source, bad: str = "leave_out") -> tuple[int, dict[str, int]]
 
 
 @pytest.mark.parametrize("name", ["data/train.parquet", "data.json", "data.jsonl", "DATA.JSON"])
-def test_a_readme_beside_samples_does_not_make_text_of_them(tmp_path: Path, name: str) -> None:
+def test_a_readme_beside_samples_is_ignored(tmp_path: Path, name: str) -> None:
     """As a data set is cloned from the hub, with what its client keeps there."""
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
@@ -49,7 +49,7 @@ def test_a_readme_beside_samples_does_not_make_text_of_them(tmp_path: Path, name
     assert left_out == {"hidden in a folder": 2, "file about the data": 3}
 
 
-def test_a_folder_of_samples_and_other_things_wants_a_word(tmp_path: Path) -> None:
+def test_a_mixed_folder_asks_for_the_format(tmp_path: Path) -> None:
     lines(tmp_path / "chats.jsonl", CHAT)
     lines(tmp_path / "module.py", "code")
     with pytest.raises(DataError, match=r"holds samples \(chats.jsonl\) beside other files \(module.py\); .*pattern"):
@@ -68,20 +68,20 @@ def test_a_folder_of_code_is_text(tmp_path: Path) -> None:
     assert not holds_samples(str(tmp_path))
 
 
-def test_any_file_of_a_folder_may_make_samples_of_it(tmp_path: Path) -> None:
+def test_any_file_may_mark_a_folder_as_samples(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").touch()
     lines(tmp_path / "b.jsonl", {"text": "t"})
     lines(tmp_path / "c.jsonl", {**CHAT, "text": "u"})
     assert holds_samples(str(tmp_path))
 
 
-def test_the_first_object_decides_whatever_stands_before_it(tmp_path: Path) -> None:
+def test_the_first_json_object_decides(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", "{", {"about": "these chats"}, CHAT)
     assert holds_samples(str(path))
     assert counts(Source(str(path))) == (1, {"not a line of JSON": 1, "of no known format": 1})
 
 
-def test_json_lines_of_an_unknown_shape_are_answered_as_samples(tmp_path: Path) -> None:
+def test_unknown_json_lines_are_treated_as_samples(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", {"dialog": CHAT["messages"]})
     assert holds_samples(str(path))
     with pytest.raises(DataError, match=r"it holds 'dialog'; set data\.columns=\{messages: dialog\}"):
@@ -91,7 +91,7 @@ def test_json_lines_of_an_unknown_shape_are_answered_as_samples(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", ["pipe", "zeros"])
-def test_files_that_never_end_are_no_source(tmp_path: Path, kind: str) -> None:
+def test_endless_files_are_not_sources(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     for name in ("a.jsonl", "a.json", "a.txt", "a.parquet", "a.bin", "dataset_info.json"):
@@ -113,7 +113,7 @@ def test_files_that_never_end_are_no_source(tmp_path: Path, kind: str) -> None:
         counts(Source(str(saved)))
 
 
-def test_the_names_of_the_users_fields_count(tmp_path: Path) -> None:
+def test_user_field_names_are_used_for_detection(tmp_path: Path) -> None:
     path = str(lines(tmp_path / "a.jsonl", {"dialog": CHAT["messages"], "text": "no"}))
     assert not holds_samples(path)
     assert holds_samples(path, Schema(columns={"messages": "dialog"}))
@@ -131,7 +131,7 @@ def test_the_names_of_the_users_fields_count(tmp_path: Path) -> None:
         ("a.txt", '"Instruction";"input";"output"\nq;;a', "a table in text"),
     ],
 )
-def test_samples_under_another_name_are_not_read_as_text(tmp_path: Path, name: str, content: str, what: str) -> None:
+def test_samples_with_another_suffix_are_not_read_as_text(tmp_path: Path, name: str, content: str, what: str) -> None:
     path = lines(tmp_path / name, content)
     with pytest.raises(DataError, match=what):
         holds_samples(str(path))
@@ -141,7 +141,7 @@ def test_samples_under_another_name_are_not_read_as_text(tmp_path: Path, name: s
 @pytest.mark.parametrize(
     "content", ["Messages\n\nwords", "[1]", "{}", "instruction, and more", json.dumps({"text": "x"})]
 )
-def test_ordinary_text_is_text(tmp_path: Path, content: str) -> None:
+def test_ordinary_text_is_detected_as_text(tmp_path: Path, content: str) -> None:
     assert not holds_samples(str(lines(tmp_path / "a.txt", content)))
 
 
@@ -152,12 +152,12 @@ def test_a_pattern_chooses_the_files_of_samples(tmp_path: Path) -> None:
     assert counts(source_called(str(tmp_path), Schema()))[0] == 3
 
 
-def test_a_name_of_the_hub_may_end_in_a_version() -> None:
+def test_hub_names_may_end_in_a_version() -> None:
     assert holds_samples("teknium/OpenHermes-2.5")
     assert not holds_samples("data/missing.json5")
 
 
-def test_what_is_missing_in_a_folder_that_is_here_is_no_name_of_the_hub(
+def test_a_missing_file_in_an_existing_folder_is_not_a_hub_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines(tmp_path / "data" / "chats.jsonl", CHAT)
@@ -169,7 +169,7 @@ def test_what_is_missing_in_a_folder_that_is_here_is_no_name_of_the_hub(
         load_tokenizer("data/chats")
 
 
-def test_a_link_without_a_suffix_behind_it_is_what_its_name_says(tmp_path: Path) -> None:
+def test_a_symlinks_own_suffix_decides(tmp_path: Path) -> None:
     """As the hub's client keeps files."""
     blob = lines(tmp_path / "blobs" / "0a1b", ALPACA)
     text = lines(tmp_path / "blobs" / "2c3d", {"text": "words"})
@@ -184,7 +184,7 @@ def test_a_link_without_a_suffix_behind_it_is_what_its_name_says(tmp_path: Path)
     assert bytes(tokens.ids[:-1].astype("u1")) == b"words"
 
 
-def test_a_file_compressed_otherwise_is_called_compressed(tmp_path: Path) -> None:
+def test_unsupported_compression_is_reported_as_such(tmp_path: Path) -> None:
     for name, content in (("a.txt", gzip.compress(b"x")), ("a.txt.bz2", bz2.compress(b"x"))):
         (tmp_path / name).write_bytes(content)
         assert not holds_samples(str(tmp_path / name))
@@ -201,14 +201,14 @@ def test_a_folder_of_code_with_a_table_is_text(tmp_path: Path) -> None:
         holds_samples(str(tmp_path))
 
 
-def test_a_compressed_companion_is_one(tmp_path: Path) -> None:
+def test_compressed_companion_files_are_recognised(tmp_path: Path) -> None:
     (tmp_path / "README.md.gz").write_bytes(gzip.compress(b"About these chats."))
     lines(tmp_path / "a.jsonl", CHAT)
     assert holds_samples(str(tmp_path))
     assert counts(Source(str(tmp_path)))[0] == 1
 
 
-def test_tables_in_text_are_samples_and_compressed_files_are_what_they_hold(tmp_path: Path) -> None:
+def test_csv_is_samples_and_compressed_files_are_their_content(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("instruction,output\nq,a\n")
     (tmp_path / "chats.jsonl.gz").write_bytes(gzip.compress(json.dumps(CHAT).encode()))
     (tmp_path / "text.jsonl.gz").write_bytes(gzip.compress(json.dumps({"text": "words"}).encode()))

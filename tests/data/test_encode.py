@@ -41,17 +41,17 @@ def tokens(sample: Sample, tokenizer: Any = CHATML, **options: Any) -> tuple[lis
     return encoded.ids.tolist(), encoded.trained.tolist()
 
 
-def test_a_plain_text_is_trained_with_its_end() -> None:
+def test_plain_text_trains_its_end_of_text() -> None:
     assert tokens(Sample("x", text="abc"), BYTES) == ([97, 98, 99, EOS], [False, True, True, True])
 
 
 @pytest.mark.parametrize(("train_on", "prompt"), [("assistant", False), ("last", False), ("all", True)])
-def test_of_a_completion_the_prompt_is_context(train_on: str, prompt: bool) -> None:
+def test_the_prompt_of_a_completion_is_context(train_on: str, prompt: bool) -> None:
     expected = [False, prompt, True, True, True]
     assert tokens(Sample("x", prompt="ab", text="cd"), BYTES, train_on=train_on) == ([97, 98, 99, 100, EOS], expected)
 
 
-def test_a_prompt_begins_as_the_tokenizer_begins_a_text() -> None:
+def test_a_prompt_gets_the_tokenizers_start_tokens() -> None:
     import tokenizers
 
     tokenizer = load_tokenizer("bytes")
@@ -65,7 +65,7 @@ def test_a_prompt_begins_as_the_tokenizer_begins_a_text() -> None:
     assert spelled == ([start, 97, 98, EOS], [False, False, True, True])
 
 
-def test_special_tokens_in_a_plain_text_are_text_unless_asked_otherwise() -> None:
+def test_special_tokens_in_plain_text_stay_text_by_default() -> None:
     sample = Sample("x", text=f"a{END_OF_TEXT}")
     assert tokens(sample, BYTES)[0] == [*f"a{END_OF_TEXT}".encode(), EOS]
     assert tokens(sample, BYTES, special_tokens="read")[0] == [97, EOS]
@@ -73,7 +73,7 @@ def test_special_tokens_in_a_plain_text_are_text_unless_asked_otherwise() -> Non
     assert not encode(Sample("x", text="a"), BYTES)[1].notes
 
 
-def test_ids_are_taken_as_they_are_and_checked() -> None:
+def test_token_ids_are_kept_and_checked() -> None:
     ids, trained = np.array([1, 2, 3]), np.array([True, False, True])
     assert tokens(Sample("x", ids=ids, trained=trained), BYTES) == ([1, 2, 3], [False, False, True])
     assert tokens(Sample("x", ids=ids, trained=trained), BYTES, train_on="all")[1] == [False, True, True]
@@ -82,7 +82,7 @@ def test_ids_are_taken_as_they_are_and_checked() -> None:
             encode(Sample("x", ids=np.array([1, wrong]), trained=np.ones(2, bool)), BYTES)
 
 
-def test_labels_are_the_ids_of_what_is_trained() -> None:
+def test_labels_are_the_trained_ids() -> None:
     encoded, _ = encode(Sample("x", prompt="a", text="b"), BYTES)
     assert encoded is not None
     assert encoded.labels.tolist() == [-100, 98, EOS]
@@ -92,7 +92,7 @@ def test_labels_are_the_ids_of_what_is_trained() -> None:
 LONG = chat(user("12345"), assistant("abcde"), user("6"), assistant("f"))
 
 
-def test_a_long_sample_is_cut_at_its_right_and_counted() -> None:
+def test_long_samples_are_truncated_on_the_right_and_counted() -> None:
     whole, trained = tokens(LONG)
     for limit in range(len(whole) + 2):
         encoded, statistics = encode(LONG, max_tokens=limit)
@@ -110,7 +110,7 @@ def test_a_long_sample_is_cut_at_its_right_and_counted() -> None:
             )
 
 
-def test_a_long_sample_may_be_dropped_whole() -> None:
+def test_long_samples_may_be_dropped() -> None:
     encoded, statistics = encode(LONG, max_tokens=20, too_long="drop")
     assert encoded is None
     assert statistics.left_out.counts == {"longer than 20 tokens": 1}
@@ -139,14 +139,14 @@ def test_an_empty_text_is_counted() -> None:
 
 
 @pytest.mark.parametrize("sample", [chat(user("q"), assistant(" ")), Sample("x", prompt="q", text="")])
-def test_an_answer_that_says_nothing_is_noted(sample: Sample) -> None:
+def test_empty_answers_are_noted(sample: Sample) -> None:
     note = "have an empty answer, of which only the end is learned"
     assert encode(sample)[1].notes[note] == 1
     assert not encode(chat(user(" "), call(), assistant("a")), byte_tokenizer("qwen2_5"))[1].notes[note]
 
 
 @pytest.mark.parametrize("kind", ["ids", "tools", "calls"])
-def test_little_is_held_at_a_time_whatever_the_samples_hold(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_encoding_holds_little_memory(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr("megatrain.data.encode.BATCH_CHARACTERS", 5000)
     tool = {"type": "function", "function": {"name": "f", "description": "x" * 500}}
     sample = {
@@ -166,7 +166,7 @@ def test_little_is_held_at_a_time_whatever_the_samples_hold(monkeypatch: pytest.
     assert drawn < 12
 
 
-def test_bad_samples_end_the_run_or_are_counted() -> None:
+def test_bad_samples_are_errors_or_counted() -> None:
     samples = [LONG, chat(user("q"), assistant("\ud800")), Sample("x", text="abc"), chat(user("q")), LONG]
     with pytest.raises(SampleError, match=r"here\.jsonl:1: text that holds a lone surrogate"):
         list(encode_samples(samples, Encoder(CHATML), Statistics()))
@@ -180,7 +180,7 @@ def test_bad_samples_end_the_run_or_are_counted() -> None:
     ]
 
 
-def test_statistics_say_what_became_of_the_samples() -> None:
+def test_statistics_account_for_every_sample() -> None:
     statistics = Statistics()
     list(encode_samples([LONG, LONG], Encoder(CHATML, EncodeOptions(max_tokens=30)), statistics))
     trained = 2 * sum(tokens(LONG, max_tokens=30)[1])
@@ -190,7 +190,7 @@ def test_statistics_say_what_became_of_the_samples() -> None:
     ]
 
 
-def test_batches_do_not_change_what_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoding_batch_size_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = [
         LONG,
         Sample("x", text="abc"),
@@ -211,14 +211,14 @@ SPOKEN = st.text(alphabet="aé🎉 \n", max_size=5)
 
 
 @given(st.lists(st.tuples(SPOKEN, SPOKEN), min_size=1, max_size=3))
-def test_a_rendered_example_is_the_text_in_runs(pairs: list[tuple[str, str]]) -> None:
+def test_a_rendered_example_is_split_into_trained_and_context_runs(pairs: list[tuple[str, str]]) -> None:
     sample = chat(*(message for said, reply in pairs for message in (user(said), assistant(reply))))
     runs = render_example(sample, Encoder(CHATML))
     assert "".join(text for text, _ in runs) == CHATML.apply_chat_template(list(sample.messages), tokenize=False)
     assert [text for text, trained in runs if trained] == [reply + "<|im_end|>" for _, reply in pairs]
 
 
-def test_examples_of_other_kinds_are_rendered_too() -> None:
+def test_every_kind_of_example_is_rendered() -> None:
     encoder = Encoder(BYTES)
     assert render_example(Sample("x", prompt="é", text="ö"), encoder) == [("é", False), ("ö" + END_OF_TEXT, True)]
     ids = Sample("x", ids=np.array([97, 98, 99]), trained=np.array([False, True, True]))
@@ -232,7 +232,7 @@ def test_a_model_without_a_template_is_refused_at_the_first_chat_only() -> None:
     assert encode(LONG, BYTES, template="chatml")[0] is not None
 
 
-def test_the_identity_of_an_encoder_follows_all_that_decides_its_tokens() -> None:
+def test_an_encoders_identity_depends_on_everything_that_decides_its_tokens() -> None:
     def identity(tokenizer: Any = CHATML, **options: Any) -> str:
         return Encoder(tokenizer, EncodeOptions(**options)).identity
 

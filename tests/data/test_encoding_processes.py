@@ -56,14 +56,14 @@ def outcome(processes: int, given: Iterator[Sample], bad: Bad = "leave_out") -> 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("processes", [2, 3])
-def test_the_outcome_is_that_of_one_process(processes: int) -> None:
+def test_several_processes_encode_like_one(processes: int) -> None:
     alone = outcome(1, samples(80, (3, 50)))
     assert outcome(processes, samples(80, (3, 50))) == alone
     assert (len(alone[0]), alone[3], alone[4][-1]) == (71, "", 80)
 
 
 @pytest.mark.usefixtures("threads")
-def test_the_first_error_of_the_source_is_told_whoever_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_source_error_is_reported_from_any_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(at: int, refused: tuple[int, ...]) -> Iterator[Sample]:
         yield from samples(at, refused)
         raise DataError("not JSON", where=f"x.jsonl:{at}")
@@ -76,7 +76,7 @@ def test_the_first_error_of_the_source_is_told_whoever_finds_it(monkeypatch: pyt
     assert outcome(3, broken(60, ()), "stop") == alone
 
 
-def test_an_error_is_the_same_behind_a_process() -> None:
+def test_errors_are_the_same_from_a_worker_process() -> None:
     error = SampleError("what", reason="why", where="there", fix="so")
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), again.reason) == (SampleError, str(error), "why")

@@ -25,7 +25,9 @@ VALUES = st.recursive(
 
 @example([0.0, -1.5e-300, 1e22], None, False, 1)
 @given(st.lists(VALUES, max_size=6), st.sampled_from([None, 0, 1]), st.booleans(), st.integers(1, 9))
-def test_a_list_in_pieces_is_the_list(values: list[Any], indent: int | None, ascii_only: bool, chunk: int) -> None:
+def test_chunked_json_lists_equal_the_whole_list(
+    values: list[Any], indent: int | None, ascii_only: bool, chunk: int
+) -> None:
     text = json.dumps(values, indent=indent, ensure_ascii=ascii_only)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_text, "CHUNK_CHARACTERS", chunk)
@@ -47,7 +49,7 @@ def test_a_list_in_pieces_is_the_list(values: list[Any], indent: int | None, asc
     ],
 )
 @pytest.mark.parametrize("chunk", [1, 1 << 20])
-def test_a_mistake_is_told_by_its_line(
+def test_json_errors_name_the_line(
     monkeypatch: pytest.MonkeyPatch, text: str, line: int, what: str, chunk: int
 ) -> None:
     monkeypatch.setattr(json_text, "CHUNK_CHARACTERS", chunk)
@@ -56,7 +58,7 @@ def test_a_mistake_is_told_by_its_line(
     assert caught.value.line == line
 
 
-def test_a_key_that_stands_twice_is_refused() -> None:
+def test_duplicate_json_keys_are_refused() -> None:
     assert parsed('{"a": {"a": 1}}') == {"a": {"a": 1}}
     with pytest.raises(ValueError, match="'a' twice"):
         parsed('{"a": 1, "b": 2, "a": 3}')

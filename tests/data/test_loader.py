@@ -50,7 +50,7 @@ shapes = st.tuples(st.integers(1, 5), st.integers(1, 4))
 
 
 @given(count=st.integers(1, 30), seed=st.integers(0, 1 << 62), shape=shapes, steps=st.integers(1, 8))
-def test_the_stream_is_the_epochs_one_after_another(
+def test_the_row_stream_is_consecutive_epochs(
     folder: Path, count: int, seed: int, shape: tuple[int, int], steps: int
 ) -> None:
     size, number = shape
@@ -62,7 +62,7 @@ def test_the_stream_is_the_epochs_one_after_another(
 
 
 @given(count=st.integers(1, 30), seed=st.integers(0, 99), shape=shapes, after=shapes, steps=st.integers(0, 8))
-def test_a_resumed_loader_goes_on_where_the_saved_one_was_whatever_the_micro_batch(
+def test_a_resumed_loader_continues_exactly_at_any_micro_batch_size(
     folder: Path, count: int, seed: int, shape: tuple[int, int], after: tuple[int, int], steps: int
 ) -> None:
     windows = windows_of(folder, count)
@@ -92,7 +92,7 @@ def test_a_step_is_micro_batches_of_int64_windows_with_equal_labels(folder: Path
         assert torch.equal(batch["input_ids"], first + torch.arange(WINDOW))  # whole windows, none mixed
 
 
-def test_seeds_and_epochs_have_orders_of_their_own_that_never_change() -> None:
+def test_each_seed_and_epoch_has_a_fixed_order() -> None:
     orders = [tuple(epoch_order(seed, epoch, 50)) for seed in range(4) for epoch in range(4)]
     assert len(set(orders)) == 16
     # Written down once: a change of this order would break the resume of every saved run.
@@ -111,7 +111,7 @@ def test_seeds_and_epochs_have_orders_of_their_own_that_never_change() -> None:
         ("seed", None),
     ],
 )
-def test_a_state_of_another_run_is_refused_and_changes_nothing(folder: Path, key: str, value: Any) -> None:
+def test_another_runs_state_is_refused_without_side_effects(folder: Path, key: str, value: Any) -> None:
     loader = Loader(windows_of(folder, 10), micro_batch=2, micro_batches=1, seed=7)
     taken(loader, 3)
     with pytest.raises(DataError, match=f"was saved with {key} = {value!r}") as caught:
@@ -136,7 +136,7 @@ def test_other_text_of_the_same_length_is_another_dataset(folder: Path) -> None:
         changed.load_state_dict(state)
 
 
-def test_a_step_that_could_not_be_read_has_not_been_handed_out(folder: Path) -> None:
+def test_a_failed_read_does_not_advance_the_position(folder: Path) -> None:
     np.array([1, 2, 3, 9], dtype="<u2").tofile(folder / "y.bin")
     (folder / "y.json").write_text('{"dtype": "uint16", "vocab_size": 5}')
     loader = Loader(pack(open_tokens(folder / "y.bin"), window=2, vocab_size=5), micro_batch=2, micro_batches=1, seed=0)
@@ -152,9 +152,7 @@ def test_impossible_arguments_are_refused(folder: Path, wrong: dict[str, int]) -
 
 
 @given(count=st.integers(2, 20), size=st.integers(1, 6), limit=st.none() | st.integers(0, 30))
-def test_evaluation_takes_the_first_windows_in_order_and_no_other(
-    folder: Path, count: int, size: int, limit: int | None
-) -> None:
+def test_evaluation_takes_the_first_windows_in_order(folder: Path, count: int, size: int, limit: int | None) -> None:
     _, held_out = split_windows(windows_of(folder, 2 * count), 0.5)
     assert held_out is not None
     batches = list(evaluation_batches(held_out, size, limit))
@@ -175,7 +173,7 @@ def test_evaluation_needs_a_micro_batch(folder: Path) -> None:
     epochs=st.sampled_from([0.1, 0.5, 1.0, 2.0, 2.3]),
     targets=st.sampled_from([None, 1, 7, 30]),
 )
-def test_so_many_epochs_end_in_the_first_step_by_which_as_many_rows_are_seen(
+def test_epochs_end_at_the_first_step_that_has_seen_enough_rows(
     folder: Path, counts: list[int], shape: tuple[int, int], ranks: int, epochs: float, targets: int | None
 ) -> None:
     sources = [windows_of(folder, count, f"epochs{index}") for index, count in enumerate(counts)]
@@ -192,7 +190,7 @@ def test_so_many_epochs_end_in_the_first_step_by_which_as_many_rows_are_seen(
     assert loader.epochs_in(steps) == (loader.epoch if targets is None else None)
 
 
-def test_passes_over_each_source_are_those_that_are_drawn(folder: Path) -> None:
+def test_epochs_per_source_follow_the_rows_drawn(folder: Path) -> None:
     sources = [windows_of(folder, 4, "few"), windows_of(folder, 12, "many")]
     for weights in (None, [1.0, 1.0]):
         loader = Loader(sources, micro_batch=2, micro_batches=4, seed=3, weights=weights)

@@ -26,7 +26,7 @@ def slowly(lengths: list[int], room: int) -> int:
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(30, 60), st.integers(0, 9))
-def test_every_sample_is_in_one_row_that_is_not_too_full(lengths: list[int], room: int, seed: int) -> None:
+def test_every_sample_is_in_exactly_one_row_that_fits(lengths: list[int], room: int, seed: int) -> None:
     sizes = np.array(lengths)
     members, starts = best_fit(sizes, room, seed)
     assert sorted(members.tolist()) == list(range(len(lengths)))
@@ -36,7 +36,7 @@ def test_every_sample_is_in_one_row_that_is_not_too_full(lengths: list[int], roo
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=12), min_size=1, max_size=4))
-def test_copies_are_those_of_their_source_or_of_one_before(sources: list[list[int]]) -> None:
+def test_duplicates_are_counted_within_and_across_sources(sources: list[list[int]]) -> None:
     expected, before = [], set[int]()
     for hashes in sources:
         expected.append((len(hashes) - len({*hashes}), len({*hashes} & before)))
@@ -44,20 +44,20 @@ def test_copies_are_those_of_their_source_or_of_one_before(sources: list[list[in
     assert copies([np.array(hashes, np.uint64) for hashes in sources]) == expected
 
 
-def test_a_seed_tells_equal_samples_apart() -> None:
+def test_the_seed_orders_equal_samples() -> None:
     lengths = np.full(40, 5)
     first, again, other = (best_fit(lengths, 10, seed)[0].tolist() for seed in (1, 1, 2))
     assert first == again != other
 
 
-def test_nothing_is_packed_of_nothing_and_what_is_too_long_is_refused() -> None:
+def test_packing_handles_no_samples_and_refuses_too_long_ones() -> None:
     members, starts = best_fit(np.array([], dtype=np.int64), 10, 0)
     assert (len(members), starts.tolist()) == (0, [0])
     with pytest.raises(ValueError, match="11 tokens in rows of 10"):
         best_fit(np.array([11]), 10, 0)
 
 
-def test_lengths_as_they_occur_fill_their_rows_soon() -> None:
+def test_typical_lengths_fill_rows_quickly() -> None:
     lengths = np.minimum(np.random.default_rng(0).lognormal(5, 1, 50_000).astype(np.int64) + 2, 2048)
     began = time.perf_counter()
     _, starts = best_fit(lengths, 2048, 0)

@@ -99,7 +99,7 @@ EOS = load_tokenizer("bytes").eos_token
     ids=["trl", "trl-implicit", "trl-messages", "trl-implicit-messages", "ultrafeedback", "asked", "alpaca", "sharegpt",
          "columns"],
 )  # fmt: skip
-def test_both_answers_are_read_behind_the_same_context(
+def test_chosen_and_rejected_share_their_context(
     tmp_path: Path, row: dict[str, Any], schema: Schema | None, whole: str, trained: str
 ) -> None:
     file = prepared(tmp_path, [row], schema)
@@ -117,12 +117,14 @@ def test_both_answers_are_read_behind_the_same_context(
         ({"prompt": "a", "chosen": 2, "rejected": "3"}, "message"),
     ],
 )
-def test_a_row_that_is_no_preference_is_refused_with_its_place(tmp_path: Path, row: dict[str, Any], what: str) -> None:
+def test_invalid_preference_rows_are_refused_with_their_location(
+    tmp_path: Path, row: dict[str, Any], what: str
+) -> None:
     with pytest.raises(SampleError, match=rf"pairs\.jsonl:1.*{what}"):
         prepared(tmp_path, [row])
 
 
-def test_a_pair_goes_whole_where_one_of_it_is_too_long(tmp_path: Path) -> None:
+def test_a_pair_is_dropped_whole_if_one_side_is_too_long(tmp_path: Path) -> None:
     rows = [
         {"prompt": "a", "chosen": "b" * 40, "rejected": "c"},
         {"prompt": "d", "chosen": "e", "rejected": "f"},

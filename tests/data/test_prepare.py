@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("characters", [1, 1 << 20])
-def test_every_document_is_closed_by_one_end_of_text_however_it_was_cut(
+def test_each_document_ends_in_one_end_of_text(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, characters: int
 ) -> None:
     monkeypatch.setattr(text_sources, "PIECE_CHARACTERS", characters)
@@ -40,9 +40,7 @@ def test_every_document_is_closed_by_one_end_of_text_however_it_was_cut(
     assert describe_tokens(file) == "13 tokens from 3 documents (left out: 1 not UTF-8 text)"
 
 
-def test_a_second_run_reads_the_cache_and_reports_the_same(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cached_run_reports_the_same(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = prepare_tokens([folder], BYTES, cache=tmp_path / "cache")
     monkeypatch.delattr(text_sources, "read_pieces")  # a second tokenisation would have to read
     second = prepare_tokens(str(folder), BYTES, cache=tmp_path / "cache")
@@ -57,7 +55,7 @@ def test_a_damaged_cache_entry_is_made_again(folder: Path, tmp_path: Path) -> No
         assert prepare_tokens(folder, BYTES, cache=tmp_path / "cache").ids.tolist() == made.ids.tolist()
 
 
-def test_a_changed_file_another_tokenizer_and_another_choice_are_tokenised_again(folder: Path, tmp_path: Path) -> None:
+def test_changed_inputs_are_tokenised_again(folder: Path, tmp_path: Path) -> None:
     other = load_tokenizer("bytes")
     other.add_tokens(["one"])
     cache = tmp_path / "cache"
@@ -70,7 +68,7 @@ def test_a_changed_file_another_tokenizer_and_another_choice_are_tokenised_again
     assert changed.ids[:7].tobytes().decode("utf-16-le") == "one\nTWO"
 
 
-def test_a_token_file_is_taken_as_it_is_and_alone(folder: Path, tmp_path: Path) -> None:
+def test_a_token_file_is_used_as_is_and_alone(folder: Path, tmp_path: Path) -> None:
     tokens = write_tokens(tmp_path / "x.bin", [np.arange(5)], 10)
     file = prepare_tokens(tmp_path / "x.bin", BYTES, cache=tmp_path / "cache")
     assert file.ids.tolist() == tokens.ids.tolist()
@@ -80,7 +78,7 @@ def test_a_token_file_is_taken_as_it_is_and_alone(folder: Path, tmp_path: Path) 
         prepare_tokens([tmp_path / "x.bin", folder], BYTES, cache=tmp_path / "cache")
 
 
-def test_sources_without_text_are_refused_and_leave_no_cache(tmp_path: Path) -> None:
+def test_empty_sources_are_refused_and_not_cached(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text(json.dumps({"text": ""}) + "\n")
     (tmp_path / "y.txt").touch()
     with pytest.raises(DataError, match=r"no text in 2 files \(left out: 1 empty line of JSONL, 1 empty\)"):

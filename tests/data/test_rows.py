@@ -78,7 +78,7 @@ def loader_of(sources: list[Batching], **changed: Any) -> Loader:
     return Loader(sources, **options)
 
 
-def test_samples_come_back_as_they_were_written(tmp_path: Path) -> None:
+def test_samples_round_trip(tmp_path: Path) -> None:
     written = encoded(50, 7)
     file = write_samples(tmp_path / "x.bin", written, VOCABULARY, {"note": 1})
     assert are_samples(tmp_path / "x.bin")
@@ -92,7 +92,7 @@ def test_samples_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert write_samples(tmp_path / "y.bin", other, VOCABULARY, {}).fingerprint != file.fingerprint
 
 
-def test_one_changed_token_makes_another_data_set(tmp_path: Path) -> None:
+def test_one_changed_token_changes_the_fingerprint(tmp_path: Path) -> None:
     """Else a resumed run would go on with another stream and not know it."""
     samples = [EncodedSample(np.full(1000, 5, np.int32), np.arange(1000) > 0, "")] * 500
     changed = EncodedSample(np.where(np.arange(1000) == 500, 6, 5).astype(np.int32), np.arange(1000) > 0, "")
@@ -101,9 +101,7 @@ def test_one_changed_token_makes_another_data_set(tmp_path: Path) -> None:
     assert one.fingerprint != other.fingerprint
 
 
-def test_what_is_trained_is_on_the_disk_before_the_note_that_vouches_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_is_flushed_before_its_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[str] = []
     fsync = os.fsync
 
@@ -118,7 +116,7 @@ def test_what_is_trained_is_on_the_disk_before_the_note_that_vouches_for_it(
         assert any(name.startswith(f"samples0{suffix}") for name in names)
 
 
-def test_no_sample_is_held_out_of_which_a_copy_is_trained_on(tmp_path: Path) -> None:
+def test_duplicates_of_training_samples_are_not_held_out(tmp_path: Path) -> None:
     samples = encoded(60, 0)
     copied = {5, 25, 45, 55}
     samples += [samples[number] for number in sorted(copied)]
@@ -145,7 +143,7 @@ def test_files_of_several_data_sets_are_refused(tmp_path: Path) -> None:
         open_samples(tmp_path / "y.bin")
 
 
-def test_an_encoding_that_fails_leaves_no_samples(tmp_path: Path) -> None:
+def test_a_failed_encoding_leaves_no_samples(tmp_path: Path) -> None:
     def fails() -> Any:
         yield from encoded(3, 0)
         raise DataError("broken")
@@ -155,7 +153,7 @@ def test_an_encoding_that_fails_leaves_no_samples(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_packed_row_is_whole_samples_whose_positions_start_again(tmp_path: Path) -> None:
+def test_a_packed_row_has_whole_samples_with_restarting_positions(tmp_path: Path) -> None:
     file = samples_at(tmp_path, 60, 0)
     rows = PackedRows(file, np.arange(10, 60), WINDOW, 0)
     seen: Counter[int] = Counter()
@@ -176,7 +174,7 @@ def test_a_packed_row_is_whole_samples_whose_positions_start_again(tmp_path: Pat
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_a_batch_is_padded_with_nothing_to_learn_and_apart(tmp_path: Path, packed: bool) -> None:
+def test_padding_is_masked_and_separate(tmp_path: Path, packed: bool) -> None:
     file, every = samples_at(tmp_path, 30, 1), np.arange(30)
     rows = PackedRows(file, every, WINDOW, 0) if packed else SampleRows(file, every, 4)
     for batch in next(Loader(rows, micro_batch=4, micro_batches=3, seed=1)):
@@ -191,7 +189,7 @@ def test_a_batch_is_padded_with_nothing_to_learn_and_apart(tmp_path: Path, packe
             assert torch.equal(batch["attention_mask"] == 0, padding)
 
 
-def test_like_lengths_go_together_in_a_random_order() -> None:
+def test_similar_lengths_are_grouped_in_random_order() -> None:
     lengths = np.random.default_rng(0).integers(2, 500, 4000)
     order = grouped_order(1, 0, lengths, 8)
     assert sorted(order.tolist()) == list(range(4000))
@@ -222,7 +220,7 @@ def test_held_out_samples_are_evenly_spaced_and_no_others(tmp_path: Path, fracti
 
 
 @pytest.mark.parametrize("workers", [1, 2, 7])
-def test_workers_change_nothing(sources: list[Batching], workers: int) -> None:
+def test_the_number_of_workers_changes_nothing(sources: list[Batching], workers: int) -> None:
     alone = [told(step) for step in itertools.islice(loader_of(sources), 30)]
     loader = loader_of(sources, workers=workers)
     assert [told(step) for step in itertools.islice(loader, 30)] == alone
@@ -234,7 +232,7 @@ def test_workers_change_nothing(sources: list[Batching], workers: int) -> None:
     assert told(next(loader)) == told(next(itertools.islice(loader_of(sources), 31, None)))
 
 
-def test_no_more_is_read_ahead_than_was_said(sources: list[Batching], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_ahead_is_bounded(sources: list[Batching], monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     monkeypatch.setattr(
         PackedRows, "row", lambda self, index, row=PackedRows.row: read.append(index) or row(self, index)
@@ -248,7 +246,7 @@ def test_no_more_is_read_ahead_than_was_said(sources: list[Batching], monkeypatc
 
 @settings(max_examples=15, deadline=None)
 @given(ranks=st.integers(1, 4), steps=st.integers(1, 12), targets=st.none() | st.integers(1, 200))
-def test_ranks_share_a_step_without_overlap_or_loss(
+def test_ranks_split_a_step_without_overlap_or_loss(
     sources: list[Batching], ranks: int, steps: int, targets: int | None
 ) -> None:
     count = ranks + 1
@@ -298,7 +296,7 @@ CHILD = """
 """
 
 
-def test_a_killed_run_goes_on_with_the_same_stream(tmp_path: Path) -> None:
+def test_a_killed_run_continues_the_same_stream(tmp_path: Path) -> None:
     """Mixed, packed, shuffled, with workers, and killed in the middle of an epoch."""
     code = [sys.executable, "-c", textwrap.dedent(CHILD), str(tmp_path / "child")]
     (tmp_path / "child").mkdir()
@@ -317,7 +315,7 @@ def test_a_killed_run_goes_on_with_the_same_stream(tmp_path: Path) -> None:
     resumed.close()
 
 
-def test_a_loader_is_far_quicker_than_a_step(tmp_path: Path) -> None:
+def test_a_loader_is_much_faster_than_a_step(tmp_path: Path) -> None:
     """A step of the cpu takes thousands of tokens a second; `bench.loader` has the ratio.
 
     Measured in time of the cpu, which a busy machine does not stretch.

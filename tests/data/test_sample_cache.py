@@ -37,7 +37,7 @@ def lines(path: Path, *rows: object) -> Path:
     return path
 
 
-def test_the_same_content_is_encoded_once_wherever_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_content_is_encoded_once_at_any_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = lines(tmp_path / "a" / "x.jsonl", CHAT, UNANSWERED, CHAT)
     first = prepare_samples(Source(str(path)), ENCODER, cache=tmp_path / "cache")
     moved = path.rename(tmp_path / "y.jsonl")
@@ -51,7 +51,7 @@ def test_the_same_content_is_encoded_once_wherever_it_lies(tmp_path: Path, monke
     assert "left out: 1 without a target (first: " in statistics_of(again).lines()[1]
 
 
-def test_what_changes_the_outcome_changes_the_key(tmp_path: Path) -> None:
+def test_the_cache_key_covers_every_input(tmp_path: Path) -> None:
     path = lines(tmp_path / "x.jsonl", CHAT, CHAT)
     cache = tmp_path / "cache"
     found = {
@@ -70,7 +70,7 @@ def test_what_changes_the_outcome_changes_the_key(tmp_path: Path) -> None:
     assert len(found) == 8
 
 
-def test_two_runs_at_once_encode_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_runs_encode_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [lines(tmp_path / name / "x.jsonl", CHAT, UNANSWERED, CHAT) for name in "ab"]
     encodings: list[object] = []
 
@@ -87,7 +87,7 @@ def test_two_runs_at_once_encode_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not list((tmp_path / "c").glob("*.lock"))
 
 
-def test_a_lock_whose_holder_was_killed_blocks_nobody(tmp_path: Path) -> None:
+def test_a_killed_lock_holder_blocks_nobody(tmp_path: Path) -> None:
     path = lines(tmp_path / "x.jsonl", CHAT)
     entry = prepare_samples(Source(str(path)), ENCODER, cache=tmp_path / "c").tokens.path
     entry.unlink()
@@ -95,7 +95,7 @@ def test_a_lock_whose_holder_was_killed_blocks_nobody(tmp_path: Path) -> None:
     assert len(prepare_samples(Source(str(path)), ENCODER, cache=tmp_path / "c")) == 1
 
 
-def test_an_example_is_kept_with_what_is_trained_of_it(tmp_path: Path) -> None:
+def test_an_example_is_kept_with_its_label_mask(tmp_path: Path) -> None:
     path = lines(tmp_path / "x.jsonl", UNANSWERED, CHAT)
     file = prepare_samples(Source(str(path)), ENCODER, cache=tmp_path / "cache")
     runs = example_of(file)
@@ -104,7 +104,7 @@ def test_an_example_is_kept_with_what_is_trained_of_it(tmp_path: Path) -> None:
     assert not holds_text_only(file)
 
 
-def test_what_cannot_be_used_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_failed_preparation_leaves_nothing_behind(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     broken = lines(tmp_path / "x.jsonl", CHAT, '{"messages"')
     with pytest.raises(SampleError, match=r"x\.jsonl:2: not a line of JSON"):
@@ -129,14 +129,14 @@ def test_what_cannot_be_used_leaves_nothing_behind(tmp_path: Path) -> None:
         ("x.parquet", "", True),
     ],
 )
-def test_samples_are_told_from_text(tmp_path: Path, name: str, row: object, rich: bool) -> None:
+def test_samples_are_distinguished_from_text(tmp_path: Path, name: str, row: object, rich: bool) -> None:
     path = lines(tmp_path / "folder" / name, row)
     assert holds_samples(str(path)) is rich
     assert holds_samples(str(path.parent)) is rich
     assert holds_samples(str(path), Schema("chat"))
 
 
-def test_what_is_no_file_is_text_or_of_the_hub(tmp_path: Path) -> None:
+def test_names_that_are_not_files_are_text_or_hub_names(tmp_path: Path) -> None:
     assert not holds_samples("python-stdlib")
     assert not holds_samples("missing.txt")
     assert not holds_samples(str(tmp_path / "ids.bin"))
@@ -145,7 +145,7 @@ def test_what_is_no_file_is_text_or_of_the_hub(tmp_path: Path) -> None:
         holds_samples("python-stdlib", Schema("chat"))
 
 
-def test_an_entry_of_a_list_of_data_sets_is_a_source(tmp_path: Path) -> None:
+def test_dataset_list_entries_are_sources(tmp_path: Path) -> None:
     lines(tmp_path / "alpaca.json", [{"instruction": "q", "output": "a"}])
     entry: dict[str, Any] = {"mine": {"file_name": "alpaca.json"}}
     (tmp_path / "dataset_info.json").write_text(json.dumps(entry))

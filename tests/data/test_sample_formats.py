@@ -59,32 +59,30 @@ def refused(fields: dict[str, Any], **schema: Any) -> str:
         ({"prompt": HELLO[:1], "completion": "a", "system": "s"}, [SYSTEM, *HELLO]),
     ],
 )
-def test_a_conversation_is_recognised_in_each_of_its_forms(
-    fields: dict[str, Any], messages: list[dict[str, Any]]
-) -> None:
+def test_every_conversation_format_is_recognised(fields: dict[str, Any], messages: list[dict[str, Any]]) -> None:
     assert list(read(fields).messages) == messages
 
 
-def test_the_messages_of_a_prompt_are_context() -> None:
+def test_prompt_messages_are_context() -> None:
     prompt = [SYSTEM, *HELLO, HELLO[0]]
     assert read({"prompt": prompt, "completion": HELLO[1:]}).untrained == {0, 1, 2, 3}
     assert read({"prompt": HELLO[:1], "completion": "a", "system": "s"}).untrained == {0, 1}
     assert read({"messages": HELLO}).untrained == frozenset()
 
 
-def test_a_weight_of_zero_makes_context_of_a_message() -> None:
+def test_messages_of_weight_zero_are_context() -> None:
     sample = read({"messages": [HELLO[0], {**HELLO[1], "weight": 0}, HELLO[0], {**HELLO[1], "weight": 1}]})
     assert (list(sample.messages), sample.untrained) == ([*HELLO, *HELLO], {1})
     assert "weight of 0.5" in refused({"messages": [HELLO[0], {**HELLO[1], "weight": 0.5}]})
 
 
-def test_texts_and_a_prompt_before_one() -> None:
+def test_texts_and_prompt_completion_pairs() -> None:
     assert read({"text": "t", "id": 1}).text == "t"
     sample = read({"prompt": "p", "completion": "c"})
     assert (sample.prompt, sample.text, sample.messages) == ("p", "c", ())
 
 
-def test_ids_are_taken_with_their_labels_and_without_their_padding() -> None:
+def test_token_ids_keep_labels_and_drop_padding() -> None:
     sample = read({"input_ids": [5, 6, 7]})
     assert sample.ids is not None
     assert sample.trained is not None
@@ -98,14 +96,14 @@ def test_ids_are_taken_with_their_labels_and_without_their_padding() -> None:
     assert read({"input_ids": np.array([1, 2], np.uint16)}).ids is not None
 
 
-def test_contents_in_parts_become_one_text() -> None:
+def test_multipart_contents_become_one_text() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}]
     assert read({"messages": [{"role": "user", "content": parts}]}).messages[0]["content"] == "a b"
 
 
 @pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}'])
 @pytest.mark.parametrize("wrapped", [True, False])
-def test_calls_and_tools_come_in_one_shape(arguments: object, wrapped: bool) -> None:
+def test_tool_calls_are_normalised(arguments: object, wrapped: bool) -> None:
     function = {"name": "f", "arguments": arguments}
     asked = {"type": "function", "id": "i", "function": function} if wrapped else function
     tools = [TOOL] if wrapped else json.dumps([TOOL["function"]])
@@ -116,7 +114,7 @@ def test_calls_and_tools_come_in_one_shape(arguments: object, wrapped: bool) -> 
     assert sample.tools == (TOOL,)
 
 
-def test_sharegpt_knows_calls_observations_and_tags_of_its_own() -> None:
+def test_sharegpt_supports_tool_calls_and_custom_tags() -> None:
     turns = [
         {"from": "human", "value": "q"},
         {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
@@ -131,7 +129,7 @@ def test_sharegpt_knows_calls_observations_and_tags_of_its_own() -> None:
     assert list(read(tagged, format="sharegpt", columns={"conversations": "dialog"}, tags=tags).messages) == HELLO
 
 
-def test_columns_may_have_other_names() -> None:
+def test_columns_may_be_renamed() -> None:
     columns = {"instruction": "question", "output": "answer"}
     assert list(read({"question": "q", "answer": "a"}, columns=columns).messages) == HELLO
     assert list(read({"dialog": HELLO}, columns={"messages": "dialog"}).messages) == HELLO
@@ -184,11 +182,11 @@ def test_columns_may_have_other_names() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_named(fields: dict[str, Any], what: str) -> None:
+def test_malformed_rows_name_the_problem(fields: dict[str, Any], what: str) -> None:
     assert what in refused(fields)
 
 
-def test_a_missing_field_is_named_with_what_is_there() -> None:
+def test_a_missing_field_is_reported_with_the_fields_present() -> None:
     message = refused({"instruction": "q", "out": "a"}, format="alpaca")
     assert message.startswith("x.jsonl:3: no 'output', which alpaca samples have; it holds 'instruction', 'out'")
     assert "no 'reply'" in refused({"instruction": "q"}, format="alpaca", columns={"output": "reply"})
@@ -223,13 +221,13 @@ def test_a_missing_field_is_named_with_what_is_there() -> None:
         ({"messages": [{"speaker": "x", "text": "q"}]}, "set data.tags={role_tag: ..., content_tag: ...} to what"),
     ],
 )
-def test_a_row_of_another_shape_is_answered_with_what_to_set(fields: dict[str, Any], hint: str) -> None:
+def test_an_unrecognised_row_suggests_what_to_set(fields: dict[str, Any], hint: str) -> None:
     message = refused(fields)
     assert f"; {hint}" in message
     assert len(message) < 300
 
 
-def test_what_a_hint_says_to_set_is_understood() -> None:
+def test_suggested_settings_work() -> None:
     """Each hint, followed; turns of any keys, in a column of either name, and for a format that is named."""
     turns = [{"speaker": "user", "text": "q"}, {"speaker": "assistant", "text": "a"}]
     tags = {"role_tag": "speaker", "content_tag": "text"}
@@ -244,7 +242,7 @@ def test_what_a_hint_says_to_set_is_understood() -> None:
     assert list(read({"question": "q", "answer": "a"}, columns=columns).messages) == HELLO
 
 
-def test_parts_with_values_are_those_of_llama_factory() -> None:
+def test_llama_factory_message_parts_are_read() -> None:
     def part(kind: str, value: str) -> dict[str, str]:
         return {"type": kind, "value": value}
 
@@ -275,7 +273,7 @@ def test_parts_with_values_are_those_of_llama_factory() -> None:
 
 
 @pytest.mark.parametrize("key", ["weight", "loss_weight", "train", "training"])
-def test_whatever_says_that_a_message_is_not_trained_is_heeded(key: str) -> None:
+def test_every_untrained_message_marker_is_respected(key: str) -> None:
     off, on = (False, True) if key in ("train", "training") else (0, 1.0)
     sample = read({"messages": [HELLO[0], {**HELLO[1], key: off}, HELLO[0], {**HELLO[1], key: on}]})
     assert (list(sample.messages), sample.untrained) == ([*HELLO, *HELLO], {1})
@@ -293,7 +291,7 @@ ANSWERED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", ANSWERED, ids=lambda fields: next(iter(fields)))
-def test_rows_that_say_whether_their_answer_is_good_are_refused_by_name(fields: dict[str, Any]) -> None:
+def test_kto_rows_are_refused_by_name(fields: dict[str, Any]) -> None:
     marks = [{"label": True}, {"label": False}, {"label": np.bool_(False)}, {"kto_tag": 0}, {"is_rejected": True}]
     for mark in (*marks, {"kto_tag": "false"}, {"desirable": 1.0}):
         (name,) = mark
@@ -312,7 +310,7 @@ def test_a_rejected_answer_without_a_chosen_one_is_refused() -> None:
     read({"messages": HELLO, "rejected_response": None, "rejected_ids": np.array([1, 2])})
 
 
-def test_columns_and_tags_that_nothing_uses_are_refused() -> None:
+def test_unused_columns_and_tags_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.tags: alpaca samples have no turns"):
         Schema("alpaca", tags={"role_tag": "x"}).refuse_unused()
     with pytest.raises(ConfigError, match=r"data\.columns: chat samples have no 'conversations'; theirs are messages"):
@@ -326,7 +324,7 @@ def test_columns_and_tags_that_nothing_uses_are_refused() -> None:
         schema.refuse_unused()
 
 
-def test_a_schema_of_unknown_names_is_refused() -> None:
+def test_unknown_schema_fields_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.columns: unknown name 'mesages'; did you mean 'messages'"):
         Schema(columns={"mesages": "x"})
     for name, tag in (("role", "role_tag"), ("content", "content_tag")):

@@ -79,7 +79,7 @@ def no_progress_bars() -> None:
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "ndjson", "json", "parquet", "arrow", "saved"])
-def test_every_kind_of_file_gives_the_same_samples(tmp_path: Path, suffix: str) -> None:
+def test_every_file_format_gives_the_same_samples(tmp_path: Path, suffix: str) -> None:
     path = written(tmp_path / f"a [0].{suffix}", ROWS)
     samples, left_out = read(path)
     assert [(sample.prompt, sample.text) for sample in samples] == [(row["prompt"], row["completion"]) for row in ROWS]
@@ -102,7 +102,7 @@ def test_a_compressed_file_gives_the_same_samples(tmp_path: Path, suffix: str, c
 
 
 @pytest.mark.parametrize("compression", [".gz", ".zst"])
-def test_compressed_data_that_is_cut_off_is_refused(tmp_path: Path, compression: str) -> None:
+def test_truncated_compressed_data_is_refused(tmp_path: Path, compression: str) -> None:
     rng = random.Random(0)
     plain = lines(tmp_path / "a.jsonl", *({"text": f"{rng.random()}"} for _ in range(20_000)))
     compress(plain, path := tmp_path / f"b.jsonl{compression}")
@@ -120,7 +120,7 @@ def test_a_cell_in_another_encoding_is_refused_with_its_line(tmp_path: Path, num
     assert refused(tmp_path / "a.csv").startswith(f"{tmp_path}/a.csv:{number}: not UTF-8 text")
 
 
-def test_files_with_nothing_in_them_are_counted(tmp_path: Path) -> None:
+def test_empty_files_are_counted(tmp_path: Path) -> None:
     for name, content in (("a.json.gz", b""), ("b.csv.gz", b"\n"), ("c.jsonl.gz", b"\n\n"), ("d.json.gz", b" \n")):
         (tmp_path / name).write_bytes(gzip.compress(content))
     (tmp_path / "e.csv").write_text("\n\ntext\nwords\n")
@@ -129,7 +129,7 @@ def test_files_with_nothing_in_them_are_counted(tmp_path: Path) -> None:
     assert left_out.counts == {"empty file": 4}
 
 
-def test_cells_of_a_table_stay_text_and_may_be_long(tmp_path: Path) -> None:
+def test_table_cells_stay_text_of_any_length(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     text = "x, \r\n" * 100_000
     with path.open("w", newline="", encoding="utf-8-sig") as file:
@@ -140,7 +140,7 @@ def test_cells_of_a_table_stay_text_and_may_be_long(tmp_path: Path) -> None:
     assert samples[1].origin == f"{path}:{2 + text.count(chr(10)) + 1}"
 
 
-def test_a_chat_in_a_cell_is_the_json_text_of_its_list(tmp_path: Path) -> None:
+def test_chats_in_table_cells_are_json(tmp_path: Path) -> None:
     """In either format, told by the keys of its turns, with tools beside it; what is no JSON is told with its line."""
     shared = [{"from": "human", "value": "q"}, {"from": "gpt", "value": 'a,\n"b"'}]
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": 'a,\n"b"'}]
@@ -166,7 +166,7 @@ def test_a_chat_in_a_cell_is_the_json_text_of_its_list(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "arrow", "saved"])
-def test_data_for_kto_is_refused_in_every_kind_of_file(tmp_path: Path, suffix: str) -> None:
+def test_kto_data_is_refused_in_every_format(tmp_path: Path, suffix: str) -> None:
     """Trained as it is, its undesirable answers would be learned too."""
     for number, row in enumerate((CHAT, {"prompt": "q", "completion": "a"})):
         path = written(tmp_path / f"{number}.{suffix}", [{**row, "label": good} for good in (True, False)])
@@ -177,9 +177,7 @@ def test_data_for_kto_is_refused_in_every_kind_of_file(tmp_path: Path, suffix: s
 
 @pytest.mark.parametrize("row", [CHAT, {"prompt": "q", "completion": "a"}, {"instruction": "q", "output": "a"}])
 @pytest.mark.parametrize("labels", [(0, 1), (1, 1), (0.0, 1.0), ("true", "False"), ("1", "0"), (None, 0)])
-def test_labels_that_are_nothing_but_true_and_false_are_refused(
-    row: dict[str, Any], labels: tuple[Any, Any], tmp_path: Path
-) -> None:
+def test_all_boolean_labels_are_refused(row: dict[str, Any], labels: tuple[Any, Any], tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", [{**row, "label": label} for label in labels])
     for bad in ("stop", "leave_out"):
         with pytest.raises(DataError, match=r"'label' is 0, 1, true or false in every row: it marks the answer .* KTO"):
@@ -187,19 +185,19 @@ def test_labels_that_are_nothing_but_true_and_false_are_refused(
 
 
 @pytest.mark.parametrize("labels", [(0, 1, 2), ("true", "false", "unsure"), (1, None, "joy"), (0, 0.5)])
-def test_labels_that_are_classes_are_passed_over(labels: tuple[Any, ...], tmp_path: Path) -> None:
+def test_class_labels_are_ignored(labels: tuple[Any, ...], tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", [{**CHAT, "label": label} for label in labels])
     assert len(read(path)[0]) == len(labels)
 
 
-def test_json_lines_under_the_name_of_json_are_read(tmp_path: Path) -> None:
+def test_json_lines_with_a_json_suffix_are_read(tmp_path: Path) -> None:
     assert [sample.origin for sample in read(lines(tmp_path / "a.json", *ROWS))[0]] == [
         f"{tmp_path}/a.json:{n}" for n in (1, 2, 3)
     ]
     assert len(read(lines(tmp_path / "b.json", ROWS[0]))[0]) == 1
 
 
-def test_a_key_that_only_some_rows_of_a_table_have_is_not_in_the_others(tmp_path: Path) -> None:
+def test_missing_table_keys_are_absent_not_null(tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     other = {"type": "function", "function": {"name": "g", "arguments": {"y": 2}}}
     rows = [
@@ -213,7 +211,7 @@ def test_a_key_that_only_some_rows_of_a_table_have_is_not_in_the_others(tmp_path
     ]
 
 
-def test_a_folder_is_read_in_order_and_what_is_left_out_is_counted(tmp_path: Path) -> None:
+def test_a_folder_is_read_in_order_and_skipped_files_are_counted(tmp_path: Path) -> None:
     lines(tmp_path / "b.jsonl", CHAT)
     lines(tmp_path / "a.jsonl", *ROWS)
     (tmp_path / "inner").mkdir()
@@ -279,7 +277,7 @@ def test_text_in_another_encoding_is_refused_with_its_line(tmp_path: Path) -> No
     assert refused(tmp_path / "a.jsonl").startswith(f"{tmp_path}/a.jsonl:2: not UTF-8 text")
 
 
-def test_a_file_of_two_formats_is_refused_at_the_first_row_of_the_other(tmp_path: Path) -> None:
+def test_mixed_formats_are_refused_at_the_first_other_row(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", CHAT, CHAT, {"instruction": "q", "output": "a"})
     assert refused(path).startswith(f"{path}:3: a alpaca sample" if False else f"{path}:3: ")
     assert "alpaca" in refused(path)
@@ -291,7 +289,7 @@ def test_a_file_of_two_formats_is_refused_at_the_first_row_of_the_other(tmp_path
     assert "it holds 'instruction', 'output'" in refused(Source(str(tmp_path / "b.jsonl"), Schema("chat")))
 
 
-def test_bad_samples_are_left_out_and_counted_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_bad_samples_are_skipped_and_counted_on_request(tmp_path: Path) -> None:
     path = lines(
         tmp_path / "a.jsonl",
         CHAT,
@@ -313,7 +311,7 @@ def test_bad_samples_are_left_out_and_counted_where_that_is_asked_for(tmp_path: 
     assert left_out.lines()[0] == f"2 no messages (first: {path}:3)"
 
 
-def test_sources_without_a_sample_are_refused_with_the_reasons(tmp_path: Path) -> None:
+def test_sources_without_samples_are_refused_with_reasons(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").touch()
     assert refused(tmp_path / "a.jsonl").startswith(f"{tmp_path}/a.jsonl: no sample (left out: 1 empty file (first:")
     (tmp_path / "b").mkdir()
@@ -322,7 +320,7 @@ def test_sources_without_a_sample_are_refused_with_the_reasons(tmp_path: Path) -
     assert "did you mean" in refused(tmp_path / "a.json")
 
 
-def test_a_limit_takes_the_first_samples_and_counts_the_others(tmp_path: Path) -> None:
+def test_a_limit_takes_the_first_samples_and_counts_the_rest(tmp_path: Path) -> None:
     samples, left_out = read(Source(str(lines(tmp_path / "a.jsonl", *ROWS)), limit=2))
     assert [sample.prompt for sample in samples] == ["q0", "q1"]
     assert left_out.counts == {"beyond the first 2": 1}
@@ -361,16 +359,14 @@ def test_a_hub_name_is_streamed_where_the_hub_answers(monkeypatch: pytest.Monkey
     assert left_out.counts == {"beyond the first 2 or more": 1}
 
 
-def test_without_its_package_a_table_is_refused_and_json_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_optional_package_refuses_only_its_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path / "a.parquet", ROWS)
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "needs the `datasets` package, which is not installed; pip install datasets" in refused(path)
     assert len(read(lines(tmp_path / "a.jsonl", *ROWS))[0]) == 3
 
 
-def test_no_server_is_told_of_files_that_are_read(tmp_path: Path) -> None:
+def test_reading_local_files_contacts_no_server(tmp_path: Path) -> None:
     read(written(tmp_path / "a.parquet", ROWS))
     assert datasets.config.HF_UPDATE_DOWNLOAD_COUNTS is False
 
@@ -402,7 +398,7 @@ INFO = {
 }
 
 
-def test_a_dataset_info_of_llama_factory_is_understood(tmp_path: Path) -> None:
+def test_llama_factory_dataset_info_is_read(tmp_path: Path) -> None:
     path = tmp_path / "dataset_info.json"
     path.write_text(json.dumps(INFO))
     lines(tmp_path / "alpaca.jsonl", {"instruction": "q", "input": "i", "output": "a"})
@@ -436,7 +432,7 @@ def test_a_dataset_info_of_llama_factory_is_understood(tmp_path: Path) -> None:
         ("more", "has a key 'wieght' of no known meaning"),
     ],
 )
-def test_what_a_dataset_info_asks_and_is_not_done_is_refused(tmp_path: Path, name: str, what: str) -> None:
+def test_unsupported_dataset_info_entries_are_refused(tmp_path: Path, name: str, what: str) -> None:
     path = tmp_path / "dataset_info.json"
     path.write_text(json.dumps(INFO))
     with pytest.raises(DataError) as caught:
@@ -446,6 +442,6 @@ def test_what_a_dataset_info_asks_and_is_not_done_is_refused(tmp_path: Path, nam
         assert f"a list of data sets, of which one is to be named; name one of them: {path}#plain, #" in refused(named)
 
 
-def test_samples_are_refused_one_by_one() -> None:
+def test_samples_are_validated_individually() -> None:
     with pytest.raises(SampleError, match="why"):
         LeftOut().refuse(SampleError("why", reason="r", where="here"))

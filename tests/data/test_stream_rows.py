@@ -56,7 +56,7 @@ def text(row: Row) -> str:
     return bytes(row.ids[:-1].tolist()).decode()
 
 
-def test_an_epoch_has_every_sample_once_and_the_next_has_another_order(tmp_path: Path) -> None:
+def test_each_epoch_has_every_sample_once_in_a_new_order(tmp_path: Path) -> None:
     rows = stream(folder(tmp_path / "a"))
     first, second = ([text(rows.row(index)) for index in range(47 * epoch, 47 * epoch + 47)] for epoch in (0, 1))
     assert max(Counter(first).values()) == max(Counter(second).values()) == 1
@@ -68,7 +68,7 @@ def test_an_epoch_has_every_sample_once_and_the_next_has_another_order(tmp_path:
     assert rows.statistics.samples == 2 * 47
 
 
-def test_rows_hold_what_their_packing_says(tmp_path: Path) -> None:
+def test_rows_match_their_packing(tmp_path: Path) -> None:
     folder(tmp_path / "a")
     packed, windows = stream(tmp_path / "a", "best_fit"), stream(tmp_path / "a", "windows")
     assert any(list(packed.row(index).positions).count(0) > 1 for index in range(9))  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ def test_rows_hold_what_their_packing_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("how", "workers"), [("windows", 0), ("best_fit", 2), ("grouped", 1)])
-def test_from_any_position_that_was_saved_the_same_rows_follow(tmp_path: Path, how: How, workers: int) -> None:
+def test_any_saved_position_continues_with_the_same_rows(tmp_path: Path, how: How, workers: int) -> None:
     """Across files, blocks and epochs; in the loader that is going and in a new one, of rows of any worker."""
     folder(tmp_path / "a")
     going = loader(tmp_path / "a", how, workers=workers)
@@ -97,7 +97,7 @@ def test_from_any_position_that_was_saved_the_same_rows_follow(tmp_path: Path, h
     going.close()
 
 
-def test_ranks_share_a_step_and_have_one_state(tmp_path: Path) -> None:
+def test_ranks_split_a_step_and_share_one_state(tmp_path: Path) -> None:
     folder(tmp_path / "a")
     alone = loader(tmp_path / "a", micro_batches=3)
     ranks = [loader(tmp_path / "a", micro_batches=3, rank=rank, ranks=2) for rank in range(2)]
@@ -108,7 +108,7 @@ def test_ranks_share_a_step_and_have_one_state(tmp_path: Path) -> None:
         assert ranks[0].state_dict() == ranks[1].state_dict() == alone.state_dict()
 
 
-def test_streams_are_mixed_by_weight_with_each_other_and_go_on_together(tmp_path: Path) -> None:
+def test_streams_are_mixed_by_weight_and_resume_together(tmp_path: Path) -> None:
     paths = [folder(tmp_path / name, word=name) for name in "ab"]
 
     def both() -> Loader:
@@ -126,7 +126,7 @@ def test_streams_are_mixed_by_weight_with_each_other_and_go_on_together(tmp_path
     assert found[0] != rest[0]
 
 
-def test_a_data_set_that_has_changed_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_a_changed_dataset_is_reported_without_data_loss(tmp_path: Path) -> None:
     going = loader(folder(tmp_path / "a"))
     steps(going, 7)
     state = json.loads(json.dumps(going.state_dict()))
@@ -144,12 +144,12 @@ def test_a_data_set_that_has_changed_is_told_and_nothing_is_lost(tmp_path: Path)
         loader(tmp_path / "a").load_state_dict(state)
 
 
-def test_text_that_fills_no_row_is_not_called_empty(tmp_path: Path) -> None:
+def test_text_shorter_than_a_row_is_not_called_empty(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no sample is left to train on .*its text fills no row"):
         stream(folder(tmp_path / "a", 3), "windows").row(0)
 
 
-def test_what_cannot_be_streamed_is_named(tmp_path: Path) -> None:
+def test_sources_that_cannot_stream_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text\nx\n")
     with pytest.raises(DataError, match=r"a\.csv: is no file that is streamed; leave data\.streaming out, or name"):
         stream(tmp_path / "a.csv")
@@ -174,9 +174,7 @@ def test_what_cannot_be_streamed_is_named(tmp_path: Path) -> None:
     assert sum(kept.statistics.left_out.counts.values()) == 1
 
 
-def test_a_run_that_goes_on_reads_the_commit_that_it_began_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_reads_the_same_dataset_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub has moved on meanwhile."""
     commits = {"old": folder(tmp_path / "old"), "new": folder(tmp_path / "new", word="m")}
     library, head, asked = datasets.load_dataset, ["old"], []

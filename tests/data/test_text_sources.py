@@ -53,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_file_beside_its_compressed_copy_is_read_once(tmp_path: Path) -> None:
+def test_a_file_and_its_compressed_copy_are_read_once(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("first")
     for name in ("a.txt.gz", "b.txt.gz", "deep/a.txt.gz"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -63,13 +63,13 @@ def test_a_file_beside_its_compressed_copy_is_read_once(tmp_path: Path) -> None:
     assert documents(tmp_path / "a.txt", tmp_path / "a.txt.gz")[0] == ["first", "a.txt.gz"]
 
 
-def test_a_folder_is_read_in_sorted_order_and_what_is_left_out_is_counted(folder: Path) -> None:
+def test_a_text_folder_is_read_sorted_and_skipped_files_are_counted(folder: Path) -> None:
     found, skipped = documents(folder)
     assert found == ["first", "deep", "third", "fourth", "fifth"]
     assert skipped == {"hidden": 1, "not UTF-8 text": 3, "empty": 2, "empty line of JSONL": 1}
 
 
-def test_what_a_folder_holds_beyond_files_is_counted_and_not_followed(tmp_path: Path) -> None:
+def test_special_files_and_links_are_counted_and_not_followed(tmp_path: Path) -> None:
     (tmp_path / "inside").mkdir()
     (tmp_path / "inside" / "x.txt").write_text("x")
     (tmp_path / "inside" / ".hidden.txt").write_text("hidden")
@@ -84,7 +84,7 @@ def test_a_pattern_chooses_the_files_of_a_folder_at_any_depth(folder: Path, patt
     assert documents(folder, pattern=pattern) == (["deep"], Counter(hidden=1))
 
 
-def test_a_folder_that_cannot_be_listed_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_folders_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = os.scandir
 
     def scandir(place: str) -> object:
@@ -96,7 +96,7 @@ def test_a_folder_that_cannot_be_listed_is_refused(folder: Path, monkeypatch: py
     assert refused(folder).startswith(f"{folder / 'b'}: Permission denied; ")
 
 
-def test_sources_keep_the_order_in_which_they_are_named(folder: Path) -> None:
+def test_sources_keep_their_order(folder: Path) -> None:
     assert documents(str(folder / "c.py"), folder / "b", folder / "c.py")[0] == ["third", "deep", "third"]
 
 
@@ -104,7 +104,9 @@ def test_sources_keep_the_order_in_which_they_are_named(folder: Path) -> None:
     data=st.text(alphabet=st.characters(exclude_characters="\0", exclude_categories=["Cs"])),
     characters=st.integers(1, 5),
 )
-def test_a_file_in_pieces_is_the_file(tmp_path_factory: pytest.TempPathFactory, data: str, characters: int) -> None:
+def test_chunked_reading_equals_the_whole_file(
+    tmp_path_factory: pytest.TempPathFactory, data: str, characters: int
+) -> None:
     path = tmp_path_factory.mktemp("pieces") / "x.txt"
     path.write_bytes(b"\xef\xbb\xbf" + data.encode())
     with pytest.MonkeyPatch.context() as patch:
@@ -113,9 +115,7 @@ def test_a_file_in_pieces_is_the_file(tmp_path_factory: pytest.TempPathFactory, 
     assert found == ([data] if data else [])
 
 
-def test_a_file_of_a_folder_is_left_out_whole_even_if_its_end_alone_is_not_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_with_a_binary_tail_is_skipped_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.txt").write_bytes(b"line\n" * 10_000 + b"\xff")
     monkeypatch.setattr(text_sources, "PIECE_CHARACTERS", 100)
     assert documents(tmp_path) == ([], Counter({"not UTF-8 text": 1}))
@@ -132,7 +132,7 @@ def test_the_standard_library_gives_python_source_without_tests_or_packages() ->
     assert any("class ArgumentParser" in piece.text for piece in pieces)
 
 
-def test_a_missing_source_names_the_nearest_existing_one(folder: Path) -> None:
+def test_a_missing_source_suggests_the_nearest_existing_one(folder: Path) -> None:
     assert f"did you mean {folder / 'a.txt'}?" in refused(folder / "a.text")
     assert f"did you mean {folder / 'latin.txt'}?" in refused(folder / "latin" / "x.txt")
     assert f"{folder} does not contain 'zzzzzz'" in refused(folder / "zzzzzz")
@@ -176,7 +176,7 @@ def test_a_pipe_is_not_a_source(tmp_path: Path) -> None:
     assert "neither a file nor a folder" in refused(tmp_path / "pipe")
 
 
-def test_json_text_survives_whatever_escapes_it_was_written_with(tmp_path: Path) -> None:
+def test_json_escapes_are_decoded(tmp_path: Path) -> None:
     words = '🎉 \u2028 \\ \n " é'
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps({"text": words}, ensure_ascii=ascii) + "\n" for ascii in (True, False)), "utf-8")

@@ -28,7 +28,7 @@ def refused(path: Path) -> str:
     seed=st.integers(0, 99),
     cuts=st.lists(st.integers(0, 50), min_size=1, max_size=4),
 )
-def test_what_is_written_is_what_is_read(
+def test_token_files_round_trip(
     tmp_path_factory: pytest.TempPathFactory, vocab_size: int, seed: int, cuts: list[int]
 ) -> None:
     ids = np.random.default_rng(seed).integers(0, vocab_size, 50)
@@ -41,14 +41,14 @@ def test_what_is_written_is_what_is_read(
     assert (file.vocab_size, file.details) == (vocab_size, {"note": 1})
 
 
-def test_a_bin_of_another_project_needs_only_its_dtype(tmp_path: Path) -> None:
+def test_a_foreign_bin_file_needs_only_its_dtype(tmp_path: Path) -> None:
     np.arange(70_000, 70_010, dtype="<u4").tofile(tmp_path / "x.bin")
     assert "has no x.json beside it" in refused(tmp_path / "x.bin")
     (tmp_path / "x.json").write_text('{"dtype": "uint32"}')
     assert open_tokens(tmp_path / "x.bin").ids.tolist() == list(range(70_000, 70_010))
 
 
-def test_an_npy_is_memory_mapped_as_it_is(tmp_path: Path) -> None:
+def test_npy_files_are_memory_mapped(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.arange(10, dtype=">i8"))
     file = open_tokens(tmp_path / "x.npy")
     assert isinstance(file.ids, np.memmap)
@@ -73,9 +73,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
     assert open_tokens(path).ids.tolist() == list(range(5))
 
 
-def test_a_crash_between_the_two_files_is_refused_and_not_misread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_between_both_files_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.bin"
     write_tokens(path, [np.arange(8)], 10)
     rename = Path.replace
@@ -91,7 +89,7 @@ def test_a_crash_between_the_two_files_is_refused_and_not_misread(
     assert "has no x.json" in refused(path)
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="cannot be written"):
         write_tokens(tmp_path / "file" / "x.bin", [np.arange(3)], 10)
@@ -103,7 +101,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     "note",
     ["", "[]", "{}", '{"dtype": "float32"}', '{"dtype": []}', '{"dtype": "uint16", "vocab_size": "x"}'],
 )
-def test_a_malformed_note_is_refused(tmp_path: Path, note: str) -> None:
+def test_malformed_metadata_is_refused(tmp_path: Path, note: str) -> None:
     (tmp_path / "x.bin").write_bytes(b"1234")
     (tmp_path / "x.json").write_text(note)
     assert "x.json: does not describe a token file" in refused(tmp_path / "x.bin")
@@ -121,7 +119,7 @@ def test_a_truncated_or_empty_file_is_refused(tmp_path: Path) -> None:
     assert "holds no token" in refused(path)
 
 
-def test_an_npy_that_is_no_row_of_integers_is_refused(tmp_path: Path) -> None:
+def test_npy_files_that_are_not_integer_vectors_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.npy"
     for array in (np.zeros((2, 2), int), np.zeros(3)):
         np.save(path, array)
@@ -133,12 +131,12 @@ def test_an_npy_that_is_no_row_of_integers_is_refused(tmp_path: Path) -> None:
         assert "not a .npy array" in refused(path)
 
 
-def test_a_missing_file_names_the_nearest_existing_one(tmp_path: Path) -> None:
+def test_a_missing_file_suggests_the_nearest_existing_one(tmp_path: Path) -> None:
     write_tokens(tmp_path / "train.bin", [np.arange(8)], 10)
     assert f"did you mean {tmp_path / 'train.bin'}?" in refused(tmp_path / "trian.bin")
 
 
-def test_a_fingerprint_follows_the_ids_and_not_their_form(tmp_path: Path) -> None:
+def test_a_fingerprint_depends_on_ids_not_storage(tmp_path: Path) -> None:
     ids = np.random.default_rng(0).integers(0, 100, 200_000)  # more than the samples hold
     first = write_tokens(tmp_path / "x.bin", [ids], 100)
     np.save(tmp_path / "x.npy", ids)
@@ -148,7 +146,7 @@ def test_a_fingerprint_follows_the_ids_and_not_their_form(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("length", [1, 65_536, 65_537])
-def test_a_small_file_is_fingerprinted_from_its_first_token_to_its_last(tmp_path: Path, length: int) -> None:
+def test_small_files_are_fingerprinted_whole(tmp_path: Path, length: int) -> None:
     ids = np.zeros(length, dtype=np.int64)
     prints = {write_tokens(tmp_path / "x.bin", [ids], 10).fingerprint}
     for position in {0, length - 1}:
@@ -159,7 +157,7 @@ def test_a_small_file_is_fingerprinted_from_its_first_token_to_its_last(tmp_path
 
 
 @pytest.mark.parametrize(("wrong", "position"), [(10, 7), (-1, 0), (1 << 40, 99)])
-def test_a_scan_finds_the_first_wrong_id_wherever_it_stands(
+def test_a_scan_finds_the_first_invalid_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: int, position: int
 ) -> None:
     monkeypatch.setattr(token_files, "SCAN_TOKENS", 8)

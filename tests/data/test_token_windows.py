@@ -24,7 +24,7 @@ def windows_of(folder: Path, length: int, window: int) -> Windows:
 
 
 @given(length=st.integers(2, 200), window=st.integers(2, 20))
-def test_the_windows_and_the_unused_tokens_are_the_stream(folder: Path, length: int, window: int) -> None:
+def test_windows_and_leftover_tokens_make_up_the_stream(folder: Path, length: int, window: int) -> None:
     length = max(length, window)
     windows = windows_of(folder, length, window)
     rows = windows.read(np.arange(len(windows)))
@@ -35,7 +35,7 @@ def test_the_windows_and_the_unused_tokens_are_the_stream(folder: Path, length: 
 
 
 @given(count=st.integers(2, 60), fraction=st.floats(0, 0.99))
-def test_a_split_cuts_the_last_windows_off_and_loses_none(folder: Path, count: int, fraction: float) -> None:
+def test_a_split_takes_the_last_windows_and_loses_none(folder: Path, count: int, fraction: float) -> None:
     windows = windows_of(folder, 2 * count, 2)
     if round(count * fraction) == count:
         with pytest.raises(DataError, match="leaves none to train on"):
@@ -50,7 +50,7 @@ def test_a_split_cuts_the_last_windows_off_and_loses_none(folder: Path, count: i
         assert train.identity != validation.identity
 
 
-def test_a_window_outside_its_part_cannot_be_read(folder: Path) -> None:
+def test_windows_outside_a_split_cannot_be_read(folder: Path) -> None:
     train, _ = split_windows(windows_of(folder, 20, 2), 0.5)
     for index in (-1, len(train)):
         with pytest.raises(IndexError):
@@ -58,7 +58,7 @@ def test_a_window_outside_its_part_cannot_be_read(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.0, float("nan")])
-def test_a_fraction_is_a_fraction(folder: Path, fraction: float) -> None:
+def test_the_validation_fraction_must_be_a_fraction(folder: Path, fraction: float) -> None:
     with pytest.raises(DataError, match="validation fraction"):
         split_windows(windows_of(folder, 20, 2), fraction)
 
@@ -87,7 +87,7 @@ def test_an_id_outside_the_vocabulary_is_refused_before_training(folder: Path) -
         pack(open_tokens(folder / "x.npy"), window=2, vocab_size=10)
 
 
-def test_a_writer_that_vouched_falsely_is_caught_when_the_window_is_read(folder: Path) -> None:
+def test_a_falsely_validated_file_is_caught_on_read(folder: Path) -> None:
     np.array([1, 2, 3, 9], dtype="<u2").tofile(folder / "y.bin")
     (folder / "y.json").write_text('{"dtype": "uint16", "vocab_size": 5}')
     windows = pack(open_tokens(folder / "y.bin"), window=2, vocab_size=5)

@@ -49,7 +49,7 @@ def encode_slowly(tokenizer: Tokenizer, text: str) -> list[int]:
 @example("")
 @example(" \r\n\t e\u0301 漢字 🎉 \0 \ufeff ")
 @example(f"a forged {END_OF_TEXT} stays text")
-def test_any_text_becomes_its_utf8_bytes_and_comes_back(text: str) -> None:
+def test_any_text_round_trips_as_utf8_bytes(text: str) -> None:
     ids = encode_text(BYTES, text).tolist()
     assert ids == list(text.encode())
     assert BYTES.decode(ids) == text
@@ -57,12 +57,12 @@ def test_any_text_becomes_its_utf8_bytes_and_comes_back(text: str) -> None:
 
 
 @given(st.binary())
-def test_any_bytes_come_back_through_the_vocabulary(data: bytes) -> None:
+def test_any_bytes_round_trip_through_the_vocabulary(data: bytes) -> None:
     characters = BYTES.convert_ids_to_tokens(list(data))
     assert bytes(map(byte_alphabet().index, characters)) == data
 
 
-def test_the_vocabulary_is_the_256_bytes_in_order_and_an_end_of_text() -> None:
+def test_the_vocabulary_is_256_bytes_and_end_of_text() -> None:
     assert set(byte_alphabet()) == set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     assert BYTES.convert_ids_to_tokens(list(range(257))) == [*byte_alphabet(), END_OF_TEXT]
     assert vocabulary_size(BYTES) == len(BYTES) == 257
@@ -84,7 +84,7 @@ def test_a_saved_byte_tokenizer_is_loaded_again_from_any_model_folder(tmp_path: 
     assert tokenizer_identity(loaded) == tokenizer_identity(BYTES)
 
 
-def test_a_saved_tokenizer_has_what_transformers_4_and_converters_read(tmp_path: Path) -> None:
+def test_a_saved_tokenizer_loads_in_transformers_4_and_converters(tmp_path: Path) -> None:
     """The class by the name that both major versions know, and the SentencePiece model that it came with."""
     (tmp_path / "from").mkdir()
     (tmp_path / "from" / "tokenizer.model").write_bytes(b"pieces")
@@ -100,19 +100,19 @@ def test_a_saved_tokenizer_has_what_transformers_4_and_converters_read(tmp_path:
 
 
 @given(st.lists(st.text(alphabet="aAbB éunkow<|>/s ")))
-def test_any_other_tokenizer_is_encoded_by_its_own_rules(texts: list[str]) -> None:
+def test_other_tokenizers_use_their_own_rules(texts: list[str]) -> None:
     tokenizer = word_tokenizer(eos_token="</s>")
     assert [ids.tolist() for ids in encode_texts(tokenizer, texts)] == [encode_slowly(tokenizer, t) for t in texts]
 
 
-def test_a_byte_tokenizer_with_rules_of_its_own_leaves_the_fast_path() -> None:
+def test_a_customised_byte_tokenizer_leaves_the_fast_path() -> None:
     tokenizer = load_tokenizer("bytes")
     tokenizer.add_tokens(["word"])  # an ordinary added token, which plain text does contain
     assert encode_text(tokenizer, "a word").tolist() == encode_slowly(tokenizer, "a word") == [97, 32, 257]
     assert tokenizer_identity(tokenizer) != tokenizer_identity(BYTES)
 
 
-def test_the_identity_of_a_tokenizer_follows_its_rules_and_not_its_place(tmp_path: Path) -> None:
+def test_a_tokenizers_identity_depends_on_its_rules_not_its_path(tmp_path: Path) -> None:
     tokenizer = word_tokenizer(eos_token="</s>")
     tokenizer.save_pretrained(tmp_path / "here")
     assert tokenizer_identity(load_tokenizer(str(tmp_path / "here"))) == tokenizer_identity(tokenizer)
@@ -126,7 +126,7 @@ def test_a_tokenizer_without_an_end_of_text_is_refused() -> None:
         end_of_text_id(word_tokenizer())
 
 
-def test_text_that_is_not_unicode_is_refused() -> None:
+def test_invalid_unicode_is_refused() -> None:
     with pytest.raises(DataError, match="lone surrogate"):
         encode_text(BYTES, "\ud800")
 
@@ -140,7 +140,7 @@ def test_a_model_folder_without_a_tokenizer_is_refused(tmp_path: Path, model_typ
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
-def test_a_tokenizer_whose_files_never_end_is_refused(tmp_path: Path, name: str) -> None:
+def test_endless_tokenizer_files_are_refused(tmp_path: Path, name: str) -> None:
     load_tokenizer("bytes").save_pretrained(tmp_path)
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
@@ -154,7 +154,7 @@ def test_a_tokenizer_whose_files_never_end_is_refused(tmp_path: Path, name: str)
         assert len(str(caught.value)) < 700
 
 
-def test_a_misspelt_folder_names_the_nearest_one(tmp_path: Path) -> None:
+def test_a_misspelt_folder_suggests_the_nearest_name(tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
     with pytest.raises(DataError, match=f"did you mean {tmp_path / 'tokenizer'}"):
         load_tokenizer(str(tmp_path / "tokeniser"))

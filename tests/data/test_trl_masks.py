@@ -48,7 +48,7 @@ def tokenizer_of(name: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_what_is_trained_is_what_trl_trains(name: str) -> None:
+def test_label_masks_equal_trls(name: str) -> None:
     from trl.chat_template_utils import get_training_chat_template
 
     tokenizer = tokenizer_of(name)
@@ -66,7 +66,7 @@ def test_what_is_trained_is_what_trl_trains(name: str) -> None:
         assert found.trained.astype(int).tolist() == theirs["assistant_masks"]
 
 
-def test_the_default_differs_from_it_by_what_the_guide_says() -> None:
+def test_default_label_masks_differ_from_trls_as_documented() -> None:
     """What is trained beside the answer and the mark that ends it."""
     sample = chat(user("q"), assistant("a"))
     more = {}
@@ -96,7 +96,7 @@ def test_a_model_keeps_its_own_template() -> None:
     assert choose_template(tokenizer_of("qwen3"), "none").saved != own
 
 
-def test_a_template_with_marks_of_its_own_is_kept_and_one_that_trl_does_not_know_is_refused(
+def test_templates_with_generation_marks_are_kept_and_unknown_ones_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     marked = byte_tokenizer("lfm2_5")

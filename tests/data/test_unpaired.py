@@ -51,7 +51,7 @@ def chat(*turns: str) -> list[dict[str, str]]:
     ],
     ids=["trl", "chat", "sharegpt", "alpaca"],
 )  # fmt: skip
-def test_behind_each_answer_stands_the_prompt_with_anothers(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+def test_kto_rows_get_a_mismatched_answer_to_their_prompt(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     file = prepared(tmp_path, rows, SCHEMA)
     assert (holds_unpaired(file), holds_pairs(file)) == (True, False)
     both = [("1", "a"), ("1", "b"), ("2", "b"), ("2", "a"), ("3", "c"), ("3", "b")]
@@ -59,7 +59,7 @@ def test_behind_each_answer_stands_the_prompt_with_anothers(tmp_path: Path, rows
     assert file.marks[::2].tolist() == [1, 0, 1]
 
 
-def test_plain_texts_too_and_of_a_longer_chat_the_last_answer(tmp_path: Path) -> None:
+def test_kto_takes_plain_text_and_the_last_answer_of_a_chat(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}+{n}=", "completion": f" {2 * n}", "label": n > 1} for n in range(1, 3)]
     both = [("1+1=", " 2"), ("1+1=", " 4"), ("2+2=", " 4"), ("2+2=", " 2")]
     assert texts(prepared(tmp_path, rows, SCHEMA)) == [(f"{ask}{said}{EOS}", f"{said}{EOS}") for ask, said in both]
@@ -68,14 +68,14 @@ def test_plain_texts_too_and_of_a_longer_chat_the_last_answer(tmp_path: Path) ->
     assert trained == [f"b{EOS}", f"c{EOS}", f"c{EOS}", f"b{EOS}"]
 
 
-def test_two_that_belong_together_are_left_out_together(tmp_path: Path) -> None:
+def test_matched_and_mismatched_samples_are_dropped_together(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "completion": text, "label": True} for text in ("a", "b" * 60, "c", "d")]
     file = prepared(tmp_path, rows, SCHEMA, max_tokens=20, too_long="drop")
     assert [all_of for all_of, _ in texts(file)] == [f"pd{EOS}", f"pc{EOS}"]
     assert "the other answer is left out" in "\n".join(statistics_of(file).lines())
 
 
-def test_rows_bring_what_is_said_of_them_and_labels_make_other_data(tmp_path: Path) -> None:
+def test_kto_labels_are_read_and_change_the_fingerprint(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{n}", "completion": f"answer {n % 3}", "label": n % 2 == 0} for n in range(6)]
     file = prepared(tmp_path, rows, SCHEMA)
     training, held_out, copies = split_samples(file, 0.4, 2)
@@ -101,17 +101,17 @@ def test_rows_bring_what_is_said_of_them_and_labels_make_other_data(tmp_path: Pa
         ({"messages": [says("1")], "label": True}, "does not end in an answer"),
     ],
 )
-def test_what_is_no_marked_answer_is_told_with_its_place(tmp_path: Path, row: dict[str, Any], what: str) -> None:
+def test_invalid_kto_rows_are_reported_with_their_location(tmp_path: Path, row: dict[str, Any], what: str) -> None:
     with pytest.raises(SampleError, match=f"pairs.jsonl:2: .*{what}"):
         prepared(tmp_path, [{"prompt": "p", "completion": "c", "label": True}, row], SCHEMA)
 
 
-def test_one_answer_alone_has_no_other_to_compare_with(tmp_path: Path) -> None:
+def test_a_single_kto_row_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"pairs.jsonl:1\): one answer alone"):
         prepared(tmp_path, [{"prompt": "p", "completion": "c", "label": True}], SCHEMA)
 
 
-def test_llama_factorys_data_for_kto(tmp_path: Path) -> None:
+def test_llama_factory_kto_data_is_read(tmp_path: Path) -> None:
     (tmp_path / "kto.json").write_text(
         '[{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "a"}], "label": true},'
         ' {"messages": [{"role": "user", "content": "2"}, {"role": "assistant", "content": "b"}], "label": false}]'

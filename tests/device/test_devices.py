@@ -35,7 +35,7 @@ def test_an_absent_gpu_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_a_stream_is_first_in_first_out_and_events_order_streams(name: str) -> None:
+def test_streams_are_fifo_and_events_order_them(name: str) -> None:
     device = open_device(name)
     seen: list[str] = []
     compute, host = device.stream("compute"), device.stream("host")
@@ -50,7 +50,7 @@ def test_a_stream_is_first_in_first_out_and_events_order_streams(name: str) -> N
 
 @pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.timeout(30)
-def test_a_failure_skips_what_relies_on_it_and_surfaces_once_with_its_cause(name: str) -> None:
+def test_a_failed_op_skips_its_dependents_and_is_raised_once(name: str) -> None:
     device = open_device(name)
     seen: list[str] = []
     host, compute = device.stream("host"), device.stream("compute")
@@ -76,7 +76,7 @@ def test_a_failure_skips_what_relies_on_it_and_surfaces_once_with_its_cause(name
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_our_own_errors_come_through_as_they_are(name: str) -> None:
+def test_megatrain_errors_propagate_unchanged(name: str) -> None:
     device = open_device(name)
 
     def broken() -> None:
@@ -101,7 +101,7 @@ def test_randomness_is_a_function_of_the_seed(name: str) -> None:
 
 @pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("nbytes", [0, 1, 4097])
-def test_both_kinds_of_host_memory_are_as_large_as_asked_for_and_zero(name: str, nbytes: int) -> None:
+def test_host_memory_has_the_requested_size_and_is_zero(name: str, nbytes: int) -> None:
     device = open_device(name)
     for allocate in (device.allocate_host, device.allocate_pageable):
         memory = allocate(nbytes, "x")
@@ -118,7 +118,7 @@ def test_host_memory_starts_as_zeros_and_device_memory_of_the_simulator_as_nan()
     assert device.allocate(64, "x").view(torch.bfloat16).isnan().all()
 
 
-def test_the_capacity_of_the_simulator_is_hard() -> None:
+def test_the_simulators_capacity_is_enforced() -> None:
     device = SimDevice(capacity=100)
     device.allocate(60, "weights")
     assert device.free_nbytes() == 40
@@ -126,7 +126,7 @@ def test_the_capacity_of_the_simulator_is_hard() -> None:
         device.allocate(41, "grads")
 
 
-def test_the_same_seed_gives_the_same_order_and_others_give_others() -> None:
+def test_the_simulators_order_depends_only_on_its_seed() -> None:
     def order(seed: int) -> list[str]:
         device = SimDevice(seed)
         for i in range(6):
@@ -139,7 +139,7 @@ def test_the_same_seed_gives_the_same_order_and_others_give_others() -> None:
     assert len({tuple(order(seed)) for seed in range(10)}) == 10
 
 
-def test_work_that_waits_for_something_never_submitted_is_a_deadlock_report() -> None:
+def test_waiting_for_an_unsubmitted_op_is_a_deadlock_error() -> None:
     device, other = SimDevice(), SimDevice()
     never = other.stream("host").submit(Errand("never"), lambda: None)
     device.stream("compute").submit(Errand("FORWARD u1"), lambda: None, [never])
@@ -147,7 +147,7 @@ def test_work_that_waits_for_something_never_submitted_is_a_deadlock_report() ->
         device.synchronize()
 
 
-def test_the_cpu_counts_the_time_that_compute_waits() -> None:
+def test_the_cpu_device_measures_compute_waits() -> None:
     device = CpuDevice()
     slow = device.stream("host").submit(Errand("slow"), lambda: time.sleep(0.05))
     device.stream("compute").submit(Errand("FORWARD u0"), lambda: None, [slow])
@@ -156,7 +156,7 @@ def test_the_cpu_counts_the_time_that_compute_waits() -> None:
     device.close()
 
 
-def test_compute_on_the_cpu_runs_in_the_foreground_and_host_work_does_not() -> None:
+def test_cpu_compute_runs_in_the_foreground_and_host_work_on_threads() -> None:
     device = CpuDevice()
     threads: dict[str, int] = {}
     for stream in ("compute", "host"):
@@ -167,7 +167,7 @@ def test_compute_on_the_cpu_runs_in_the_foreground_and_host_work_does_not() -> N
 
 
 @pytest.mark.parametrize("name", ["cpu", "sim:0"])
-def test_the_peak_is_a_positive_rate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_measured_peak_is_positive(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatrain.device.probe.SIZES", {"cpu": 128})
     device: Device = open_device(name)
     assert 1e8 < matmul_flops(device, torch.bfloat16) < 1e15

@@ -33,14 +33,14 @@ print(kept, faults())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the C library is another")
-def test_large_blocks_are_fresh_only_once_while_a_device_is_open() -> None:
+def test_large_blocks_are_reused_while_a_device_is_open() -> None:
     out = subprocess.run([sys.executable, "-W", "ignore", "-c", FRESH], capture_output=True, text=True, cwd=ROOT)
     kept, after = map(int, out.stdout.split())
     assert kept < 10, out
     assert after > 50, out
 
 
-def test_a_gradients_memory_is_free_from_its_update_until_its_next_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_memory_is_free_between_update_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the numbers are those of a device that never frees it."""
     monkeypatch.setattr("megatrain.device.cpu.MOST_KEPT", 1)
     ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(1))

@@ -25,7 +25,7 @@ def flags_at(address: int) -> list[str]:
 
 
 @pytest.mark.skipif(not SMAPS.exists(), reason="the system does not tell")
-def test_what_a_device_copies_from_is_not_shared_with_children() -> None:
+def test_copy_buffers_are_not_shared_with_child_processes() -> None:
     """Else the page that the device knows would be the child's as soon as we write to ours."""
     mapping, memory = mapped(1 << 20)
     assert "dc" not in flags_at(memory.data_ptr())

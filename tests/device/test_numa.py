@@ -29,7 +29,7 @@ def machine(root: Path, *, nodes: dict[int, str], gpu: str | None) -> tuple[Path
     return system, devices
 
 
-def test_the_node_of_a_device(tmp_path: Path) -> None:
+def test_a_devices_numa_node_is_found(tmp_path: Path) -> None:
     mine = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     folders = machine(tmp_path, nodes={0: "900-907", 1: f"{mine},908"}, gpu="1")
     assert node_of(GPU.upper(), *folders) == Node(1, 2, frozenset(os.sched_getaffinity(0)))
@@ -39,23 +39,21 @@ def test_the_node_of_a_device(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("nodes", "gpu"), [({0: "0-1"}, "0"), ({0: "0", 1: "1"}, "-1"), ({0: "0", 1: "1"}, None), ({0: "0", 1: "1"}, "5")]
 )
-def test_where_there_is_no_choice_or_no_knowing_there_is_no_node(
-    nodes: dict[int, str], gpu: str | None, tmp_path: Path
-) -> None:
+def test_no_numa_node_without_choice_or_information(nodes: dict[int, str], gpu: str | None, tmp_path: Path) -> None:
     assert node_of(GPU, *machine(tmp_path, nodes=nodes, gpu=gpu)) is None
 
 
-def test_a_machine_that_tells_nothing_has_no_node(tmp_path: Path) -> None:
+def test_no_numa_node_without_sysfs(tmp_path: Path) -> None:
     assert node_of(GPU, tmp_path / "a", tmp_path / "b") is None
 
 
-def test_lists_of_the_kernel() -> None:
+def test_kernel_cpu_lists_are_parsed() -> None:
     assert numbers("") == set()
     assert numbers("0") == {0}
     assert numbers("0-2,5,8-9") == {0, 1, 2, 5, 8, 9}
 
 
-def test_memory_is_there_whether_or_not_it_could_be_bound() -> None:
+def test_memory_is_allocated_even_if_binding_fails() -> None:
     for number in (0, 63):  # one that is there, and one that is not
         _, memory = mapped(100_000, Node(number, 2, frozenset()))
         assert not memory.any()
@@ -65,7 +63,7 @@ def test_memory_is_there_whether_or_not_it_could_be_bound() -> None:
     assert not bind(12345, 4096, 0), "no address of a page"
 
 
-def test_threads_stay_beside_the_node() -> None:
+def test_threads_are_bound_to_the_numa_node() -> None:
     before, one = os.sched_getaffinity(0), {min(os.sched_getaffinity(0))}
     workers = {"host": WorkerStream("host", one)}
     found: list[set[int]] = []

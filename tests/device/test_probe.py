@@ -87,7 +87,7 @@ def take(device: Device, measurement: probe.Measurement, seconds: float) -> Any:
     return probe.measure_in_turn(device, {"": measurement}, {"": seconds})[""]
 
 
-def test_jobs_take_turns_and_the_slow_are_left_out(cpu: Device) -> None:
+def test_probe_jobs_take_turns_and_slow_ones_are_dropped(cpu: Device) -> None:
     turns: list[str] = []
 
     def job(name: str, seconds: float):  # type: ignore[no-untyped-def]
@@ -105,12 +105,12 @@ def test_jobs_take_turns_and_the_slow_are_left_out(cpu: Device) -> None:
     assert "last" not in turns
 
 
-def test_what_interrupts_a_job_for_a_moment_does_not_count() -> None:
+def test_short_interruptions_do_not_affect_the_probe() -> None:
     assert probe._middle([1.0]) == 1.0
     assert probe._middle([9.0, 1.0, 2.0, 2.0, 3.0, 2.0, 1.0, 2.0]) == 2.0
 
 
-def test_the_first_job_is_measured_however_slow_and_memory_that_runs_out_ends_the_list(cpu: Device) -> None:
+def test_the_first_job_always_runs_and_out_of_memory_ends_the_probe(cpu: Device) -> None:
     def too_large() -> None:
         raise OutOfDeviceMemory("no room")
 
@@ -121,7 +121,9 @@ def test_the_first_job_is_measured_however_slow_and_memory_that_runs_out_ends_th
         take(cpu, measured({"too large": too_large}), 0.01)
 
 
-def test_a_cpu_multiplies_attends_copies_and_launches(cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_probe_measures_matmul_attention_copies_and_launches(
+    cpu: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(probe.PRODUCTS, "cpu", [(8, 64, 64), (64, 128, 64), (256, 256, 256)])
     monkeypatch.setitem(probe.LENGTHS, "cpu", (16, 64))
     monkeypatch.setitem(probe.COPIED_WITHIN, "cpu", 1 << 20)
@@ -146,12 +148,12 @@ def test_a_cpu_multiplies_attends_copies_and_launches(cpu: Device, monkeypatch: 
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_what_a_layer_keeps_is_counted_once() -> None:
+def test_saved_activations_are_counted_once() -> None:
     x, y = (torch.ones(8, requires_grad=True) for _ in range(2))
     assert probe._kept_nbytes(lambda: [x * y, x]) == 3 * 8 * 4
 
 
-def test_copies_go_both_ways_and_all_memory_is_given_back(accelerator: Accelerator) -> None:
+def test_the_copy_probe_frees_its_memory(accelerator: Accelerator) -> None:
     rates = probe.copy_rates(accelerator, 0.3, piece=1 << 20)
     assert rates.pinned is False
     for name in ("fetch", "grad", "duplex_fetch", "duplex_grad", "pageable_fetch", "pageable_grad"):
@@ -159,7 +161,7 @@ def test_copies_go_both_ways_and_all_memory_is_given_back(accelerator: Accelerat
     assert accelerator.held == []
 
 
-def test_both_ways_at_once_is_measured_where_both_are_busy() -> None:
+def test_duplex_bandwidth_is_measured_while_both_directions_are_busy() -> None:
     # One lane copies 10 bytes a second throughout, the other 5 from second 2 to 6.
     steady = [(float(start), start + 1.0) for start in range(8)]
     late = [(2.0, 4.0), (4.0, 6.0)]
@@ -169,7 +171,7 @@ def test_both_ways_at_once_is_measured_where_both_are_busy() -> None:
     assert probe._shared_rates([steady, after], [12, 12]) == [8, 2]
 
 
-def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+def test_the_disk_probe_leaves_no_files(tmp_path: Path) -> None:
     speed = probe_disk.disk_speed(tmp_path, 16 << 20, 0.4)
     assert os.listdir(tmp_path) == []
     assert speed.file_nbytes in (8 << 20, 16 << 20)
@@ -181,7 +183,7 @@ def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     assert all(1e4 < rate.read_bandwidth < 1e12 and 1e4 < rate.write_bandwidth < 1e12 for rate in speed.rates)
 
 
-def test_of_blocks_that_are_about_as_quick_the_one_with_the_fewest_calls_is_best() -> None:
+def test_the_largest_of_equally_fast_block_sizes_is_chosen() -> None:
     def rate(kib: int, depth: int, bandwidth: float) -> DiskRate:
         return DiskRate(kib << 10, depth, bandwidth, bandwidth)
 
@@ -191,7 +193,7 @@ def test_of_blocks_that_are_about_as_quick_the_one_with_the_fewest_calls_is_best
     assert probe_disk._best([rate(512, 4, 1.0), rate(8192, 1, 1.0)]).block_nbytes == 8 << 20
 
 
-def test_where_direct_access_is_refused_the_page_cache_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_probe_falls_back_to_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_flags = probe_disk.fcntl.fcntl
 
     def refuse(file: int, command: int, flags: int = 0) -> int:
@@ -206,7 +208,7 @@ def test_where_direct_access_is_refused_the_page_cache_is_used(tmp_path: Path, m
     assert os.listdir(tmp_path) == []
 
 
-def test_a_folder_that_may_not_be_written_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_probe_folders_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     for measure in (probe_disk.refuse_unwritable, lambda folder: probe_disk.disk_speed(folder, 8 << 20, 0.1)):
         with pytest.raises(DeviceError, match=r"file: cannot be written .Not a directory"):

@@ -17,7 +17,7 @@ from tests.ranks import together, worlds
 
 
 @pytest.mark.parametrize("said", [b"", b'{"at": "step 8"}\n{"at": "st'])
-def test_a_rank_whose_connection_ends_is_named_by_all_others(said: bytes) -> None:
+def test_a_disconnected_rank_is_named_by_all_others(said: bytes) -> None:
     """Also in the middle of a word."""
 
     def work(world: World) -> str:
@@ -36,7 +36,7 @@ def test_a_rank_whose_connection_ends_is_named_by_all_others(said: bytes) -> Non
     assert together(worlds(3, seed=0), work) == [line, "", line]
 
 
-def test_a_rank_that_fails_tells_why_and_one_that_has_ended_well_is_not_missed() -> None:
+def test_a_failed_rank_reports_why_and_a_finished_one_is_not_missed() -> None:
     def work(world: World) -> str:
         with closing(Watch(world, "127.0.0.1")) as watch:
             if world.rank == 0:
@@ -54,7 +54,7 @@ def test_a_rank_that_fails_tells_why_and_one_that_has_ended_well_is_not_missed()
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
 @pytest.mark.parametrize("answers", [True, False])
-def test_a_rank_that_stands_still_is_named_by_those_that_wait_for_it(missing: int, answers: bool) -> None:
+def test_a_stalled_rank_is_named_by_those_waiting(missing: int, answers: bool) -> None:
     """It answers, from its thread, that it has come to fewer collectives; or it does not answer."""
 
     def work(world: World) -> str:
@@ -85,7 +85,7 @@ def test_a_rank_that_stands_still_is_named_by_those_that_wait_for_it(missing: in
 
 
 @pytest.mark.parametrize("about", ["losses", "the plan"])
-def test_in_steps_ranks_wait_for_each_other_s_hosts_no_longer_than_for_a_device(about: str) -> None:
+def test_host_waits_within_a_step_use_the_device_timeout(about: str) -> None:
     """And are told which call the other is in; for what one does for all, they wait as long as that may take."""
 
     def work(world: World) -> str:
@@ -106,7 +106,7 @@ def test_in_steps_ranks_wait_for_each_other_s_hosts_no_longer_than_for_a_device(
     assert re.match(told, line) if about == "losses" else line == ""
 
 
-def test_what_ranks_tell_each_other_in_steps_is_called_so_where_they_do() -> None:
+def test_exchanges_within_a_step_are_labelled_as_such() -> None:
     source = "".join(path.read_text() for path in Path(megatrain.__file__).parent.rglob("*.py") if path.stem != "watch")
     assert [each for each in PROMPT if f'"{each}"' not in source] == []
 

@@ -21,7 +21,7 @@ from tests.ranks import together, worlds
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_sums_are_those_of_the_reference_bit_for_bit(size: int, dtype: torch.dtype) -> None:
+def test_reduce_equals_the_reference_bit_for_bit(size: int, dtype: torch.dtype) -> None:
     """In the order of the ranks, rounded once; signed zeros among the terms."""
     torch.manual_seed(size)
     terms = [torch.randn(size * 64) * 10.0 ** torch.randint(-6, 6, (size * 64,)) for _ in range(size)]
@@ -43,7 +43,7 @@ def test_sums_are_those_of_the_reference_bit_for_bit(size: int, dtype: torch.dty
     assert size == 2 or not torch.equal(in_another_order, torch.cat(reference_reduce(terms, torch.float32)))
 
 
-def test_a_rank_that_sends_what_is_not_finite_is_known() -> None:
+def test_nonfinite_contributions_are_attributed_to_their_rank() -> None:
     def work(world: World) -> list[float]:
         terms = torch.ones(12)
         if world.rank == 1:
@@ -55,19 +55,19 @@ def test_a_rank_that_sends_what_is_not_finite_is_known() -> None:
 
 
 @given(st.lists(st.text(), min_size=2, max_size=4), st.integers(0, 3000))
-def test_what_is_told_is_heard_by_all(texts: list[str], longer: int) -> None:
+def test_broadcast_values_reach_all_ranks(texts: list[str], longer: int) -> None:
     """Also what does not fit into one piece, and floats that are not finite."""
     values = [[text * 3, index * longer * "x", 0.1 + index, -math.inf] for index, text in enumerate(texts)]
     found = together(worlds(len(texts)), lambda world: world.exchange("a test", values[world.rank]))
     assert found == [values] * len(texts)
 
 
-def test_ranks_that_are_at_different_things_are_told() -> None:
+def test_mismatched_collectives_are_reported() -> None:
     with pytest.raises(RankError, match="rank 1: is at an evaluation, but rank 0 at a step"):
         together(worlds(2), lambda world: world.exchange("an evaluation" if world.rank else "a step", 0))
 
 
-def test_what_one_rank_refuses_all_refuse() -> None:
+def test_an_error_on_one_rank_is_raised_on_all() -> None:
     def refuse(world: World) -> str:
         def make() -> int:
             if world.rank == 1:
@@ -90,7 +90,7 @@ def test_what_one_rank_refuses_all_refuse() -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 20))
-def test_micro_batches_are_dealt_in_turns(size: int, count: int) -> None:
+def test_micro_batches_are_dealt_round_robin(size: int, count: int) -> None:
     all_of_them = list(range(count))
     dealt = [all_of_them[rank::size] for rank in range(size)]
     assert World(0, size).dealt(dealt) == all_of_them
@@ -99,17 +99,17 @@ def test_micro_batches_are_dealt_in_turns(size: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("dealt", [[[1], [2, 3]], [[1, 2, 3], [4]], [[], [1]]])
-def test_micro_batches_that_are_dealt_otherwise_are_refused(dealt: list[list[int]]) -> None:
+def test_other_micro_batch_assignments_are_refused(dealt: list[list[int]]) -> None:
     with pytest.raises(RankError, match=r"deal the . in turns"):
         World(0, 2).dealt(dealt)
 
 
-def test_one_rank_has_nobody_to_tell() -> None:
+def test_a_single_rank_needs_no_process_group() -> None:
     assert ALONE.exchange("a test", {"left": math.pi}) == [{"left": math.pi}]
     assert torch.equal(ALONE.together(torch.ones(3)), torch.ones(1, 3))
 
 
-def test_all_take_what_the_first_has() -> None:
+def test_all_ranks_take_rank_zeros_value() -> None:
     def work(world: World) -> list[float]:
         return world.of_first(torch.tensor([float(world.rank), -0.0])).tolist()
 
@@ -118,9 +118,7 @@ def test_all_take_what_the_first_has() -> None:
 
 
 @pytest.mark.parametrize(("device", "carrier"), [("cuda", "nccl"), ("cpu", "gloo")])
-def test_between_cuda_devices_nccl_carries_and_on_the_host_gloo(
-    device: str, carrier: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cuda_uses_nccl_and_the_host_uses_gloo(device: str, carrier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each a group of its own, over the library's calls for equal parts; NCCL returns before it is done."""
     asked: list[str] = []
     carried: list[tuple[str, object]] = []

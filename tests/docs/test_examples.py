@@ -32,7 +32,7 @@ def blocks(document: str, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("document", EXAMPLES)
-def test_python_in_the_documents_runs(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_examples_run(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = blocks(document, "python")
     assert found
@@ -40,7 +40,7 @@ def test_python_in_the_documents_runs(document: str, tmp_path: Path, monkeypatch
         exec(compile(block, document, "exec"), {})
 
 
-def test_the_mean_of_checkpoints_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_averaging_example_gives_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     states = []
     with Engine.from_model(tiny_model(), precision="fp32", verify=False) as engine:
@@ -62,7 +62,7 @@ def console_commands() -> list[list[str]]:
     return [shlex.split(line[2:]) for block in shown for line in block.splitlines() if line[:2] == "$ "]
 
 
-def test_commands_that_are_shown_run_and_touch_no_run_that_is_there(
+def test_documented_commands_run_without_touching_existing_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As printed, behind a finished quickstart, but for the size of the model."""
@@ -87,7 +87,7 @@ def test_commands_that_are_shown_run_and_touch_no_run_that_is_there(
 
 
 @pytest.mark.slow
-def test_readme_leads_from_a_file_of_chats_to_a_chat_in_five_commands_at_most(
+def test_readme_goes_from_chat_data_to_a_chat_in_five_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As printed, but for a small fresh model, and on this machine."""
@@ -113,7 +113,7 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_every_example_writes_to_a_folder_of_its_own_and_overwrites_nothing() -> None:
+def test_examples_write_to_separate_folders() -> None:
     examples = [load_config(path) for path in sorted((ROOT / "configs").glob("*.yaml"))]
     examples += [load_config(ROOT / words[2], words[3:]) for words in console_commands() if words[1] == "train"]
     folders = [config.output.folder for config in examples]
@@ -127,7 +127,7 @@ SECTIONS = {key.partition(".")[0] for key in KEYS if "." in key}
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/index.md", *(str(path.relative_to(ROOT)) for path in PAGES)])
-def test_every_key_that_a_page_names_is_one(document: str) -> None:
+def test_documented_keys_exist(document: str) -> None:
     """In YAML blocks, and as `section.key` in the text."""
     text = (ROOT / document).read_text()
     named = set(re.findall(rf"`((?:{'|'.join(SECTIONS)})\.[a-z_]+)(?:[:=][^`\n]*)?`", text))

@@ -21,13 +21,13 @@ DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
-def test_the_version_is_told_in_one_place() -> None:
+def test_the_version_is_defined_once() -> None:
     assert version("megatrain") == megatrain.__version__
     assert f"## {megatrain.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_what_a_container_copies_is_there_and_reaches_it(path: Path) -> None:
+def test_dockerfile_copy_sources_exist_and_are_not_ignored(path: Path) -> None:
     ignored = (ROOT / ".dockerignore").read_text().split()
     copied = [name for line in re.findall(r"^COPY (.*)$", path.read_text(), re.MULTILINE) for name in line.split()[:-1]]
     assert "megatrain" in copied
@@ -37,7 +37,7 @@ def test_what_a_container_copies_is_there_and_reaches_it(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_whoever_runs_a_container_may_write_its_home(path: Path) -> None:
+def test_any_user_can_write_the_container_home(path: Path) -> None:
     """A user id without an account has `/` as its home, where no cache can be."""
     text = path.read_text()
     (folder,) = re.findall(r"^WORKDIR (.*)$", text, re.MULTILINE)
@@ -45,17 +45,17 @@ def test_whoever_runs_a_container_may_write_its_home(path: Path) -> None:
     assert re.search(r"^RUN .*chmod a\+rwx \. runs$", text, re.MULTILINE)
 
 
-def test_the_container_for_a_gpu_can_compile_what_triton_launches_kernels_with() -> None:
+def test_the_gpu_container_has_a_c_compiler_for_triton() -> None:
     assert re.search(r"^RUN .* gcc libc6-dev ", (ROOT / "docker" / "cuda.Dockerfile").read_text(), re.MULTILINE)
 
 
-def test_the_container_without_a_gpu_has_the_constrained_torch() -> None:
+def test_the_cpu_container_uses_the_pinned_torch() -> None:
     (pinned,) = re.findall(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert f'"torch=={pinned}+cpu"' in (ROOT / "docker" / "cpu.Dockerfile").read_text()
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_the_targets_that_a_workflow_makes_exist(path: Path) -> None:
+def test_workflow_make_targets_exist(path: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     jobs: dict[str, Any] = yaml.safe_load(path.read_text())["jobs"]
     runs = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
@@ -64,13 +64,13 @@ def test_the_targets_that_a_workflow_makes_exist(path: Path) -> None:
     assert set(made) <= targets
 
 
-def test_the_devcontainer_makes_the_environment() -> None:
+def test_the_devcontainer_builds_the_environment() -> None:
     found = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
     assert found["postCreateCommand"] == "make venv"
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:
+def test_the_notebook_runs_end_to_end(tmp_path: Path) -> None:
     """As it is, but for the cell that installs; 10 steps in place of 60."""
     cells = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())["cells"]
     names: dict[str, Any] = {}
@@ -95,7 +95,7 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> No
     assert (tmp_path / "runs" / "notebook" / "report.html").exists()
 
 
-def test_the_job_for_slurm_is_shell_and_goes_on_by_itself() -> None:
+def test_the_slurm_job_is_valid_shell_and_resumes() -> None:
     path = ROOT / "examples" / "slurm.sh"
     subprocess.run(["bash", "-n", str(path)], check=True)
     text = path.read_text()
@@ -105,7 +105,7 @@ def test_the_job_for_slurm_is_shell_and_goes_on_by_itself() -> None:
     assert "resume=auto" in text
 
 
-def test_the_job_for_kubernetes_names_the_pod_that_the_others_meet_at() -> None:
+def test_the_kubernetes_job_names_the_rendezvous_pod() -> None:
     service, job = yaml.safe_load_all((ROOT / "examples" / "kubernetes.yaml").read_text())
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]

@@ -26,7 +26,7 @@ def test_the_readme_is_short() -> None:
 
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
-def test_links_of_pages_outside_the_site_lead_somewhere(document: str) -> None:
+def test_links_outside_the_site_resolve(document: str) -> None:
     """Those of the site are checked by `make docs`."""
     links = re.findall(r"\]\((?!https?:)([^)\s]*)\)", (ROOT / document).read_text())
     assert not [link for link in links if link[0] != "#" and not (ROOT / link.partition("#")[0]).exists()]
@@ -38,14 +38,14 @@ def rows_of(document: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in found[1].splitlines()]
 
 
-def test_what_fits_is_the_same_table_wherever_it_stands() -> None:
+def test_the_what_fits_table_is_the_same_everywhere() -> None:
     head, _, *rows = rows_of("README.md")
     assert rows_of("docs/benchmarks/planning.md") == rows_of("README.md")
     assert head[1:] == list(fits.MACHINES)
     assert [row[0] for row in rows] == list(fits.MODELS)
 
 
-def test_a_cell_says_how_quick_and_whether_a_disk_is_needed() -> None:
+def test_table_cells_show_speed_and_disk_use() -> None:
     def plan(speed: float, *placements: Placement) -> Any:
         return SimpleNamespace(tokens_per_second=speed, policy=SimpleNamespace(placements=placements))
 
@@ -54,13 +54,13 @@ def test_a_cell_says_how_quick_and_whether_a_disk_is_needed() -> None:
     assert fits.cell(None) == "no"
 
 
-def test_models_have_the_sizes_that_their_names_say() -> None:
+def test_model_sizes_match_their_names() -> None:
     for name in ("Qwen3-1.7B",):
         said = float(name.partition("B")[0].rpartition("-")[2])
         assert fits.model_called(name).numel / 1e9 == pytest.approx(said, rel=0.05)
 
 
-def test_the_start_page_names_every_described_machine() -> None:
+def test_the_start_page_lists_every_machine() -> None:
     listed = re.search(r"is a described machine \((.*?)\)", (ROOT / "docs" / "index.md").read_text(), re.DOTALL)
     assert listed is not None
     assert set(re.findall(r"`(.+?)`", listed[1])) == set(machine_names())
@@ -76,7 +76,7 @@ def hooks() -> ModuleType:
     return module
 
 
-def test_the_generated_pages_have_every_key_and_every_verb() -> None:
+def test_generated_pages_list_every_key_and_verb() -> None:
     generated = hooks()
     assert all(f"| `{each.key}` |" in generated.keys_page() for each in describe_keys())
     verbs = [command.name for command in app.registered_commands]

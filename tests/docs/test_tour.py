@@ -38,28 +38,28 @@ def find_spec_of(module: str) -> object:
         return None
 
 
-def test_the_tour_names_enough_to_be_one() -> None:
+def test_the_tour_names_enough_code() -> None:
     assert len(NAMES) > 40
     assert len(PATHS) > 4
 
 
 @pytest.mark.parametrize("name", [each for each in NAMES if each not in OF_A_MODEL])
-def test_what_the_tour_names_exists(name: str) -> None:
+def test_names_in_the_tour_exist(name: str) -> None:
     found(name)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_files_that_the_tour_names_exist(path: str) -> None:
+def test_files_in_the_tour_exist(path: str) -> None:
     assert (ROOT / path).exists()
 
 
 @pytest.mark.parametrize("name", ["engine.ops.Streamer._gone", "engine.gone.Streamer"])
-def test_a_name_that_is_gone_is_noticed(name: str) -> None:
+def test_removed_names_are_noticed(name: str) -> None:
     with pytest.raises(AttributeError):
         found(name)
 
 
-def test_the_ops_that_the_tour_shows_are_those_of_a_step() -> None:
+def test_ops_in_the_tour_match_a_real_step() -> None:
     from bench.shapes import llama_shape
     from megatrain.schedule import build_step, show_schedule
     from megatrain.spec import Numerics, Policy, Work

@@ -14,7 +14,7 @@ from megatrain.engine.autograd import Lookup, bias_of, lookup_of
 IDS, TABLE = torch.zeros(3, dtype=torch.int64), torch.zeros(5, 2)
 
 
-def test_options_of_an_embedding_are_in_the_order_of_torch() -> None:
+def test_embedding_options_follow_torchs_order() -> None:
     names = tuple(inspect.signature(functional.embedding).parameters)
     assert names == ("input", "weight", *autograd._OF_EMBEDDING)
 
@@ -28,11 +28,11 @@ def test_options_of_an_embedding_are_in_the_order_of_torch() -> None:
         ((), {"padding_idx": 4, "max_norm": 0.0}, Lookup(4, True, False, False)),
     ],
 )
-def test_options_of_an_embedding(args: tuple[object, ...], kwargs: dict[str, object], expected: Lookup) -> None:
+def test_embedding_options(args: tuple[object, ...], kwargs: dict[str, object], expected: Lookup) -> None:
     assert lookup_of((IDS, TABLE, *args), kwargs) == expected
 
 
-def test_a_bias_by_place_and_by_name() -> None:
+def test_bias_by_position_and_by_keyword() -> None:
     bias = torch.ones(2)
     assert bias_of((IDS, TABLE, bias), {}) is bias_of((IDS, TABLE), {"bias": bias}) is bias
     assert bias_of((IDS, TABLE), {}) is bias_of((IDS, TABLE, None), {}) is None

@@ -28,7 +28,7 @@ def calls_of_ours() -> list[str]:
     return found[::-1]
 
 
-def test_from_a_step_to_the_backward_pass_of_a_layer_are_at_most_ten_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layers_backward_is_at_most_ten_calls_from_step(monkeypatch: pytest.MonkeyPatch) -> None:
     stacks = []
     stock = torch.autograd.backward
 

@@ -75,7 +75,7 @@ class Ops(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def test_rows_that_do_not_lie_behind_each_other_go_through_the_product_of_the_library() -> None:
+def test_noncontiguous_rows_use_the_library_matmul() -> None:
     """As Jamba's do behind its convolution. A product for each sample has other bits, and is no product to be kept."""
     layout = layout_of(UNIT).trained
     leaf = torch.randn(ROWS * WIDTH + 8)[8:].view(ROWS, WIDTH).requires_grad_()  # a part of its unit, as all weights
@@ -94,14 +94,14 @@ def test_rows_that_do_not_lie_behind_each_other_go_through_the_product_of_the_li
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("second", ["nothing", "product", "lookup"])
 @pytest.mark.parametrize("use", USES)
-def test_a_sum_has_the_bits_of_autograds_terms_added_up(use: str, second: str, dtype: torch.dtype) -> None:
+def test_in_place_sums_equal_added_autograd_terms_bitwise(use: str, second: str, dtype: torch.dtype) -> None:
     uses = [USES[use], *([USES[second]] if second != "nothing" else [])]
     assert torch.equal(total_of(uses, dtype, formed=True), total_of(uses, dtype, formed=False))
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_autograd_takes_the_sum_itself_and_the_engine_computes_the_same_bits(
+def test_autograd_accumulates_in_place_with_the_same_bits(
     precision: str, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numerics, policy = Numerics(precision, loss_chunk_tokens=8), Policy(shares_memory=True)  # type: ignore[arg-type]

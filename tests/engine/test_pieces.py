@@ -36,7 +36,7 @@ def test_cross_entropy_equals_autograd_through_torchs(tokens: int, vocab: int, d
     torch.testing.assert_close(gradient, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-7)
 
 
-def test_cross_entropy_in_blocks_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocked_cross_entropy_equals_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, targets = torch.randn(10, 16), torch.randint(0, 16, (10,))
     whole = cross_entropy(logits, targets, 1.0)
     monkeypatch.setattr("megatrain.engine.chunked_loss.WORKSPACE_NUMEL", {"cpu": 48})
@@ -45,7 +45,7 @@ def test_cross_entropy_in_blocks_is_that_of_the_whole(monkeypatch: pytest.Monkey
     torch.testing.assert_close(blocks[0], whole[0])
 
 
-def test_chunks_give_the_loss_and_gradients_of_one_piece_and_skip_what_is_no_target() -> None:
+def test_chunked_loss_equals_one_piece_and_skips_masked_tokens() -> None:
     weight = torch.randn(16, 8)
     hidden, targets = torch.randn(12, 8), torch.randint(0, 16, (12,))
     targets[[0, 5, 11]] = -100
@@ -70,7 +70,7 @@ def test_chunks_give_the_loss_and_gradients_of_one_piece_and_skip_what_is_no_tar
         torch.testing.assert_close(left, right)
 
 
-def test_the_largest_tensor_of_the_head_is_a_chunk_not_all_tokens() -> None:
+def test_logits_are_materialised_only_chunk_by_chunk() -> None:
     """Peak memory does not grow with tokens x vocabulary."""
     vocab, width, chunk = 4096, 8, 32
     weight = torch.randn(vocab, width)
@@ -125,7 +125,7 @@ def test_a_kept_graph_survives_its_slot_being_poisoned_bit_for_bit() -> None:
         assert torch.equal(leaves[name].grad, leaf.grad)  # type: ignore[arg-type]
 
 
-def test_a_sum_starts_afresh_fills_gaps_and_zeroes_what_nothing_reached() -> None:
+def test_gradient_sums_reset_and_zero_untouched_ranges() -> None:
     flat = torch.full((LAYOUT.size,), float("nan"))
     total = UnitSum(LAYOUT, flat)
     total.add("l.a", torch.ones(6, 5))
@@ -136,7 +136,7 @@ def test_a_sum_starts_afresh_fills_gaps_and_zeroes_what_nothing_reached() -> Non
     assert flat.sum() == 60.0, "everything else is zero"
 
 
-def test_the_executor_spends_under_150_microseconds_an_op() -> None:
+def test_executor_overhead_is_below_150_microseconds_per_op() -> None:
     """With work that takes no time, over a schedule with every kind of op, worker thread included."""
     layers = tuple(UnitSpec(f"l{i}", "layer", (ParamSpec(f"l{i}.w", (4, 8)),)) for i in range(40))
     ends = (UnitSpec("p", "prologue", (ParamSpec("e", (9, 8)),)), UnitSpec("h", "epilogue", (ParamSpec("h", (9, 8)),)))
@@ -155,7 +155,7 @@ def test_the_executor_spends_under_150_microseconds_an_op() -> None:
     assert statistics.median(took) < 150e-6
 
 
-def test_sequences_are_counted_without_padding_and_packed_ones_by_themselves() -> None:
+def test_sequence_lengths_exclude_padding_and_split_packed_rows() -> None:
     ids = torch.zeros(2, 5, dtype=torch.long)
     assert sequences_of({"input_ids": ids}) == [(2, 5)]
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])

@@ -29,7 +29,7 @@ def test_loss_and_gradients_equal_pefts_in_fp32(family: str, method: str) -> Non
 
 
 @pytest.mark.parametrize(("method", "drops"), [("lora", "lora_dropout"), ("loha", "module_dropout")])
-def test_dropout_is_drawn_again_as_it_was(method: str, drops: str) -> None:
+def test_dropout_is_replayed_in_recomputation(method: str, drops: str) -> None:
     model, found = adapted("llama", method, **{drops: 0.5}), []
     for activations in ("keep", "recompute"):
         policy = Policy(activations=activations, shard_nbytes=4096)  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torc
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_a_base_that_is_read_from_its_files_gives_the_bits_of_one_in_memory(
+def test_a_file_backed_base_gives_the_same_bits_as_in_memory(
     base: tuple[Path, dict[str, torch.Tensor]], other: str, tmp_path: Path
 ) -> None:
     policy = Policy(**{"shard_nbytes": 4096, "placements": (IN_FILES,) * 5} | OTHERS[other])

@@ -45,7 +45,7 @@ def step(engine: Engine) -> float:
 @pytest.mark.parametrize(
     "kind", ["FETCH", "FORWARD", "LOSS", "BACKWARD", "GRAD", "NORM", "UPDATE", "OFFLOAD", "RELOAD"]
 )
-def test_a_failure_in_any_stream_is_told_and_costs_one_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_in_any_stream_is_reported_and_costs_one_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("broken on purpose")
 
@@ -64,7 +64,7 @@ def test_a_failure_in_any_stream_is_told_and_costs_one_step(kind: str, monkeypat
 
 @pytest.mark.parametrize("how", [{}, {"placements": ON_DEVICE}], ids=["host", "device"])
 @pytest.mark.parametrize("update", ["next_forward", "during_backward"])
-def test_a_gradient_that_is_not_finite_changes_nothing(how: dict[str, Any], update: Any) -> None:
+def test_nonfinite_gradients_change_nothing(how: dict[str, Any], update: Any) -> None:
     """Where state is on the device, the device alone knows in time."""
     clip = 0.5 if update == "next_forward" else None
 
@@ -92,7 +92,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(how: dict[str, Any], upda
 # Memory -------------------------------------------------------------------------------------------------------------
 
 
-def test_too_large_a_policy_is_refused_and_the_device_goes_on() -> None:
+def test_an_oversized_policy_is_refused_and_the_device_stays_usable() -> None:
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     hog = torch.empty(max(1, int(free) - (24 << 20)), dtype=torch.uint8, device="cuda")
@@ -106,7 +106,7 @@ def test_too_large_a_policy_is_refused_and_the_device_goes_on() -> None:
         assert step(engine) > 0
 
 
-def test_memory_comes_back_engine_after_engine() -> None:
+def test_memory_is_freed_between_engines() -> None:
     for _ in range(3):
         with small(placements=ON_DEVICE) as engine:
             step(engine)
@@ -121,7 +121,7 @@ def test_memory_comes_back_engine_after_engine() -> None:
 # State and losses ---------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_goes_on_with_the_same_bits_elsewhere(tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_bit_for_bit_on_another_device(tmp_path: Path) -> None:
     with small() as engine:
         step(engine)
         folder = engine.save(tmp_path).wait()
@@ -134,7 +134,7 @@ def test_a_checkpoint_goes_on_with_the_same_bits_elsewhere(tmp_path: Path) -> No
     assert equal(found[1], expected[1])
 
 
-def test_preference_steps_are_those_of_the_cpu() -> None:
+def test_preference_steps_match_the_cpu() -> None:
     results = []
     for device in ("cpu", "cuda:0"):
         with Engine.from_model(tiny_model(), device, "fp32", AdamW(lr=1e-2), verify=False) as engine:
@@ -146,13 +146,13 @@ def test_preference_steps_are_those_of_the_cpu() -> None:
     assert results[1] == pytest.approx(results[0], rel=1e-3, abs=1e-5)
 
 
-def test_batches_that_are_on_the_device_already_are_taken() -> None:
+def test_batches_already_on_the_device_are_accepted() -> None:
     there = [{key: value.cuda() for key, value in each.items()} for each in unequal_batches(2)]
     with small() as engine, small() as other:
         assert engine.step(there).loss == step(other)
 
 
-def test_evaluation_and_logits_are_the_stock_models() -> None:
+def test_evaluation_and_logits_equal_the_stock_model() -> None:
     model = tiny_model()
     loss, _ = stock_gradients(model, unequal_batches(2))
     ids = batch(2, 9, 3)["input_ids"]
@@ -166,7 +166,7 @@ def test_evaluation_and_logits_are_the_stock_models() -> None:
 
 
 @pytest.mark.filterwarnings("default")  # the library's own, of which some come with each release
-def test_a_trainer_gives_the_losses_of_the_cpu(tmp_path: Path) -> None:
+def test_trainer_losses_match_the_cpu(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate", reason="a Trainer needs accelerate")
     from megatrain.hf import StreamedTrainer
@@ -231,7 +231,7 @@ assert torch.cuda.memory_reserved(0) == 0, torch.cuda.memory_reserved(0)
 """
 
 
-def test_of_two_devices_only_the_one_that_is_named_is_touched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_the_named_device_is_touched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text(OTHER)
     words = [sys.executable, str(tmp_path / "other.py")]
     if standin_cuda.installed() is not None:

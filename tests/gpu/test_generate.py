@@ -19,7 +19,7 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": None, "pad_toke
     "way", [{"do_sample": False}, {"num_beams": 3}, {"do_sample": True}, {"cache_implementation": "static"}], ids=str
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_are_the_stock_models(family: str, way: dict[str, Any]) -> None:
+def test_generated_tokens_equal_the_stock_models(family: str, way: dict[str, Any]) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     ids = batch(2, 7, 1)["input_ids"]
     model = tiny_model(family, output_router_logits=False).eval()

@@ -60,7 +60,7 @@ assert read() == loose, read()
 
 @pytest.mark.parametrize("names", ["older", "newer"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_float32_is_float32_whatever_the_user_has_set(precision: Precision, names: str, tmp_path: Path) -> None:
+def test_float32_matmuls_ignore_tf32_settings(precision: Precision, names: str, tmp_path: Path) -> None:
     """Products and convolutions, by PyTorch's older and newer names; in bf16 the user's choice stands. Afterwards it is
     as it was. In a process of its own, since the two kinds of names do not go together."""
     (tmp_path / "switches.py").write_text(SWITCHES)
@@ -150,6 +150,6 @@ def test_host_memory_is_pinned_in_its_exact_size() -> None:
         device.stream("compute")
 
 
-def test_an_index_beyond_the_last_device_is_refused() -> None:
+def test_a_device_index_out_of_range_is_refused() -> None:
     with pytest.raises(DeviceError, match="use a lower index"):
         open_device(f"cuda:{torch.cuda.device_count()}")

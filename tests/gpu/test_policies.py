@@ -87,7 +87,7 @@ def plainest(family: str, precision: str, update: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("update", ["next_forward", "during_backward"])
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_changes_no_bit(name: str, update: str, tmp_path: Path) -> None:
+def test_policies_change_no_bit(name: str, update: str, tmp_path: Path) -> None:
     family = "gpt2" if name in ("offloaded, kept and dropped", "gates by shards", "one slot") else "llama-tied"
     if name == "through slabs" or "rounds" in name:  # not of a tied head
         family = "mixtral-balanced"
@@ -100,7 +100,7 @@ def test_a_policy_changes_no_bit(name: str, update: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "mixtral", "qwen3-moe"])
-def test_gates_and_residents_change_no_bit_of_other_families(family: str, tmp_path: Path) -> None:
+def test_gates_and_resident_layers_change_no_bit_in_other_families(family: str, tmp_path: Path) -> None:
     units = len(tiny_model(family).model.layers) + 2
     placements = (Placement(), ON_DEVICE, CACHED, *(Placement(),) * (units - 3))
     how: dict[str, Any] = {"wait_for": "shard", "weight_slots": 1, "placements": placements, "activations": "keep"}

@@ -58,7 +58,7 @@ def trained_here(world: World, **how: Any) -> tuple[Trained, list[str]]:
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_two_ranks_have_the_losses_that_they_have_on_the_cpu(name: str, ranks: RankProcesses, tmp_path: Path) -> None:
+def test_two_ranks_match_their_cpu_losses(name: str, ranks: RankProcesses, tmp_path: Path) -> None:
     precision, policy = ASKED[name]
     how: dict[str, Any] = {"precision": precision, "policy": policy}
     how |= {"max_grad_norm": None} if name in UNCLIPPED else {}
@@ -88,6 +88,6 @@ def hasty_here(world: World) -> list[str]:
 
 
 @pytest.mark.skipif(standin_cuda.installed() is None, reason="needs the stand-in: make test-cuda")
-def test_a_collective_that_does_not_wait_is_told_of(ranks: RankProcesses) -> None:
+def test_a_collective_without_its_wait_is_detected(ranks: RankProcesses) -> None:
     """Or the tests above would see nothing. The last one here: what such a step leaves may spoil the next."""
     assert all(ranks.run(hasty_here, 2))

@@ -47,7 +47,7 @@ print(device_adamw.agrees(SimpleNamespace(adamw=adamw, sum_of_squares=squares), 
 
 
 @pytest.mark.parametrize("wrong", ["nothing", "beta", "flag", "squares"])
-def test_the_kernels_give_the_bits_of_the_operations_and_others_are_found(wrong: str) -> None:
+def test_triton_kernels_match_eager_bits_and_mutants_are_detected(wrong: str) -> None:
     """By Triton's interpreter, for which a process of its own must be told before it imports Triton."""
     steps = [sys.executable, "-W", "ignore", "-c", INTERPRETED, wrong]
     done = subprocess.run(steps, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
@@ -64,7 +64,7 @@ def nothing_known() -> Iterator[None]:
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("numel", ["i32", "i64"])
 @pytest.mark.parametrize("split", [True, False], ids=["bf16", "fp32"])
-def test_compiled_for_a_gpu_no_operation_is_contracted_or_approximate(capability: int, numel: str, split: bool) -> None:
+def test_compiled_kernels_use_no_fma_or_approximation(capability: int, numel: str, split: bool) -> None:
     """Triton compiles for a GPU that is not there: in its assembly each operation rounds once, to nearest."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -88,7 +88,7 @@ def nothing_is_approximate(code: str) -> None:
     assert "fma" not in code
 
 
-def test_where_triton_fails_single_operations_are_used_and_it_is_said(
+def test_a_triton_failure_falls_back_to_eager_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, nothing_known: None
 ) -> None:
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
@@ -99,5 +99,5 @@ def test_where_triton_fails_single_operations_are_used_and_it_is_said(
 
 
 @pytest.mark.silicon
-def test_on_a_real_gpu_the_kernels_are_used(nothing_known: None) -> None:
+def test_triton_kernels_are_used_on_a_real_gpu(nothing_known: None) -> None:
     assert device_adamw._kernels(GPU) is not None

@@ -33,7 +33,7 @@ def test_an_adapter_trains_as_in_the_stock_run_and_is_saved_as_by_it(tmp_path: P
     assert not (tmp_path / "ours/final/model.safetensors").exists()
 
 
-def test_a_run_goes_on_from_the_trainers_checkpoint(tmp_path: Path) -> None:
+def test_a_run_resumes_from_a_trainer_checkpoint(tmp_path: Path) -> None:
     with_adapter(tmp_path / "whole", True)
     with_adapter(tmp_path / "cut", True, save_strategy="steps", save_steps=5)
     again = with_adapter(tmp_path / "cut", True, resume=str(tmp_path / "cut/checkpoint-5"))
@@ -42,7 +42,7 @@ def test_a_run_goes_on_from_the_trainers_checkpoint(tmp_path: Path) -> None:
     assert max(relative_error(ours[name], theirs[name]) for name in theirs) < 1e-5
 
 
-def test_what_does_not_stream_is_refused(tmp_path: Path) -> None:
+def test_unsupported_adapters_are_refused(tmp_path: Path) -> None:
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with pytest.raises((ConfigError, ModelError), match="PROMPT_TUNING adds learned tokens"):
         script(tmp_path, True, peft_config=prompts)

@@ -30,7 +30,7 @@ def by_name(name: str, **given: Any) -> PreTrainedModel:
 
 @pytest.mark.parametrize("family", ["llama-tied", "gemma2", "gpt2", "qwen3-moe"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_is_what_from_pretrained_gives(tmp_path: Path, family: str, dtype: str) -> None:
+def test_the_model_equals_from_pretrained(tmp_path: Path, family: str, dtype: str) -> None:
     name = folder(tmp_path, family)
     found, expected = by_name(name, dtype=dtype), AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     assert (found.config.to_dict(), found.training) == (expected.config.to_dict(), expected.training)
@@ -43,7 +43,7 @@ def test_it_is_what_from_pretrained_gives(tmp_path: Path, family: str, dtype: st
 
 
 @pytest.mark.parametrize("asked", ["auto", torch.float32, None])
-def test_dtypes_as_from_pretrained_takes_them(tmp_path: Path, asked: Any) -> None:
+def test_dtype_arguments_match_from_pretrained(tmp_path: Path, asked: Any) -> None:
     tiny_model().to(torch.bfloat16).save_pretrained(tmp_path)
     assert by_name(str(tmp_path), dtype=asked).dtype == (torch.bfloat16 if asked == "auto" else torch.float32)
 
@@ -57,11 +57,11 @@ def test_dtypes_as_from_pretrained_takes_them(tmp_path: Path, asked: Any) -> Non
         {"revision": "main", "use_safetensors": True},
     ],
 )
-def test_arguments_that_change_nothing_here_are_taken(tmp_path: Path, given: dict[str, Any]) -> None:
+def test_arguments_without_effect_are_accepted(tmp_path: Path, given: dict[str, Any]) -> None:
     assert by_name(folder(tmp_path), **given).config.to_dict() == by_name(folder(tmp_path)).config.to_dict()
 
 
-def test_arguments_that_are_fields_of_the_config_are_set(tmp_path: Path) -> None:
+def test_config_fields_given_as_arguments_are_set(tmp_path: Path) -> None:
     given = {"use_cache": False, "attention_dropout": 0.25, "attn_implementation": "eager"}
     found = by_name(folder(tmp_path), **given)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32, **given)
@@ -82,9 +82,7 @@ def test_arguments_that_are_fields_of_the_config_are_set(tmp_path: Path) -> None
         ({"attn_implementation": "flash_attention_9"}, "cannot use attention=flash_attention_9"),
     ],
 )
-def test_arguments_that_cannot_be_honoured_are_refused_by_name(
-    tmp_path: Path, given: dict[str, Any], what: str
-) -> None:
+def test_unsupported_arguments_are_refused_by_name(tmp_path: Path, given: dict[str, Any], what: str) -> None:
     with pytest.raises((ConfigError, ModelError), match=what):
         by_name(folder(tmp_path), **given)
 
@@ -119,7 +117,7 @@ def lazy(reads: list[int]) -> LazyParameter:
     return LazyParameter.of(nn.Parameter(torch.empty(2, 3, device="meta")), torch.float32, read)
 
 
-def test_what_needs_no_value_reads_none() -> None:
+def test_metadata_access_reads_no_weights() -> None:
     reads: list[int] = []
     parameter, module = lazy(reads), nn.Linear(3, 2, bias=False)
     module.weight = parameter
@@ -161,7 +159,7 @@ def test_what_needs_no_value_reads_none() -> None:
         lambda p: pickle.loads(pickle.dumps(p)),
     ],
 )
-def test_any_use_of_its_values_reads_them_once(use: Callable[[Any], Tensor]) -> None:
+def test_first_use_of_values_reads_them_once(use: Callable[[Any], Tensor]) -> None:
     reads: list[int] = []
     parameter = lazy(reads)
     with torch.inference_mode():
@@ -174,7 +172,7 @@ def test_any_use_of_its_values_reads_them_once(use: Callable[[Any], Tensor]) -> 
     assert parameter.requires_grad
 
 
-def test_what_is_written_stays() -> None:
+def test_written_values_persist() -> None:
     added, assigned, filled = lazy([]), lazy(reads := []), lazy([])
     added.data.add_(1)
     assigned.data = VALUE + 2
@@ -186,7 +184,7 @@ def test_what_is_written_stays() -> None:
     assert reads == []  # other values make the old ones unwanted
 
 
-def test_an_ordinary_parameter_is_put_away_and_stays_the_same_object() -> None:
+def test_parameters_are_offloaded_and_keep_their_identity() -> None:
     module = nn.Linear(3, 2)
     weight = module.weight
     weight.grad = torch.ones(2, 3)

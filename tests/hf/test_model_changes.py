@@ -106,7 +106,7 @@ def losses(of: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_whatever_is_changed_in_a_model_is_named(name: str) -> None:
+def test_changes_to_the_model_are_named(name: str) -> None:
     model = tiny_model()
     model.lm_head.requires_grad_(False)
     before, (change, what) = facts_of(model), CHANGES[name]
@@ -133,7 +133,7 @@ def test_whatever_is_changed_in_a_model_is_named(name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("rope", ["default", "dynamic"])
-def test_what_changes_no_number_is_not_named(rope: str, change: Change) -> None:
+def test_harmless_changes_are_not_reported(rope: str, change: Change) -> None:
     """A mode, a cache, hooks of the libraries, a rotary embedding that adapts itself to the length."""
     scaling = {"rope_type": rope, "rope_theta": 1e4} | ({} if rope == "default" else {"factor": 2.0})
     model = tiny_model(rope_parameters=scaling, max_position_embeddings=16)
@@ -144,7 +144,7 @@ def test_what_changes_no_number_is_not_named(rope: str, change: Change) -> None:
 
 
 @pytest.mark.parametrize("name", ["unfrozen", "hook"])
-def test_what_a_callback_changes_is_refused_at_that_very_step(tmp_path: Path, name: str) -> None:
+def test_changes_by_a_callback_are_refused_at_that_step(tmp_path: Path, name: str) -> None:
     change, what = CHANGES[name]
     model = tiny_model()
     model.lm_head.requires_grad_(False)
@@ -154,7 +154,7 @@ def test_what_a_callback_changes_is_refused_at_that_very_step(tmp_path: Path, na
     assert ours.engine.steps == 1
 
 
-def test_what_is_changed_between_evaluation_and_training_is_refused(tmp_path: Path) -> None:
+def test_changes_between_evaluation_and_training_are_refused(tmp_path: Path) -> None:
     ours = trainer(tmp_path)
     ours.evaluate()
     change, what = CHANGES["gradient hook"]
@@ -163,7 +163,7 @@ def test_what_is_changed_between_evaluation_and_training_is_refused(tmp_path: Pa
         ours.train()
 
 
-def test_a_loss_function_of_the_model_that_would_not_be_run_is_refused(tmp_path: Path) -> None:
+def test_a_custom_model_loss_function_is_refused(tmp_path: Path) -> None:
     ours = trainer(tmp_path)
     ours.model.loss_function = lambda *_, **__: 0
     with pytest.raises(ConfigError, match=r"its loss_function, <lambda>, would not be run; give loss_fn"):
@@ -185,7 +185,7 @@ def set_groups(**values: Any) -> Change:
     ("values", "norm"),
     [pytest.param({"weight_decay": 50.0}, 0.5, marks=pytest.mark.slow), ({"betas": (0.5, 0.6), "eps": 1e-2}, 0.0)],
 )
-def test_what_is_set_in_the_optimizers_groups_is_honoured(tmp_path: Path, values: dict[str, Any], norm: float) -> None:
+def test_param_group_settings_are_honoured(tmp_path: Path, values: dict[str, Any], norm: float) -> None:
     made = []
     for kind in (Trainer, StreamedTrainer):
         made.append(trainer(tmp_path, At("on_train_begin", set_groups(**values)), kind=kind, max_grad_norm=norm))
@@ -211,12 +211,12 @@ def test_what_is_set_in_the_optimizers_groups_is_honoured(tmp_path: Path, values
         (lambda o: o.param_groups[0].update(weight_decay=-1.0), r"weight_decay"),
     ],
 )
-def test_what_groups_cannot_have_is_refused(tmp_path: Path, change: Change, what: str) -> None:
+def test_unsupported_param_group_settings_are_refused(tmp_path: Path, change: Change, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         trainer(tmp_path, At("on_train_begin", change)).train()
 
 
-def test_groups_of_an_older_checkpoint_are_taken() -> None:
+def test_param_groups_of_older_checkpoints_load() -> None:
     made = EngineOptimizer(tiny_model(), AdamW(1e-3, betas=(0.5, 0.6), no_decay=("*norm*",)))
     saved = made.state_dict()
     for group in saved["param_groups"]:
@@ -241,7 +241,7 @@ class WithRates(Trainer):
         return self.optimizer
 
 
-def test_rates_by_names_follow_the_trainers_scheduler(tmp_path: Path) -> None:
+def test_per_parameter_rates_follow_the_scheduler(tmp_path: Path) -> None:
     """From a warm-up that begins with 0 on, and with what a callback sets of them at last."""
     rates = (("*norm*", 0.0), ("lm_head*", 5e-2))
     made = AdamW(5e-3, weight_decay=0.1, no_decay=("*norm*",), learning_rates=rates)
@@ -268,7 +268,7 @@ def test_rates_by_names_follow_the_trainers_scheduler(tmp_path: Path) -> None:
     assert ours.engine.optimizer.learning_rates == (("*norm*", 0.0), ("lm_head*", 1e-3))
 
 
-def test_an_optimizer_of_the_engines_options_stays(tmp_path: Path) -> None:
+def test_engine_optimizer_options_are_kept(tmp_path: Path) -> None:
     made = AdamW(1e-3, betas=(0.5, 0.6), weight_decay=0.3, no_decay=("*norm*",))
     ours = StreamedTrainer(
         model=tiny_model(), args=arguments(tmp_path, max_steps=1, eval_strategy="no"), train_dataset=rows(4, 1),

@@ -127,9 +127,7 @@ def read_json(path: Path) -> Any:
         ),
     ],
 )
-def test_mixtures_of_experts_have_the_auxiliary_loss_that_trl_asks_for(
-    tmp_path: Path, family: str, by_name: bool, changes: dict[str, Any]
-) -> None:
+def test_moe_auxiliary_loss_matches_trl(tmp_path: Path, family: str, by_name: bool, changes: dict[str, Any]) -> None:
     """By name and loaded, over two micro-batches of different target tokens: losses, gradient norms and `aux_loss`."""
     quick = {"max_steps": 2, "eval_steps": 2, **changes}
     stock = script(tmp_path / "stock", False, family, by_name, **quick)
@@ -138,7 +136,7 @@ def test_mixtures_of_experts_have_the_auxiliary_loss_that_trl_asks_for(
     assert ("aux_loss" in ours.state.log_history[0]) == (changes.get("router_aux_loss_coef") != 0.0)
 
 
-def test_an_auxiliary_loss_that_the_model_itself_does_not_have_is_refused(tmp_path: Path) -> None:
+def test_an_auxiliary_loss_the_model_lacks_is_refused(tmp_path: Path) -> None:
     """TRL computes one from recorded router logits; the engine has what the model's own forward has."""
     with pytest.raises(
         ConfigError, match=r"router_aux_loss_coef=0\.5 cannot be honoured: the model's own forward has no"
@@ -146,7 +144,7 @@ def test_an_auxiliary_loss_that_the_model_itself_does_not_have_is_refused(tmp_pa
         script(tmp_path, True, "glm4-moe", router_aux_loss_coef=0.5)
 
 
-def test_trls_own_script_runs_with_two_changed_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trls_script_runs_with_two_changed_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It always gives a revision, and an attention that is None. It packs, saves, and goes on from a checkpoint."""
     stock = (Path(trl.__file__).parent / "scripts" / "sft.py").read_text()
     ours = re.sub(
@@ -179,7 +177,7 @@ def test_trls_own_script_runs_with_two_changed_lines(tmp_path: Path, monkeypatch
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "ours").config.model_type == "llama"
 
 
-def test_trainers_with_losses_of_their_own_are_refused() -> None:
+def test_trainers_with_custom_losses_are_refused() -> None:
     from trl import DPOTrainer
 
     from megatrain.hf import streamed

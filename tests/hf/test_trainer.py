@@ -103,7 +103,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
 
 
-def test_a_script_gives_what_it_gave(tmp_path: Path) -> None:
+def test_a_script_matches_its_stock_run(tmp_path: Path) -> None:
     """Ten steps with accumulation (of an uneven epoch), clipping, cosine, evaluation and checkpoints, in float32."""
     stock, their_calls = run(Trainer, tmp_path / "stock")
     ours, our_calls = run(StreamedTrainer, tmp_path / "ours")
@@ -123,7 +123,7 @@ def test_a_script_gives_what_it_gave(tmp_path: Path) -> None:
     assert ours.model(input_ids=torch.tensor([[5, 6]])).logits.shape == (1, 2, VOCAB)
 
 
-def test_a_run_that_is_resumed_ends_in_the_same_bits(tmp_path: Path) -> None:
+def test_a_resumed_run_ends_bit_for_bit_equal(tmp_path: Path) -> None:
     whole, _ = run(StreamedTrainer, tmp_path / "run")
     expected = weights_of(tmp_path / "run" / "final")
     again, _ = run(StreamedTrainer, tmp_path / "again", resume=str(tmp_path / "run" / "checkpoint-5"))
@@ -133,7 +133,7 @@ def test_a_run_that_is_resumed_ends_in_the_same_bits(tmp_path: Path) -> None:
     assert history(again, *names)[:-1] == history(whole, *names)[:-1]
 
 
-def test_a_checkpoint_of_the_stock_trainer_is_refused_and_its_weights_are_not(tmp_path: Path) -> None:
+def test_stock_checkpoints_are_refused_but_their_weights_load(tmp_path: Path) -> None:
     run(Trainer, tmp_path / "stock", max_steps=5)
     with pytest.raises(CheckpointError, match=r"holds no state of the engine.*start from its weights as a model"):
         run(StreamedTrainer, tmp_path / "a", resume=str(tmp_path / "stock" / "checkpoint-5"))
@@ -145,7 +145,7 @@ def named(folder: Path, family: str = "llama", **changes: Any) -> str:
     return str(folder / "model")
 
 
-def test_a_name_gives_what_its_model_gives_and_is_never_loaded_whole(tmp_path: Path) -> None:
+def test_a_model_name_trains_like_the_loaded_model_without_loading_it_whole(tmp_path: Path) -> None:
     model = named(tmp_path, "qwen3-tied")
     ours, _ = run(StreamedTrainer, tmp_path / "a", family="qwen3-tied", max_steps=4, eval_strategy="no")
     streams, _ = run(StreamedTrainer, tmp_path / "b", model=model, max_steps=4, eval_strategy="no")
@@ -175,7 +175,7 @@ def test_a_model_by_name_can_be_read_before_and_after_training(tmp_path: Path) -
         assert parameter.data_ptr() == trainer.engine.weight_view(name).data_ptr()
 
 
-def test_what_is_read_before_training_is_a_map_of_the_file(tmp_path: Path) -> None:
+def test_weights_read_before_training_are_memory_mapped(tmp_path: Path) -> None:
     trainer = StreamedTrainer(
         model=named(tmp_path, hidden_size=256),
         args=arguments(tmp_path, eval_strategy="no"),
@@ -190,7 +190,7 @@ def test_what_is_read_before_training_is_a_map_of_the_file(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("by_name", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_what_is_set_on_the_model_before_training_reaches_the_engine(tmp_path: Path, by_name: bool) -> None:
+def test_settings_made_before_training_reach_the_engine(tmp_path: Path, by_name: bool) -> None:
     """Its config, a parameter that was frozen, one that was written to, and a vocabulary of another size."""
     made = []
     for kind in (Trainer, StreamedTrainer):
@@ -215,7 +215,7 @@ def test_what_is_set_on_the_model_before_training_reaches_the_engine(tmp_path: P
     assert max(relative_error(mine[name], theirs[name]) for name in theirs) < 1e-5
 
 
-def test_a_router_auxiliary_loss_counts_as_in_the_stock_trainer(tmp_path: Path) -> None:
+def test_the_router_auxiliary_loss_matches_the_stock_trainer(tmp_path: Path) -> None:
     """Whole in each of two micro-batches, whose target tokens differ in number."""
     stock, _ = run(Trainer, tmp_path / "stock", family="mixtral-balanced", max_steps=4, save_strategy="no")
     ours, _ = run(StreamedTrainer, tmp_path / "ours", family="mixtral-balanced", max_steps=4, save_strategy="no")
@@ -231,7 +231,7 @@ def trained(folder: Path) -> Any:
     return trainer
 
 
-def test_weights_that_are_changed_after_training_are_what_is_used_next(tmp_path: Path) -> None:
+def test_weights_changed_after_training_are_used_next(tmp_path: Path) -> None:
     trainer = trained(tmp_path)
     with torch.no_grad():
         trainer.model.lm_head.weight.zero_()
@@ -241,7 +241,7 @@ def test_weights_that_are_changed_after_training_are_what_is_used_next(tmp_path:
     assert not weights_of(tmp_path / "final")["model.norm.weight"].any()
 
 
-def test_a_config_that_is_changed_after_training_is_refused_where_numbers_depend_on_it(tmp_path: Path) -> None:
+def test_config_changes_that_affect_numerics_are_refused(tmp_path: Path) -> None:
     trainer = trained(tmp_path)
     trainer.model.config.eos_token_id = 7
     trainer.model.generation_config.max_length = 17
@@ -253,7 +253,7 @@ def test_a_config_that_is_changed_after_training_is_refused_where_numbers_depend
         trainer.evaluate()
 
 
-def test_a_parameter_that_is_frozen_after_training_is_refused(tmp_path: Path) -> None:
+def test_freezing_after_training_is_refused(tmp_path: Path) -> None:
     trainer = trained(tmp_path)
     trainer.model.lm_head.weight.requires_grad_(False)
     with pytest.raises(
@@ -262,7 +262,7 @@ def test_a_parameter_that_is_frozen_after_training_is_refused(tmp_path: Path) ->
         trainer.train()
 
 
-def test_one_rule_for_dtypes_by_name_and_loaded(tmp_path: Path) -> None:
+def test_dtypes_follow_one_rule_for_names_and_loaded_models(tmp_path: Path) -> None:
     """Weights in bfloat16, rounded if their files hold more, train in bfloat16; those in float16 are refused."""
     losses = []
     for by_name in (True, False):
@@ -288,13 +288,13 @@ def test_one_rule_for_dtypes_by_name_and_loaded(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
-def test_a_stock_trainer_says_why_it_cannot_resume_a_streamed_checkpoint(tmp_path: Path) -> None:
+def test_a_stock_trainer_explains_why_it_cannot_resume_our_checkpoint(tmp_path: Path) -> None:
     run(StreamedTrainer, tmp_path / "ours", max_steps=5, eval_strategy="no")
     with pytest.raises(ValueError, match="moments are in files of MegaTrain: resume with megatrain"):
         run(Trainer, tmp_path / "stock", resume=str(tmp_path / "ours" / "checkpoint-5"))
 
 
-def test_a_users_own_forward_is_what_the_engine_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_custom_forward_reaches_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what trainers put around it, autocast say; the engine decides whether it can be honoured."""
     model = tiny_model()
     plain, seen = model.forward, []
@@ -343,7 +343,7 @@ def test_metrics_of_predictions(tmp_path: Path) -> None:
     assert any("eval_right" in entry for entry in ours.state.log_history)
 
 
-def test_a_loss_of_ones_own(tmp_path: Path) -> None:
+def test_a_custom_loss(tmp_path: Path) -> None:
     plain, _ = run(StreamedTrainer, tmp_path / "a", max_steps=3)
     mine, _ = run(StreamedTrainer, tmp_path / "b", max_steps=3, more={"loss_fn": lambda found, batch: -2 * found.sum()})
     assert history(mine, "loss")[0]["loss"] == pytest.approx(2 * history(plain, "loss")[0]["loss"], rel=1e-5)
@@ -366,12 +366,12 @@ class OwnLoss(Trainer):
         ({"more": {"model_init": tiny_model}}, "model_init"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(tmp_path: Path, changes: dict[str, Any], what: str) -> None:
+def test_unsupported_options_are_refused(tmp_path: Path, changes: dict[str, Any], what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         run(StreamedTrainer, tmp_path, **changes)
 
 
-def test_a_trainer_with_a_loss_of_its_own_is_refused() -> None:
+def test_a_trainer_with_a_custom_loss_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"OwnLoss\.compute_loss would not be run.*loss_fn"):
         streamed(OwnLoss)
 
@@ -397,7 +397,7 @@ class Uses(TrainerCallback):
         self.said.append(model.generate(torch.tensor([[5, 6]]), max_new_tokens=4, do_sample=False).flatten().tolist())
 
 
-def test_a_model_that_is_used_between_steps_is_as_in_a_stock_run(tmp_path: Path) -> None:
+def test_using_the_model_between_steps_matches_a_stock_run(tmp_path: Path) -> None:
     """Read, run, written to and saved by callbacks."""
     used, made = [], []
     for kind in (Trainer, StreamedTrainer):
@@ -420,7 +420,7 @@ def test_a_model_that_is_used_between_steps_is_as_in_a_stock_run(tmp_path: Path)
     assert max(relative_error(mine[name], theirs[name]) for name in theirs) < 1e-5
 
 
-def test_a_model_is_not_read_where_a_stock_one_would_not_be_updated_yet(tmp_path: Path) -> None:
+def test_the_model_is_not_read_before_a_stock_update(tmp_path: Path) -> None:
     class Reads(TrainerCallback):
         def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
             model.lm_head.weight.norm()
@@ -429,7 +429,7 @@ def test_a_model_is_not_read_where_a_stock_one_would_not_be_updated_yet(tmp_path
         run(StreamedTrainer, tmp_path, max_steps=1, eval_strategy="no", more={"callbacks": [Reads()]})
 
 
-def test_what_has_been_read_and_not_changed_does_not_undo_a_step_of_ones_own(tmp_path: Path) -> None:
+def test_reading_weights_does_not_undo_a_step(tmp_path: Path) -> None:
     """In bf16 a float32 weight that is read is a copy, which is of the past once the engine has been stepped."""
     trainer = StreamedTrainer(
         model=tiny_model(), args=arguments(tmp_path, bf16=True, eval_strategy="no"), train_dataset=rows(4, 1), **QUICK

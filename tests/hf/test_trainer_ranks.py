@@ -51,7 +51,7 @@ def assert_alike(mine: list[dict[str, float]], theirs: list[dict[str, float]], w
 
 
 @pytest.mark.slow
-def test_two_processes_log_what_stock_ones_do_and_leave_the_same_folders(tmp_path: Path) -> None:
+def test_two_processes_match_stock_logs_and_folders(tmp_path: Path) -> None:
     """Losses within 1e-6, with those of an evaluation; and a run that is resumed ends in the same bits."""
     for found in logs(tmp_path, "trainer"):
         stock, ours, again = found["Trainer"], found["StreamedTrainer"], found["again"]
@@ -68,19 +68,19 @@ def test_two_processes_log_what_stock_ones_do_and_leave_the_same_folders(tmp_pat
 
 
 @pytest.mark.slow
-def test_two_processes_of_trl_log_what_stock_ones_do(tmp_path: Path) -> None:
+def test_two_trl_processes_match_stock_logs(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="TRL is not installed; it is a development dependency")
     for found in logs(tmp_path, "sft"):
         assert_alike(found["StreamedTrainer"]["history"], found["Trainer"]["history"], 1e-6)
 
 
 @pytest.mark.slow
-def test_weights_that_one_rank_alone_has_written_to_are_refused_on_all(tmp_path: Path) -> None:
+def test_weights_modified_on_one_rank_are_refused_on_all(tmp_path: Path) -> None:
     logs(tmp_path, "apart")
 
 
 @pytest.mark.slow
-def test_the_script_of_the_guide_runs_under_accelerate(tmp_path: Path) -> None:
+def test_the_guides_script_runs_under_accelerate(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="TRL is not installed; it is a development dependency")
     (script,) = re.findall(r"```text\n(# sft\.py.*?)```", (ROOT / "docs/guides/trainer.md").read_text(), re.DOTALL)
     tiny_model(vocab_size=320).save_pretrained(tmp_path / "model")
@@ -105,7 +105,7 @@ def test_the_script_of_the_guide_runs_under_accelerate(tmp_path: Path) -> None:
         ({"accelerator_config": {"even_batches": False}}, "even_batches=False"),
     ],
 )
-def test_what_several_processes_cannot_honour_is_refused(
+def test_options_unsupported_on_several_processes_are_refused(
     tmp_path: Path, changes: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = arguments(tmp_path, **changes)

@@ -54,14 +54,14 @@ COMPARED: tuple[dict[str, Any], ...] = (
 """Settings under which a stock and a streamed run have the same logs."""
 
 
-def test_the_table_has_every_option_of_the_installed_libraries() -> None:
+def test_the_option_table_covers_the_installed_libraries() -> None:
     both = [each.name for each in fields(SFTConfig)]
     assert sorted(OPTIONS) == sorted(both)
     assert set(TRAINING) == {each.name for each in fields(TrainingArguments)}
     assert not set(TRAINING) & set(SFT)
 
 
-def test_each_option_is_refused_as_the_table_says(tmp_path: Path) -> None:
+def test_options_are_refused_as_the_table_says(tmp_path: Path) -> None:
     alone = {name for name, option in OPTIONS.items() if option.refuses is not None or option.effect == "refused"}
     assert alone == set(REFUSED) | {name for name, option in OPTIONS.items() if option.with_ranks}
     for name, value in REFUSED.items():
@@ -72,7 +72,7 @@ def test_each_option_is_refused_as_the_table_says(tmp_path: Path) -> None:
             refuse_arguments(args)
 
 
-def test_what_the_engine_takes_over_is_compared_with_the_stock_trainer() -> None:
+def test_options_handled_by_the_engine_match_the_stock_trainer() -> None:
     """An option that a method reads in whose place ours stands is among those of the comparison below; what other
     methods read is honoured by the library itself."""
     replaced = [
@@ -89,7 +89,7 @@ def test_what_the_engine_takes_over_is_compared_with_the_stock_trainer() -> None
 
 
 @pytest.mark.parametrize("changes", COMPARED, ids=["sizes, optimizer and logs", "smoothing and the best model"])
-def test_options_are_as_in_the_stock_trainer(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_options_match_the_stock_trainer(tmp_path: Path, changes: dict[str, Any]) -> None:
     (stock, _), (ours, _) = (run(kind, tmp_path / kind.__name__, **changes) for kind in (Trainer, StreamedTrainer))
     names = ("step", "loss", "grad_norm", "learning_rate", "eval_loss", "num_input_tokens_seen", "epoch")
     mine, theirs = history(ours, *names), history(stock, *names)
@@ -104,7 +104,7 @@ class Own(TrainingArguments):
     prompt_style: str = "plain"
 
 
-def test_an_option_that_is_not_known_is_refused_once_it_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_options_are_refused_when_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_arguments(Own(output_dir=str(tmp_path), use_cpu=True, prompt_style="loud"))
     monkeypatch.delitem(OPTIONS, "eval_delay")
     refuse_arguments(arguments(tmp_path))
@@ -118,7 +118,7 @@ def trainer_of(folder: Path, model: Any, **changes: Any) -> Any:
     return StreamedTrainer(model=model, args=args, **data, **QUICK)
 
 
-def test_embeddings_get_noise_in_training_that_is_drawn_again_in_the_backward_pass(tmp_path: Path) -> None:
+def test_neftune_noise_is_replayed_in_the_backward_pass(tmp_path: Path) -> None:
     """Against the library's own hook on the stock model, seeded as the engine seeds its first unit."""
     once = {"max_steps": 1, "gradient_accumulation_steps": 1, "eval_strategy": "no", "neftune_noise_alpha": 40.0}
     trainer = trainer_of(tmp_path, tiny_model("llama"), **once)
@@ -139,14 +139,14 @@ def test_embeddings_get_noise_in_training_that_is_drawn_again_in_the_backward_pa
     assert not trainer.model.get_input_embeddings()._forward_hooks
 
 
-def test_compiling_is_the_engines(tmp_path: Path) -> None:
+def test_torch_compile_is_handled_by_the_engine(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, tiny_model("llama"), torch_compile=True, bf16=True)
     assert trainer._engine_options()["numerics"] == Numerics("bf16", kernels="compile")
     assert trainer.accelerator.state.dynamo_plugin.backend == "NO"
 
 
 @pytest.mark.slow
-def test_a_compiled_run_gives_the_stock_losses(tmp_path: Path) -> None:
+def test_a_compiled_run_matches_stock_losses(tmp_path: Path) -> None:
     once = {"max_steps": 1, "eval_strategy": "no"}
     stock, _ = run(Trainer, tmp_path / "stock", **once)
     ours, _ = run(StreamedTrainer, tmp_path / "ours", **once, torch_compile=True)
@@ -155,7 +155,7 @@ def test_a_compiled_run_gives_the_stock_losses(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_evaluation_in_bfloat16_is_the_engines(tmp_path: Path) -> None:
+def test_bf16_full_eval_is_handled_by_the_engine(tmp_path: Path) -> None:
     plain = trainer_of(tmp_path, tiny_model("llama"), bf16=True, bf16_full_eval=True)
     rounded = trainer_of(tmp_path, tiny_model("llama").to(torch.bfloat16))
     assert plain.evaluate()["eval_loss"] == pytest.approx(rounded.evaluate()["eval_loss"], rel=1e-5)

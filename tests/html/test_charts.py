@@ -32,7 +32,7 @@ def drawn(curves: list[Curve], events: list[ChartEvent] | None = None, **how: An
     return html, charts.get("a", {})
 
 
-def test_a_spike_among_a_million_steps_stays_visible_in_little_data() -> None:
+def test_a_spike_in_a_million_steps_survives_downsampling() -> None:
     losses = np.full(1_000_000, 2.0)
     losses[654_321] = 9.0
     losses[123_456] = 0.5
@@ -49,7 +49,7 @@ def test_a_spike_among_a_million_steps_stays_visible_in_little_data() -> None:
     assert len(json.dumps(figure)) < 200_000
 
 
-def test_each_point_is_told_with_its_own_step() -> None:
+def test_hover_shows_each_points_own_step() -> None:
     _, figure = drawn(
         [Curve("training", [1, 2, 5], [3.0, 1.0, 2.0]), Curve("held-out", [4], [2.5], points=True)], unit="%"
     )
@@ -60,7 +60,7 @@ def test_each_point_is_told_with_its_own_step() -> None:
     assert figure["layout"]["xaxis"]["dtick"] == 1
 
 
-def test_points_are_connected_over_what_is_missing_and_lines_are_not() -> None:
+def test_markers_are_connected_over_gaps_and_lines_are_not() -> None:
     for points in (False, True):
         _, figure = drawn([Curve("x", [1, 2, 3], [3.0, math.nan, 1.0], points=points)])
         (line,) = figure["data"]
@@ -69,7 +69,7 @@ def test_points_are_connected_over_what_is_missing_and_lines_are_not() -> None:
 
 
 @given(st.lists(ANY, max_size=30), st.sampled_from([None, 0.0]), st.booleans())
-def test_any_values_make_a_chart(values: list[float], floor: float | None, points: bool) -> None:
+def test_charts_accept_any_values(values: list[float], floor: float | None, points: bool) -> None:
     html, figure = drawn([Curve("x", list(range(len(values))), values, points=points, faint=True)], floor=floor)
     read(html)
     assert (figure == {}) == (not any(map(math.isfinite, values)))
@@ -77,7 +77,7 @@ def test_any_values_make_a_chart(values: list[float], floor: float | None, point
 
 
 @given(st.lists(ANY, max_size=40), st.integers(1, 9))
-def test_a_smoothed_value_is_the_mean_of_those_around_it(values: list[float], window: int) -> None:
+def test_smoothing_is_a_centred_mean(values: list[float], window: int) -> None:
     found = smoothed(values, window)
     for at, mean in enumerate(found):
         near = values[max(0, at - window // 2) : at + window // 2 + 1]
@@ -89,7 +89,7 @@ def test_a_smoothed_value_is_the_mean_of_those_around_it(values: list[float], wi
             assert math.isnan(mean)
 
 
-def test_norms_that_differ_by_orders_get_a_logarithmic_axis() -> None:
+def test_norms_over_several_orders_get_a_log_axis() -> None:
     html, figure = drawn([Curve("x", list(range(101)), [1.0] * 100 + [1e4])])
     assert "(logarithmic)" in html
     assert figure["layout"]["yaxis"]["type"] == "log"
@@ -104,7 +104,7 @@ def test_thousands_are_written_as_k_and_learning_rates_as_powers_of_ten() -> Non
         assert figure["layout"]["yaxis"]["exponentformat"] == how
 
 
-def test_each_kind_of_event_has_a_symbol_and_a_line() -> None:
+def test_each_event_kind_has_a_symbol_and_a_line() -> None:
     events = [ChartEvent(2, "resumed", "at 2"), ChartEvent(3, "skipped", "at 3"), ChartEvent(4, "resumed", "at 4")]
     _, figure = drawn([Curve("x", [1, 5], [1.0, 2.0])], events)
     _, resumed, skipped = figure["data"]
@@ -113,7 +113,7 @@ def test_each_kind_of_event_has_a_symbol_and_a_line() -> None:
     assert [shape["x0"] for shape in figure["layout"]["shapes"]] == [2, 3, 4]
 
 
-def test_plotly_knows_all_words_of_a_chart() -> None:
+def test_plotly_accepts_every_chart_field() -> None:
     """Its own classes refuse a property or a value that there is not."""
     events = [ChartEvent(2, "resumed", "at 2"), ChartEvent(3, "skipped", "at 3")]
     curves = [
@@ -141,7 +141,7 @@ LANES = (
 )
 
 
-def test_colours_that_meet_differ_in_brightness_alone() -> None:
+def test_adjacent_colours_differ_in_brightness() -> None:
     for one, other in pairwise(PART_COLOURS):
         assert contrast(one, other) > 1.5, (one, other)
     assert len({round(luminance(colour), 2) for colour in PART_COLOURS}) == len(PART_COLOURS)
@@ -156,7 +156,7 @@ def test_colours_that_meet_differ_in_brightness_alone() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="looks at pages in chromium")
 @pytest.mark.parametrize("width", [390, 1200])
-def test_a_browser_shows_charts_without_a_complaint_and_within_its_window(width: int, tmp_path: Path) -> None:
+def test_charts_render_without_console_errors_or_overflow(width: int, tmp_path: Path) -> None:
     charts: dict[str, Any] = {}
     steps = list(range(1, 3001))
     losses = [2 + math.cos(step) for step in steps]
@@ -181,7 +181,7 @@ def test_a_browser_shows_charts_without_a_complaint_and_within_its_window(width:
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="looks at pages in chromium")
 @pytest.mark.parametrize("width", [390, 1200])
-def test_a_browser_shows_a_plan_without_a_complaint_and_within_its_window(width: int, tmp_path: Path) -> None:
+def test_the_plan_page_renders_without_console_errors_or_overflow(width: int, tmp_path: Path) -> None:
     found = seen(full_page(), tmp_path, width=width)
     assert found["problems"] == []
     assert found["overflow"] <= 0

@@ -108,7 +108,7 @@ def _compare(family: str, mixture: Mixture) -> None:
 )
 @settings(max_examples=1)
 @given(mixture=mixtures())
-def test_any_mixture_gives_the_bits_of_the_plain_run(family: str, mixture: Mixture) -> None:
+def test_any_mixed_policy_gives_the_same_bits(family: str, mixture: Mixture) -> None:
     _compare(family, mixture)
 
 
@@ -116,11 +116,11 @@ def test_any_mixture_gives_the_bits_of_the_plain_run(family: str, mixture: Mixtu
 @pytest.mark.timeout(1800)
 @settings(max_examples=100)
 @given(family=st.sampled_from(FAMILIES), mixture=mixtures())
-def test_a_hundred_mixtures_give_the_bits_of_the_plain_run(family: str, mixture: Mixture) -> None:
+def test_a_hundred_mixed_policies_give_the_same_bits(family: str, mixture: Mixture) -> None:
     _compare(family, mixture)
 
 
-def test_the_dropout_of_these_runs_is_at_work() -> None:
+def test_dropout_is_active_in_these_runs() -> None:
     policy = Policy(update="during_backward", shares_memory=True)
     with engine("gpt2", "cpu", "fp32", policy) as made, made._ported.evaluation_mode():
         quiet = made.gradients(unequal_batches(3))
@@ -161,7 +161,7 @@ def watched(made: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Op, int
 
 
 @pytest.mark.parametrize("rows", [(), (("graph",),), MIXED, (("offload",),), (("input",), ("drop",)), (("drop",),)])
-def test_what_is_held_is_what_the_schedule_and_the_ledger_say(
+def test_held_activations_match_schedule_and_ledger(
     rows: tuple[tuple[Keep, ...], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Input by input on the device, op by op; and all told in each tier."""
@@ -188,7 +188,7 @@ def test_what_is_held_is_what_the_schedule_and_the_ledger_say(
         assert count == len(boundaries), op.name
 
 
-def test_micro_batches_that_grow_and_shrink_find_room_on_the_host() -> None:
+def test_growing_and_shrinking_micro_batches_fit_on_the_host() -> None:
     """Memory for offloaded inputs is as large as any so far has been; no number depends on that."""
     sizes = [(1, 6), (3, 9), (2, 4), (1, 12)]
     plain, away = (Policy(activations_by_layer=rows) for rows in ((), (("offload",),)))
@@ -200,7 +200,7 @@ def test_micro_batches_that_grow_and_shrink_find_room_on_the_host() -> None:
         assert nbytes == (LAYERS * 2 - 2) // 2 * (27 + 5) * 32 * 4
 
 
-def test_a_failure_on_the_way_out_or_back_costs_an_error_and_no_number() -> None:
+def test_a_failed_activation_transfer_is_an_error_without_wrong_numbers() -> None:
     policy = Policy(activations_by_layer=MIXED, offload_slots=1, shard_nbytes=4000)
     with engine("llama", SimDevice(0), "bf16", policy) as calm:
         calm.step(unequal_batches())
@@ -218,7 +218,7 @@ def test_a_failure_on_the_way_out_or_back_costs_an_error_and_no_number() -> None
             assert equal(made.master_weights(), after_one)
 
 
-def test_plans_are_exchanged_between_steps() -> None:
+def test_plans_can_change_between_steps() -> None:
     plain = Policy()
     with engine("gpt2", "cpu", "bf16", replace(plain, shares_memory=True)) as made:
         expected = [made.step(unequal_batches(3)).loss for _ in range(4)]

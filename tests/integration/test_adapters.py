@@ -60,7 +60,7 @@ def assert_true(model: peft.PeftModel, device: str, activations: str, tolerance:
 
 
 @pytest.mark.parametrize("kind", ["bamba", "deepseek_v3", "gpt_oss"])
-def test_hybrids_and_latent_attention_too(kind: str) -> None:
+def test_hybrid_and_latent_attention_models_match_peft(kind: str) -> None:
     model = stock_model(tiny_config(kind), 0)
     for device, activations in DEVICES:
         assert_true(adapted(copy.deepcopy(model)), device, activations, 1e-5)
@@ -77,7 +77,7 @@ def test_in_bfloat16_gradients_are_those_of_peft_in_bfloat16() -> None:
         assert relative_error(found[name], value) < max(0.02, 2 * relative_error(rounded[name].float(), value)), name
 
 
-def test_the_base_stays_as_it_is_and_the_adapter_becomes_what_plain_pytorch_makes_of_it() -> None:
+def test_the_base_is_unchanged_and_the_adapter_matches_plain_pytorch() -> None:
     model = adapted("qwen3-moe")
     base = model.get_base_model()
     plain = torch.optim.AdamW([p for p in base.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0, eps=1e-6)
@@ -100,7 +100,7 @@ def test_the_base_stays_as_it_is_and_the_adapter_becomes_what_plain_pytorch_make
 
 
 @pytest.mark.parametrize("method", ["lora", "dora", "loha"])
-def test_dropout_is_drawn_again_as_it_was(method: str) -> None:
+def test_dropout_is_replayed_in_recomputation(method: str) -> None:
     drops = {"module_dropout": 0.5} if method == "loha" else {"lora_dropout": 0.3}
     model, found = adapted("llama", method, **drops), []
     for device, activations in (("cpu", "keep"), ("cpu", "recompute"), ("sim:3", "recompute"), ("sim:4", "keep")):
@@ -112,7 +112,7 @@ def test_dropout_is_drawn_again_as_it_was(method: str) -> None:
     assert any(relative_error(found[0][name], without[name]) > 0.01 for name in without), "nothing has been dropped"
 
 
-def test_an_architecture_is_checked_with_the_adapter_and_remembered_with_it(tmp_path: object) -> None:
+def test_architectures_are_verified_and_remembered_with_their_adapter(tmp_path: object) -> None:
     model = adapted("llama", "lora", lora_dropout=0.1)
     with Engine.from_model(model) as engine:
         assert engine.checked.state in ("checked", "remembered")
@@ -120,7 +120,7 @@ def test_an_architecture_is_checked_with_the_adapter_and_remembered_with_it(tmp_
         assert engine.checked.state == "remembered"
 
 
-def test_a_model_with_an_adapter_that_transformers_has_put_in_trains_too() -> None:
+def test_adapters_added_by_transformers_train() -> None:
     model = tiny_model()
     model.add_adapter(config_of("lora"))
     with Engine.from_model(model, verify=False) as engine:
@@ -128,14 +128,14 @@ def test_a_model_with_an_adapter_that_transformers_has_put_in_trains_too() -> No
         engine.step(unequal_batches())
 
 
-def test_one_adapter_trains_and_others_are_refused_by_name() -> None:
+def test_additional_adapters_are_refused_by_name() -> None:
     model = adapted()
     model.add_adapter("other", config_of("lora"))
     with pytest.raises(ModelError, match=r"has 2 adapters \(default, other\); keep one"):
         Engine.from_model(model)
 
 
-def test_an_adapter_that_is_merged_or_disabled_is_refused() -> None:
+def test_merged_and_disabled_adapters_are_refused() -> None:
     model = adapted()
     model.merge_adapter()
     with pytest.raises(ModelError, match="its adapter is merged into the base; call unmerge_adapter"):
@@ -158,27 +158,27 @@ def test_an_adapter_that_is_merged_or_disabled_is_refused() -> None:
         (lambda: peft.ShiraConfig(r=4, target_modules=["q_proj"]), "SHIRA has not been compared"),
     ],
 )
-def test_a_method_that_does_not_stream_is_refused_by_its_name(config: object, message: str) -> None:
+def test_unsupported_adapter_methods_are_refused_by_name(config: object, message: str) -> None:
     model = peft.get_peft_model(tiny_model(), config())  # type: ignore[operator]
     with pytest.raises(ModelError, match=f"adapter: {message}.*cannot stream; use LoRA"):
         Engine.from_model(model)
 
 
-def test_what_trains_beside_the_adapter_is_refused_since_no_file_of_it_would_hold_that() -> None:
+def test_other_trainable_weights_beside_an_adapter_are_refused() -> None:
     model = adapted()
     model.get_base_model().model.norm.weight.requires_grad_(True)
     with pytest.raises(ModelError, match=r"model\.norm\.weight train too, and the adapter's file has no place"):
         Engine.from_model(model)
 
 
-def test_a_quantized_base_is_refused_and_told_what_to_use() -> None:
+def test_quantized_bases_are_refused_with_an_alternative() -> None:
     model = adapted()
     model.get_base_model().quantization_method = "bitsandbytes"
     with pytest.raises(ModelError, match=r"its base is quantized \(QLoRA\); load it in bfloat16: .* 2 bytes"):
         Engine.from_model(model)
 
 
-def test_units_hold_the_adapter_first_and_the_base_behind_it() -> None:
+def test_units_lay_out_the_adapter_before_the_base() -> None:
     ported = port_model(adapted().get_base_model(), torch.bfloat16)
     for unit in ported.structure.units[1:-1]:
         kinds = [param.trainable for param in unit.params]
@@ -186,7 +186,7 @@ def test_units_hold_the_adapter_first_and_the_base_behind_it() -> None:
         assert all(param.trainable == ("lora_" in param.name) for param in unit.params)
 
 
-def test_a_base_costs_two_bytes_a_parameter_and_its_adapter_the_rest() -> None:
+def test_a_frozen_base_takes_two_bytes_per_parameter() -> None:
     model = tiny_model(hidden_size=256, intermediate_size=512, num_attention_heads=8, num_hidden_layers=4)
     with Engine.from_model(adapted(model, r=1, target_modules=["q_proj"]), precision="bf16", verify=False) as engine:
         base = engine.structure.numel - engine.structure.trained_numel

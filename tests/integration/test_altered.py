@@ -100,7 +100,7 @@ FOREIGN: dict[str, tuple[Alter, str]] = {
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", FOREIGN)
-def test_code_that_reads_what_the_engine_does_not_train_is_refused_by_name(name: str, precision: Any) -> None:
+def test_code_reading_untrained_attributes_is_refused_by_name(name: str, precision: Any) -> None:
     alter, says = FOREIGN[name]
     model = tiny_model()
     alter(model)
@@ -188,7 +188,7 @@ def _times(old: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("name", HONOURED)
-def test_what_is_honoured_gives_the_gradients_of_plain_pytorch(name: str, activations: Any) -> None:
+def test_supported_modifications_match_plain_pytorch(name: str, activations: Any) -> None:
     model = tiny_model()
     HONOURED[name](model)
     loss, expected = stock_gradients(model, unequal_batches())
@@ -311,7 +311,7 @@ REFUSED: dict[str, tuple[Alter, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_be_lost_is_refused_by_name(name: str) -> None:
+def test_modifications_that_would_be_lost_are_refused_by_name(name: str) -> None:
     alter, says = REFUSED[name]
     model = tiny_model()
     alter(model)
@@ -319,7 +319,7 @@ def test_what_would_be_lost_is_refused_by_name(name: str) -> None:
         Engine.from_model(model, precision="fp32", verify=False)
 
 
-def test_a_layer_that_counts_is_taken_where_it_does_not() -> None:
+def test_stateful_layers_are_accepted_where_state_has_no_effect() -> None:
     model = tiny_model()
     counting(model)
     with Engine.from_model(model.eval(), precision="fp32", verify=False) as engine:
@@ -333,7 +333,7 @@ class Mixing(Low):
         return super().forward(x + x.mean(1, keepdim=True))
 
 
-def test_a_layer_with_code_of_its_own_is_not_taken_for_the_first_one() -> None:
+def test_customised_layers_are_not_mistaken_for_the_first() -> None:
     model = tiny_model()
     model.model.layers[2].mlp = Mixing(model.model.layers[2].mlp)
     _, expected = stock_gradients(model, unequal_batches())
@@ -355,7 +355,7 @@ class Switched(Low):
         return super().forward(x + x.mean(1, keepdim=True) if self.mixes else x)
 
 
-def test_layers_of_one_class_with_other_switches_are_not_alike() -> None:
+def test_layers_with_different_switches_are_distinguished() -> None:
     model = tiny_model()
     for index, layer in enumerate(model.model.layers):
         layer.mlp = Switched(layer.mlp, index == 2)
@@ -366,7 +366,7 @@ def test_layers_of_one_class_with_other_switches_are_not_alike() -> None:
     assert all(relative_error(found[name], expected[name]) < 2e-6 for name in expected)
 
 
-def test_what_is_said_of_an_altered_model_is_of_its_class() -> None:
+def test_errors_about_modified_models_name_their_class() -> None:
     model = tiny_model()
     attention_hooked(model)
     with Engine.from_model(model, precision="fp32") as engine:

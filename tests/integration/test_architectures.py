@@ -78,7 +78,7 @@ def assert_equal(model: PreTrainedModel, settings: list[Setting]) -> None:
     assert report.worst.error < 10 * TOLERANCE
 
 
-def test_enough_of_them_are_chosen() -> None:
+def test_the_quick_suite_covers_enough_architectures() -> None:
     assert len(set(CHOSEN) - WIDER) >= 40
 
 
@@ -89,7 +89,7 @@ def test_enough_of_them_are_chosen() -> None:
         for place, kind in enumerate(CHOSEN)
     ],
 )
-def test_loss_and_every_gradient_equal_the_stock_models(place: int, kind: str) -> None:
+def test_loss_and_every_gradient_equal_the_stock_model(place: int, kind: str) -> None:
     """On the cpu, padded, in two micro-batches; every other one keeps its graphs, and the rest recompute."""
     settings = short_settings()
     assert_equal(twin(config_of(kind)), [settings[place % len(settings)]])
@@ -111,7 +111,7 @@ def test_the_simulated_device_computes_the_same_bits(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in REFUSED if kind in KNOWN])
-def test_what_cannot_be_streamed_exactly_is_refused(kind: str) -> None:
+def test_architectures_that_cannot_stream_exactly_are_refused(kind: str) -> None:
     model = twin(config_of(kind))
     with pytest.raises(ModelError, match=REFUSED[kind]):
         make(model, "cpu", PLAIN.numerics, PLAIN.policy)
@@ -119,7 +119,7 @@ def test_what_cannot_be_streamed_exactly_is_refused(kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", OTHERS)
-def test_every_other_architecture_is_equal_or_refused(kind: str) -> None:
+def test_every_other_architecture_matches_or_is_refused(kind: str) -> None:
     """In every plan; refused in one typed line, by the shrinker or by the engine. Never wrong, never a traceback."""
     try:
         config = config_of(kind)

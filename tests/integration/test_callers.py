@@ -65,7 +65,7 @@ def engine() -> Iterator[Engine]:
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_an_entry_that_nothing_reads_is_refused_by_name(engine: Engine, entry: dict[Any, Any], says: str) -> None:
+def test_unused_batch_entries_are_refused_by_name(engine: Engine, entry: dict[Any, Any], says: str) -> None:
     good = batch(2, 8, 0)
     for call in (engine.step, engine.gradients, engine.evaluate, engine.log_probs, lambda each: engine.logits(each[1])):
         with pytest.raises(BatchError, match=says) as caught:
@@ -74,7 +74,7 @@ def test_an_entry_that_nothing_reads_is_refused_by_name(engine: Engine, entry: d
     assert engine.evaluate([good]) == engine.evaluate([{**good, **dict.fromkeys(entry)}])  # None is as good as absent
 
 
-def test_an_entry_that_says_what_the_engine_does_anyway_is_taken(engine: Engine) -> None:
+def test_redundant_batch_entries_are_accepted(engine: Engine) -> None:
     good = batch(2, 8, 0)
     usual = {"use_cache": False, "return_dict": True, "output_attentions": False, "output_router_logits": False}
     assert engine.evaluate([{**good, **usual, "logits_to_keep": 0}]) == engine.evaluate([good])
@@ -96,9 +96,7 @@ def packed(lengths: tuple[int, ...]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("shape", [(1, -1), (-1,)])
-def test_what_collators_say_of_packed_samples_is_taken_where_positions_say_the_same(
-    engine: Engine, shape: tuple[int, ...]
-) -> None:
+def test_packing_entries_that_match_positions_are_accepted(engine: Engine, shape: tuple[int, ...]) -> None:
     given = packed((4, 1, 7))
     given["seq_idx"] = given["seq_idx"].view(shape)
     alone = {key: given[key] for key in ("input_ids", "labels", "position_ids")}
@@ -110,7 +108,7 @@ def test_what_collators_say_of_packed_samples_is_taken_where_positions_say_the_s
             engine.evaluate([{**given, key: other}])
 
 
-def test_what_a_model_reads_on_its_way_down_is_taken_and_told_from_what_it_does_not() -> None:
+def test_entries_read_inside_the_model_are_accepted() -> None:
     """GPT-2 has token types; its attention mask is a parameter; a kernel's options are read by the kernel alone."""
     model = tiny_model("gpt2")
     typed = [{**batch(2, 8, 0), "token_type_ids": torch.randint(0, VOCAB, (2, 8))}]
@@ -122,7 +120,7 @@ def test_what_a_model_reads_on_its_way_down_is_taken_and_told_from_what_it_does_
     assert max(float((found[name] - expected[name]).abs().max()) for name in expected) < 1e-6
 
 
-def test_a_flag_that_only_the_kernel_reads_reaches_it() -> None:
+def test_attention_kernel_flags_are_passed_on() -> None:
     """`is_causal=False` is asked for by name in the sdpa kernel, behind two functions that take whatever comes."""
     model = tiny_model()
     both_ways = {**batch(2, 8, 0), "is_causal": False, "attention_mask": None}
@@ -132,7 +130,7 @@ def test_a_flag_that_only_the_kernel_reads_reaches_it() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_mask_that_nothing_reads_is_taken_where_it_hides_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_masks_are_accepted_if_they_hide_only_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """An xLSTM reads no mask, and what is behind a token does not touch it."""
     measurement_cache.forget(profile)
     monkeypatch.setattr(profile, "profile_layer", lambda *_: LayerProfile())  # half a minute, and not asked about here
@@ -149,14 +147,14 @@ def test_a_mask_that_nothing_reads_is_taken_where_it_hides_ends_alone(monkeypatc
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_misspelt_mask_is_refused_whatever_the_model_takes(kind: str) -> None:
+def test_misspelt_masks_are_refused(kind: str) -> None:
     found = arguments_of(stock_model(tiny_config(kind), 0), ())
     assert {"input_ids", "attention_mask"} <= found.own
     for name in ("atention_mask", "num_items_in_batch", "mm_token_type_ids", "completion_mask", "value", "x", "kwargs"):
         assert name not in found
 
 
-def test_a_forward_behind_a_wrapper_takes_what_it_took() -> None:
+def test_wrapped_forwards_accept_the_same_arguments() -> None:
     model = tiny_model("gpt2")
     plain = model.forward
     model.forward = lambda *args, **kwargs: plain(*args, **kwargs)
@@ -166,7 +164,7 @@ def test_a_forward_behind_a_wrapper_takes_what_it_took() -> None:
     assert "atention_mask" not in found
 
 
-def test_flash_attention_reads_where_packed_samples_begin_and_sdpa_does_not() -> None:
+def test_only_flash_attention_reads_sequence_boundaries() -> None:
     model = tiny_model()
     assert "cu_seq_lens_q" not in arguments_of(model, ())
     model.config._attn_implementation = "flash_attention_2"
@@ -182,7 +180,7 @@ class Advantage(LogProbLoss):
         return -(batch["advantages"] * log_probs).sum()
 
 
-def test_entries_of_a_loss_are_its_own_and_those_of_another_are_not(engine: Engine) -> None:
+def test_only_the_chosen_losses_entries_are_accepted(engine: Engine) -> None:
     given = [{**batch(2, 8, 0), "advantages": torch.ones(2, 8)}]
     assert engine.measure(given, Advantage()).loss == pytest.approx(engine.evaluate([batch(2, 8, 0)]), rel=1e-6)
     losses: tuple[LossFn | None, ...] = (None, lambda log_probs, _: -log_probs.sum())
@@ -196,7 +194,7 @@ def test_entries_of_a_loss_are_its_own_and_those_of_another_are_not(engine: Engi
 # What micro-batches come in -------------------------------------------------------------------------------------------
 
 
-def test_any_iterable_of_mappings_is_a_step(engine: Engine) -> None:
+def test_a_step_takes_any_iterable_of_mappings(engine: Engine) -> None:
     expected = engine.evaluate(unequal_batches())
     others: list[Any] = [
         (each for each in unequal_batches()),
@@ -247,14 +245,14 @@ def test_any_iterable_of_mappings_is_a_step(engine: Engine) -> None:
         ),
     ],
 )
-def test_what_is_no_micro_batch_is_refused_in_words(engine: Engine, given: Any, says: str) -> None:
+def test_invalid_micro_batches_are_refused(engine: Engine, given: Any, says: str) -> None:
     with pytest.raises(BatchError, match=says) as caught:
         engine.step(given)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("loss", "says"), [(DPO, r"DPO is no loss .* make one: DPO\(\)"), ("nll", "a str is no loss")])
-def test_what_is_no_loss_is_refused(engine: Engine, loss: Any, says: str) -> None:
+def test_invalid_losses_are_refused(engine: Engine, loss: Any, says: str) -> None:
     for call in (engine.step, engine.gradients, engine.measure):
         with pytest.raises(LossError, match=says):
             call(unequal_batches(), loss_fn=loss)
@@ -309,9 +307,7 @@ def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
         (lambda model: "adamw", "'adamw' is not an optimizer; give a megatrain.AdamW"),
     ],
 )
-def test_an_optimizer_of_torch_is_refused_with_the_one_of_the_same_settings(
-    make: Callable[[torch.nn.Module], Any], says: str
-) -> None:
+def test_torch_optimizers_are_refused_with_an_equivalent(make: Callable[[torch.nn.Module], Any], says: str) -> None:
     model = tiny_model()
     with pytest.raises(ConfigError, match=rf"^optimizer: .*{says}"):
         Engine.from_model(model, optimizer=make(model))
@@ -340,12 +336,12 @@ def test_an_optimizer_of_torch_is_refused_with_the_one_of_the_same_settings(
     ],
     ids=str,
 )
-def test_an_argument_of_another_type_is_refused_by_name(wrong: dict[str, Any], error: type, says: str) -> None:
+def test_arguments_of_wrong_types_are_refused_by_name(wrong: dict[str, Any], error: type, says: str) -> None:
     with pytest.raises(error, match=says):
         Engine.from_model(tiny_model(), **{"verify": False, **wrong})
 
 
-def test_a_misspelt_option_is_told_the_nearest() -> None:
+def test_misspelt_options_suggest_the_nearest_name() -> None:
     with pytest.raises(TypeError, match="no option 'max_grad_nrom'; did you mean 'max_grad_norm'"):
         Engine.from_config(tiny_model().config.to_dict(), max_grad_nrom=1.0)  # type: ignore[call-arg]
 
@@ -367,7 +363,7 @@ def test_a_policy_for_more_units_is_not_adopted(engine: Engine) -> None:
     assert engine.evaluate(unequal_batches()) == before
 
 
-def test_what_is_asked_of_an_engine_is_checked_too(engine: Engine, tmp_path: Path) -> None:
+def test_engine_query_arguments_are_checked(engine: Engine, tmp_path: Path) -> None:
     ids = batch(1, 4, 0)["input_ids"]
     ours: Any = engine  # whose types are not kept to here
     cases: list[tuple[Callable[[], object], type[MegaTrainError], str]] = [
@@ -392,7 +388,7 @@ def test_what_is_asked_of_an_engine_is_checked_too(engine: Engine, tmp_path: Pat
     assert equal(engine.master_weights(), before)
 
 
-def test_a_folder_of_a_checkpoint_can_be_gone_back_to(tmp_path: Path) -> None:
+def test_an_engine_can_restore_an_earlier_checkpoint(tmp_path: Path) -> None:
     with Engine.from_model(tiny_model(), optimizer=AdamW(lr=1e-2), verify=False) as engine:
         engine.step(unequal_batches())
         folder, before = engine.save(tmp_path).wait(), engine.master_weights()
@@ -402,7 +398,7 @@ def test_a_folder_of_a_checkpoint_can_be_gone_back_to(tmp_path: Path) -> None:
         assert equal(engine.master_weights(), before)
 
 
-def test_an_engine_says_what_it_is() -> None:
+def test_an_engine_has_a_useful_repr() -> None:
     model = tiny_model()
     with Engine.from_model(model, precision="fp32", verify=False) as engine:
         engine.step(unequal_batches())

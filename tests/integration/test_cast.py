@@ -44,13 +44,13 @@ def cast_nbytes(precision: Any, **how: Any) -> int:
     return buffers["device/cast"].nbytes if "device/cast" in buffers else 0
 
 
-def test_a_cast_is_as_large_as_the_largest_shard() -> None:
+def test_cast_buffers_are_as_large_as_the_largest_shard() -> None:
     shards = [shard for unit in MODEL.units for shard in layout_of(unit).trained.shards((1 << 10) // 4)]
     assert cast_nbytes("bf16") == 2 * max(shard.stop - shard.start for shard in shards)
 
 
 @pytest.mark.parametrize(("precision", "how"), WITHOUT)
-def test_where_nothing_is_cast_on_its_way_there_is_none(precision: Any, how: dict[str, Any]) -> None:
+def test_no_cast_buffer_without_a_cast(precision: Any, how: dict[str, Any]) -> None:
     assert cast_nbytes(precision, **how) == 0
 
 
@@ -63,7 +63,7 @@ def test_where_nothing_is_cast_on_its_way_there_is_none(precision: Any, how: dic
         {"placements": (Placement("device", "device", "device"),) * 5},
     ],
 )
-def test_a_copy_allocates_nothing(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_allocate_nothing(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the bus's two ends the dtype is one, and no operation makes a tensor of its own."""
     whole = engine_step.ACTIONS["GRAD"]
 

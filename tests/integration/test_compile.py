@@ -26,18 +26,18 @@ def no_compiler() -> str:
     raise RuntimeError("none")
 
 
-def test_without_a_compiler_an_engine_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_without_a_compiler_is_refused_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", no_compiler)
     with pytest.raises(PlanError, match=r"policy.kernels: there is no C\+\+ compiler; install g\+\+"):
         engine("llama", Numerics("fp32", kernels="compile"), Policy(shares_memory=True))
 
 
-def test_kernels_that_nothing_here_can_check_are_refused() -> None:
+def test_unverifiable_kernels_are_refused() -> None:
     with pytest.raises(PlanError, match=r"policy\.kernels: Liger's kernels cannot be compared .*use compile"):
         Numerics(kernels="liger")
 
 
-def test_a_model_whose_router_outputs_are_recorded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_models_with_recorded_router_outputs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: "g++")
     made = engine("mixtral-balanced", Numerics("fp32", kernels="compile"), Policy(shares_memory=True))
     with made, pytest.raises(ModelError, match="kernels=stock"):

@@ -38,7 +38,7 @@ def good() -> dict[str, Tensor]:
         ([batch(1, 1, 0)], "no target token"),
     ],
 )
-def test_an_unusable_batch_is_one_line_and_changes_nothing(broken: list[dict[str, Tensor]], says: str) -> None:
+def test_an_invalid_batch_is_a_one_line_error_without_effect(broken: list[dict[str, Tensor]], says: str) -> None:
     with Engine.from_model(tiny_model()) as engine:
         before = engine.master_weights()
         for call in (engine.step, engine.gradients, engine.evaluate):
@@ -50,7 +50,7 @@ def test_an_unusable_batch_is_one_line_and_changes_nothing(broken: list[dict[str
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("where", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
-def test_a_loss_that_is_not_finite_is_not_applied(device: str, where: str) -> None:
+def test_nonfinite_losses_are_not_applied(device: str, where: str) -> None:
     model = tiny_model()
     with torch.no_grad():
         model.get_parameter(where)[5] = float("nan")
@@ -70,7 +70,7 @@ def test_a_loss_that_is_not_finite_is_not_applied(device: str, where: str) -> No
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_gradient_that_is_not_finite_is_not_applied_and_training_goes_on(
+def test_nonfinite_gradients_are_not_applied_and_training_continues(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatrain.engine import ops as engine_step
@@ -98,9 +98,7 @@ def test_a_gradient_that_is_not_finite_is_not_applied_and_training_goes_on(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_without_clipping_the_error_says_which_units_were_updated_already(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_clipping_the_error_lists_units_already_updated(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatrain.engine import ops as engine_step
 
     add = engine_step.UnitSum.add
@@ -116,9 +114,7 @@ def test_without_clipping_the_error_says_which_units_were_updated_already(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.timeout(60)
-def test_a_failure_in_a_background_op_surfaces_with_its_cause_and_the_next_step_works(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_background_failure_is_raised_and_the_next_step_works(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine.from_model(tiny_model(), device, optimizer=AdamW(lr=0.1)) as engine:
         engine.step(unequal_batches())
         update = OptimizerSink.update
@@ -160,7 +156,7 @@ def test_a_failure_in_a_layer_names_the_op_and_returns_every_lease(
         assert engine.step(unequal_batches()).tokens > 0
 
 
-def test_contradictions_are_refused() -> None:
+def test_contradictory_options_are_refused() -> None:
     with pytest.raises(PlanError, match="numerics"):
         Engine.from_model(tiny_model(), precision="fp32", numerics=Numerics("bf16"))
     with pytest.raises(PlanError, match="exact global norm"):
@@ -177,7 +173,7 @@ def test_contradictions_are_refused() -> None:
         Engine.from_model(tiny_model(), precision="fp16")  # type: ignore[arg-type]
 
 
-def test_what_is_no_causal_language_model_is_refused() -> None:
+def test_other_model_types_are_refused() -> None:
     from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
 
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -207,7 +203,7 @@ def test_the_cpu_worker_ends_with_its_device() -> None:
     assert threading.active_count() == before
 
 
-def test_an_engine_that_is_refused_gives_back_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_engine_releases_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise ConfigError("on purpose")
 
@@ -220,7 +216,7 @@ def test_an_engine_that_is_refused_gives_back_what_it_took(monkeypatch: pytest.M
     device.close()
 
 
-def test_logits_are_the_callers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_returned_logits_belong_to_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the memory that ops take is that of their stream, which uses it again whoever still reads it."""
     with Engine.from_model(tiny_model(), "sim:3", "fp32", verify=False) as engine:
         made: list[Tensor] = []

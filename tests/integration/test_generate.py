@@ -80,7 +80,7 @@ QUICK = [("gemma2", "cpu"), ("llama-tied", "sim:5"), ("gpt2", "sim:5"), ("qwen3"
         for device in DEVICES
     ],
 )
-def test_tokens_and_logits_are_the_stock_models(family: str, device: str) -> None:
+def test_tokens_and_logits_equal_the_stock_models(family: str, device: str) -> None:
     model = tiny_model(family).eval()
     options = {**left_padded(), "max_new_tokens": 5, "do_sample": False, **NEVER_ENDS, **WITH_LOGITS}
     with Engine.from_model(model, device, "fp32", verify=False) as engine:
@@ -90,7 +90,7 @@ def test_tokens_and_logits_are_the_stock_models(family: str, device: str) -> Non
 @pytest.mark.parametrize(
     "family", [pytest.param(each, marks=pytest.mark.slow if each != "mamba" else ()) for each in OTHER_PASTS]
 )
-def test_a_past_of_another_kind_is_kept_too(family: str) -> None:
+def test_other_cache_types_are_supported(family: str) -> None:
     fields = dict(OTHER_PASTS[family])
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields)).eval()
@@ -99,7 +99,7 @@ def test_a_past_of_another_kind_is_kept_too(family: str) -> None:
         assert_same(engine.generate(**options), said_by_stock(model, **options))
 
 
-def test_a_family_whose_past_the_library_does_not_make_is_computed_anew() -> None:
+def test_families_without_a_library_cache_recompute() -> None:
     fields = {**SMALL, **HEADS, "num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"]}
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("minimax", **fields)).eval()
@@ -122,14 +122,14 @@ def test_a_family_whose_past_the_library_does_not_make_is_computed_anew() -> Non
     ],
     ids=lambda way: "-".join(way),
 )
-def test_every_way_of_drawing_is_the_librarys(way: dict[str, Any]) -> None:
+def test_every_sampling_method_matches_the_library(way: dict[str, Any]) -> None:
     model = tiny_model("gemma2" if "use_cache" in way else "llama").eval()
     options = {**left_padded(), "max_new_tokens": 5, **NEVER_ENDS, "do_sample": False, **way}
     with Engine.from_model(model, "sim:2", "fp32", verify=False) as engine:
         assert torch.equal(engine.generate(**options, seed=11), said_by_stock(model, seed=11, **options))
 
 
-def test_a_seed_fixes_what_is_drawn_and_nobody_elses_chance_is_touched() -> None:
+def test_sampling_depends_only_on_its_seed() -> None:
     model = tiny_model(attention_dropout=0.5)
     options = {**left_padded(), "max_new_tokens": 6, "do_sample": True, **NEVER_ENDS}
     with Engine.from_model(model, "cpu", "fp32", verify=False) as engine:
@@ -143,7 +143,7 @@ def test_a_seed_fixes_what_is_drawn_and_nobody_elses_chance_is_touched() -> None
     assert torch.equal(said_by_stock(model.eval(), seed=1, **options), first), "without dropout"
 
 
-def test_it_speaks_in_the_middle_of_training_with_all_updates_and_disturbs_nothing() -> None:
+def test_generating_during_training_sees_all_updates_and_changes_nothing() -> None:
     twins = [Engine.from_model(tiny_model(), "sim:4", "fp32", AdamW(lr=0.1)) for _ in range(2)]
     try:
         losses = []
@@ -166,7 +166,7 @@ def test_it_speaks_in_the_middle_of_training_with_all_updates_and_disturbs_nothi
             engine.close()
 
 
-def test_bfloat16_and_frozen_weights_speak_as_the_stock_model_does() -> None:
+def test_bfloat16_and_frozen_weights_generate_like_the_stock_model() -> None:
     model = tiny_model().eval().requires_grad_(False)
     options = {**left_padded(), "max_new_tokens": 4, "do_sample": False, **NEVER_ENDS}
     with Engine.from_model(model, "sim:1", "bf16", verify=False) as engine:
@@ -175,7 +175,7 @@ def test_bfloat16_and_frozen_weights_speak_as_the_stock_model_does() -> None:
     assert torch.equal(found, said_by_stock(model.to(torch.bfloat16), **options))
 
 
-def test_bad_input_is_refused_in_words_and_the_engine_goes_on() -> None:
+def test_bad_input_is_refused_clearly_and_the_engine_stays_usable() -> None:
     ids = batch(1, 9, 0)["input_ids"]
     with Engine.from_model(tiny_model(max_position_embeddings=12), "sim:3", "fp32") as engine:
         for bad in (ids[0], ids.float(), ids + VOCAB, ids[:, :0], ids.repeat(1, 2)):
@@ -190,7 +190,7 @@ def test_bad_input_is_refused_in_words_and_the_engine_goes_on() -> None:
         assert engine.generate(ids, max_new_tokens=3, **NEVER_ENDS).shape == (1, 12)
 
 
-def test_weights_that_are_no_numbers_are_named_as_the_cause() -> None:
+def test_nan_weights_are_named_as_the_cause() -> None:
     model = tiny_model()
     with torch.no_grad():
         model.model.norm.weight[0] = torch.nan
@@ -214,7 +214,7 @@ def legible(text: str) -> str:
     return "".join(char for char in text if char.isascii() and char.isprintable())
 
 
-def test_a_folder_continues_a_prompt_piece_by_piece_as_its_stock_model_does(folder: str) -> None:
+def test_a_model_folder_generates_like_its_stock_model(folder: str) -> None:
     pieces: list[str] = []
     spoken = run_generation(
         GenerationModel(folder, precision="fp32"), "one two", pieces.append, Sampling(16, temperature=0)
@@ -230,7 +230,7 @@ def test_a_folder_continues_a_prompt_piece_by_piece_as_its_stock_model_does(fold
     assert spoken.summary().startswith(f"{len(expected)} tokens in ")
 
 
-def test_a_seed_fixes_what_a_folder_says(folder: str) -> None:
+def test_a_seed_fixes_generation_from_a_folder(folder: str) -> None:
     first, again, other = (
         run_generation(
             GenerationModel(folder), "", lambda text: None, Sampling(12, temperature=9.0, top_k=0, seed=seed)
@@ -240,7 +240,7 @@ def test_a_seed_fixes_what_a_folder_says(folder: str) -> None:
     assert first.text == again.text != other.text
 
 
-def test_only_tokens_that_the_tokenizer_knows_are_drawn() -> None:
+def test_only_tokens_known_to_the_tokenizer_are_drawn() -> None:
     """The model would draw ids up to 2,000, of which the tokenizer knows 257."""
     tokenizer = load_tokenizer("bytes")
     with Engine.from_model(tiny_model(vocab_size=2000, eos_token_id=256), "cpu", "fp32") as engine:
@@ -251,12 +251,12 @@ def test_only_tokens_that_the_tokenizer_knows_are_drawn() -> None:
     assert int(free.max()) > 256
 
 
-def test_without_a_number_it_speaks_to_the_end_of_its_positions(folder: str) -> None:
+def test_without_a_limit_generation_fills_the_positions(folder: str) -> None:
     spoken = run_generation(GenerationModel(folder), "x" * 60, lambda text: None, Sampling(temperature=0))
     assert spoken.tokens <= 4
 
 
-def test_what_is_heard_steers_no_terminal(folder: str) -> None:
+def test_generated_control_characters_are_escaped(folder: str) -> None:
     spoken = run_generation(
         GenerationModel(folder), "", lambda text: None, Sampling(20, temperature=9.0, top_k=0, seed=3)
     )
@@ -264,7 +264,7 @@ def test_what_is_heard_steers_no_terminal(folder: str) -> None:
     assert all(char.isprintable() or char in "\n\t" for char in spoken.text)
 
 
-def test_what_is_wrong_with_a_folder_or_a_prompt_is_said_before_weights_are_loaded(
+def test_bad_folders_and_prompts_are_refused_before_loading(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatrain.commands.generate.pretrained_source", None)
@@ -284,7 +284,7 @@ def test_what_is_wrong_with_a_folder_or_a_prompt_is_said_before_weights_are_load
         assert "\n" not in str(caught.value)
 
 
-def test_an_empty_prompt_starts_with_the_token_that_starts_a_text() -> None:
+def test_an_empty_prompt_starts_with_the_bos_token() -> None:
     tokenizer = load_tokenizer("bytes")
     assert prompt_ids(tokenizer, "") == [256]
     assert prompt_ids(tokenizer, "ab") == [97, 98]
@@ -322,7 +322,7 @@ def asked(chatty: str, said: list[str], monkeypatch: pytest.MonkeyPatch, **how: 
     return prompts, notices
 
 
-def test_a_chat_has_its_history_and_its_system_prompt(chatty: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_includes_history_and_system_prompt(chatty: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, _ = asked(chatty, ["one", "two", RESET, "three"], monkeypatch, system="be brief")
     assert prompts == [
         "s:be brief;u:one;a:",
@@ -331,9 +331,7 @@ def test_a_chat_has_its_history_and_its_system_prompt(chatty: str, monkeypatch: 
     ]
 
 
-def test_a_chat_that_outgrows_the_model_forgets_its_oldest_messages(
-    chatty: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_overlong_chat_drops_its_oldest_messages(chatty: str, monkeypatch: pytest.MonkeyPatch) -> None:
     said = ["first" * 7, "second" * 6, "third" * 6, "x" * 200, "last"]
     prompts, notices = asked(chatty, said, monkeypatch, system="s", sampling=Sampling(16))
     assert prompts[1].startswith("s:s;u:first")
@@ -345,9 +343,7 @@ def test_a_chat_that_outgrows_the_model_forgets_its_oldest_messages(
     assert all(len(prompt) + 16 <= 128 for prompt in prompts)
 
 
-def test_an_answer_is_the_one_that_the_library_draws_and_can_be_stopped(
-    chatty: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chat_answers_equal_the_librarys_and_can_be_stopped(chatty: str, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
     generator, how = GenerationModel(chatty, precision="fp32"), Sampling(12, temperature=0)
     assert run_chat(generator, ["one"], heard.append, how) == 1

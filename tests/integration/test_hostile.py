@@ -81,7 +81,7 @@ def varied_schedule(seed: int) -> Schedule:
 
 
 @pytest.mark.parametrize("case", range(len(FIVE)))
-def test_leaving_out_any_single_wait_is_detected(case: int) -> None:
+def test_removing_any_single_wait_is_detected(case: int) -> None:
     """The kill rate over all waits of five policies is 100%."""
     policy, pending, tied = FIVE[case]
     schedule = build_step(small_spec(tied=tied), Numerics(), policy, Work((4, 4)), pending)  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ def test_five_thousand_seeds_over_varied_policies_have_no_race(seeds: range) -> 
         run_idle(varied_schedule(seed), SimDevice(seed))
 
 
-def test_a_race_names_both_ops_the_bytes_the_parameter_and_the_missing_wait() -> None:
+def test_race_reports_name_ops_bytes_parameter_and_missing_wait() -> None:
     policy = Policy(shard_nbytes=1 << 20)
     with Engine.from_model(tiny_model(), "sim:0", policy=policy) as engine:
         engine.step(unequal_batches())
@@ -119,7 +119,7 @@ def test_a_race_names_both_ops_the_bytes_the_parameter_and_the_missing_wait() ->
     assert f"op {index} ({ops[index].name}) must wait for op {fetch} (FETCH u1 s0)" in said
 
 
-def test_a_race_is_found_even_when_the_values_came_out_right() -> None:
+def test_races_are_found_even_with_correct_values() -> None:
     device = SimDevice(0)
     span = Access("host/x", 0, 8, USED)
     device.stream("host").submit(Errand("write", writes=[span]), lambda: None)
@@ -132,7 +132,7 @@ def test_a_race_is_found_even_when_the_values_came_out_right() -> None:
         device.synchronize()
 
 
-def test_accesses_that_do_not_overlap_or_only_read_are_no_race() -> None:
+def test_disjoint_and_read_only_accesses_do_not_race() -> None:
     device = SimDevice(0)
     for stream, start in (("host", 0), ("compute", 8)):
         mine, shared = Access("host/x", start, start + 8, USED), Access("host/y", 0, 8, USED)
@@ -170,7 +170,7 @@ def _weights_after(device: SimDevice, change: object) -> dict[str, Tensor]:
         return engine.master_weights()
 
 
-def test_all_temperaments_are_drawn_and_the_same_seed_gives_the_same_run() -> None:
+def test_the_hostile_device_covers_all_behaviours_reproducibly() -> None:
     assert {SimDevice(seed).temperament for seed in range(8)} == set(TEMPERAMENTS)
     schedule = varied_schedule(2)
     for seed in range(8):
@@ -192,7 +192,7 @@ def test_late_copies_come_last_and_eager_overwrites_come_early() -> None:
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
-def test_an_op_that_touches_what_it_does_not_declare_is_caught() -> None:
+def test_undeclared_accesses_are_caught() -> None:
     device = SimDevice(0)
     memory = {"device/a": device.allocate(8, "x"), "device/b": device.allocate(8, "x")}
     span = Access("device/a", 0, 4, USED)
@@ -211,7 +211,7 @@ def test_an_op_that_touches_what_it_does_not_declare_is_caught() -> None:
         assert held["device/a"][:4].tolist() == [1, 1, 1, 1], "and the device still holds them"
 
 
-def test_freed_memory_is_poisoned_and_given_back() -> None:
+def test_freed_memory_is_poisoned_and_reused() -> None:
     device = SimDevice(0, capacity=8)
     memory = device.allocate(8, "x")
     memory[:] = 1
@@ -305,7 +305,7 @@ def _fail_somewhere(kind: str, seeds: range, update: str) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("update", ["next_forward", pytest.param("during_backward", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_failure_ends_in_a_typed_error_and_a_whole_state(kind: str, update: str) -> None:
+def test_any_failure_is_a_typed_error_and_leaves_valid_state(kind: str, update: str) -> None:
     _fail_somewhere(kind, range(2), update)
 
 
@@ -328,7 +328,7 @@ def _interrupted_once(synchronize: Callable[[], None]) -> Callable[[], None]:
     return waiting
 
 
-def test_a_step_that_was_applied_whole_before_its_end_failed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fully_applied_step_counts_even_if_its_end_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without clipping: everything is updated, and then the user's interrupt comes while the streams are waited for."""
 
     def run(*, interrupted: bool) -> tuple[dict[str, Tensor], dict[str, int]]:
@@ -350,7 +350,7 @@ def test_a_step_that_was_applied_whole_before_its_end_failed_counts(monkeypatch:
     assert equal(weights, expected)
 
 
-def test_a_torn_state_is_not_exported(tmp_path: Path) -> None:
+def test_torn_state_is_not_exported(tmp_path: Path) -> None:
     device = SimDevice(4)
     with Engine.from_model(tiny_model(), device, max_grad_norm=None) as engine:
         device.faults.append(Fault("raise", "UPDATE u2"))
@@ -363,7 +363,7 @@ def test_a_torn_state_is_not_exported(tmp_path: Path) -> None:
     assert not (tmp_path / "model").exists()
 
 
-def test_a_closed_engine_gives_all_memory_back_to_a_device_that_is_not_its_own() -> None:
+def test_a_closed_engine_frees_its_memory_on_a_shared_device() -> None:
     device = SimDevice(0)
     for _ in range(3):
         with Engine.from_model(tiny_model(), device) as engine:
@@ -372,7 +372,7 @@ def test_a_closed_engine_gives_all_memory_back_to_a_device_that_is_not_its_own()
         assert sum(device._owners.values()) == 0
 
 
-def test_of_two_failures_the_first_is_raised_and_the_second_noted() -> None:
+def test_of_two_failures_the_first_is_raised() -> None:
     device = SimDevice(0)
 
     def broken(name: str) -> None:
@@ -388,7 +388,7 @@ def test_of_two_failures_the_first_is_raised_and_the_second_noted() -> None:
     device.synchronize()
 
 
-def test_a_hang_behind_a_failure_is_not_the_news() -> None:
+def test_a_failure_takes_precedence_over_the_hang_it_causes() -> None:
     device = SimDevice(0, faults=[Fault("hang", "b")])
 
     def broken() -> None:
@@ -400,7 +400,7 @@ def test_a_hang_behind_a_failure_is_not_the_news() -> None:
         device.synchronize()
 
 
-def test_host_memory_is_policed_too() -> None:
+def test_host_memory_accesses_are_checked() -> None:
     device = SimDevice(0)
     memory = {"host/a": device.allocate_host(8, "x"), "host/b": device.allocate_host(8, "x")}
     span = Access("host/a", 0, 4, USED)
@@ -411,7 +411,7 @@ def test_host_memory_is_policed_too() -> None:
         held["host/a"][4] = 3
 
 
-def test_a_broken_promise_leaves_no_trace_for_the_next_op() -> None:
+def test_an_undeclared_access_does_not_affect_the_next_op() -> None:
     device = SimDevice(0)
     memory = {"device/a": device.allocate(8, "x"), "device/b": device.allocate(8, "x")}
     spans = [Access("device/a", 0, 8, USED), Access("device/b", 0, 8, USED)]
@@ -424,7 +424,7 @@ def test_a_broken_promise_leaves_no_trace_for_the_next_op() -> None:
         assert not held["device/b"].any()
 
 
-def test_a_hang_is_reported_with_who_waits_for_whom() -> None:
+def test_deadlock_reports_show_who_waits_for_whom() -> None:
     device = SimDevice(1, faults=[Fault("hang", "FETCH u2 s0")])
     with pytest.raises(Deadlock, match=r"FETCH u2 s0 on stream fetch never ends") as caught:
         run_idle(build_step(small_spec(), Numerics(), Policy(), Work((4,))), device)
@@ -448,7 +448,7 @@ MACHINES = [
 
 @pytest.mark.parametrize("hardware", MACHINES, ids=lambda machine: machine.name)
 @pytest.mark.parametrize("case", range(len(FIVE)))
-def test_the_executed_timeline_is_the_replayed_one_whatever_the_adversary(case: int, hardware: Hardware) -> None:
+def test_the_executed_timeline_equals_the_replay(case: int, hardware: Hardware) -> None:
     policy, pending, tied = FIVE[case]
     work = Work((40, 24))
     schedule = build_step(small_spec(tied=tied), Numerics(), policy, work, pending)  # type: ignore[arg-type]
@@ -533,6 +533,6 @@ def test_a_trace_of_calls_in_phases_counts_the_bytes_of_copies_alone(tmp_path: P
     assert (nbytes["GRAD"], nbytes["BACKWARD"]) == (crossed, 0)
 
 
-def test_the_number_of_mutants_is_that_of_the_waits() -> None:
+def test_there_is_one_mutant_per_wait() -> None:
     schedule = varied_schedule(5)
     assert len(list(without_each_wait(schedule))) == sum(map(len, schedule.waits))

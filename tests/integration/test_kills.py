@@ -129,7 +129,7 @@ def survive(
 @pytest.mark.parametrize(
     "disk", [pytest.param(False, id="host", marks=pytest.mark.slow), pytest.param(True, id="disk")]
 )
-def test_a_killed_run_goes_on_bit_for_bit(preloaded: Preloaded, tmp_path: Path, disk: bool) -> None:
+def test_a_killed_run_resumes_bit_for_bit(preloaded: Preloaded, tmp_path: Path, disk: bool) -> None:
     """Dropout, shuffled data, and now and then another policy after the kill."""
     survive(preloaded, tmp_path, disk, random.Random(int(disk)), kills=2)
 
@@ -141,9 +141,7 @@ def test_a_killed_run_goes_on_bit_for_bit(preloaded: Preloaded, tmp_path: Path, 
         *(pytest.param(20, h, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]) for h in ("host", "files")),
     ],
 )
-def test_a_killed_run_of_an_adapter_goes_on_bit_for_bit(
-    preloaded: Preloaded, tmp_path: Path, kills: int, home: str
-) -> None:
+def test_a_killed_adapter_run_resumes_bit_for_bit(preloaded: Preloaded, tmp_path: Path, kills: int, home: str) -> None:
     """Of its dropout too; the base is in host memory, or read from its files."""
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**BYTE_LLAMA))

@@ -28,7 +28,7 @@ SMALL = Policy(shard_nbytes=4096)
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
-def test_groups_train_as_in_pytorch_while_the_rate_moves(clip: float | None) -> None:
+def test_param_groups_match_pytorch_with_a_scheduler(clip: float | None) -> None:
     """Each by its own peak, all by the same factor of it; weight decay goes by the rate of the group."""
     model, batches = tiny_model(), [batch(2, 9, 1)]
     named = list(model.named_parameters())
@@ -87,19 +87,19 @@ def plainest(update: str) -> dict[str, Tensor]:
     ],
     ids=["disk", "resident", "mixed", "streamed", "streamed as gradients land"],
 )
-def test_where_a_group_is_updated_changes_no_bit(device: str, policy: Policy, tmp_path: Path) -> None:
+def test_the_place_of_an_update_changes_no_bit_with_param_groups(device: str, policy: Policy, tmp_path: Path) -> None:
     found = trained(policy, device, [tmp_path] if any(each.uses_disk for each in policy.placements) else ())
     assert equal(found, plainest(policy.update))
 
 
-def test_groups_are_updated_alike_by_several_ranks() -> None:
+def test_param_groups_are_updated_alike_on_several_ranks() -> None:
     """Each of which owns a part of every shard, whatever group it is of."""
     model, batches = tiny_model(), batches_of(2)
     many, one = (ranks_trained(size, model, batches, steps=2, optimizer=OPTIMIZER) for size in (2, 1))
     assert equal(many.weights, one.weights)
 
 
-def test_the_peak_of_a_pattern_that_is_that_of_all_changes_no_bit() -> None:
+def test_a_pattern_with_the_global_rate_changes_no_bit() -> None:
     alike = replace(OPTIMIZER, learning_rates=tuple((pattern, OPTIMIZER.lr) for pattern, _ in RATES))
     assert equal(trained(Policy(), optimizer=alike), trained(Policy(), optimizer=replace(OPTIMIZER, learning_rates=())))
     assert not equal(trained(Policy(), optimizer=alike), plainest("next_forward"))
@@ -116,14 +116,14 @@ def test_the_peak_of_a_pattern_that_is_that_of_all_changes_no_bit() -> None:
         ((("*embed*", 1e-5),), r"no trained parameter matches '\*embed\*', only frozen ones"),
     ],
 )
-def test_patterns_that_name_nothing_or_too_much_are_refused(rates: tuple[tuple[str, float], ...], what: str) -> None:
+def test_patterns_matching_nothing_or_overlapping_are_refused(rates: tuple[tuple[str, float], ...], what: str) -> None:
     model = tiny_model()
     model.model.embed_tokens.requires_grad_(False)
     with pytest.raises(ConfigError, match=what):
         Engine.from_model(model, optimizer=AdamW(learning_rates=rates), verify=False)
 
 
-def test_rates_between_steps_may_change_and_patterns_may_not(tmp_path: Path) -> None:
+def test_rates_may_change_between_steps_and_patterns_may_not(tmp_path: Path) -> None:
     with Engine.from_model(tiny_model(), "cpu", "fp32", OPTIMIZER, verify=False) as engine:
         before = engine.master("model.layers.0.self_attn.q_proj.weight")
         engine.set_optimizer(replace(OPTIMIZER, learning_rates=tuple((pattern, 0.0) for pattern, _ in RATES)))

@@ -55,7 +55,7 @@ SLOW = [
 @pytest.mark.parametrize(
     ("family", "precision", "chunk", "keep"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
 )
-def test_no_more_exists_in_a_backward_than_the_schedule_says(
+def test_live_memory_in_backward_is_within_the_schedules_figure(
     family: str, precision: str, chunk: int, keep: str
 ) -> None:
     numerics = Numerics(precision, mlp_chunk_tokens=chunk, loss_chunk_tokens=64)  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ def rows_of(rows: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("family", "rows", "changes"), [*MASKED, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_MASKED)]
 )
-def test_no_more_exists_in_any_op_than_the_schedule_says(
+def test_live_memory_in_any_op_is_within_the_schedules_figure(
     family: str, rows: str, changes: dict[str, Any], precision: str
 ) -> None:
     """Forward, loss and backward, of masks, windows, capped logits and a router's auxiliary loss."""
@@ -125,13 +125,13 @@ def test_no_more_exists_in_any_op_than_the_schedule_says(
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", ["input", "offload_chosen", "offload_attention"])
 @pytest.mark.parametrize("kind", ["axk2", "bloom", "deepseek_v3", "falcon"])
-def test_of_two_rows_no_layer_holds_more_than_twice_what_one_does_unseen(kind: str, keep: Keep) -> None:
+def test_two_rows_take_at_most_twice_the_memory_of_one(kind: str, keep: Keep) -> None:
     """Keys that heads share, and biases of positions, are copied where there is more than one row."""
     found = shares(kind, "bf16", "uniform", keep)
     assert max(found.values()) <= 1.005, found
 
 
-def test_outputs_are_offloaded_by_an_engine_that_nobody_has_asked_for_a_plan() -> None:
+def test_outputs_are_offloaded_without_a_plan() -> None:
     """The slots have the size of what is saved, which is measured for them."""
     policy = Policy(activations_by_layer=(("offload_chosen",),))
     model = tiny_model("llama", **{**WIDER, "num_hidden_layers": 6})

@@ -44,7 +44,7 @@ def results(device: str, numerics: Numerics, policy: Policy, family: str = "llam
     ("family", "activations"),
     [("llama", "keep"), ("gpt2", "recompute"), ("mixtral-balanced", "recompute")],
 )
-def test_gradients_in_chunks_are_those_of_the_stock_model(family: str, activations: str) -> None:
+def test_chunked_gradients_equal_the_stock_model(family: str, activations: str) -> None:
     numerics = Numerics("fp32", loss_chunk_tokens=16, mlp_chunk_tokens=7)
     policy = Policy(shares_memory=True, activations=activations)  # type: ignore[arg-type]
     model = tiny_model(family)
@@ -59,7 +59,7 @@ def test_gradients_in_chunks_are_those_of_the_stock_model(family: str, activatio
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
-def test_with_chunks_too_no_schedule_changes_a_bit(precision: str) -> None:
+def test_schedules_change_no_bit_with_chunks(precision: str) -> None:
     """Kept graphs whose weights have left their slot, one slot for all, inputs in host memory or dropped, and stored
     outputs of single ops."""
     numerics = Numerics(precision, loss_chunk_tokens=16, mlp_chunk_tokens=7)  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ def test_with_chunks_too_no_schedule_changes_a_bit(precision: str) -> None:
     assert 0 < worst < (1e-5 if precision == "fp32" else 2e-2)
 
 
-def test_no_argument_of_a_layer_grows_with_the_square_of_the_length() -> None:
+def test_no_layer_argument_is_quadratic_in_length() -> None:
     """Whole rows behind a causal mask need none that exists."""
     ported = port_model(tiny_model(max_position_embeddings=1 << 12), torch.float32)
     with torch.no_grad():
@@ -107,7 +107,7 @@ def test_an_8b_shape_at_512k_tokens_fits_96_gb_and_would_not_without_chunks() ->
         plan_8b(1 << 19, overrides={"mlp_chunk_tokens": 0})
 
 
-def test_with_the_length_memory_grows_by_the_layer_inputs_in_the_host_and_by_one_layer_on_the_device() -> None:
+def test_memory_grows_with_length_by_layer_inputs_and_one_layer() -> None:
     """Host: an input per layer, less those that never leave their slot. Device: no term by the number of layers."""
     overrides = {"mlp_chunk_tokens": 4096, "activations_by_layer": (("offload",),), "weight_slots": 1, "grad_slots": 1}
     short, long = (plan_8b(tokens, overrides=overrides) for tokens in (1 << 18, 1 << 19))
@@ -144,7 +144,7 @@ WIDTH = 64
 
 
 @pytest.mark.parametrize(("short", "long"), [(1024, 1536), pytest.param(8192, 16384, marks=pytest.mark.slow)])
-def test_each_further_layer_costs_its_input_for_each_further_token(short: int, long: int) -> None:
+def test_each_layer_adds_its_input_per_token(short: int, long: int) -> None:
     """Measured on the cpu, where an input stays where it is: all else is of one layer, whatever the depth."""
     shallow, deep = (measured(long, layers) - measured(short, layers) for layers in (1, 2))
     one_input = 4 * WIDTH * (long - short)
@@ -153,7 +153,7 @@ def test_each_further_layer_costs_its_input_for_each_further_token(short: int, l
 
 
 @pytest.mark.slow
-def test_over_lengths_the_prediction_holds() -> None:
+def test_predictions_hold_over_lengths() -> None:
     """With one thread, since each has blocks of scores of its own. Peaks grow in a straight line."""
     threads, lengths = torch.get_num_threads(), (2048, 4096, 8192, 16384)
     torch.set_num_threads(1)

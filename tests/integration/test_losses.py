@@ -112,7 +112,7 @@ def test_cross_entropy_as_a_loss_of_log_probabilities_is_cross_entropy(family: s
 
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (0.5, 0.0, 2.0)])
-def test_a_router_auxiliary_loss_counts_as_the_caller_says(weights: tuple[float, ...]) -> None:
+def test_the_router_auxiliary_loss_weight_is_the_callers(weights: tuple[float, ...]) -> None:
     """And is told for each micro-batch, with what the loss reports of it."""
     model, batches = tiny_model("mixtral-balanced"), unequal_batches(3)
     tokens = sum(int(target_mask(each).sum()) for each in batches)
@@ -144,7 +144,7 @@ def test_a_router_auxiliary_loss_counts_as_the_caller_says(weights: tuple[float,
             engine.step(batches, router_weights=(1.0, 1.0))
 
 
-def test_log_probabilities_are_those_of_the_stock_model_in_the_order_of_the_micro_batches() -> None:
+def test_log_probabilities_equal_the_stock_models_in_micro_batch_order() -> None:
     model, batches = tiny_model().eval(), unequal_batches(3)
     with engine_of(model) as engine, torch.no_grad():
         for found, each in zip(engine.log_probs(batches), batches, strict=True):
@@ -251,7 +251,7 @@ def test_steps_without_a_reference_equal_a_plain_pytorch_loop_around_trl(loss: O
             assert told["rewards/margins"] == pytest.approx(apart, abs=1e-5)
 
 
-def test_odds_are_exact_at_both_ends_and_have_a_gradient_there() -> None:
+def test_orpo_log_odds_are_exact_at_both_ends() -> None:
     for value in (0.0, -1e-12, -1e-3, -0.6931, -0.6932, -5.0, -60.0):
         log_probs = torch.tensor([[value, value - 0.1]], dtype=torch.float64).reshape(2, 1).requires_grad_()
         batch: dict[str, object] = {"labels": torch.ones(2, 2, dtype=torch.int64)}
@@ -266,7 +266,7 @@ def test_odds_are_exact_at_both_ends_and_have_a_gradient_there() -> None:
             assert loss.item() == pytest.approx(-chosen + 0.1 * math.log1p(math.exp(-odds)), rel=1e-9)
 
 
-def test_how_pairs_are_cut_into_micro_batches_changes_nothing() -> None:
+def test_micro_batching_of_pairs_changes_nothing() -> None:
     whole = pairs(3, 10, 5)
     parts = [{key: value[2 * n : 2 * n + 2] for key, value in whole.items()} for n in range(3)]
     with engine_of(tiny_model()) as engine:
@@ -318,7 +318,7 @@ def trls_kto(log_probs: Tensor, reference: Tensor, each: dict[str, Tensor], loss
     [KTO(), KTO(0.5, 0.7, 1.4), KTO(0.3, loss_type="apo_zero_unpaired")],
     ids=["kto", "weighted", "apo"],
 )
-def test_marked_answers_cost_what_trls_own_trainer_makes_of_them(loss: KTO) -> None:
+def test_kto_losses_equal_trls(loss: KTO) -> None:
     """Loss, every gradient and what is reported; the KL term is each micro-batch's own."""
     plain, reference = tiny_model(), tiny_model()
     batches = [answers(4, 12, 0), answers(4, 9, 1)]
@@ -355,7 +355,7 @@ def test_marked_answers_cost_what_trls_own_trainer_makes_of_them(loss: KTO) -> N
     assert loss.loss_type != "kto" or out.metrics["kl"] > 1, "the policy must have moved away"
 
 
-def test_the_distance_of_kto_is_the_micro_batchs_own_and_has_no_gradient() -> None:
+def test_ktos_kl_estimate_is_per_micro_batch_without_gradient() -> None:
     """A mean of each, 0 at least, so how answers are cut changes it; mismatched rows train nothing."""
     log_probs = torch.zeros(4, 3)
     log_probs[:, 1] = torch.tensor([-1.0, 3.0, -2.0, -9.0])
@@ -392,7 +392,7 @@ class Distillation(LogitsLoss):
         return loss, {"agrees": (logits.argmax(-1) == own["teacher"].argmax(-1)).sum()}
 
 
-def test_a_loss_of_logits_sees_what_belongs_to_its_tokens() -> None:
+def test_logit_losses_get_their_tokens_entries() -> None:
     model, batches = tiny_model("qwen3-tied"), unequal_batches(2)
     for each in batches:
         each["teacher"] = torch.softmax(torch.randn(*each["labels"].shape, VOCAB), -1)
@@ -433,7 +433,7 @@ def test_smoothed_cross_entropy_with_a_z_loss() -> None:
         assert engine.measure(batches, SmoothedCrossEntropy(0.2, 0.01)).loss == pytest.approx(loss, rel=TOLERANCE)
 
 
-def test_a_head_that_draws_draws_the_same_in_both_passes() -> None:
+def test_random_heads_draw_the_same_in_both_passes() -> None:
     weight, hidden = torch.randn(VOCAB, 16), torch.randn(12, 16)
     labels = torch.randint(0, VOCAB, (2, 6))
     each, targets = {"labels": labels}, shifted(labels).reshape(-1)
@@ -472,7 +472,7 @@ class _Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("loss", [DPO(), SmoothedCrossEntropy(0.1)], ids=["log-probs", "logits"])
-def test_whole_logits_never_exist(loss: LogProbLoss | LogitsLoss) -> None:
+def test_whole_logits_are_never_materialised(loss: LogProbLoss | LogitsLoss) -> None:
     each = {**pairs(8, 40, 0), REFERENCE: torch.zeros(16)}
     if isinstance(loss, LogitsLoss):
         del each[REFERENCE]
@@ -496,7 +496,9 @@ def test_whole_logits_never_exist(loss: LogProbLoss | LogitsLoss) -> None:
          "not as long as the labels"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_told_and_nothing_is_trained(change: Any, loss: Any, error: type[Exception], what: str) -> None:
+def test_loss_errors_are_reported_and_nothing_is_trained(
+    change: Any, loss: Any, error: type[Exception], what: str
+) -> None:
     good = {**pairs(2, 10, 0), REFERENCE: torch.zeros(4)}
     with engine_of(tiny_model()) as engine:
         before = engine.master_weights()

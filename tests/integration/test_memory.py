@@ -42,7 +42,7 @@ class Counting(CpuDevice):
 
 @pytest.mark.parametrize("shares_memory", [True, False])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_prediction_ledger_and_allocations_agree_to_the_byte(precision: str, shares_memory: bool) -> None:
+def test_predicted_and_allocated_memory_agree_to_the_byte(precision: str, shares_memory: bool) -> None:
     numerics, policy = Numerics(precision), Policy(shares_memory=shares_memory)  # type: ignore[arg-type]
     device = Counting()
     with Engine.from_model(tiny_model(), device, numerics=numerics, policy=policy) as engine:
@@ -66,7 +66,7 @@ def test_a_parameter_takes_12_bytes_and_its_waiting_gradient_2_or_4(precision: s
     assert table["host", "gradients"] == pytest.approx(waiting * spec.numel, rel=0.01)
 
 
-def test_gradients_that_are_used_as_they_land_do_not_wait_in_host_memory() -> None:
+def test_gradients_applied_on_arrival_need_no_host_buffer() -> None:
     spec = port_model(tiny_model(num_hidden_layers=12), torch.float32).spec
     waiting = memory_table(spec, Numerics(), Policy(), WORK)["host", "gradients"]
     used = memory_table(spec, Numerics(), Policy(update="during_backward"), WORK)["host", "landed gradients"]
@@ -82,7 +82,7 @@ def test_device_memory_does_not_grow_with_depth() -> None:
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_a_budget_is_respected_to_the_byte_and_refused_before_anything_is_allocated(tier: str) -> None:
+def test_budgets_are_exact_and_checked_before_allocating(tier: str) -> None:
     spec = port_model(tiny_model(), torch.float32).spec
     needed = sum(n for (of, _), n in memory_table(spec, Numerics(), Policy(), WORK).items() if of == tier)
     enough, short = (Limits(**{f"{tier}_nbytes": nbytes}) for nbytes in (needed, needed - 1))
@@ -97,7 +97,7 @@ def test_a_budget_is_respected_to_the_byte_and_refused_before_anything_is_alloca
     assert device.free_nbytes() >= 0
 
 
-def test_a_device_that_is_too_small_is_a_typed_error_with_its_owners() -> None:
+def test_device_out_of_memory_is_a_typed_error_listing_owners() -> None:
     with pytest.raises(DoesNotFit, match=r"device memory, .* more than its budget of 30,000; it would hold"):
         Engine.from_model(tiny_model(), SimDevice(capacity=30_000))
 
@@ -152,7 +152,7 @@ def test_the_process_holds_what_the_ledger_says_within_two_percent(precision: st
     assert measured == pytest.approx(predicted, rel=0.02)
 
 
-def test_auto_keeps_graphs_where_memory_is_ample_and_recomputes_where_it_is_not(
+def test_auto_recomputes_only_where_memory_is_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And the policy of the step, which it tells, is what ran: no layer's forward is run again."""

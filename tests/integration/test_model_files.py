@@ -56,7 +56,7 @@ def usual(device: str, placement: Placement | None, units: int = 5, **fields: An
         ("sim:2", "mixtral", "during_backward"),
     ],
 )
-def test_a_base_that_is_read_from_its_files_gives_the_bits_of_one_in_memory(
+def test_a_file_backed_base_gives_the_same_bits_as_in_memory(
     device: str, family: str, update: str, tmp_path: Path
 ) -> None:
     """Sharded over files, experts one by one, in either direction of the bus; the files are as they were."""
@@ -74,7 +74,7 @@ def test_a_base_that_is_read_from_its_files_gives_the_bits_of_one_in_memory(
     assert {file: file.read_bytes() for file in folder.iterdir()} == files
 
 
-def test_units_of_which_some_weights_are_in_files_move_while_they_train(tmp_path: Path) -> None:
+def test_partly_file_backed_units_move_between_tiers_in_training(tmp_path: Path) -> None:
     """To files and back, over the disk and the device: the losses and weights of a run that stays in host memory."""
     folder = saved(tmp_path / "base")
     plain = usual("sim", None)
@@ -92,7 +92,7 @@ def test_units_of_which_some_weights_are_in_files_move_while_they_train(tmp_path
         assert equal(moving.master_weights(), weights)
 
 
-def test_a_checkpoint_over_files_holds_the_adapter_alone_and_goes_on(tmp_path: Path) -> None:
+def test_checkpoints_of_file_backed_bases_hold_only_the_adapter(tmp_path: Path) -> None:
     """Its memory is that of the adapter; what goes on from it holds the base, or reads it, with the same bits."""
     folder, policy = saved(tmp_path / "base"), usual("cpu", IN_FILES)
     with made(folder, "cpu", policy) as first:
@@ -109,7 +109,7 @@ def test_a_checkpoint_over_files_holds_the_adapter_alone_and_goes_on(tmp_path: P
             assert equal(second.master_weights(), expected[1])
 
 
-def test_what_files_do_not_hold_as_it_is_held_stays_in_memory(tmp_path: Path) -> None:
+def test_weights_stored_in_another_form_stay_in_memory(tmp_path: Path) -> None:
     """A float32 tensor among bfloat16 ones is held, rounded, and named; a base in float32 is refused."""
     folder = saved(tmp_path / "base")
     (file,) = folder.glob("*.safetensors")
@@ -151,7 +151,7 @@ def test_a_file_that_changes_while_it_is_read_ends_the_run(how: str, tmp_path: P
             engine.step(unequal_batches(2))
 
 
-def test_what_is_read_from_files_cannot_be_set(tmp_path: Path) -> None:
+def test_file_backed_weights_cannot_be_set(tmp_path: Path) -> None:
     with made(saved(tmp_path / "base"), "cpu", usual("cpu", IN_FILES)) as engine:
         name = next(p.name for p in engine.structure.units[1].params if p.file_backed)
         value = engine.master(name)

@@ -90,7 +90,7 @@ def test_packed_and_unpacked_gradients_are_equal(samples: SampleFile, kind: str,
         assert float((grouped[name] - expected).norm()) <= 1e-6 * max(float(expected.norm()), scale), name
 
 
-def test_a_row_may_be_longer_than_the_model_has_positions_if_its_texts_are_not(samples: SampleFile) -> None:
+def test_packed_rows_may_exceed_the_models_positions(samples: SampleFile) -> None:
     """As TRL makes one row of a batch of packed ones."""
     model = model_of({**ATTENTION["full"], "max_position_embeddings": WINDOW}, "sdpa")
     packed = one_epoch(PackedRows(samples, np.arange(len(samples)), WINDOW, 0), 3)[0]
@@ -105,7 +105,7 @@ def test_a_row_may_be_longer_than_the_model_has_positions_if_its_texts_are_not(s
         assert float((found[name] - gradient).norm()) <= 1e-5 * float(gradient.norm()), name
 
 
-def test_without_positions_the_gradients_would_differ(samples: SampleFile) -> None:
+def test_packing_without_position_ids_would_change_gradients(samples: SampleFile) -> None:
     """So the test above can fail."""
     model = model_of(ATTENTION["full"], "sdpa")
     (batch,) = one_epoch(PackedRows(samples, np.arange(len(samples)), WINDOW, 0), 3)
@@ -117,7 +117,7 @@ def test_without_positions_the_gradients_would_differ(samples: SampleFile) -> No
     assert max(float((right[name] - wrong[name]).norm() / right[name].norm()) for name in right) > 1e-2
 
 
-def test_operations_are_those_of_the_sequences_and_of_what_is_trained() -> None:
+def test_flops_count_sequences_and_trained_tokens() -> None:
     ids, positions = torch.arange(12).unsqueeze(0), torch.arange(6).repeat(1, 2)
     labels = ids.clone()
     labels[:, 6] = -100  # the first token of the second sample
@@ -143,22 +143,22 @@ HYBRID_STATE = {"model_type": "lfm2", **KINDS["llama"], "layer_types": ["conv", 
         ({"model_type": "opt", **KINDS["opt"]}, "would see each other"),
     ],
 )
-def test_a_model_that_mixes_packed_samples_says_so(fields: dict[str, Any], reason: str) -> None:
+def test_models_that_mix_packed_samples_are_reported(fields: dict[str, Any], reason: str) -> None:
     model = model_of(fields, "eager")
     assert reason in why_not_packable(model.config, type(model), "eager")
 
 
 @pytest.mark.parametrize("kind", ATTENTION)
-def test_a_model_that_keeps_them_apart_is_not_refused(kind: str) -> None:
+def test_models_that_separate_packed_samples_are_accepted(kind: str) -> None:
     model = model_of(ATTENTION[kind], "sdpa")
     assert why_not_packable(model.config, type(model), "sdpa") == ""
 
 
-def test_flash_attention_wants_single_rows() -> None:
+def test_flash_attention_requires_single_rows() -> None:
     assert only_single_rows("flash_attention_2")
     assert not only_single_rows("sdpa")
 
 
-def test_written_samples_come_back(samples: SampleFile, tmp_path: Path) -> None:
+def test_written_samples_round_trip(samples: SampleFile, tmp_path: Path) -> None:
     assert [len(samples.sample(number)[0]) for number in range(len(samples))] == list(LENGTHS)
     assert samples.targets.sum() == sum(samples.sample(number)[1].sum() for number in range(len(samples)))

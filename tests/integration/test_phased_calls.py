@@ -145,7 +145,7 @@ def openmp_threads() -> int:
         pytest.param("inputs", "another thread", marks=pytest.mark.slow),
     ],
 )
-def test_all_model_code_runs_on_as_many_threads_as_were_set_whatever_the_environment_says(
+def test_model_code_uses_the_configured_number_of_threads(
     rows: str, caller: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """OpenMP counts for each thread by itself. The count decides about speed and, by the order of sums, about bits."""
@@ -180,7 +180,7 @@ def calls_under_way() -> list[str]:
 
 
 @pytest.mark.parametrize("rows", ["graphs", "inputs"])
-def test_a_layer_is_at_work_before_all_its_shards_have_come_and_after_some_gradients_have_left(rows: str) -> None:
+def test_a_layer_computes_while_shards_arrive_and_gradients_leave(rows: str) -> None:
     late, busy = SimDevice(temperament="late"), SimDevice(temperament="starve")
     busy._starved = "compute"
     for device in (late, busy):
@@ -194,7 +194,7 @@ def test_a_layer_is_at_work_before_all_its_shards_have_come_and_after_some_gradi
 
 
 @pytest.mark.parametrize("rows", ["graphs", "inputs"])
-def test_a_weight_that_is_read_without_its_gate_is_found(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ungated_weight_reads_are_detected(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What has not come is NaN on the simulated device."""
     monkeypatch.setattr(Call, "need_all", lambda self, ranges: None)
     with (
@@ -207,7 +207,7 @@ def test_a_weight_that_is_read_without_its_gate_is_found(rows: str, monkeypatch:
 @pytest.mark.parametrize(
     "family", ["llama-tied", "mixtral", *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama", "gpt2"))]
 )
-def test_a_step_is_filled_by_one_shard(family: str) -> None:
+def test_a_ring_place_is_filled_by_one_shard(family: str) -> None:
     """On the virtual clock, where a shard takes a second and nothing else takes any."""
     shards = SimDevice(6, cost=lambda task: float(task.name.startswith("FETCH")))
     policy = replace(PHASED, shard_nbytes=1000)
@@ -221,7 +221,7 @@ def test_a_step_is_filled_by_one_shard(family: str) -> None:
     assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items())
 
 
-def test_a_model_that_makes_its_mask_by_vmap_trains_as_the_stock_one() -> None:
+def test_models_that_build_masks_with_vmap_train() -> None:
     """Tensors inside a transformation lie nowhere themselves; those that they stand for do."""
     fields = {**KINDS["gemma3_text"], "sliding_window": 4, "use_bidirectional_attention": True}
     torch.manual_seed(0)
@@ -233,14 +233,14 @@ def test_a_model_that_makes_its_mask_by_vmap_trains_as_the_stock_one() -> None:
     assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-5
 
 
-def test_a_gradient_that_is_let_go_of_before_it_is_complete_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_released_early_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Call, "finished", lambda self, name: self._completes[self._phase] and self._reach(self._last))
     with engine("sim:1", PHASED, "llama") as made, pytest.raises(BrokenPromise):
         made.gradients(unequal_batches(1))
 
 
 @pytest.mark.parametrize("at", ["FETCH u2 s3", "FETCH u4 s1", "GRAD u1 s2", "BACKWARD u2 m0 s4", "FORWARD u1 m1 s1"])
-def test_a_failure_in_the_middle_of_a_call_surfaces_and_leaves_nothing_behind(at: str) -> None:
+def test_a_failure_inside_a_call_is_raised_and_leaves_nothing_behind(at: str) -> None:
     a_step_fails_and_is_done_again(PHASED, at)
 
 
@@ -269,7 +269,7 @@ def a_step_fails_and_is_done_again(policy: Policy, at: str) -> None:
         pytest.param("inputs", "", marks=pytest.mark.slow),
     ],
 )
-def test_a_call_keeps_nothing_of_its_step(rows: str, at: str) -> None:
+def test_a_call_releases_its_step(rows: str, at: str) -> None:
     """Slots and activations are let go of at once, without the collector of cycles; of a step that fails, slots."""
     device = SimDevice(5, faults=[Fault("raise", at)] if at else [])
     with engine(device, replace(PHASED, activations_by_layer=ROWS[rows]), "llama") as made:
@@ -287,7 +287,7 @@ def test_a_call_keeps_nothing_of_its_step(rows: str, at: str) -> None:
     assert at or not found, "a failure is told with the frames that it left, which hold their step"
 
 
-def test_a_system_without_another_thread_costs_a_typed_error_and_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_to_start_a_thread_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

@@ -61,7 +61,7 @@ def results(made: Engine) -> dict[str, Tensor]:
         ("gpt-oss", "grouped_mm", "graph"),
     ],
 )
-def test_gates_by_shards_change_no_bit(kind: str, experts: str, keeps: str) -> None:
+def test_shard_gates_change_no_bit(kind: str, experts: str, keeps: str) -> None:
     with engine("cpu", kind, experts, "unit", keeps) as made:
         expected = results(made)
     with engine("sim:3", kind, experts, "shard", keeps) as made:
@@ -77,7 +77,7 @@ def test_gates_by_shards_change_no_bit(kind: str, experts: str, keeps: str) -> N
         *(pytest.param(each, marks=pytest.mark.slow) for each in ("chosen", "offload_attention")),
     ],
 )
-def test_shards_that_no_token_asks_for_delay_nothing(keeps: str) -> None:
+def test_unused_shards_delay_nothing(keeps: str) -> None:
     """The last phases of a forward are those of experts that nobody reads; what it keeps is declared with the last."""
     found = []
     for device, wait_for in (("cpu", "unit"), ("sim:3", "shard")):
@@ -94,7 +94,7 @@ def come_by(device: SimDevice) -> int:
     return sum(name.startswith("FETCH u2") for name in device.order)
 
 
-def test_a_loop_over_experts_waits_for_each_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_over_experts_waits_for_one_expert_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slice is a view, and a view is what it covers."""
     device, honest, seen = SimDevice(temperament="late"), _Meeting._meet, list[int]()
 

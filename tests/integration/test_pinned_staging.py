@@ -30,7 +30,7 @@ ALL = [(*way, split) for way, split in product(WAYS, (*SPLITS.values(), *RESIDEN
     "cases",
     [SOME, pytest.param([(*each, "staged") for each in ALL], marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
 )
-def test_every_way_over_the_bus_gives_the_same_bits(cases: list[Any], tmp_path: Path) -> None:
+def test_every_transfer_mode_gives_the_same_bits(cases: list[Any], tmp_path: Path) -> None:
     for number, (precision, update, split, transfer) in enumerate(cases):
         expected = run("cpu", precision, usual(update, shares_memory=True), tmp_path)
         policy = replace(
@@ -43,7 +43,7 @@ def small(device: SimDevice, policy: Policy | str = "auto") -> Engine:
     return Engine.from_model(tiny_model(), device, "bf16", AdamW(lr=1e-2), 0.5, policy, seed=4, verify=False)  # type: ignore[arg-type]
 
 
-def test_beyond_the_limit_a_run_goes_by_slabs_and_below_them_unlocked() -> None:
+def test_beyond_the_pinning_limit_staging_buffers_or_pageable_copies_are_used() -> None:
     with small(SimDevice(1)) as free:
         expected = results(free)
         everything = sum(free._device.locked.values())  # type: ignore[attr-defined]
@@ -60,7 +60,7 @@ def test_beyond_the_limit_a_run_goes_by_slabs_and_below_them_unlocked() -> None:
 
 
 @pytest.mark.parametrize("transfer", ["pinned", "staged"])
-def test_what_saves_need_is_not_locked(transfer: Transfer, tmp_path: Path) -> None:
+def test_save_buffers_are_not_pinned(transfer: Transfer, tmp_path: Path) -> None:
     """No copy to or from the device touches it, and it is as large as the largest unit in float32."""
     device = SimDevice(1)
     with small(device, replace(usual("next_forward"), transfer=transfer)) as made:
@@ -71,7 +71,7 @@ def test_what_saves_need_is_not_locked(transfer: Transfer, tmp_path: Path) -> No
         assert sum(device.locked.values()) == before
 
 
-def test_a_plan_for_such_a_machine_runs_on_it_and_locks_what_it_says() -> None:
+def test_plans_pin_the_memory_they_announce() -> None:
     device = SimDevice(2, lockable=20_000)
     machine = replace(this_machine(device, "bf16", "rtx-4090"), device_nbytes=1 << 24)
     assert machine.pinnable_nbytes == 20_000
@@ -94,7 +94,7 @@ def test_a_plan_for_such_a_machine_runs_on_it_and_locks_what_it_says() -> None:
     assert device.locked == {}
 
 
-def test_a_failed_pack_costs_an_error_and_no_number() -> None:
+def test_a_failed_staging_copy_is_an_error_without_wrong_numbers() -> None:
     policy = replace(usual("next_forward", transfer="staged"), shard_nbytes=9000)
     with small(SimDevice(3), policy) as calm:
         expected = [calm.step(unequal_batches(2)).loss for _ in range(2)]

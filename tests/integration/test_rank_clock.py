@@ -65,7 +65,7 @@ def price_of(plan: Plan) -> Any:
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_all_ranks_replayed_together_take_what_one_is_planned_to_take(machine: str, ranks: int) -> None:
+def test_all_ranks_replayed_together_take_the_planned_time(machine: str, ranks: int) -> None:
     by_shard = Policy(weight_slots=1, shard_nbytes=1 << 16, wait_for="shard")
     there = Policy(shard_nbytes=1 << 17, placements=(Placement("device", "device", "device"), Placement("device")) * 3)
     streamed = Policy(shard_nbytes=1 << 17, streamed_updates=0.7)
@@ -84,7 +84,7 @@ def test_all_ranks_replayed_together_take_what_one_is_planned_to_take(machine: s
         assert plan.seconds > 1.01 * free[0].seconds  # or what they share would not have mattered
 
 
-def test_a_rank_with_fewer_micro_batches_waits_for_the_one_that_is_planned_for() -> None:
+def test_ranks_with_fewer_micro_batches_wait_for_the_planned_one() -> None:
     plan = planned(MODEL, SLOW_LINK, 2, Policy(shard_nbytes=1 << 17), 4, 256, 2)
     works = plan.work, Work(plan.work.tokens[:1], plan.work.length)
     schedules = [
@@ -101,7 +101,7 @@ def test_a_rank_with_fewer_micro_batches_waits_for_the_one_that_is_planned_for()
     [pytest.param(each, marks=pytest.mark.slow if "own" in each else ()) for each in MACHINES if "bus" not in each],
 )
 @pytest.mark.parametrize("streamed", [0.0, pytest.param(0.7, marks=pytest.mark.slow)])
-def test_ranks_that_run_on_the_simulator_take_what_is_planned(machine: str, streamed: float) -> None:
+def test_simulated_ranks_take_the_planned_time(machine: str, streamed: float) -> None:
     """Engines with real work and collectives, in threads, a step after others, in any order that events allow."""
     policy, clocks = Policy(shard_nbytes=16 << 10, streamed_updates=streamed), dict[int, WorldClock]()
     prices: list[Any] = []

@@ -88,7 +88,7 @@ def store_of(rank: int, planned: PlannedCheckpoint, precision: Precision) -> Sto
     ("family", "precision"),
     [("llama", "fp32"), ("mixtral", "fp32"), pytest.param("llama", "bf16", marks=pytest.mark.slow)],
 )
-def test_a_rank_reads_its_own_ranges_of_a_checkpoint_alone(
+def test_each_rank_reads_only_its_own_checkpoint_ranges(
     family: str, precision: Precision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened, planned = checkpoint_of(tmp_path, family)

@@ -55,7 +55,7 @@ def trained(ranks: RankProcesses, size: int, family: str, count: int, **how: Any
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_twenty_steps_have_the_losses_of_one_rank_and_the_same_bits_again(ranks: RankProcesses, size: int) -> None:
+def test_twenty_steps_match_one_rank_and_repeat_bit_for_bit(ranks: RankProcesses, size: int) -> None:
     """With five micro-batches, which no number of ranks divides. At three times the rate the loss falls so far that one
     rank with its micro-batches in another order differs by 1.3e-6 itself; at this one by 3e-8."""
     how: dict[str, Any] = {"steps": 20, "optimizer": AdamW(lr=3e-3, weight_decay=0.1)}
@@ -66,7 +66,7 @@ def test_twenty_steps_have_the_losses_of_one_rank_and_the_same_bits_again(ranks:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_memory_that_ranks_share_gives_the_bits_of_the_link(ranks: RankProcesses, precision: str) -> None:
+def test_shared_memory_delivery_gives_the_same_bits_as_gathering(ranks: RankProcesses, precision: str) -> None:
     policies = SHARDS, replace(SHARDS, delivery="shared"), Policy(delivery="shared", wait_for="shard")
     first, *others = (trained(ranks, 3, "llama", 5, policy=each, precision=precision) for each in policies)
     for other in others:
@@ -75,9 +75,7 @@ def test_memory_that_ranks_share_gives_the_bits_of_the_link(ranks: RankProcesses
 
 
 @pytest.mark.parametrize(("family", "precision"), [("llama", "fp32"), ("mixtral", "bf16")])
-def test_ranks_without_a_target_leave_the_bits_of_the_one_that_has_them(
-    ranks: RankProcesses, family: str, precision: str
-) -> None:
+def test_ranks_with_masked_labels_change_no_bit(ranks: RankProcesses, family: str, precision: str) -> None:
     one, many = (trained(ranks, of, family, 4, masked=True, precision=precision) for of in (1, 4))
     assert many.losses == one.losses
     assert same(many.gradients, one.gradients)
@@ -93,7 +91,7 @@ def test_ranks_without_a_target_leave_the_bits_of_the_one_that_has_them(
         ("llama", {"max_grad_norm": None, "policy": "auto"}),
     ],
 )
-def test_with_a_micro_batch_for_each_rank_bits_are_those_of_one(
+def test_one_micro_batch_per_rank_matches_one_rank_bitwise(
     ranks: RankProcesses, family: str, how: dict[str, Any]
 ) -> None:
     """What is drawn for dropout is of the micro-batch's number among all."""
@@ -106,7 +104,7 @@ def test_with_a_micro_batch_for_each_rank_bits_are_those_of_one(
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_sum_as_the_reference_does(ranks: RankProcesses, size: int) -> None:
+def test_rank_sums_equal_the_reference(ranks: RankProcesses, size: int) -> None:
     expected = reference_reduce([terms(rank, size) for rank in range(size)], torch.bfloat16)
     for own, right in zip(ranks.run(summed, size), expected, strict=True):
         assert torch.equal(own, right)
@@ -123,7 +121,7 @@ def summed(world: World) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_checkpoints_of_any_number_have_the_same_bytes(ranks: RankProcesses, family: str, tmp_path: Path) -> None:
+def test_checkpoints_are_identical_for_any_number_of_ranks(ranks: RankProcesses, family: str, tmp_path: Path) -> None:
     """Written together, and with two ranks by the first, since each knows another folder."""
     written, *_ = ranks.run(saved_first, 3, family=family, folder=tmp_path / "first")
     losses = []

@@ -114,7 +114,7 @@ def batches_of(count: int) -> list[dict[str, Tensor]]:
         pytest.param("qwen3-moe", "bf16", 2, marks=pytest.mark.slow),
     ],
 )
-def test_with_a_micro_batch_for_each_rank_bits_are_those_of_one(family: str, precision: Precision, size: int) -> None:
+def test_one_micro_batch_per_rank_matches_one_rank_bitwise(family: str, precision: Precision, size: int) -> None:
     """In bf16 sums are in float32 with one rank, too."""
     model, batches = tiny_model(family), batches_of(size)
     many, one = (trained(of, model, batches, precision=precision, seed=7) for of in (size, 1))
@@ -184,7 +184,7 @@ UNCLIPPED: dict[str, Policy] = {
 
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp32"])
 @pytest.mark.parametrize("name", UNCLIPPED)
-def test_updates_at_once_and_on_the_device_change_no_bit(name: str, precision: Precision, tmp_path: Path) -> None:
+def test_immediate_and_device_updates_change_no_bit(name: str, precision: Precision, tmp_path: Path) -> None:
     model, batches = tiny_model("llama"), batches_of(4)
     how: dict[str, Any] = {"precision": precision, "steps": 2, "max_grad_norm": None, "device": "sim:2"}
     disk = {"disk": [tmp_path]} if "disk" in name else {}
@@ -195,7 +195,7 @@ def test_updates_at_once_and_on_the_device_change_no_bit(name: str, precision: P
     assert same(found.weights, plain.weights)
 
 
-def test_each_rank_holds_its_share_and_no_more() -> None:
+def test_each_rank_holds_only_its_share() -> None:
     model, batches = tiny_model("llama", hidden_size=256, intermediate_size=512), batches_of(4)
     one, four = (trained(of, model, batches, precision="bf16", steps=1) for of in (1, 4))
     for use in ("weights", "optimizer state", "gradients"):
@@ -206,7 +206,7 @@ def test_each_rank_holds_its_share_and_no_more() -> None:
     ("family", "size"),
     [("llama-tied", 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("llama", 2), ("gemma2", 4)))],
 )
-def test_losses_are_those_of_one_rank_to_rounding_where_micro_batches_do_not_divide(family: str, size: int) -> None:
+def test_uneven_micro_batches_match_one_rank_to_rounding(family: str, size: int) -> None:
     model, batches = tiny_model(family), batches_of(5)
     many, one = (trained(of, model, batches, steps=4) for of in (size, 1))
     assert many.losses == pytest.approx(one.losses, rel=1e-6)
@@ -222,7 +222,7 @@ def test_losses_are_those_of_one_rank_to_rounding_where_micro_batches_do_not_div
         pytest.param("mixtral", "fp32", marks=pytest.mark.slow),
     ],
 )
-def test_ranks_without_a_target_leave_the_bits_of_the_one_that_has_them(precision: Precision, family: str) -> None:
+def test_ranks_with_masked_labels_change_no_bit(precision: Precision, family: str) -> None:
     model, batches = tiny_model(family), batches_of(3)
     for masked in batches[1:]:
         masked["labels"][:] = -100
@@ -233,7 +233,7 @@ def test_ranks_without_a_target_leave_the_bits_of_the_one_that_has_them(precisio
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])
-def test_frozen_parts_stay_and_what_is_not_clipped_is_not(clip: float | None) -> None:
+def test_frozen_parts_stay_frozen_and_unclipped_steps_are_not_clipped(clip: float | None) -> None:
     model, batches = tiny_model("llama"), batches_of(2)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("mlp" in name or "norm" in name)
@@ -243,7 +243,7 @@ def test_frozen_parts_stay_and_what_is_not_clipped_is_not(clip: float | None) ->
         assert torch.equal(many.weights[name], parameter.detach()) != parameter.requires_grad
 
 
-def test_router_weights_are_of_the_global_step() -> None:
+def test_router_loss_weights_use_the_global_step() -> None:
     model, batches = tiny_model("mixtral-balanced"), batches_of(2)
     shares = [0.25, 0.75]
 
@@ -257,7 +257,7 @@ def test_router_weights_are_of_the_global_step() -> None:
     assert together(worlds(2), work) == [work(ALONE)] * 2
 
 
-def test_two_runs_give_the_same_bits_whatever_holds_ranks_up() -> None:
+def test_results_do_not_depend_on_rank_timing() -> None:
     model, batches = tiny_model("llama"), batches_of(5)
     found = [trained(3, model, batches, precision="bf16", seed=seed) for seed in (1, 2)]
     assert found[0][:3] == found[1][:3]
@@ -280,7 +280,7 @@ def all_refuse(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> 
     return [line for line, _ in found]
 
 
-def test_a_loss_that_is_not_finite_on_one_rank_stops_all_with_one_message() -> None:
+def test_a_nonfinite_loss_on_one_rank_stops_all_with_one_message() -> None:
     """Which names the rank."""
     model, batches = tiny_model("llama"), batches_of(3)
     with torch.no_grad():
@@ -302,7 +302,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_with_one_message() -> N
     assert "on rank 1" in line
 
 
-def test_what_is_wrong_with_the_micro_batches_of_one_rank_is_told_on_all() -> None:
+def test_invalid_micro_batches_on_one_rank_are_reported_on_all() -> None:
     batches = batches_of(3)
     batches[2]["input_ids"][0, 0] = 96
     first, second, own = all_refuse(tiny_model("llama"), batches)
@@ -317,7 +317,7 @@ def test_fewer_micro_batches_than_ranks_are_refused() -> None:
     assert all("at least one micro-batch" in line for line in lines)
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_stops_all() -> None:
+def test_a_nonfinite_gradient_on_one_rank_stops_all() -> None:
     def loss_of(rank: int) -> Any:
         def loss(log_probs: Tensor, batch: Any) -> Tensor:
             return -log_probs.sum() + ((log_probs[0, 2] * 0).sqrt() if rank == 2 else 0)
@@ -362,7 +362,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_named_by_its_parameter_on_
     assert line.startswith(said)
 
 
-def test_what_is_updated_at_once_is_torn_on_all_by_a_gradient_that_is_not_finite_on_one() -> None:
+def test_immediate_updates_are_torn_on_all_by_one_nonfinite_gradient() -> None:
     """All say so, also where all that they have of it was updated, and none goes on."""
     model, batches = tiny_model("llama"), batches_of(2)
 
@@ -395,7 +395,7 @@ def test_what_is_updated_at_once_is_torn_on_all_by_a_gradient_that_is_not_finite
     assert "an interrupted step has updated units on only some ranks" in first[1]
 
 
-def test_policies_that_differ_are_told_before_anything_is_computed() -> None:
+def test_differing_policies_are_reported_before_computing() -> None:
     model, batches = tiny_model("llama"), batches_of(2)
 
     def work(world: World) -> None:
@@ -429,7 +429,7 @@ def test_ranks_that_would_not_train_alike_are_told_before_anything_is_computed(
     assert len(set(together(worlds(2), work))) == 1
 
 
-def test_what_a_rank_owns_cannot_be_changed_under_way() -> None:
+def test_ownership_cannot_change_during_training() -> None:
     model = tiny_model("llama")
 
     def work(world: World) -> str:
@@ -480,7 +480,7 @@ def saved_again(world: World, checkpoint: Path, folder: Path, precision: Precisi
         pytest.param(True, "bf16", marks=pytest.mark.slow),
     ],
 )
-def test_any_number_of_ranks_goes_on_and_writes_the_same_files(
+def test_any_number_of_ranks_resumes_and_writes_the_same_files(
     tmp_path: Path, precision: Precision, frozen: bool
 ) -> None:
     """Byte for byte, whatever number wrote what they go on from; steps that follow do not change what is written."""
@@ -517,7 +517,7 @@ def test_any_number_of_ranks_goes_on_and_writes_the_same_files(
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
-def test_state_on_the_device_is_saved_and_moves_to_host_memory_and_back(tmp_path: Path) -> None:
+def test_device_state_is_saved_and_moves_to_the_host_and_back(tmp_path: Path) -> None:
     model, batches = tiny_model("llama"), batches_of(2)
 
     def work(world: World, policies: Sequence[Policy], folder: Path) -> tuple[dict[str, bytes], list[float]]:
@@ -542,9 +542,7 @@ def test_state_on_the_device_is_saved_and_moves_to_host_memory_and_back(tmp_path
     assert together(worlds(2), lambda world: work(world, moving, tmp_path / "moving")) == staying
 
 
-def test_where_bytes_do_not_come_back_as_they_were_written_the_first_rank_writes_all_from_then_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreliable_shared_writes_fall_back_to_rank_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lose(file: int, data: memoryview, start: int) -> None:
         pass
 
@@ -568,7 +566,7 @@ def test_where_bytes_do_not_come_back_as_they_were_written_the_first_rank_writes
     assert streamed == ["what the ranks had written together was not there afterwards"] * 2
 
 
-def test_an_adapter_trains_alike_and_its_base_has_one_checksum_over_any_number_of_ranks(tmp_path: Path) -> None:
+def test_adapters_train_alike_on_any_number_of_ranks(tmp_path: Path) -> None:
     model, batches = adapted("llama"), batches_of(2)
 
     def work(world: World) -> tuple[str, bytes]:
@@ -584,7 +582,7 @@ def test_an_adapter_trains_alike_and_its_base_has_one_checksum_over_any_number_o
     assert all(found == alone for found in together(worlds(2), work))
 
 
-def test_a_checkpoint_that_the_first_rank_cannot_write_fails_on_all_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_failed_save_on_rank_zero_fails_on_all_and_training_continues(tmp_path: Path) -> None:
     model, batches = tiny_model("llama"), batches_of(3)
 
     def refuse(folder: Path) -> None:
@@ -609,7 +607,7 @@ def test_a_checkpoint_that_the_first_rank_cannot_write_fails_on_all_and_training
     assert not list(tmp_path.iterdir())
 
 
-def test_on_a_cpu_a_layer_s_backward_pass_does_not_wait_for_the_sum_of_the_layer_before() -> None:
+def test_on_a_cpu_backward_does_not_wait_for_the_previous_layers_reduce() -> None:
     model, batches = tiny_model("llama"), batches_of(2)
 
     def work(world: World) -> list[tuple[float, float]]:
@@ -629,7 +627,7 @@ def test_on_a_cpu_a_layer_s_backward_pass_does_not_wait_for_the_sum_of_the_layer
         assert all(backward < summed for backward, summed in pairs)
 
 
-def test_a_bit_that_flips_on_the_way_changes_the_numbers() -> None:
+def test_a_bit_flipped_in_transit_changes_the_result() -> None:
     """Or these tests would see nothing."""
     model, batches = tiny_model("llama"), batches_of(2)
 

@@ -49,7 +49,7 @@ KEPT: dict[str, tuple[tuple[Keep, ...], ...]] = ROWS | {"dropped": (("input",), 
     resident=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_a_ring_changes_no_bit(
+def test_a_ring_of_shards_changes_no_bit(
     family: str,
     precision: Precision,
     rows: str,
@@ -83,7 +83,7 @@ def test_a_ring_changes_no_bit(
 
 
 @pytest.mark.parametrize("frozen", [("*layers.0*", "*norm*"), ("*q_proj*", "*layers.1.*")])
-def test_what_is_frozen_stays_to_the_end_of_a_call(frozen: tuple[str, ...]) -> None:
+def test_frozen_shards_stay_until_the_end_of_a_call(frozen: tuple[str, ...]) -> None:
     batches = unequal_batches(2)
     found = []
     for device, policy in (("cpu", Policy(shares_memory=True)), ("sim:3", RING)):
@@ -94,7 +94,7 @@ def test_what_is_frozen_stays_to_the_end_of_a_call(frozen: tuple[str, ...]) -> N
     assert equal(found[0][1], found[1][1])
 
 
-def test_the_device_holds_one_unit_and_the_read_ahead() -> None:
+def test_the_ring_holds_one_unit_and_the_read_ahead() -> None:
     with engine("sim:2", RING, "llama") as made:
         made.step(unequal_batches(2))
         spec, held = made.structure, made.memory_table()
@@ -103,7 +103,7 @@ def test_the_device_holds_one_unit_and_the_read_ahead() -> None:
     assert 0.5 * RING.read_ahead_nbytes < ahead <= RING.read_ahead_nbytes
 
 
-def test_a_shard_comes_into_a_place_that_the_layer_before_has_given_up_while_it_computes() -> None:
+def test_shards_are_fetched_into_places_freed_by_the_running_layer() -> None:
     """Of an adversary that lets the device compute only when nothing else can run."""
     device = SimDevice(temperament="starve")
     device._starved = "compute"
@@ -116,7 +116,7 @@ def test_a_shard_comes_into_a_place_that_the_layer_before_has_given_up_while_it_
         assert len(came) >= 4, (last, came)
 
 
-def test_a_step_is_filled_by_one_shard() -> None:
+def test_a_ring_place_is_filled_by_one_shard() -> None:
     shards = SimDevice(6, cost=lambda task: float(task.name.startswith("FETCH")))
     with engine(shards, replace(RING, shard_nbytes=1000), "llama") as made:
         made.gradients(unequal_batches(1))
@@ -129,7 +129,7 @@ def test_a_step_is_filled_by_one_shard() -> None:
 
 
 @pytest.mark.parametrize("rows", ["graphs", "inputs"])
-def test_a_weight_that_is_read_without_its_gate_is_found(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ungated_weight_reads_are_detected(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Call, "need_all", lambda self, ranges: None)
     with (
         engine("sim:1", replace(RING, activations_by_layer=ROWS[rows]), "llama") as made,
@@ -139,9 +139,7 @@ def test_a_weight_that_is_read_without_its_gate_is_found(rows: str, monkeypatch:
 
 
 @pytest.mark.parametrize("device", ["sim:1", "cpu"])
-def test_a_weight_that_is_read_once_more_after_it_was_given_up_is_named(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_after_release_name_the_weight(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a layer came back to a weight that the first look had seen it leave."""
     honest = phases._last_phases
     monkeypatch.setattr(phases, "_last_phases", lambda unit, arrival: [max(0, p - 2) for p in honest(unit, arrival)])
@@ -159,11 +157,11 @@ def test_a_weight_that_is_read_once_more_after_it_was_given_up_is_named(
         *(pytest.param(each, marks=pytest.mark.slow) for each in ("FETCH u2 s3", "FORWARD u1 m0 s3")),
     ],
 )
-def test_a_failure_surfaces_and_leaves_nothing_behind(at: str) -> None:
+def test_a_failure_is_raised_and_leaves_nothing_behind(at: str) -> None:
     a_step_fails_and_is_done_again(RING, at)
 
 
-def test_an_engine_goes_over_to_a_ring_and_back_between_steps() -> None:
+def test_an_engine_switches_to_a_ring_and_back_between_steps() -> None:
     batches = unequal_batches(2)
     with engine("cpu", replace(PHASED, wait_for="shard"), "llama") as made:
         expected = [made.step(batches).loss for _ in range(4)]
@@ -176,7 +174,7 @@ def test_an_engine_goes_over_to_a_ring_and_back_between_steps() -> None:
     assert losses == expected
 
 
-def test_an_engine_takes_gates_up_and_gives_them_up_between_steps() -> None:
+def test_an_engine_switches_gates_on_and_off_between_steps() -> None:
     batches = unequal_batches(2)
     with engine("cpu", replace(PHASED, wait_for="unit"), "llama") as made:
         expected = [made.step(batches).loss for _ in range(4)]
@@ -197,7 +195,7 @@ def test_an_engine_takes_gates_up_and_gives_them_up_between_steps() -> None:
         pytest.param("shard", "graphs", marks=pytest.mark.slow),
     ],
 )
-def test_a_tied_head_finds_its_table_once_more_beside_its_own_weights(rows: str, wait_for: WaitFor) -> None:
+def test_a_tied_head_reloads_the_embedding_beside_its_weights(rows: str, wait_for: WaitFor) -> None:
     """All of them in one memory: what reads one of the two is not told to wait for the other."""
     batches, kept = unequal_batches(2), ROWS[rows]
     with engine("cpu", Policy(shares_memory=True), "llama-tied") as made:
@@ -212,7 +210,7 @@ def test_a_tied_head_finds_its_table_once_more_beside_its_own_weights(rows: str,
     assert fetched.count(0) == 2 * len(layout_of(made.structure.units[0]).shards(2000 // 4))
 
 
-def test_phases_between_which_a_shard_is_placed_are_still_one_call() -> None:
+def test_a_gated_layer_is_still_one_call() -> None:
     with engine("sim:4", RING, "llama") as made:
         made.step(unequal_batches(1))
         ops = next(iter(made._schedules.known.values())).ops

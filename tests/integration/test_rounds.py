@@ -82,7 +82,7 @@ def test_rounds_change_no_bit(
         pytest.param("sim:3", "bf16", 1, marks=pytest.mark.slow),
     ],
 )
-def test_rounds_change_no_bit_where_state_is_on_the_disk(
+def test_rounds_change_no_bit_with_state_on_disk(
     device: str, precision: Precision, in_round: int, tmp_path: Path
 ) -> None:
     batches = [batch(1, 6 + number, number) for number in range(5)]
@@ -115,7 +115,7 @@ def use_nbytes(schedule: Schedule, use: Use) -> int:
     )
 
 
-def test_the_device_holds_the_activations_of_one_round_and_the_host_sums_in_float32() -> None:
+def test_rounds_hold_one_rounds_activations_and_float32_host_sums() -> None:
     of, work = small_spec(6), Work((8,) * 6)
     plain, rounds = (
         build_step(of, Numerics(), Policy(activations="keep", micro_batches_per_round=size), work) for size in (0, 2)
@@ -139,7 +139,7 @@ def test_a_tied_head_has_no_rounds() -> None:
     check(build_step(small_spec(2, tied=True), Numerics(), policy, Work((4,))))
 
 
-def test_offloaded_inputs_of_one_round_are_in_host_memory_at_one_time() -> None:
+def test_host_memory_holds_offloaded_inputs_of_one_round() -> None:
     of, away = small_spec(6), Policy(activations_by_layer=(("offload",),))
     nbytes = []
     for policy in (away, replace(away, micro_batches_per_round=2)):
@@ -151,7 +151,7 @@ def test_offloaded_inputs_of_one_round_are_in_host_memory_at_one_time() -> None:
 
 
 @pytest.mark.parametrize("in_round", [1, 2, 3])
-def test_a_budget_of_the_host_leaves_room_for_the_sums_between_rounds(in_round: int, tmp_path: Path) -> None:
+def test_host_budgets_include_sums_between_rounds(in_round: int, tmp_path: Path) -> None:
     policy, limits = Policy(micro_batches_per_round=in_round), Limits(host_nbytes=520_000)
     with Engine.from_model(tiny_model(), "sim:1", "bf16", policy=policy, disk=[tmp_path], limits=limits) as made:
         made.step([batch(1, 6, number) for number in range(4)])
@@ -159,7 +159,7 @@ def test_a_budget_of_the_host_leaves_room_for_the_sums_between_rounds(in_round: 
     assert held <= 520_000
 
 
-def test_what_rounds_take_is_estimated_with_a_part_of_the_layers_on_the_device() -> None:
+def test_rounds_are_estimated_with_some_layers_on_the_device() -> None:
     question = Question(llama_shape("small", 24, 1024, vocabulary=8000), machine("h200"), 16 * 1024, 1024)
     for whole, kept in ((8, 0), (4, 4)):
         policy = Policy(micro_batches_per_round=1, placements=residents(question.model, whole, kept))
@@ -170,9 +170,7 @@ def test_what_rounds_take_is_estimated_with_a_part_of_the_layers_on_the_device()
 
 
 @pytest.mark.parametrize(("sequences", "micro_batch", "in_round"), [(13, 4, 1), (16, 1, 5)])
-def test_rounds_that_do_not_divide_a_step_are_not_taken_to_be_quicker_than_they_are(
-    sequences: int, micro_batch: int, in_round: int
-) -> None:
+def test_uneven_rounds_are_not_underestimated(sequences: int, micro_batch: int, in_round: int) -> None:
     question = Question(llama_shape("small", 12, 1024, vocabulary=8000), machine("h100"), sequences * 1024, 1024)
     choice = Choice(Numerics(), Policy(micro_batches_per_round=in_round))
     guessed, found = estimate(question, choice, micro_batch), examine(question, choice, micro_batch)

@@ -79,7 +79,7 @@ def reference(
         ),
     ],
 )
-def test_two_hundred_adversaries_cannot_change_a_bit(precision: Precision, family: str, seeds: range) -> None:
+def test_two_hundred_hostile_schedules_change_no_bit(precision: Precision, family: str, seeds: range) -> None:
     plainest = Policy(shares_memory=True, activations="keep")
     expected = trained("cpu", precision, plainest, family)
     policy = Policy(shard_nbytes=3000)
@@ -141,7 +141,7 @@ def test_dropout_is_replayed_exactly_whatever_the_schedule(activations: str, dev
     assert equal(run(device, "fp32", policy, "gpt2", **dropout), expected)
 
 
-def test_the_order_in_which_two_micro_batches_come_changes_no_bit_and_more_only_rounding() -> None:
+def test_micro_batch_order_changes_at_most_rounding() -> None:
     two, three = unequal_batches(2), unequal_batches(3)
     with Engine.from_model(tiny_model(), precision="fp32") as engine:
         assert equal(engine.gradients(two), engine.gradients(two[::-1]))
@@ -164,7 +164,7 @@ def test_replanning_between_steps_changes_no_bit() -> None:
         assert equal(found, right.master_weights())
 
 
-def test_numerics_say_the_precision_and_stay_whatever_policy_is_adopted() -> None:
+def test_numerics_do_not_change_with_the_policy() -> None:
     numerics = Numerics("fp32", loss_chunk_tokens=5)
     with pytest.raises(PlanError, match="numerics: precision is 'bf16' but the numerics' is 'fp32'"):
         Engine.from_model(tiny_model(), precision="bf16", numerics=numerics)

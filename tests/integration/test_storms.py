@@ -117,7 +117,7 @@ def break_off(made: Engine, device: SimDevice, step: int, draw: random.Random) -
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("first", range(0, 40, 8))
-def test_steps_that_are_broken_off_and_done_again_change_no_bit(first: int, tmp_path: Path) -> None:
+def test_aborted_and_repeated_steps_change_no_bit(first: int, tmp_path: Path) -> None:
     """With everything random that no number depends on, and another policy taken up between steps."""
     for seed in range(first, first + 8):
         draw, device = random.Random(seed), SimDevice(seed)

@@ -100,7 +100,7 @@ def known(engine: Engine) -> Iterator[Schedule]:
     in_round=st.integers(0, 2),
     seed=st.integers(0, 10**6),
 )
-def test_any_policy_gives_the_bits_of_updates_on_the_host(
+def test_device_updates_give_the_bits_of_host_updates(
     share: float,
     slots: int,
     grad_slots: int,
@@ -134,7 +134,7 @@ def test_any_policy_gives_the_bits_of_updates_on_the_host(
 
 
 @pytest.mark.parametrize("update", ["next_forward", "during_backward"])
-def test_it_is_the_device_that_updates_in_pieces_what_the_policy_says(update: str) -> None:
+def test_the_device_updates_the_planned_pieces(update: str) -> None:
     policy = Policy(streamed_updates=0.7, shard_nbytes=30_000, update=update)  # type: ignore[arg-type]
     engine = made("sim:1", policy)
     with engine:
@@ -148,7 +148,7 @@ def test_it_is_the_device_that_updates_in_pieces_what_the_policy_says(update: st
 
 
 @pytest.mark.parametrize("update", ["next_forward", "during_backward"])
-def test_layers_in_part_frozen_are_updated_at_home(update: str) -> None:
+def test_partly_frozen_layers_are_updated_on_the_host(update: str) -> None:
     frozen = "layers.1.mlp"
     policy = Policy(streamed_updates=1.0, shard_nbytes=30_000, update=update)  # type: ignore[arg-type]
     with made("sim:5", policy, frozen=frozen) as engine:
@@ -158,7 +158,7 @@ def test_layers_in_part_frozen_are_updated_at_home(update: str) -> None:
     assert equal(trained(made("sim:5", policy, frozen=frozen)), plainest("llama", "bf16", update, False, frozen))
 
 
-def test_shares_are_exchanged_between_steps_and_state_is_page_locked_where_it_comes_to_pass_through() -> None:
+def test_shares_change_between_steps_and_streamed_state_is_pinned() -> None:
     """Also of a policy under which low bits and moments had been pageable."""
     device = SimDevice(2)
     engine = made(device, Policy(shard_nbytes=30_000))
@@ -265,7 +265,7 @@ QUICK = [("raise", "next_forward"), ("copy", "during_backward"), ("hang", "durin
         for update in ("next_forward", "during_backward")
     ],
 )
-def test_a_failure_on_the_way_there_or_back_loses_no_byte_of_state(kind: str, update: str) -> None:
+def test_a_failed_state_transfer_loses_no_state(kind: str, update: str) -> None:
     ops = [op for op in PIECES if op != "PLACE" or update == "next_forward"]
     for seed, op in enumerate(ops):
         _fail(kind, op, seed, update)
@@ -275,13 +275,13 @@ def test_a_failure_on_the_way_there_or_back_loses_no_byte_of_state(kind: str, up
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("update", ["next_forward", "during_backward"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hundred_failures_lose_no_byte(kind: str, update: str) -> None:
+def test_a_hundred_failures_lose_no_state(kind: str, update: str) -> None:
     ops = [op for op in PIECES if op != "PLACE" or update == "next_forward"]
     for seed, op in zip(range(100, 200), cycle(ops), strict=False):
         _fail(kind, op, seed, update)
 
 
-def test_a_piece_whose_copy_home_has_failed_is_taken_home_before_anything_reads_it(tmp_path: Path) -> None:
+def test_a_piece_with_a_failed_copy_back_is_copied_before_any_read(tmp_path: Path) -> None:
     """Its gradient has been used, and its old state is damaged: only the slot has what it is."""
     _, weights = calm("next_forward")
     device = SimDevice(3, faults=[Fault("short", "OFFLOAD u1 s0")])

@@ -16,7 +16,7 @@ def offloaded_share(kept: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # most of it slept: the slower this machine computes, the slower the bus is made
-def test_a_run_whose_bus_falls_computes_again_what_it_fetched_and_its_numbers_stay() -> None:
+def test_a_slower_bus_switches_fetching_to_recomputing_without_changing_numbers() -> None:
     """With much room for a noisy machine; the benchmark says how near to the newly optimal step time it comes."""
     found = run()
     fell = found.fell_before

@@ -138,7 +138,7 @@ def test_ten_splits_between_host_and_disk_give_the_same_bits(
         *(pytest.param(*way, slice(None), marks=pytest.mark.slow) for way in WAYS[:2]),
     ],
 )
-def test_what_is_resident_is_updated_with_the_same_arithmetic(
+def test_resident_state_uses_the_same_arithmetic(
     precision: Precision, update: str, part: slice, tmp_path: Path
 ) -> None:
     """On the simulator, whose arithmetic is the cpu's, to the bit; the norm's sum has another order, in float64."""
@@ -181,7 +181,7 @@ def _random_home(draw: random.Random) -> Placement:
         pytest.param("sim:2", "during_backward", marks=pytest.mark.slow),
     ],
 )
-def test_of_a_unit_whose_adapter_trains_the_base_is_never_written(device: str, update: str, tmp_path: Path) -> None:
+def test_frozen_bases_are_never_written_to_disk(device: str, update: str, tmp_path: Path) -> None:
     """The bits of a run in host memory; what the drive takes in a step is what trains, by the sector."""
     expected = run("cpu", "bf16", usual(update, shares_memory=True), tmp_path, "adapter")
     policy = usual(update, shares_memory=device == "cpu", placements=SPLITS["everything"])
@@ -210,9 +210,7 @@ def copies(schedule: Schedule, kind: str) -> Mapping[str, int]:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 5])
-def test_state_is_read_and_written_once_a_step_and_weights_read_twice_at_most(
-    micro_batches: int, tmp_path: Path
-) -> None:
+def test_disk_state_is_moved_once_and_weights_read_at_most_twice_a_step(micro_batches: int, tmp_path: Path) -> None:
     policy = usual("next_forward", shares_memory=True, placements=SPLITS["everything"])
     with engine("cpu", "bf16", policy, tmp_path) as made:
         made.step([batch(1, 6, 0)])
@@ -335,7 +333,7 @@ def test_three_hundred_failures_of_the_disk(tmp_path: Path) -> None:
     assert _storm(range(100), tmp_path, "adapter") >= 25
 
 
-def test_what_was_damaged_on_its_way_to_the_disk_is_never_computed_with(tmp_path: Path) -> None:
+def test_data_damaged_on_disk_is_never_used(tmp_path: Path) -> None:
     fault = DiskFault("flip", "disk/moments/2", "write", after=1)
     policy = usual("next_forward", shares_memory=True, placements=SPLITS["moments"])
     model, optimizer = tiny_model(), AdamW(lr=1e-2)
@@ -352,14 +350,14 @@ def test_what_was_damaged_on_its_way_to_the_disk_is_never_computed_with(tmp_path
 # What a review found -------------------------------------------------------------------------------------------------
 
 
-def test_a_unit_larger_than_the_staging_buffers_of_its_kind_is_reached(tmp_path: Path) -> None:
+def test_units_larger_than_their_staging_buffers_work(tmp_path: Path) -> None:
     """The epilogue lives on the device here, and of the ends only the smaller prologue passes through host memory."""
     placements = (ON_DISK, Placement(), Placement(), Placement(), ON_DEVICE)
     expected = run("cpu", "bf16", usual("next_forward", shares_memory=True), tmp_path)
     assert equal(run("sim:3", "bf16", usual("next_forward", placements=placements), tmp_path), expected)
 
 
-def test_state_that_could_not_be_moved_back_is_not_taken_for_new(tmp_path: Path) -> None:
+def test_stale_state_is_not_taken_for_current(tmp_path: Path) -> None:
     """The disk refuses the second part that is moved there, and then gives the first one only when asked again."""
     plain = usual("next_forward", shares_memory=True)
     moved = replace(plain, placements=(Placement(moments="disk"),) * UNITS)

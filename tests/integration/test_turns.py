@@ -37,13 +37,13 @@ PUBLIC = [
 ]
 
 
-def test_every_call_that_computes_or_reads_the_state_takes_its_turn() -> None:
+def test_calls_on_an_engine_are_serialised() -> None:
     marked = one_at_a_time(lambda self: None).__code__
     found = {name for name in dir(Engine) if getattr(getattr(Engine, name), "__code__", None) is marked}
     assert found == set(PUBLIC)
 
 
-def test_a_second_call_beside_a_step_is_refused_in_words_and_does_no_harm() -> None:
+def test_a_concurrent_call_is_refused_without_harm() -> None:
     def run(beside: bool) -> dict[str, Tensor]:
         inside, go_on = threading.Event(), threading.Event()
 
@@ -79,7 +79,7 @@ def test_a_second_call_beside_a_step_is_refused_in_words_and_does_no_harm() -> N
     assert equal(run(beside=True), run(beside=False))
 
 
-def test_threads_that_take_turns_by_a_lock_share_an_engine() -> None:
+def test_threads_can_share_an_engine_with_a_lock() -> None:
     lock, failures = threading.Lock(), []
 
     def work() -> None:
@@ -101,7 +101,7 @@ def test_threads_that_take_turns_by_a_lock_share_an_engine() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim:2"])
-def test_many_threads_without_a_lock_end_in_typed_errors_alone(device: str) -> None:
+def test_unlocked_threads_get_only_typed_errors(device: str) -> None:
     failures: list[BaseException] = []
     done: list[int] = []
 
@@ -125,7 +125,7 @@ def test_many_threads_without_a_lock_end_in_typed_errors_alone(device: str) -> N
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim:2"])
-def test_a_loss_that_calls_its_engine_is_told_and_not_waited_for(device: str) -> None:
+def test_a_loss_that_calls_its_engine_is_an_error_not_a_deadlock(device: str) -> None:
     def loss(log_probs: Tensor, batch: MicroBatch) -> Tensor:
         engine.evaluate(unequal_batches())
         return -log_probs.sum()
@@ -191,7 +191,7 @@ def parent(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @fork
-def test_a_forked_child_is_told_that_the_engine_is_not_its_own(parent: Engine, tmp_path: Path) -> None:
+def test_a_forked_child_cannot_use_the_parents_engine(parent: Engine, tmp_path: Path) -> None:
     """In one line and at once; the parent's engine goes on, with the numbers of one that has not been forked."""
     arguments: dict[str, tuple[Any, ...]] = {
         "master": ("lm_head.weight",),
@@ -212,7 +212,7 @@ def test_a_forked_child_is_told_that_the_engine_is_not_its_own(parent: Engine, t
 
 
 @fork
-def test_what_a_forked_child_does_with_an_engine_leaves_the_parents_as_it_was(parent: Engine) -> None:
+def test_a_forked_child_cannot_harm_the_parents_engine(parent: Engine) -> None:
     before = parent.master_weights()
 
     def leave() -> str:
@@ -234,7 +234,7 @@ def test_what_a_forked_child_does_with_an_engine_leaves_the_parents_as_it_was(pa
 
 
 @fork
-def test_parts_of_an_engine_refuse_a_forked_child_too(parent: Engine, tmp_path: Path) -> None:
+def test_parts_of_an_engine_refuse_forked_children(parent: Engine, tmp_path: Path) -> None:
     """A stream, a device and a disk that somebody holds; a disk's files are those of the parent."""
     if parent._device.name == "cpu":
 
@@ -264,7 +264,7 @@ def test_parts_of_an_engine_refuse_a_forked_child_too(parent: Engine, tmp_path: 
 
 
 @fork
-def test_a_save_under_way_is_not_waited_for_in_a_forked_child(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_wait_for_the_parents_save(tmp_path: Path) -> None:
     go_on = threading.Event()
     with Engine.from_model(tiny_model(), verify=False) as engine:
         save = engine.save(tmp_path, write_more=lambda _: go_on.wait(30))
@@ -287,7 +287,7 @@ class Forked(Dataset[Tensor]):
 
 @fork
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_data_loader_whose_workers_fork_feeds_an_open_engine(persistent: bool) -> None:
+def test_forked_data_loader_workers_can_feed_an_engine(persistent: bool) -> None:
     """Workers start while the engine is open and end while it steps; it has the numbers that it has without them."""
 
     def run(workers: int) -> tuple[list[float], dict[str, Tensor]]:
@@ -309,7 +309,7 @@ def test_a_data_loader_whose_workers_fork_feeds_an_open_engine(persistent: bool)
 
 
 @fork
-def test_an_engine_of_its_own_works_in_a_forked_child() -> None:
+def test_a_forked_child_can_make_its_own_engine() -> None:
     """Where torch itself does: with one thread, as the workers of a data loader have."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

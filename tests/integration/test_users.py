@@ -22,7 +22,7 @@ from megatrain.spec import ActivationPlan, Placement, Precision, Work
 from tests.tiny import batch, equal, relative_error, stock_gradients, tiny_model, unequal_batches
 
 
-def test_frozen_parameters_stay_as_they_are_and_have_no_gradient() -> None:
+def test_frozen_parameters_do_not_change_and_have_no_gradient() -> None:
     model = tiny_model()
     frozen = ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"]
     for name in frozen:
@@ -78,7 +78,7 @@ def test_the_backward_pass_ends_at_the_lowest_unit_that_trains(device: str, acti
     assert set(found) == {name for name, p in model.named_parameters() if p.requires_grad}
 
 
-def test_a_model_in_which_nothing_trains_is_refused() -> None:
+def test_fully_frozen_models_are_refused() -> None:
     model = tiny_model()
     loss, _ = stock_gradients(model, unequal_batches())
     with Engine.from_model(model.requires_grad_(False), precision="fp32") as engine:
@@ -125,7 +125,7 @@ def test_a_tied_model_whose_epilogue_owns_nothing_trains(device: str) -> None:
             assert engine.step(unequal_batches()).loss < loss
 
 
-def test_gradient_checkpointing_switched_on_by_the_user_does_no_harm() -> None:
+def test_user_enabled_gradient_checkpointing_is_harmless() -> None:
     model = tiny_model()
     _, expected = stock_gradients(model, unequal_batches())
     with warnings.catch_warnings(action="ignore"):  # newer versions call it activation_checkpointing_enable
@@ -139,7 +139,7 @@ def test_gradient_checkpointing_switched_on_by_the_user_does_no_harm() -> None:
 @pytest.mark.parametrize(
     "around", [torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.enable_grad()]
 )
-def test_what_surrounds_a_call_changes_nothing(around: object) -> None:
+def test_the_callers_torch_modes_change_nothing(around: object) -> None:
     with Engine.from_model(tiny_model(), precision="fp32") as engine:
         expected = engine.gradients(unequal_batches())
     with around, Engine.from_model(tiny_model(), precision="fp32") as engine:  # type: ignore[attr-defined]
@@ -147,7 +147,7 @@ def test_what_surrounds_a_call_changes_nothing(around: object) -> None:
         engine.step(unequal_batches())
 
 
-def test_modes_of_single_modules_are_kept_and_evaluation_never_drops_out() -> None:
+def test_module_modes_are_kept_and_evaluation_has_no_dropout() -> None:
     model = tiny_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5)
     loss, _ = stock_gradients(model.eval(), unequal_batches())
     model.transformer.h[1].train()
@@ -157,7 +157,7 @@ def test_modes_of_single_modules_are_kept_and_evaluation_never_drops_out() -> No
         assert equal(engine.gradients(unequal_batches()), before)
 
 
-def test_models_tied_by_hand_come_back_tied(tmp_path: Path) -> None:
+def test_manually_tied_models_stay_tied(tmp_path: Path) -> None:
     model = tiny_model()
     model.lm_head.weight = model.model.embed_tokens.weight
     with Engine.from_model(model, precision="fp32", optimizer=AdamW(lr=1e-2)) as engine:
@@ -192,7 +192,7 @@ def test_a_refused_learning_rate_leaves_no_trace(rate: float, clip: float | None
     assert equal(run(refused=True), run(refused=False))
 
 
-def test_failing_steps_leak_no_memory() -> None:
+def test_failing_steps_do_not_leak_memory() -> None:
     """They fail at the loss, where the graphs of all layers are alive."""
 
     def failing(*_: object) -> Tensor:
@@ -213,7 +213,7 @@ def test_failing_steps_leak_no_memory() -> None:
         assert process.memory_info().rss - before < 100 << 20
 
 
-def test_an_interrupt_while_waiting_lets_the_step_come_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_waiting_lets_the_step_finish(monkeypatch: pytest.MonkeyPatch) -> None:
     device = CpuDevice()
     with Engine.from_model(tiny_model(), device, optimizer=AdamW(lr=1e-2)) as engine:
         engine.step(unequal_batches())
@@ -238,7 +238,7 @@ def test_an_interrupt_while_waiting_lets_the_step_come_to_rest(monkeypatch: pyte
     device.close()
 
 
-def test_schedules_are_kept_by_the_number_of_micro_batches_not_by_their_sizes() -> None:
+def test_schedules_are_cached_by_number_of_micro_batches() -> None:
     with Engine.from_model(tiny_model()) as engine:
         for length in range(4, 20):
             engine.step([batch(1, length, length), batch(2, length + 1, length)])
@@ -246,7 +246,7 @@ def test_schedules_are_kept_by_the_number_of_micro_batches_not_by_their_sizes() 
         assert len(engine._schedules.known) <= 6
 
 
-def test_the_policy_that_is_reported_is_that_of_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reported_policy_is_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine.from_model(tiny_model()) as engine:
         engine._schedules.__dict__["_memory_for_activations"] = 3_000_000
         for rows, plan in ((1, "keep"), (40, "recompute"), (1, "keep")):
@@ -256,7 +256,7 @@ def test_the_policy_that_is_reported_is_that_of_the_last_step(monkeypatch: pytes
             assert engine.policy.activations == plan
 
 
-def test_engines_leave_no_threads_and_do_not_close_what_is_not_theirs() -> None:
+def test_closing_an_engine_stops_its_threads_and_nothing_else() -> None:
     threads = threading.active_count()
     device = CpuDevice()
     for _ in range(2):
@@ -269,7 +269,7 @@ def test_engines_leave_no_threads_and_do_not_close_what_is_not_theirs() -> None:
     assert threading.active_count() == threads
 
 
-def test_a_closed_engine_refuses_everything_in_words() -> None:
+def test_a_closed_engine_refuses_every_call_clearly() -> None:
     engine = Engine.from_model(tiny_model())
     engine.close()
     for call in (engine.master_weights, engine.flush, lambda: engine.save_pretrained("x"), lambda: engine.step([])):
@@ -277,7 +277,7 @@ def test_a_closed_engine_refuses_everything_in_words() -> None:
             call()
 
 
-def test_a_misspelt_option_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+def test_misspelt_options_are_not_ignored(tmp_path: Path) -> None:
     config = tiny_model().config
     with pytest.raises(TypeError, match="no option 'precison'"):
         Engine.from_config(config.to_dict(), precison="fp32")  # type: ignore[call-arg]
@@ -296,7 +296,7 @@ def test_one_batch_instead_of_a_list_and_odd_integer_types_are_refused() -> None
         engine.step([{key: value.to(torch.int32).long() for key, value in batch(1, 5, 0).items()}])
 
 
-def test_making_an_engine_draws_nothing_from_the_users_random_state() -> None:
+def test_creating_an_engine_leaves_random_state_unchanged() -> None:
     model = tiny_model("gpt2", resid_pdrop=0.5)
     torch.manual_seed(1)
     expected = torch.rand(3)
@@ -318,7 +318,7 @@ def test_single_weights_are_set_exactly_and_others_are_refused() -> None:
 
 
 @pytest.mark.parametrize("norm", [None, 1e9])
-def test_hyperparameters_set_between_steps_are_those_of_the_next_step(norm: float | None) -> None:
+def test_hyperparameters_set_between_steps_apply_to_the_next(norm: float | None) -> None:
     """As in torch, at once or with updates that are applied a step later."""
     first = AdamW(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, no_decay=("*norm*",))
     second = replace(first, betas=(0.5, 0.6), eps=1e-2, weight_decay=20.0)
@@ -342,7 +342,7 @@ def test_hyperparameters_set_between_steps_are_those_of_the_next_step(norm: floa
 
 
 @pytest.mark.parametrize("placement", [Placement(), Placement(weights="disk"), Placement("device", "device", "device")])
-def test_a_weight_is_seen_where_it_lies_and_as_it_is_now(placement: Placement, tmp_path: Path) -> None:
+def test_weights_can_be_viewed_in_place(placement: Placement, tmp_path: Path) -> None:
     """Pending updates applied; not where it lies elsewhere, or a device has a copy of it."""
     model = tiny_model()
     device: str | SimDevice = "cpu" if placement == Placement() else SimDevice(0)
@@ -359,7 +359,7 @@ def test_a_weight_is_seen_where_it_lies_and_as_it_is_now(placement: Placement, t
         assert not engine.master("lm_head.weight").any()
 
 
-def test_a_state_that_an_interrupted_step_has_torn_is_refused() -> None:
+def test_state_torn_by_an_interrupted_step_is_refused() -> None:
     """Without clipping, units are updated one by one; going on from a mixture would be silently wrong."""
     device = SimDevice(3)
     with Engine.from_model(tiny_model(), device, max_grad_norm=None) as engine:

@@ -65,7 +65,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checksums=st.booleans(),
     direct=st.booleans(),
 )
-def test_what_is_written_comes_back(
+def test_written_bytes_are_read_back(
     sizes: list[int], skip: int, shares: list[float], checksums: bool, direct: bool, place: Path
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -86,7 +86,7 @@ def test_what_is_written_comes_back(
     disk.close()
 
 
-def test_tensors_are_memory_too(tmp_path: Path, mode: str) -> None:
+def test_tensors_are_accepted_as_buffers(tmp_path: Path, mode: str) -> None:
     disk = Disk([tmp_path])
     disk.provide({"a": (1000, "a")})
     value = torch.randint(0, 256, (10, 100), dtype=torch.uint8)
@@ -97,7 +97,7 @@ def test_tensors_are_memory_too(tmp_path: Path, mode: str) -> None:
     disk.close()
 
 
-def test_a_region_is_zeros_until_it_is_written_and_costs_no_reading(tmp_path: Path) -> None:
+def test_an_unwritten_region_is_zeros_without_a_read(tmp_path: Path) -> None:
     disk = Disk([tmp_path], block_nbytes=SECTOR)
     disk.provide({"a": (3 * SECTOR, "a")})
     disk.write("a", aligned(3 * SECTOR))
@@ -112,7 +112,7 @@ def test_a_region_is_zeros_until_it_is_written_and_costs_no_reading(tmp_path: Pa
 
 
 @pytest.mark.parametrize("kept", [2 * SECTOR + 9, 6 * BLOCK])
-def test_what_is_kept_is_left_where_it_is(kept: int, tmp_path: Path, mode: str) -> None:
+def test_kept_data_is_not_moved(kept: int, tmp_path: Path, mode: str) -> None:
     """A region over two drives, of whose 9 sectors in front each write costs as many."""
     disk, first = Disk(folders(tmp_path, 2), block_nbytes=BLOCK, depth=2), 9 * SECTOR
     disk.provide({"a": (first + kept, "a"), "b": (SECTOR, "b")}, kept={"a": kept})
@@ -150,7 +150,7 @@ def test_bytes_and_busy_seconds_are_counted(tmp_path: Path) -> None:
     disk.close()
 
 
-def test_known_regions_keep_their_content_and_their_size(tmp_path: Path) -> None:
+def test_existing_regions_keep_content_and_size(tmp_path: Path) -> None:
     disk = Disk([tmp_path])
     disk.provide({"a": (500, "moments of layer 3")})
     memory, back = aligned(500), aligned(500, 1)
@@ -164,7 +164,7 @@ def test_known_regions_keep_their_content_and_their_size(tmp_path: Path) -> None
     disk.close()
 
 
-def test_reads_and_writes_go_on_at_the_same_time(tmp_path: Path, mode: str) -> None:
+def test_reads_and_writes_overlap(tmp_path: Path, mode: str) -> None:
     disk = Disk(folders(tmp_path, 2), block_nbytes=BLOCK, depth=3)
     names = [str(number) for number in range(6)]
     disk.provide({name: (40 * SECTOR + 100 * int(name), name) for name in names})
@@ -183,7 +183,7 @@ def test_reads_and_writes_go_on_at_the_same_time(tmp_path: Path, mode: str) -> N
     disk.close()
 
 
-def test_what_the_system_transfers_in_parts_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_transfers_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def in_parts(call: Callable[..., int]) -> Callable[..., int]:
         def some(file: int, views: Sequence[memoryview], place: int, flags: int = 0) -> int:
             return call(file, [views[0][:SECTOR]], place, flags)
@@ -202,9 +202,7 @@ def test_what_the_system_transfers_in_parts_is_continued(tmp_path: Path, monkeyp
     disk.close()
 
 
-def test_the_page_cache_is_asked_to_forget_what_went_through_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_cache_is_dropped_after_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch_files, "_DIRECT", 0)
     disk = Disk([tmp_path], block_nbytes=BLOCK)
     assert not disk.direct
@@ -236,9 +234,7 @@ def has_free(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=nbytes // 512, f_frsize=512))
 
 
-def test_a_disk_that_is_too_small_is_refused_before_anything_is_allocated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_small_a_disk_is_refused_before_allocating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(folders(tmp_path, 2))  # both on one device
     has_free(monkeypatch, 1 << 20)
     monkeypatch.setattr(scratch_files, "_ALLOCATE", lambda *_: pytest.fail("something was allocated"))
@@ -255,7 +251,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_allocated(
     disk.close()
 
 
-def test_forgotten_space_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_freed_space_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk([tmp_path], block_nbytes=BLOCK)
     disk.provide({"a": (10 * SECTOR, "a"), "b": (10 * SECTOR, "b")})
     has_free(monkeypatch, 0)
@@ -275,7 +271,7 @@ def test_forgotten_space_is_used_again(tmp_path: Path, monkeypatch: pytest.Monke
     disk.close()
 
 
-def test_free_space_is_what_the_tightest_drive_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_space_is_limited_by_the_fullest_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(folders(tmp_path, 2), shares=[3, 1])
     has_free(monkeypatch, 1 << 20)
     assert disk.free_nbytes() == 1 << 20, "one device"
@@ -285,7 +281,7 @@ def test_free_space_is_what_the_tightest_drive_allows(tmp_path: Path, monkeypatc
     disk.close()
 
 
-def test_an_allocation_that_fails_half_way_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partially_failed_allocation_is_rolled_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(folders(tmp_path, 2))
     disk.provide({"a": (2 * SECTOR, "a")})
     memory, back = aligned(2 * SECTOR), aligned(2 * SECTOR, 1)
@@ -309,9 +305,7 @@ def test_an_allocation_that_fails_half_way_is_taken_back(tmp_path: Path, monkeyp
     disk.close()
 
 
-def test_a_file_system_that_allocates_nothing_in_advance_will_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_systems_without_preallocation_are_supported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(file: int, start: int, nbytes: int) -> None:
         raise OSError(errno.EOPNOTSUPP, "not here")
 
@@ -328,7 +322,7 @@ def test_a_file_system_that_allocates_nothing_in_advance_will_do(
 # Opening and closing ------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_that_is_missing_is_named_with_what_exists(tmp_path: Path) -> None:
+def test_a_missing_folder_is_named_with_its_existing_parent(tmp_path: Path) -> None:
     with pytest.raises(DiskError) as raised:
         Disk([tmp_path, tmp_path / "no" / "such"])
     assert str(raised.value) == f"{tmp_path / 'no' / 'such'}: no such folder; create it in {tmp_path}, which exists"
@@ -338,7 +332,7 @@ def test_a_folder_that_is_missing_is_named_with_what_exists(tmp_path: Path) -> N
     ("number", "advice"),
     [(errno.EACCES, "that you may write to"), (errno.EROFS, "not read-only"), (errno.ENOSPC, "free space there")],
 )
-def test_a_folder_that_cannot_be_written_is_refused(
+def test_an_unwritable_folder_is_refused(
     number: int, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(**_: object) -> None:
@@ -350,7 +344,7 @@ def test_a_folder_that_cannot_be_written_is_refused(
     assert raised.value.where == str(tmp_path)
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
+def test_a_file_in_place_of_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DiskError, match="give a folder, not a file"):
         Disk([tmp_path / "file"])
@@ -366,12 +360,12 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
         ({"depth": 0}, "less than one"),
     ],
 )
-def test_arguments_that_make_no_sense(arguments: dict[str, object], problem: str, tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, object], problem: str, tmp_path: Path) -> None:
     with pytest.raises(DiskError, match=problem):
         Disk(**({"folders": [tmp_path]} | arguments))  # type: ignore[arg-type]
 
 
-def test_memory_must_be_the_regions_size_and_flat(tmp_path: Path) -> None:
+def test_buffers_must_be_flat_and_match_the_region(tmp_path: Path) -> None:
     disk = Disk([tmp_path])
     disk.provide({"a": (16, "moments of layer 3")})
     for wrong in (np.zeros(15, np.uint8), np.zeros(4, np.float32), np.zeros((16, 2), np.uint8)[:, 0]):
@@ -409,7 +403,7 @@ def _used(folder: Path) -> Disk:
 
 
 @pytest.mark.parametrize("unnamed", [True, False])
-def test_nothing_is_left_after_closing(unnamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_leaves_nothing_behind(unnamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not unnamed:  # a file system without O_TMPFILE
         monkeypatch.setattr(tempfile, "_O_TMPFILE_WORKS", False)
     before = _threads()
@@ -427,7 +421,7 @@ def test_nothing_is_left_after_closing(unnamed: bool, tmp_path: Path, monkeypatc
     assert disk.written_nbytes == 20 * SECTOR
 
 
-def test_a_disk_that_is_dropped_closes_itself(tmp_path: Path) -> None:
+def test_a_garbage_collected_disk_closes_itself(tmp_path: Path) -> None:
     before = _threads()
     disk = _used(tmp_path)
     assert _open_files(tmp_path)

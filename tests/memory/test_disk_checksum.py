@@ -37,13 +37,13 @@ def noise(nbytes: int) -> np.ndarray:
 
 
 @given(sizes=st.lists(st.integers(0, 300).map(lambda words: 8 * words), max_size=3))
-def test_it_is_what_plain_integers_give(sizes: list[int]) -> None:
+def test_the_checksum_equals_integer_arithmetic(sizes: list[int]) -> None:
     pieces = [noise(size) for size in sizes]
     assert checksum(pieces) == reference(pieces)
 
 
 @pytest.mark.parametrize("filled", [noise(4096), np.zeros(4096, np.uint8)], ids=["noise", "zeros"])
-def test_every_single_bit_of_a_sector_counts(filled: np.ndarray) -> None:
+def test_every_bit_of_a_sector_changes_the_checksum(filled: np.ndarray) -> None:
     before = checksum([filled])
     sums = set()
     for bit in range(8 * filled.size):
@@ -54,7 +54,7 @@ def test_every_single_bit_of_a_sector_counts(filled: np.ndarray) -> None:
     assert len(sums) == 8 * filled.size, "and each flip gives a sum of its own"
 
 
-def test_upper_bits_that_change_together_are_seen() -> None:
+def test_simultaneous_high_bit_changes_change_the_checksum() -> None:
     """Without the shift, the top bits of two words of one lane would cancel out: signs that all flip, say."""
     block = noise(1 << 16)
     before = checksum([block])
@@ -64,7 +64,7 @@ def test_upper_bits_that_change_together_are_seen() -> None:
         assert checksum([changed]) != before
 
 
-def test_places_and_lengths_count() -> None:
+def test_position_and_length_change_the_checksum() -> None:
     block = noise(1 << 14)
     sectors = block.reshape(-1, 4096)
     assert checksum([sectors[[1, 0, 2, 3]].reshape(-1)]) != checksum([block])

@@ -41,7 +41,7 @@ WRITE_FAILURES = [
 
 
 @pytest.mark.parametrize(("fault", "kind", "cause"), WRITE_FAILURES, ids=str)
-def test_a_failed_write_tears_its_region_until_it_is_written_whole(
+def test_a_failed_write_invalidates_its_region_until_rewritten(
     fault: DiskFault, kind: type[DiskError], cause: str, tmp_path: Path
 ) -> None:
     disk = disk_with(tmp_path, fault)
@@ -60,7 +60,7 @@ def test_a_failed_write_tears_its_region_until_it_is_written_whole(
 
 
 @pytest.mark.parametrize("after", [1, 2], ids=["of all", "of the first part"])
-def test_a_write_of_the_first_part_heals_what_such_a_write_has_torn_and_no_more(after: int, tmp_path: Path) -> None:
+def test_a_partial_rewrite_restores_only_its_own_part(after: int, tmp_path: Path) -> None:
     """Two requests for all of it, one for its first part; the one or the other fails."""
     disk, first = Disk([tmp_path], faults=[DiskFault("write", "region", after=after)]), 2 * SECTOR
     disk.provide({"region": (NBYTES, "weights of layer 3")}, kept={"region": NBYTES - first})
@@ -90,7 +90,7 @@ def test_a_write_of_the_first_part_heals_what_such_a_write_has_torn_and_no_more(
     ],
     ids=str,
 )
-def test_a_failed_read_leaves_the_region_as_it_is(
+def test_a_failed_read_leaves_the_region_unchanged(
     fault: DiskFault, kind: type[DiskError], cause: str, tmp_path: Path
 ) -> None:
     disk = disk_with(tmp_path, fault)
@@ -103,9 +103,7 @@ def test_a_failed_read_leaves_the_region_as_it_is(
 
 
 @pytest.mark.parametrize("block", range(4))
-def test_a_bit_that_changes_on_its_way_to_the_disk_is_noticed_until_it_is_written_again(
-    block: int, tmp_path: Path
-) -> None:
+def test_a_bit_flipped_on_write_is_detected_until_rewritten(block: int, tmp_path: Path) -> None:
     disk = disk_with(tmp_path, DiskFault("flip", "region", on="write", after=block))
     disk.write("region", VALUE)
     assert VALUE.min() == VALUE.max() == 2, "the caller's memory is as it was"
@@ -117,7 +115,7 @@ def test_a_bit_that_changes_on_its_way_to_the_disk_is_noticed_until_it_is_writte
     disk.close()
 
 
-def test_without_checksums_a_changed_bit_goes_unnoticed(tmp_path: Path) -> None:
+def test_without_checksums_a_flipped_bit_is_not_detected(tmp_path: Path) -> None:
     disk = Disk([tmp_path], checksums=False, faults=[DiskFault("flip", "region")])
     disk.provide({"region": (NBYTES, "x")})
     disk.write("region", VALUE)
@@ -126,7 +124,7 @@ def test_without_checksums_a_changed_bit_goes_unnoticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on", ["read", "write"])
-def test_a_slow_request_is_waited_for(on: str, tmp_path: Path) -> None:
+def test_slow_requests_are_waited_for(on: str, tmp_path: Path) -> None:
     disk = disk_with(tmp_path, DiskFault("slow", "region", on=on, seconds=0.1))  # type: ignore[arg-type]
     began = time.perf_counter()
     disk.write("region", VALUE)
@@ -135,7 +133,7 @@ def test_a_slow_request_is_waited_for(on: str, tmp_path: Path) -> None:
     disk.close()
 
 
-def test_an_interrupted_write_has_ended_when_it_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_write_is_finished_when_it_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = disk_with(tmp_path, DiskFault("slow", "region", on="write", seconds=0.2))
     wait, running = io_queue.wait, []
 
@@ -158,5 +156,5 @@ def test_an_interrupted_write_has_ended_when_it_raises(tmp_path: Path, monkeypat
     disk.close()
 
 
-def test_every_kind_of_fault_is_tried_here() -> None:
+def test_every_fault_kind_is_covered() -> None:
     assert set(DISK_FAULTS) == {"read", "write", "full", "short", "flip", "slow"}

@@ -14,7 +14,7 @@ shares = st.lists(st.floats(0.01, 100), min_size=1, max_size=4)
 
 
 @given(nbytes=st.integers(0, 1 << 40), parts=shares)
-def test_parts_follow_each_other_and_their_shares(nbytes: int, parts: list[float]) -> None:
+def test_parts_are_consecutive_and_follow_their_shares(nbytes: int, parts: list[float]) -> None:
     split = split_by_share(nbytes, parts)
     assert [start for start, _ in split] == [0, *(stop for _, stop in split[:-1])]
     assert split[-1][1] == nbytes
@@ -28,7 +28,7 @@ def test_parts_follow_each_other_and_their_shares(nbytes: int, parts: list[float
     block=st.integers(1, 5).map(lambda sectors: sectors * SECTOR),
     orders=st.lists(st.tuples(st.integers(0, 40 * SECTOR), st.booleans()), max_size=12),
 )
-def test_regions_come_and_go_without_touching(parts: list[float], block: int, orders: list[tuple[int, bool]]) -> None:
+def test_regions_never_overlap(parts: list[float], block: int, orders: list[tuple[int, bool]]) -> None:
     spaces = [Space() for _ in parts]
     regions = []
     for nbytes, forgets in orders:
@@ -50,7 +50,7 @@ def test_regions_come_and_go_without_touching(parts: list[float], block: int, or
             assert space.nbytes == sum(stop - start for start, stop in taken) + space.unused_nbytes
 
 
-def test_gaps_are_joined_and_used_first() -> None:
+def test_gaps_are_merged_and_used_first() -> None:
     space = Space()
     places = [space.take(SECTOR) for _ in range(4)]
     for place in (places[0], places[2], places[1]):
@@ -60,7 +60,7 @@ def test_gaps_are_joined_and_used_first() -> None:
     assert space.nbytes == 4 * SECTOR
 
 
-def test_a_gap_at_the_end_is_made_longer() -> None:
+def test_the_last_gap_is_extended() -> None:
     space = Space()
     space.take(SECTOR)
     space.give(space.take(2 * SECTOR), 2 * SECTOR)

@@ -17,7 +17,7 @@ from megatrain.spec import FileBytes
 
 
 @pytest.mark.parametrize("direct", [True, False, None])
-def test_any_range_of_a_region_is_what_the_files_hold(direct: bool | None, tmp_path: Path) -> None:
+def test_any_range_equals_the_files_bytes(direct: bool | None, tmp_path: Path) -> None:
     """Tensors at any place of two files, with gaps between them in the region, in blocks of a sector and more."""
     draw, held = random.Random(3), [os.urandom(50_001), os.urandom(9_000)]
     paths = [tmp_path / f"{number}.bin" for number in range(2)]
@@ -41,7 +41,7 @@ def test_any_range_of_a_region_is_what_the_files_hold(direct: bool | None, tmp_p
         files.close()
 
 
-def test_other_bytes_than_before_are_found_out_though_nothing_else_has_changed(tmp_path: Path) -> None:
+def test_changed_file_bytes_are_detected(tmp_path: Path) -> None:
     path = tmp_path / "weights"
     path.write_bytes(bytes(10_000))
     then = path.stat()
@@ -57,7 +57,7 @@ def test_other_bytes_than_before_are_found_out_though_nothing_else_has_changed(t
     files.close()
 
 
-def test_files_that_are_too_short_or_not_there_are_refused(tmp_path: Path) -> None:
+def test_short_and_missing_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "weights"
     path.write_bytes(bytes(100))
     for file, match in ((path, "shorter"), (tmp_path / "none", "is gone")):
@@ -66,7 +66,7 @@ def test_files_that_are_too_short_or_not_there_are_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_the_quicker_way_is_found_by_reading(direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_faster_read_method_is_measured(direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever way it is, and its bytes are those of the file."""
     path, content = tmp_path / "weights", os.urandom(20 * 8192)
     path.write_bytes(content)

@@ -19,7 +19,7 @@ MODEL = llama_shape("wide", 12, 4096)
     [("bf16", 14, "next_forward"), ("fp32", 16, "next_forward"), ("bf16", 12, "during_backward")],
 )
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_every_rank_holds_its_part_and_two_hundredths_more_at_most(
+def test_each_rank_holds_its_share_within_two_percent(
     ranks: int, precision: Precision, each: int, update: UpdateTime, delivery: Delivery
 ) -> None:
     """Bytes for a parameter: weights, moments and gradients, all that is on the host but for what is shared to sum and

@@ -21,7 +21,7 @@ from tests.ranks import together, worlds
 SIZES = {"host/weights/0": 100, "host/shared_gradients/0": 64}
 
 
-def test_a_rank_reads_what_another_writes_and_counts_its_own_alone() -> None:
+def test_ranks_share_memory_and_count_only_their_own() -> None:
     def work(world: World) -> None:
         with_others = SharedMemory(SIZES, device := open_device("cpu"), world)
         ledger = Ledger({"host": 100})
@@ -57,7 +57,7 @@ def test_ranks_of_several_machines_are_refused_on_all(monkeypatch: pytest.Monkey
     assert line.startswith("policy.delivery: the ranks are on several machines")
 
 
-def test_memory_that_one_rank_may_not_open_is_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_one_rank_cannot_open_is_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(process: int, file: int, identity: object, nbytes: int) -> object:
         raise DeviceError("may not be opened", where="policy.delivery")
 
@@ -72,7 +72,7 @@ def test_memory_that_one_rank_may_not_open_is_refused_on_all(monkeypatch: pytest
     assert all("may not be opened" in line for line in together(worlds(2), work))
 
 
-def test_what_is_not_there_is_told() -> None:
+def test_missing_shared_memory_is_reported() -> None:
     file = anonymous_file(10)
     identity = identity_of(file)
     os.close(file)
@@ -80,7 +80,7 @@ def test_what_is_not_there_is_told() -> None:
         mapped_file(os.getpid(), file, identity, 10)
 
 
-def test_a_rank_of_another_container_that_has_the_number_of_ones_own_process_is_told() -> None:
+def test_a_rank_in_another_container_with_the_same_pid_is_detected() -> None:
     """Its memory would be one's own, and each rank train on its part for that of all."""
     own, other = anonymous_file(10), anonymous_file(10)
     try:

@@ -37,7 +37,7 @@ def store(precision: Precision, model: ModelSpec = MODEL) -> Store:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_masters_come_back_bit_for_bit(precision: Precision) -> None:
+def test_masters_round_trip_bit_for_bit(precision: Precision) -> None:
     state = store(precision)
     values = {p.name: torch.randn(p.shape) for unit in MODEL.units for p in unit.params}
     values["l.b"] = torch.tensor([1e-42, -0.0, 3.3e38])  # a denormal, a signed zero, a large one
@@ -49,7 +49,7 @@ def test_masters_come_back_bit_for_bit(precision: Precision) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_view_is_the_memory_of_the_weight(precision: Precision) -> None:
+def test_a_view_shares_the_weights_memory(precision: Precision) -> None:
     state = store(precision)
     values = {p.name: torch.randn(p.shape) for unit in MODEL.units for p in unit.params}
     state.load(values)
@@ -74,7 +74,7 @@ PARTLY = ModelSpec(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_what_is_frozen_is_held_as_it_is_computed_with_and_what_was_rounded_is_told(precision: Precision) -> None:
+def test_frozen_weights_are_kept_in_compute_dtype_and_rounding_is_reported(precision: Precision) -> None:
     state = store(precision, PARTLY)
     values = {p.name: torch.randn(p.shape) for unit in PARTLY.units for p in unit.params}
     values["l.w"] = values["l.w"].to(torch.bfloat16).float()
@@ -98,7 +98,7 @@ def test_a_frozen_parameter_takes_two_bytes_in_bf16_and_four_in_fp32() -> None:
         assert sum(state.pool.nbytes(name) for name in parts) == each * 96
 
 
-def test_the_streamed_weight_is_the_master_rounded() -> None:
+def test_the_streamed_weight_is_the_rounded_master() -> None:
     state = store("bf16")
     value = torch.randn(4, 8)
     state.load({p.name: value if p.name == "l.w" else torch.zeros(p.shape) for u in MODEL.units for p in u.params})
@@ -106,7 +106,7 @@ def test_the_streamed_weight_is_the_master_rounded() -> None:
     assert torch.equal(streamed, value.to(torch.bfloat16))  # no ties among random numbers
 
 
-def test_writing_one_parameter_leaves_its_neighbours() -> None:
+def test_writing_a_parameter_leaves_its_neighbours() -> None:
     state = store("bf16")
     state.write_master("l.w", torch.ones(4, 8))
     state.write_master("l.b", torch.full((3,), 2.0))
@@ -114,7 +114,7 @@ def test_writing_one_parameter_leaves_its_neighbours() -> None:
     assert state.unit(1).hi[35:].sum() == 0, "the gap stays zero"
 
 
-def test_a_lease_is_returned_also_after_a_failure() -> None:
+def test_leases_are_returned_after_failures() -> None:
     schedule = build_step(MODEL, Numerics(), Policy(), Work((1,)))
     pool = Pool(CpuDevice(), Ledger())
     pool.provide(schedule.buffers.values())
@@ -135,7 +135,7 @@ def test_device_memory_is_only_reached_through_a_lease() -> None:
         pool.memory("device/slot")
 
 
-def test_buffers_grow_but_are_not_made_twice() -> None:
+def test_buffers_grow_and_are_reused() -> None:
     pool = Pool(CpuDevice(), Ledger())
     pool.provide([Buffer("host/a", "host", 8, Use.NORMS)])
     first = pool.memory("host/a")
@@ -145,7 +145,7 @@ def test_buffers_grow_but_are_not_made_twice() -> None:
     assert pool.ledger.table() == {("host", "norms"): 16}
 
 
-def test_a_budget_that_is_refused_enters_nothing() -> None:
+def test_a_refused_allocation_records_nothing() -> None:
     pool = Pool(CpuDevice(), Ledger({"host": 10}))
     pool.provide([Buffer("host/a", "host", 6, Use.NORMS)])
     with pytest.raises(DoesNotFit, match="needs 11 bytes of host memory, 1 more than its budget of 10"):
@@ -160,7 +160,7 @@ def test_device_buffers_count_against_the_host_where_there_is_one_memory() -> No
         Ledger({"host": 10}, one_memory=True).require(buffers)
 
 
-def test_a_buffer_whose_growth_fails_is_made_again_by_the_next_call() -> None:
+def test_a_buffer_whose_growth_failed_is_recreated() -> None:
     device = SimDevice(capacity=100)
     pool = Pool(device, Ledger())
     small, large = (Buffer("device/slot", "device", nbytes, Use.NORMS) for nbytes in (60, 120))
@@ -182,7 +182,7 @@ def masters_of(state: UnitState) -> np.ndarray:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_that_hold_a_part_each_hold_all_bit_for_bit(precision: Precision, ranks: int) -> None:
+def test_rank_parts_together_hold_every_bit(precision: Precision, ranks: int) -> None:
     """Of a unit with several shards, the last of them frozen."""
     wide = ParamSpec("l.w", (90, 77)), ParamSpec("l.b", (3,)), ParamSpec("l.f", (70, 30), trainable=False)
     units = MODEL.units[0], UnitSpec("l", "layer", wide), MODEL.units[2]

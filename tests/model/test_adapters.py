@@ -49,7 +49,7 @@ def logits_of(model: torch.nn.Module) -> Tensor:
         for each in ("lora", "dora", "of the ends", "whole ends", "ia3", "lokr", "norms", "oft")
     ],
 )
-def test_a_fresh_adapter_over_files_is_the_one_that_peft_makes_of_that_seed(base: Path, method: str) -> None:
+def test_a_fresh_file_backed_adapter_equals_pefts_for_the_seed(base: Path, method: str) -> None:
     loaded = in_memory(base)
     torch.manual_seed(7)
     stock = peft.get_peft_model(loaded, config_of(method)).get_base_model()
@@ -64,9 +64,7 @@ def test_a_fresh_adapter_over_files_is_the_one_that_peft_makes_of_that_seed(base
 @pytest.mark.parametrize(
     "method", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in METHODS]
 )
-def test_a_saved_adapter_is_one_that_stock_peft_loads_and_an_engine_goes_on_from(
-    base: Path, method: str, tmp_path: Path
-) -> None:
+def test_a_saved_adapter_loads_in_peft_and_resumes(base: Path, method: str, tmp_path: Path) -> None:
     model = adapted(in_memory(base), method)
     with Engine.from_model(model, precision="fp32", verify=False) as engine:
         engine.step(unequal_batches(), lr=1e-2)
@@ -84,7 +82,7 @@ def test_a_saved_adapter_is_one_that_stock_peft_loads_and_an_engine_goes_on_from
         engine.step(unequal_batches())
 
 
-def test_the_file_is_bit_for_bit_the_one_that_peft_writes(base: Path, tmp_path: Path) -> None:
+def test_the_adapter_file_equals_pefts_bit_for_bit(base: Path, tmp_path: Path) -> None:
     model = adapted(in_memory(base), "whole ends")
     model.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
     with Engine.from_model(model, verify=False) as engine:
@@ -93,7 +91,7 @@ def test_the_file_is_bit_for_bit_the_one_that_peft_writes(base: Path, tmp_path: 
     assert equal(dict(sorted(ours.items())), dict(sorted(theirs.items())))
 
 
-def test_a_folder_of_an_adapter_stands_for_its_base_with_it(base: Path, tmp_path: Path) -> None:
+def test_an_adapter_folder_loads_its_base_and_adapter(base: Path, tmp_path: Path) -> None:
     with Engine.from_pretrained(base, adapter=config_of("lora"), verify=False) as engine:
         engine.step(unequal_batches())
         folder, weights = engine.save_adapter(tmp_path / "adapter"), engine.master_weights()
@@ -120,7 +118,7 @@ def test_an_adapter_of_another_model_is_refused(base: Path, tmp_path: Path) -> N
         ({"target_modules": ["nothing"]}, "adapter: .*nothing.*; set target_modules to names"),
     ],
 )
-def test_what_cannot_begin_over_files_is_refused(base: Path, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_file_backed_adapters_are_refused(base: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         Engine.from_pretrained(base, adapter=config_of("lora", **changes))
 
@@ -134,7 +132,7 @@ def test_an_engine_without_an_adapter_has_none_to_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["lora", "dora", "whole ends", "of the ends", "ia3", "loha", "norms"])
-def test_merging_is_pefts_own_in_float32_unit_by_unit(base: Path, method: str, tmp_path: Path) -> None:
+def test_merging_equals_pefts_float32_merge_unit_by_unit(base: Path, method: str, tmp_path: Path) -> None:
     model = adapted(in_memory(base), method)
     model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     expected = dict(model.merge_and_unload().named_parameters())
@@ -158,7 +156,7 @@ def test_biases_and_experts_are_merged_too(tmp_path: Path) -> None:
         assert equal(dict(AutoModelForCausalLM.from_pretrained(merged).named_parameters()), expected)
 
 
-def test_auto_leaves_fused_experts_out_where_peft_takes_names_of_other_layers_to_mean_them() -> None:
+def test_auto_target_modules_exclude_fused_experts_named_like_other_layers() -> None:
     """A shared expert has the names that experts had before they were fused."""
     config = peft.LoraConfig(r=4, target_modules="auto")
     names = [name for name, each in planned_with(config).named_parameters() if each.requires_grad]
@@ -166,7 +164,7 @@ def test_auto_leaves_fused_experts_out_where_peft_takes_names_of_other_layers_to
     assert not any("expert" in name for name in names)
 
 
-def test_an_adapter_that_is_planned_for_takes_no_memory() -> None:
+def test_a_planned_adapter_takes_no_memory() -> None:
     """Of fused experts it may be larger than the host."""
     config = peft.LoraConfig(r=4, target_modules="all-linear")
     model = planned_with(config)
@@ -188,7 +186,7 @@ def planned_with(config: peft.PeftConfig) -> PreTrainedModel:
         pytest.param({"target_modules": ["q_proj", "lm_head"]}, marks=pytest.mark.slow),
     ],
 )
-def test_a_tied_head_that_was_trained_apart_is_not_merged(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_tied_head_trained_separately_is_not_merged(tmp_path: Path, changes: dict[str, Any]) -> None:
     tiny_model("llama-tied").save_pretrained(tmp_path / "base")
     with Engine.from_pretrained(tmp_path / "base", adapter=config_of("lora", **changes), verify=False) as engine:
         folder = engine.save_adapter(tmp_path / "adapter")
@@ -197,7 +195,7 @@ def test_a_tied_head_that_was_trained_apart_is_not_merged(tmp_path: Path, change
     assert not (tmp_path / "merged").exists()
 
 
-def test_merging_is_asked_for_where_there_is_an_adapter_and_there_alone(base: Path, tmp_path: Path) -> None:
+def test_merge_is_accepted_only_with_an_adapter(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="is not an adapter, so there is nothing to merge"):
         run_export(str(base), tmp_path / "merged", merge=True)
     with Engine.from_pretrained(base, adapter=config_of("lora"), verify=False) as engine:
@@ -211,7 +209,7 @@ def state_of(engine: Engine) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("method", ["lora", "whole ends"])
-def test_a_checkpoint_holds_the_adapter_alone_and_goes_on_bit_for_bit(base: Path, method: str, tmp_path: Path) -> None:
+def test_an_adapter_checkpoint_holds_no_base_and_resumes_bit_for_bit(base: Path, method: str, tmp_path: Path) -> None:
     with Engine.from_pretrained(base, adapter=config_of(method), verify=False) as engine:
         engine.step(unequal_batches(), lr=1e-2)
         folder = engine.save(tmp_path / "checkpoints").wait()
@@ -231,7 +229,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_goes_on_bit_for_bit(base: Path
         assert equal(state_of(engine), expected)
 
 
-def test_a_checkpoint_goes_on_over_its_own_base_alone(base: Path, tmp_path: Path) -> None:
+def test_an_adapter_checkpoint_requires_its_own_base(base: Path, tmp_path: Path) -> None:
     with Engine.from_pretrained(base, adapter=config_of("lora"), verify=False) as engine:
         folder = engine.save(tmp_path / "checkpoints").wait()
     changed = in_memory(base)
@@ -249,7 +247,7 @@ def test_a_checkpoint_goes_on_over_its_own_base_alone(base: Path, tmp_path: Path
         assert engine.applied_updates() == applied
 
 
-def test_no_module_of_the_package_imports_peft_where_it_is_imported_itself() -> None:
+def test_no_module_imports_peft_at_import_time() -> None:
     """What libraries import behind our back is asked below."""
     for file in Path(megatrain.__file__).parent.rglob("*.py"):
         at_once = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]

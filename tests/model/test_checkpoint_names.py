@@ -39,7 +39,7 @@ def test_parameters_take_the_written_dtype_and_buffers_keep_theirs() -> None:
     assert found["model.norm.weight"].nbytes == 64
 
 
-def test_a_saved_buffer_is_written_with_the_unit_that_it_lies_in() -> None:
+def test_buffers_are_written_with_their_unit() -> None:
     ported = port_model(with_saved_buffer(tiny_model()), torch.float32)
     written = WrittenModel(ported, torch.float32)
     places = {tensor.name: unit for unit, tensors in enumerate(written.units) for tensor in tensors}
@@ -49,13 +49,13 @@ def test_a_saved_buffer_is_written_with_the_unit_that_it_lies_in() -> None:
     assert written.tensors(2, masters)["model.layers.1.mlp.seen"].tolist() == [3, 4]
 
 
-def test_names_that_the_model_does_not_want_saved_are_left_out() -> None:
+def test_names_excluded_from_saving_are_omitted() -> None:
     model = with_saved_buffer(tiny_model())
     model._keys_to_ignore_on_save = {"model.scale"}
     assert "model.scale" not in planned(model, torch.float32)
 
 
-def test_of_tied_names_the_one_that_the_library_looks_for_is_written() -> None:
+def test_tied_weights_are_written_under_the_librarys_name() -> None:
     class HeadFirst(AutoModelForCausalLM._model_mapping[type(tiny_model().config)]):  # type: ignore[misc]
         """A Llama whose first name for the tied parameter is that of the head."""
 
@@ -77,7 +77,7 @@ def test_fused_experts_are_written_one_by_one() -> None:
     assert not [name for name in found if "gate_up" in name]
 
 
-def test_a_model_whose_checkpoint_joins_units_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_whose_checkpoints_merge_units_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = written_module.revert_weight_conversion
 
     def joining(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ def test_a_model_whose_checkpoint_joins_units_is_refused(monkeypatch: pytest.Mon
         planned(tiny_model(), torch.float32)
 
 
-def test_planning_and_the_small_files_leave_the_ported_model_alone(tmp_path: Any) -> None:
+def test_planning_leaves_the_ported_model_unchanged(tmp_path: Any) -> None:
     ported = port_model(tiny_model("llama-tied"), torch.bfloat16)
     WrittenModel(ported, torch.float32).write_small_files(tmp_path)
     assert {parameter.dtype for parameter in ported.skeleton.parameters()} == {torch.bfloat16}
@@ -98,7 +98,7 @@ def test_planning_and_the_small_files_leave_the_ported_model_alone(tmp_path: Any
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "generation_config.json"]
 
 
-def test_a_generation_config_that_the_library_refuses_is_one_clear_error(tmp_path: Any) -> None:
+def test_an_invalid_generation_config_is_one_clear_error(tmp_path: Any) -> None:
     model = tiny_model()
     model.generation_config.num_return_sequences = 4  # cannot be had without sampling or beams
     with pytest.raises(ExportError, match="generation_config") as caught:

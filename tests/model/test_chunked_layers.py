@@ -32,14 +32,14 @@ QUICK = ("llama", 0), ("gpt2", 1), ("qwen3-moe", 1)
         for other, dtype in enumerate((torch.float32, torch.bfloat16))
     ],
 )
-def test_feed_forwards_and_norms_are_found_and_experts_left_whole(family: str, dtype: torch.dtype) -> None:
+def test_mlps_and_norms_are_found_and_experts_left_whole(family: str, dtype: torch.dtype) -> None:
     ported = port_model(tiny_model(family), dtype)
     assert [set(parts) for parts in ported.parts] == [PARTS[family]] * len(ported.templates)
     profile = ported.spec.units[1].profile
     assert profile.kept(1, 100, chunk=10) < profile.kept(1, 100, chunk=100) == profile.kept(1, 100)
 
 
-def test_a_feed_forward_is_found_however_wide_it_is() -> None:
+def test_mlps_of_any_width_are_found() -> None:
     """Where products are not computed but to find it: 4 million parameters each."""
     wide = port_model(tiny_model(hidden_size=1024, intermediate_size=4096, num_hidden_layers=1), torch.bfloat16)
     assert set(wide.parts[0]) == PARTS["llama"]
@@ -72,13 +72,13 @@ class Unusual(nn.Module):
 
 @pytest.mark.parametrize("part", [Centred, Unusual])
 @pytest.mark.parametrize(("width", "inner"), [(64, 256), (1024, 4096)])
-def test_a_wide_part_is_not_taken_for_what_it_is_not(part: type, width: int, inner: int) -> None:
+def test_other_wide_modules_are_not_taken_for_mlps(part: type, width: int, inner: int) -> None:
     layer = Inside(part(width, inner))
     found = token_wise(layer, lambda tokens: (layer(torch.zeros(1, tokens, width)), []))
     assert found == (("part",) if part is Unusual and width == 64 else ())
 
 
-def test_what_drops_out_at_random_is_left_whole() -> None:
+def test_modules_with_dropout_are_not_chunked() -> None:
     """Chunks would draw other numbers than the whole. What is inside it and draws nothing may be taken instead."""
     model = tiny_model("gpt2", resid_pdrop=0.1)
     for each in (model, model.eval()):
@@ -121,7 +121,7 @@ MIXES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_a_part_in_which_tokens_meet_is_left_whole(mix: str) -> None:
+def test_modules_that_mix_tokens_are_not_chunked(mix: str) -> None:
     assert "part" not in found_in(Mixing(MIXES[mix]))
 
 
@@ -130,11 +130,11 @@ class Overwriting(Mixing):
         return super().forward(hidden.mul_(2))
 
 
-def test_a_part_that_writes_into_its_input_is_left_whole() -> None:
+def test_modules_that_modify_their_input_are_not_chunked() -> None:
     assert "part" not in found_in(Overwriting(torch.tanh))
 
 
-def test_a_part_in_which_they_do_not_is_found_and_one_that_somebody_listens_to_is_not() -> None:
+def test_modules_with_hooks_are_not_chunked() -> None:
     part = Mixing(torch.tanh)
     assert found_in(part) == ("part",)
     part.up.register_forward_hook(lambda *_: None)
@@ -144,7 +144,7 @@ def test_a_part_in_which_they_do_not_is_found_and_one_that_somebody_listens_to_i
 @pytest.mark.parametrize("shape", [(1, 37), (3, 11)], ids=str)
 @pytest.mark.parametrize("tokens", [1, 4, 10, 1000])
 @pytest.mark.parametrize("frozen", ["", "up.weight", "given"])
-def test_chunks_give_the_outputs_and_gradients_of_the_whole(shape: tuple[int, int], tokens: int, frozen: str) -> None:
+def test_chunked_outputs_and_gradients_equal_the_whole(shape: tuple[int, int], tokens: int, frozen: str) -> None:
     torch.manual_seed(0)
     layer = Inside(Mixing(torch.tanh))
     given = torch.randn(*shape, 8, requires_grad=frozen != "given")
@@ -176,7 +176,7 @@ def test_chunks_give_the_outputs_and_gradients_of_the_whole(shape: tuple[int, in
     assert "forward" not in vars(layer.part)
 
 
-def test_gradients_of_bfloat16_weights_are_rounded_once_however_many_chunks() -> None:
+def test_bfloat16_weight_gradients_are_rounded_once_for_any_chunking() -> None:
     """512 terms of 1 each: a sum in bfloat16 would stop at 256."""
     layer = Inside(nn.Linear(1, 1, bias=False)).to(torch.bfloat16)
     with in_chunks(layer, ["part"], 1):

@@ -42,11 +42,11 @@ def say(ported: PortedModel, logits: Any, prompt: Tensor = PROMPT, **options: An
     return speak(ported, logits, torch.device("cpu"), prompt, None, settings)
 
 
-def test_what_the_logits_say_follows_the_prompt(ported: PortedModel) -> None:
+def test_generated_tokens_follow_the_logits(ported: PortedModel) -> None:
     assert say(ported, Counting()).tolist() == [[5, 6, 7, 8, 9, 10, 11]]
 
 
-def test_with_a_cache_each_call_is_asked_for_one_new_token_and_its_logits_alone(ported: PortedModel) -> None:
+def test_with_a_kv_cache_each_call_computes_one_token(ported: PortedModel) -> None:
     model = Counting()
     say(ported, model)
     assert [(ids, kept) for ids, kept, _ in model.asked] == [([5, 6, 7], 1), ([8], 1), ([9], 1), ([10], 1)]
@@ -54,14 +54,14 @@ def test_with_a_cache_each_call_is_asked_for_one_new_token_and_its_logits_alone(
     assert len(caches) == 1
 
 
-def test_without_a_cache_each_call_gets_the_whole_text(ported: PortedModel) -> None:
+def test_without_a_kv_cache_each_call_gets_the_whole_text(ported: PortedModel) -> None:
     model = Counting()
     say(ported, model, use_cache=False)
     assert [len(ids) for ids, _, _ in model.asked] == [3, 4, 5, 6]
     assert not any(isinstance(value, Cache) for _, _, inputs in model.asked for value in inputs.values())
 
 
-def test_guessing_ahead_asks_for_logits_at_every_guess(ported: PortedModel) -> None:
+def test_assisted_generation_computes_logits_for_every_candidate(ported: PortedModel) -> None:
     model = Counting()
     prompt = torch.tensor([[8, 9, 10, 11, 12, 5, 6, 7, 8]])
     assert say(ported, model, prompt, prompt_lookup_num_tokens=3)[0, 9:].tolist() == [9, 10, 11, 12]
@@ -69,7 +69,7 @@ def test_guessing_ahead_asks_for_logits_at_every_guess(ported: PortedModel) -> N
     assert len(model.asked) < 4
 
 
-def test_a_family_that_cannot_be_told_how_many_logits_is_asked_for_the_last() -> None:
+def test_families_without_logits_to_keep_return_the_last() -> None:
     old = port_model(tiny_model().eval(), torch.float32)
     stock = type(old.skeleton)
 
@@ -94,7 +94,7 @@ def test_a_family_that_cannot_be_told_how_many_logits_is_asked_for_the_last() ->
         ({"max_new_tokens": None, "max_length": 65}, BatchError, "up to 62 more"),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_one_line_before_anything_is_computed(
+def test_unsupported_generation_is_refused_in_one_line_before_computing(
     ported: PortedModel, options: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     model = Counting()
@@ -109,24 +109,24 @@ def test_a_prompt_that_fills_every_position_is_refused(ported: PortedModel) -> N
         say(ported, Counting(), torch.full((1, 64), 5), max_new_tokens=None)
 
 
-def test_the_last_position_may_be_used_and_no_length_means_the_librarys(ported: PortedModel) -> None:
+def test_the_last_position_is_usable_and_the_default_length_is_the_librarys(ported: PortedModel) -> None:
     assert say(ported, Counting(), max_new_tokens=61).shape[1] == 64
     assert say(ported, Counting(), max_new_tokens=None).shape[1] == 3 + 20
     assert say(ported, Counting(), torch.full((1, 60), 5), max_new_tokens=None).shape[1] == 64
 
 
-def test_logits_that_are_no_numbers_are_an_error(ported: PortedModel) -> None:
+def test_nan_logits_are_an_error(ported: PortedModel) -> None:
     with pytest.raises(NonFinite, match="not finite"):
         say(ported, lambda inputs, kept: torch.full((1, 1, VOCAB), torch.nan))
 
 
-def test_logits_of_minus_infinity_are_ordinary(ported: PortedModel) -> None:
+def test_logits_of_minus_infinity_are_allowed(ported: PortedModel) -> None:
     logits = torch.full((1, 1, VOCAB), -torch.inf)
     logits[..., 9] = 0.0
     assert say(ported, lambda inputs, kept: logits)[0, 3:].tolist() == [9] * 4
 
 
-def test_where_the_cache_outgrows_the_device_the_advice_is_about_text_not_training(ported: PortedModel) -> None:
+def test_running_out_of_memory_for_the_kv_cache_advises_shorter_text(ported: PortedModel) -> None:
     def full(inputs: Mapping[str, Any], kept: int) -> Tensor:
         raise OutOfDeviceMemory("device memory ran out", fix="use smaller micro-batches")
 
@@ -134,14 +134,14 @@ def test_where_the_cache_outgrows_the_device_the_advice_is_about_text_not_traini
         say(ported, full)
 
 
-def test_a_model_that_cannot_generate_is_refused() -> None:
+def test_models_without_generate_are_refused() -> None:
     mute = port_model(tiny_model().eval(), torch.float32)
     mute.skeleton.__class__ = type("Mute", (type(mute.skeleton),), {"can_generate": classmethod(lambda cls: False)})
     with pytest.raises(ModelError, match="cannot generate"):
         say(mute, Counting())
 
 
-def test_speaking_leaves_the_model_that_is_trained_as_it_was(ported: PortedModel) -> None:
+def test_generating_leaves_training_state_unchanged(ported: PortedModel) -> None:
     skeleton = ported.skeleton
     before = type(skeleton), dict(skeleton.__dict__), skeleton.generation_config.to_dict(), skeleton.config.to_dict()
     say(ported, Counting(), num_beams=2, cache_implementation="static", pad_token_id=3)
@@ -153,7 +153,7 @@ def test_speaking_leaves_the_model_that_is_trained_as_it_was(ported: PortedModel
     )
 
 
-def test_a_text_stream_tells_the_new_text_word_by_word() -> None:
+def test_a_text_stream_yields_new_text_word_by_word() -> None:
     heard: list[str] = []
     stream = TextStream(load_tokenizer("bytes"), heard.append)
     stream.put(torch.tensor([list(b"prompt")]))

@@ -27,7 +27,7 @@ def _nothing_is_remembered() -> None:
     hub._why_unreachable.cache_clear()
 
 
-def test_without_a_network_a_name_is_refused_soon_and_the_library_stays_silent(
+def test_without_a_network_hub_names_fail_quickly_and_silently(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The library itself is as patient as it likes, and nobody listens at the address."""
@@ -43,7 +43,7 @@ def test_without_a_network_a_name_is_refused_soon_and_the_library_stays_silent(
     assert caplog.text == ""
 
 
-def test_a_hub_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresponsive_hub_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     answers = threading.Event()
 
@@ -63,7 +63,7 @@ def test_a_hub_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("status", "is_local"), [(200, False), (404, False), (503, True)])
-def test_a_hub_that_refuses_is_within_reach(monkeypatch: pytest.MonkeyPatch, status: int, is_local: bool) -> None:
+def test_a_refusing_hub_counts_as_reachable(monkeypatch: pytest.MonkeyPatch, status: int, is_local: bool) -> None:
     def model_info(api: Any, name: str, timeout: float) -> None:
         if status != 200:
             error = HfHubHTTPError.__new__(HfHubHTTPError)  # whose HTTP library differs from version to version
@@ -74,7 +74,7 @@ def test_a_hub_that_refuses_is_within_reach(monkeypatch: pytest.MonkeyPatch, sta
     assert hub.is_local(NAME) is is_local
 
 
-def test_what_the_cache_holds_is_found_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_models_are_found_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     revision = "0" * 40
     cached = tmp_path / "models--nobody--nothing-here"
     (cached / "refs").mkdir(parents=True)
@@ -89,9 +89,7 @@ def test_what_the_cache_holds_is_found_without_a_network(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     "source", ["./foo/bar", "../bar", "~/bar", "runs/foo", "runs/foo/bar", "/no/such", "foo.json", "foo/"]
 )
-def test_a_path_that_does_not_exist_is_no_hub_name(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_path_is_not_a_hub_name(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.delattr(huggingface_hub.HfApi, "model_info")
@@ -102,7 +100,7 @@ def test_a_path_that_does_not_exist_is_no_hub_name(
 
 
 @pytest.mark.parametrize("source", ["a b", "a//b", "--x"])
-def test_what_can_be_no_name_is_refused_without_a_network(source: str) -> None:
+def test_invalid_hub_names_are_refused_without_a_request(source: str) -> None:
     with pytest.raises(ModelError) as caught:
         read_config(source, where="here")
     assert "\n" not in str(caught.value)

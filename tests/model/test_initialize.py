@@ -44,7 +44,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 @pytest.mark.parametrize(("kind", "tied"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in TIED)])
-def test_every_kind_is_bit_equal_to_the_stock_initialisation(kind: str, tied: bool) -> None:
+def test_every_family_initialises_bit_equal_to_stock(kind: str, tied: bool) -> None:
     config = tiny_config(kind, tie_word_embeddings=tied)
     source = FreshSource(config, 7)
     random = torch.get_rng_state()
@@ -60,7 +60,7 @@ WAYS = ["chunks", "data", "deepcopied", "direct", "from_others", "half", "initia
 
 
 @pytest.mark.parametrize("way", [*WAYS, "shared", "transposed", "views"])
-def test_however_a_parameter_comes_into_being(way: str) -> None:
+def test_every_way_of_creating_parameters_is_supported(way: str) -> None:
     config = OddConfig(way=way)
     masters = fill(FreshSource(config, 3))
     stock = {name: parameter.detach().float() for name, parameter in stock_model(config, 3).named_parameters()}
@@ -68,7 +68,7 @@ def test_however_a_parameter_comes_into_being(way: str) -> None:
     assert [name for name in stock if not same_bits(masters[name], stock[name].contiguous())] == []
 
 
-def test_what_the_library_leaves_uninitialised_is_zero() -> None:
+def test_parameters_the_library_leaves_uninitialised_are_zero() -> None:
     assert not fill(FreshSource(OddConfig(way="untouched"), 0))["w"].any()
 
 
@@ -81,25 +81,25 @@ def test_what_the_library_leaves_uninitialised_is_zero() -> None:
         ("unstable", "same way twice"),
     ],
 )
-def test_what_cannot_be_equal_is_refused(way: str, says: str) -> None:
+def test_initialisation_that_cannot_match_is_refused(way: str, says: str) -> None:
     with pytest.raises(ModelError, match=says):
         fill(FreshSource(OddConfig(way=way), 0))
 
 
-def test_the_seed_decides_and_nothing_else() -> None:
+def test_initialisation_depends_only_on_the_seed() -> None:
     one, same, other = (fill(FreshSource({"model_type": "gpt2", **KINDS["gpt2"]}, seed)) for seed in (1, 1, 2))
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not torch.equal(one["transformer.wte.weight"], other["transformer.wte.weight"])
 
 
-def test_a_parameter_that_no_unit_names_is_written_and_one_that_is_not_there_is_told() -> None:
+def test_unassigned_parameters_are_written_and_missing_ones_reported() -> None:
     masters = Written()
     with pytest.raises(ModelError, match=r"no value for a\.b, x\.y"):
         FreshSource(tiny_config("llama"), 0).fill(masters, [["x.y"], ["a.b", "lm_head.weight"]])
     assert "lm_head.weight" in masters
 
 
-def test_a_parameter_has_memory_only_while_it_is_initialised() -> None:
+def test_parameters_have_memory_only_while_initialised() -> None:
     """Measured in a model that is wide enough: 16 layers' weights of a MiB, of which a handful is resident."""
     config = tiny_config("llama", hidden_size=512, intermediate_size=512, num_hidden_layers=16, head_dim=128)
     source = FreshSource(config, 0)
@@ -121,7 +121,7 @@ def _resident_nbytes() -> int:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mixtral"])
-def test_its_structure_can_be_taken_apart(kind: str) -> None:
+def test_a_lazy_model_can_be_split_into_units(kind: str) -> None:
     config = tiny_config(kind)
     spec, stock = (
         port_model(model, torch.float32).structure for model in (FreshSource(config, 0).model, stock_model(config, 0))
@@ -129,13 +129,13 @@ def test_its_structure_can_be_taken_apart(kind: str) -> None:
     assert spec.units == stock.units
 
 
-def test_a_model_in_memory_is_a_source_too() -> None:
+def test_a_model_in_memory_is_a_weight_source() -> None:
     model = stock_model(tiny_config("llama", tie_word_embeddings=True), 0)
     masters = fill(ModelSource(model))
     assert masters.keys() == dict(model.named_parameters()).keys()
     assert all(torch.equal(masters[name], parameter) for name, parameter in model.named_parameters())
 
 
-def test_a_model_without_values_is_not() -> None:
+def test_a_meta_model_is_not_a_weight_source() -> None:
     with pytest.raises(ModelError, match=r"embed_tokens\.weight has no value"):
         ModelSource(blueprint(tiny_config("llama")))

@@ -15,7 +15,7 @@ from tests.tiny import tiny_model
 LENGTHS = (8, 16, 32)
 
 
-def test_rows_that_a_model_does_not_take_are_not_counted_and_refuse_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_row_counts_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     ported, honest = port_model(tiny_model("llama"), torch.float32), PortedModel.run
 
     def run(self: PortedModel, capture: Any, weights: Any, inputs: Any) -> Any:
@@ -29,7 +29,7 @@ def test_rows_that_a_model_does_not_take_are_not_counted_and_refuse_nothing(monk
     assert [name for name, _ in found.others] == ["padded"]
 
 
-def test_what_goes_wrong_in_counting_is_not_taken_for_rows_that_a_model_does_not_take(
+def test_counting_errors_are_not_taken_for_unsupported_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ported = port_model(tiny_model("llama"), torch.float32)
@@ -42,7 +42,7 @@ def test_what_goes_wrong_in_counting_is_not_taken_for_rows_that_a_model_does_not
         masks.profile_prologue(ported, LENGTHS)
 
 
-def test_a_model_that_takes_no_whole_rows_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_supports_no_row_count_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     ported = port_model(tiny_model("llama"), torch.float32)
 
     def run(*_: Any) -> Any:

@@ -27,7 +27,7 @@ def fitted(run: Run) -> Peak:
     return measured(partial(recorded_backward, run), LENGTHS)[0]
 
 
-def test_two_products_meet_as_they_must() -> None:
+def test_matmul_fits_agree_where_they_meet() -> None:
     """Of sigmoid(x A) B: autograd keeps the sigmoid; its gradient and that of its input exist with it."""
     up, down = nn.Linear(8, 32, bias=False), nn.Linear(32, 8, bias=False)
 
@@ -43,7 +43,7 @@ def test_two_products_meet_as_they_must() -> None:
     assert found.nbytes(False, 1, 1) >= 4 * 8 * 32
 
 
-def test_a_run_that_goes_through_positions_one_by_one_is_told_by_its_largest() -> None:
+def test_sequential_loops_are_fitted_by_their_largest_run() -> None:
     def run(tokens: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         given = torch.zeros(tokens, 4, requires_grad=True)
         sums = [given[:place].sum(0) for place in range(1, tokens + 1)]
@@ -53,7 +53,7 @@ def test_a_run_that_goes_through_positions_one_by_one_is_told_by_its_largest() -
     assert further <= found.nbytes(False, 100, 100) <= 1.03 * further
 
 
-def test_no_fit_is_below_what_it_was_made_of() -> None:
+def test_fits_are_never_below_their_measurements() -> None:
     for sizes in ([10, 10, 10], [100, 120, 200], [5, 200, 210], [900, 700, 400], [0, 64, 320]):
         found = growth_of(sizes, LENGTHS)
         for size, tokens in zip(sizes, LENGTHS, strict=True):
@@ -69,16 +69,14 @@ def test_no_fit_is_below_what_it_was_made_of() -> None:
         pytest.param("qwen3-moe", torch.float32, marks=pytest.mark.slow),
     ],
 )
-def test_what_is_not_computed_is_counted_all_the_same(
-    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_skipped_computation_is_still_counted(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers and head are the same whether results are computed, or as few of them as can be."""
     expected = port_model(tiny_model(family), dtype).spec
     monkeypatch.setattr(peak, "LARGE_NUMEL", 1)
     assert port_model(tiny_model(family), dtype).spec.units[1:] == expected.units[1:]
 
 
-def test_zeros_that_nothing_has_written_take_no_memory() -> None:
+def test_unwritten_zeros_take_no_memory() -> None:
     before = resident_nbytes()
     zeros = lazy_zeros([1 << 20, 1 << 14], torch.float32)
     assert float(zeros[::4096].abs().sum()) == 0.0
@@ -111,7 +109,7 @@ def peak_memory() -> Iterator[Callable[[], int]]:
     yield lambda: int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10
 
 
-def test_what_lives_is_followed_to_its_end() -> None:
+def test_tensor_lifetimes_are_tracked() -> None:
     living = Living()
     with living:
         kept = torch.ones(100)

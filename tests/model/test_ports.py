@@ -28,7 +28,7 @@ def in_pieces(model: PreTrainedModel, ported: PortedModel, inputs: dict[str, Ten
 
 @pytest.mark.parametrize("padded", [0, 3])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_in_pieces_are_bit_equal_to_the_stock_models(family: str, padded: int) -> None:
+def test_chunked_logits_are_bit_equal_to_the_stock_model(family: str, padded: int) -> None:
     model = tiny_model(family).eval()
     inputs = {key: value for key, value in batch(2, 11, 0, padded).items() if key != "labels"}
     with torch.no_grad():
@@ -36,7 +36,7 @@ def test_logits_in_pieces_are_bit_equal_to_the_stock_models(family: str, padded:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_parameter_has_one_place_and_no_storage(family: str) -> None:
+def test_every_parameter_has_one_place_and_no_storage_of_its_own(family: str) -> None:
     model = tiny_model(family)
     ported = port_model(model, torch.bfloat16)
     names = [param.name for unit in ported.structure.units for param in unit.params]
@@ -52,7 +52,7 @@ def test_experts_count_by_their_active_share() -> None:
     assert shares["gate_up_proj"] == shares["down_proj"] == 2 / 8
 
 
-def test_layers_that_return_tuples_are_ported_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_returning_tuples_are_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Older code returns (hidden, attention weights) from a layer and takes the first of them."""
     model = tiny_model().eval()
     inputs = {"input_ids": batch(2, 5, 0)["input_ids"]}
@@ -94,7 +94,7 @@ def test_work_between_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         port_model(model, torch.float32)
 
 
-def test_a_layer_called_without_a_hidden_state_is_refused() -> None:
+def test_layers_called_without_a_hidden_state_are_refused() -> None:
     with pytest.raises(ModelError, match="without a hidden state"):
         split_hidden((), {"attention_mask": None})
 
@@ -106,7 +106,7 @@ def test_layers_that_share_a_parameter_are_refused() -> None:
         port_model(model, torch.float32)
 
 
-def test_a_gradient_path_around_the_hidden_state_is_refused() -> None:
+def test_gradient_paths_that_bypass_the_hidden_state_are_refused() -> None:
     model = tiny_model()
     rotary = model.model.rotary_emb
     rotary.scale = nn.Parameter(torch.ones(()))
@@ -122,7 +122,7 @@ def test_a_gradient_path_around_the_hidden_state_is_refused() -> None:
         port_model(model, torch.float32)
 
 
-def test_a_fresh_model_is_a_function_of_config_and_seed() -> None:
+def test_a_fresh_model_depends_only_on_config_and_seed() -> None:
     one, same, other = (causal_lm_from_config(dict(FAMILIES["llama"]), seed) for seed in (1, 1, 2))
     assert torch.equal(one.lm_head.weight, same.lm_head.weight)
     assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
@@ -149,6 +149,6 @@ def test_a_missing_folder_is_one_line(tmp_path: object) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_misspelt_config_field_is_refused_with_the_nearest_name() -> None:
+def test_a_misspelt_config_field_suggests_the_nearest_name() -> None:
     with pytest.raises(ModelError, match=r"llama has no field 'hiden_size'; did you mean 'hidden_size'\?"):
         causal_lm_from_config({"model_type": "llama", "hiden_size": 32}, 0)

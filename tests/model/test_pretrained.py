@@ -67,7 +67,7 @@ def saved(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.float32,
 
 
 @pytest.mark.parametrize(("kind", "tied"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in TIED)])
-def test_every_kind_is_loaded_as_the_library_would(kind: str, tied: bool, tmp_path: Path) -> None:
+def test_every_family_loads_as_in_transformers(kind: str, tied: bool, tmp_path: Path) -> None:
     saved(tmp_path, kind, torch.bfloat16, tie_word_embeddings=tied)
     assert (tmp_path / "model.safetensors.index.json").exists()
     source = assert_loaded_as_stock(tmp_path)
@@ -75,7 +75,7 @@ def test_every_kind_is_loaded_as_the_library_would(kind: str, tied: bool, tmp_pa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-def test_every_dtype_in_one_file_and_in_blocks(
+def test_every_dtype_loads_from_one_file_and_in_blocks(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pretrained, "LARGE_NBYTES", 1)
@@ -88,7 +88,7 @@ def test_every_dtype_in_one_file_and_in_blocks(
     assert_loaded_as_stock(tmp_path)
 
 
-def test_a_bin_checkpoint_is_mapped(tmp_path: Path) -> None:
+def test_bin_checkpoints_are_memory_mapped(tmp_path: Path) -> None:
     model = saved(tmp_path, "gpt2", tie_word_embeddings=True)
     for file in tmp_path.glob("model*"):
         file.unlink()
@@ -108,7 +108,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def test_old_names_and_a_base_models_names(tmp_path: Path) -> None:
+def test_legacy_names_and_base_model_names_load(tmp_path: Path) -> None:
     saved(tmp_path, "gpt2")
 
     def without_prefix(tensors: dict[str, Tensor]) -> None:
@@ -119,7 +119,7 @@ def test_old_names_and_a_base_models_names(tmp_path: Path) -> None:
     assert_loaded_as_stock(tmp_path)
 
 
-def test_tied_weights_that_are_there_twice(tmp_path: Path) -> None:
+def test_tied_weights_stored_twice_load(tmp_path: Path) -> None:
     """Equal ones are one; different ones are not tied, as in the library."""
     saved(tmp_path, tie_word_embeddings=True)
     head, table = "lm_head.weight", "model.embed_tokens.weight"
@@ -131,13 +131,13 @@ def test_tied_weights_that_are_there_twice(tmp_path: Path) -> None:
     assert not port_model(apart.model, torch.float32).structure.tied
 
 
-def test_tied_weights_under_the_other_name(tmp_path: Path) -> None:
+def test_tied_weights_stored_under_the_other_name_load(tmp_path: Path) -> None:
     saved(tmp_path, tie_word_embeddings=True)
     rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
     assert_loaded_as_stock(tmp_path)
 
 
-def test_unexpected_tensors_are_listed_and_ignored_ones_are_not(tmp_path: Path) -> None:
+def test_unexpected_tensors_are_listed_unless_ignored(tmp_path: Path) -> None:
     saved(tmp_path)
 
     def more(tensors: dict[str, Tensor]) -> None:
@@ -150,7 +150,7 @@ def test_unexpected_tensors_are_listed_and_ignored_ones_are_not(tmp_path: Path) 
     assert source.left_out() == "1 tensor in its files that the model does not use: model.layers.7.extra.weight"
 
 
-def test_many_unexpected_tensors_are_named_shortly(tmp_path: Path) -> None:
+def test_many_unexpected_tensors_are_summarised(tmp_path: Path) -> None:
     saved(tmp_path)
     assert PretrainedSource(tmp_path).left_out() == ""
     rewrite(tmp_path, lambda tensors: tensors.update({f"vision.{index}": torch.zeros(1) for index in range(9)}))
@@ -159,7 +159,7 @@ def test_many_unexpected_tensors_are_named_shortly(tmp_path: Path) -> None:
     assert said.endswith(" and 4 more")
 
 
-def test_the_caller_is_left_alone(tmp_path: Path) -> None:
+def test_loading_leaves_global_state_unchanged(tmp_path: Path) -> None:
     saved(tmp_path)
     random, files = torch.get_rng_state(), sorted(tmp_path.iterdir())
     fill(PretrainedSource(tmp_path))
@@ -302,7 +302,7 @@ BAD: list[tuple[Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("spoil", "says"), BAD, ids=lambda value: getattr(value, "__name__", "")[:12])
-def test_bad_input_is_refused_in_one_line_before_anything_is_loaded(
+def test_bad_input_is_refused_in_one_line_before_loading(
     spoil: Callable[[Path], None], says: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
@@ -315,7 +315,7 @@ def test_bad_input_is_refused_in_one_line_before_anything_is_loaded(
     assert len(str(raised.value)) < 700
 
 
-def test_a_cached_model_keeps_its_files_behind_links(tmp_path: Path) -> None:
+def test_a_cached_model_is_read_through_symlinks(tmp_path: Path) -> None:
     """As the hub's client keeps them: each file of a snapshot is a link to a blob elsewhere."""
     saved(tmp_path / "blobs")
     (tmp_path / "snapshot").mkdir()
@@ -324,7 +324,7 @@ def test_a_cached_model_keeps_its_files_behind_links(tmp_path: Path) -> None:
     assert fill(PretrainedSource(tmp_path / "snapshot"))
 
 
-def test_a_config_that_describes_what_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_model_construction_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(architecture, "SECONDS", 0.3)
     saved(tmp_path)
     change_config(tmp_path, num_hidden_layers=100_000)
@@ -332,20 +332,20 @@ def test_a_config_that_describes_what_never_ends_is_ended(tmp_path: Path, monkey
         PretrainedSource(tmp_path)
 
 
-def test_a_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     saved(tmp_path / "model")
     assert fill(PretrainedSource("~/model"))
 
 
-def test_experts_of_the_wrong_shape_are_found_without_reading_them(tmp_path: Path) -> None:
+def test_wrong_expert_shapes_are_found_without_reading_weights(tmp_path: Path) -> None:
     saved(tmp_path, "mixtral")
     rewrite(tmp_path, lambda tensors: [tensors.pop(name) for name in list(tensors) if "experts.3." in name] and None)
     with pytest.raises(ModelError, match=r"shape of .*experts.*\(files \(3, .*config \(4, "):
         PretrainedSource(tmp_path)
 
 
-def test_a_name_that_is_not_in_the_cache_is_told_offline() -> None:
+def test_uncached_names_are_reported_offline() -> None:
     with pytest.raises(ModelError, match=r"model no/such-model: .*; give a local Hugging Face folder"):
         PretrainedSource("no/such-model")
 
@@ -359,7 +359,7 @@ class HomemadeForCausalLM(LlamaForCausalLM):
 """
 
 
-def test_code_that_is_trusted_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trusted_remote_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "model"
     model = saved(folder)

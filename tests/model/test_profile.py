@@ -89,7 +89,7 @@ def test_attention_that_is_not_run_is_counted_like_one_that_is(rows: int) -> Non
         assert taken[0] == pytest.approx(taken[1], rel=0.01)
 
 
-def test_of_frozen_weights_no_gradient_is_counted_and_no_input_that_it_would_need() -> None:
+def test_frozen_weights_count_no_gradients_or_saved_inputs() -> None:
     model = tiny_model("llama")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("q_proj" in name)
@@ -105,7 +105,7 @@ def test_of_frozen_weights_no_gradient_is_counted_and_no_input_that_it_would_nee
         assert most < 1.01 * trained + 1000 < frozen
 
 
-def test_layers_of_which_other_weights_are_frozen_are_measured_each() -> None:
+def test_layers_with_different_frozen_weights_are_measured_separately() -> None:
     model = tiny_model("llama")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".layers.0." not in name)
@@ -118,13 +118,13 @@ def test_layers_of_which_other_weights_are_frozen_are_measured_each() -> None:
     "family",
     [pytest.param(family, marks=() if family in ("gpt2", "gemma2") else pytest.mark.slow) for family in FAMILIES],
 )
-def test_attention_is_counted_whichever_kernel_runs(family: str) -> None:
+def test_attention_flops_are_counted_for_every_kernel(family: str) -> None:
     """4 heads of 8: scores and their product with the values, two operations each per multiply-add."""
     found = port_model(tiny_model(family), torch.float32).spec.units[1].profile
     assert found.attention_flops == 2 * 2 * 4 * 8
 
 
-def test_windows_limit_what_is_attended() -> None:
+def test_sliding_windows_limit_attention_flops() -> None:
     units = port_model(tiny_model("gemma2"), torch.float32).spec.units
     assert [unit.profile.window for unit in units[1:-1]] == [4, None, 4, None]
     windowed, full = units[1].profile, units[2].profile
@@ -169,7 +169,7 @@ def profiled(layer: nn.Module) -> LayerProfile:
 
 
 @pytest.mark.parametrize("block", [1, 64, 256])
-def test_a_layer_that_pads_to_blocks_is_measured_in_blocks(block: int) -> None:
+def test_layers_that_pad_to_blocks_are_measured_in_blocks(block: int) -> None:
     """At 8, 16 and 32 it takes as much, and a longer run shows that this does not go on."""
     layer = Padding(block)
     found = profiled(layer)
@@ -179,7 +179,7 @@ def test_a_layer_that_pads_to_blocks_is_measured_in_blocks(block: int) -> None:
         assert sum(record.kept) <= found.kept(1, tokens) <= 1.1 * sum(record.kept)
 
 
-def test_what_is_copied_for_each_row_is_counted_where_there_are_several() -> None:
+def test_per_row_copies_are_counted_for_several_rows() -> None:
     layer = Scoring()
     found = profiled(layer)
     measured = recorded_backward(run_of(layer, 2), 100).peak
@@ -189,7 +189,7 @@ def test_what_is_copied_for_each_row_is_counted_where_there_are_several() -> Non
     assert not profiled(Padding(1)).others
 
 
-def test_nothing_is_measured_for_an_engine_that_nobody_plans_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_with_a_given_policy_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the policy is given. A plan, or `auto`, asks for it, once."""
     measured: list[nn.Module] = []
     honest = profile.profile_layer

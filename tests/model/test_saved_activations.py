@@ -107,9 +107,7 @@ def test_gradients_are_the_same_bits(layer: Layer, level: Level) -> None:
 
 @pytest.mark.parametrize("layer", [plain, in_place, with_dropout, a_sum_behind])
 @pytest.mark.parametrize("memory_nbytes", [1 << 16, 3000, 16])
-def test_packed_outputs_give_the_same_bits_and_what_has_no_room_is_computed_again(
-    layer: Layer, memory_nbytes: int
-) -> None:
+def test_stored_outputs_keep_bits_and_overflow_is_recomputed(layer: Layer, memory_nbytes: int) -> None:
     expected, everything = gradients(layer, None)
     _, stored = gradients(layer, "chosen")
     found, seen = gradients(layer, "chosen", memory_nbytes)
@@ -121,7 +119,7 @@ def test_packed_outputs_give_the_same_bits_and_what_has_no_room_is_computed_agai
         assert seen["mm"] > stored["mm"]
 
 
-def test_what_is_stored_is_not_computed_again_nor_what_nothing_is_saved_behind() -> None:
+def test_stored_outputs_and_their_dead_inputs_are_not_recomputed() -> None:
     fused = "_scaled_dot_product_flash_attention_for_cpu"
     _, everything = gradients(plain, None)
     assert (everything["mm"], everything[fused]) == (5, 1)
@@ -133,17 +131,17 @@ def test_what_is_stored_is_not_computed_again_nor_what_nothing_is_saved_behind()
     assert behind["mm"] == 6
 
 
-def test_attention_that_draws_is_computed_again() -> None:
+def test_attention_with_dropout_is_recomputed() -> None:
     _, seen = gradients(with_dropout, "chosen")
     assert sum(count for name, count in seen.items() if "bmm" in name or "attention" in name)
 
 
-def test_what_is_changed_in_place_is_computed_again() -> None:
+def test_outputs_modified_in_place_are_recomputed() -> None:
     _, seen = gradients(in_place, "chosen")
     assert seen["mm"] == 2
 
 
-def test_short_sums_are_not_worth_their_bytes() -> None:
+def test_small_matmuls_are_not_stored() -> None:
     low, high = torch.randn(WIDTH, 4), torch.randn(4, WIDTH)
     for value in (low, high):
         value.requires_grad_()
@@ -153,7 +151,7 @@ def test_short_sums_are_not_worth_their_bytes() -> None:
     assert [tuple(tensor.shape) for tensor in keeping.stored().tensors()] == [(6, 4)]
 
 
-def test_an_output_in_memory_that_was_changed_before_it_was_made_is_stored() -> None:
+def test_an_output_into_reused_memory_is_stored() -> None:
     """Where something lies is no name: another tensor may have been changed there, and have died."""
     square = torch.randn(64, 64, requires_grad=True)
     for _ in range(100):
@@ -170,7 +168,7 @@ def test_an_output_in_memory_that_was_changed_before_it_was_made_is_stored() -> 
     pytest.skip("no memory was used again")
 
 
-def test_a_layer_that_runs_otherwise_the_second_time_is_refused() -> None:
+def test_nondeterministic_layers_are_refused() -> None:
     w, hidden = weights(), torch.randn(2, 6, WIDTH)
     keeping = Keeping("chosen", WIDTH)
     with keeping.running():
@@ -183,7 +181,7 @@ def test_a_layer_that_runs_otherwise_the_second_time_is_refused() -> None:
 
 
 @pytest.mark.parametrize("level", ["chosen", "attention"])
-def test_what_is_stored_goes_with_its_store(level: Level) -> None:
+def test_stored_outputs_are_freed_with_their_store(level: Level) -> None:
     """Outputs with their graph would hold the hook of the run, and so themselves, out of the collector's sight."""
     keeping = Keeping(level, WIDTH)
     with keeping.running():

@@ -18,7 +18,7 @@ from tests.kinds import KINDS, TIED, stock_model, tiny_config
 
 
 @pytest.mark.parametrize(("kind", "tied"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in TIED)])
-def test_it_is_the_stock_model_without_values_of_parameters(kind: str, tied: bool) -> None:
+def test_the_skeleton_equals_the_stock_model_without_weights(kind: str, tied: bool) -> None:
     config = tiny_config(kind, tie_word_embeddings=tied)
     before, random = config.to_dict(), torch.get_rng_state()
     drawn = blueprint(config)
@@ -53,7 +53,7 @@ def _resident_nbytes() -> int:
     return int(status.split("VmRSS:")[1].split()[0]) << 10
 
 
-def test_the_attention_that_is_asked_for_is_the_one_in_use() -> None:
+def test_the_requested_attention_is_used() -> None:
     for attention in ("eager", "sdpa"):
         assert blueprint(tiny_config("llama"), attention=attention).config._attn_implementation == attention
     chosen = tiny_config("llama", attn_implementation="eager")
@@ -69,7 +69,7 @@ def test_the_attention_that_is_asked_for_is_the_one_in_use() -> None:
         ("llama", "warp", "cannot use attention=warp"),
     ],
 )
-def test_an_attention_that_is_not_there_is_refused(kind: str, attention: str, says: str) -> None:
+def test_unknown_attention_is_refused(kind: str, attention: str, says: str) -> None:
     with pytest.raises(ModelError, match=says) as raised:
         blueprint(tiny_config(kind), attention=attention)
     assert "\n" not in str(raised.value)
@@ -94,13 +94,13 @@ def test_an_attention_that_is_not_there_is_refused(kind: str, attention: str, sa
         ("/no/such/folder", "no such folder"),
     ],
 )
-def test_what_is_no_causal_language_model_is_refused_in_one_line(fields: Any, says: str) -> None:
+def test_models_that_are_not_causal_lms_are_refused_in_one_line(fields: Any, says: str) -> None:
     with pytest.raises(ModelError, match=says) as raised:
         blueprint(read_config(fields, where="model.config"))
     assert "\n" not in str(raised.value)
 
 
-def test_a_quantized_part_of_a_composite_config_is_seen() -> None:
+def test_quantization_inside_a_composite_config_is_detected() -> None:
     config = AutoConfig.for_model("llama4")
     config.text_config.quantization_config = {"quant_method": "fp8"}
     with pytest.raises(ModelError, match="quantized"):

@@ -43,7 +43,7 @@ def small_of(kind: str) -> PreTrainedConfig:
     return shrink(real(kind))
 
 
-def test_no_device_is_seeded_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_initialisation_seeds_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that makes one for its check leaves the user's random state on a GPU as it was."""
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("devices are seeded"))
     twin_from(small_of("gpt2"), 0)
@@ -58,7 +58,7 @@ def switches(config: PreTrainedConfig) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("kind", REAL)
-def test_switches_stay_and_sizes_fall(kind: str) -> None:
+def test_shrinking_keeps_switches_and_reduces_sizes(kind: str) -> None:
     config, small = real(kind), small_of(kind)
     assert type(small) is type(config)
     assert switches(small) == switches(config)
@@ -68,7 +68,7 @@ def test_switches_stay_and_sizes_fall(kind: str) -> None:
 @pytest.mark.parametrize(
     ("queries", "keys", "expected"), [(32, 32, (4, 4)), (32, 8, (4, 2)), (32, 1, (4, 1)), (71, 71, (4, 4))]
 )
-def test_heads_stay_grouped_as_they_were(queries: int, keys: int, expected: tuple[int, int]) -> None:
+def test_head_grouping_is_kept(queries: int, keys: int, expected: tuple[int, int]) -> None:
     sizes = {"hidden_size": 64 * queries, "num_attention_heads": queries, "num_key_value_heads": keys}
     small = shrink(AutoConfig.for_model("llama", **sizes))
     assert (small.num_attention_heads, small.num_key_value_heads) == expected
@@ -88,24 +88,24 @@ def test_heads_stay_grouped_as_they_were(queries: int, keys: int, expected: tupl
         ("llama", "num_hidden_layers", 2),
     ],
 )
-def test_each_kind_of_layer_stays_once_in_its_order(kind: str, field: str, expected: object) -> None:
+def test_each_layer_kind_is_kept_once_in_order(kind: str, field: str, expected: object) -> None:
     assert getattr(small_of(kind), field) == expected
 
 
-def test_where_only_a_period_tells_the_layers_apart_they_stay_up_to_the_last_kind() -> None:
+def test_periodic_layer_kinds_are_kept_up_to_the_last() -> None:
     small = small_of("jamba")
     assert small.num_hidden_layers == 5
     assert "full_attention" in small.layers_block_type or "attention" in small.layers_block_type
 
 
-def test_layers_that_share_the_keys_of_earlier_ones_do_so_still() -> None:
+def test_layers_sharing_keys_still_share_them() -> None:
     small = small_of("gemma3n_text")
     assert 0 < small.num_kv_shared_layers < small.num_hidden_layers
     own = small.num_hidden_layers - small.num_kv_shared_layers
     assert set(small.layer_types[own:]) <= set(small.layer_types[:own])
 
 
-def test_experts_stay_a_choice_within_groups() -> None:
+def test_grouped_expert_routing_is_kept() -> None:
     config, small = real("deepseek_v3"), small_of("deepseek_v3")
     assert small.num_experts_per_tok < small.n_routed_experts == 8
     assert small.topk_group < small.n_group
@@ -115,7 +115,7 @@ def test_experts_stay_a_choice_within_groups() -> None:
     assert small.qk_head_dim == nope + rope
 
 
-def test_windows_act_within_a_dozen_tokens_and_positions_scale_together() -> None:
+def test_windows_are_short_and_position_scaling_is_consistent() -> None:
     assert small_of("mistral").sliding_window == 4
     small = small_of("llama")
     scaling = small.rope_parameters
@@ -139,7 +139,7 @@ FACTORS = {"short_factor": [1.0 + i / 64 for i in range(64)], "long_factor": [2.
     ],
     ids=lambda rope: str(rope["rope_type"]),
 )
-def test_every_way_to_scale_positions_stays(rope: dict[str, Any]) -> None:
+def test_every_rope_scaling_is_kept(rope: dict[str, Any]) -> None:
     stated = {"rope_theta": 1e4, **rope}
     small = shrink(AutoConfig.for_model("llama", max_position_embeddings=131072, rope_parameters=stated))
     assert small.rope_parameters["rope_type"] == rope["rope_type"]
@@ -147,7 +147,7 @@ def test_every_way_to_scale_positions_stays(rope: dict[str, Any]) -> None:
     assert len(small.rope_parameters.get("long_factor", [])) in (0, small.head_dim // 2)
 
 
-def test_special_tokens_keep_places_of_their_own() -> None:
+def test_special_tokens_keep_distinct_ids() -> None:
     config = AutoConfig.for_model("llama", vocab_size=128256, pad_token_id=128004, eos_token_id=[128001, 128009])
     small = shrink(config)
     special = [small.bos_token_id, small.pad_token_id, *small.eos_token_id]
@@ -157,13 +157,13 @@ def test_special_tokens_keep_places_of_their_own() -> None:
     assert len(ordinary_tokens(small)) == 96 - 4
 
 
-def test_a_nested_text_config_is_made_small_with_its_tower() -> None:
+def test_nested_text_configs_are_shrunk_with_their_tower() -> None:
     small = small_of("gemma3")
     assert small.text_config.num_hidden_layers == 2
     assert small.vision_config.num_hidden_layers == 2
 
 
-def test_the_config_that_is_shrunk_stays_as_it_is() -> None:
+def test_shrinking_leaves_the_original_config_unchanged() -> None:
     config = real("qwen3")
     before = config.to_dict()
     assert shrink(config).to_dict() == small_of("qwen3").to_dict()
@@ -186,26 +186,26 @@ class Impossible(LlamaForCausalLM):
         raise RuntimeError("not today\nnor tomorrow")
 
 
-def test_where_the_smallest_sizes_fail_gentler_ones_follow() -> None:
+def test_larger_sizes_are_tried_if_the_smallest_fail() -> None:
     small = shrink(AutoConfig.for_model("llama"), Demanding)
     assert small.num_attention_heads == 32, "all sizes are divided by one number"
     assert small.hidden_size == small.head_dim * 32 < 4096
     assert isinstance(twin_of(AutoConfig.for_model("llama"), 0, kind=Demanding), Demanding)
 
 
-def test_what_never_runs_is_refused_in_one_line() -> None:
+def test_models_that_run_at_no_size_are_refused_in_one_line() -> None:
     tiny = AutoConfig.for_model("llama", hidden_size=32, num_attention_heads=4, num_hidden_layers=2, vocab_size=96)
     with pytest.raises(ModelError, match=r"no small twin of it builds and runs .*not today") as caught:
         shrink(tiny, Impossible)
     assert "\n" not in str(caught.value)
 
 
-def test_what_the_library_itself_cannot_build_is_refused_at_once() -> None:
+def test_models_the_library_cannot_build_are_refused_at_once() -> None:
     with pytest.raises(ModelError, match="transformers cannot build it"):
         shrink(AutoConfig.for_model("dots1"))  # its defaults leave the number of experts out
 
 
-def test_a_twin_shows_every_parameter_and_saved_buffer() -> None:
+def test_the_tiny_twin_has_every_parameter_and_saved_buffer() -> None:
     model = twin_from(small_of("deepseek_v3"), 3)
     assert model.training
     for name, parameter in model.named_parameters():
@@ -216,7 +216,7 @@ def test_a_twin_shows_every_parameter_and_saved_buffer() -> None:
     assert all(value.std() > 0.01 for value in corrections)
 
 
-def test_a_twin_is_a_function_of_config_and_seed_and_leaves_the_random_state_alone() -> None:
+def test_the_tiny_twin_depends_only_on_config_and_seed() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -227,7 +227,7 @@ def test_a_twin_is_a_function_of_config_and_seed_and_leaves_the_random_state_alo
     assert not any(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-def test_kernels_are_those_of_the_model_where_a_cpu_has_them() -> None:
+def test_the_tiny_twin_uses_the_models_kernels_where_available() -> None:
     config = real("mixtral")
     config._experts_implementation = "eager"
     small = shrink(config)
@@ -237,7 +237,7 @@ def test_kernels_are_those_of_the_model_where_a_cpu_has_them() -> None:
     assert twin_from(with_dropout(small, 0.0), 0).config._experts_implementation == "eager"
 
 
-def test_dropout_is_set_everywhere_at_once() -> None:
+def test_dropout_is_set_in_all_modules() -> None:
     small = small_of("gpt2")
     assert set(dropout_rates(with_dropout(small, 0.0))) == {0.0}
     assert set(dropout_rates(with_dropout(small, 0.25))) == {0.25}

@@ -13,7 +13,7 @@ from megatrain.schedule.contents import Weights
 from tests.tiny import equal, tiny_model, unequal_batches
 
 
-def test_shapes_and_views_read_nothing_and_what_is_made_of_a_view_does() -> None:
+def test_reads_are_traced_through_views() -> None:
     weights = {name: torch.ones(4, 4) for name in "abc"}
     order = OrderOfUse(weights)
     with Uses(order.reading):
@@ -29,7 +29,7 @@ def test_shapes_and_views_read_nothing_and_what_is_made_of_a_view_does() -> None
     assert in_order_of_use(["a", "b", "c"], order.names) == ["b", "a", "c"]
 
 
-def test_what_a_transformation_wraps_is_seen_where_it_lies() -> None:
+def test_reads_are_traced_through_functorch_wrappers() -> None:
     """As when a model makes its mask by `vmap`."""
     weights = {name: torch.ones(4, 4) for name in "ab"}
     order = OrderOfUse(weights)
@@ -41,7 +41,7 @@ def test_what_a_transformation_wraps_is_seen_where_it_lies() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2", "mixtral-balanced"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tables_that_are_looked_up_and_summed(family: str, dtype: torch.dtype) -> None:
+def test_embedding_and_embedding_bag_lookups_are_traced(family: str, dtype: torch.dtype) -> None:
     assert port_model(tiny_model(family), dtype).structure.units[0].looks_up
 
 
@@ -81,18 +81,18 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("by", [Normed, Squared, Divided, Scaled])
-def test_what_stands_behind_a_table(by: type[nn.Module]) -> None:
+def test_tables_are_traced_to_their_parameter(by: type[nn.Module]) -> None:
     assert port_model(changed(by()), torch.float32).structure.units[0].looks_up == (by is Scaled)
 
 
-def test_a_table_that_is_changed_when_it_is_looked_up() -> None:
+def test_a_table_modified_on_lookup_is_detected() -> None:
     model = tiny_model("llama")
     model.model.embed_tokens.max_norm = 1.0
     assert not port_model(model, torch.float32).structure.units[0].looks_up
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2"])
-def test_weights_are_not_brought_back_and_gradients_are_the_same(family: str) -> None:
+def test_weights_stay_released_and_gradients_are_equal(family: str) -> None:
     batches = unequal_batches(2)
     with Engine.from_model(tiny_model(family), "cpu", "fp32", AdamW(), verify=False) as made:
         expected = made.gradients(batches)

@@ -25,7 +25,7 @@ def mixtures(hardware: Hardware) -> tuple[Question, Mixtures]:
 
 
 @pytest.mark.parametrize("bus", [2e8, pytest.param(1e9, marks=pytest.mark.slow), 1e10])
-def test_what_is_promised_is_about_what_a_replay_takes(bus: float) -> None:
+def test_estimated_savings_are_close_to_replayed_ones(bus: float) -> None:
     asked, found = mixtures(replace(MACHINE, fetch_bandwidth=bus, grad_bandwidth=bus))
     every = found.best({}, 10**6)
     assert len(every) > 2000
@@ -38,7 +38,7 @@ def test_what_is_promised_is_about_what_a_replay_takes(bus: float) -> None:
         assert promised["host"] == pytest.approx(plan.nbytes["host"], rel=0.02), counts
 
 
-def test_the_quickest_that_fits_comes_first() -> None:
+def test_the_fastest_fitting_candidate_comes_first() -> None:
     _, found = mixtures(MACHINE)
     everything = found.best({}, 1)[0]
     budget = 0.5 * found.promised(everything[1]).nbytes["device"] + 0.5 * min(found.device)
@@ -52,7 +52,7 @@ def test_the_quickest_that_fits_comes_first() -> None:
     assert not found.best({"device": 0.0}, 1)
 
 
-def test_a_way_out_that_was_slower_than_promised_is_used_less() -> None:
+def test_candidates_slower_than_estimated_are_used_less() -> None:
     _, found = mixtures(replace(MACHINE, fetch_bandwidth=1e10, grad_bandwidth=1e9))
     out = [KINDS.index(kind) for kind in NOT_OFFLOADED]
     budget = {"device": min(found.device) + 0.3 * (max(found.device) - min(found.device))}
@@ -68,9 +68,7 @@ def test_a_way_out_that_was_slower_than_promised_is_used_less() -> None:
 @pytest.mark.parametrize("kinds", [("graph", "offload", "input", "drop"), ("offload_chosen", "attention")])
 @pytest.mark.parametrize("entries", [1, 4])
 @pytest.mark.parametrize("layers", [1, 5, 16, 90])
-def test_rows_are_as_many_as_layers_in_the_shares_of_the_counts(
-    layers: int, entries: int, kinds: tuple[Keep, ...]
-) -> None:
+def test_activation_rows_match_layer_counts(layers: int, entries: int, kinds: tuple[Keep, ...]) -> None:
     counts = tuple(PARTS // len(kinds) if kind in kinds else 0 for kind in KINDS)
     rows = rows_of(counts, layers, entries)
     assert len(rows) == layers
@@ -81,7 +79,7 @@ def test_rows_are_as_many_as_layers_in_the_shares_of_the_counts(
         assert kind not in BY_LAYER or {0, entries}.issuperset(found), "all micro-batches or none"
 
 
-def test_where_memory_is_shared_nothing_is_offloaded() -> None:
+def test_nothing_is_offloaded_on_shared_memory_devices() -> None:
     _, found = mixtures(replace(MACHINE, shares_memory=True))
     away = [KINDS.index(kind) for kind in NOT_OFFLOADED]
     assert not any(counts[place] for _, counts in found.best({}, 10**6) for place in away)

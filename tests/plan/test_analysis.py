@@ -91,7 +91,7 @@ def told(plan: Plan) -> dict[str, str]:
 # What limits -------------------------------------------------------------------------------------------------------
 
 
-def test_a_bus_that_is_ten_times_too_slow_is_what_limits() -> None:
+def test_a_bus_ten_times_too_slow_is_the_limit() -> None:
     # a layer's forward of T tokens is 2 P T operations, its fetch 2 P bytes: even at T = flops / bandwidth
     plan = planned(4 * LENGTH, layers=64, fetch_bandwidth=FLOPS / (4 * LENGTH) / 10)
     first, *_ = loads(plan)
@@ -112,7 +112,7 @@ def test_a_bus_that_is_ten_times_too_slow_is_what_limits() -> None:
         ({}, "compute"),
     ],
 )
-def test_the_slow_part_is_named(change: dict[str, float], limit: str) -> None:
+def test_the_slowest_resource_is_named(change: dict[str, float], limit: str) -> None:
     plan = planned(4 * LENGTH, **change)
     first, *others = loads(plan)
     assert first.name == limit
@@ -122,7 +122,7 @@ def test_the_slow_part_is_named(change: dict[str, float], limit: str) -> None:
 
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize("clips", [True, False])
-def test_the_seconds_of_the_chain_add_up_to_the_step(name: str, clips: bool) -> None:
+def test_the_critical_path_adds_up_to_the_step(name: str, clips: bool) -> None:
     question = Question(llama_shape("small", 6, 1024, vocabulary=4000), machine(name), 4096, 1024, clips=clips)
     for activations in ("keep", "recompute"):
         plan = examine(question, Choice(Numerics(), Policy(activations=activations, weight_slots=1)), 2)  # type: ignore[arg-type]
@@ -131,7 +131,7 @@ def test_the_seconds_of_the_chain_add_up_to_the_step(name: str, clips: bool) -> 
             assert load.chain_seconds <= load.busy_seconds * (1 + 1e-12)
 
 
-def test_on_one_processor_the_chain_is_everything() -> None:
+def test_on_one_processor_the_critical_path_is_every_op() -> None:
     shared = replace(computer(host_bandwidth=1e9), shares_memory=True)
     plan = find_plan(Question(deep(4), shared, 4 * LENGTH, LENGTH))
     for load in loads(plan):
@@ -169,7 +169,7 @@ def test_ten_percent_more_of_what_limits_saves_an_eleventh_of_the_step(
     assert [row[2] for name, row in rows.items() if name != resource].count("no change") >= 2
 
 
-def test_a_device_that_shares_memory_has_no_bus_and_a_step_without_a_disk_no_disk() -> None:
+def test_unused_resources_are_not_listed() -> None:
     shared = replace(computer(host_bandwidth=1e9), shares_memory=True)
     assert set(saved(find_plan(Question(deep(4), shared, 4 * LENGTH, LENGTH)))) == {"compute", "memory"}
     assert set(saved(planned(4 * LENGTH))) == {"compute", "device memory", "bus", "host memory"}
@@ -188,21 +188,21 @@ def test_ten_percent_more_of_everything_saves_an_eleventh(name: str) -> None:
     assert sum(found.values()) == pytest.approx(1 / 11, rel=0.2)
 
 
-def test_every_figure_of_a_resource_is_a_field_of_the_machine() -> None:
+def test_resource_figures_are_machine_fields() -> None:
     named = [field for _, parts in RESOURCES.values() for fields in parts.values() for field in fields]
     assert len(set(named)) == len(named)
     rates = {name for name in Hardware.__slots__ if name.endswith(("bandwidth", "flops", "flops_fp32"))}
     assert rates | {"products", "attention", "elementwise"} == set(named)
 
 
-def test_the_figures_that_decide_are_told_with_the_first_words_of_their_source() -> None:
+def test_deciding_figures_are_shown_with_their_source() -> None:
     question = Question(llama_shape("1B", 16, 2048, vocabulary=32_000), machine("rtx-4090"), 65_536, 32_768)
     lines = rate_lines(look(find_plan(question)))
     assert lines[0] == "decides: large products, 153 TFLOP/s (assumed: 0.93 of 164.8 TFLOP/s)"
     assert any(line.startswith("decides: attention, ") for line in lines)
 
 
-def test_a_disk_that_nobody_has_measured_decides_and_is_assumed() -> None:
+def test_unmeasured_disks_are_shown_as_assumed() -> None:
     hardware = replace(computer(host_bandwidth=1e12), disk_nbytes=10**13)
     question = Question(deep(16), hardware, LENGTH, LENGTH, overrides={"activations": "recompute"})
     everything = find_plan(replace(question, overrides={"placements": ()})).nbytes["host"]
@@ -235,7 +235,7 @@ def test_the_optimizer_hides_where_the_formula_says() -> None:
     assert direct.tokens_per_step == pytest.approx(28 / 6 * FLOPS / BUS, rel=0.1)  # and 2 P bytes read for the norm
 
 
-def test_one_sequence_less_does_not_hide() -> None:
+def test_one_sequence_fewer_does_not_hide_transfers() -> None:
     plan = planned(4 * LENGTH, layers=64, fetch_bandwidth=BUS * 0.1, grad_bandwidth=BUS * 0.1)
     found = hiding(plan)
     assert found is not None
@@ -244,7 +244,7 @@ def test_one_sequence_less_does_not_hide() -> None:
     assert timeline.stall_seconds() > 0.015 * timeline.seconds
 
 
-def test_what_never_hides_and_what_needs_no_hiding_is_said() -> None:
+def test_transfers_that_always_or_never_hide_are_stated() -> None:
     never = planned(4 * LENGTH, fetch_bandwidth=1.0)
     assert hiding(never) is None
     assert "no number of tokens" in hiding_line(without_upgrades(never))
@@ -253,7 +253,7 @@ def test_what_never_hides_and_what_needs_no_hiding_is_said() -> None:
     assert "nothing to hide" in hiding_line(without_upgrades(shared))
 
 
-def test_tokens_that_hide_but_do_not_fit_are_marked() -> None:
+def test_tokens_that_hide_transfers_but_do_not_fit_are_marked() -> None:
     plan = planned(4 * LENGTH, fetch_bandwidth=BUS * 0.1)
     limits = Limits(device_nbytes=2 * plan.nbytes["device"], host_nbytes=round(1.05 * plan.nbytes["host"]))
     found = hiding(find_plan(replace(plan.question, limits=limits)))  # nor has the host room for sums between rounds
@@ -261,7 +261,7 @@ def test_tokens_that_hide_but_do_not_fit_are_marked() -> None:
     assert not found.fits
 
 
-def test_tokens_that_hide_and_fit_by_another_policy_are_not_called_too_many() -> None:
+def test_tokens_that_fit_with_another_policy_are_not_called_too_many() -> None:
     """The plan of few tokens keeps what that of many has no room for."""
     model, limits = llama_shape("1B", 16, 2048, vocabulary=32_000), Limits(device_nbytes=12 << 30)
     plan = find_plan(Question(model, machine("rtx-4090"), 4096, 4096, limits=limits))
@@ -297,7 +297,7 @@ def test_days_of_a_run() -> None:
     assert unknown.mfu == pytest.approx(2 * outlook.mfu)  # of what is reached, where no peak is stated
 
 
-def test_writes_to_disk_count_against_the_drive() -> None:
+def test_disk_writes_count_as_drive_wear() -> None:
     plan = planned(4 * LENGTH)
     access = Access("disk/m", 0, 1000, Moments(0))
     write = Op("WRITE", "host", 1, reads=(access._replace(buffer="host/m"),), writes=(access,))  # type: ignore[arg-type]
@@ -336,7 +336,7 @@ def examined(name: str) -> Plan:
     return examine(question, Choice(Numerics(), Policy()), 2)
 
 
-def test_the_keys_of_a_run_say_what_was_asked() -> None:
+def test_the_suggested_config_matches_the_question() -> None:
     plan = planned(6 * LENGTH, clips=False)
     assert configuration(plan) == {
         "data": {"sequence_length": LENGTH},
@@ -357,7 +357,7 @@ def test_the_keys_of_a_run_say_what_was_asked() -> None:
 # Changes -----------------------------------------------------------------------------------------------------------
 
 
-def test_more_sequences_gain_where_compute_waits_and_are_not_tried_where_it_does_not() -> None:
+def test_more_sequences_are_suggested_only_if_compute_waits() -> None:
     slow = planned(LENGTH, fetch_bandwidth=FLOPS / (8 * LENGTH))  # transfers take eight times as long as a forward
     more, *_ = free_changes(slow)
     assert more.name == "256 tokens per step, in twice the sequences"
@@ -368,7 +368,7 @@ def test_more_sequences_gain_where_compute_waits_and_are_not_tried_where_it_does
     assert free_changes(planned(64 * LENGTH)) == ()
 
 
-def test_clipping_costs_where_the_update_waits_for_the_norm() -> None:
+def test_clipping_costs_time_if_updates_wait_for_the_norm() -> None:
     slow = planned(8 * LENGTH, host_bandwidth=BUS)
     unclipped = free_changes(slow)[-1]
     assert "max_grad_norm" in unclipped.name
@@ -377,7 +377,7 @@ def test_clipping_costs_where_the_update_waits_for_the_norm() -> None:
     assert "max_grad_norm" not in str(free_changes(plan))
 
 
-def test_changes_that_gain_nothing_have_no_row_and_are_named() -> None:
+def test_changes_without_gain_are_named_but_have_no_row() -> None:
     found = tuple(Upgrade(name, 100.0 * ratio, ratio) for name, ratio in (("a", 1.0), ("b", 1.5), ("c", 0.99)))
     outlook = replace(without_upgrades(planned(4 * LENGTH)), upgrades=found)
     assert upgrade_rows(outlook) == [("b", "150", "+50.0%")]
@@ -385,14 +385,14 @@ def test_changes_that_gain_nothing_have_no_row_and_are_named() -> None:
     assert without_gain(without_upgrades(planned(4 * LENGTH))) == ""
 
 
-def test_a_device_that_a_user_has_limited_is_first_used_whole() -> None:
+def test_lifting_a_user_limit_on_device_memory_is_suggested_first() -> None:
     plan = find_plan(Question(deep(8), machine("rtx-4090"), 4 * LENGTH, LENGTH, limits=Limits(device_nbytes=10**9)))
     assert "all 24 GiB of device memory" in gains(plan)
     whole = replace(plan, question=replace(plan.question, limits=Limits()))
     assert "32 GiB of device memory" in gains(whole)
 
 
-def test_no_policy_is_advised_that_takes_as_much_as_the_one_that_failed() -> None:
+def test_advice_needs_less_than_what_failed() -> None:
     model, work = deep(4), Work((LENGTH, LENGTH), LENGTH)
     lots = {"device": 10**15, "host": 10**15}
     usual = nearest_that_fits(model, Numerics(), Policy(weight_slots=2, grad_slots=2), work, lots)
@@ -405,7 +405,7 @@ def gains(plan: Plan) -> dict[str, float | None]:
     return {upgrade.name: upgrade.ratio for upgrade in upgrades(plan.question, plan)}
 
 
-def test_what_limits_is_what_an_upgrade_helps() -> None:
+def test_upgrades_help_what_limits() -> None:
     slow_bus = gains(planned(4 * LENGTH, fetch_bandwidth=1e8, grad_bandwidth=1e8))
     assert slow_bus["twice the bus"] == pytest.approx(2, rel=0.03)
     assert slow_bus["twice the device's flops"] == pytest.approx(1, rel=0.03)
@@ -418,12 +418,12 @@ def test_what_limits_is_what_an_upgrade_helps() -> None:
         assert all(ratio is not None and ratio >= 1 - 1e-6 for ratio in found.values())
 
 
-def test_measured_products_and_threads_are_upgraded_too() -> None:
+def test_measured_matmuls_and_threads_are_scaled_in_upgrades() -> None:
     plan = find_plan(Question(deep(48), machine("laptop"), LENGTH, LENGTH, overrides={"placements": ()}))
     assert (gains(plan)["twice the host's bandwidth"] or 0) > 1.05
 
 
-def test_where_nothing_fits_the_upgrade_that_helps_is_found() -> None:
+def test_an_upgrade_is_found_if_nothing_fits() -> None:
     model, host = deep(8), computer()
     streams = find_plan(Question(model, host, 4 * LENGTH, LENGTH)).nbytes["device"]
     short = replace(host, host_nbytes=9 * model.numel, device_nbytes=2 * streams)  # 14 bytes each needed
@@ -437,7 +437,7 @@ def test_where_nothing_fits_the_upgrade_that_helps_is_found() -> None:
     assert set(helped.values()) == {None}
 
 
-def test_upgrades_and_sweeps_are_told_beside_the_plan_s_own_speed() -> None:
+def test_upgrades_and_sweeps_are_relative_to_the_plan() -> None:
     """Where an estimate is far off the plan, its step replayed whole is what gains are relative to."""
     model = llama_shape("small", 6, 1024, vocabulary=8000)
     limits = Limits(device_nbytes=4 * 10**9, host_nbytes=3 * 10**8)
@@ -491,14 +491,14 @@ def test_the_table_of_owners_adds_up_to_the_peak(shares: bool) -> None:
         assert any("graphs" in owner or "loss" in owner for owner in owners)
 
 
-def test_the_same_question_has_the_same_outlook() -> None:
+def test_the_outlook_is_deterministic() -> None:
     question = Question(llama_shape("small", 10, 1024, vocabulary=8000), machine("a6000"), 16_384, 1024)
     (first, again) = (find_plan(question) for _ in range(2))
     assert first == again
     assert advised(look(first)) == advised(look(again))
 
 
-def test_amounts_are_said_in_about_three_digits() -> None:
+def test_amounts_have_about_three_digits() -> None:
     assert [amount(n) for n in (0, 999, 1e6, 1.4689e12, 141e9, 1e9 - 1)] == [
         *("0 B", "999 B", "1.00 MB", "1.47 TB", "141 GB", "1.00 GB")
     ]
@@ -508,7 +508,7 @@ def test_amounts_are_said_in_about_three_digits() -> None:
     assert [tokens(n) for n in (65_536, 1e12, 1.5e13, 2.5e9)] == ["65,536", "1T", "15T", "2.5B"]
 
 
-def test_an_empty_timeline_has_no_chain() -> None:
+def test_an_empty_timeline_has_no_critical_path() -> None:
     plan = planned(4 * LENGTH)
     empty = Timeline(Schedule((), {}, ()), (), ())
     assert loads(replace(plan, timeline=empty)) == ()
@@ -517,7 +517,7 @@ def test_an_empty_timeline_has_no_chain() -> None:
 # Stalls --------------------------------------------------------------------------------------------------------------
 
 
-def test_what_compute_waits_for_adds_up_to_what_it_waits() -> None:
+def test_wait_causes_add_up_to_the_total_wait() -> None:
     for changes in ({}, {"fetch_bandwidth": 1e8}, {"grad_bandwidth": 1e8}, {"host_bandwidth": 1e9}):
         plan = planned(LENGTH, **changes)
         found = stalls(plan.timeline)
@@ -529,13 +529,13 @@ def test_what_compute_waits_for_adds_up_to_what_it_waits() -> None:
     ("changes", "cause"),
     [({"fetch_bandwidth": 1e8}, "fetch"), ({"grad_bandwidth": 1e8}, "grad"), ({"host_bandwidth": 1e9}, "host")],
 )
-def test_the_largest_cause_is_what_was_made_slow(changes: dict[str, float], cause: str) -> None:
+def test_the_slowed_resource_is_the_largest_wait_cause(changes: dict[str, float], cause: str) -> None:
     plan = planned(LENGTH, **changes)
     assert next(iter(stalls(plan.timeline))) == cause
     assert "compute waits" in told(plan)["limit"]
 
 
-def test_a_slow_disk_is_a_cause_of_its_own() -> None:
+def test_a_slow_disk_is_a_separate_cause() -> None:
     hardware = replace(computer(host_bandwidth=1e12), disk_nbytes=10**13, disk_read_bandwidth=1e7)
     question = Question(deep(16), hardware, LENGTH, LENGTH, overrides={"activations": "recompute"})
     everything = find_plan(replace(question, overrides={"placements": ()})).nbytes["host"]

@@ -49,7 +49,7 @@ MEASURED = replace(
 )
 
 
-def test_a_measured_product_costs_what_was_measured() -> None:
+def test_measured_matmuls_cost_what_was_measured() -> None:
     for row in MEASURED.products:
         shape = (row.m, row.k, row.n)
         assert product_seconds(MEASURED, "bf16", *shape) == pytest.approx(2 * prod(shape) / row.flops)
@@ -59,19 +59,19 @@ def test_a_measured_product_costs_what_was_measured() -> None:
     "shape",
     [(2048, 4096, 11008), (8192, 5120, 5120), (4096, 2048, 2048), (16384, 4096, 14336), (1024, 4096, 4096)],
 )
-def test_a_layers_product_between_measured_ones_is_priced_within_a_tenth(shape: tuple[int, int, int]) -> None:
+def test_interpolated_matmuls_are_priced_within_ten_percent(shape: tuple[int, int, int]) -> None:
     assert product_seconds(MEASURED, "bf16", *shape) == pytest.approx(true_seconds(*shape), rel=0.1)
 
 
 @given(SIZES, SIZES, SIZES, st.sampled_from([PLAIN, MEASURED, *map(machine, machine_names())]))
-def test_no_product_is_cheaper_than_physics_allows(m: int, k: int, n: int, hardware: Hardware) -> None:
+def test_no_matmul_is_cheaper_than_the_peak_allows(m: int, k: int, n: int, hardware: Hardware) -> None:
     seconds = product_seconds(hardware, "bf16", m, k, n)
     assert seconds >= 0.5 * 2 * m * k * n / hardware.flops
     assert seconds >= 0.5 * (hardware.launch_seconds or 0)
     assert product_seconds(hardware, "fp32", m, k, n) >= seconds or hardware is MEASURED
 
 
-def test_what_is_not_known_falls_back_on_what_is() -> None:
+def test_unknown_figures_fall_back_on_known_ones() -> None:
     bare = Hardware("bare", 1 << 40, 1 << 40, 1e10, 2e10, 1e12, 3e10)
     assert product_seconds(bare, "fp32", 10, 10, 10) == product_seconds(bare, "bf16", 10, 10, 10) == 2000 / 1e12
     assert duplex_bandwidths(bare) == (1e10, 2e10)
@@ -82,7 +82,7 @@ def test_what_is_not_known_falls_back_on_what_is() -> None:
     assert backward == pytest.approx(ATTENTION_BACKWARD * forward)
 
 
-def test_attention_is_interpolated_between_lengths_and_held_beyond() -> None:
+def test_attention_rates_are_interpolated_and_clamped() -> None:
     rows = tuple(AttentionRate("bf16", length, 128, 1e12 * length, 5e11 * length) for length in (4096, 1024))
     hardware = replace(PLAIN, attention=rows)
 
@@ -97,7 +97,7 @@ def test_attention_is_interpolated_between_lengths_and_held_beyond() -> None:
     assert rate(16384) == pytest.approx(rate(4096))
 
 
-def test_what_a_layer_does_besides_products_is_priced_by_its_precision() -> None:
+def test_elementwise_work_is_priced_by_precision() -> None:
     rows = ElementwiseRate("bf16", 4e9, 1e9), ElementwiseRate("fp32", 8e9, 2e9)
     hardware = replace(PLAIN, elementwise=rows, elementwise_bandwidth=1e12)
     assert elementwise_seconds(hardware, "bf16", 8e9) == (2, 8)
@@ -108,7 +108,7 @@ def test_what_a_layer_does_besides_products_is_priced_by_its_precision() -> None
     assert elementwise_seconds(PLAIN, "fp32", 3e9, passes=1) == pytest.approx((0.001, 0.002))
 
 
-def test_a_measured_attention_counts_twice_the_operations_backward_and_an_unmeasured_one_more() -> None:
+def test_attention_backward_is_2x_measured_and_more_unmeasured() -> None:
     """A library's row whose backward was published at 2.5 times the operations has been brought to 2: same seconds."""
     published = 0.5 * PLAIN.flops
     row = AttentionRate("bf16", 4096, 128, published, 2 / ATTENTION_BACKWARD * published)
@@ -125,7 +125,7 @@ def layer_seconds(model: ModelSpec, hardware: Hardware, kind: str) -> float:
 
 
 @pytest.mark.parametrize("kind", ["FORWARD", "BACKWARD"])
-def test_bringing_tokens_to_their_experts_and_back_costs_by_how_many_each_has(kind: str) -> None:
+def test_expert_dispatch_is_priced_by_tokens_per_expert(kind: str) -> None:
     dense = llama_shape("small", 4, 1024, vocabulary=4000)
 
     def dispatch(count: int, chosen: int) -> float:
@@ -146,7 +146,7 @@ def test_bringing_tokens_to_their_experts_and_back_costs_by_how_many_each_has(ki
     assert eight == pytest.approx(8 * one)
 
 
-def test_what_a_plan_is_off_by_lies_on_both_sides() -> None:
+def test_the_plans_error_range_covers_both_sides() -> None:
     assert MEASURED_OVER_PLANNED[0] < 1 < MEASURED_OVER_PLANNED[1]
 
 

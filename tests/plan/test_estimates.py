@@ -45,7 +45,7 @@ def mixed(layers: int, kind: Callable[[int], str]) -> ModelSpec:
     ids=["alike", "every fourth big", "one in six sees all", "the last big", "three kinds"],
 )
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
-def test_kinds_of_layers_count_as_often_as_there_are(model: ModelSpec, activations: str) -> None:
+def test_layer_kinds_are_weighted_by_count(model: ModelSpec, activations: str) -> None:
     question = Question(model, ROOMY, 4 * 8192, 8192)
     policy = Policy(activations=activations)  # type: ignore[arg-type]
     guessed, found = estimate(question, Choice(Numerics(), policy), 2), examine(question, Choice(Numerics(), policy), 2)
@@ -56,7 +56,7 @@ def test_kinds_of_layers_count_as_often_as_there_are(model: ModelSpec, activatio
     assert guessed.nbytes["device"] == pytest.approx(found.nbytes["device"], rel=0.15 if differs else 0.01)
 
 
-def test_many_kinds_of_layers_are_taken_for_one() -> None:
+def test_many_similar_layer_kinds_are_merged() -> None:
     units = list(llama_shape("all differ", 12, 256, vocabulary=100).units)
     for index in range(1, 13):
         units[index] = UnitSpec(f"layers.{index}", "layer", (ParamSpec(f"w{index}", (256 * index, 256)),))
@@ -68,7 +68,7 @@ def test_many_kinds_of_layers_are_taken_for_one() -> None:
 
 
 @pytest.mark.parametrize("rows", [5, 7])
-def test_micro_batches_that_stand_for_several_keep_their_size_and_the_total(rows: int) -> None:
+def test_representative_micro_batches_keep_size_and_total(rows: int) -> None:
     model = llama_shape("small", 16, 1024, vocabulary=1000)
     question = Question(model, ROOMY, rows * 2048, 2048)
     for micro_batch in (1, 2):
@@ -88,13 +88,13 @@ def test_micro_batches_that_stand_for_several_keep_their_size_and_the_total(rows
         *(pytest.param(*each, marks=pytest.mark.slow) for each in ((5, 12), (7, 5), (7, 12), (12, 5), (12, 12))),
     ],
 )
-def test_a_plan_that_was_found_to_fit_fits_when_it_is_replayed_whole(rows: int, gigabytes: int) -> None:
+def test_a_plan_that_fits_also_fits_when_fully_replayed(rows: int, gigabytes: int) -> None:
     model = llama_shape("small", 16, 2048, vocabulary=32_000)
     plan = find_plan(Question(model, ROOMY, rows * 2048, 2048, limits=Limits(device_nbytes=gigabytes * 10**9)))
     assert plan.nbytes["device"] <= gigabytes * 10**9
 
 
-def test_a_survey_prices_each_budget_as_a_question_of_its_own() -> None:
+def test_a_survey_prices_each_budget_independently() -> None:
     question = Question(llama_shape("small", 12, 1024, vocabulary=8000), ROOMY, 8 * 1024, 1024)
     budgets = [{"device": device, "host": 10**13} for device in (10**8, 10**9, 10**11)]
     found = survey(question, budgets)
@@ -109,7 +109,7 @@ def test_a_survey_prices_each_budget_as_a_question_of_its_own() -> None:
         assert each.seconds == pytest.approx(alone.seconds, rel=0.02 if some else 0.01)
 
 
-def test_what_a_survey_puts_on_the_disk_is_up_to_each_budget() -> None:
+def test_a_survey_chooses_disk_state_per_budget() -> None:
     hardware = replace(ROOMY, disk_nbytes=10**13, disk_read_bandwidth=1e8, disk_write_bandwidth=1e8)
     question = Question(llama_shape("small", 12, 1024, vocabulary=8000), hardware, 8 * 1024, 1024)
     needed = find_plan(replace(question, overrides={"placements": ()})).nbytes["host"]
@@ -135,7 +135,7 @@ def spent(call: Callable[[], object]) -> float:
     return time.process_time() - began
 
 
-def test_a_model_of_120_billion_parameters_is_planned_for_in_two_seconds() -> None:
+def test_a_120b_model_is_planned_in_two_seconds() -> None:
     """Or as much longer as the processor takes more than 0.06 s to copy the tree."""
     over: list[float] = []
     for turn in range(3):  # under names of their own, so that nothing is remembered from one to the other
@@ -163,9 +163,7 @@ def test_a_model_of_120_billion_parameters_is_planned_for_in_two_seconds() -> No
     ids=["usual", "offloaded", "rounds", "shards", "one memory"],
 )
 @pytest.mark.parametrize("tokens", [(512, 512, 256), (1024,)])
-def test_schedules_of_other_chunks_of_the_loss_differ_in_its_memory_alone(
-    fields: dict[str, object], tokens: tuple[int, ...]
-) -> None:
+def test_loss_chunk_sizes_change_only_loss_memory(fields: dict[str, object], tokens: tuple[int, ...]) -> None:
     model, work = llama_shape("chunks", 3, 256, vocabulary=1000), Work(tokens, 256)
     policy = Policy(**fields)  # type: ignore[arg-type]
     pending: Pending = "all" if policy.update == "next_forward" else "none"

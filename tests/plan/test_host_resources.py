@@ -29,11 +29,11 @@ def write(folder: Path, **files: object) -> None:
         (folder / name.replace("__", ".")).write_text(f"{text}\n")
 
 
-def test_without_cgroups_all_that_is_free_is_free(kernel: Path) -> None:
+def test_without_cgroups_all_free_memory_is_available(kernel: Path) -> None:
     assert host_resources.available_host_nbytes() == 100 * GB
 
 
-def test_the_tightest_of_nested_version_2_groups_counts_less_what_can_be_dropped(kernel: Path) -> None:
+def test_the_tightest_cgroup_v2_limit_counts_minus_page_cache(kernel: Path) -> None:
     write(kernel, cgroup="0::/job/step")
     write(kernel / "sys", memory__max="max", memory__current=90 * GB)
     write(kernel / "sys/job", memory__max=40 * GB, memory__current=30 * GB, memory__stat=f"anon 1\ninactive_file {GB}")
@@ -41,7 +41,7 @@ def test_the_tightest_of_nested_version_2_groups_counts_less_what_can_be_dropped
     assert host_resources.available_host_nbytes() == 11 * GB
 
 
-def test_a_version_1_group_counts_and_no_limit_does_not(kernel: Path) -> None:
+def test_cgroup_v1_limits_count_and_unlimited_ones_do_not(kernel: Path) -> None:
     write(kernel, cgroup="5:cpu,cpuacct:/box\n4:memory:/box\n0::/")
     folder = kernel / "sys/memory/box"
     write(folder, memory__limit_in_bytes=8 * GB, memory__usage_in_bytes=5 * GB, memory__stat="total_inactive_file 7")
@@ -51,13 +51,13 @@ def test_a_version_1_group_counts_and_no_limit_does_not(kernel: Path) -> None:
     assert host_resources.available_host_nbytes() == 0
 
 
-def test_a_group_seen_from_outside_its_namespace_is_that_at_the_root(kernel: Path) -> None:
+def test_cgroups_outside_the_namespace_resolve_to_the_root(kernel: Path) -> None:
     write(kernel, cgroup="0::/../../other")
     write(kernel / "sys", memory__max=2 * GB, memory__current=0)
     assert host_resources.available_host_nbytes() == 2 * GB
 
 
-def test_processor_time_limits_threads(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_quotas_limit_threads(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_resources.os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
     assert host_resources.available_threads() == 64
     write(kernel, cgroup="0::/job")
@@ -70,9 +70,7 @@ def test_processor_time_limits_threads(kernel: Path, monkeypatch: pytest.MonkeyP
     assert host_resources.available_threads() == 1
 
 
-def test_locked_memory_is_limited_unless_the_process_is_privileged(
-    kernel: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pinned_memory_is_limited_unless_privileged(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
     assert host_resources.pinnable_nbytes(GB) == 8 << 20
     write(kernel, status="Name:\tx\nCapEff:\t0000000000004000")
@@ -82,7 +80,7 @@ def test_locked_memory_is_limited_unless_the_process_is_privileged(
     assert host_resources.pinnable_nbytes(GB) == GB
 
 
-def test_a_folder_in_memory_is_no_disk(tmp_path: Path) -> None:
+def test_tmpfs_folders_are_not_disks(tmp_path: Path) -> None:
     assert host_resources.available_disk_nbytes(tmp_path) > 0
     if Path("/dev/shm").is_dir():
         kinds = {each.mountpoint: each.fstype for each in psutil.disk_partitions(all=True)}

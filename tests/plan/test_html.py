@@ -80,7 +80,7 @@ def full_page(name: str = "model") -> str:
     return render_page(replace(outlook(), plan=replace(plan, question=named)), [("model", name)], swept())
 
 
-def test_the_page_loads_nothing() -> None:
+def test_the_page_loads_no_external_resource() -> None:
     page = full_page()
     reader = read(page)
     assert {name for _, name, _ in reader.attributes} & {"src", "href", "action", "srcset", "background"} == set()
@@ -89,7 +89,7 @@ def test_the_page_loads_nothing() -> None:
     assert policy.startswith("default-src 'none'")
 
 
-def test_the_data_in_the_page_is_that_of_the_plan() -> None:
+def test_the_pages_data_equals_the_plan() -> None:
     plan = outlook().plan
     content = json.loads(read(full_page()).scripts[0])
     expected = json.loads(json.dumps(as_content(outlook(), swept())))
@@ -104,7 +104,7 @@ def test_the_data_in_the_page_is_that_of_the_plan() -> None:
         assert row[6:] == pytest.approx([start, end], rel=1e-8)
 
 
-def test_the_page_says_what_the_terminal_says() -> None:
+def test_the_page_and_the_terminal_agree() -> None:
     text = read(full_page()).text
     plan = outlook().plan
     for words in ("optimizer state", "twice the bus", "10% more", "decides: ", f"{plan.tokens_per_second:,.0f}"):
@@ -115,7 +115,7 @@ def test_the_page_says_what_the_terminal_says() -> None:
     assert all(0 <= width <= 100.001 for width in widths)
 
 
-def test_hostile_names_stay_text() -> None:
+def test_hostile_names_are_escaped() -> None:
     reader = read(full_page(HOSTILE))
     assert reader.count["script"] == 2
     assert reader.count["img"] == 0
@@ -154,7 +154,7 @@ console.log(JSON.stringify({ first, zoomed, back, hover, edges, ops: timeline.op
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="runs the page's script in node")
-def test_the_timeline_draws_zooms_and_tells_with_ten_thousand_ops(tmp_path: Path) -> None:
+def test_the_timeline_works_with_ten_thousand_ops(tmp_path: Path) -> None:
     small = outlook()
     data, script = read(render_page(small, [])).scripts
     content = json.loads(data)

@@ -29,30 +29,30 @@ def ask(machine: Hardware, limit: int | None, **overrides: object) -> Policy:
     return policy
 
 
-def test_all_is_locked_where_it_may_be() -> None:
+def test_all_host_buffers_are_pinned_if_allowed() -> None:
     assert ask(BUS, None).transfer == "pinned"
     assert ask(BUS, ALL).transfer == "pinned"
     assert ask(BUS, ALL - 1).transfer != "pinned"
 
 
-def test_of_the_other_ways_the_quicker_one_is_taken_if_it_fits() -> None:
+def test_the_faster_unpinned_transfer_mode_that_fits_is_used() -> None:
     assert ask(BUS, ALL // 2).transfer == "staged"
     assert ask(SLOW, ALL // 2).transfer == "pageable"
     assert ask(BUS, 16).transfer == "pageable", "no room for slabs"
 
 
-def test_what_is_pinned_is_left_alone() -> None:
+def test_a_chosen_transfer_mode_is_kept() -> None:
     assert ask(BUS, 0, transfer="pinned").transfer == "pinned"
     found = ask(SLOW, ALL // 2, transfer="staged", shard_nbytes=128)
     assert (found.transfer, found.shard_nbytes) == ("staged", 128)
 
 
-def test_where_memory_is_shared_there_is_nothing_to_lock() -> None:
+def test_nothing_is_pinned_on_shared_memory_devices() -> None:
     assert ask(replace(BUS, shares_memory=True), 0).transfer == "pinned"
 
 
 @pytest.mark.parametrize(("limit", "transfer"), [(ALL, "pinned"), (ALL // 2, "staged"), (64, "pageable")])
-def test_without_a_planner_too(limit: int, transfer: str) -> None:
+def test_pinning_is_decided_without_a_planner_too(limit: int, transfer: str) -> None:
     policy = fit_lock_limit(MODEL, Numerics(), Policy(), limit)
     assert policy.transfer == transfer
     buffers = build_step(MODEL, Numerics(), policy, Work((8, 8)), "all").buffers.values()
@@ -60,7 +60,7 @@ def test_without_a_planner_too(limit: int, transfer: str) -> None:
     assert fit_lock_limit(MODEL, Numerics(), Policy(shares_memory=True), 0).transfer == "pinned"
 
 
-def test_staging_buffers_of_the_disk_count_as_locked() -> None:
+def test_disk_staging_buffers_count_as_pinned() -> None:
     on_disk = Policy(placements=(Placement("disk", "disk", "disk", "disk"),) * len(MODEL.units))
     buffers = build_step(MODEL, Numerics(), on_disk, Work((8,)), "all").buffers
     staging = sum(

@@ -39,14 +39,14 @@ def file_of(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def test_the_library_holds_the_machines_it_promises() -> None:
+def test_the_machine_library_is_complete() -> None:
     servers = {"h200", "h100", "h100-pcie", "a100-pcie", "a100-sxm", "gh200", "b200", "mi300x", "l40s"}
     desks = {"rtx-3090", "rtx-4080", "rtx-4090", "rtx-5080", "rtx-5090", "rtx-pro-6000", "a6000", "laptop"}
     several = {"8x-h100", "8x-h200", "4x-gh200", "4x-rtx-4090", "8x-rtx-4090", "2x-rtx-5090", "dgx-spark"}
     assert servers | desks | several | {"cpu-desktop", "cpu-server"} == set(machine_names())
 
 
-def test_a_machine_of_several_devices_says_what_joins_them_and_has_the_device_of_another() -> None:
+def test_multi_gpu_machines_state_their_link_and_reuse_a_device() -> None:
     for name in machine_names():
         each, sources = machine(name), dict(machine(name).sources)
         if each.devices > 1:
@@ -80,7 +80,7 @@ def test_every_figure_of_a_described_machine_has_a_source(name: str) -> None:
     assert 0.4 * described.peak_flops_fp32 < described.flops_fp32 < described.peak_flops_fp32
 
 
-def test_described_machines_are_in_a_believable_order() -> None:
+def test_machine_figures_are_ordered_plausibly() -> None:
     by = {name: machine(name) for name in machine_names()}
     assert by["laptop"].flops < by["rtx-3090"].flops < by["rtx-4090"].flops < by["rtx-5090"].flops < by["h100"].flops
     assert by["h100"].flops == by["h200"].flops < by["b200"].flops
@@ -94,7 +94,7 @@ def test_described_machines_are_in_a_believable_order() -> None:
         assert each.optimizer_bandwidth[-1][1] == each.host_bandwidth
 
 
-def test_a_machine_is_found_however_its_name_is_written_and_by_its_driver() -> None:
+def test_machines_are_found_by_any_spelling_and_driver_name() -> None:
     assert machine("RTX 4090") is machine("rtx-4090") is load_hardware("rtx4090")
     assert machine_of_device("NVIDIA GeForce RTX 4090") is machine("rtx-4090")
     assert machine_of_device("NVIDIA H100 PCIe") is machine("h100-pcie")
@@ -110,7 +110,7 @@ def test_a_machine_is_found_however_its_name_is_written_and_by_its_driver() -> N
         ("tpu-v5", "the machines"),
     ],
 )
-def test_an_unknown_machine_is_answered_with_the_nearest(name: str, nearest: str) -> None:
+def test_an_unknown_machine_suggests_the_nearest_name(name: str, nearest: str) -> None:
     for find in (machine, load_hardware):
         with pytest.raises(PlanError, match=f"no machine is called '{name}'; .*{nearest}") as caught:
             find(name)
@@ -155,7 +155,7 @@ MACHINES = st.builds(
 
 
 @given(MACHINES)
-def test_a_file_gives_back_every_figure(hardware: Hardware) -> None:
+def test_hardware_files_round_trip(hardware: Hardware) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "new" / "machine.json"
         save_hardware(hardware, path)
@@ -175,19 +175,19 @@ SOME_KEYS = st.sampled_from([*KEYS, "name", "products", "optimizer_by_threads", 
 
 
 @given(st.dictionaries(SOME_KEYS, ANYTHING, max_size=4))
-def test_whatever_a_file_holds_it_is_read_or_refused(changes: dict[str, Any]) -> None:
+def test_any_hardware_file_is_read_or_refused(changes: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = file_of(Path(folder), **changes)
         with suppress(PlanError):  # any other error fails
             assert isinstance(load_hardware(path), Hardware)
 
 
-def test_a_file_with_the_power_that_earlier_versions_stated_is_read(tmp_path: Path) -> None:
+def test_hardware_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
     plain = load_hardware(file_of(tmp_path))
     assert load_hardware(file_of(tmp_path, watts=300, sources={"watts": "a datasheet"})) == plain
 
 
-def test_every_key_of_a_file_says_its_unit(tmp_path: Path) -> None:
+def test_every_hardware_key_states_its_unit(tmp_path: Path) -> None:
     save_hardware(machine("h200"), tmp_path / "h200.json")
     content = json.loads((tmp_path / "h200.json").read_text())
     units = ("_bytes", "_per_second", "_seconds", "_depth", "name", "shares_memory", "sources", "by_threads")
@@ -198,7 +198,7 @@ def test_every_key_of_a_file_says_its_unit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 1e19, float("nan"), float("inf"), "fast", True, [1e10], 10**40])
 @pytest.mark.parametrize("key", ["device_bytes", "fetch_bytes_per_second", "bf16_flops_per_second", "launch_seconds"])
-def test_an_absurd_figure_is_refused_by_name(tmp_path: Path, key: str, value: Any) -> None:
+def test_absurd_figures_are_refused_by_name(tmp_path: Path, key: str, value: Any) -> None:
     path = file_of(tmp_path, **{key: value})
     with pytest.raises(PlanError, match=rf"here.json: {key}: .*; give a .*number from") as caught:
         load_hardware(path)
@@ -250,7 +250,7 @@ def test_an_absurd_figure_is_refused_by_name(tmp_path: Path, key: str, value: An
         ({"sources": ["host_bytes"]}, "sources: is not a table"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
+def test_errors_in_a_hardware_file_are_named(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(PlanError, match=complaint):
         load_hardware(file_of(tmp_path, **changes))
 
@@ -265,7 +265,7 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, changes: dict[str, A
     ],
     ids=lambda value: value[:12],
 )
-def test_what_is_no_hardware_file_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
+def test_other_files_are_refused_as_hardware(tmp_path: Path, text: str, complaint: str) -> None:
     path = tmp_path / "bad.json"
     path.write_text(text)
     with pytest.raises(PlanError, match=f"bad.json: {complaint}"):
@@ -283,7 +283,7 @@ def test_a_missing_or_unreadable_file_is_refused(tmp_path: Path) -> None:
         load_hardware(tmp_path / "pipe.json")
 
 
-def test_an_absurd_machine_is_not_saved_and_an_old_file_stays(tmp_path: Path) -> None:
+def test_an_absurd_machine_is_not_saved_over_an_old_file(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     save_hardware(PLAIN, path)
     with pytest.raises(PlanError, match="fetch_bytes_per_second: -1"):

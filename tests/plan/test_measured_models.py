@@ -9,12 +9,12 @@ from megatrain.model.known_models import known_models
 from megatrain.plan.measured_models import built_in, known_name, known_names
 
 
-def test_each_model_of_the_table_has_been_measured() -> None:
+def test_every_built_in_model_has_measurements() -> None:
     assert known_names() == tuple(known_models())
 
 
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "openai/gpt-oss-120b", "google/gemma-3-1b-pt"])
-def test_what_was_measured_has_the_parameters_of_the_model(name: str) -> None:
+def test_stored_measurements_have_the_models_parameters(name: str) -> None:
     assert (
         sum(param.numel for unit in built_in(name).units for param in unit.params) == known_models()[name]["parameters"]
     )
@@ -27,7 +27,7 @@ def test_what_was_measured_has_the_parameters_of_the_model(name: str) -> None:
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B")),
     ],
 )
-def test_what_was_measured_is_what_is_measured_today(name: str) -> None:
+def test_stored_measurements_equal_new_ones(name: str) -> None:
     """Where it is not, `python -m bench.measured_models` writes it anew."""
     assert built_in(name) == measured(name)
 
@@ -51,11 +51,11 @@ def test_what_was_measured_is_what_is_measured_today(name: str) -> None:
         ("qwen2.5-7b-instruct", "Qwen/Qwen2.5-7B"),
     ],
 )
-def test_a_model_is_found_in_any_case_without_its_organisation_and_by_a_variant(name: str, known: str) -> None:
+def test_model_names_match_without_case_organisation_or_variant(name: str, known: str) -> None:
     assert known_name(name) == known
 
 
-def test_a_variant_with_a_line_of_its_own_is_not_given_the_shape_of_another() -> None:
+def test_listed_variants_keep_their_own_shape() -> None:
     for name in ("mistralai/Mixtral-8x22B-v0.1", "mistralai/Mixtral-8x22B-Instruct-v0.1"):
         assert known_name(name) == name
 

@@ -64,7 +64,7 @@ def slower_with_more(seed: int, seconds: Callable[[Plan], float] = attrgetter("s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["h200", "b200"])
-def test_a_clipped_step_is_never_slower_with_more_bandwidth_of_the_host(name: str) -> None:
+def test_more_host_bandwidth_never_slows_a_clipped_step(name: str) -> None:
     """Its forward pass waits for the optimizer, and its backward pass for compute."""
     model, described = llama_shape("8B", 32, 4096), machine(name)
     hosts = [replace(described, host_bandwidth=rate * 1e9, optimizer_bandwidth=()) for rate in (120, 300)]
@@ -73,7 +73,7 @@ def test_a_clipped_step_is_never_slower_with_more_bandwidth_of_the_host(name: st
 
 
 @pytest.mark.parametrize("seed", [*(pytest.param(each, marks=pytest.mark.slow) for each in (0, 1)), 2])
-def test_no_drawn_plan_is_slower_with_more(seed: int) -> None:
+def test_more_resources_never_slow_a_plan(seed: int) -> None:
     assert not slower_with_more(seed)
 
 
@@ -85,7 +85,7 @@ def beside_a_disk(part: float, layers: int = 6, **changes: Any) -> Question:
     return replace(Question(model, hardware, 4096, 4096, clips=False), **changes)
 
 
-def test_more_device_memory_beside_a_disk_is_never_slower() -> None:
+def test_more_device_memory_with_a_disk_is_never_slower() -> None:
     told = {"weight_slots": 1, "grad_slots": 2, "loss_chunk_tokens": 512}
     seconds = [find_plan(beside_a_disk(part, overrides=told)).seconds for part in (0.2, 0.25, 0.3)]
     assert all(more < SLOWER * less for less, more in pairwise(seconds)), seconds
@@ -95,14 +95,14 @@ def test_more_device_memory_beside_a_disk_is_never_slower() -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("layers", [6, 12])
 @pytest.mark.parametrize("clips", [False, True])
-def test_whatever_is_chosen_more_device_memory_beside_a_disk_is_never_slower(layers: int, clips: bool) -> None:
+def test_more_device_memory_with_a_disk_is_never_slower_for_fixed_choices(layers: int, clips: bool) -> None:
     parts = (0.2, 0.25, 0.3, 0.4)
     seconds = [find_plan(beside_a_disk(part, layers, clips=clips)).seconds for part in parts]
     assert all(more < SLOWER * less for less, more in pairwise(seconds)), seconds
 
 
 @pytest.mark.parametrize("seeds", [range(2, 3), pytest.param(range(20), marks=pytest.mark.slow)])
-def test_no_drawn_step_is_slower_with_more_when_it_is_executed(seeds: range) -> None:
+def test_more_resources_never_slow_an_executed_step(seeds: range) -> None:
     """On the simulator's clock, whose streams run in any order that their events allow."""
     assert not [*filter(None, (slower_with_more(seed, executed_seconds) for seed in seeds))]
 
@@ -115,7 +115,7 @@ def test_no_drawn_step_is_slower_with_more_when_it_is_executed(seeds: range) -> 
         *(pytest.param(*each, (4, 16, 64), 32, marks=pytest.mark.slow) for each in MACHINES_OF_ROUNDS),
     ],
 )
-def test_more_sequences_a_step_are_never_slower_per_token(
+def test_more_sequences_per_step_are_never_slower_per_token(
     name: str, gigabytes: int, steps: tuple[int, ...], layers: int
 ) -> None:
     """In one round, what layers keep would have to fit for all of them. From one micro-batch to several, sums of
@@ -130,7 +130,7 @@ def test_more_sequences_a_step_are_never_slower_per_token(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_of_a_hundred_drawn_plans_one_is_slower_with_more() -> None:
+def test_at_most_one_in_a_hundred_plans_is_slower_with_more() -> None:
     """The refinements behind the search are tried on its winner alone, which may be another with more."""
     slower = [*filter(None, map(slower_with_more, range(100)))]
     assert len(slower) <= 1, slower

@@ -19,7 +19,7 @@ MODEL = small_spec(layers=12)
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("shares", [False, True])
-def test_the_disk_takes_as_little_as_the_host_asks_for(precision: Precision, shares: bool) -> None:
+def test_the_disk_holds_as_little_as_possible(precision: Precision, shares: bool) -> None:
     numerics, policy = Numerics(precision), Policy(shares_memory=shares)
     everything = state_nbytes(MODEL, numerics, policy)["host"]
     before = -1
@@ -34,7 +34,7 @@ def test_the_disk_takes_as_little_as_the_host_asks_for(precision: Precision, sha
     assert to_disk(MODEL, numerics, policy, 1000) is None
 
 
-def test_the_coldest_goes_first() -> None:
+def test_the_least_used_state_moves_to_disk_first() -> None:
     policy = Policy()
     everything = state_nbytes(MODEL, Numerics(), policy)["host"]
     seen: list[str] = []
@@ -48,7 +48,7 @@ def test_the_coldest_goes_first() -> None:
     assert seen == ["moments", "low_bits", "weights"]
 
 
-def test_bytes_are_those_of_the_schedule() -> None:
+def test_placement_bytes_equal_the_schedules() -> None:
     placements = to_disk(
         MODEL, Numerics("bf16"), Policy(), state_nbytes(MODEL, Numerics("bf16"), Policy())["host"] * 2 // 3
     )
@@ -63,7 +63,7 @@ def test_bytes_are_those_of_the_schedule() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("ahead", [0, 100])
-def test_a_table_that_stays_on_the_device_saves_what_a_tied_head_has_fetched_again(ahead: int, tied: bool) -> None:
+def test_a_resident_tied_embedding_saves_the_second_fetch(ahead: int, tied: bool) -> None:
     """A frozen one, which no backward pass comes to."""
     model = small_spec(4, tied)
     table = replace(model.units[0], params=tuple(replace(each, trainable=False) for each in model.units[0].params))
@@ -78,7 +78,7 @@ def test_a_table_that_stays_on_the_device_saves_what_a_tied_head_has_fetched_aga
     assert (fetched[1] < fetched[0]) == (tied and ahead > 0)
 
 
-def test_homes_are_spread_evenly() -> None:
+def test_resident_layers_are_spread_evenly() -> None:
     assert spread(list(range(12)), 3) == [3, 7, 11]
     for count in range(1, 13):
         chosen = spread(list(range(12)), count)
@@ -87,7 +87,7 @@ def test_homes_are_spread_evenly() -> None:
         assert max(gaps) - min(gaps) <= 1
 
 
-def test_more_sixteenths_of_the_layers_take_more_of_the_device() -> None:
+def test_more_resident_layers_take_more_device_memory() -> None:
     policy = Policy()
     taken = [
         [

@@ -66,7 +66,7 @@ def test_prices_are_bytes_over_bandwidth_and_operations_over_rate() -> None:
 
 
 @pytest.mark.parametrize("name", ["FORWARD u1 m0", "BACKWARD u1 m0"])
-def test_fused_elementwise_work_moves_a_third_of_the_bytes(name: str) -> None:
+def test_fused_elementwise_ops_move_a_third_of_the_bytes(name: str) -> None:
     prices = []
     for kernels, speed in (("stock", 1e3), ("stock", 3e3), ("compile", 1e3)):
         hardware = replace(SLOW, elementwise_bandwidth=speed)
@@ -77,7 +77,7 @@ def test_fused_elementwise_work_moves_a_third_of_the_bytes(name: str) -> None:
     assert prices[0] > prices[1] == pytest.approx(prices[2])
 
 
-def test_a_prologue_costs_the_calls_of_the_models_own_code() -> None:
+def test_the_prologue_is_priced_by_its_op_launches() -> None:
     hardware = replace(SLOW, launch_seconds=1.0)
     schedule = build_step(model(), Numerics(), Policy(), Work((8,)))
     price = op_seconds(model(), Numerics(), Policy(), Work((8,)), hardware)
@@ -86,7 +86,7 @@ def test_a_prologue_costs_the_calls_of_the_models_own_code() -> None:
     assert layer < prologue
 
 
-def test_new_pages_cost_time_where_the_device_computes_in_host_memory() -> None:
+def test_page_faults_are_priced_on_host_memory_devices() -> None:
     work = Work((8, 8))
 
     def seconds(shares_memory: bool, fresh: float | None) -> dict[str, float]:
@@ -108,7 +108,7 @@ def timeline_of(schedule: Schedule, seconds: Mapping[str, float]) -> Timeline:
     return replay(schedule, lambda op: seconds.get(op.kind, 1.0))
 
 
-def test_of_several_measured_steps_each_ops_median_counts() -> None:
+def test_each_ops_median_over_measured_steps_is_used() -> None:
     schedule = build_step(model(), Numerics(), Policy(), Work((8,)))
     steps = [timeline_of(schedule, {"FORWARD": each, "BACKWARD": 2.0}) for each in (3.0, 90.0, 2.0)]
     found = calibrate(model(), steps, lambda op: 1.0)
@@ -117,7 +117,7 @@ def test_of_several_measured_steps_each_ops_median_counts() -> None:
     assert calibrate(model(), steps[0], lambda op: 1.0).factors["FORWARD", "layer"] == pytest.approx(3)
 
 
-def test_ops_that_ran_at_the_same_time_on_one_processor_share_it() -> None:
+def test_concurrent_ops_on_one_processor_share_it() -> None:
     policy, work = Policy(shares_memory=True), Work((8,))
     schedule = build_step(model(), Numerics(), policy, work, "all")
     seconds = {"UPDATE": 4.0, "FORWARD": 6.0, "LOSS": 5.0, "BACKWARD": 8.0}
@@ -131,14 +131,14 @@ def test_ops_that_ran_at_the_same_time_on_one_processor_share_it() -> None:
     assert replay(schedule, lambda op: apart.factor(op, model()), one_processor=True).seconds > overlapped.seconds
 
 
-def test_the_memory_table_is_that_of_the_schedule() -> None:
+def test_the_memory_table_equals_the_schedules() -> None:
     work = Work((8, 8))
     assert memory_table(model(), Numerics(), Policy(), work) == nbytes_by_use(
         build_step(model(), Numerics(), Policy(), work).buffers.values()
     )
 
 
-def test_graphs_are_kept_where_they_fit_and_recomputed_where_not() -> None:
+def test_graphs_are_kept_if_they_fit_and_recomputed_otherwise() -> None:
     assert fit_activations(model(), Numerics(), Policy(), Work((8,)), 1 << 30).activations == "keep"
     assert fit_activations(model(), Numerics(), Policy(), Work((8,)), 1000).activations == "recompute"
 
@@ -149,12 +149,12 @@ def test_clipping_decides_when_updates_happen() -> None:
     assert (clipped.update, free.update) == ("next_forward", "during_backward")
 
 
-def test_this_machine_has_memory_and_threads() -> None:
+def test_this_machine_reports_memory_and_threads() -> None:
     assert available_host_nbytes() > 1 << 28
     assert available_threads() >= 1
 
 
-def test_a_choice_puts_each_field_where_it_belongs() -> None:
+def test_choices_set_the_right_policy_fields() -> None:
     plain = Choice(Numerics(), Policy())
     other = plain.change(loss_chunk_tokens=7, weight_slots=3)
     assert other == Choice(Numerics(loss_chunk_tokens=7), Policy(weight_slots=3))

@@ -36,12 +36,12 @@ def asked(
 # What a rank has ------------------------------------------------------------------------------------------------------
 
 
-def test_one_rank_is_asked_for_as_without_ranks() -> None:
+def test_one_rank_plans_like_no_ranks() -> None:
     question = Question(SMALL, machine("h100"), 4096, 1024)
     assert question_of_one(question, 1, 1) is question
 
 
-def test_a_rank_has_an_equal_part_of_what_the_devices_of_its_machine_share() -> None:
+def test_ranks_share_their_machines_resources_equally() -> None:
     whole = machine("8x-h100")
     part = share_of(whole, 16, 4)
     assert part.sharing_ranks == 4
@@ -54,12 +54,12 @@ def test_a_rank_has_an_equal_part_of_what_the_devices_of_its_machine_share() -> 
         assert 4 * optimizer_bandwidth(part, threads) == pytest.approx(together, rel=0.07)
 
 
-def test_buses_that_share_a_way_have_a_part_of_it_each() -> None:
+def test_buses_sharing_a_link_split_its_bandwidth() -> None:
     switched = replace(PLAIN, shared_bus_bandwidth=2e10)
     assert [share_of(switched, here, here).fetch_bandwidth for here in (2, 4)] == [1e10, 5e9]
 
 
-def test_host_memory_of_a_rank_is_its_part_of_the_state() -> None:
+def test_a_ranks_host_memory_is_its_share_of_the_state() -> None:
     """14 bytes a parameter over the ranks, and no more than what pads units to be shared."""
     for ranks, nodes in ((2, 1), (8, 1), (16, 2)):
         plan = examine(asked(ranks, nodes=nodes), Choice(Numerics(), Policy()), 4)
@@ -68,13 +68,13 @@ def test_host_memory_of_a_rank_is_its_part_of_the_state() -> None:
         assert plan.question.model.ranks == ranks
 
 
-def test_limits_are_of_each_machine_and_of_each_device() -> None:
+def test_limits_apply_per_machine_and_per_device() -> None:
     question = Question(SMALL, PLAIN, 8192, 1024, limits=Limits(1 << 30, 8 << 30, 4 << 30))
     assert question_of_one(question, 4, 4).limits == Limits(1 << 30, 2 << 30, 1 << 30)
     assert question_of_one(question, 2, 1 + 1).limits == Limits(1 << 30, 4 << 30, 2 << 30)
 
 
-def test_micro_batches_that_do_not_divide_are_planned_for_the_rank_with_most() -> None:
+def test_uneven_micro_batches_are_planned_for_the_busiest_rank() -> None:
     question = Question(SMALL, PLAIN, 5 * 2048, 1024, overrides={"micro_batch": 2})
     mine = question_of_one(question, 3, 3)
     assert (mine.sequences, mine.parts) == (4, 2.5)
@@ -82,7 +82,7 @@ def test_micro_batches_that_do_not_divide_are_planned_for_the_rank_with_most() -
     assert plan.tokens_per_second * plan.seconds == pytest.approx(5 * 2048)
 
 
-def test_what_ranks_compute_with_in_host_memory_has_slots_there() -> None:
+def test_ranks_computing_in_host_memory_have_slots_there() -> None:
     """On a cpu: half of a rank's part, and its part of the cores."""
     whole = machine("cpu-server")
     part = share_of(whole, 2, 2)
@@ -100,7 +100,7 @@ def collectives(question: Question) -> list[Op]:
 
 
 @pytest.mark.parametrize(("here", "nodes"), [(2, 1), (4, 1), (4, 2), (1, 3)])
-def test_a_collective_takes_what_its_bytes_take_over_the_slower_of_the_links(here: int, nodes: int) -> None:
+def test_collectives_are_priced_by_the_slower_link(here: int, nodes: int) -> None:
     ranks, hardware = here * nodes, replace(PLAIN, node_bandwidth=5e9, link_seconds=1e-3, device_bandwidth=1e12)
     question = question_of_one(Question(SMALL, hardware, ranks * 4096, 1024), ranks, here)
     price = op_seconds(question.model, Numerics(), Policy(), Work((4096,)), question.hardware)
@@ -120,7 +120,7 @@ def test_a_collective_takes_what_its_bytes_take_over_the_slower_of_the_links(her
         assert price(op) == pytest.approx(seconds + summed)
 
 
-def test_collectives_through_host_memory_take_of_it_and_of_the_bus_and_links_of_their_own_do_not() -> None:
+def test_host_collectives_use_dram_and_bus_and_direct_links_do_not() -> None:
     question = asked(4, "4x-rtx-4090")
     of = contention(question.model, Numerics(), question.hardware)
     own = contention(question.model, Numerics(), replace(question.hardware, link_route="direct"))
@@ -133,7 +133,7 @@ def test_collectives_through_host_memory_take_of_it_and_of_the_bus_and_links_of_
     assert own.linked == link_shares(machine("4x-rtx-4090")) == {}
 
 
-def test_sums_in_shared_memory_take_what_a_rank_reads_and_writes_of_it() -> None:
+def test_shared_memory_sums_are_priced_by_bytes_read_and_written() -> None:
     question = question_of_one(Question(SMALL, replace(PLAIN, host_dram_bandwidth=1e11), 16 * 1024, 1024), 4, 4)
     choice = Choice(Numerics(), Policy(delivery="shared"))
     plan = examine(question, choice, 4)
@@ -151,7 +151,7 @@ def test_sums_in_shared_memory_take_what_a_rank_reads_and_writes_of_it() -> None
     assert fetched == 2 * layout_of(question.model.units[1]).size  # whole, in each pass
 
 
-def test_the_quicker_delivery_is_chosen_and_gathering_where_ranks_are_on_several_machines() -> None:
+def test_the_faster_delivery_is_chosen_and_gather_across_machines() -> None:
     for name in ("8x-h100", "8x-rtx-4090"):
         question = asked(4, name, each=1)
         found = find_plan(question)
@@ -164,7 +164,7 @@ def test_the_quicker_delivery_is_chosen_and_gathering_where_ranks_are_on_several
     assert find_plan(asked(16, each=1, nodes=2)).policy.delivery == "gather"
 
 
-def test_twice_as_quick_a_link_helps_where_a_step_waits_for_it() -> None:
+def test_a_link_twice_as_fast_helps_if_the_step_waits_for_it() -> None:
     question = asked(8, "8x-rtx-4090", each=1)
     plan = find_plan(replace(question, overrides={**question.overrides, "delivery": "gather"}))
     saved = {each.resource: each.saved for each in sensitivities(plan)}
@@ -172,7 +172,7 @@ def test_twice_as_quick_a_link_helps_where_a_step_waits_for_it() -> None:
     assert saved["link"] > 0.02
 
 
-def test_ten_percent_more_of_everything_saves_an_eleventh_of_a_rank_s_step() -> None:
+def test_ten_percent_more_of_everything_saves_an_eleventh_of_a_ranks_step() -> None:
     """So no rate that it depends on is left out, but what it costs to launch an op and to begin a collective."""
     question = asked(4, "4x-rtx-4090")
     hardware = replace(question.hardware, launch_seconds=None, link_seconds=None)
@@ -186,7 +186,7 @@ def test_ten_percent_more_of_everything_saves_an_eleventh_of_a_rank_s_step() -> 
 # Plans ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_for_ranks_leaves_alone_what_they_cannot_do() -> None:
+def test_plans_for_ranks_use_only_supported_features() -> None:
     """What is on the device is each one's part."""
     for name, ranks, delivery in (("8x-h100", 8, "gather"), ("2x-rtx-5090", 2, "gather"), ("8x-h100", 8, "shared")):
         question = asked(ranks, name)
@@ -230,7 +230,7 @@ def test_ranks_whose_steps_wait_for_their_hosts_update_on_their_devices() -> Non
     check_world(of_all)
 
 
-def test_state_that_the_host_has_no_room_for_is_on_the_drive_of_all() -> None:
+def test_ranks_overflow_state_to_their_shared_drive() -> None:
     """Unless their devices have: then each keeps its part there, and nothing waits for the drive."""
     small = replace(machine("4x-rtx-4090"), host_nbytes=1 << 30, device_nbytes=360 << 20)
     plan, roomy = (
@@ -243,7 +243,7 @@ def test_state_that_the_host_has_no_room_for_is_on_the_drive_of_all() -> None:
     assert roomy.seconds < plan.seconds / 10
 
 
-def test_state_on_the_drive_goes_with_weights_that_ranks_share_which_stay_in_memory() -> None:
+def test_shared_weights_stay_in_memory_with_state_on_disk() -> None:
     """And where that is too little room, the refusal says what would fit, in words of a plan for ranks."""
     here = replace(machine("4x-rtx-4090"), host_nbytes=(5 << 30) // 4, device_nbytes=360 << 20)
     question = Question(SMALL, here, 16 * 1024, 1024, overrides={"delivery": "shared"})
@@ -267,12 +267,12 @@ TOGETHER = [
 
 
 @pytest.mark.parametrize(("name", "ranks", "each"), TOGETHER)
-def test_more_ranks_with_as_many_tokens_each_are_never_slower(name: str, ranks: tuple[int, ...], each: int) -> None:
+def test_weak_scaling_is_never_slower_per_rank_added(name: str, ranks: tuple[int, ...], each: int) -> None:
     rates = [find_plan(asked(count, name, each=each)).tokens_per_second for count in ranks]
     assert all(more > fewer for fewer, more in pairwise(rates)), rates
 
 
-def test_what_is_said_of_ranks_is_of_all_of_them_and_of_each_machine() -> None:
+def test_rank_totals_are_shown_for_all_and_per_machine() -> None:
     plan = find_plan(asked(16, nodes=2))
     outlook = look(plan, 1e9)
     told = dict(summary_rows(outlook))
@@ -304,13 +304,13 @@ def test_what_is_said_of_ranks_is_of_all_of_them_and_of_each_machine() -> None:
         ("8x-h200", 8, 1, "tokens_per_step: a step has 4 sequences, and there are 8 ranks"),
     ],
 )
-def test_what_cannot_be_is_one_error(name: str, ranks: int, nodes: int, told: str) -> None:
+def test_impossible_rank_counts_are_one_error(name: str, ranks: int, nodes: int, told: str) -> None:
     sequences = 4 if name == "8x-h200" else 8
     with pytest.raises(PlanError, match=told) as caught:
         question_of_one(Question(SMALL, machine(name), sequences * 1024, 1024), ranks, ranks_on_each(ranks, nodes))
     assert "\n" not in str(caught.value)
 
 
-def test_devices_that_nothing_is_known_to_join_are_refused_by_the_key() -> None:
+def test_devices_without_a_known_link_are_refused_by_key() -> None:
     with pytest.raises(PlanError, match="joins its devices; add link_bytes_per_second to its file"):
         share_of(replace(PLAIN, link_bandwidth=None), 2, 2)

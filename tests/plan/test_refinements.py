@@ -37,7 +37,7 @@ def planned(step: float, **overrides: object) -> Plan | None:
 @pytest.mark.parametrize(
     ("step", "gains"), [*(pytest.param(each, True, marks=pytest.mark.slow) for each in (0, 1)), (2, True), (5, False)]
 )
-def test_a_plan_that_may_have_a_ring_is_never_slower_and_has_one_where_it_gains(step: int, gains: bool) -> None:
+def test_allowing_a_ring_is_never_slower(step: int, gains: bool) -> None:
     without, chosen = planned(step, read_ahead_nbytes=0), planned(step)
     assert chosen
     assert chosen.taken.fits(chosen.question.budgets())
@@ -49,20 +49,20 @@ def test_a_plan_that_may_have_a_ring_is_never_slower_and_has_one_where_it_gains(
         assert chosen.policy == without.policy
 
 
-def test_what_a_ring_frees_buys_a_larger_micro_batch() -> None:
+def test_memory_freed_by_a_ring_allows_a_larger_micro_batch() -> None:
     without, chosen = planned(2.5, read_ahead_nbytes=0), planned(2.5)
     assert without
     assert chosen
     assert chosen.micro_batch == 2 * without.micro_batch
 
 
-def test_a_device_that_is_too_small_otherwise_is_enough_by_a_ring() -> None:
+def test_a_ring_fits_devices_that_are_otherwise_too_small() -> None:
     assert planned(0, read_ahead_nbytes=0) is None
     asked = replace(QUESTION, limits=Limits(device_nbytes=budget(0)))
     assert survey(asked, [asked.budgets()]) != [None]
 
 
-def test_a_refusal_names_the_least_with_which_a_plan_is_found() -> None:
+def test_a_refusal_names_the_least_memory_with_a_plan() -> None:
     with pytest.raises(DoesNotFit) as caught:
         find_plan(replace(QUESTION, limits=Limits(device_nbytes=1 << 29)))
     named = re.search(r"needs ([\d,]+) bytes of device", str(caught.value))
@@ -78,10 +78,10 @@ TOLD = [{"weight_slots": 2}, {"wait_for": "unit"}, {"read_ahead_nbytes": 0}, {"k
 
 
 @pytest.mark.parametrize("told", [*TOLD, {"shard_nbytes": 1 << 24}])
-def test_what_the_user_has_said_stays(told: dict[str, object]) -> None:
+def test_user_choices_are_kept(told: dict[str, object]) -> None:
     assert rings(replace(QUESTION, overrides=told)) == []
     assert rings(replace(QUESTION, overrides={"wait_for": "shard"})) == rings(QUESTION) != []
 
 
-def test_where_memory_is_shared_there_is_no_ring() -> None:
+def test_no_ring_on_shared_memory_devices() -> None:
     assert rings(replace(QUESTION, hardware=replace(HARDWARE, shares_memory=True))) == []

@@ -73,7 +73,7 @@ def test_the_choice_is_within_3_percent_of_an_exhaustive_search(name: str) -> No
 
 
 @pytest.mark.parametrize("name", some("slow bus", "slow launches"))
-def test_no_random_policy_that_fits_is_better(name: str) -> None:
+def test_no_random_policy_beats_the_plan(name: str) -> None:
     asked = question(MACHINES[name], model=llama(layers=12))
     chosen, draw, tried = find_plan(asked), random.Random(name), 0
     while tried < 25:
@@ -95,7 +95,7 @@ def test_the_same_question_has_the_same_answer() -> None:
     assert find_plan(asked).policy == find_plan(asked).policy
 
 
-def test_what_is_pinned_stays() -> None:
+def test_fixed_choices_are_kept() -> None:
     overrides = {"activations": "keep", "weight_slots": 3, "micro_batch": 2, "loss_chunk_tokens": 100}
     plan = find_plan(question(BALANCED, overrides=overrides))
     assert (plan.policy.activations, plan.policy.weight_slots, plan.micro_batch) == ("keep", 3, 2)
@@ -108,7 +108,7 @@ def test_clipping_decides_when_updates_happen() -> None:
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_what_does_not_fit_is_refused_with_the_number_and_a_way_out(tier: str) -> None:
+def test_plans_that_do_not_fit_state_the_shortfall_and_a_remedy(tier: str) -> None:
     asked = budgeted(question(BALANCED), "device", 1_500_000)  # else it has room for all state
     short = budgeted(asked, tier, find_plan(asked).nbytes[tier] // 50)
     with pytest.raises(DoesNotFit) as caught:
@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_refused_with_the_number_and_a_way_out(tier: str) -
     assert caught.value.fix
 
 
-def test_a_step_of_less_than_a_sequence_is_refused() -> None:
+def test_steps_shorter_than_a_sequence_are_refused() -> None:
     with pytest.raises(PlanError, match="tokens per step"):
         question(BALANCED, tokens_per_step=10)
 
@@ -143,7 +143,7 @@ FURTHER = [*range(8), *range(8, 40, 5)]
         pytest.param(2048, FURTHER, marks=pytest.mark.slow),
     ],
 )
-def test_every_further_part_of_device_memory_never_makes_the_step_slower(tokens: int, parts: list[int]) -> None:
+def test_each_increase_of_device_memory_is_never_slower(tokens: int, parts: list[int]) -> None:
     asked = question(DRIVE, model=llama(layers=12), tokens_per_step=tokens)
     least = examine(asked, Choice(Numerics(loss_chunk_tokens=64), Policy(weight_slots=1, grad_slots=1)), 1).nbytes[
         "device"
@@ -154,14 +154,14 @@ def test_every_further_part_of_device_memory_never_makes_the_step_slower(tokens:
     assert seconds[-1] < 0.8 * seconds[0]
 
 
-def test_spare_device_memory_holds_what_saves_most() -> None:
+def test_spare_device_memory_goes_to_the_largest_saving() -> None:
     asked = question(DRIVE, model=llama(layers=12), tokens_per_step=128)
     plan, streamed = find_plan(asked), find_plan(replace(asked, overrides={"placements": ()}))
     assert sum(placement.on_device for placement in plan.policy.placements) > 6
     assert plan.seconds < 0.7 * streamed.seconds
 
 
-def test_what_host_and_disk_have_no_room_for_is_on_the_device_and_no_more() -> None:
+def test_only_the_overflow_of_host_and_disk_is_on_the_device() -> None:
     asked = question(DRIVE, model=llama(layers=12), tokens_per_step=128)
     streamed = find_plan(budgeted(asked, "device", 1_500_000))
     host = streamed.nbytes["host"] // 2
@@ -174,7 +174,7 @@ def test_what_host_and_disk_have_no_room_for_is_on_the_device_and_no_more() -> N
 
 
 @pytest.mark.slow
-def test_21_billion_parameters_fit_an_h200_beside_128_gib_and_a_disk_of_64() -> None:
+def test_21b_parameters_fit_an_h200_with_128_gib_and_a_64_gib_disk() -> None:
     small = replace(machine("h200"), host_nbytes=128 << 30, disk_nbytes=64 << 30)
     largest = Question(llama_shape("21.0B", 56, 5248), small, 8192, 8192)
     assert largest.model.numel > 21e9
@@ -182,7 +182,7 @@ def test_21_billion_parameters_fit_an_h200_beside_128_gib_and_a_disk_of_64() -> 
 
 
 @pytest.mark.slow
-def test_a_disk_makes_no_plan_slower_that_the_device_has_room_for() -> None:
+def test_a_disk_never_slows_a_plan_that_fits_without_it() -> None:
     """What it holds need not be on the device, but is read and written in each step."""
     small = replace(machine("h200"), host_nbytes=128 << 30)
     asked = Question(llama_shape("15B", 48, 4864), small, 8 * 8192, 8192)
@@ -192,7 +192,7 @@ def test_a_disk_makes_no_plan_slower_that_the_device_has_room_for() -> None:
     assert with_disk.seconds <= without.seconds
 
 
-def test_what_a_replay_takes_beyond_the_estimate_is_learnt_for_all_candidates_like_it(
+def test_replay_excess_is_applied_to_similar_candidates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Inputs of many micro-batches wait in host memory: more than four that stand for all of them say."""
@@ -251,9 +251,7 @@ def refused(tier: str, machine: str, changes: dict[str, Any]) -> tuple[Question,
         if "clips" not in each[2]
     ],
 )
-def test_the_number_in_a_refusal_is_enough_and_one_byte_less_is_not(
-    tier: str, machine: str, changes: dict[str, Any]
-) -> None:
+def test_the_memory_named_in_a_refusal_is_exactly_enough(tier: str, machine: str, changes: dict[str, Any]) -> None:
     asked, least, said = refused(tier, machine, changes)
     for budget in (least // 2, least - 1):
         assert said in refusal(budgeted(asked, tier, budget))
@@ -262,7 +260,7 @@ def test_the_number_in_a_refusal_is_enough_and_one_byte_less_is_not(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tier", "machine", "changes"), REFUSALS)
-def test_the_number_in_a_refusal_is_the_smallest_budget_that_plans(
+def test_the_memory_named_in_a_refusal_is_the_smallest_that_plans(
     tier: str, machine: str, changes: dict[str, Any]
 ) -> None:
     """Found by bisection: below it every budget is refused with the same number, from it on each is enough."""
@@ -278,7 +276,7 @@ def test_the_number_in_a_refusal_is_the_smallest_budget_that_plans(
     assert high == least
 
 
-def test_where_more_than_one_tier_is_short_what_is_named_of_each_is_enough() -> None:
+def test_refusals_of_several_tiers_name_enough_of_each() -> None:
     asked = budgeted(budgeted(question(BALANCED, saves=True), "host", 1), "device", 1)
     found = re.search(r"it takes ([\d,]+) bytes of device memory, ([\d,]+) bytes of host memory", refusal(asked))
     assert found is not None
@@ -289,7 +287,7 @@ def test_where_more_than_one_tier_is_short_what_is_named_of_each_is_enough() -> 
 @pytest.mark.parametrize(
     ("layers", "parts"), [(6, 2), *(pytest.param(8, each, marks=pytest.mark.slow) for each in (2, 4, 10))]
 )
-def test_what_the_host_has_no_room_for_is_on_the_disk_and_no_more(layers: int, parts: int) -> None:
+def test_only_the_overflow_of_the_host_is_on_disk(layers: int, parts: int) -> None:
     asked = question(replace(DRIVE, device_nbytes=3 << 20), model=llama(layers))
     everything = find_plan(asked).nbytes["host"]
     before = 0
@@ -317,9 +315,7 @@ SETTLED = {"micro_batch": 4, "loss_chunk_tokens": 512, "activations": "recompute
         *(pytest.param(each, (2, 3, 4, 6), {}, marks=pytest.mark.slow) for each in (16, 40)),
     ],
 )
-def test_reads_run_as_far_ahead_as_the_replay_asks_for(
-    layers: int, others: tuple[int, ...], settled: dict[str, Any]
-) -> None:
+def test_read_ahead_is_chosen_by_replay(layers: int, others: tuple[int, ...], settled: dict[str, Any]) -> None:
     """The chosen number of staging buffers is as quick as any that fits."""
     slow = replace(DRIVE, device_nbytes=6 << 20, disk_read_bandwidth=2e8, disk_write_bandwidth=2e8)
     asked = question(slow, model=llama(layers), overrides=settled)
@@ -334,7 +330,7 @@ def test_reads_run_as_far_ahead_as_the_replay_asks_for(
 # Activations ---------------------------------------------------------------------------------------------------------
 
 
-def test_as_much_is_kept_as_fits() -> None:
+def test_as_many_outputs_are_kept_as_fit() -> None:
     asked = question(replace(BALANCED, device_bandwidth=1e13), model=llama(layers=16), tokens_per_step=2048)
     none, every = (find_plan(replace(asked, overrides={"activations": kept})) for kept in ("recompute", "keep"))
     seconds = [none.seconds]
@@ -356,7 +352,7 @@ CORNERS = [
 
 
 @pytest.mark.parametrize(("bus", "memory", "layers"), CORNERS)
-def test_no_plan_that_treats_all_layers_alike_is_quicker_than_a_mixture(bus: float, memory: float, layers: int) -> None:
+def test_no_uniform_plan_beats_a_mixed_one(bus: float, memory: float, layers: int) -> None:
     machine = replace(BALANCED, fetch_bandwidth=bus, grad_bandwidth=bus, device_bandwidth=1e12)
     asked = question(machine, model=llama(layers), tokens_per_step=1024)
     least = examine(asked, Choice(Numerics(loss_chunk_tokens=64), Policy(weight_slots=1, grad_slots=1)), 1).nbytes[
@@ -375,7 +371,7 @@ def test_no_plan_that_treats_all_layers_alike_is_quicker_than_a_mixture(bus: flo
     assert fixed
 
 
-def test_inputs_wait_in_the_host_where_nothing_else_fits() -> None:
+def test_inputs_are_offloaded_if_nothing_else_fits() -> None:
     asked = question(BALANCED, model=llama(layers=64), tokens_per_step=128)
     least = examine(asked, Choice(Numerics(loss_chunk_tokens=64), Policy(weight_slots=1, grad_slots=1)), 1).nbytes[
         "device"
@@ -386,13 +382,13 @@ def test_inputs_wait_in_the_host_where_nothing_else_fits() -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 3])
-def test_slots_for_what_is_offloaded_are_those_that_were_asked_for(slots: int) -> None:
+def test_requested_offload_slots_are_used(slots: int) -> None:
     """Also where nothing is offloaded."""
     asked = question(DRIVE, model=llama(layers=12), tokens_per_step=128, overrides={"offload_slots": slots})
     assert find_plan(asked).policy.offload_slots == slots
 
 
-def test_what_slots_give_up_pays_for_a_layer_on_the_device() -> None:
+def test_memory_from_fewer_slots_holds_a_resident_layer() -> None:
     """Its state then needs no disk, which is worth more than what a replay takes more of the device than was estimated,
     and than larger chunks of the loss."""
     model, state = llama_shape("short of host memory", 6, 2048, vocabulary=8000), Placement(moments="disk")

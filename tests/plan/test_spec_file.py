@@ -54,7 +54,7 @@ MODELS = st.builds(
 
 
 @given(MODELS)
-def test_a_saved_model_is_the_model(model: ModelSpec) -> None:
+def test_saved_model_specs_round_trip(model: ModelSpec) -> None:
     assert read_model(json.loads(json.dumps({"model": asdict(model)})), "here") == model
 
 
@@ -86,7 +86,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("model.units.1", 7, "'int' object"),
     ],
 )
-def test_what_is_no_model_is_refused_in_a_line(path: str, value: Any, complaint: str) -> None:
+def test_invalid_model_specs_are_refused_in_one_line(path: str, value: Any, complaint: str) -> None:
     with pytest.raises(ModelError, match=complaint) as caught:
         read_model(changed(path, value), "plan.json")
     assert str(caught.value).startswith("plan.json: holds no model")

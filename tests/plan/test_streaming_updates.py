@@ -22,7 +22,7 @@ def without(question: Question) -> Plan:
 
 
 @pytest.mark.parametrize("clips", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_where_compute_waits_for_the_optimizer_some_updates_are_streamed(clips: bool) -> None:
+def test_some_updates_are_streamed_if_compute_waits_for_the_optimizer(clips: bool) -> None:
     asked = replace(SMALL, clips=clips)
     plain, chosen = without(asked), find_plan(asked)
     assert plain.policy.streamed_updates == 0
@@ -33,17 +33,17 @@ def test_where_compute_waits_for_the_optimizer_some_updates_are_streamed(clips: 
     assert find_plan(asked).policy == chosen.policy
 
 
-def test_none_is_where_compute_waits_for_nothing() -> None:
+def test_no_updates_are_streamed_if_compute_never_waits() -> None:
     assert find_plan(replace(SMALL, tokens_per_step=1 << 17, length=1 << 15)).policy.streamed_updates == 0
 
 
 @pytest.mark.parametrize("share", [0.0, pytest.param(0.25, marks=pytest.mark.slow)])
-def test_a_share_that_the_user_has_said_stays(share: float) -> None:
+def test_a_share_set_by_the_user_is_kept(share: float) -> None:
     policy = find_plan(replace(SMALL, overrides={"streamed_updates": share})).policy
     assert policy.streamed_updates == share
 
 
-def test_no_more_is_streamed_than_may_be_page_locked() -> None:
+def test_streamed_state_is_limited_by_pinnable_memory() -> None:
     plain = without(SMALL)
     locked = pinned_nbytes(plain.timeline.schedule.buffers.values(), "pinned")
     found = find_plan(replace(SMALL, hardware=replace(DESKTOP, pinnable_nbytes=locked)))

@@ -36,7 +36,7 @@ QUESTIONS["one slot"] = replace(QUESTIONS["one slot"], overrides={"weight_slots"
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name in ("few tokens", "compute") else ()) for name in QUESTIONS],
 )
-def test_a_plan_that_may_have_gates_is_never_slower_and_has_them_where_they_gain(name: str) -> None:
+def test_allowing_gates_is_never_slower(name: str) -> None:
     asked = QUESTIONS[name]
     without, chosen = find_plan(replace(asked, overrides={**asked.overrides, "wait_for": "unit"})), find_plan(asked)
     if chosen.policy.wait_for == "unit":
@@ -55,19 +55,19 @@ def test_a_plan_that_may_have_gates_is_never_slower_and_has_them_where_they_gain
         *(pytest.param(each, marks=pytest.mark.slow) for each in ({"wait_for": "unit"}, {"kernels": "compile"})),
     ],
 )
-def test_what_the_user_has_said_stays(told: dict[str, object]) -> None:
+def test_user_choices_are_kept(told: dict[str, object]) -> None:
     policy = find_plan(replace(QUESTIONS["few tokens"], overrides=told)).policy
     assert policy.wait_for == told.get("wait_for", "unit")
 
 
 @pytest.mark.slow
-def test_shards_and_slots_that_the_user_has_said_stay_beside_gates() -> None:
+def test_user_set_shards_and_slots_are_kept_with_gates() -> None:
     told = {"shard_nbytes": 200 << 20, "weight_slots": 1}
     policy = find_plan(replace(QUESTIONS["one slot"], overrides=told)).policy
     assert (policy.shard_nbytes, policy.weight_slots, policy.wait_for) == (200 << 20, 1, "shard")
 
 
-def test_a_call_in_phases_costs_its_work_and_its_turns() -> None:
+def test_a_phased_call_costs_its_work_and_switches() -> None:
     of, work, hardware = model(), Work((512,), 512), machine("h200")
     policy = Policy(shard_nbytes=64 << 20)
     totals = []

@@ -53,7 +53,7 @@ def run(base: Path, folder: str = "run", steps: int = 4, **changes: Any) -> Path
     return run_training(load_config(where / "run.yaml"), Console(quiet=True))
 
 
-def test_a_run_leaves_an_adapter_that_peft_loads_that_speaks_and_merges(base: Path) -> None:
+def test_a_run_saves_an_adapter_that_loads_generates_and_merges(base: Path) -> None:
     saved = run(base)
     assert json.loads((saved / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
     assert (saved / "tokenizer_config.json").exists()
@@ -67,7 +67,7 @@ def test_a_run_leaves_an_adapter_that_peft_loads_that_speaks_and_merges(base: Pa
     assert equal(found, {name: each.detach() for name, each in expected.items()})
 
 
-def test_a_run_goes_on_bit_for_bit_and_its_checkpoints_hold_no_base(base: Path) -> None:
+def test_an_adapter_run_resumes_bit_for_bit_from_small_checkpoints(base: Path) -> None:
     whole = run(base, "whole", 4)
     run(base, "cut", 2)
     names = {path.name for path in (base.parent / "cut/checkpoints/step-00000002").iterdir()}
@@ -85,7 +85,7 @@ def test_a_run_goes_on_bit_for_bit_and_its_checkpoints_hold_no_base(base: Path) 
         run(base, "cut", 6, resume="auto", adapter=other, accept_changes=True)
 
 
-def test_a_fresh_model_may_have_an_adapter_too(base: Path) -> None:
+def test_fresh_models_can_have_an_adapter(base: Path) -> None:
     fields = {**tiny_model("llama", vocab_size=512).config.to_dict(), "dtype": None}
     fields = {key: fields[key] for key in ("model_type", "vocab_size", "hidden_size", "intermediate_size")}
     fields |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -47,7 +47,7 @@ def chat_run(
         ("chat_template_kwargs", {"x": 1}),
     ],
 )
-def test_a_key_that_no_source_reads_is_refused_by_name(key: str, value: Any, tmp_path: Path) -> None:
+def test_unused_data_keys_are_refused_by_name(key: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"^data.{key}: applies only to .*, and there is no such source; leave"):
         train(configuration(tmp_path, data={key: value}))
     if key in ("split", "subset"):
@@ -55,7 +55,7 @@ def test_a_key_that_no_source_reads_is_refused_by_name(key: str, value: Any, tmp
             train(chat_run(tmp_path, **{key: value}))
 
 
-def test_what_is_too_little_to_hold_out_is_told_by_source(tmp_path: Path) -> None:
+def test_sources_too_small_for_validation_are_named(tmp_path: Path) -> None:
     config = configuration(tmp_path, data={"sequence_length": 64, "sources": [str(tmp_path / "short.txt")]})
     for text, what in (("x" * 80, "holding out the only sequence"), ("x" * 9, "10 tokens are less than one")):
         (tmp_path / "short.txt").write_text(text)
@@ -65,7 +65,7 @@ def test_what_is_too_little_to_hold_out_is_told_by_source(tmp_path: Path) -> Non
         assert "data.sequence_length" in str(caught.value)
 
 
-def test_a_run_on_chats_says_what_it_trains_and_chats_by_its_template(tmp_path: Path) -> None:
+def test_a_chat_run_shows_its_label_masks_and_uses_its_template(tmp_path: Path) -> None:
     said = train(chat_run(tmp_path, train={"sample_prompts": ["3?", ""], "sample_tokens": 2}))
     for part in (
         "60 samples",
@@ -90,7 +90,7 @@ def test_a_run_on_chats_says_what_it_trains_and_chats_by_its_template(tmp_path: 
 
 
 @pytest.mark.parametrize("packing", [pytest.param("best_fit", marks=pytest.mark.slow), "grouped"])
-def test_the_cache_gives_the_same_run(tmp_path: Path, packing: str) -> None:
+def test_a_cached_run_is_identical(tmp_path: Path, packing: str) -> None:
     train(chat_run(tmp_path, packing=packing, workers=0))
     first = losses(tmp_path / "run")
     config = chat_run(tmp_path, packing=packing, workers=3)
@@ -101,7 +101,7 @@ def test_the_cache_gives_the_same_run(tmp_path: Path, packing: str) -> None:
     assert ("like lengths together" in said) == (packing == "grouped")
 
 
-def test_text_and_chats_are_mixed_by_weight_and_copies_among_them_are_told(tmp_path: Path) -> None:
+def test_text_and_chats_are_mixed_by_weight_and_duplicates_reported(tmp_path: Path) -> None:
     """Of 60 chats sample 30 is held out; the other file repeats it, five of those trained on, and one of its own."""
     config = chat_run(tmp_path)
     rows = (tmp_path / "chats.jsonl").read_text().splitlines(keepends=True)
@@ -116,7 +116,7 @@ def test_text_and_chats_are_mixed_by_weight_and_copies_among_them_are_told(tmp_p
     assert "; 1 of the samples held out of chats also occur in training data" in said
 
 
-def test_a_step_takes_as_many_target_tokens_as_asked(tmp_path: Path) -> None:
+def test_a_step_has_the_requested_number_of_target_tokens(tmp_path: Path) -> None:
     from tests.run.test_training import lines
 
     train(
@@ -137,7 +137,7 @@ MIXING = {
 }  # fmt: skip
 
 
-def test_a_model_that_would_mix_packed_samples_is_refused_or_gets_groups(tmp_path: Path) -> None:
+def test_models_that_mix_packed_samples_are_refused_or_use_groups(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"data\.packing: cannot be trained on packed samples.*data\.packing=grouped"):
         train(chat_run(tmp_path, model=MIXING, packing="best_fit"))
     assert "like lengths together" in train(chat_run(tmp_path, model=MIXING, train={"steps": 1, "sample_tokens": 0}))
@@ -167,7 +167,7 @@ def test_bad_samples_end_the_run_before_it_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_hub_name_without_a_network_is_refused_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_datasets_are_refused_quickly_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     def fails(*_: object, **__: object) -> None:
@@ -178,12 +178,12 @@ def test_a_hub_name_without_a_network_is_refused_soon(tmp_path: Path, monkeypatc
         train(chat_run(tmp_path, sources=["someone/some-data"]))
 
 
-def test_samples_are_not_run_together(tmp_path: Path) -> None:
+def test_samples_are_not_concatenated(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.packing: .*more than plain text"):
         train(chat_run(tmp_path, packing="windows"))
 
 
-def test_a_table_of_text_is_cut_into_windows(tmp_path: Path) -> None:
+def test_text_tables_are_cut_into_windows(tmp_path: Path) -> None:
     import datasets
 
     datasets.Dataset.from_list([{"text": "some words " * 40}] * 9).to_parquet(str(tmp_path / "text.parquet"))
@@ -192,7 +192,7 @@ def test_a_table_of_text_is_cut_into_windows(tmp_path: Path) -> None:
     assert "9 samples" in said
 
 
-def test_nothing_is_trained_but_the_answers(tmp_path: Path) -> None:
+def test_only_answers_are_trained(tmp_path: Path) -> None:
     """The loss of a whole step, from the texts themselves and the stock model."""
     from megatrain.data import load_tokenizer
     from megatrain.run.data import open_corpus

@@ -33,7 +33,7 @@ assert not loaded, loaded
 """
 
 
-def test_a_mistake_that_needs_no_model_loads_no_slow_library(tmp_path: Path) -> None:
+def test_early_checks_import_no_slow_library(tmp_path: Path) -> None:
     """All in one process: had one of them loaded torch, it would be there at the end."""
     save_config(configuration(tmp_path), tmp_path / "config.yaml")
     (tmp_path / "old" / "model").mkdir(parents=True)
@@ -58,7 +58,7 @@ def test_a_mistake_that_needs_no_model_loads_no_slow_library(tmp_path: Path) -> 
         assert words in line
 
 
-def test_a_sound_configuration_passes(tmp_path: Path) -> None:
+def test_valid_configs_pass(tmp_path: Path) -> None:
     config = configuration(tmp_path)
     refuse_mistakes(config)
     refuse_early(config)
@@ -66,13 +66,13 @@ def test_a_sound_configuration_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["org/name", "python-stdlib", "{0}", "{0}/dataset_info.json#chats"])
-def test_what_is_there_or_may_be_on_the_hub_is_not_refused(name: str, tmp_path: Path) -> None:
+def test_existing_and_hub_names_are_not_refused(name: str, tmp_path: Path) -> None:
     config = configuration(tmp_path, data={"sources": [name.format(tmp_path)]})
     (tmp_path / "dataset_info.json").write_text(json.dumps({"chats": {"file_name": "corpus.txt"}}))
     refuse_mistakes(config)
 
 
-def test_a_described_data_set_whose_file_is_gone_is_refused(tmp_path: Path) -> None:
+def test_dataset_info_entries_with_missing_files_are_refused(tmp_path: Path) -> None:
     config = configuration(tmp_path, data={"sources": [f"{tmp_path}/dataset_info.json#chats"]})
     (tmp_path / "dataset_info.json").write_text(json.dumps({"chats": {"file_name": "gone.json"}}))
     with pytest.raises(DataError, match=r"gone\.json: no such file or folder"):
@@ -88,14 +88,14 @@ def test_an_empty_file_is_refused_as_what_it_is(tmp_path: Path) -> None:
         refuse_mistakes(config)
 
 
-def test_the_run_itself_asks_the_same(tmp_path: Path) -> None:
+def test_train_runs_the_same_early_checks(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match=r"train\.device: 'tpu' is not a device"):
         train(configuration(tmp_path, train={"device": "tpu"}))
     with pytest.raises(DataError, match=r"gone\.txt: no such file or folder"):
         train(configuration(tmp_path, data={"sources": [str(tmp_path / "gone.txt")]}))
 
 
-def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_output_folders_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def access(path: Path, mode: int) -> bool:
         return Path(path) != tmp_path
 
@@ -104,7 +104,7 @@ def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch
         refuse_mistakes(configuration(tmp_path))
 
 
-def test_metrics_alone_are_in_nobodys_way(tmp_path: Path) -> None:
+def test_leftover_metrics_do_not_block_a_run(tmp_path: Path) -> None:
     config = configuration(tmp_path)
     config.folder.mkdir()
     (config.folder / "metrics.jsonl").touch()

@@ -66,7 +66,7 @@ def proof(told: str) -> tuple[float, float]:
         pytest.param(sharegpt, "bf16", marks=pytest.mark.slow),
     ],
 )
-def test_a_packed_fine_tune_ends_well(
+def test_a_packed_fine_tune_finishes(
     tmp_path: Path, data: Any, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a cache of keys and values the library would take the samples of a row for one: several percent off."""
@@ -78,13 +78,13 @@ def test_a_packed_fine_tune_ends_well(
     assert theirs == pytest.approx(ours, rel=1e-3 if precision == "bf16" else 2e-4)
 
 
-def test_routers_auxiliary_loss_is_part_of_both_losses(tmp_path: Path) -> None:
+def test_the_router_auxiliary_loss_is_in_both_losses(tmp_path: Path) -> None:
     model = FAMILIES["mixtral-balanced"] | {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256}
     theirs, ours = proof(train(fine_tuning(tmp_path, sharegpt(tmp_path / "samples.json"), "fp32", model)))
     assert theirs == pytest.approx(ours, rel=2e-4)
 
 
-def test_a_model_with_code_of_its_own_is_loaded_with_that_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_with_remote_code_are_verified_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     train(configuration(tmp_path, train={"steps": 1, "sample_tokens": 0}))
     folder = tmp_path / "run" / "model"
@@ -112,7 +112,7 @@ def test_a_model_with_code_of_its_own_is_loaded_with_that_code(tmp_path: Path, m
         ("fp32", 2.0, None, float("nan"), False),
     ],
 )
-def test_what_rounding_explains_is_no_defect_and_more_is(
+def test_differences_beyond_rounding_are_defects(
     tmp_path: Path,
     precision: str,
     ours: float,
@@ -133,14 +133,16 @@ def test_what_rounding_explains_is_no_defect_and_more_is(
             verify_trained(config, engine, batch, tmp_path, Console(file=io.StringIO()))
 
 
-def test_without_memory_for_it_the_check_is_left_out_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_final_check_is_skipped_with_a_message_without_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Engine, "host_nbytes_left", lambda self: 10_000)
     told = train(configuration(tmp_path, train={"steps": 1, "sample_tokens": 0}))
     assert "the saved model was not reloaded" in told
     assert "10.0 kB are left" in told
 
 
-def test_what_is_left_is_what_is_free_within_the_budget() -> None:
+def test_memory_left_is_free_memory_within_the_budget() -> None:
     budget = 1 << 20
     with Engine.from_model(tiny_model(), "cpu", "fp32", limits=Limits(host_nbytes=budget), verify=False) as engine:
         held = sum(nbytes for (tier, _), nbytes in engine.memory_table().items() if tier in ("host", "device"))

@@ -33,7 +33,7 @@ def status(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_checkpoint_behind_a_link_is_the_run_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_symlinked_checkpoints_belong_to_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Someone has moved it to a larger drive. Nothing is removed for that, and the run goes on where it was."""
     train(config_of(tmp_path, "straight", train={"steps": 4}))
     with monkeypatch.context() as patched:
@@ -50,7 +50,7 @@ def test_a_checkpoint_behind_a_link_is_the_run_s_own(tmp_path: Path, monkeypatch
     assert equal(weights(tmp_path / "run"), weights(tmp_path / "straight"))
 
 
-def test_a_deadline_that_comes_between_two_steps_ends_the_run_with_a_checkpoint(
+def test_a_deadline_between_steps_ends_the_run_with_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = JsonLines.__call__
@@ -68,7 +68,7 @@ def test_a_deadline_that_comes_between_two_steps_ends_the_run_with_a_checkpoint(
     assert steps_in(tmp_path / "run") == [2, 3]
 
 
-def test_a_run_that_could_not_save_says_so_when_it_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_run_that_could_not_save_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatrain.checkpoint import save
 
     def full(target: Path, needed: int) -> None:
@@ -82,7 +82,7 @@ def test_a_run_that_could_not_save_says_so_when_it_is_stopped(tmp_path: Path, mo
     assert status(tmp_path / "run")["state"] == "failed"
 
 
-def test_a_run_that_could_not_save_its_end_says_so_once_and_does_not_end_well(
+def test_failure_of_the_final_save_is_reported_once_and_fails_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk is full from step 3 on; there is room for the model, and it goes on from where it was saved."""
@@ -115,7 +115,7 @@ def test_a_run_that_could_not_save_its_end_says_so_once_and_does_not_end_well(
     assert status(tmp_path / "run")["state"] == "finished"
 
 
-def test_a_branch_can_be_rolled_back_to_where_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_branched_run_can_roll_back_to_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(config_of(tmp_path, train={"steps": 2}))
     not_finite_at({2}, monkeypatch)
     taken = str(tmp_path / "run" / "checkpoints")
@@ -126,7 +126,7 @@ def test_a_branch_can_be_rolled_back_to_where_it_began(tmp_path: Path, monkeypat
     assert steps_in(tmp_path / "branch") == [2, 3]
 
 
-def test_a_rollback_takes_no_checkpoint_with_a_flipped_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rollback_skips_damaged_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     not_finite_at({4}, monkeypatch)
     step = Engine.step
 
@@ -145,7 +145,7 @@ def test_a_rollback_takes_no_checkpoint_with_a_flipped_bit(tmp_path: Path, monke
     assert told[0] == (5, 2)
 
 
-def test_a_folder_is_for_one_run_at_a_time(tmp_path: Path) -> None:
+def test_a_run_folder_is_locked(tmp_path: Path) -> None:
     with Claim() as claim:
         claim.make(tmp_path / "run")
         claim.take(tmp_path / "run")
@@ -157,7 +157,7 @@ def test_a_folder_is_for_one_run_at_a_time(tmp_path: Path) -> None:
         claim.take(tmp_path / "nothing")
 
 
-def test_a_file_system_without_locks_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_systems_without_locks_are_supported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, how: int) -> None:
         raise OSError(95, "Operation not supported")
 

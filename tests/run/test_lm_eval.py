@@ -32,7 +32,7 @@ ASKED = [
 ]
 
 
-def test_a_continuation_is_scored_as_by_the_stock_model_however_rows_go_together() -> None:
+def test_lm_eval_scores_equal_the_stock_models_for_any_batching() -> None:
     model = tiny_model()
     expected = []
     for each in ASKED:
@@ -98,7 +98,7 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return asked
 
 
-def test_tasks_are_asked_when_they_are_due_and_at_the_end(
+def test_lm_eval_tasks_run_on_schedule_and_at_the_end(
     tmp_path: Path, harness: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     section = {"tasks": "capitals", "every": 2, "limit": 5, "folder": str(tmp_path)}
@@ -124,9 +124,7 @@ def test_tasks_are_asked_of_the_state_that_is_left_in_model(
     assert found == [2], "once, and not of the last state, after which training ended early"
 
 
-def test_a_missing_harness_and_a_task_that_there_is_not_are_refused_at_once(
-    harness: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_harness_or_task_is_refused_early(harness: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"lm_eval\.tasks: there is no task 'capital'"):
         Tasks(LmEvalSection(tasks=("capital",)))
     monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
@@ -149,7 +147,7 @@ metric_list: [{metric: acc}]
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="only the extra `eval` has it")
-def test_a_task_of_ones_own_runs_in_the_harness(tmp_path: Path) -> None:
+def test_custom_lm_eval_tasks_run(tmp_path: Path) -> None:
     rows = [{"country": name, "choices": [" Rome", " Oslo"], "answer": 0} for name in ("Italy", "Latium")]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "tasks").mkdir()

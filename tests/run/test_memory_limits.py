@@ -59,9 +59,7 @@ def run(folder: Path, **changed: dict[str, Any]) -> tuple[str, list[float], dict
 
 @pytest.mark.slow  # of engines it is shown by `tests/integration/test_tiers.py`
 @pytest.mark.parametrize("device", ["cpu", "sim:1"])
-def test_a_run_with_half_the_memory_has_the_same_numbers(
-    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_the_memory_gives_the_same_numbers(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them where direct I/O is refused."""
     refused = device != "cpu"
     if refused:
@@ -85,7 +83,7 @@ def test_a_run_with_half_the_memory_has_the_same_numbers(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plain", "tight"], "nothing stays on the drive"
 
 
-def test_without_a_disk_the_way_out_is_named(tmp_path: Path) -> None:
+def test_without_a_disk_the_remedy_is_named(tmp_path: Path) -> None:
     with pytest.raises(DoesNotFit, match=r"host memory at the least"):
         run(tmp_path, memory={"host": HOST})
     assert not (tmp_path / "run").exists()
@@ -106,7 +104,7 @@ def test_without_a_disk_the_way_out_is_named(tmp_path: Path) -> None:
         ({"memory": {"device": "1GB"}}, "none of its own"),
     ],
 )
-def test_budgets_that_cannot_be_are_refused(tmp_path: Path, changed: dict[str, Any], complaint: str) -> None:
+def test_impossible_budgets_are_refused(tmp_path: Path, changed: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         run(tmp_path, **changed)
     assert not (tmp_path / "run").exists()
@@ -124,7 +122,7 @@ SPLITS = {
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("split", SPLITS)
-def test_what_a_plan_leaves_for_saves_is_what_they_take(tmp_path: Path, precision: Precision, split: str) -> None:
+def test_plans_reserve_exactly_what_saves_need(tmp_path: Path, precision: Precision, split: str) -> None:
     for device in ("cpu", "sim:1") if "device" not in split else ("sim:1",):
         how = Policy(shares_memory=device == "cpu", placements=(SPLITS[split],) * 5)
         with Engine.from_model(tiny_model(), device, precision, policy=how, verify=False, disk=[tmp_path]) as engine:
@@ -153,7 +151,7 @@ def least_in(error: BaseException, tier: str) -> int:
         ("device", "sim:1", "bf16", 1, None),
     ],
 )
-def test_what_a_refusal_says_is_enough_is_enough_and_no_less_is(
+def test_the_budget_named_in_a_refusal_is_exactly_enough(
     tier: str, device: str, precision: str, every: int, host: int | None, tmp_path: Path
 ) -> None:
     """A whole run, with measurements, samples and checkpoints, in exactly as many bytes as the message named."""
@@ -184,13 +182,13 @@ def test_what_a_refusal_says_is_enough_is_enough_and_no_less_is(
     assert len([line for line in lines(tmp_path / "run") if line["event"] == "stepped"]) == 2
 
 
-def test_a_budget_above_what_there_is_counts_as_what_there_is(tmp_path: Path) -> None:
+def test_budgets_above_available_memory_are_capped(tmp_path: Path) -> None:
     hardware = cast(Hardware, SimpleNamespace(shares_memory=True, device_nbytes=0, host_nbytes=10**9, disk_nbytes=None))
     config = configuration(tmp_path, memory={"host": "500GB"})
     assert memory_limits.limits_of(config.memory, config.disk, hardware).host_nbytes == 10**9
 
 
-def test_folders_hold_shares_by_their_measured_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_folders_share_by_measured_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two folders on one drive share what it does; one folder alone is not measured."""
     speeds, asked = {1: (4e9, 4e9), 2: (1e9, 0.5e9)}, []
 
@@ -218,7 +216,7 @@ def test_folders_hold_shares_by_their_measured_speed(monkeypatch: pytest.MonkeyP
         ({"train": {"objective": "dpo"}}, "padded"),
     ],
 )
-def test_a_plan_is_for_the_rows_that_the_configuration_tells(
+def test_plans_use_the_configs_row_length(
     changed: dict[str, Any], rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Question] = []

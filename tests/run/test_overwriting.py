@@ -24,7 +24,7 @@ def said_by(config: Any) -> str:
     return " ".join(train(config).split())
 
 
-def test_a_run_is_not_repeated_over_its_own_end(tmp_path: Path) -> None:
+def test_a_finished_run_is_not_overwritten_by_a_repeat(tmp_path: Path) -> None:
     train(quick(tmp_path))
     before = tree(tmp_path / "run")
     words = r"run: holds a finished run: the model of 2 steps and the checkpoints of steps 1, 2; "
@@ -35,7 +35,7 @@ def test_a_run_is_not_repeated_over_its_own_end(tmp_path: Path) -> None:
     assert tree(tmp_path / "run") == before
 
 
-def test_what_goes_is_said_first(tmp_path: Path) -> None:
+def test_files_to_be_deleted_are_listed_first(tmp_path: Path) -> None:
     train(quick(tmp_path))
     said = said_by(quick(tmp_path, train={"steps": 1}, output={"overwrite": True}))
     goes = "the model of 2 steps and the checkpoints of steps 1, 2"
@@ -44,20 +44,20 @@ def test_what_goes_is_said_first(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "run") == [1]
 
 
-def test_consent_is_given_once_and_not_kept_with_the_configuration(tmp_path: Path) -> None:
+def test_overwrite_consent_is_not_saved_in_the_config(tmp_path: Path) -> None:
     train(quick(tmp_path, output={"overwrite": True}))
     with pytest.raises(ConfigError, match="holds a finished run"):
         train(load_config(tmp_path / "run" / "config.yaml"))
 
 
-def test_without_checkpoints_nothing_is_said_of_extending(tmp_path: Path) -> None:
+def test_without_checkpoints_extending_is_not_suggested(tmp_path: Path) -> None:
     train(quick(tmp_path, checkpoint={"every": 0}))
     for resume in (None, "auto"):
         with pytest.raises(ConfigError, match=r"the model of 2 steps; set output\.folder=NEW, or output"):
             train(quick(tmp_path, resume=resume, checkpoint={"every": 0}))
 
 
-def test_a_branch_replaces_no_other_run(tmp_path: Path) -> None:
+def test_a_branch_does_not_replace_another_run(tmp_path: Path) -> None:
     """From a checkpoint of one run into the folder of another: its checkpoints are no later part of this one."""
     train(quick(tmp_path))
     train(quick(tmp_path, "other"))
@@ -73,7 +73,7 @@ def test_a_branch_replaces_no_other_run(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "run") == [1, 2]
 
 
-def test_going_back_in_a_run_says_which_checkpoints_go(tmp_path: Path) -> None:
+def test_resuming_from_an_earlier_step_lists_checkpoints_to_be_deleted(tmp_path: Path) -> None:
     train(quick(tmp_path))
     taken = str(tmp_path / "run" / "checkpoints" / "step-00000001")
     what = r"checkpoints after step 1, from which this run would branch off: the checkpoint of step 2; set resume=auto"
@@ -84,7 +84,7 @@ def test_going_back_in_a_run_says_which_checkpoints_go(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "run") == [1, 2]
 
 
-def test_a_shorter_run_that_is_to_go_on_tells_how_long_the_finished_one_is(tmp_path: Path) -> None:
+def test_resuming_with_fewer_steps_reports_the_finished_length(tmp_path: Path) -> None:
     train(quick(tmp_path))
     before = tree(tmp_path / "run")
     said = said_by(quick(tmp_path, resume="auto", train={"steps": 1}))
@@ -93,7 +93,7 @@ def test_a_shorter_run_that_is_to_go_on_tells_how_long_the_finished_one_is(tmp_p
     assert tree(tmp_path / "run") == before
 
 
-def test_of_a_run_that_left_metrics_alone_a_line_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replacing_leftover_metrics_takes_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         interrupt_at(1, patched)
         train(quick(tmp_path))

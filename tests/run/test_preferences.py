@@ -51,7 +51,7 @@ def steps(run: Path) -> list[dict[str, Any]]:
     return [line for line in lines(run) if line["event"] == "stepped"]
 
 
-def test_a_run_prefers_what_is_chosen_and_tells_by_how_much(tmp_path: Path) -> None:
+def test_dpo_training_increases_the_reported_margin(tmp_path: Path) -> None:
     said = train(dpo_run(tmp_path, train={"steps": 12}))
     assert "a pair in two rows" in said
     assert "4 pairs held out" in said
@@ -68,7 +68,7 @@ def test_a_run_prefers_what_is_chosen_and_tells_by_how_much(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("objective", ["orpo", "simpo"])
-def test_without_a_reference_a_run_prefers_what_is_chosen_and_asks_nobody(objective: str, tmp_path: Path) -> None:
+def test_reference_free_objectives_increase_the_margin(objective: str, tmp_path: Path) -> None:
     changed = {"objective": objective, "steps": 8, "learning_rate": 1e-2}
     train(dpo_run(tmp_path, train=changed, checkpoint={"every": 0}))
     told = steps(tmp_path / "run")
@@ -77,7 +77,7 @@ def test_without_a_reference_a_run_prefers_what_is_chosen_and_asks_nobody(object
     assert not (tmp_path / "run" / FILE).exists()
 
 
-def test_a_resumed_run_ends_in_the_same_bits_and_asks_no_reference(
+def test_a_resumed_preference_run_is_bit_equal_and_reuses_its_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     constant = {"train": {"lr_scheduler": "constant"}, "output": {"verify_export": False}}
@@ -105,7 +105,7 @@ def test_a_resumed_run_ends_in_the_same_bits_and_asks_no_reference(
 
 
 @pytest.mark.slow
-def test_the_reference_of_a_run_that_goes_on_from_an_adapter_may_be_the_base_below_it(tmp_path: Path) -> None:
+def test_the_reference_of_an_adapter_run_may_be_its_base(tmp_path: Path) -> None:
     """Its first loss tells how far the adapter is from the base already; of what it begins with it is ln 2."""
     tiny_model("llama", vocab_size=512, pad_token_id=None).save_pretrained(tmp_path / "base")
     load_tokenizer("bytes").save_pretrained(tmp_path / "base")
@@ -146,7 +146,7 @@ def kto_run(tmp_path: Path, name: str = "run", resume: str | None = None, **trai
 
 
 @pytest.mark.parametrize("loss", [pytest.param("kto", marks=pytest.mark.slow), "apo_zero_unpaired"])
-def test_a_run_learns_which_answers_are_good_by_themselves(loss: str, tmp_path: Path) -> None:
+def test_kto_training_separates_good_and_bad_answers(loss: str, tmp_path: Path) -> None:
     size = {"micro_batch_size": 8} if loss == "kto" else {"micro_batch_size": 5}
     said = train(kto_run(tmp_path, steps=10, kto_loss=loss, beta=0.5, learning_rate=1e-2, **size))
     told = steps(tmp_path / "run")
@@ -162,7 +162,7 @@ def test_a_run_learns_which_answers_are_good_by_themselves(loss: str, tmp_path: 
     assert measured[-1] < measured[0]
 
 
-def test_what_the_guide_shows_of_marked_answers_trains(tmp_path: Path) -> None:
+def test_the_guides_kto_example_trains(tmp_path: Path) -> None:
     """As printed, but for sizes, the model and places."""
     shown = re.findall(r"^```yaml\n(.*?)^```", GUIDE.read_text(), SHOWN)
     (rows,) = re.findall(r"^```json\n(.*?)^```", GUIDE.read_text(), SHOWN)
@@ -177,7 +177,7 @@ def test_what_the_guide_shows_of_marked_answers_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_of_marked_answers_ends_in_the_same_bits(tmp_path: Path) -> None:
+def test_a_resumed_kto_run_is_bit_equal(tmp_path: Path) -> None:
     train(kto_run(tmp_path, "whole", lr_scheduler="constant"))
     train(kto_run(tmp_path, "part", steps=3, lr_scheduler="constant"))
     train(kto_run(tmp_path, "part", resume="auto", lr_scheduler="constant"))
@@ -186,7 +186,7 @@ def test_a_resumed_run_of_marked_answers_ends_in_the_same_bits(tmp_path: Path) -
     assert equal(left, right)
 
 
-def test_a_resumed_run_without_its_reference_is_refused(tmp_path: Path) -> None:
+def test_resuming_without_the_reference_is_refused(tmp_path: Path) -> None:
     train(dpo_run(tmp_path, train={"steps": 3}))
     (tmp_path / "run" / "reference.npz").unlink()
     with pytest.raises(CheckpointError, match="reference model's log-probabilities are missing"):
@@ -194,7 +194,7 @@ def test_a_resumed_run_without_its_reference_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_another_model_asks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_model_recomputes_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(dpo_run(tmp_path, "a", train={"steps": 1}))
     asked: list[int] = []
     log_probs = Engine.log_probs
@@ -212,7 +212,7 @@ def test_another_model_asks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"train": {"objective": "kto"}}, SampleError, "no 'label', which unpaired samples have"),
     ],
 )
-def test_preferences_and_the_objective_go_together(
+def test_preference_data_and_objective_must_match(
     tmp_path: Path, changed: dict[str, Any], error: type[Exception], what: str
 ) -> None:
     if "data" in changed:
@@ -240,6 +240,6 @@ def test_preferences_and_the_objective_go_together(
         ({"train": {"objective": "cross_entropy", "beta": 0.3}}, "objective=cross_entropy does not use beta"),
     ],
 )
-def test_keys_that_contradict_each_other(tmp_path: Path, changed: dict[str, Any], what: str) -> None:
+def test_contradictory_preference_keys_are_refused(tmp_path: Path, changed: dict[str, Any], what: str) -> None:
     with pytest.raises(ValueError, match=what):
         dpo_run(tmp_path, **changed)

@@ -134,7 +134,7 @@ def card_of(hub: Hub) -> tuple[dict[str, Any], str]:
     return yaml.safe_load(match[1]), text
 
 
-def test_a_run_that_is_over_pushes_a_model_that_loads_with_a_card_that_tells_how(hub: Hub, tmp_path: Path) -> None:
+def test_a_finished_run_pushes_a_loadable_model_with_a_card(hub: Hub, tmp_path: Path) -> None:
     said = train(configuration(tmp_path, output={"folder": str(tmp_path / "run"), "push": "someone/small"}))
     assert f"pushed to {hub.endpoint}/someone/small" in said
     assert hub.private
@@ -152,9 +152,7 @@ def test_a_run_that_is_over_pushes_a_model_that_loads_with_a_card_that_tells_how
         assert part in text, part
 
 
-def test_a_model_folder_is_pushed_as_it_is_and_names_of_the_hub_are_told(
-    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_folder_is_pushed_unchanged(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     tiny_model(vocab_size=300).save_pretrained(run / "model")
     load_tokenizer("bytes").save_pretrained(run / "model")
@@ -186,7 +184,7 @@ def test_a_model_folder_is_pushed_as_it_is_and_names_of_the_hub_are_told(
         (["export", "no/such", "--push", "a/b"], "error: model no/such: is not a local folder; give TARGET"),
     ],
 )
-def test_what_cannot_be_pushed_is_one_line(
+def test_unpushable_folders_are_a_one_line_error(
     arguments: list[str], told: str, hub: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as left:
@@ -196,7 +194,7 @@ def test_what_cannot_be_pushed_is_one_line(
     assert hub.files == {}
 
 
-def test_a_run_whose_user_the_hub_does_not_know_is_refused_before_it_begins(
+def test_unknown_hub_users_are_refused_before_the_run(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HF_TOKEN")
@@ -208,13 +206,13 @@ def test_a_run_whose_user_the_hub_does_not_know_is_refused_before_it_begins(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_hub_that_is_gone_when_the_run_ends_is_one_line(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_at_the_end_is_a_one_line_error(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", f"{ADDRESS}:1")
     with pytest.raises(ExportError, match=r"output\.push: could not be pushed \(.*; push again"):
         push(Path("model"), "someone/small", "output.push")
 
 
-def test_a_hub_that_refuses_costs_the_run_nothing(hub: Hub, tmp_path: Path) -> None:
+def test_a_refusing_hub_does_not_fail_the_run(hub: Hub, tmp_path: Path) -> None:
     hub.refuses = True
     with pytest.raises(ExportError, match=r"output\.push: the hub refuses someone/small"):
         train(configuration(tmp_path, output={"folder": str(tmp_path / "run"), "push": "someone/small"}))

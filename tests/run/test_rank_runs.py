@@ -64,7 +64,7 @@ def asked(world: World, config: Config, folder: Path) -> tuple[list[Any], float]
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_ranks_ask_the_reference_together_and_it_says_what_it_says_to_one(tmp_path: Path, size: int) -> None:
+def test_ranks_compute_the_same_reference_log_probabilities_as_one(tmp_path: Path, size: int) -> None:
     """Bit for bit, whoever asked; what was asked once is found in the cache by any number of ranks."""
     cache = {"sequence_length": 32, "cache": str(tmp_path / "many")}
     config = dpo_run(tmp_path, data=cache, train={"micro_batch_size": 4, "gradient_accumulation_steps": 4})
@@ -80,7 +80,7 @@ def test_ranks_ask_the_reference_together_and_it_says_what_it_says_to_one(tmp_pa
     assert (tmp_path / "b" / FILE).exists()
 
 
-def test_a_reference_that_the_first_rank_cannot_write_ends_all(tmp_path: Path) -> None:
+def test_a_failed_reference_write_on_rank_zero_ends_all(tmp_path: Path) -> None:
     config = dpo_run(tmp_path, train={"micro_batch_size": 4, "gradient_accumulation_steps": 4})
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / FILE).mkdir()
@@ -89,7 +89,7 @@ def test_a_reference_that_the_first_rank_cannot_write_ends_all(tmp_path: Path) -
     assert "cannot be written" in str(caught.value)
 
 
-def test_a_budget_of_host_memory_is_that_of_all_ranks_of_a_machine(tmp_path: Path) -> None:
+def test_host_memory_budgets_are_per_machine(tmp_path: Path) -> None:
     """Here each has half, and half of that is for what the device computes in."""
     config = configuration(tmp_path, memory={"host": 4 << 30})
     spec = port_model(tiny_model(), torch.float32).spec
@@ -109,7 +109,7 @@ HOST = 10_000_000
 
 
 @pytest.mark.parametrize("most", [None, "1GB"])
-def test_a_drive_is_that_of_all_ranks_of_a_machine(tmp_path: Path, most: str | None) -> None:
+def test_drives_are_shared_by_all_ranks_of_a_machine(tmp_path: Path, most: str | None) -> None:
     """Each has half of its bandwidth, puts half of what the host lacks there, and counts the writes of both."""
     disk = {"folders": [str(tmp_path)], "max_write_per_day": most}
     config = configuration(tmp_path, memory={"host": HOST}, disk=disk, **TIGHT)
@@ -134,7 +134,7 @@ def test_a_drive_is_that_of_all_ranks_of_a_machine(tmp_path: Path, most: str | N
 
 
 @pytest.mark.parametrize(("here", "seconds"), [(2, 0.05), (1, 0.1)])
-def test_links_that_nobody_has_described_are_timed_by_all_alike(here: int, seconds: float) -> None:
+def test_undescribed_links_are_measured_by_all_ranks(here: int, seconds: float) -> None:
     """An all-to-all that is held up by the seconds of its bytes: on one machine, or between two."""
     machine = Hardware("plain", 1 << 30, 1 << 30, 1e10, 1e10, 1e12, 1e10)
 
@@ -183,7 +183,7 @@ def run_here(world: World, config: Config) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [dpo_run, kto_run])
-def test_preferences_are_trained_by_ranks_as_by_one(run: Any, ranks: RankProcesses, tmp_path: Path) -> None:
+def test_ranks_train_preferences_like_one(run: Any, ranks: RankProcesses, tmp_path: Path) -> None:
     """Also what is told, where it is a mean over answers of a kind that each rank has another number of."""
     how: dict[str, Any] = {"steps": 4, "precision": "fp32", "micro_batch_size": 4}
     for size, name in ((1, "one"), (2, "two")):
@@ -195,7 +195,7 @@ def test_preferences_are_trained_by_ranks_as_by_one(run: Any, ranks: RankProcess
 
 
 @pytest.mark.slow
-def test_ranks_share_the_memory_of_their_host(ranks: RankProcesses, tmp_path: Path) -> None:
+def test_ranks_share_host_memory(ranks: RankProcesses, tmp_path: Path) -> None:
     """Each is held to its part of the budget, and one that is too small for that is refused by all."""
     for name, host in (("two", "1GB"), ("none", "1MB")):
         how: dict[str, Any] = {"train": {"precision": "fp32"}, "output": {"folder": str(tmp_path / name)}}
@@ -209,7 +209,7 @@ def test_ranks_share_the_memory_of_their_host(ranks: RankProcesses, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_what_the_host_of_ranks_has_no_room_for_is_on_their_drive(ranks: RankProcesses, tmp_path: Path) -> None:
+def test_ranks_overflow_state_to_disk(ranks: RankProcesses, tmp_path: Path) -> None:
     """Each has files of its own there, without names; one rank goes on from what they save."""
     drive = tmp_path / "drive"
     drive.mkdir()

@@ -90,7 +90,7 @@ def shared(tmp_path: Path, name: str, **train_: Any) -> Config:
 
 
 @pytest.mark.parametrize("launcher", ["", pytest.param("--ranks", marks=pytest.mark.slow)])
-def test_ranks_leave_the_folder_of_one_and_its_losses(tmp_path: Path, preloaded: Preloaded, launcher: str) -> None:
+def test_ranks_leave_the_same_folder_and_losses_as_one(tmp_path: Path, preloaded: Preloaded, launcher: str) -> None:
     one, two = shared(tmp_path, "one"), shared(tmp_path, "two")
     train(one)
     if launcher:
@@ -116,7 +116,7 @@ def test_ranks_leave_the_folder_of_one_and_its_losses(tmp_path: Path, preloaded:
 
 
 @pytest.mark.parametrize("launcher", ["", pytest.param("torchrun", marks=pytest.mark.slow)])
-def test_a_signal_stops_all_after_the_same_step_and_any_number_goes_on(
+def test_a_signal_stops_all_ranks_at_one_step_and_any_number_resumes(
     tmp_path: Path, preloaded: Preloaded, launcher: str
 ) -> None:
     many = shared(tmp_path, "many", steps=100_000, lr_scheduler="constant", eval_every=0)
@@ -150,7 +150,7 @@ def test_a_signal_stops_all_after_the_same_step_and_any_number_goes_on(
         ("checkpoint", {"deadline_seconds": 30.0}, "deadline_seconds: with several ranks a collective"),
     ],
 )
-def test_what_several_ranks_lack_is_refused_by_its_key(
+def test_keys_unsupported_on_ranks_are_refused_by_name(
     tmp_path: Path, section: str, values: dict[str, Any], told: str
 ) -> None:
     config = configuration(tmp_path, **{section: values})
@@ -159,7 +159,7 @@ def test_what_several_ranks_lack_is_refused_by_its_key(
 
 
 @pytest.mark.parametrize(("shown", "names"), [(2, ["cuda:0", "cuda:1"]), (1, ["cuda:0", "cuda:0"])])
-def test_each_rank_takes_its_gpu_of_all_or_the_one_that_it_is_shown(
+def test_each_rank_takes_its_local_gpu_or_the_only_visible_one(
     shown: int, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a GPU that is every rank's first, the identity tells whether it is the same."""
@@ -191,7 +191,7 @@ def test_each_rank_takes_its_gpu_of_all_or_the_one_that_it_is_shown(
         ([range(4)] * 3, "aba", [2, 4, 2]),
     ],
 )
-def test_each_rank_has_its_part_of_the_cores_that_it_may_run_on(
+def test_each_rank_gets_its_share_of_the_allowed_cores(
     cores: list[range], machines: str, threads: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bound to cores of its own by a launcher it has all of these; in a run, and of a script that says nothing."""
@@ -237,9 +237,7 @@ def killed(processes: Sequence[Child], config: Config, chance: random.Random) ->
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
-def test_a_killed_rank_is_named_by_the_others_and_any_number_goes_on_as_if_nothing_was(
-    tmp_path: Path, preloaded: Preloaded, kills: int
-) -> None:
+def test_a_killed_rank_is_named_and_any_number_resumes(tmp_path: Path, preloaded: Preloaded, kills: int) -> None:
     """Bit for bit: a run whose ranks were as many in each of its steps, and that nothing broke."""
     chance = random.Random(kills)
     steps = {"lr_scheduler": "constant", "warmup_steps": 0, "eval_every": 0, "sample_tokens": 0}
@@ -263,7 +261,7 @@ def test_a_killed_rank_is_named_by_the_others_and_any_number_goes_on_as_if_nothi
 
 
 @pytest.mark.slow
-def test_torchrun_starts_all_again_where_one_was_killed_and_they_go_on(tmp_path: Path, preloaded: Preloaded) -> None:
+def test_torchrun_restarts_all_ranks_after_a_kill_and_they_resume(tmp_path: Path, preloaded: Preloaded) -> None:
     steps = {"lr_scheduler": "constant", "warmup_steps": 0, "eval_every": 0, "sample_tokens": 0, "steps": 60}
     many, whole = shared(tmp_path, "many", **steps), shared(tmp_path, "whole", **steps)
     many = many.model_copy(update={"checkpoint": many.checkpoint.model_copy(update={"every": 1})})
@@ -326,7 +324,7 @@ def test_ranks_that_run_something_else_are_told_what(
         assert re.search(f"rank 1: {told}", line), line
 
 
-def test_a_rank_that_fails_is_named_by_the_others(tmp_path: Path, preloaded: Preloaded) -> None:
+def test_a_failed_rank_is_named_by_the_others(tmp_path: Path, preloaded: Preloaded) -> None:
     config = shared(tmp_path, "run", steps=100_000)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "logs").write_text("in the way of the second rank")
@@ -341,7 +339,7 @@ def test_a_rank_that_fails_is_named_by_the_others(tmp_path: Path, preloaded: Pre
 
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_rank_that_stands_still_is_named_by_the_others_within_their_time_and_a_second(
+def test_a_stalled_rank_is_named_within_the_timeout_and_a_second(
     tmp_path: Path, preloaded: Preloaded, victim: int
 ) -> None:
     """A process that is stopped, not killed: its connections stay, and nothing comes over them."""
@@ -369,7 +367,7 @@ def test_a_rank_that_stands_still_is_named_by_the_others_within_their_time_and_a
             rank.wait()
 
 
-def test_a_rank_that_is_told_to_end_before_it_trains_leaves_a_line_about_the_one_that_has_ended() -> None:
+def test_a_rank_stopped_before_training_names_the_rank_that_ended() -> None:
     """`torchrun` tells all others so as soon as one has ended."""
     told = RankError("rank 1 of 2, at the plan: was killed, or its machine failed")
     watch: Any = SimpleNamespace(explained=lambda error: told, failed=lambda error: error, close=lambda: None)

@@ -150,7 +150,7 @@ def planned(name: str, fields: dict[str, Any], tmp_path: Path) -> Plan:
         ("lora-70b.yaml", LLAMA_70B),
     ],
 )
-def test_a_large_recipe_fits_the_machine_that_it_names(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
+def test_large_recipes_fit_their_machines(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
     plan = planned(name, fields, tmp_path)
     assert plan.tokens_per_second > 10
     assert any(placement.uses_disk for placement in plan.policy.placements) == (name == "disk.yaml")

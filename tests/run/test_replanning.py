@@ -31,9 +31,7 @@ class Asked:
 
 
 @pytest.mark.parametrize("refuses", [False, True])
-def test_a_disk_that_is_full_meanwhile_ends_no_run(
-    refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_filling_up_does_not_end_a_run(refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = Policy(shares_memory=True)
     better = replace(usual, placements=(Placement(moments="disk"),) * 5)
     plan = finds(better, monkeypatch)
@@ -52,13 +50,13 @@ def test_a_disk_that_is_full_meanwhile_ends_no_run(
 
 
 @pytest.mark.parametrize("wait_for", ["unit", "shard"])
-def test_a_plan_with_other_gates_is_taken_up(wait_for: WaitFor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replans_can_change_gates(wait_for: WaitFor, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = Policy(shard_nbytes=2000, wait_for=wait_for)
     goes_over(usual, replace(usual, wait_for="shard" if wait_for == "unit" else "unit", weight_slots=3), monkeypatch)
 
 
 @pytest.mark.parametrize("ahead", [(0, 16_384), (16_384, 0)])
-def test_a_plan_by_a_ring_is_taken_up_and_given_up(ahead: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replans_can_add_and_remove_a_ring(ahead: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     before = Policy(shard_nbytes=16_384, wait_for="shard", read_ahead_nbytes=ahead[0])
     told, asked = goes_over(before, replace(before, read_ahead_nbytes=ahead[1]), monkeypatch)
     assert "read_ahead_nbytes" in told
@@ -82,7 +80,7 @@ def goes_over(before: Policy, after: Policy, monkeypatch: pytest.MonkeyPatch) ->
     return told, asked[0]
 
 
-def test_what_layers_keep_follows_the_bus_beside_the_ring_that_is_there() -> None:
+def test_replans_adapt_kept_outputs_beside_a_ring() -> None:
     assert "read_ahead_nbytes" in set(MAY_CHANGE) - set(MAY_FOLLOW)  # and so pinned, when a bus is followed
 
 
@@ -102,9 +100,7 @@ def finds(better: Policy, monkeypatch: pytest.MonkeyPatch, asked: list[Asked] | 
     return cast(Plan, SimpleNamespace(question=Asked(), work=Work((20, 18)), micro_batch=1))
 
 
-def test_a_run_hands_the_times_of_every_step_to_whoever_replans(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_times_reach_the_replanner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also once the trace of an early step, which every run writes, has ended; and on a device that is not timed."""
     seen: dict[str, list[bool]] = {}
     honest = Replanner.__call__

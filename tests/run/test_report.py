@@ -85,7 +85,7 @@ EVERYTHING: list[Event] = [
 ]
 
 
-def test_everything_that_was_told_is_in_the_page(tmp_path: Path) -> None:
+def test_the_report_contains_every_event(tmp_path: Path) -> None:
     said = text(run(tmp_path / "a", *EVERYTHING))
     for part in (
         *("Llama: a", "finished", "3 of 10", "perplexity 7.389", "optimizer state", "keeps all", "the disk is full"),
@@ -114,7 +114,7 @@ def test_the_heading_of_a_sample_has_the_beginning_of_its_prompt(tmp_path: Path,
     assert f"after step 3: {told}" in text(run(tmp_path / "a", *EVERYTHING[:-1], Sampled(3, prompt, "")))
 
 
-def test_the_mfu_of_steps_that_an_earlier_version_has_recorded_counts(tmp_path: Path) -> None:
+def test_mfu_recorded_by_earlier_versions_is_read(tmp_path: Path) -> None:
     path = run(tmp_path, *EVERYTHING) / "metrics.jsonl"
     known = read_history(tmp_path).columns["mfu"]
     path.write_text(path.read_text().replace('"mfu"', '"light_share"'))
@@ -122,7 +122,7 @@ def test_the_mfu_of_steps_that_an_earlier_version_has_recorded_counts(tmp_path: 
     assert all(share > 0 for share in known)
 
 
-def test_what_a_rollback_has_undone_does_not_count_but_is_shown(tmp_path: Path) -> None:
+def test_rolled_back_steps_are_shown_but_not_counted(tmp_path: Path) -> None:
     found = read_history(run(tmp_path / "a", *EVERYTHING))
     assert list(found.columns["loss"]) == [3.0, 2.5, 2.25]
     assert found.undone == [(3.0, 77.0)]
@@ -130,7 +130,7 @@ def test_what_a_rollback_has_undone_does_not_count_but_is_shown(tmp_path: Path) 
     assert list(found.tiers["host"]) == [1 << 20] * 3
 
 
-def test_the_page_loads_nothing_and_closes_all(tmp_path: Path) -> None:
+def test_the_report_is_self_contained_and_well_formed(tmp_path: Path) -> None:
     html = page(run(tmp_path / "a", *EVERYTHING))
     reader = read(html)
     assert {name for _, name, _ in reader.attributes} & {"src", "href", "action", "srcset", "background"} == set()
@@ -140,7 +140,7 @@ def test_the_page_loads_nothing_and_closes_all(tmp_path: Path) -> None:
     assert "prefers-color-scheme: dark" in html
 
 
-def test_hostile_texts_stay_text(tmp_path: Path) -> None:
+def test_hostile_texts_are_escaped(tmp_path: Path) -> None:
     folder = run(
         tmp_path / "a",
         planned(HOSTILE),
@@ -159,7 +159,7 @@ def test_hostile_texts_stay_text(tmp_path: Path) -> None:
     assert reader.text.count(HOSTILE) >= 7
 
 
-def test_a_run_that_was_killed_says_so_and_one_that_runs_does_not(tmp_path: Path) -> None:
+def test_killed_and_running_runs_are_distinguished(tmp_path: Path) -> None:
     folder = run(tmp_path / "a", stepped(1), state="running", heartbeat=time.time() - 3600)
     assert "probably killed" in text(folder)
     assert "probably killed" not in text(run(tmp_path / "a", stepped(1), state="running"))
@@ -171,7 +171,7 @@ def test_a_run_that_was_killed_says_so_and_one_that_runs_does_not(tmp_path: Path
 @pytest.mark.parametrize(
     "line", ["", "[]", "3", '{"event": "stepped"}', '{"event": "new", "step": 1}', '{"step": "x"}', "\udc80"]
 )
-def test_lines_of_other_versions_are_passed_over(line: str, tmp_path: Path) -> None:
+def test_metric_lines_of_other_versions_are_ignored(line: str, tmp_path: Path) -> None:
     folder = run(tmp_path / "a", stepped(1))
     with (folder / "metrics.jsonl").open("a", errors="surrogateescape") as file:
         file.write(line + '\n{"event": "stepped", "step": 2, "loss": null}\n')
@@ -181,9 +181,7 @@ def test_lines_of_other_versions_are_passed_over(line: str, tmp_path: Path) -> N
     read(render_report(found, 0.0))
 
 
-def test_a_folder_with_metrics_alone_is_enough_and_one_without_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_needs_only_the_metrics_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run(tmp_path / "a", stepped(1))
     (folder / "status.json").write_text("{")
     (folder / "config.yaml").unlink()
@@ -201,7 +199,7 @@ def test_a_folder_with_metrics_alone_is_enough_and_one_without_is_refused(
 
 @pytest.mark.parametrize("kind", ENDLESS)
 @pytest.mark.parametrize("name", ["metrics.jsonl", "status.json", "trace.json", "config.yaml"])
-def test_a_file_that_never_ends_is_not_read(name: str, kind: str, tmp_path: Path) -> None:
+def test_endless_metrics_files_are_not_read(name: str, kind: str, tmp_path: Path) -> None:
     run(tmp_path, *EVERYTHING)
     path = tmp_path / name
     path.unlink(missing_ok=True)
@@ -213,7 +211,7 @@ def test_a_file_that_never_ends_is_not_read(name: str, kind: str, tmp_path: Path
         assert "steps" in text(tmp_path)
 
 
-def test_the_timeline_is_that_of_the_traced_step() -> None:
+def test_the_timeline_shows_the_traced_step() -> None:
     when = outlook().plan.timeline
     found = timeline_in(json.loads(json.dumps(chrome_trace([when, when]) | {"waits": stalls(when)})))
     assert found is not None
@@ -231,7 +229,7 @@ def test_the_timeline_is_that_of_the_traced_step() -> None:
     assert timeline_in(None) is timeline_in({"traceEvents": []}) is None
 
 
-def test_many_rows_are_cut_in_the_middle_and_counted(tmp_path: Path) -> None:
+def test_long_tables_are_truncated_and_counted(tmp_path: Path) -> None:
     folder = run(tmp_path / "a", stepped(1), *(Warned(step, f"warning {step}") for step in range(1, 1001)))
     said = text(folder)
     assert "warning 1000" in said
@@ -240,7 +238,7 @@ def test_many_rows_are_cut_in_the_middle_and_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_million_steps_in_two_megabytes_beside_the_library(tmp_path: Path) -> None:
+def test_a_report_of_a_million_steps_is_two_megabytes(tmp_path: Path) -> None:
     found = read_history(run(tmp_path / "a", stepped(1)))
     for column in (*found.columns.values(), *found.tiers.values()):
         column.extend(column * 999_999)
@@ -253,7 +251,7 @@ def test_a_million_steps_in_two_megabytes_beside_the_library(tmp_path: Path) -> 
     assert "99.0" in html
 
 
-def test_a_rollback_is_not_forgotten_by_a_run_that_is_resumed_before_the_step_that_failed(tmp_path: Path) -> None:
+def test_rollbacks_are_remembered_when_resuming_before_the_failed_step(tmp_path: Path) -> None:
     first = [stepped(step, float(step)) for step in (1, 2, 3, 4)]
     again = [stepped(step, 10.0 + step) for step in (2, 3)]
     folder = run(tmp_path / "a", *first, RolledBack(4, 1, "the loss is not finite"), *again)
@@ -263,13 +261,13 @@ def test_a_rollback_is_not_forgotten_by_a_run_that_is_resumed_before_the_step_th
     assert list(read_history(folder).columns["loss"]) == [1.0, 12.0, 13.0, 14.0]
 
 
-def test_a_loss_that_is_no_cross_entropy_has_no_perplexity(tmp_path: Path) -> None:
+def test_only_cross_entropy_has_a_perplexity(tmp_path: Path) -> None:
     said = text(run(tmp_path / "a", planned(), stepped(1), Evaluated(1, 0.69, {"rewards/margins": 0.1})))
     assert "0.6900" in said
     assert "perplexity" not in said
 
 
-def test_many_steps_are_smoothed_and_each_kind_of_line_is_told_apart(tmp_path: Path) -> None:
+def test_long_curves_are_smoothed_and_distinguishable(tmp_path: Path) -> None:
     folder = run(tmp_path / "a", *(stepped(step, 10.0 / step) for step in range(1, 101)))
     raw, mean = charts(folder)["loss"]["data"]
     assert (raw["name"], mean["name"]) == ("training", "training, mean of 5 steps")

@@ -104,7 +104,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dic
     ],
     ids=["other policy", "other device"],
 )
-def test_a_stopped_run_goes_on_bit_for_bit(
+def test_a_stopped_run_resumes_bit_for_bit(
     changed: dict[str, Any], straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
@@ -125,7 +125,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     assert (status["state"], status["step"], status["last_checkpoint_step"]) == ("finished", STEPS, STEPS)
 
 
-def test_resume_auto_starts_where_there_is_nothing_and_rests_where_all_is_done(straight: Any, tmp_path: Path) -> None:
+def test_resume_auto_starts_a_new_run_and_leaves_a_finished_one(straight: Any, tmp_path: Path) -> None:
     train(config_of(tmp_path, resume="auto"))
     assert losses(tmp_path / "run") == straight[0]
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
@@ -135,7 +135,7 @@ def test_resume_auto_starts_where_there_is_nothing_and_rests_where_all_is_done(s
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_extended(tmp_path: Path) -> None:
+def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:
     schedule = {"lr_scheduler": "constant"}
     train(config_of(tmp_path, train={"steps": 4, **schedule}))
     said = train(config_of(tmp_path, resume="auto", train=schedule))
@@ -145,7 +145,7 @@ def test_a_finished_run_is_extended(tmp_path: Path) -> None:
     assert equal(weights(tmp_path / "run"), weights(tmp_path / "straight"))
 
 
-def test_a_damaged_or_unfinished_checkpoint_is_skipped_in_a_line(
+def test_damaged_checkpoints_are_skipped_with_a_line(
     straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
@@ -166,7 +166,7 @@ def test_a_damaged_or_unfinished_checkpoint_is_skipped_in_a_line(
 
 
 @pytest.mark.parametrize("inside", ["", pytest.param("checkpoints", marks=pytest.mark.slow)])
-def test_a_run_that_is_named_goes_on_from_its_newest_sound_checkpoint(inside: str, tmp_path: Path) -> None:
+def test_a_named_run_resumes_from_its_newest_valid_checkpoint(inside: str, tmp_path: Path) -> None:
     train(config_of(tmp_path, train={"steps": 4}))
     newest, second = checkpoints(tmp_path / "run" / "checkpoints")
     named = {"resume": str(tmp_path / "run" / inside), "train": {"steps": 4}, "output": {"overwrite": False}}
@@ -179,7 +179,7 @@ def test_a_run_that_is_named_goes_on_from_its_newest_sound_checkpoint(inside: st
 
 
 @pytest.mark.slow
-def test_where_nothing_is_sound_a_run_does_not_begin_again_by_itself(tmp_path: Path) -> None:
+def test_without_a_valid_checkpoint_a_run_does_not_silently_restart(tmp_path: Path) -> None:
     train(config_of(tmp_path, checkpoint={"keep_last": 1}))
     (only,) = checkpoints(tmp_path / "run" / "checkpoints")
     (only / "training.json").unlink()
@@ -188,7 +188,7 @@ def test_where_nothing_is_sound_a_run_does_not_begin_again_by_itself(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_run_branches_off_a_checkpoint_of_another(straight: Any, tmp_path: Path) -> None:
+def test_a_run_can_branch_from_another_runs_checkpoint(straight: Any, tmp_path: Path) -> None:
     train(config_of(tmp_path))
     taken = tmp_path / "run" / "checkpoints" / "step-00000002"
     train(config_of(tmp_path, "branch", resume=str(taken)))
@@ -203,7 +203,7 @@ def test_a_run_branches_off_a_checkpoint_of_another(straight: Any, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_a_model_to_start_from_too(straight: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_can_be_used_as_a_model(straight: Any, tmp_path: Path) -> None:
     """Its weights alone: a new optimizer, from step 0."""
     train(config_of(tmp_path))
     path = str(tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}")
@@ -217,7 +217,7 @@ def test_a_checkpoint_is_a_model_to_start_from_too(straight: Any, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_an_earlier_run_is_not_overwritten_by_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_earlier_runs_are_not_overwritten_by_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         interrupt_at(2, patched)
         train(config_of(tmp_path))
@@ -248,7 +248,7 @@ def test_changes_that_would_corrupt_are_refused_unless_accepted(tmp_path: Path) 
     assert len(losses(tmp_path / "run")) == STEPS
 
 
-def test_another_text_under_the_same_name_is_found_out(tmp_path: Path) -> None:
+def test_changed_data_under_the_same_name_is_detected(tmp_path: Path) -> None:
     train(config_of(tmp_path, train={"steps": 2}))
     config = config_of(tmp_path, resume="auto")
     (tmp_path / "corpus.txt").write_text("something else entirely\n" * 300)
@@ -258,9 +258,7 @@ def test_another_text_under_the_same_name_is_found_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sizes_that_were_chosen_when_the_run_began_are_kept(
-    straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sizes_chosen_at_the_start_are_kept(straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         interrupt_at(2, patched)
         train(config_of(tmp_path))
@@ -274,7 +272,7 @@ def test_sizes_that_were_chosen_when_the_run_began_are_kept(
     assert losses(tmp_path / "run") == straight[0]
 
 
-def test_that_gates_by_rows_are_gone_is_told(tmp_path: Path) -> None:
+def test_removed_row_gates_are_reported(tmp_path: Path) -> None:
     """Their products were rounded otherwise; a run of an earlier version goes on with those of now."""
     config = config_of(tmp_path).model_dump(mode="json")
     rows = {**config, "policy": {**config["policy"], "wait_for": "rows"}}
@@ -292,7 +290,7 @@ def test_a_key_that_the_checkpoint_does_not_know_was_at_its_default(tmp_path: Pa
 
 
 @pytest.mark.parametrize("earlier", [False, True])
-def test_a_run_goes_on_with_the_numerics_that_it_began_with(earlier: bool, tmp_path: Path) -> None:
+def test_a_run_keeps_its_numerics_on_resume(earlier: bool, tmp_path: Path) -> None:
     """Of earlier versions they stand among the policy's fields."""
     config = config_of(tmp_path)
     numerics, policy = as_json(Numerics("fp32", loss_chunk_tokens=77, mlp_chunk_tokens=9)), as_json(Policy())
@@ -307,7 +305,7 @@ def test_a_run_goes_on_with_the_numerics_that_it_began_with(earlier: bool, tmp_p
 # Faults --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_keeps_training_and_the_old_checkpoint(
+def test_a_full_disk_keeps_the_run_and_old_checkpoint(
     straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest, full = DirectFile.write, [False]
@@ -364,7 +362,7 @@ def without(draws: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, pytest.param(None, marks=pytest.mark.slow)])
-def test_a_rollback_goes_on_as_if_the_offending_data_did_not_exist(
+def test_a_rollback_skips_the_offending_data(
     max_grad_norm: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clip = {"max_grad_norm": max_grad_norm}
@@ -387,7 +385,7 @@ def test_a_rollback_goes_on_as_if_the_offending_data_did_not_exist(
 
 
 @pytest.mark.slow
-def test_a_rollback_that_helps_nothing_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repeated_rollback_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     not_finite_at(set(range(3, 99)), monkeypatch)
     with pytest.raises(NonFinite, match="2 steps in a row not finite"):
         train(config_of(tmp_path, train={"on_nonfinite": "rollback", "nonfinite_limit": 2}))
@@ -403,7 +401,7 @@ def test_stop_ends_at_the_first_step_that_is_not_finite(tmp_path: Path, monkeypa
     assert steps_in(tmp_path / "run") == [2]
 
 
-def test_a_deadline_breaks_a_long_step_off_and_loses_nothing(
+def test_a_deadline_aborts_a_long_step_without_loss(
     straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The signal comes in the middle of a step that would take ten minutes."""
@@ -432,7 +430,7 @@ def test_a_deadline_breaks_a_long_step_off_and_loses_nothing(
 
 
 @pytest.mark.slow
-def test_a_deadline_that_a_save_cannot_keep_leaves_the_older_checkpoint(
+def test_a_save_missing_the_deadline_leaves_the_older_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest, gate = DirectFile.write, threading.Event()
@@ -462,14 +460,14 @@ def test_a_deadline_that_a_save_cannot_keep_leaves_the_older_checkpoint(
 
 
 @pytest.mark.slow
-def test_retention_keeps_the_last_the_regular_and_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retention_keeps_last_periodic_and_best_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wait_for_each_save(monkeypatch)
     kept = {"every": 1, "keep_last": 1, "keep_every": 4, "keep_best": 1}
     train(config_of(tmp_path, checkpoint=kept, train={"eval_every": 1}))
     assert {4, 6} <= set(steps_in(tmp_path / "run")) <= {4, 5, 6}
 
 
-def test_one_that_is_kept_for_good_is_never_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_permanent_checkpoints_are_never_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save is over only when somebody waits for it, so it is under way whenever the next one is due."""
     honest_sync, honest_wait, waits = atomic._force_to_disk, Saver.wait, threading.Event()
 
@@ -491,7 +489,7 @@ def test_one_that_is_kept_for_good_is_never_skipped(tmp_path: Path, monkeypatch:
     assert steps_in(tmp_path / "run") == [3, 6]
 
 
-def test_a_disk_that_fills_up_under_the_metrics_ends_no_run(
+def test_a_full_disk_for_metrics_does_not_end_the_run(
     straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`metrics.jsonl`, `status.json` and TensorBoard are refused for some steps, and go on afterwards."""
@@ -526,7 +524,7 @@ def test_a_disk_that_fills_up_under_the_metrics_ends_no_run(
     ("then", "now", "told"),
     [(True, "stock", "policy.kernels compile -> stock"), (True, "compile", ""), (False, "stock", ""), (None, None, "")],
 )
-def test_a_checkpoint_with_a_policy_of_older_names_goes_on_and_says_what_changed(
+def test_checkpoints_with_old_policy_names_resume(
     then: bool | None, now: str | None, told: str, tmp_path: Path
 ) -> None:
     config = config_of(tmp_path)
@@ -564,7 +562,7 @@ THEN = {"global_batch_size": None, "micro_batch_size": 4, "gradient_accumulation
         ),
     ],
 )
-def test_only_what_somebody_has_changed_is_told(
+def test_only_user_changes_are_reported(
     given: dict[str, int], kept: tuple[int | None, int | None], told: str, tmp_path: Path
 ) -> None:
     """The plan chose how the steps of the run are cut; that it stays open is no change, and is filled in again."""
@@ -582,7 +580,7 @@ def test_only_what_somebody_has_changed_is_told(
     assert said == ([f"changed since the checkpoint: {told}"] if told else [])
 
 
-def test_a_checkpoint_whose_configuration_has_the_keys_of_before_goes_on(tmp_path: Path) -> None:
+def test_checkpoints_with_old_config_keys_resume(tmp_path: Path) -> None:
     """Whatever has a new name since: nothing of it counts as a change, and a change is told by the new name."""
     config = config_of(tmp_path)
     written = config.model_dump(mode="json")
@@ -599,7 +597,7 @@ def test_a_checkpoint_whose_configuration_has_the_keys_of_before_goes_on(tmp_pat
     assert said == [f"changed since the checkpoint: train.learning_rate 0.5 -> {config.train.learning_rate}"]
 
 
-def test_epochs_end_where_they_were_to_end_and_more_extend(tmp_path: Path) -> None:
+def test_epochs_end_as_planned_and_can_be_extended(tmp_path: Path) -> None:
     """The same weights as by the steps that they are; from a checkpoint too; more of them go on behind the end."""
 
     def of(epochs: float, name: str, resume: str | None = None) -> Any:
@@ -634,7 +632,7 @@ def test_epochs_end_where_they_were_to_end_and_more_extend(tmp_path: Path) -> No
     assert (tmp_path / "whole" / "status.json").read_bytes() == before
 
 
-def test_epochs_of_other_data_begin_where_it_begins(tmp_path: Path) -> None:
+def test_epochs_restart_with_new_data(tmp_path: Path) -> None:
     train(config_of(tmp_path, "run", train={"steps": 3}))
     more = tmp_path / "more.txt"
     more.write_text("other words, and more of them\n" * 300)

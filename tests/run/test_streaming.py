@@ -47,7 +47,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(stream_rows, name, value)
 
 
-def test_a_run_on_a_stream_says_what_it_is(tmp_path: Path) -> None:
+def test_streamed_runs_say_so(tmp_path: Path) -> None:
     said = " ".join(train(streamed(tmp_path, "run", 4, checkpoint={"every": 0})).split())
     assert "/rows begins with " in said
     assert "length 4 steps" in said
@@ -56,14 +56,14 @@ def test_a_run_on_a_stream_says_what_it_is(tmp_path: Path) -> None:
     assert "loaded with from_pretrained" not in said
 
 
-def test_text_that_is_no_rows_is_refused_by_name(tmp_path: Path) -> None:
+def test_text_without_rows_is_refused_by_name(tmp_path: Path) -> None:
     config = streamed(tmp_path, "run", 1)
     data = config.data.model_copy(update={"sources": ("python-stdlib",)})
     with pytest.raises(ConfigError, match=r"^data\.sources: python-stdlib cannot be streamed; leave"):
         train(config.model_copy(update={"data": data}))
 
 
-def test_ranks_read_the_commit_that_the_first_has_found_and_share_its_micro_batches(
+def test_ranks_stream_rank_zeros_revision_and_split_micro_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hub moves on before it answers the second."""
@@ -95,7 +95,7 @@ def test_ranks_read_the_commit_that_the_first_has_found_and_share_its_micro_batc
 
 
 @pytest.mark.slow  # two runs
-def test_a_run_on_a_stream_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_streamed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     train(streamed(tmp_path, "whole", 4))
     (taken,) = [path for path in checkpoints(tmp_path / "whole" / "checkpoints") if step_of(path) == 2]
     train(streamed(tmp_path, "part", 4, resume=str(taken)))

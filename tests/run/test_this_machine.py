@@ -58,7 +58,7 @@ def cpu() -> Iterator[CpuDevice]:
     device.close()
 
 
-def test_a_probed_machine_is_taken_with_the_memory_that_is_free_now(cpu: CpuDevice, probed: Path) -> None:
+def test_a_saved_probe_is_used_with_the_memory_free_now(cpu: CpuDevice, probed: Path) -> None:
     mine = replace(machine("laptop"), name="my own", shares_memory=True, host_nbytes=1 << 50, device_nbytes=1 << 50)
     save_hardware(mine, probed)
     assert probed_machine() == mine
@@ -67,7 +67,7 @@ def test_a_probed_machine_is_taken_with_the_memory_that_is_free_now(cpu: CpuDevi
     assert found.host_nbytes == found.device_nbytes < 1 << 50
 
 
-def test_a_probe_of_another_kind_of_device_is_passed_over(probed: Path) -> None:
+def test_probes_of_other_devices_are_ignored(probed: Path) -> None:
     save_hardware(replace(machine("laptop"), shares_memory=True), probed)
     found = this_machine(card(), "bf16")
     assert found.name == "NVIDIA H200, not probed"
@@ -75,7 +75,7 @@ def test_a_probe_of_another_kind_of_device_is_passed_over(probed: Path) -> None:
     assert (found.flops, found.device_nbytes) == (machine("h200").flops, FREE)
 
 
-def test_a_machine_that_nobody_knows_is_described_by_one_product(cpu: CpuDevice) -> None:
+def test_unknown_machines_are_described_by_one_matmul(cpu: CpuDevice) -> None:
     for device in (cpu, card("NVIDIA Nothing 9000")):
         found = this_machine(device, "fp32")
         assert found.name.endswith(", not probed")
@@ -87,7 +87,7 @@ def test_a_machine_that_nobody_knows_is_described_by_one_product(cpu: CpuDevice)
         assert "megatrain probe" in sources["host_bandwidth"]
 
 
-def test_a_named_machine_has_this_ones_memory(cpu: CpuDevice) -> None:
+def test_a_named_machine_uses_this_hosts_memory(cpu: CpuDevice) -> None:
     assert this_machine(cpu, "bf16", "h200").device_nbytes < 1 << 50
     assert this_machine(card(), "bf16", "laptop").device_nbytes == FREE
     with pytest.raises(PlanError, match="no machine is called 'h20'"):
@@ -105,7 +105,7 @@ def test_a_named_machine_has_this_ones_memory(cpu: CpuDevice) -> None:
         (None, "cannot be read"),
     ],
 )
-def test_a_probe_that_cannot_be_read_is_one_line_for_a_plan_and_for_a_run(
+def test_an_unreadable_probe_is_one_line_for_plan_and_train(
     cpu: CpuDevice, probed: Path, content: str | None, complaint: str
 ) -> None:
     if content is None:
@@ -123,7 +123,7 @@ def test_a_probe_that_cannot_be_read_is_one_line_for_a_plan_and_for_a_run(
 
 
 @pytest.mark.parametrize("model", ["NVIDIA H200", "NVIDIA Nothing 9000"])
-def test_a_plan_refuses_a_gpu_that_nobody_has_described(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_refuses_an_undescribed_gpu(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Card(model)
     monkeypatch.setattr("megatrain.device.open_device", lambda name: opened)
     if machine_of_device(model):
@@ -134,7 +134,7 @@ def test_a_plan_refuses_a_gpu_that_nobody_has_described(model: str, monkeypatch:
     assert not opened.is_open
 
 
-def test_a_plan_without_a_gpu_is_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_without_a_gpu_uses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def open_device(name: str) -> Any:
         if name != "cpu":
             raise DeviceError("there is none", where=name)

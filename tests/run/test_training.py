@@ -67,7 +67,7 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in lines(folder) if line["event"] == "stepped"]
 
 
-def test_a_run_ends_in_a_folder_with_everything(tmp_path: Path) -> None:
+def test_a_finished_run_folder_is_complete(tmp_path: Path) -> None:
     config = configuration(tmp_path, output={"trackers": ["tensorboard"]})
     said = train(config)
     folder = tmp_path / "run"
@@ -115,7 +115,7 @@ def test_the_saved_model_is_the_trained_one(tmp_path: Path, precision: str) -> N
     assert load_causal_lm(str(tmp_path / "run" / "model")).num_parameters() > 0
 
 
-def test_the_saved_configuration_repeats_the_run_bit_for_bit(tmp_path: Path) -> None:
+def test_the_saved_config_repeats_the_run_bit_for_bit(tmp_path: Path) -> None:
     train(configuration(tmp_path))
     again = load_config(tmp_path / "run" / "config.yaml", [f"output.folder={tmp_path / 'again'}"])
     train(again)
@@ -124,7 +124,7 @@ def test_the_saved_configuration_repeats_the_run_bit_for_bit(tmp_path: Path) -> 
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_trained_model_can_be_trained_on_with_its_own_tokenizer(tmp_path: Path) -> None:
+def test_a_trained_model_can_be_trained_further(tmp_path: Path) -> None:
     train(configuration(tmp_path))
     path = str(tmp_path / "run" / "model")
     config = configuration(
@@ -137,7 +137,7 @@ def test_a_trained_model_can_be_trained_on_with_its_own_tokenizer(tmp_path: Path
     assert losses(tmp_path / "more")[0] < losses(tmp_path / "run")[0]
 
 
-def test_what_a_run_leaves_out_of_its_files_is_shown_by_name(tmp_path: Path) -> None:
+def test_weights_missing_from_files_are_shown_by_name(tmp_path: Path) -> None:
     train(configuration(tmp_path, train={"steps": 1}))
     folder = tmp_path / "run" / "model"
     tensors = load_file(folder / "model.safetensors")
@@ -149,9 +149,7 @@ def test_what_a_run_leaves_out_of_its_files_is_shown_by_name(tmp_path: Path) -> 
     assert "1 tensor in its files that the model does not use: vision.[bold]proj\N{REPLACEMENT CHARACTER}" in said
 
 
-def test_a_model_is_taken_apart_once_and_the_device_measured_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_is_split_once_and_the_device_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     for name, place in (("_ported", split_into_units), ("_best_of_a_few", probe)):
         honest = getattr(place, name)
@@ -165,7 +163,7 @@ def test_a_model_is_taken_apart_once_and_the_device_measured_once(
     assert sorted(calls) == ["_best_of_a_few", "_ported"]
 
 
-def test_pinned_fields_reach_the_policy_and_change_no_number(tmp_path: Path) -> None:
+def test_policy_keys_reach_the_policy_and_change_no_number(tmp_path: Path) -> None:
     train(configuration(tmp_path))
     overrides = {"weight_slots": 3, "activations": "recompute", "host_threads": 1}
     said = train(configuration(tmp_path, policy=overrides, output={"folder": str(tmp_path / "pinned")}))
@@ -175,7 +173,7 @@ def test_pinned_fields_reach_the_policy_and_change_no_number(tmp_path: Path) -> 
     assert losses(tmp_path / "pinned") == losses(tmp_path / "run")
 
 
-def test_without_held_out_text_the_run_still_proves_its_model(tmp_path: Path) -> None:
+def test_without_validation_data_the_saved_model_is_still_checked(tmp_path: Path) -> None:
     said = train(configuration(tmp_path, data={"validation_fraction": 0.0}, train={"sample_tokens": 0}))
     assert "none held out" in said
     assert "from_pretrained" in said
@@ -197,7 +195,7 @@ def test_without_held_out_text_the_run_still_proves_its_model(tmp_path: Path) ->
         ({"train": {"weight_decay": 1e3}}, ConfigError, "train.weight_decay: "),
     ],
 )  # fmt: skip
-def test_a_mistake_leaves_no_run_folder(
+def test_user_errors_leave_no_run_folder(
     tmp_path: Path, changed: dict[str, Any], error: type[Exception], expected: str
 ) -> None:
     with pytest.raises(error) as caught:
@@ -206,7 +204,7 @@ def test_a_mistake_leaves_no_run_folder(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_that_is_no_model_is_called_so_before_its_tokenizer_is_missed(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_model_is_reported_before_its_tokenizer(tmp_path: Path) -> None:
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
@@ -217,7 +215,7 @@ def test_a_folder_that_is_no_model_is_called_so_before_its_tokenizer_is_missed(t
         train(Config.model_validate(config))
 
 
-def test_a_run_shorter_than_its_warm_up_ends_while_the_rate_rises(tmp_path: Path) -> None:
+def test_a_run_shorter_than_warmup_ends_during_warmup(tmp_path: Path) -> None:
     train(configuration(tmp_path, train={"warmup_steps": 10}))
     rates = [line["lr"] for line in lines(tmp_path / "run") if line["event"] == "stepped"]
     assert rates == pytest.approx([1e-3, 2e-3, 3e-3, 4e-3])
@@ -227,9 +225,7 @@ def not_finite(engine: Engine, micro_batches: Any, *how: Any) -> StepOutput:
     raise NonFinite("the gradient is not finite", where="layer 1")
 
 
-def test_a_run_that_diverges_writes_no_model_and_keeps_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_diverging_run_keeps_the_old_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(configuration(tmp_path))
     before = load_causal_lm(str(tmp_path / "run" / "model")).state_dict()
     monkeypatch.setattr(Engine, "step", not_finite)
@@ -245,7 +241,7 @@ def test_a_run_that_diverges_writes_no_model_and_keeps_the_old_one(
 
 
 @pytest.mark.parametrize("on_nonfinite", ["skip", "rollback"])
-def test_weights_that_are_not_finite_end_the_run_at_once_and_by_name(on_nonfinite: str, tmp_path: Path) -> None:
+def test_nonfinite_weights_end_the_run_and_are_named(on_nonfinite: str, tmp_path: Path) -> None:
     train(configuration(tmp_path, train={"steps": 1, "sample_tokens": 0}))
     file = tmp_path / "run" / "model" / "model.safetensors"
     weights = load_file(file)
@@ -262,14 +258,14 @@ def test_weights_that_are_not_finite_end_the_run_at_once_and_by_name(on_nonfinit
     assert skipped["reason"].startswith("the loss is nan, and some weights")
 
 
-def test_a_step_that_may_be_half_applied_is_never_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partially_applied_step_is_never_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "step", not_finite)
     with pytest.raises(NonFinite, match="step 1: 1 step not finite"):
         train(configuration(tmp_path, train={"max_grad_norm": None}))
 
 
 @pytest.mark.parametrize(("number", "every"), [(signal.SIGINT, 500), (signal.SIGTERM, 0)])
-def test_a_signal_finishes_the_step_and_saves(
+def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, every: int
 ) -> None:
     honest = Engine.step
@@ -288,7 +284,7 @@ def test_a_signal_finishes_the_step_and_saves(
     assert (tmp_path / "run" / "model").exists() == (not every)
 
 
-def test_a_second_ctrl_c_leaves_at_once_without_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_ctrl_c_exits_immediately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def impatient(engine: Engine, micro_batches: Any, *how: Any) -> StepOutput:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
@@ -300,7 +296,7 @@ def test_a_second_ctrl_c_leaves_at_once_without_a_model(tmp_path: Path, monkeypa
     assert not (tmp_path / "run" / "model").exists()
 
 
-def test_a_save_that_fails_leaves_the_old_model_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_keeps_the_old_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import PreTrainedTokenizerFast
 
     train(configuration(tmp_path))
@@ -316,7 +312,7 @@ def test_a_save_that_fails_leaves_the_old_model_whole(tmp_path: Path, monkeypatc
     assert load_causal_lm(str(tmp_path / "run" / "model")).num_parameters() > 0
 
 
-def test_a_trace_is_written_when_asked_for_and_refused_where_it_cannot_be(tmp_path: Path) -> None:
+def test_a_trace_is_written_on_request_or_refused(tmp_path: Path) -> None:
     config = configuration(tmp_path)
     train(config.model_copy(update={"trace": str(tmp_path / "traces" / "run.json")}))
     events = json.loads((tmp_path / "traces" / "run.json").read_text())["traceEvents"]
@@ -327,9 +323,7 @@ def test_a_trace_is_written_when_asked_for_and_refused_where_it_cannot_be(tmp_pa
         train(blocked)
 
 
-def test_a_sample_longer_than_the_window_goes_on_from_the_windows_second_half(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_generation_continues_with_half_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[list[int], int]] = []
 
     def counting(engine: Engine, tokenizer: Any, ids: list[int], *, tokens: int, **_: Any) -> list[int]:

@@ -54,7 +54,7 @@ def status(tmp_path: Path) -> dict[str, Any]:
     return dict(json.loads((tmp_path / "run" / "status.json").read_text()))
 
 
-def test_the_loss_of_each_source_is_told_and_that_of_all_is_their_mean_by_tokens(tmp_path: Path) -> None:
+def test_per_source_losses_average_by_tokens_to_the_total(tmp_path: Path) -> None:
     sources = texts(tmp_path)
     config = run_of(tmp_path, data={"validation": list(sources.values())}, train={"steps": 1})
     assert dict(config.data.validation) == sources
@@ -76,7 +76,7 @@ def test_the_loss_of_each_source_is_told_and_that_of_all_is_their_mean_by_tokens
     assert "hard" in page
 
 
-def test_the_loss_of_a_source_is_that_of_all_its_text_whatever_the_rounds_and_ranks() -> None:
+def test_per_source_losses_do_not_depend_on_rounds_or_ranks() -> None:
     model, making = tiny_model(), threading.Lock()
     sources = {"a": [batch(2, 5 + index % 3, seed=index) for index in range(5)], "b": [batch(1, 7, seed=9)]}
     every = [each for batches in sources.values() for each in batches]
@@ -95,7 +95,7 @@ def test_the_loss_of_a_source_is_that_of_all_its_text_whatever_the_rounds_and_ra
         assert found.by_source == pytest.approx(alone[0].by_source, rel=1e-6)
 
 
-def test_a_loss_of_pairs_is_weighed_by_pairs() -> None:
+def test_pair_losses_are_weighted_by_pairs() -> None:
     def pair(rows: int, seed: int) -> dict[str, Any]:
         found = batch(rows, 6, seed=seed)
         return {**found, REFERENCE: found["labels"].float().mean(dim=1) * 0 - 20}
@@ -109,7 +109,7 @@ def test_a_loss_of_pairs_is_weighed_by_pairs() -> None:
     assert found.by_source == {}
 
 
-def test_preferences_are_measured_on_files_of_their_own(tmp_path: Path) -> None:
+def test_preference_validation_uses_its_own_files(tmp_path: Path) -> None:
     own = str(preferences(tmp_path / "own.jsonl", 8))
     data = {
         "sources": [str(preferences(tmp_path / "preferences.jsonl"))],
@@ -129,9 +129,7 @@ def falling(losses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "evaluated", lambda step, *_: Evaluated(step, next(rest)))
 
 
-def test_a_run_whose_loss_does_not_fall_ends_finished_and_its_best_state_is_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_early_stopping_ends_the_run_and_keeps_the_best_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     early = {"steps": 9, "early_stopping_patience": 2, "early_stopping_threshold": 0.5}
     early |= {"sample_tokens": 3, "sample_prompts": ["a", "b"]}
     config = run_of(tmp_path, train=early, output={"best": True}, checkpoint={"every": 100, "keep_last": 1})
@@ -161,9 +159,7 @@ def test_a_run_whose_loss_does_not_fall_ends_finished_and_its_best_state_is_the_
     assert status(tmp_path)["step"] == 8, "a gain in step 5, and three without"
 
 
-def test_a_run_that_goes_on_from_one_that_has_ended_early_has_a_lowest_loss_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resuming_after_early_stopping_starts_a_new_best_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = run_of(tmp_path, train={"steps": 9, "early_stopping_patience": 1}, output={"best": True})
     falling([1.0, 2.0], monkeypatch)
     train(config)
@@ -175,7 +171,7 @@ def test_a_run_that_goes_on_from_one_that_has_ended_early_has_a_lowest_loss_of_i
     assert "the model is the state after step 4, with the lowest validation loss" in said
 
 
-def test_losses_of_what_is_measured_no_more_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_on_former_validation_data_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (own := tmp_path / "own.txt").write_text("aaaa " * 90)
     kept = {"every": 1, "keep_last": 1, "keep_best": 1}
     of = {"data": {"validation": str(own)}, "output": {"best": True}, "checkpoint": kept}
@@ -195,7 +191,7 @@ def test_losses_of_what_is_measured_no_more_do_not_count(tmp_path: Path, monkeyp
     assert (again.since, again.step, again.loss, again.waited) == (2, 4, 3.0, 1)
 
 
-def test_what_goes_by_the_validation_loss_needs_one(tmp_path: Path) -> None:
+def test_keys_that_use_the_validation_loss_require_validation(tmp_path: Path) -> None:
     for key, changed in (
         ("train.early_stopping_patience", {"train": {"early_stopping_patience": 1}}),
         ("output.best", {"output": {"best": True}}),
@@ -217,7 +213,7 @@ def wrong(evaluation):
 """
 
 
-def test_metrics_of_ones_own_are_told_like_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_metrics_are_reported_like_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_metrics.py").write_text(METRICS)
     guide = Path(__file__).parents[2] / "docs" / "guides" / "validation.md"

@@ -82,7 +82,7 @@ def spec_in_shards(tied: bool = False) -> ModelSpec:
     tied=st.booleans(),
     more=st.integers(0, 1),
 )
-def test_the_schedules_of_all_ranks_are_proven_together(
+def test_the_schedules_of_all_ranks_pass_the_checker_together(
     ranks: int, precision: str, policy: Policy, tied: bool, more: int
 ) -> None:
     numerics = Numerics(precision)  # type: ignore[arg-type]  # drawn from its values
@@ -97,7 +97,7 @@ def test_the_schedules_of_all_ranks_are_proven_together(
 
 
 @given(ranks=st.integers(2, 5), policy=policies)
-def test_each_byte_crosses_the_bus_of_one_rank_and_no_rank_holds_anothers_state(ranks: int, policy: Policy) -> None:
+def test_each_byte_crosses_one_ranks_bus_and_state_is_not_duplicated(ranks: int, policy: Policy) -> None:
     spec, (schedule, *_) = spec_in_shards().over(ranks), world(ranks, Numerics("bf16"), policy)
     for unit, each in enumerate(spec.units):
         layout = layout_of(each)
@@ -114,7 +114,7 @@ def test_each_byte_crosses_the_bus_of_one_rank_and_no_rank_holds_anothers_state(
         assert sum(buffer.nbytes for buffer in state) == (2 * layout.size + 10 * layout.trained.size) // ranks
 
 
-def test_one_rank_has_the_schedule_that_it_always_had() -> None:
+def test_one_rank_has_the_single_rank_schedule() -> None:
     spec, work = spec_in_shards(), Work((4, 4))
     alone = build_step(spec, Numerics("bf16"), Policy(), work)
     assert spec.over(1) is spec
@@ -144,13 +144,13 @@ def three(request: pytest.FixtureRequest) -> list[Schedule]:
     return world(3, Numerics("bf16"), policy, more=1)
 
 
-def test_every_removed_wait_is_found(three: list[Schedule]) -> None:
+def test_every_removed_wait_is_detected(three: list[Schedule]) -> None:
     mutants = [mutant for _, _, mutant in without_each_wait(three[1])]
     assert len(mutants) > (50 if any(op.stream in ("fetch", "shared") for op in three[1].ops) else 20)
     assert all(refused([three[0], mutant, three[2]]) for mutant in mutants)
 
 
-def test_every_missing_collective_is_found(three: list[Schedule]) -> None:
+def test_every_missing_collective_is_detected(three: list[Schedule]) -> None:
     gone = [index for index, op in enumerate(three[1].ops) if op.kind in COLLECTIVES]
     for index in gone:
         ops = [op for at, op in enumerate(three[1].ops) if at != index]
@@ -159,7 +159,7 @@ def test_every_missing_collective_is_found(three: list[Schedule]) -> None:
         assert refused([derive_waits(replace(each, ops=tuple(ops))) for each in three])
 
 
-def test_every_swapped_pair_of_collectives_is_found(three: list[Schedule]) -> None:
+def test_every_swapped_pair_of_collectives_is_detected(three: list[Schedule]) -> None:
     """Also one that is right for its own rank."""
     places = [index for index, op in enumerate(three[1].ops) if op.kind in COLLECTIVES]
     right_alone = 0
@@ -185,7 +185,7 @@ def refused_alone(schedule: Schedule) -> bool:
     return False
 
 
-def test_ranks_that_have_other_shards_or_the_same_part_are_told_apart(three: list[Schedule]) -> None:
+def test_mismatched_and_duplicate_rank_parts_are_detected(three: list[Schedule]) -> None:
     larger = world(3, Numerics("bf16"), Policy(shard_nbytes=12 << 10))
     with pytest.raises(ScheduleError, match=r"on rank 0 and .* on rank 1"):
         check_world([three[0], larger[1], three[2]])
@@ -203,7 +203,7 @@ def _with_parts_of_another_shard(schedule: Schedule) -> Schedule:
     return derive_waits(replace(schedule, ops=tuple(ops)))
 
 
-def test_in_shared_memory_no_rank_may_write_what_another_may_still_read() -> None:
+def test_shared_memory_is_not_written_while_others_may_read() -> None:
     """Each for itself, such schedules are right."""
     right = world(3, Numerics("bf16"), Policy(shard_nbytes=6 << 10, delivery="shared"))
     found = 0
@@ -228,7 +228,7 @@ def _is_weights(access: Access) -> bool:
     return isinstance(access.content, Weights)
 
 
-def test_a_wait_for_what_comes_later_is_a_deadlock(three: list[Schedule]) -> None:
+def test_waiting_for_a_later_op_is_a_deadlock(three: list[Schedule]) -> None:
     waits = list(three[0].waits)
     waits[3] = (len(waits) - 1,)
     with pytest.raises(ScheduleError, match="which comes later"):
@@ -245,13 +245,13 @@ def test_a_wait_for_what_comes_later_is_a_deadlock(three: list[Schedule]) -> Non
         (Policy(delivery="shared", placements=(DISK,) * 5), "weights on the disk are not in memory"),
     ],
 )
-def test_what_several_ranks_lack_is_refused_with_the_setting_to_change(policy: Policy, what: str) -> None:
+def test_settings_unsupported_on_ranks_are_refused_by_name(policy: Policy, what: str) -> None:
     with pytest.raises(PlanError, match=what):
         build_step(small_spec(3).over(2), Numerics("bf16"), policy, Work((4, 4)))
     build_step(small_spec(3), Numerics("bf16"), policy, Work((4, 4)))
 
 
-def test_units_of_one_rank_and_of_several_are_never_taken_for_each_other() -> None:
+def test_single_rank_and_multi_rank_units_are_distinguished() -> None:
     unit = UnitSpec("u", "layer", (ParamSpec("p", (70, 64)),))
     many = replace(unit, ranks=2)
     assert [layout_of(each).ranks for each in (unit, many, unit, many)] == [1, 2, 1, 2]

@@ -68,7 +68,7 @@ def schedules(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work) 
 
 
 @pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 300), marks=pytest.mark.slow)])
-def test_any_split_is_proven_and_moves_each_part_as_seldom_as_it_can(seeds: range) -> None:
+def test_any_disk_split_passes_the_checker_with_minimal_moves(seeds: range) -> None:
     """State once in and once out a step; weights in twice at most, and out once."""
     for seed in seeds:
         for schedule in schedules(*random_case(random.Random(seed))):
@@ -90,7 +90,7 @@ def on_disk(model: ModelSpec) -> Policy:
     return Policy(placements=(Placement("disk", "disk", "disk", "disk"),) * len(model.units))
 
 
-def test_of_a_unit_with_a_frozen_part_all_is_read_and_the_rest_written() -> None:
+def test_partly_frozen_units_are_read_whole_and_written_in_part() -> None:
     model = over_a_base(small_spec(3))
     units = [replace(model.units[0], params=model.units[0].params[-1:]), *model.units[1:]]  # the first is all frozen
     model = replace(model, units=tuple(units))
@@ -107,7 +107,7 @@ def test_of_a_unit_with_a_frozen_part_all_is_read_and_the_rest_written() -> None
     }
 
 
-def test_a_write_that_leaves_out_some_of_what_trains_is_refused() -> None:
+def test_incomplete_writes_of_trained_state_are_refused() -> None:
     model = over_a_base(small_spec(3))
     schedule = build_step(model, Numerics("bf16"), on_disk(model), Work((4,)), pending="all")
     ops = list(schedule.ops)
@@ -120,7 +120,7 @@ def test_a_write_that_leaves_out_some_of_what_trains_is_refused() -> None:
         check(replace(schedule, ops=tuple(ops)))
 
 
-def test_what_is_resident_never_crosses_the_bus() -> None:
+def test_resident_units_never_cross_the_bus() -> None:
     model = small_spec(4)
     policy = Policy(placements=(ON_DEVICE,) * len(model.units))
     for schedule in schedules(model, Numerics(), policy, Work((4, 4))):
@@ -161,7 +161,7 @@ def test_the_optimizer_pass_works_while_the_next_unit_is_read_and_the_last_one_w
         assert ("WRITE", -1) in beside, (unit, beside)
 
 
-def test_placements_that_cannot_be_are_refused() -> None:
+def test_impossible_placements_are_refused() -> None:
     with pytest.raises(PlanError, match="updated where all of its state is"):
         Placement("host", "host", "device")
     with pytest.raises(PlanError, match="must wait where their unit is updated"):

@@ -32,21 +32,21 @@ def extents(schedule: Schedule, kind: str) -> dict[int, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_the_ends_take_no_memory_beside_the_slots_of_the_layers(slots: int) -> None:
+def test_embedding_and_head_share_the_layers_slots(slots: int) -> None:
     spec = small_spec(6)
     layer, *ends = (4 * layout_of(spec.units[unit]).trained.size for unit in (1, 0, 7))
     schedule = build_step(spec, Numerics(), Policy(grad_slots=slots), WORK)
     assert sums(schedule) == {"device/gradient_slots/all": max(slots * layer, *ends)}
 
 
-def test_a_tied_head_waits_for_its_prologue_in_memory_of_its_own() -> None:
+def test_a_tied_heads_gradient_waits_in_its_own_buffer() -> None:
     assert set(sums(build_step(small_spec(6, tied=True), Numerics(), Policy(), WORK))) >= {
         "device/gradient_slots/all",
         "device/gradient_slots/prologue",
     }
 
 
-def test_the_top_layer_waits_for_no_head_where_slots_leave_room() -> None:
+def test_the_top_layer_does_not_wait_for_the_head_with_enough_slots() -> None:
     spec = small_spec(6)
     layer, ends = (4 * layout_of(spec.units[unit]).trained.size for unit in (1, 7))
     slots = 1 + -(-ends // layer)
@@ -58,7 +58,7 @@ def test_the_top_layer_waits_for_no_head_where_slots_leave_room() -> None:
 
 @pytest.mark.parametrize("wait_for", ["unit", "shard"])
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_gradients_at_offsets_are_proven_and_run_without_races(slots: int, wait_for: WaitFor) -> None:
+def test_gradients_at_offsets_pass_the_checker_without_races(slots: int, wait_for: WaitFor) -> None:
     schedule = build_step(
         small_spec(4), Numerics(), Policy(grad_slots=slots, wait_for=wait_for, shard_nbytes=256), WORK, "all"
     )

@@ -25,7 +25,7 @@ def gated(policy: Policy) -> Policy:
 
 
 @given(policy=policies, work=works, layers=st.integers(1, 4), tied=st.booleans(), pending=st.booleans())
-def test_schedules_with_gates_are_proven_and_are_the_others_cut_up(
+def test_gated_schedules_pass_the_checker_and_refine_ungated_ones(
     policy: Policy, work: Work, layers: int, tied: bool, pending: bool
 ) -> None:
     of = small_spec(layers, tied)
@@ -57,7 +57,7 @@ def test_no_wait_of_a_gate_is_redundant(policy: Policy, work: Work, tied: bool) 
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
-def test_each_gate_that_is_left_out_is_found(activations: str) -> None:
+def test_every_missing_gate_is_detected(activations: str) -> None:
     policy = Policy(shard_nbytes=256, activations=activations, wait_for="shard")  # type: ignore[arg-type]
     assert surviving_waits(build_step(small_spec(2), Numerics(), policy, Work((4, 4)), "all")) == []
 
@@ -85,7 +85,7 @@ def test_a_layer_begins_with_the_first_shard_that_it_uses() -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
-def test_a_shard_of_a_gradient_leaves_once_its_phase_has_ended(activations: str, micro_batches: int) -> None:
+def test_gradient_shards_leave_after_their_phase(activations: str, micro_batches: int) -> None:
     policy = Policy(shard_nbytes=512, activations=activations, wait_for="shard")  # type: ignore[arg-type]
     schedule = build_step(small_spec(2), Numerics(), policy, Work((4,) * micro_batches))
     out = [i for i, op in enumerate(schedule.ops) if op.kind == "GRAD" and op.unit == 1]
@@ -96,7 +96,7 @@ def test_a_shard_of_a_gradient_leaves_once_its_phase_has_ended(activations: str,
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
-def test_phases_cost_what_the_call_costs(activations: str) -> None:
+def test_phases_cost_as_much_as_the_call(activations: str) -> None:
     of, work = small_spec(3), Work((8, 8))
     policy = Policy(shard_nbytes=256, activations=activations, weight_slots=1)  # type: ignore[arg-type]
     plain, cut = (build_step(of, Numerics(), each, work) for each in (policy, gated(policy)))
@@ -106,7 +106,7 @@ def test_phases_cost_what_the_call_costs(activations: str) -> None:
         assert totals[1] == pytest.approx(totals[0])
 
 
-def test_gates_spare_waiting_where_copies_are_slow() -> None:
+def test_gates_reduce_waiting_with_slow_copies() -> None:
     policy = Policy(shard_nbytes=256, weight_slots=1)
     seconds = [
         replay(

@@ -32,7 +32,7 @@ def moved(schedule: Schedule, kind: str) -> Counter[str]:
     return counts
 
 
-def test_any_split_is_proven_and_only_locked_memory_meets_the_bus() -> None:
+def test_any_staging_split_passes_the_checker_and_copies_only_pinned_memory() -> None:
     packed = 0
     for seed in range(16):
         model, numerics, policy, work = random_case(random.Random(seed))
@@ -56,7 +56,7 @@ def test_any_split_is_proven_and_only_locked_memory_meets_the_bus() -> None:
     assert packed > 50_000
 
 
-def test_what_is_locked_is_a_few_shards_whatever_the_size_of_the_model() -> None:
+def test_pinned_memory_is_a_few_shards_for_any_model() -> None:
     sizes = {}
     for layers in (4, 40):
         for transfer in ("pinned", "staged", "pageable"):
@@ -80,7 +80,7 @@ def test_no_wait_is_idle_and_the_executed_step_takes_what_replay_says() -> None:
         assert executed_timeline(schedule, price, seed).ends == replayed.ends
 
 
-def test_a_slab_is_filled_while_the_one_before_it_is_copied() -> None:
+def test_a_staging_buffer_is_filled_while_the_previous_one_is_copied() -> None:
     """With two, packing and copying overlap shard by shard; with one, they take turns."""
     times = {}
     for pinned_staging_slots in (1, 2):
@@ -92,7 +92,7 @@ def test_a_slab_is_filled_while_the_one_before_it_is_copied() -> None:
     assert times[2] < 0.75 * times[1]
 
 
-def test_prices_are_those_of_the_way_that_is_taken() -> None:
+def test_costs_follow_the_transfer_mode() -> None:
     found = {}
     for transfer in ("pinned", "staged", "pageable"):
         policy = Policy(transfer=transfer)
@@ -104,7 +104,7 @@ def test_prices_are_those_of_the_way_that_is_taken() -> None:
     assert found["pageable"] == pytest.approx({"FETCH": 250.0, "GRAD": 500.0})  # where not measured, what a copy takes
 
 
-def test_ways_that_cannot_be_are_refused() -> None:
+def test_impossible_transfer_modes_are_refused() -> None:
     with pytest.raises(PlanError, match=r"policy.transfer: 'x' is not valid; use pinned, staged or pageable"):
         Policy(transfer="x")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"policy.pinned_staging_slots: 0 is not valid"):

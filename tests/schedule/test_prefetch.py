@@ -35,7 +35,7 @@ RING = Policy(shard_nbytes=256, wait_for="shard", read_ahead_nbytes=256)
     tied=st.booleans(),
     pending=st.booleans(),
 )
-def test_rings_are_proven(
+def test_ring_schedules_pass_the_checker(
     policy: Policy,
     wait_for: WaitFor,
     ahead: int,
@@ -66,7 +66,7 @@ def test_rings_are_proven(
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_each_wait_that_is_left_out_is_found(activations: str, micro_batches: int) -> None:
+def test_every_missing_wait_is_detected(activations: str, micro_batches: int) -> None:
     ring = replace(RING, activations=activations)  # type: ignore[arg-type]
     assert surviving_waits(build_step(small_spec(2), Numerics(), ring, Work((4,) * micro_batches), "all")) == []
 
@@ -76,7 +76,7 @@ def weights_nbytes(schedule: Schedule) -> int:
     return sum(each.nbytes for each in schedule.buffers.values() if each.use in (Use.WEIGHT_SLOTS, Use.READ_AHEAD))
 
 
-def test_weights_take_one_unit_and_the_read_ahead() -> None:
+def test_ring_weights_take_one_unit_and_the_read_ahead() -> None:
     """The largest unit: here the head, which comes into the place of the layers. Without a ring it has its own."""
     work = Work((4, 4))
     assert weights_nbytes(build_step(small_spec(4), Numerics(), RING, work)) == ENDS + RING.read_ahead_nbytes
@@ -88,7 +88,7 @@ def test_weights_take_one_unit_and_the_read_ahead() -> None:
 
 @pytest.mark.parametrize("stays", ["prologue", "epilogue"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_ends_that_stay_on_the_device_have_no_place_in_the_ring(stays: str, tied: bool) -> None:
+def test_resident_embeddings_and_heads_have_no_place_in_the_ring(stays: str, tied: bool) -> None:
     of = small_spec(3, tied)
     placements = tuple(Placement(weights="device") if unit.kind == stays else IN_HOST for unit in of.units)
     step = build_step(of, Numerics(), replace(RING, placements=placements), Work((4,)))
@@ -100,7 +100,7 @@ def test_ends_that_stay_on_the_device_have_no_place_in_the_ring(stays: str, tied
     assert stays == "prologue" or fetched.count(0) == 2 + tied  # forward, a tied head, backward
 
 
-def test_a_head_comes_into_what_the_top_layer_gives_up_also_where_nothing_else_is_in_the_ring() -> None:
+def test_the_head_is_fetched_into_places_freed_by_the_top_layer() -> None:
     """Its slot is met here for the first time."""
     of = small_spec(3, tied=True)
     placements = tuple(Placement(weights="device") if unit.kind == "prologue" else IN_HOST for unit in of.units)
@@ -110,7 +110,7 @@ def test_a_head_comes_into_what_the_top_layer_gives_up_also_where_nothing_else_i
         assert any(name.startswith(("FETCH u0", f"FETCH u{of.epilogue}")) for name in meanwhile), policy
 
 
-def test_a_ring_is_as_quick_as_two_slots_where_a_fetch_takes_as_long_as_a_call_and_one_slot_is_not() -> None:
+def test_a_ring_is_as_fast_as_two_slots_and_one_slot_is_not() -> None:
     def price(op: Op) -> float:
         return {"FETCH": 1.0, "FORWARD": 3.0, "BACKWARD": 6.0, "PLACE": 0.01}.get(op.kind, 0.0) * op.share
 
@@ -130,7 +130,7 @@ def test_a_ring_is_as_quick_as_two_slots_where_a_fetch_takes_as_long_as_a_call_a
         assert took["ring"] < took["whole units"], took
 
 
-def test_a_shard_is_given_up_when_all_that_is_read_with_it_has_been() -> None:
+def test_a_shard_is_released_after_its_last_read() -> None:
     """Of two shards a matrix: it stays until the second is there; with a bias behind it until that is."""
     sizes = {"matrix": (4, 32), "bias": (32,), "last": (4, 32)}
 
@@ -146,7 +146,7 @@ def test_a_shard_is_given_up_when_all_that_is_read_with_it_has_been() -> None:
 
 
 @pytest.mark.parametrize("policy", [Policy(shard_nbytes=16), replace(RING, shard_nbytes=16, read_ahead_nbytes=1024)])
-def test_placing_fetches_takes_calls_in_proportion_to_shards(policy: Policy) -> None:
+def test_placing_fetches_is_linear_in_shards(policy: Policy) -> None:
     """Where nothing is slower than linear, four times the shards take four times the calls of functions."""
 
     def calls(rows: int) -> int:

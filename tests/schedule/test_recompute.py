@@ -41,7 +41,7 @@ def random_mixture(seed: int) -> tuple[ModelSpec, Numerics, Policy, Work]:
 
 
 @pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 300), marks=pytest.mark.slow)])
-def test_three_hundred_mixtures_with_state_in_any_tier_are_proven(seeds: range) -> None:
+def test_three_hundred_mixed_policies_on_any_tier_pass_the_checker(seeds: range) -> None:
     seen: Counter[str] = Counter()
     for seed in seeds:
         model, numerics, policy, work = random_mixture(seed)
@@ -53,7 +53,7 @@ def test_three_hundred_mixtures_with_state_in_any_tier_are_proven(seeds: range) 
 
 
 @given(rows=st.sampled_from(["keep", "recompute"]), layers=st.integers(1, 4), micros=st.integers(1, 3))
-def test_rows_that_are_all_alike_are_the_uniform_plan(rows: str, layers: int, micros: int) -> None:
+def test_identical_rows_equal_the_uniform_plan(rows: str, layers: int, micros: int) -> None:
     keep: Keep = "graph" if rows == "keep" else "input"
     model, work = small_spec(layers), Work((4,) * micros)
     plain = build_step(model, Numerics(), Policy(activations=rows), work)  # type: ignore[arg-type]
@@ -61,13 +61,13 @@ def test_rows_that_are_all_alike_are_the_uniform_plan(rows: str, layers: int, mi
     assert build_step(model, Numerics(), Policy(activations_by_layer=((keep,) * micros,) * layers), work) == plain
 
 
-def test_rows_and_their_entries_start_over() -> None:
+def test_activation_rows_restart_per_micro_batch() -> None:
     policy = Policy(activations_by_layer=(("input", "drop"), ("graph",)))
     found = [[policy.keep(layer, micro) for micro in range(3)] for layer in range(3)]
     assert found == [["input", "drop", "input"], ["graph"] * 3, ["input", "drop", "input"]]
 
 
-def test_memory_that_is_shared_offloads_nothing() -> None:
+def test_shared_memory_devices_offload_nothing() -> None:
     rows = (("offload",), ("graph", "offload"))
     of, work = small_spec(4), Work((4, 4))
     kept = tuple(tuple("input" if keep == "offload" else keep for keep in row) for row in rows)
@@ -80,7 +80,7 @@ def test_memory_that_is_shared_offloads_nothing() -> None:
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
 @pytest.mark.parametrize("dropped", [0, 1, 2, 3, 7, 20, 60])
-def test_dropped_inputs_are_computed_again_in_the_fewest_steps_that_the_slots_allow(dropped: int, slots: int) -> None:
+def test_dropped_inputs_are_recomputed_in_the_fewest_steps(dropped: int, slots: int) -> None:
     """By the closed form of Griewank and Walther; and no pass starts from what is not there or takes one slot more."""
     held, steps = {0}, 0
     for boundary in range(dropped, 0, -1):
@@ -95,7 +95,7 @@ def test_dropped_inputs_are_computed_again_in_the_fewest_steps_that_the_slots_al
     assert steps == (dropped + 1) * repeats - (comb(slots + repeats, repeats - 1) if repeats else 0)
 
 
-def test_the_fewest_steps_are_what_a_search_through_everything_finds() -> None:
+def test_recomputation_steps_equal_exhaustive_search() -> None:
     def least(there: frozenset[int], wanted: int, slots: int) -> float:
         """Steps until boundaries wanted, ..., 1 have been there in turn, trying every pass and nothing clever."""
         if not wanted:
@@ -117,7 +117,7 @@ def forwards(schedule: Schedule) -> int:
     return sum(op.kind == "FORWARD" for op in schedule.ops)
 
 
-def test_a_layer_is_computed_again_once_where_slots_suffice_and_oftener_where_they_do_not() -> None:
+def test_layers_are_recomputed_more_often_with_fewer_slots() -> None:
     of, work = small_spec(8), Work((4, 4))
     plain = build_step(of, Numerics(), Policy(), work)
     roomy = build_step(of, Numerics(), Policy(activations_by_layer=INTERVAL), work)
@@ -151,7 +151,7 @@ def deep(rows: tuple[tuple[Keep, ...], ...] = (), micros: int = 2, **changes: in
     )  # type: ignore[arg-type]
 
 
-def test_the_device_holds_the_inputs_that_the_plan_means_it_to() -> None:
+def test_the_device_holds_the_planned_inputs() -> None:
     """In boundaries, over 12 layers and 2 micro-batches; the one that is being made counts."""
     moving = 2 + 1  # of each micro-batch one between two layers, and one being made
     assert inputs_nbytes(deep()) == (12 * 2 + 2) * BOUNDARY  # and the head's
@@ -163,7 +163,7 @@ def test_the_device_holds_the_inputs_that_the_plan_means_it_to() -> None:
     assert inputs_nbytes(deep((("drop",),), recompute_slots=2)) == (2 + 2 * 2 + 1) * BOUNDARY
 
 
-def test_a_micro_batch_that_stands_for_several_has_their_bytes_but_for_the_slots() -> None:
+def test_a_representative_micro_batch_has_the_bytes_of_all_except_slots() -> None:
     of, policy = small_spec(12), Policy(activations_by_layer=(("offload",),))
     three, one = (build_step(of, Numerics(), policy, Work((16, 16), repeats=repeats)) for repeats in (3, 1))
     for schedule, times in ((three, 3), (one, 1)):
@@ -174,7 +174,7 @@ def test_a_micro_batch_that_stands_for_several_has_their_bytes_but_for_the_slots
     assert sum(op.nbytes for op in three.ops if op.kind == "RELOAD") == 22 * 3 * BOUNDARY
 
 
-def test_host_memory_holds_what_has_left_and_no_more() -> None:
+def test_host_memory_holds_only_offloaded_data() -> None:
     """What is still in its slot when it is needed neither leaves nor comes back."""
     away, plain = deep((("offload",),)), deep()
     table = [buffer for buffer in away.buffers.values() if buffer.use is Use.OFFLOADED_INPUTS]
@@ -187,7 +187,7 @@ def test_host_memory_holds_what_has_left_and_no_more() -> None:
     ][2:]
 
 
-def test_offloaded_outputs_pass_through_slots_of_their_own() -> None:
+def test_offloaded_outputs_use_their_own_slots() -> None:
     """They go and come back with the inputs; those that are in their slot when they are needed stay."""
     of = replace(small_spec(12), units=tuple(_with_outputs(unit) for unit in small_spec(12).units))
     work, slots = Work((16, 16)), 3
@@ -225,7 +225,7 @@ def test_copies_of_inputs_hide_behind_compute_and_come_back_just_in_time() -> No
         assert away.busy_seconds(stream) == pytest.approx(22.0 + plain.busy_seconds(stream))  # type: ignore[arg-type]
 
 
-def test_one_way_of_the_bus_carries_one_thing_at_a_time() -> None:
+def test_each_bus_direction_carries_one_copy_at_a_time() -> None:
     """Weights and inputs on their way to the device, gradients and inputs on their way from it."""
     away = replay(deep((("offload",),)), lambda op: 1.0)
     for kinds in (("FETCH", "RELOAD"), ("GRAD", "OFFLOAD")):
@@ -238,7 +238,7 @@ def test_one_way_of_the_bus_carries_one_thing_at_a_time() -> None:
         assert all(start >= end for (_, end), (start, _) in pairwise(sorted(times)))
 
 
-def test_copies_of_inputs_cost_their_bytes_over_the_bandwidth_of_their_way() -> None:
+def test_input_copies_cost_bytes_over_bandwidth() -> None:
     machine = Hardware("m", 1 << 30, 1 << 30, fetch_bandwidth=100.0, grad_bandwidth=50.0, flops=1e9, host_bandwidth=1e9)
     policy = Policy(activations_by_layer=(("offload",),))
     of, work = small_spec(4), Work((16,))
@@ -256,7 +256,7 @@ def mixed() -> Schedule:
 
 
 @pytest.mark.parametrize("kind", ["OFFLOAD", "RELOAD", "FORWARD"])
-def test_leaving_out_any_op_of_a_mixture_is_refused(kind: str) -> None:
+def test_removing_any_op_of_a_mixed_policy_is_refused(kind: str) -> None:
     schedule = mixed()
     chosen = [index for index, op in enumerate(schedule.ops) if op.kind == kind]
     assert len(chosen) >= 5
@@ -266,13 +266,13 @@ def test_leaving_out_any_op_of_a_mixture_is_refused(kind: str) -> None:
             check(derive_waits(replace(schedule, ops=fewer)))
 
 
-def test_leaving_out_any_wait_of_a_mixture_is_a_race() -> None:
+def test_removing_any_wait_of_a_mixed_policy_is_a_race() -> None:
     schedule = mixed()
     assert {schedule.ops[wait].kind for waits in schedule.waits for wait in waits} >= {"OFFLOAD", "RELOAD"}
     assert surviving_waits(schedule, range(1)) == []
 
 
-def test_rows_that_cannot_be_are_refused() -> None:
+def test_impossible_rows_are_refused() -> None:
     for rows in (((),), (("input",), ("forget",)), (("input", "keep"),)):
         with pytest.raises(PlanError, match=r"policy\.activations_by_layer\[\d\].*; use .*graph, chosen") as caught:
             Policy(activations_by_layer=rows)  # type: ignore[arg-type]

@@ -55,7 +55,7 @@ def seconds(op: Op) -> float:
     pending=st.booleans(),
     in_round=st.integers(0, 3),
 )
-def test_every_schedule_that_is_built_is_proven(
+def test_every_built_schedule_passes_the_checker(
     numerics: Numerics, policy: Policy, work: Work, layers: int, tied: bool, pending: bool, in_round: int
 ) -> None:
     of = small_spec(layers, tied)
@@ -68,7 +68,7 @@ def test_every_schedule_that_is_built_is_proven(
 
 
 @given(numerics=precisions, policy=policies, work=works, tied=st.booleans())
-def test_weights_cross_the_bus_at_most_twice_and_gradients_once_whatever_the_micro_batches(
+def test_weights_cross_twice_and_gradients_once_for_any_micro_batches(
     numerics: Numerics, policy: Policy, work: Work, tied: bool
 ) -> None:
     ops = build_step(small_spec(4, tied), numerics, policy, work).ops
@@ -84,7 +84,7 @@ def test_weights_cross_the_bus_at_most_twice_and_gradients_once_whatever_the_mic
         )
 
 
-def test_layers_around_the_turn_are_not_fetched_again() -> None:
+def test_the_last_layers_are_not_refetched_for_backward() -> None:
     ops = build_step(small_spec(6), Numerics(), Policy(weight_slots=2), Work((4,))).ops
     fetches = [op.unit for op in ops if op.kind == "FETCH"]
     assert fetches == [0, 1, 2, 3, 4, 5, 6, 7, 0, 4, 3, 2, 1] or sorted(fetches) == sorted(
@@ -148,7 +148,7 @@ def changed(schedule: Schedule, ops: list[Op]) -> Schedule:
 
 
 @pytest.mark.parametrize("kind", ["FETCH", "FORWARD", "LOSS", "BACKWARD", "GRAD", "NORM", "UPDATE"])
-def test_leaving_out_any_op_is_refused(kind: str) -> None:
+def test_removing_any_op_is_refused(kind: str) -> None:
     schedule = built()
     for index, op in enumerate(schedule.ops):
         if op.kind == kind:
@@ -157,7 +157,7 @@ def test_leaving_out_any_op_is_refused(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["GRAD", "NORM", "UPDATE"])
-def test_a_gradient_that_leaves_or_is_used_twice_is_refused(kind: str) -> None:
+def test_gradients_transferred_or_used_twice_are_refused(kind: str) -> None:
     schedule = built()
     index = next(i for i, op in enumerate(schedule.ops) if op.kind == kind)
     with pytest.raises(ScheduleError, match=r"twice|2 times|finds"):
@@ -209,7 +209,7 @@ def test_derived_waits_order_every_conflict_and_none_is_redundant(policy: Policy
 
 @settings(max_examples=settings.default.max_examples // 2)
 @given(policy=policies, work=works, tied=st.booleans())
-def test_conflicts_agree_with_their_slow_definition(policy: Policy, work: Work, tied: bool) -> None:
+def test_conflicts_equal_a_brute_force_definition(policy: Policy, work: Work, tied: bool) -> None:
     """With the order inside each stream, what `conflicts` reports implies what all conflicting pairs do."""
     ops = build_step(small_spec(2, tied), Numerics(), policy, work).ops
     before = [{i for i in range(j) if ops[i].stream == ops[j].stream} for j in range(len(ops))]
@@ -248,7 +248,7 @@ def test_fetches_wait_for_updates_and_updates_never_for_later_units() -> None:
 # Values ---------------------------------------------------------------------------------------------------------------
 
 
-def test_bad_values_are_refused_where_they_are_made() -> None:
+def test_invalid_values_are_refused_on_construction() -> None:
     with pytest.raises(PlanError, match="prologue, layers and an epilogue"):
         ModelSpec("x", (UnitSpec("a", "layer", ()),), 1, 1)
     with pytest.raises(PlanError, match="at least one token"):

@@ -25,7 +25,7 @@ HOMES = st.one_of(
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_bytes_are_those_of_the_buffers(data: st.DataObject) -> None:
+def test_op_bytes_equal_their_buffers(data: st.DataObject) -> None:
     layers = data.draw(st.integers(1, 5))
     model = small_spec(layers=layers, tied=data.draw(st.booleans()))
     numerics = Numerics(data.draw(st.sampled_from(["bf16", "fp32"])))
@@ -58,9 +58,7 @@ def over_files(layers: int = 5) -> ModelSpec:
 
 @pytest.mark.parametrize("shares_memory", [True, False])
 @pytest.mark.parametrize("shard_nbytes", [100, 600, 1 << 20])
-def test_what_lies_in_files_takes_no_memory_but_that_which_it_passes_through(
-    shard_nbytes: int, *, shares_memory: bool
-) -> None:
+def test_file_backed_weights_take_only_staging_memory(shard_nbytes: int, *, shares_memory: bool) -> None:
     """A step is proven; what is in files is read in each pass and never written; bytes are those that are foretold."""
     model, numerics = over_files(), Numerics("bf16")
     for update in ("next_forward", "during_backward"):

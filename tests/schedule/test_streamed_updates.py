@@ -69,7 +69,7 @@ def updated_there(schedule: Schedule) -> set[int]:
 
 
 @pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 3000), marks=pytest.mark.slow)])
-def test_any_policy_makes_schedules_that_are_proven_and_have_no_race(seeds: range) -> None:
+def test_schedules_of_any_policy_pass_the_checker_without_races(seeds: range) -> None:
     streamed = 0
     for seed in seeds:
         schedule, policy = drawn(seed)
@@ -86,7 +86,7 @@ def test_any_policy_makes_schedules_that_are_proven_and_have_no_race(seeds: rang
 
 @pytest.mark.parametrize("update", ["next_forward", "during_backward"])
 @pytest.mark.parametrize("slots", [1, 3])
-def test_leaving_out_any_single_wait_is_detected(update: str, slots: int) -> None:
+def test_removing_any_single_wait_is_detected(update: str, slots: int) -> None:
     policy = Policy(streamed_updates=0.7, weight_slots=slots, update=update, shard_nbytes=6000)  # type: ignore[arg-type]
     schedule = step(policy)
     assert updated_there(schedule)
@@ -94,7 +94,7 @@ def test_leaving_out_any_single_wait_is_detected(update: str, slots: int) -> Non
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_executed_timeline_is_the_replayed_one(seed: int) -> None:
+def test_the_executed_timeline_equals_the_replay(seed: int) -> None:
     schedule, policy = drawn(seed)
     model, work = spec(len(schedule.units) - 2), Work((4,) * 3)
     price, shared = op_seconds(model, Numerics(), policy, work, DESKTOP), contention(model, Numerics(), DESKTOP)
@@ -103,7 +103,7 @@ def test_the_executed_timeline_is_the_replayed_one(seed: int) -> None:
     assert executed.ends == pytest.approx(predicted.ends, abs=1e-9)
 
 
-def test_state_crosses_once_each_way_and_fresh_weights_are_not_fetched_before_the_forward() -> None:
+def test_streamed_state_crosses_once_each_way_and_weights_are_not_refetched() -> None:
     host, device = (step(Policy(streamed_updates=share, weight_slots=4)) for share in (0.0, 1.0))
     check(device)
     moved: dict[str, Counter[str]] = {}
@@ -143,7 +143,7 @@ def test_device_memory_is_bounded_by_pieces() -> None:
     assert CHUNK == device_adamw.CHUNK
 
 
-def test_a_share_is_spread_over_the_layers_that_have_their_state_in_host_memory() -> None:
+def test_the_streamed_share_is_spread_over_host_resident_layers() -> None:
     of = spec(8)
     assert Policy(streamed_updates=0.25).updates_streamed(of) == {3, 7}
     assert Policy(streamed_updates=0.5).updates_streamed(of) == {2, 4, 6, 8}
@@ -154,7 +154,7 @@ def test_a_share_is_spread_over_the_layers_that_have_their_state_in_host_memory(
     assert Policy(streamed_updates=1.0).updates_streamed(spec(8, frozen=3)) == {4, 5, 6, 7, 8}
 
 
-def test_it_is_refused_where_nothing_crosses_a_bus_and_where_state_is_not_pinned() -> None:
+def test_streamed_updates_need_a_bus_and_pinned_state() -> None:
     for other in ({"shares_memory": True}, {"transfer": "staged"}, {"transfer": "pageable"}):
         with pytest.raises(PlanError, match=r"policy\.streamed_updates"):
             Policy(streamed_updates=0.5, **other)  # type: ignore[arg-type]
@@ -163,13 +163,13 @@ def test_it_is_refused_where_nothing_crosses_a_bus_and_where_state_is_not_pinned
             Policy(streamed_updates=share)
 
 
-def test_what_passes_through_the_device_is_pinned_and_no_more() -> None:
+def test_only_state_streamed_to_the_device_is_pinned() -> None:
     host, half = (step(Policy(streamed_updates=share), spec(4)) for share in (0.0, 0.5))
     more = pinned_nbytes(half.buffers.values(), "pinned") - pinned_nbytes(host.buffers.values(), "pinned")
     assert more == 2 * NUMEL * (2 + 8)
 
 
-def test_passes_without_an_update_and_a_flush_have_none_on_the_device() -> None:
+def test_passes_without_updates_have_none_on_the_device() -> None:
     policy = Policy(streamed_updates=1.0)
     for schedule in (
         build_forward(spec(), Numerics(), policy, Work((4,))),
@@ -181,7 +181,7 @@ def test_passes_without_an_update_and_a_flush_have_none_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("kind", ["RELOAD", "UPDATE", "OFFLOAD"])
-def test_a_piece_that_is_left_out_is_refused(kind: str) -> None:
+def test_missing_update_pieces_are_refused(kind: str) -> None:
     schedule = step(Policy(streamed_updates=1.0, update="during_backward", shard_nbytes=1000))
     lost = next(op for op in schedule.ops if op.kind == kind and op.stream != "host" and op.unit == 2 and op.shard == 1)
     ops = tuple(op for op in schedule.ops if op is not lost)
@@ -194,7 +194,7 @@ def test_a_piece_that_is_left_out_is_refused(kind: str) -> None:
         check(replace(schedule, ops=ops, waits=((),) * len(ops)))
 
 
-def test_a_piece_that_is_updated_twice_is_refused() -> None:
+def test_pieces_updated_twice_are_refused() -> None:
     schedule = step(Policy(streamed_updates=1.0, shard_nbytes=1000))
     twice = next(op for op in schedule.ops if op.kind == "UPDATE" and op.shard == 1)
     again = twice._replace(
@@ -206,7 +206,7 @@ def test_a_piece_that_is_updated_twice_is_refused() -> None:
         check(replace(schedule, ops=ops, waits=((),) * len(ops)))
 
 
-def test_with_one_slot_fresh_weights_are_fetched_from_home() -> None:
+def test_with_one_slot_updated_weights_are_fetched_from_the_host() -> None:
     """The slot is in use until the layer's turn comes."""
     for fields in ({"weight_slots": 1}, {"read_ahead_nbytes": 4000}):
         schedule = step(Policy(streamed_updates=1.0, **fields))  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ def ran(contention: Contention, *pieces: TimedTask) -> float:
     return clock.run()
 
 
-def test_what_wants_more_of_host_memory_than_there_is_is_slowed_down_by_the_same_factor() -> None:
+def test_streams_exceeding_host_bandwidth_slow_down_equally() -> None:
     fetch, update = TimedTask("fetch", 1.0, 100.0), TimedTask("host", 2.0, 600.0)
     compute = TimedTask("compute", 3.0)
     # 100 + 300 a second of the 200 there are: half as fast until the fetch has ended, and then 200 of 300
@@ -28,7 +28,7 @@ def test_what_wants_more_of_host_memory_than_there_is_is_slowed_down_by_the_same
     assert (fetch.ended, update.ended, compute.ended) == pytest.approx((2.0, 3.5, 3.0))
 
 
-def test_a_way_of_the_bus_has_its_share_while_the_other_is_in_use() -> None:
+def test_each_bus_direction_gets_its_duplex_share() -> None:
     fetch, grad = TimedTask("fetch", 1.0), TimedTask("grad", 3.0)
     ran(Contention(duplex={"fetch": 0.5, "grad": 0.8}), fetch, grad)
     assert (fetch.ended, grad.ended) == pytest.approx((2.0, 3.4))
@@ -36,7 +36,7 @@ def test_a_way_of_the_bus_has_its_share_while_the_other_is_in_use() -> None:
     assert ran(Contention(duplex={"fetch": 0.5}), alone, TimedTask("read", 1.0)) == pytest.approx(1.0)
 
 
-def test_a_stream_is_first_in_first_out_and_waits_for_others() -> None:
+def test_a_stream_is_fifo_and_waits_for_others() -> None:
     first = TimedTask("fetch", 2.0)
     product = TimedTask("compute", 1.0, waits=(first,))
     behind = TimedTask("compute", 1.0)
@@ -45,7 +45,7 @@ def test_a_stream_is_first_in_first_out_and_waits_for_others() -> None:
     assert (product.stalled, behind.stalled) == (2.0, 0.0)
 
 
-def test_time_goes_on_to_a_piece_that_is_asked_for_and_later_work_begins_where_it_was_submitted() -> None:
+def test_the_clock_advances_to_a_requested_piece() -> None:
     clock = StreamClock(Contention(host_dram_bandwidth=100.0))
     fetch, update = TimedTask("fetch", 1.0, 80.0), TimedTask("host", 4.0, 320.0)
     clock.submit(fetch)
@@ -66,9 +66,7 @@ WORK = st.lists(
 
 
 @given(WORK, st.floats(1.0, 30.0))
-def test_all_is_done_no_sooner_than_memory_allows_and_no_later_than_one_after_the_other(
-    work: list[tuple[str, float, float]], dram: float
-) -> None:
+def test_total_time_is_between_memory_bound_and_serial(work: list[tuple[str, float, float]], dram: float) -> None:
     pieces = [TimedTask(stream, seconds, seconds * rate) for stream, seconds, rate in work]
     moved = sum(piece.dram_nbytes for piece in pieces)
     seconds = ran(Contention(dram), *pieces)

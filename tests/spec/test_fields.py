@@ -48,7 +48,7 @@ class Unprintable:
 
 
 @pytest.mark.parametrize(("good", "name"), FIELDS)
-def test_a_field_of_another_type_is_refused_by_name(good: Any, name: str) -> None:
+def test_fields_of_wrong_types_are_refused_by_name(good: Any, name: str) -> None:
     error = PlanError if isinstance(good, Limits | Numerics | Policy | Placement | Work) else ConfigError
     wrong = ["2", "yes", b"fp32", INF, -INF, NAN, -1, -0.5, 10**400, 2j, {}, {1}, object(), Unprintable(), np.zeros(2)]
     wrong += [("2",), (NAN,), ((True,),), [[]], Fraction(1, 3) - 1, "\n" * 200, Placement, Policy()]
@@ -66,7 +66,7 @@ def test_a_field_of_another_type_is_refused_by_name(good: Any, name: str) -> Non
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8, np.int8])
-def test_integers_of_numpy_are_stored_as_plain_ones(kind: type) -> None:
+def test_numpy_integers_are_stored_as_int(kind: type) -> None:
     policy = Policy(
         weight_slots=kind(3), shard_nbytes=kind(100), read_ahead_nbytes=kind(0), shares_memory=np.bool_(True)
     )
@@ -78,7 +78,7 @@ def test_integers_of_numpy_are_stored_as_plain_ones(kind: type) -> None:
     assert {type(each) for each in work.tokens} == {int}
 
 
-def test_lists_and_numbers_that_mean_the_same_are_taken() -> None:
+def test_equivalent_lists_and_numbers_are_accepted() -> None:
     adamw = AdamW(lr=np.float32(0.5), betas=[0, np.float64(0.5)], no_decay=["*bias"], weight_decay=1)  # type: ignore[arg-type]
     assert adamw == AdamW(lr=0.5, betas=(0.0, 0.5), no_decay=("*bias",), weight_decay=1.0)
     assert type(adamw.lr) is type(adamw.betas[1]) is float
@@ -87,7 +87,7 @@ def test_lists_and_numbers_that_mean_the_same_are_taken() -> None:
     assert hash(rows)
 
 
-def test_the_message_leads_to_the_entry_and_says_what_there_may_be() -> None:
+def test_messages_name_the_entry_and_the_allowed_values() -> None:
     with pytest.raises(PlanError, match=r"policy\.activations_by_layer\[1\]\[0\]: 'forget' is not valid; use graph, "):
         Policy(activations_by_layer=(("input",), ("forget",)))  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"policy\.recompute_slots: '2' is not valid; use a whole number, 1 to 4096 or"):
@@ -130,7 +130,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", SETTINGS, ids=str)
-def test_whatever_placement_a_policy_takes_there_is_a_schedule_for(changes: dict[str, Any]) -> None:
+def test_every_accepted_placement_has_a_schedule(changes: dict[str, Any]) -> None:
     """Of all units or of one, each combination of tiers is refused where it is made, or its schedules are proven."""
     model, taken = small_spec(2), 0
     for tiers in itertools.product(get_args(Tier), repeat=4):
@@ -151,12 +151,12 @@ def test_whatever_placement_a_policy_takes_there_is_a_schedule_for(changes: dict
     assert taken >= 2 * 16
 
 
-def test_a_gradient_cannot_wait_on_the_disk_for_a_unit_that_is_updated_on_the_device() -> None:
+def test_gradients_of_device_updated_units_cannot_be_on_disk() -> None:
     with pytest.raises(PlanError, match=r"placement\.gradients: .* waits there, not on the disk; leave gradients out"):
         Placement("device", "device", "device", "disk")
 
 
 @pytest.mark.parametrize("count", [3, 5])
-def test_placements_for_fewer_or_more_units_than_the_model_has_are_refused(count: int) -> None:
+def test_placements_for_a_wrong_number_of_units_are_refused(count: int) -> None:
     with pytest.raises(PlanError, match=f"places the state of {count} units, but the model has 4"):
         build_step(small_spec(2), Numerics(), Policy(placements=(Placement(),) * count), Work((4,)))

@@ -73,7 +73,7 @@ def test_ranks_own_equal_parts_of_every_shard_that_tile_the_unit(
 
 
 @given(shapes, st.integers(1, 4), st.integers(1, 9000))
-def test_what_ranks_own_of_a_range_is_all_of_it_once(sizes: list[tuple[int, ...]], ranks: int, most: int) -> None:
+def test_ranks_own_each_byte_of_a_range_once(sizes: list[tuple[int, ...]], ranks: int, most: int) -> None:
     layout = layout_of(replace(unit(sizes), ranks=ranks))
     for field in layout.fields:
         found = [p for rank in range(ranks) for p in Ownership(rank, most).within(layout, field.start, field.stop)]

@@ -109,7 +109,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
         (chosen("bf16", "during_backward", streamed_updates=1.0, shard_nbytes=60_000), "cpu"),
     ],
 )
-def test_what_is_written_while_training_goes_on_is_the_state_of_its_step(
+def test_async_saves_write_the_state_of_their_step(
     how: Policy, device: str, tmp_path: Path, slow_disk: SlowDisk
 ) -> None:
     with made(how, tmp_path, device) as engine:
@@ -126,7 +126,7 @@ def test_what_is_written_while_training_goes_on_is_the_state_of_its_step(
         assert steps(undisturbed, 5)[2:] == losses
 
 
-def test_without_the_wait_the_state_would_be_torn(tmp_path: Path, slow_disk: SlowDisk) -> None:
+def test_without_the_save_wait_state_would_be_torn(tmp_path: Path, slow_disk: SlowDisk) -> None:
     """The test above can fail."""
     with made(chosen(shares_memory=True), tmp_path) as engine:
         engine._sink.before_update = lambda unit: None
@@ -182,7 +182,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         *(pytest.param(*each, marks=pytest.mark.slow) for each in product(("bf16", "fp32"), HOMES, ("cpu", "sim:2"))),
     ],
 )
-def test_any_policy_and_tiers_go_on_to_the_same_bits(
+def test_any_policy_and_tiers_resume_to_the_same_bits(
     straight: dict[str, Any],
     precision: Precision,
     placements: str,
@@ -202,7 +202,7 @@ def test_any_policy_and_tiers_go_on_to_the_same_bits(
         assert set(engine.applied_updates().values()) == {6}
 
 
-def test_an_engine_goes_back_in_place(tmp_path: Path) -> None:
+def test_an_engine_restores_in_place(tmp_path: Path) -> None:
     with made(chosen(shares_memory=True), tmp_path) as engine:
         steps(engine, 2)
         saved = open_checkpoint(engine.save(tmp_path / "run", {"a": [1, None]}).wait())
@@ -219,7 +219,7 @@ def test_an_engine_goes_back_in_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "family", ["llama-tied", "gpt2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mixtral", "gemma2"))]
 )
-def test_other_architectures_go_on_too(family: str, tmp_path: Path) -> None:
+def test_other_architectures_resume(family: str, tmp_path: Path) -> None:
     with made(chosen(shares_memory=True), tmp_path, family=family) as engine:
         steps(engine, 2)
         saved = engine.save(tmp_path / "run").wait()
@@ -230,7 +230,7 @@ def test_other_architectures_go_on_too(family: str, tmp_path: Path) -> None:
         assert steps(engine, 2) == expected
 
 
-def test_a_state_changes_its_precision_without_losing_a_bit(straight: dict[str, Any], tmp_path: Path) -> None:
+def test_state_converts_between_precisions_without_loss(straight: dict[str, Any], tmp_path: Path) -> None:
     saved = straight["fp32"][0]
     with Engine.from_checkpoint(saved, precision="bf16", verify=False) as engine:
         again = engine.save(tmp_path / "bf16").wait()
@@ -238,7 +238,7 @@ def test_a_state_changes_its_precision_without_losing_a_bit(straight: dict[str, 
         assert equal(load_file(saved / name), load_file(again / name))
 
 
-def test_what_was_frozen_stays_frozen_and_new_moments_are_asked_for(tmp_path: Path) -> None:
+def test_restored_freezing_is_kept_and_missing_moments_reported(tmp_path: Path) -> None:
     model = tiny_model()
     model.model.layers[0].requires_grad_(False)
     with Engine.from_model(model, verify=False) as engine:
@@ -280,7 +280,7 @@ def test_a_failed_save_lets_training_go_on_and_leaves_nothing(tmp_path: Path, mo
         assert steps(engine, 4)[2:] == found
 
 
-def test_an_engine_that_closes_gives_its_save_up(tmp_path: Path, slow_disk: SlowDisk) -> None:
+def test_closing_an_engine_abandons_its_save(tmp_path: Path, slow_disk: SlowDisk) -> None:
     with made(chosen(placements=(DEVICE, DISK, Placement(), Placement(), DEVICE)), tmp_path, "sim:1") as engine:
         save = engine.save(tmp_path / "run")
     assert save.is_over
@@ -290,7 +290,7 @@ def test_an_engine_that_closes_gives_its_save_up(tmp_path: Path, slow_disk: Slow
     assert not [thread for thread in threading.enumerate() if thread.name == "megatrain-save"]
 
 
-def test_one_save_after_another_and_a_wait_that_ends(tmp_path: Path, slow_disk: SlowDisk) -> None:
+def test_saves_run_one_after_another_and_waits_end(tmp_path: Path, slow_disk: SlowDisk) -> None:
     with made(chosen(shares_memory=True), tmp_path) as engine:
         first = engine.save(tmp_path / "run")
         with pytest.raises(CheckpointError, match="is not written after"):
@@ -302,7 +302,7 @@ def test_one_save_after_another_and_a_wait_that_ends(tmp_path: Path, slow_disk: 
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000001", "step-00000000"]
 
 
-def test_a_damaged_checkpoint_makes_no_engine(straight: dict[str, Any], tmp_path: Path) -> None:
+def test_damaged_checkpoints_make_no_engine(straight: dict[str, Any], tmp_path: Path) -> None:
     import shutil
 
     copy = Path(shutil.copytree(straight["bf16"][0], tmp_path / "copy"))
@@ -313,7 +313,7 @@ def test_a_damaged_checkpoint_makes_no_engine(straight: dict[str, Any], tmp_path
         Engine.from_checkpoint(copy, verify=False)
 
 
-def test_random_state_of_the_user_is_left_alone(tmp_path: Path) -> None:
+def test_user_random_state_is_unchanged(tmp_path: Path) -> None:
     with made(chosen(shares_memory=True), tmp_path) as engine:
         torch.manual_seed(1)
         expected = torch.rand(3)
@@ -325,7 +325,7 @@ def test_random_state_of_the_user_is_left_alone(tmp_path: Path) -> None:
 # Beside a save -------------------------------------------------------------------------------------------------------
 
 
-def test_a_system_without_another_thread_costs_a_checkpoint_and_no_training(
+def test_failing_to_start_a_save_thread_costs_only_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none_left(self: threading.Thread) -> None:
@@ -340,7 +340,7 @@ def test_a_system_without_another_thread_costs_a_checkpoint_and_no_training(
         assert engine.save(tmp_path / "run").wait().name == "step-00000002"
 
 
-def test_what_is_kept_beside_the_state_is_that_of_the_call(tmp_path: Path, slow_disk: SlowDisk) -> None:
+def test_extra_checkpoint_data_is_snapshotted_at_the_call(tmp_path: Path, slow_disk: SlowDisk) -> None:
     with made(chosen(shares_memory=True), tmp_path) as engine:
         slow_disk.waits.set()
         seen = {"order": [1], "by name": {"a": [2]}}
@@ -351,7 +351,7 @@ def test_what_is_kept_beside_the_state_is_that_of_the_call(tmp_path: Path, slow_
         assert open_checkpoint(save.wait()).training["run"] == {"order": [1], "by name": {"a": [2]}}
 
 
-def test_gradients_disturb_no_save_of_what_they_write_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_do_not_disturb_a_running_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without clipping the last op of a unit is its update, after which its state goes back to the disk."""
     how = chosen("bf16", "during_backward", shares_memory=True, placements=HOMES["disk"])
     with made(how, tmp_path) as engine:
@@ -398,7 +398,7 @@ def test_another_model_is_refused_before_anything_is_lost(tmp_path: Path) -> Non
             assert equal(engine.master_weights(), before[1])
 
 
-def test_a_move_leaves_the_memory_that_saves_need(tmp_path: Path) -> None:
+def test_moving_state_leaves_memory_for_saves(tmp_path: Path) -> None:
     """Of a budget that has no byte to spare, or it is refused and the old split holds."""
     with made(chosen(), tmp_path, "sim:1") as engine:
         engine.saver.reserve()

@@ -29,7 +29,7 @@ def numbers(feed: Feed, count: int) -> list[int]:
     return [next(feed)[0]["number"] for _ in range(count)]
 
 
-def test_a_kept_position_is_gone_on_from() -> None:
+def test_saved_positions_continue() -> None:
     feed = Feed(Counting())
     assert numbers(feed, 3) == [0, 1, 2]
     state, other = feed.state(), Feed(Counting())
@@ -38,7 +38,7 @@ def test_a_kept_position_is_gone_on_from() -> None:
     assert other.state() == feed.state()
 
 
-def test_what_is_left_out_is_passed_over_also_after_a_resume_and_a_second_time() -> None:
+def test_skipped_data_stays_skipped_after_a_resume() -> None:
     feed = Feed(Counting())
     numbers(feed, 2)
     kept = feed.state()
@@ -52,7 +52,7 @@ def test_what_is_left_out_is_passed_over_also_after_a_resume_and_a_second_time()
     assert feed.left_out == {3, 4}
 
 
-def test_a_draw_that_was_not_used_is_put_back() -> None:
+def test_an_unused_random_draw_is_restored() -> None:
     feed = Feed(Counting())
     feed.put_back()
     numbers(feed, 2)

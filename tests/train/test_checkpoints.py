@@ -75,7 +75,7 @@ def made(engine: SlowEngine, folder: Path) -> Checkpoints:
     return Checkpoints(cast(Engine, engine), folder, Retention(), Feed(NoData()), {})
 
 
-def test_the_end_waits_no_longer_than_it_may_for_two_saves_together(tmp_path: Path) -> None:
+def test_the_end_waits_a_bounded_time_for_two_saves(tmp_path: Path) -> None:
     engine = SlowEngine(2.0)
     checkpoints = made(engine, tmp_path)
     assert checkpoints.save(2) is None
@@ -87,7 +87,7 @@ def test_the_end_waits_no_longer_than_it_may_for_two_saves_together(tmp_path: Pa
     assert engine.saved == [2]
 
 
-def test_a_checkpoint_is_told_and_not_written_again_where_older_ones_cannot_be_removed(tmp_path: Path) -> None:
+def test_a_failed_prune_is_reported_and_the_checkpoint_kept(tmp_path: Path) -> None:
     """The folder of checkpoints is a file here, which cannot be listed."""
     engine, folder = SlowEngine(), tmp_path / "file"
     folder.write_text("")
@@ -98,7 +98,7 @@ def test_a_checkpoint_is_told_and_not_written_again_where_older_ones_cannot_be_r
     assert engine.saved == [4]
 
 
-def test_where_a_run_goes_on_from_counts_as_saved_if_it_is_its_own(tmp_path: Path) -> None:
+def test_the_resumed_checkpoint_counts_as_saved_if_it_is_the_runs(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     for name, step in (("own", 5), ("other", -1)):
         checkpoints = made(SlowEngine(), tmp_path / "own")
@@ -106,7 +106,7 @@ def test_where_a_run_goes_on_from_counts_as_saved_if_it_is_its_own(tmp_path: Pat
         assert checkpoints.step == step
 
 
-def test_a_save_that_gets_there_while_it_is_given_up_is_told(tmp_path: Path) -> None:
+def test_a_save_finishing_while_being_abandoned_is_reported(tmp_path: Path) -> None:
     engine = SlowEngine(0.2)
     engine.saver.abandon = engine._wait  # too late: nothing asks any more
     checkpoints = made(engine, tmp_path)
@@ -128,7 +128,7 @@ def refusing(engine: SlowEngine, folder: Path) -> tuple[Checkpoints, list[int]]:
     return made(engine, folder), asked
 
 
-def test_a_state_that_cannot_be_saved_is_tried_once_told_once_and_refused_as_an_end(tmp_path: Path) -> None:
+def test_unsavable_state_is_reported_once_and_fails_the_end(tmp_path: Path) -> None:
     checkpoints, asked = refusing(SlowEngine(), tmp_path)
     checkpoints(Resumed(2, 9, str((tmp_path / "step-00000002").resolve())))
     assert isinstance(checkpoints.save(4), Warned)
@@ -141,9 +141,7 @@ def test_a_state_that_cannot_be_saved_is_tried_once_told_once_and_refused_as_an_
     checkpoints.refuse_unsaved(2)
 
 
-def test_behind_a_rollback_a_step_is_another_state_and_is_saved_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_repeated_after_a_rollback_are_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SlowEngine()
     engine.restore = lambda checkpoint, **_: None  # type: ignore[attr-defined]
     checkpoints = made(engine, tmp_path)
@@ -157,7 +155,7 @@ def test_behind_a_rollback_a_step_is_another_state_and_is_saved_again(
     checkpoints.refuse_unsaved(4)
 
 
-def test_of_several_ranks_all_go_by_what_the_first_finds(tmp_path: Path) -> None:
+def test_all_ranks_follow_rank_zeros_verification(tmp_path: Path) -> None:
     """Though another's view of the folder is an older one."""
     with Engine.from_model(tiny_model(), "cpu", "fp32", verify=False) as engine:
         for step in (1, 2):

@@ -42,7 +42,7 @@ def places(values: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.3, 0.9)], ids=str)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_device_is_within_one_rounding_of_the_host_and_on_a_cpu_equal(
+def test_device_updates_match_the_host_within_one_rounding(
     device: str, precision: Precision, betas: tuple[float, float]
 ) -> None:
     """Masters differ by one float32 number at most after an update from the same state, moments by none."""

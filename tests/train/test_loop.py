@@ -85,7 +85,7 @@ def run(steps: int = 4, fails: set[int] | None = None, **arguments: Any) -> tupl
     return engine, told
 
 
-def test_each_step_is_told_and_then_the_end() -> None:
+def test_trackers_get_each_step_and_the_end() -> None:
     _, told = run(steps=4)
     assert [(type(event), event.step) for event in told] == [
         (Stepped, 1),
@@ -96,7 +96,7 @@ def test_each_step_is_told_and_then_the_end() -> None:
     ]
 
 
-def test_every_watcher_is_told_everything() -> None:
+def test_every_listener_gets_every_event() -> None:
     first: list[Event] = []
     second: list[Event] = []
     run(watchers=[first.append, second.append])
@@ -115,7 +115,7 @@ def test_speed_counts_the_wait_for_data() -> None:
     assert step.stall_share == (1.0 + 0.5) / 4
 
 
-def test_no_step_is_quicker_than_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reported_mfu_is_at_most_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peak that was measured while others took the processor is too low; the quickest step then stands for it."""
     monkeypatch.setattr(FakeEngine, "peak_flops", lambda self: 10.0)
     flops = iter([60.0, 120.0, 60.0])
@@ -125,7 +125,7 @@ def test_no_step_is_quicker_than_the_peak(monkeypatch: pytest.MonkeyPatch) -> No
     assert shares == [1.0, 1.0, 0.5]
 
 
-def test_a_task_between_steps_slows_no_step_but_is_in_the_elapsed_time() -> None:
+def test_tasks_between_steps_count_only_as_elapsed_time() -> None:
     clock = FakeClock()
     told: list[Event] = []
 
@@ -161,13 +161,13 @@ def test_the_learning_rate_of_a_step_is_its_own() -> None:
     assert [event.lr for event in told if isinstance(event, Stepped)] == engine.rates
 
 
-def test_bytes_are_told_per_tier() -> None:
+def test_bytes_are_reported_per_tier() -> None:
     _, told = run(steps=1)
     assert isinstance(told[0], Stepped)
     assert told[0].nbytes == {"device": 5, "host": 100}
 
 
-def test_a_step_that_is_not_finite_is_skipped_and_told_with_its_reason() -> None:
+def test_nonfinite_steps_are_skipped_with_a_reason() -> None:
     engine, told = run(steps=4, fails={2})
     assert [type(event) for event in told] == [Stepped, Skipped, Stepped, Stepped, Ended]
     skipped = told[1]
@@ -177,13 +177,13 @@ def test_a_step_that_is_not_finite_is_skipped_and_told_with_its_reason() -> None
     assert [batch[0]["input_ids"] for batch in engine.seen] == [0, 1, 2, 3]  # its data is not tried again
 
 
-def test_only_failures_in_a_row_end_the_run() -> None:
+def test_only_consecutive_failures_end_the_run() -> None:
     _, told = run(steps=8, fails={2, 3, 5, 6}, nonfinite_limit=3)
     assert told[-1] == Ended(8, 8, 32.0)
 
 
 @pytest.mark.parametrize("limit", [1, 3])
-def test_the_limit_of_failures_in_a_row_ends_the_run_with_the_last_one_as_cause(limit: int) -> None:
+def test_too_many_consecutive_failures_end_the_run_with_the_last_as_cause(limit: int) -> None:
     told: list[Event] = []
     with pytest.raises(NonFinite, match=f"step {limit + 1}: .*not finite, the last one: layer 2") as caught:
         run(steps=8, fails={2, 3, 4, 5}, nonfinite_limit=limit, watchers=[told.append])
@@ -191,7 +191,7 @@ def test_the_limit_of_failures_in_a_row_ends_the_run_with_the_last_one_as_cause(
     assert [type(event) for event in told] == [Stepped] + [Skipped] * limit
 
 
-def test_weights_that_are_not_finite_are_gone_back_from_once_and_those_that_were_loaded_never() -> None:
+def test_nonfinite_weights_are_rolled_back_once_unless_loaded_so() -> None:
     def trained(fails: set[int], **how: Any) -> list[tuple[type[Event], int]]:
         clock, told = FakeClock(), list[Event]()
         engine = FakeEngine(clock, frozenset(fails), damaged=("lm_head.weight",))
@@ -209,7 +209,7 @@ def test_weights_that_are_not_finite_are_gone_back_from_once_and_those_that_were
     assert trained({3}, recover=back) == [*steps, *((Stepped, step) for step in range(2, 6)), (Ended, 5)]
 
 
-def test_a_stop_comes_after_the_step_under_way_and_before_any_task() -> None:
+def test_a_stop_takes_effect_after_the_current_step() -> None:
     told: list[Event] = []
     run(
         steps=9,
@@ -231,7 +231,7 @@ def test_other_errors_pass_through() -> None:
         train(FakeEngine(clock), broken(), steps=2, lr=lambda _: 1.0, clock=clock)
 
 
-def test_data_that_runs_out_ends_the_run_early() -> None:
+def test_exhausted_data_ends_the_run_early() -> None:
     clock = FakeClock()
     ended = train(FakeEngine(clock), [[{}], [{}]], steps=5, lr=lambda _: 1.0, clock=clock)
     assert (ended.step, ended.steps) == (2, 5)

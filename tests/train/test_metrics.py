@@ -75,13 +75,13 @@ def test_a_step_holds_its_fields_and_what_follows_from_them() -> None:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_a_number_that_is_not_finite_becomes_null(tmp_path: Path, loss: float) -> None:
+def test_nonfinite_numbers_become_null(tmp_path: Path, loss: float) -> None:
     with JsonLines(tmp_path / "m.jsonl") as watch:
         watch(stepped(loss=loss))
     assert read(tmp_path / "m.jsonl")[0]["loss"] is None
 
 
-def test_a_line_is_on_disk_as_soon_as_it_is_told(tmp_path: Path) -> None:
+def test_metric_lines_are_written_immediately(tmp_path: Path) -> None:
     with JsonLines(tmp_path / "m.jsonl") as watch:
         for count, event in enumerate(EVENTS, start=1):
             watch(event)
@@ -123,7 +123,7 @@ def small(tmp_path: Path) -> Iterator[tuple[JsonLines, Small, list[str]]]:
 
 
 @pytest.mark.parametrize("room", [0, 1, 100])
-def test_a_full_disk_is_told_once_and_every_line_is_there_in_the_end(
+def test_a_full_disk_is_reported_once_and_no_metric_line_is_lost(
     small: tuple[JsonLines, Small, list[str]], room: int
 ) -> None:
     watch, disk, said = small
@@ -144,7 +144,7 @@ def test_a_full_disk_is_told_once_and_every_line_is_there_in_the_end(
     assert len(said) == 3  # another time that it is full
 
 
-def test_the_newest_lines_wait_and_the_count_of_the_others_is_told(
+def test_unwritten_metric_lines_are_kept_up_to_a_limit_and_counted(
     small: tuple[JsonLines, Small, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics, "KEPT_LINES", 3)
@@ -159,7 +159,7 @@ def test_the_newest_lines_wait_and_the_count_of_the_others_is_told(
     assert KEPT_LINES > 1000
 
 
-def test_what_never_found_room_is_told_at_the_end(tmp_path: Path) -> None:
+def test_lost_metric_lines_are_reported_at_the_end(tmp_path: Path) -> None:
     said: list[str] = []
     with JsonLines(tmp_path / "m.jsonl", say=said.append) as watch:
         watch(stepped(1))
@@ -169,14 +169,14 @@ def test_what_never_found_room_is_told_at_the_end(tmp_path: Path) -> None:
     assert "lacks the last 1 lines" in said[-1]
 
 
-def test_perplexity_stands_beside_the_loss() -> None:
+def test_perplexity_is_shown_beside_the_loss() -> None:
     assert record(Evaluated(5, 2.0))["perplexity"] == pytest.approx(math.exp(2.0))
     assert record(Evaluated(5, 1e4))["perplexity"] is None
     assert record(Evaluated(5, math.nan))["perplexity"] is None
     assert scalars(Evaluated(5, 2.0)) == {"loss/validation": 2.0, "loss/validation_perplexity": math.exp(2.0)}
 
 
-def test_a_text_that_is_no_unicode_is_still_a_line(tmp_path: Path) -> None:
+def test_invalid_unicode_is_still_logged(tmp_path: Path) -> None:
     with JsonLines(tmp_path / "m.jsonl") as watch:
         watch(Sampled(5, "", "\udc80"))
     assert read(tmp_path / "m.jsonl")[0]["event"] == "sampled"

@@ -65,7 +65,7 @@ def asked(model: PreTrainedModel, engine: MakeEngine = make, settings: int | Non
 # What is right -----------------------------------------------------------------------------------------------------
 
 
-def test_the_truth_is_a_plain_step_of_the_stock_model() -> None:
+def test_the_reference_is_a_plain_step_of_the_stock_model() -> None:
     model = tiny_model("mixtral", output_router_logits=True)
     loss, expected = stock_gradients(model, unequal_batches(3))
     found_loss, found = parity.truth(model, unequal_batches(3))
@@ -74,7 +74,7 @@ def test_the_truth_is_a_plain_step_of_the_stock_model() -> None:
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7)
 
 
-def test_a_frozen_parameter_is_not_asked_for() -> None:
+def test_frozen_parameters_need_no_moments() -> None:
     model = still("llama")
     model.lm_head.weight.requires_grad_(False)
     report = asked(model)
@@ -83,7 +83,7 @@ def test_a_frozen_parameter_is_not_asked_for() -> None:
 
 
 @pytest.mark.parametrize("part", [slice(0, None, 6), pytest.param(slice(None), marks=pytest.mark.slow)])
-def test_everything_is_asked_and_every_group_is_in_the_table(part: slice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_case_is_verified_and_every_group_listed(part: slice, monkeypatch: pytest.MonkeyPatch) -> None:
     """The quick suite compares in the plainest setting and in the last, a mixture of plans on the simulator."""
     settings = parity.full_settings()
     assert {"cpu", parity.SIM} == {setting.name.partition(",")[0] for setting in settings}
@@ -104,7 +104,7 @@ def test_dropout_is_replayed_by_every_plan_and_device() -> None:
     assert replay_finding(model, make, case, settings).error == 0
 
 
-def test_what_the_stock_model_cannot_do_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_the_stock_model_fails_are_skipped_and_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = still("llama")
     plain = type(model).forward
 
@@ -121,7 +121,7 @@ def test_what_the_stock_model_cannot_do_is_left_out_and_said(monkeypatch: pytest
         compare(model, make, parity.short_cases(model)[:1], parity.short_settings())
 
 
-def test_rounding_is_told_from_a_mistake_by_moving_the_last_bit() -> None:
+def test_rounding_is_distinguished_from_errors_by_perturbing_the_last_bit() -> None:
     """With a tolerance below rounding, what is asked again stays right, and a mistake of the same size does not. It is
     named where it was met first, though others are wrong by a little more."""
     model = still("llama")
@@ -146,7 +146,7 @@ def test_rounding_is_told_from_a_mistake_by_moving_the_last_bit() -> None:
     assert report.worst.where == f"{asked_once[0].name}; {settings[0].name}"
 
 
-def test_the_worst_is_a_mistake_before_it_is_rounding() -> None:
+def test_errors_rank_before_rounding() -> None:
     shaky = Finding("a.*", 3e-5, "a.1", "case", "cpu", rounding=2e-5)
     mistaken = Finding("b", 2e-5, "b", "case", "cpu", rounding=1e-6)
     fine = Finding("loss", 1e-8, "loss")
@@ -213,7 +213,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], Callable[[PortedModel], None]]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_template_is_found(case: str) -> None:
+def test_wrong_templates_are_detected(case: str) -> None:
     kind, changes, change = WRONG[case]
     model = still(kind, "eager", **changes)
     assert asked(model, settings=1).ok
@@ -223,7 +223,7 @@ def test_a_wrong_template_is_found(case: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "qwen3_next"])
-def test_a_dropped_mask_is_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_masks_are_detected(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Call.arguments
 
     def dropped(self: Call, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -236,13 +236,13 @@ def test_a_dropped_mask_is_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert not asked(still(kind)).ok
 
 
-def test_dropout_that_is_drawn_anew_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unreplayed_dropout_is_detected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Streamer, "_reseed", lambda *_: None)
     with pytest.raises(ModelError, match="two micro-batches of whole rows; cpu, keep against cpu, "):
         short_check(tiny_model("gpt2", attn_pdrop=0.1, resid_pdrop=0.1), make, tmp_path)
 
 
-def test_a_missing_gradient_and_one_that_is_no_number_are_found() -> None:
+def test_missing_and_nan_gradients_are_detected() -> None:
     model = still("llama")
 
     class Odd:

@@ -65,26 +65,26 @@ def told(*events: Any, log_every: int = 3, terminal: bool = False, width: int = 
     return console.file.getvalue()
 
 
-def test_without_a_terminal_a_line_comes_first_every_so_often_and_last() -> None:
+def test_without_a_terminal_lines_appear_first_periodically_and_last() -> None:
     text = shown(*(stepped(step) for step in range(1, 11)))
     assert [line.split("/")[0].split()[1] for line in text.splitlines()] == ["1", "3", "6", "9", "10"]
     assert "\x1b" not in text
 
 
-def test_the_line_says_everything_that_was_promised() -> None:
+def test_the_progress_line_is_complete() -> None:
     text = shown(stepped(5), log_every=1)
     assert text.strip() == (
         "step  5/10  loss 4.500  grad 0.50    500 tok/s  MFU 20%  stall 10%  device 3.15 MB  host 5.37 GB  0:10 left"
     )
 
 
-def test_before_the_first_line_and_only_there_its_words_are_explained() -> None:
+def test_progress_terms_are_explained_once_before_the_first_line() -> None:
     lines = told(*(stepped(step) for step in range(1, 11))).splitlines()
     assert [line for line in lines if "MFU:" in line] == lines[:1]
     assert "MFU:" in told(stepped(1), terminal=True)
 
 
-def test_the_line_counts_passes_over_the_data_and_names_no_memory_that_is_not_used() -> None:
+def test_the_progress_line_shows_epochs_and_only_used_memory() -> None:
     event = replace(stepped(5), epoch=1.5, epochs=3.0, nbytes={"device": 0, "host": 5 << 30})
     text = shown(event, replace(stepped(6), epoch=1.8), log_every=1)
     assert "step  5/10  epoch 1.50/3  loss 4.500" in text
@@ -102,24 +102,24 @@ def test_on_a_terminal_the_line_is_drawn_in_place_and_fits() -> None:
     assert max(len(line.rstrip("\n")) for line in lines) < 60
 
 
-def test_the_loss_is_the_mean_of_the_last_steps_and_the_summary_says_how_far_it_fell() -> None:
+def test_the_shown_loss_is_a_running_mean() -> None:
     lines = shown(*(stepped(step) for step in range(1, 11)), Ended(10, 10, 20.0), log_every=5).splitlines()
     assert [line.split("loss ")[1][:5] for line in lines[:3]] == ["4.900", "4.700", "4.200"]
     assert lines[-1] == "10 steps in 0:20; 10.0k tokens at 500 a second; loss from 4.900 to 4.200"
 
 
-def test_what_skipped_steps_cost_lowers_the_speed() -> None:
+def test_skipped_steps_lower_the_reported_speed() -> None:
     skipped = Skipped(2, 10, "the loss is not finite", 1, seconds=2.0, elapsed_seconds=4.0)
     texts = [field.text for field in line_fields(stepped(3), [stepped(1), skipped, stepped(3)])]
     assert "  333 tok/s" in texts
     assert "MFU 13%" in texts
 
 
-def test_printable_text_steers_no_terminal() -> None:
+def test_printable_text_has_no_control_characters() -> None:
     assert printable("a\tb\n\x1b[2J\x07é\u200e") == "a\tb\n\ufffd[2J\ufffdé\ufffd"
 
 
-def test_skips_measurements_samples_and_the_end_are_told() -> None:
+def test_skips_validation_samples_and_the_end_are_reported() -> None:
     text = shown(
         stepped(1),
         Skipped(2, 10, "layer 4: the gradient is not finite", 1, 2.0, 4.0),
@@ -133,16 +133,16 @@ def test_skips_measurements_samples_and_the_end_are_told() -> None:
     assert "stopped after 2 of 10 steps in 1:05; 1.00k tokens at 250 a second; loss from 4.900 to 4.900" in text
 
 
-def test_the_step_that_ends_a_run_is_left_to_the_error() -> None:
+def test_the_failing_step_is_reported_by_its_error() -> None:
     assert "nan" not in shown(Skipped(2, 10, "the loss is nan", 3, 2.0, 4.0, ends=True))
 
 
-def test_a_run_without_a_finite_step_still_ends_in_words() -> None:
+def test_a_run_without_a_finite_step_has_a_summary() -> None:
     assert shown(Ended(0, 10, 1.0)).strip() == "stopped after 0 of 10 steps in 0:01"
 
 
 @given(texts=st.lists(st.text("ab", min_size=1, max_size=9), min_size=1, max_size=8), width=st.integers(1, 60))
-def test_a_fitting_line_keeps_order_and_the_lowest_ranks(texts: list[str], width: int) -> None:
+def test_a_shortened_line_keeps_order_and_the_lowest_ranks(texts: list[str], width: int) -> None:
     ranked = [Field(text, rank) for rank, text in enumerate(texts)]
     line = fitting(ranked, width)
     assert "  ".join(texts).startswith(line)
@@ -233,7 +233,7 @@ def test_duration_reads_like_a_clock(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_the_data_is_told_by_source_with_a_share_where_its_length_is_known() -> None:
+def test_data_is_reported_by_source_with_its_share() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
     with preparing(console) as tell:
         tell("a[b].jsonl", 1234, None)

@@ -132,7 +132,7 @@ def saved_by(size: int, folder: Path, family: str = "llama", seed: int = 1, **ho
 
 
 @pytest.mark.parametrize(("family", "sizes"), [("llama", (2, 3)), ("odd", (3,))])
-def test_any_number_of_ranks_leaves_the_files_of_one(family: str, sizes: tuple[int, ...], tmp_path: Path) -> None:
+def test_any_number_of_ranks_writes_the_same_files(family: str, sizes: tuple[int, ...], tmp_path: Path) -> None:
     """Byte for byte; and of a file that nothing trains the next checkpoint has a link."""
     planned = planned_of(family)
     alone = save(tmp_path / "1", planned=planned)
@@ -146,7 +146,7 @@ def test_any_number_of_ranks_leaves_the_files_of_one(family: str, sizes: tuple[i
         assert [path.name for path in there.parent.iterdir()] == [there.name]
 
 
-def test_frozen_files_are_linked_where_no_rank_has_other_values(tmp_path: Path) -> None:
+def test_frozen_files_are_linked_if_unchanged_on_all_ranks(tmp_path: Path) -> None:
     planned = planned_of("odd")
     saved_by(3, tmp_path, "odd")
     before = tmp_path / "step-00000001"
@@ -165,7 +165,7 @@ def test_frozen_files_are_linked_where_no_rank_has_other_values(tmp_path: Path) 
     assert files_in(tmp_path / "step-00000003") == files_in(alone)
 
 
-def test_ranks_that_do_not_share_a_folder_find_out(tmp_path: Path) -> None:
+def test_ranks_without_a_shared_folder_detect_it(tmp_path: Path) -> None:
     def work(world: World) -> str:
         rank = Rank(world, planned_of("llama"), 1)
         with pytest.raises(MegaTrainError, match="units were given"):
@@ -176,9 +176,7 @@ def test_ranks_that_do_not_share_a_folder_find_out(tmp_path: Path) -> None:
     assert together(worlds(3), work) == ["the ranks do not share its folder"] * 3
 
 
-def test_every_rank_forces_what_it_has_written_to_the_disk_before_there_is_a_manifest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_rank_syncs_its_writes_before_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     honest, forced = os.fsync, set[tuple[str, str]]()
 
     def fsync(file: int) -> None:
@@ -196,9 +194,7 @@ def test_every_rank_forces_what_it_has_written_to_the_disk_before_there_is_a_man
 
 
 @pytest.mark.parametrize("what", ["doubled", "left out", "twice", "too many"])
-def test_a_conversion_that_does_more_than_move_elements_has_no_places(
-    what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_conversions_that_compute_have_no_file_ranges(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = planned_of("odd")
     honest = planned.written.tensors
 
@@ -235,7 +231,7 @@ def failing(size: int, folder: Path) -> list[tuple[str, int]]:
     return together(worlds(size), work)
 
 
-def test_a_disk_that_is_full_for_one_rank_is_told_to_all_and_leaves_nothing(
+def test_a_full_disk_on_one_rank_is_reported_on_all_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = save(tmp_path, planned=planned_of("llama"))
@@ -247,9 +243,7 @@ def test_a_disk_that_is_full_for_one_rank_is_told_to_all_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == [before]
 
 
-def test_a_save_that_is_given_up_while_its_bytes_are_proved_casts_no_doubt_on_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_abandoned_save_does_not_disable_shared_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = ranges.sums_of_blocks
 
     def sums_of_blocks(*given: Any) -> list[int]:
@@ -270,7 +264,7 @@ def test_a_save_that_is_given_up_while_its_bytes_are_proved_casts_no_doubt_on_th
     assert not list(tmp_path.iterdir())
 
 
-def test_a_rank_that_dies_under_way_leaves_the_checkpoint_before(
+def test_a_rank_dying_during_a_save_leaves_the_previous_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = save(tmp_path, planned=planned_of("llama"))
@@ -307,7 +301,7 @@ def spoil_unit(monkeypatch: pytest.MonkeyPatch, failure: BaseException | None) -
 
 
 @pytest.mark.parametrize("spoilt", ["lost", "flipped", "elsewhere", "left out"])
-def test_bytes_that_are_not_there_as_they_were_written_are_found_before_the_manifest_is_written(
+def test_lost_writes_are_found_before_the_manifest_is_written(
     spoilt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest, number = ranges.write_all, itertools.count()

@@ -68,7 +68,7 @@ def test_the_file_follows_the_run(engine: Engine, tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["status.json"]
 
 
-def test_loss_and_epoch_are_those_of_the_line_on_the_terminal(engine: Engine, tmp_path: Path) -> None:
+def test_tracked_loss_and_epoch_equal_the_progress_line(engine: Engine, tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
     health, line = watched(engine, tmp_path / "status.json", []), Progress(console, log_every=3)
     for event in (stepped(1, 4.0), stepped(4, 3.0), SKIPPED, replace(stepped(6, 2.0), epoch=0.5)):
@@ -81,14 +81,14 @@ def test_loss_and_epoch_are_those_of_the_line_on_the_terminal(engine: Engine, tm
     assert status["loss"] == 2.5
 
 
-def test_an_error_ends_it_as_failed(engine: Engine, tmp_path: Path) -> None:
+def test_an_error_marks_the_run_as_failed(engine: Engine, tmp_path: Path) -> None:
     with pytest.raises(DiskFull), watched(engine, tmp_path / "status.json", []):
         raise DiskFull("no space", where="disk")
     assert read(tmp_path / "status.json")["state"] == "failed"
     assert read(tmp_path / "status.json")["error"] == "DiskFull: disk: no space"
 
 
-def test_an_op_that_hangs_is_named_once_with_its_age(
+def test_hanging_ops_are_named_once_with_their_age(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
@@ -113,7 +113,7 @@ def test_an_op_that_hangs_is_named_once_with_its_age(
     assert len([line for line in said if "UPDATE u0" in line]) == 1
 
 
-def test_a_slow_disk_is_named_while_a_checkpoint_stands_still(
+def test_a_slow_disk_is_named_during_a_stalled_save(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []

@@ -11,7 +11,7 @@ from megatrain.train.stop import NOTICE, SIGNALS, OutOfTime, StopSignals
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_the_first_signal_is_noted_and_answered(number: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_signal_is_acknowledged(number: int, capfd: pytest.CaptureFixture[str]) -> None:
     with StopSignals() as stop:
         assert not stop.requested
         signal.raise_signal(number)
@@ -19,7 +19,7 @@ def test_the_first_signal_is_noted_and_answered(number: int, capfd: pytest.Captu
     assert capfd.readouterr().err == NOTICE.decode()
 
 
-def test_the_second_ctrl_c_leaves_at_once() -> None:
+def test_the_second_ctrl_c_exits_immediately() -> None:
     with StopSignals() as stop:
         signal.raise_signal(signal.SIGTERM)
         assert stop.requested
@@ -28,7 +28,7 @@ def test_the_second_ctrl_c_leaves_at_once() -> None:
 
 
 @pytest.mark.parametrize("raised", [False, True])
-def test_the_handlers_from_before_come_back(raised: bool) -> None:
+def test_previous_signal_handlers_are_restored(raised: bool) -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     with StopSignals():
         assert [signal.getsignal(number) for number in SIGNALS] != before
@@ -37,7 +37,7 @@ def test_the_handlers_from_before_come_back(raised: bool) -> None:
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def test_the_deadline_breaks_off_what_leaves_no_time_for_the_save() -> None:
+def test_the_deadline_aborts_steps_that_leave_no_time_to_save() -> None:
     with StopSignals(deadline_seconds=10.0, needs_seconds=lambda: 9.9) as stop:
         assert stop.remaining_seconds() is None
         with pytest.raises(OutOfTime), stop.interruptible(), stop.region():
@@ -48,7 +48,7 @@ def test_the_deadline_breaks_off_what_leaves_no_time_for_the_save() -> None:
         assert 5 < remaining < 10
 
 
-def test_what_ends_in_time_is_not_broken_off() -> None:
+def test_steps_ending_in_time_are_not_aborted() -> None:
     alarm = signal.getsignal(signal.SIGALRM)
     with StopSignals(deadline_seconds=0.05) as stop:
         with stop.interruptible():
@@ -58,7 +58,7 @@ def test_what_ends_in_time_is_not_broken_off() -> None:
     assert signal.getsignal(signal.SIGALRM) == alarm
 
 
-def test_without_a_deadline_nothing_is_broken_off() -> None:
+def test_without_a_deadline_no_step_is_aborted() -> None:
     with StopSignals() as stop, stop.interruptible():
         signal.raise_signal(signal.SIGTERM)
         time.sleep(0.02)
@@ -66,7 +66,7 @@ def test_without_a_deadline_nothing_is_broken_off() -> None:
         assert stop.remaining_seconds() is None
 
 
-def test_only_what_may_be_broken_off_is() -> None:
+def test_only_interruptible_steps_are_aborted() -> None:
     """An alarm between two steps is kept for the next region, and forgotten with the block."""
     with StopSignals(deadline_seconds=0.02) as stop:
         with stop.interruptible():
@@ -78,7 +78,7 @@ def test_only_what_may_be_broken_off_is() -> None:
             pass
 
 
-def test_a_signal_from_before_the_block_counts() -> None:
+def test_a_signal_before_the_block_counts() -> None:
     with StopSignals(deadline_seconds=0.2) as stop:
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(OutOfTime), stop.interruptible(), stop.region():

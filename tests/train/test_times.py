@@ -21,7 +21,7 @@ class Untimed(CpuDevice):
         self.timed = False
 
 
-def test_times_are_taken_while_they_are_asked_for() -> None:
+def test_times_are_recorded_only_on_request() -> None:
     device = Untimed()
     with Engine.from_model(tiny_model(), device, verify=False) as engine:
         engine.step(unequal_batches())
@@ -37,7 +37,7 @@ def test_times_are_taken_while_they_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize("make", [CpuDevice, Untimed])
-def test_a_trace_that_has_ended_changes_nothing(make: type[CpuDevice], tmp_path: Path) -> None:
+def test_a_finished_trace_changes_nothing(make: type[CpuDevice], tmp_path: Path) -> None:
     device = make()
     before = device.timed
     with Engine.from_model(tiny_model(), device, verify=False) as engine:

@@ -57,7 +57,7 @@ def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fak
     return made
 
 
-def test_each_is_told_the_same_numbers(fake: Fake, tmp_path: Path) -> None:
+def test_all_trackers_get_the_same_numbers(fake: Fake, tmp_path: Path) -> None:
     refuse_missing([fake.__name__])
     with open_tracker(fake.__name__, tracked(tmp_path), pytest.fail) as watch:
         for event in (stepped(3), Evaluated(3, 2.0), Sampled(3, "a", "b"), Saved(3, 1.0, 2, "x"), Ended(3, 3, 1.0)):
@@ -73,7 +73,7 @@ def test_each_is_told_the_same_numbers(fake: Fake, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("online", "mode"), [(False, "offline"), (True, "online")])
-def test_nothing_is_sent_unless_asked(online: bool, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_sent_by_default(online: bool, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Fake("wandb")
     monkeypatch.setitem(sys.modules, "wandb", made)
     with open_tracker("wandb", tracked(tmp_path, online), pytest.fail) as watch:
@@ -83,13 +83,13 @@ def test_nothing_is_sent_unless_asked(online: bool, mode: str, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_one_that_is_not_installed_is_refused_in_a_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uninstalled_trackers_are_refused_in_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=f"{name} cannot be imported.*pip install {name}"):
         refuse_missing(["tensorboard", name])
 
 
-def test_a_failure_is_told_once_and_the_tracker_opened_again_later(fake: Fake, tmp_path: Path) -> None:
+def test_a_tracker_failure_is_reported_once_and_the_tracker_reopened(fake: Fake, tmp_path: Path) -> None:
     said: list[str] = []
     now = [0.0]
     make: Callable[[bool], Any] = open_tracker(fake.__name__, tracked(tmp_path), said.append)._make
@@ -111,7 +111,9 @@ def test_a_failure_is_told_once_and_the_tracker_opened_again_later(fake: Fake, t
     assert fake.finished == 3
 
 
-def test_one_that_fails_as_it_closes_ends_nothing(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_failing_to_close_does_not_end_the_run(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -122,7 +124,7 @@ def test_one_that_fails_as_it_closes_ends_nothing(fake: Fake, tmp_path: Path, mo
     assert len(said) == 1
 
 
-def test_a_run_that_goes_on_is_known_by_the_same_name(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_tracker_name(tmp_path: Path) -> None:
     first = identity_of(tmp_path, goes_on=False)
     assert identity_of(tmp_path, goes_on=True) == first
     assert identity_of(tmp_path, goes_on=False) != first
@@ -152,7 +154,7 @@ def test_tensorboard_reads_the_numbers_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_tensorboard_goes_on_after_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_continues_after_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     honest, full, said = RecordWriter.write, [False], []

@@ -50,7 +50,7 @@ def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity, "_SEEN", set())
 
 
-def test_a_good_answer_is_remembered_here_and_in_a_file(
+def test_successful_verifications_are_cached_in_memory_and_on_disk(
     make: Counting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, folder = tiny_model(), tmp_path / "new" / "folder"
@@ -65,7 +65,7 @@ def test_a_good_answer_is_remembered_here_and_in_a_file(
 
 
 @pytest.mark.usefixtures("quick")
-def test_one_size_of_an_architecture_speaks_for_all(make: Counting, tmp_path: Path) -> None:
+def test_one_verified_size_covers_the_architecture(make: Counting, tmp_path: Path) -> None:
     short_check(tiny_model(hidden_size=64, intermediate_size=128, num_hidden_layers=3), make, tmp_path)
     assert short_check(
         tiny_model(hidden_size=128, intermediate_size=256, num_hidden_layers=5), make, tmp_path
@@ -75,7 +75,7 @@ def test_one_size_of_an_architecture_speaks_for_all(make: Counting, tmp_path: Pa
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("what", ["kernel", "switch", "library", "source"])
-def test_what_matters_calls_for_another_check(
+def test_relevant_changes_require_another_verification(
     what: str, make: Counting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model()
@@ -92,7 +92,7 @@ def test_what_matters_calls_for_another_check(
     assert short_check(model, make, tmp_path) == Checked("checked")
 
 
-def test_a_failure_is_not_remembered(make: Counting, tmp_path: Path) -> None:
+def test_failed_verifications_are_not_cached(make: Counting, tmp_path: Path) -> None:
     def wrong(model: PreTrainedModel, device: str, numerics: Numerics, policy: Policy) -> Engine:
         engine = make(model, device, numerics, policy)
         engine._ported.templates.reverse()
@@ -108,14 +108,14 @@ def test_a_failure_is_not_remembered(make: Counting, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_cache_that_cannot_be_used_only_costs_time(make: Counting, tmp_path: Path) -> None:
+def test_an_unusable_cache_only_costs_time(make: Counting, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     assert short_check(tiny_model(), make, blocked) == Checked("checked")
 
 
 @pytest.mark.usefixtures("quick")
-def test_what_is_not_as_its_class_is_checked_each_time(make: Counting, tmp_path: Path) -> None:
+def test_customised_models_are_verified_each_time(make: Counting, tmp_path: Path) -> None:
     model = tiny_model()
     assert not customised(model)
     model.model.layers[0].mlp.forward = types.MethodType(type(model.model.layers[0].mlp).forward, model.model)
@@ -125,7 +125,7 @@ def test_what_is_not_as_its_class_is_checked_each_time(make: Counting, tmp_path:
     assert not list(tmp_path.iterdir())
 
 
-def test_hooks_and_strangers_make_a_model_custom() -> None:
+def test_hooks_and_foreign_modules_make_a_model_custom() -> None:
     hooked = tiny_model()
     hooked.model.norm.register_forward_hook(lambda *_: None)
 
@@ -139,7 +139,7 @@ def test_hooks_and_strangers_make_a_model_custom() -> None:
     assert customised(adapted)
 
 
-def test_what_cannot_be_made_small_or_streamed_is_said_to_be_unchecked(tmp_path: Path) -> None:
+def test_unverifiable_models_are_reported_as_unchecked(tmp_path: Path) -> None:
     def refuses(model: PreTrainedModel, device: str, numerics: Numerics, policy: Policy) -> Engine:
         raise ModelError("layers share a parameter")
 
@@ -157,7 +157,7 @@ def test_a_crash_of_the_engine_is_one_typed_line(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_the_users_random_state_is_left_alone(make: Counting, tmp_path: Path) -> None:
+def test_the_users_random_state_is_unchanged(make: Counting, tmp_path: Path) -> None:
     model = tiny_model()
     torch.manual_seed(4)
     expected = torch.rand(2)
