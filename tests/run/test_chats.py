@@ -179,7 +179,7 @@ def test_hub_datasets_are_refused_quickly_without_a_network(tmp_path: Path, monk
 
 
 def test_samples_are_not_concatenated(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.packing: .*more than plain text"):
+    with pytest.raises(ConfigError, match=r"data\.packing: .*holds samples"):
         train(chat_run(tmp_path, packing="windows"))
 
 

@@ -122,7 +122,7 @@ def test_the_reference_of_an_adapter_run_may_be_its_base(tmp_path: Path) -> None
         found[reference] = steps(tmp_path / reference)[0]["rewards/margins"]
     assert found["start"] == pytest.approx(0, abs=1e-3)
     assert found["base"] > 0.5 * begun[-1]["rewards/margins"] > 0
-    with pytest.raises(ValueError, match="there is no adapter"):
+    with pytest.raises(ValueError, match="means the model below an adapter"):
         dpo_run(tmp_path, train={"dpo_reference": "base"})
 
 
@@ -157,7 +157,7 @@ def test_kto_training_separates_good_and_bad_answers(loss: str, tmp_path: Path) 
     assert ("an answer and a mismatched one in two rows" in said) == (loss == "kto")
     assert ("kl" in told[-1]) == (loss == "kto")
     assert "4 samples held out" in said
-    assert "27 good answers, 13 bad ones; by their weights 2.1 to 1, and 1 to 1.34 is advised" in " ".join(said.split())
+    assert "27 good answers, 13 bad ones; weighted 2.1 to 1, where 1 to 1.34 is advised" in " ".join(said.split())
     measured = [line["loss"] for line in lines(tmp_path / "run") if line["event"] == "evaluated"]
     assert measured[-1] < measured[0]
 
@@ -172,7 +172,7 @@ def test_the_guides_kto_example_trains(tmp_path: Path) -> None:
     chats = {"sources": [str(tmp_path / "shown.jsonl")], "chat_template": "none", "sequence_length": 64}
     changed = {"data": tree["data"] | chats, "train": tree["train"] | sizes}
     said = train(dpo_run(tmp_path, **changed, output={"verify_export": False}))
-    assert "6 good answers, 6 bad ones; by their weights 0.5 to 1" in " ".join(said.split())
+    assert "6 good answers, 6 bad ones; weighted 0.5 to 1" in " ".join(said.split())
     assert "kl" in steps(tmp_path / "run")[-1]
 
 

@@ -186,7 +186,7 @@ def test_without_validation_data_the_saved_model_is_still_checked(tmp_path: Path
         ({"data": {"sequence_length": 65}}, ConfigError, "65 tokens exceed the model's 64 positions"),
         ({"model": {"config": {"model_type": "llama", "vocab_size": 256, "hidden_size": 8, "intermediate_size": 8,
                                "num_hidden_layers": 1, "num_attention_heads": 1}}},
-         ConfigError, "needs a vocabulary of 257, and the model has 256"),
+         ConfigError, "needs a vocabulary of 257, but the model has 256"),
         ({"train": {"device": "tpu"}}, DeviceError, "train.device: 'tpu' is not a device"),
         ({"train": {"hardware": "h300"}}, PlanError, "train.hardware: no machine is called 'h300'"),
         ({"train": {"learning_rates": {"*lm_haed*": 1e-5}}}, ConfigError,

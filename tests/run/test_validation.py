@@ -151,7 +151,7 @@ def test_early_stopping_ends_the_run_and_keeps_the_best_model(tmp_path: Path, mo
 
     again = config.model_copy(update={"resume": "auto"})
     said = " ".join(train(again).split())
-    assert "finished run of 4 steps, ended by its validation loss; set train.early_stopping_patience to more" in said
+    assert "finished run of 4 steps, ended by its validation loss; increase train.early_stopping_patience" in said
     falling([1.0, 2.0, 2.0, 2.0], monkeypatch)
     longer = again.model_copy(update={"train": config.train.model_copy(update={"early_stopping_patience": 3})})
     said = " ".join(train(longer).split())
@@ -235,7 +235,7 @@ def test_custom_metrics_are_reported_like_the_loss(tmp_path: Path, monkeypatch: 
     ):
         with pytest.raises(ConfigError, match=complaint):
             train(run_of(tmp_path, train={"metrics": name}, output={"folder": str(tmp_path / "other")}))
-    with pytest.raises(ConfigError, match="own_metrics:wrong gave str as 'word'"):
+    with pytest.raises(ConfigError, match="own_metrics:wrong returned str as 'word'"):
         train(run_of(tmp_path, train={"metrics": "own_metrics:wrong"}, output={"folder": str(tmp_path / "third")}))
 
 
