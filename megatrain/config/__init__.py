@@ -9,6 +9,7 @@ from megatrain.config.environment import (
     find_launch,
     let_idle_threads_sleep,
     refuse_several_processes,
+    seconds_to_stop,
     tell_torchrun,
 )
 from megatrain.config.keys import (
@@ -44,5 +45,6 @@ __all__ = [
     "load_config",
     "refuse_several_processes",
     "save_config",
+    "seconds_to_stop",
     "tell_torchrun",
 ]

@@ -48,6 +48,12 @@ def let_ranks_finish() -> None:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
 
 
+def seconds_to_stop() -> float | None:
+    """After a signal, until torchrun kills this rank; `None` where it has not started it."""
+    told = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+    return float(told) if "TORCHELASTIC_RUN_ID" in os.environ and told.isdecimal() else None
+
+
 def refuse_several_processes(where: str) -> None:
     """Raise `ConfigError` if a launcher started several processes of a command that does not train: each would do all
     of the work by itself."""

@@ -29,7 +29,7 @@ from megatrain.plan import Plan, Question, available_threads, find_plan, questio
 from megatrain.plan.ranks import lacking_links
 from megatrain.run.link_bandwidth import with_links
 from megatrain.spec import Placement
-from megatrain.train.events import Ended, Event, Resumed, Skipped, Stepped
+from megatrain.train.events import Ended, Event, Resumed, Saved, Skipped, Stepped
 from megatrain.train.options import threads_of
 
 if TYPE_CHECKING:
@@ -160,6 +160,26 @@ class Ranks:
             return path.open("w", buffering=1)
         except OSError as error:
             raise ConfigError(f"cannot be written ({error.strerror or error})", where=str(path)) from error
+
+
+class StopsInTime:
+    """A watcher that says, once, where torchrun would kill a rank before its step and their checkpoint are over.
+
+    seconds: from the signal until then; `None` where nobody kills.
+    """
+
+    def __init__(self, seconds: float | None, say: Callable[[str], None]) -> None:
+        self._seconds, self._say, self._step = seconds, say, 0.0
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Stepped):
+            self._step = event.seconds
+        elif isinstance(event, Saved) and self._seconds is not None and self._step + event.seconds > self._seconds:
+            needed = self._step + event.seconds
+            what = f"a step and its checkpoint take {needed:.0f} s, and torchrun kills {self._seconds:.0f} s"
+            fix = f"set TORCH_ELASTIC_SHUTDOWN_TIMEOUT={2 * needed:.0f} to leave them the time"
+            self._say(f"{what} after a signal; {fix}")
+            self._seconds = None
 
 
 def joined(config: Config) -> Ranks:

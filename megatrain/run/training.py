@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatrain.checkpoint import Checkpoint, Retention
-from megatrain.config import AdapterSection, Config, TrainSection, save_config
+from megatrain.config import AdapterSection, Config, TrainSection, save_config, seconds_to_stop
 from megatrain.data import Loader, Tokenizer, load_tokenizer, save_tokenizer, vocabulary_size
 from megatrain.device import Device, open_device
 from megatrain.errors import ConfigError, MegaTrainError
@@ -70,7 +70,7 @@ from megatrain.run.memory_limits import describe_disk, describe_files, describe_
 from megatrain.run.objective import loss_of, take_up_reference, without_reference
 from megatrain.run.planner_inputs import question_of
 from megatrain.run.push import push, refuse_push
-from megatrain.run.ranks import Ranks, joined
+from megatrain.run.ranks import Ranks, StopsInTime, joined
 from megatrain.run.replan import Replanner, foreseen
 from megatrain.run.report import write_report
 from megatrain.run.sampling import sample_of
@@ -502,7 +502,7 @@ def _train(
         if config.trace is None:
             with suppress(ConfigError):  # the user has not asked for it
                 engine.trace(config.folder / TRACE, steps=1)
-    watchers.append(run.ranks.follow)
+    watchers += [run.ranks.follow, StopsInTime(seconds_to_stop(), partial(warn, console))]
     _tell(watchers, foreseen(run.plan, engine, run.facts, start))
     if taken is not None:
         _tell(watchers, Resumed(start, run.steps, str(taken.folder)))
