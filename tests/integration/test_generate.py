@@ -194,7 +194,7 @@ def test_nan_weights_are_named_as_the_cause() -> None:
     model = tiny_model()
     with torch.no_grad():
         model.model.norm.weight[0] = torch.nan
-    with Engine.from_model(model, "cpu", "fp32", verify=False) as engine, pytest.raises(NonFinite, match="not numbers"):
+    with Engine.from_model(model, "cpu", "fp32", verify=False) as engine, pytest.raises(NonFinite, match="not finite"):
         engine.generate(batch(1, 3, 0)["input_ids"])
 
 
@@ -336,7 +336,7 @@ def test_an_overlong_chat_drops_its_oldest_messages(chatty: str, monkeypatch: py
     prompts, notices = asked(chatty, said, monkeypatch, system="s", sampling=Sampling(16))
     assert prompts[1].startswith("s:s;u:first")
     assert prompts[2].startswith("s:s;u:second")
-    assert "forgotten" in notices[0]
+    assert "dropped" in notices[0]
     assert "128 positions" in notices[1]
     assert len(prompts) == 4  # the message that is too long has no answer, and the chat goes on
     assert prompts[3].endswith("u:last;a:")

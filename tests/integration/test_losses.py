@@ -373,7 +373,7 @@ def test_ktos_kl_estimate_is_per_micro_batch_without_gradient() -> None:
     assert kls == [3.0, 0.0]
     with pytest.raises(BatchError, match="3 rows are not pairs of answers and mismatched ones"):
         KTO().divisor({key: value[:3] for key, value in batch.items()})
-    with pytest.raises(BatchError, match=r"desirable is \[4, 1\] for 4 rows"):
+    with pytest.raises(BatchError, match=r"desirable has shape \[4, 1\] for 4 rows"):
         KTO().divisor({**batch, DESIRABLE: torch.ones(4, 1)})
     assert KTO(loss_type="apo_zero_unpaired").divisor({key: value[:3] for key, value in batch.items()}) == 3
 

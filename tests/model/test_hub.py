@@ -96,7 +96,7 @@ def test_a_missing_path_is_not_a_hub_name(source: str, tmp_path: Path, monkeypat
     monkeypatch.setattr(AutoConfig, "from_pretrained", None)
     with pytest.raises(ModelError, match="here: no such folder or file; ") as caught:
         read_config(source, where="here")
-    assert ("the folder runs is here and holds no foo" in str(caught.value)) == (source == "runs/foo")
+    assert ("the folder runs exists but has no foo" in str(caught.value)) == (source == "runs/foo")
 
 
 @pytest.mark.parametrize("source", ["a b", "a//b", "--x"])

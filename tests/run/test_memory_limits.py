@@ -101,7 +101,7 @@ def test_without_a_disk_the_remedy_is_named(tmp_path: Path) -> None:
         ({"memory": {"disk": "1GB"}}, "there is no disk tier"),
         ({"memory": {"host": "lots"}}, "not an amount of memory"),
         ({"memory": {"host": "120%"}}, "not an amount of memory"),
-        ({"memory": {"device": "1GB"}}, "none of its own"),
+        ({"memory": {"device": "1GB"}}, "no memory of its own"),
     ],
 )
 def test_impossible_budgets_are_refused(tmp_path: Path, changed: dict[str, Any], complaint: str) -> None:

@@ -135,7 +135,7 @@ def test_a_signal_stops_all_ranks_at_one_step_and_any_number_resumes(
     kept = [path.name for path in (many.folder / "checkpoints").iterdir()]
     done = losses(many.folder)
     assert kept == [f"step-{len(done):08}"]
-    assert f"goes on after step {len(done):,}" in (many.folder / "logs" / "rank-2.log").read_text()
+    assert f"resumes after step {len(done):,}" in (many.folder / "logs" / "rank-2.log").read_text()
     steps = len(done) + 2
     ended(begin(preloaded, 2, many, "resume=auto", f"train.steps={steps}"))
     one = shared(tmp_path, "one", steps=steps, lr_scheduler="constant", eval_every=0)
@@ -147,7 +147,7 @@ def test_a_signal_stops_all_ranks_at_one_step_and_any_number_resumes(
     ("section", "values", "told"),
     [
         ("train", {"device": "cuda:1"}, "train.device: with several ranks each rank uses the GPU with its local"),
-        ("checkpoint", {"deadline_seconds": 30.0}, "deadline_seconds: with several ranks a collective"),
+        ("checkpoint", {"deadline_seconds": 30.0}, "deadline_seconds: with several ranks one rank"),
     ],
 )
 def test_keys_unsupported_on_ranks_are_refused_by_name(
@@ -177,7 +177,7 @@ def test_each_rank_takes_its_local_gpu_or_the_only_visible_one(
     assert together(worlds(2), device_of) == names
     if shown == 1:
         own["rank 1"] = "a"
-        with pytest.raises(ConfigError, match=r"train\.device: ranks 0 and 1 have the same GPU"):
+        with pytest.raises(ConfigError, match=r"train\.device: ranks 0 and 1 use the same GPU"):
             together(worlds(2), device_of)
 
 
