@@ -20,7 +20,7 @@ from typing import Any, cast
 import pytest
 
 from megatrain.checkpoint import checkpoints, open_checkpoint, step_of
-from megatrain.config import Config, save_config, seconds_to_stop
+from megatrain.config import Config, save_config
 from megatrain.device import Device
 from megatrain.dist import World
 from megatrain.dist import processes as of_processes
