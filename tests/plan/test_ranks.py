@@ -211,7 +211,7 @@ def test_weights_stay_in_files_for_one_rank_and_never_for_several() -> None:
     one, two = (find_plan(question_of_one(Question(base, tight, 2048, 1024), ranks, ranks)) for ranks in (1, 2))
     assert any(placement.weights == "file" for placement in one.policy.placements)
     assert all(placement.weights != "file" for placement in two.policy.placements)
-    told = r"policy\.placements: with several ranks weights in files cannot be shared by ranks yet; use host, disk or device"
+    told = r"policy\.placements: with several ranks weights in files cannot be shared by ranks yet; use host, disk"
     with pytest.raises(PlanError, match=told):
         build_step(base.over(2), one.numerics, one.policy, one.work)
 

@@ -198,7 +198,7 @@ def test_another_model_recomputes_the_reference(tmp_path: Path, monkeypatch: pyt
     train(dpo_run(tmp_path, "a", train={"steps": 1}))
     asked: list[int] = []
     log_probs = Engine.log_probs
-    monkeypatch.setattr(Engine, "log_probs", lambda self, batches: asked.append(1) or log_probs(self, batches))
+    monkeypatch.setattr(Engine, "log_probs", lambda *args, **kw: asked.append(1) or log_probs(*args, **kw))
     train(dpo_run(tmp_path, "b", train={"steps": 1, "seed": 5}))
     assert asked
     assert steps(tmp_path / "b")[0]["rewards/margins"] == pytest.approx(0, abs=1e-3)
