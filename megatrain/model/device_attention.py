@@ -1,15 +1,15 @@
-"""Attention as an accelerator runs it, in measurements on a cpu.
+"""Measures attention on a CPU as CUDA would run it: stand-in kernels that take and keep the same tensors.
 
-PyTorch's fused attention for a cpu takes heads of one width and no dropout; where a model has others (latent attention
-has wider queries and keys than values), a cpu makes the scores of all positions. CUDA has a kernel that takes them, the
-memory-efficient one. Here its op gives zeros on a cpu, in the forms and with the saved tensors that it has there. Left
-out: ROCm, whose kernel wants one width too, and makes the scores.
+PyTorch's fused CPU attention needs queries, keys and values of one width and no dropout. For other models (DeepSeek's
+queries and keys are wider than its values) a CPU materialises the scores of all positions, while CUDA runs its
+memory-efficient kernel. Inside `DeviceAttention` that kernel's op returns zeros on a CPU, with the shapes, strides
+and saved tensors it has on CUDA. ROCm is left out: its kernel needs one width too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,26 +19,37 @@ from megatrain.model.mapped_tensors import lazy_zeros
 
 ATTENTION = nn.functional.scaled_dot_product_attention
 ALIGNMENT = 16
-"""Bytes that a head's row must be a multiple of."""
+"""The kernel needs rows of a head, in bytes, to be a multiple of this."""
 
 
 class DeviceAttention(TorchFunctionMode):
-    """In the block, attention for which a cpu has no fused kernel, but CUDA has, gives zeros by the op of that one.
+    """Inside the block, attention that CUDA fuses and a CPU does not returns zeros by CUDA's memory-efficient op.
 
-    calls: how many did so.
+    calls: how many calls did so.
     """
+
+    opened = 0
+    """Blocks that are open; outside of them the op raises on a CPU, as without this module."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
 
+    def __enter__(self) -> Self:
+        DeviceAttention.opened += 1
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        DeviceAttention.opened -= 1
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        output = _on_a_device(*args, **(kwargs or {})) if func is ATTENTION else None
+        output = _as_on_cuda(*args, **(kwargs or {})) if func is ATTENTION else None
         self.calls += output is not None
         return func(*args, **(kwargs or {})) if output is None else output
 
 
-def _on_a_device(
+def _as_on_cuda(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -48,8 +59,8 @@ def _on_a_device(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """What attention gives there; `None` where the two run alike, and the arguments are those of PyTorch's function."""
-    if not _on_cuda_alone(query, key, value, dropout_p):
+    """Zeros, by the op that CUDA would run; `None` if a CPU runs the same kernel. Takes PyTorch's own arguments."""
+    if not _only_cuda_fuses(query, key, value, dropout_p):
         return None
     bias = attn_mask
     if bias is not None:
@@ -63,8 +74,8 @@ def _on_a_device(
     return output
 
 
-def _on_cuda_alone(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
-    """Whether CUDA's memory-efficient kernel takes them, and a cpu's fused one does not."""
+def _only_cuda_fuses(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+    """Whether CUDA's memory-efficient kernel supports these tensors and the CPU's fused one does not."""
     fused = query.shape[-1] == value.shape[-1] and not dropout
     rows = [each.shape[-1] * each.element_size() for each in (query, value)]
     return (
@@ -90,6 +101,8 @@ def _forward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if not DeviceAttention.opened:
+        raise NotImplementedError("aten::_scaled_dot_product_efficient_attention has no kernel for the CPU")
     batch, heads, length, _ = query.shape
     sums = lazy_zeros((batch, heads, length if for_backward else 0), torch.float32)
     seed, offset = (torch.zeros((), dtype=torch.int64) for _ in range(2))
@@ -106,7 +119,7 @@ def _backward(
 
 
 def _by_tokens(like: Tensor, width: int) -> Tensor:
-    """Zeros of as many heads and tokens, which lie token by token."""
+    """Zeros [batch, heads, length, width], stored token by token."""
     batch, heads, length, _ = like.shape
     return lazy_zeros((batch, length, heads, width), like.dtype).transpose(1, 2)
 

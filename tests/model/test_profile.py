@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from megatrain import Engine, Policy
 from megatrain.model import port_model, profile
+from megatrain.model.device_attention import DeviceAttention
 from megatrain.model.peak import recorded_backward
 from megatrain.spec.layer_profile import LayerProfile
 from tests.kinds import stock_model, tiny_config
@@ -112,6 +113,17 @@ def test_layers_with_different_frozen_weights_are_measured_separately() -> None:
     spec = port_model(model, torch.float32).spec
     first, second = (spec.units[index].profile.kept(3, 11) for index in (1, 2))
     assert first < 0.8 * second
+
+
+def test_the_stand_in_attention_kernel_works_only_while_measuring() -> None:
+    query, value = torch.ones(1, 2, 8, 24), torch.ones(1, 2, 8, 16)
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention
+    with DeviceAttention() as measured:
+        assert not nn.functional.scaled_dot_product_attention(query, query, value).any()
+    assert measured.calls == 1
+    with pytest.raises(NotImplementedError):
+        attend(query, query, value, None, False)
+    assert nn.functional.scaled_dot_product_attention(query, query, value).allclose(value)
 
 
 @pytest.mark.parametrize(
