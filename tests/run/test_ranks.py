@@ -135,7 +135,7 @@ def test_a_signal_stops_all_ranks_at_one_step_and_any_number_resumes(
     kept = [path.name for path in (many.folder / "checkpoints").iterdir()]
     done = losses(many.folder)
     assert kept == [f"step-{len(done):08}"]
-    assert f"goes on after step {len(done):,}" in (many.folder / "logs" / "rank-2.log").read_text()
+    assert f"continues after step {len(done):,}" in (many.folder / "logs" / "rank-2.log").read_text()
     steps = len(done) + 2
     ended(begin(preloaded, 2, many, "resume=auto", f"train.steps={steps}"))
     one = shared(tmp_path, "one", steps=steps, lr_scheduler="constant", eval_every=0)

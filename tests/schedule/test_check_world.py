@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatrain.errors import PlanError, ScheduleError
@@ -97,6 +97,8 @@ def test_the_schedules_of_all_ranks_pass_the_checker_together(
 
 
 @given(ranks=st.integers(2, 5), policy=policies)
+@example(ranks=3, policy=Policy(update="during_backward", streamed_updates=1.0))
+@example(ranks=3, policy=Policy(update="during_backward", streamed_updates=1.0, delivery="shared"))
 def test_each_byte_crosses_one_ranks_bus_and_state_is_not_duplicated(ranks: int, policy: Policy) -> None:
     spec, (schedule, *_) = spec_in_shards().over(ranks), world(ranks, Numerics("bf16"), policy)
     for unit, each in enumerate(spec.units):
@@ -105,7 +107,8 @@ def test_each_byte_crosses_one_ranks_bus_and_state_is_not_duplicated(ranks: int,
         is_shared = policy.delivery == "shared"  # then every byte crosses it, and gradients in float32
         whole["GRAD"] = [op for op in whole["GRAD"] if "sums" not in op.writes[0].buffer]  # between rounds
         on_device = policy.placement(unit).on_device
-        stays = on_device or (policy.update == "during_backward" and unit in policy.updates_streamed(spec))
+        streamed = policy.update == "during_backward" and unit in policy.updates_streamed(spec)
+        stays = on_device or (streamed and not is_shared)  # shared gradients are summed in host memory
         crosses = (4 if is_shared else 2 / ranks) * (not stays)
         assert sum(op.nbytes for op in whole["GRAD"]) == layout.trained.size * crosses
         assert bool(whole["FETCH"]) != on_device
