@@ -1,4 +1,4 @@
-"""From a user's text to batches of token ids, and from a user's samples to token ids with their targets.
+"""Turns text into batches of token ids, and samples into token ids with label masks.
 
     sources --prepare_tokens--> TokenFile --pack--> Windows --split_windows--> Windows --Loader--> steps
     sources --prepare_samples--> SampleFile --PackedRows or SampleRows--> Loader

@@ -1,4 +1,4 @@
-"""Where the assistant's turns stand in the text that a chat template makes of a conversation.
+"""Finds where the assistant's turns are in the text that a chat template renders.
 
 A turn is what the model writes: from the end of its prompt to the end of the turn, the mark that ends it included and
 white space after that left out. Templates do not tell it. It is derived from renderings and from nothing else: no

@@ -1,4 +1,4 @@
-"""Conversations to text, and the characters of it that are trained.
+"""Renders conversations as text, and marks the characters to train on.
 
 The text is the chat template's, rendered by the library: the tokenizer's own template, one that the user chose because
 the model has none (`chatml`, `none`, or a file), or TRL's variant for training (`trl`). What is trained is told by the

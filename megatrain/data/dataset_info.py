@@ -1,4 +1,4 @@
-"""LLaMA-Factory's `dataset_info.json`: its entries as sources.
+"""Reads LLaMA-Factory's `dataset_info.json` and turns its entries into sources.
 
 An entry names a file or a hub dataset, a formatting (`alpaca`, the default, or `sharegpt`), columns, tags, a split and
 a number of samples (the first ones are taken; LLaMA-Factory draws them). They mean what LLaMA-Factory's own

@@ -1,4 +1,4 @@
-"""Plain text or samples? Told by a source's name and, where that does not say, by the first object of a file.
+"""Decides whether a source is plain text or samples: by its name, else by the first object of a file.
 
 Plain text (`text_sources.py`) runs on across windows; samples (`sample_sources.py`) stay whole. JSON lines may be
 either: with a `text` field and none of a richer format they are plain text, as the first object says. A folder is

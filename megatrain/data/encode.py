@@ -1,4 +1,4 @@
-"""Samples to token ids and to which of them are targets.
+"""Encodes samples as token ids, and marks which of them are targets.
 
 A text is tokenised once, whole, and the characters that are trained are carried over to tokens by their offsets. So
 the ids are those of the library's own `apply_chat_template` or tokenizer call, and the mask is exact to the token. The

@@ -1,4 +1,4 @@
-"""Encoding on several processes: the samples, in order, and the statistics are those of one process.
+"""Encodes samples on several processes, with the same order, files and statistics as one process.
 
 Writing a chat by its template and finding its turns is Python code, which one process does on one core. So batches go
 to processes, and come back in order; what becomes of their samples is added up in that order. An error is raised in

@@ -1,4 +1,4 @@
-"""JSON as data sets are written in it: nothing lost without a word, and a long list an element at a time.
+"""Parses JSON from data files: refuses duplicate keys and other silent losses, and streams long lists.
 
 The library's reader, told to refuse what it would pass over: an object with a key twice, of which it keeps the last. A
 file that is one list is read as a stream, so that memory does not grow with it; what is wrong is told by its line.

@@ -1,4 +1,4 @@
-"""Batches for training in a seeded order, from a position that a few integers describe.
+"""Loads training batches in a seeded order, from a position that a few integers describe.
 
 The order of an epoch is a permutation that (seed, epoch) alone decides, and epochs follow one another without a seam: a
 batch may hold the last rows of one and the first of the next, so nothing is dropped. Several sources are mixed by their

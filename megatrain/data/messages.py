@@ -1,4 +1,4 @@
-"""Messages, tools and tool calls of a chat, brought into the one shape that chat templates are written for.
+"""Normalises chat messages, tools and tool calls to the format that chat templates expect.
 
 A message is `{"role": ..., "content": text}`, with `tool_calls` where an assistant makes some, and then perhaps
 without content; a call is `{"type": "function", "function": {"name": ..., "arguments": {...}}}`, with its arguments

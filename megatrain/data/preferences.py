@@ -1,4 +1,4 @@
-"""Preferences: a prompt with a chosen and a rejected answer, as two samples that stay together.
+"""Reads preference rows: a prompt with a chosen and a rejected answer, as two samples that stay together.
 
     prompt, chosen, rejected                    texts or messages, as TRL has them
     chosen, rejected                            the prompt is what both share; also where it stands there as a text, and

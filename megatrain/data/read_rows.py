@@ -1,4 +1,4 @@
-"""Rows as users have them: JSON lines, JSON, CSV, Parquet, Arrow, text, folders, saved datasets, names on the hub.
+"""Reads rows from JSON (lines), CSV, Parquet, Arrow, text, folders, saved datasets and the hub.
 
 `datasets` reads what is in columns, a row at a time and without a second copy on the disk; it lives here alone and is
 loaded on first use. JSON is read by ourselves, because a mistake in it must be told by its line. Every row knows its

@@ -1,4 +1,4 @@
-"""Encoded samples on disk, memory mapped, encoded once and kept: the key is the content, not a name or a time.
+"""Caches encoded samples in memory-mapped files, under a key that hashes their content and how they are encoded.
 
 Six files of one name: `.bin` and `.json` hold all ids, one sample after another, as a token file does
 (`token_files.py`); `.lengths` holds the tokens and the targets of each sample (two uint32); `.trained` one bit for

@@ -1,4 +1,4 @@
-"""Rows to samples: what each of the common fine-tuning formats means.
+"""Converts rows in the common fine-tuning formats to samples.
 
 A sample is a conversation, a text (behind a prompt that is not trained, perhaps), or token ids:
 

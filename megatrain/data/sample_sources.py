@@ -1,4 +1,4 @@
-"""A source of samples, and reading it: rows, their schema, and what is left out.
+"""A source of samples: its rows and schema, and counts of what was left out.
 
 The first row of a file decides an `auto` format for that file. A row of another format in the same file is an error
 that names it, because half a file read with the wrong eyes would train on the wrong tokens. Left out: mixing of

@@ -1,4 +1,4 @@
-"""In which order rows are seen: seeded epochs without a seam, and several sources by their weights.
+"""Decides the order of rows: seeded epochs, and several sources mixed by weight.
 
 The order comes from Philox's raw output, which NumPy never changes, and not from `Generator.permutation`, which it may:
 a run resumes bit-exactly under a later NumPy. It takes 8 bytes per row. Left out: what a row is.

@@ -1,4 +1,4 @@
-"""Training rows from a data set that is read as it comes: encoded block by block, kept nowhere, exact on resume.
+"""Builds training rows from a streamed data set, block by block and uncached, with an exact position for resume.
 
 A block is at least `BLOCK_ROWS` rows of the data set that follow one another, and so many more that its tokens fill
 `BLOCK_SEQUENCES` sequences; only the end of an epoch makes a smaller one. Its samples are packed, and its rows come in

@@ -1,4 +1,4 @@
-"""Sources to text (files, folders, JSONL, the standard library), and text to a token file, made once and kept.
+"""Reads text from files, folders, JSONL or the standard library, and tokenises it once into a cached token file.
 
 A source is
 * a text file, whatever its suffix: one document;

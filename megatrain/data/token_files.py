@@ -1,4 +1,4 @@
-"""Token ids on disk, memory mapped: what every text source becomes, and what a user may bring ready made.
+"""Memory-mapped files of token ids: the cached form of every text source, or a file of the user's.
 
 Two forms are read. `.npy` is a one-dimensional integer array. `.bin` is raw little-endian ids with a `.json`
 beside it (`x.bin`, `x.json`) that holds at least {"dtype": "uint16"} or "uint32"; so a file of another

@@ -1,4 +1,4 @@
-"""Fixed windows over a stream of tokens: window i is tokens [i * window, (i + 1) * window).
+"""Cuts a token stream into fixed windows: window i is tokens [i * window, (i + 1) * window).
 
 Documents run on across the edges of windows, with an end-of-text token between them, so that no token is
 padding. What remains after the last whole window is unused and counted. Labels equal the inputs: a Hugging

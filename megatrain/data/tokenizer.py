@@ -1,4 +1,4 @@
-"""Tokenizers by name, and text to token ids: the only home of `transformers` and `tokenizers` in data/.
+"""Loads tokenizers by name and encodes text; the only place in data/ that imports `transformers` and `tokenizers`.
 
 `bytes` is built in, so that a run needs no download: one token per byte with the byte as its id, and
 `<|endoftext|>` = 256. It is an ordinary Hugging Face tokenizer (byte-level BPE without a merge), so an

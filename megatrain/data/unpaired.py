@@ -1,4 +1,4 @@
-"""Answers of which each is said to be good or bad by itself, as KTO takes them: two samples that stay together.
+"""Reads KTO rows: answers labelled good or bad, each with a mismatched answer, as two samples that stay together.
 
     prompt, completion, label                    texts or messages, as TRL has them
     messages, label; conversations, label        a chat: the prompt is all but its last message

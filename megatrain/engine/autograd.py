@@ -1,4 +1,4 @@
-"""Gradients of weights, formed where they are summed: `linear` and `embedding` as autograd functions of our own."""
+"""`linear` and `embedding` as autograd functions that write weight gradients straight into their sums."""
 
 from __future__ import annotations
 

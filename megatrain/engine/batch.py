@@ -1,4 +1,4 @@
-"""What a step takes in: micro-batches, checked before anything is computed or changed.
+"""Checks and stages the micro-batches of a step, before anything is computed or changed.
 
 An entry is for the model, for the loss (its `own`), or refused: what nobody reads was meant for somebody.
 """

@@ -1,4 +1,4 @@
-"""Head and loss in token chunks, so that full logits never exist; and losses of the user's own."""
+"""Computes head and loss in chunks of tokens, so that full logits never exist; supports custom losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Walks the ops of a schedule on a device. Nothing here decides an order: streams and waits are in the schedule."""
+"""Runs the ops of a schedule on a device. It decides no order: streams and waits are in the schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients: summed on the device while a unit is at work, then handed to whoever uses them.
+"""Sums a unit's gradients on the device and hands them to the optimizer.
 
 A `UnitSum` is the flat buffer in which a unit's gradient adds up over micro-batches and token chunks. What no term
 reached is an explicit zero, as are the gaps between parameters, so offsets never shift and a norm over the whole

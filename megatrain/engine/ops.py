@@ -1,4 +1,4 @@
-"""What each op of a training step does: the streamer.
+"""`Streamer`: executes each kind of op of a training step.
 
 The streamer gives every op of a schedule its meaning, in terms of a ported model, leased memory and activations. It
 changes no state itself: gradients go to a sink. Randomness inside layers (dropout) is a function of (seed, step, unit,

@@ -1,4 +1,4 @@
-"""Runs the code of one call in phases: up to weights that are still in flight, and on when they are there."""
+"""Runs a call in phases: it pauses at weights that are still in flight and continues when they have arrived."""
 
 from __future__ import annotations
 

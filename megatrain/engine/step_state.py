@@ -1,4 +1,4 @@
-"""What is known of the step under way: its micro-batches, what lives between its ops, the memory that an op holds.
+"""State of the running step: its micro-batches, values that live between ops, and the memory an op holds.
 
 Between a micro-batch's forward and its backward live the calls of the layers, inputs of units, the graphs that the
 policy keeps, and the gradient that travels down (`Activations`). An input bears the name of its buffer in the schedule

@@ -1,4 +1,4 @@
-"""What a model's code asks of its inputs, answered without waiting for the GPU.
+"""Answers what a model's code asks of its inputs on the host, without waiting for the GPU.
 
 Before its layers a model looks at masks and positions in Python: whether anything is padded (`mask.all()`), where
 packed samples begin. On a GPU each such question is a wait, twice in every micro-batch. The inputs come from the host,

@@ -1,4 +1,4 @@
-"""Weights as views: the parameters of a unit bound from one flat buffer for one call, and known to autograd by name.
+"""Binds a unit's parameters as views of one flat buffer for a call, and lets autograd save them by name.
 
 A tensor that autograd saves and that lies in the flat buffer is not kept: its place is (`names_weights`), and it is
 taken from wherever the unit's weights are when the backward pass asks. So a kept graph holds no slot, and the slot

@@ -1,4 +1,4 @@
-"""A `transformers.Trainer`, or one of TRL's, that trains through the streaming engine: two changed lines in a script.
+"""Runs a `transformers.Trainer`, or one of TRL's, on the streaming engine, by changing two lines of a script.
 
     from megatrain.hf import streamed
     trainer = streamed(SFTTrainer)(model=..., args=..., ...)

@@ -1,4 +1,4 @@
-"""A trainer's model while its weights are elsewhere: in its files before training, in the engine from then on."""
+"""A trainer's model whose weights are elsewhere: in its files before training, in the engine afterwards."""
 
 from __future__ import annotations
 

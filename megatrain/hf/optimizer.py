@@ -1,4 +1,4 @@
-"""What a `Trainer` takes for its optimizer: parameter groups whose numbers the engine takes, and no state.
+"""The optimizer that a `Trainer` sees: parameter groups whose hyperparameters the engine reads, without state.
 
 The engine updates while it streams, so `step` does nothing; moments live in the engine and in its checkpoints. To write
 them into `optimizer.pt` as well would cost two thirds more of disk and time for each checkpoint, and their size again

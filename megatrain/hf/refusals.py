@@ -1,4 +1,4 @@
-"""What a streamed trainer cannot honour, refused in one line before anything is allocated; nothing is ignored.
+"""Refuses, in one line and before allocating anything, what a streamed trainer does not support.
 
 Here are classes, constructors' arguments and models; training arguments have a table (`training_options.py`).
 """

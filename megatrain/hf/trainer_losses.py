@@ -1,4 +1,4 @@
-"""The losses of the stock trainers: what is computed, what TRL logs beside it, and how a router auxiliary loss counts.
+"""The stock trainers' losses: their formulas, the metrics TRL logs, and the weight of the router auxiliary loss.
 
 The router auxiliary loss is of a micro-batch, so trainers differ in what it counts for in a step of several. In a
 `Trainer`, and in TRL before 1.15, the model's forward adds it to the loss of each micro-batch, whole. From then on TRL

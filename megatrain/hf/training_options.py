@@ -1,4 +1,4 @@
-"""What a streamed trainer makes of each training argument: the one table by which it refuses, and the page of docs.
+"""How a streamed trainer handles each training argument: one table, for refusals and for the docs page.
 
 An option is as in the stock trainer, or refused, or without effect. It is as in the stock trainer where the library's
 own code reads it, since that code still runs, or where the engine does what it asks for. Without effect is what trades

@@ -1,4 +1,4 @@
-"""What a policy costs, on paper. Imports no torch, so that a laptop can plan for a machine it has never seen."""
+"""Plans training by calculation alone. Imports no torch, so that a laptop can plan for any described machine."""
 
 from megatrain.plan.advice import nearest_that_fits
 from megatrain.plan.analysis import (

@@ -1,4 +1,4 @@
-"""What each layer keeps of its forward, mixed: by what that saves and costs beside keeping inputs.
+"""Chooses what each layer keeps of its forward pass, by bytes and by recomputation time saved.
 
 Against keeping inputs alone, a graph, chosen outputs or attention's save compute of the backward pass and cost device
 memory; what is offloaded takes slots instead, and costs bus time, out in the forward pass and back in the backward; a

@@ -1,4 +1,4 @@
-"""What would make it fit: changes of a question that a user may agree to, and of a policy that an engine was given.
+"""Suggests changes that would make a plan fit: to the question, or to a policy that an engine was given.
 
 Least painful first; whoever asks tries one after the other. It leaves out trying changes of a question (`search`), and
 what could be bought instead (`analysis.upgrades`).

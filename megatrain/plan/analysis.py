@@ -1,4 +1,4 @@
-"""What a plan means: what limits the step, when transfers hide, what a run takes, and what a change would gain.
+"""Analyses a plan: what limits the step, when transfers hide, how long a run takes, and what changes would gain.
 
 Everything is read off the plan's own timeline, or found by pricing the same question again with one thing changed.
 Seconds of the *chain* are those of the ops that follow each other without a gap from the start of the step to its end:

@@ -1,4 +1,4 @@
-"""Prices of ops on a described machine: floating-point operations, bytes, and from them seconds."""
+"""Prices ops on a described machine: from floating-point operations and bytes to seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A policy without a question: what an engine starts from that nobody has planned for.
+"""The default policy of an engine that is created without a plan.
 
 The work of its steps is not known before the first of them, so only the activation plan waits for it.
 """

@@ -1,4 +1,4 @@
-"""What this machine has to offer a plan: memory, disk and threads, as the operating system and its limits allow.
+"""Finds this machine's available memory, disk and threads, within the limits of the operating system and cgroups.
 
 Limits are those of every cgroup that the process is in, version 1 or 2, its own and those around it; what it may
 page-lock is `RLIMIT_MEMLOCK`. File pages that the kernel can drop at once count as free. It leaves out bandwidths and

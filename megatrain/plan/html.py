@@ -1,4 +1,4 @@
-"""A plan as one web page: memory, limits, upgrades, heat map, and a timeline that zooms.
+"""Renders a plan as one web page: memory, limits, upgrades, a heat map and a timeline with zoom.
 
 The page holds everything it shows (see the room `html`). Data is embedded as JSON (id `plan`), the same that `--json`
 writes, and the ops of the step. It leaves out writing the file.

@@ -1,4 +1,4 @@
-"""Described machines: files of hardware, and the library that ships with the package (`machines.json`).
+"""Reads and writes hardware files, and lists the described machines of the package (`machines.json`).
 
 A file is JSON, every key says its unit, and nothing in it is taken on trust: a key that is missing, misspelt or beyond
 reason is refused by name. In the library a datasheet's peak and what is assumed to be achieved of it are separate keys,

@@ -1,4 +1,4 @@
-"""What has been measured of models: of the built-in ones here, of others in a cache on disk, each only once.
+"""Measurements of models: shipped for the built-in ones, cached on disk for others.
 
 To measure a model takes the library that reads it, which takes longer to import than most questions take to answer.
 `measured_models.zip` has a member for each built-in model, in bfloat16 with the usual attention, as

@@ -1,4 +1,4 @@
-"""What is asked of the planner, and what it answers.
+"""The planner's input, `Question`, and its answer, `Plan`.
 
 Left out: how an answer is found (`search`), and what follows from it (`analysis`).
 """

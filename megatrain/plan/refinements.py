@@ -1,4 +1,4 @@
-"""What is tried with the plan that the search has found, each by replay.
+"""Improves the plan that the search found by trying further features, each by replay.
 
 One slot for all units with a read-ahead, compute that waits for shards, streamed updates, pinned staging buffers.
 """

@@ -1,4 +1,4 @@
-"""A plan as a person reads it: bytes by tier and use, and what follows from it, in rows of words.
+"""Formats a plan for people: tables of bytes by tier and use, and of what follows from it.
 
 Amounts are decimal (1 GB is 1e9 bytes), as machines are described. It leaves out colours, columns and files: the
 terminal has `commands.plan`, a page has `html`.

@@ -1,4 +1,4 @@
-"""Choosing how to stream: candidates, each built and replayed at this machine's prices, and the quickest that fits.
+"""Searches for the fastest policy that fits: builds candidate schedules and replays them at the machine's prices.
 
 The search goes through every micro-batch size and activation plan, then moves one knob at a time from the best of
 them until nothing improves; where memory is short, from the leanest policy of each size that could be quicker too.

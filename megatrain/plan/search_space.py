@@ -1,4 +1,4 @@
-"""What the search for a plan tries, and when it takes no more trouble. Left out: the search (`search`)."""
+"""What the plan search tries, and when it stops. The search itself is in `search`."""
 
 from __future__ import annotations
 

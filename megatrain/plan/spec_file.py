@@ -1,4 +1,4 @@
-"""Model specifications that were saved with a plan: `megatrain plan MODEL --json FILE`, then `megatrain plan FILE`.
+"""Saves and reads model specifications: `megatrain plan MODEL --json FILE`, then `megatrain plan FILE`.
 
 So a plan for another machine needs neither the model's files nor the library that reads them. A file is taken apart
 with care: what is missing or absurd in it is refused by name. Units that are alike share one profile: what a unit has
