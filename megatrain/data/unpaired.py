@@ -1,4 +1,4 @@
-"""Reads KTO rows: answers labelled good or bad, each with a mismatched answer, as two samples that stay together.
+"""Reads KTO rows: answers labelled good or bad, each paired with another prompt's answer for the KL estimate.
 
     prompt, completion, label                    texts or messages, as TRL has them
     messages, label; conversations, label        a chat: the prompt is all but its last message

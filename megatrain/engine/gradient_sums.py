@@ -1,4 +1,4 @@
-"""Sums a unit's gradients on the device and hands them to the optimizer.
+"""Sums a unit's gradients over micro-batches on the device, then hands them to the optimizer.
 
 A `UnitSum` is the flat buffer in which a unit's gradient adds up over micro-batches and token chunks. What no term
 reached is an explicit zero, as are the gaps between parameters, so offsets never shift and a norm over the whole

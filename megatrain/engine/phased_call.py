@@ -1,4 +1,4 @@
-"""Runs a call in phases: it pauses at weights that are still in flight and continues when they have arrived."""
+"""Runs a layer's call resumably: it pauses at weights that are still being copied and continues when they arrive."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Each kind of layer runs forward, and forward and backward, at three short lengths. A fit through the peaks (`peak`) is
 checked against a fourth run that is longer and has two rows. A layer that pads to blocks, or loops over positions, is
 then run at further lengths; one that copies for several rows what one row shares is also measured with two rows, and
-one whose attention a CPU runs in another way than CUDA is measured both ways (`device_attention`). The zeros take
+one whose attention a CPU runs in another way than CUDA is measured both ways (`attention_stand_in`). The zeros take
 almost no memory. Training does not need any of this: it runs when somebody plans.
 """
 
@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
+from megatrain.model.attention_stand_in import ATTENTION, DeviceAttention
 from megatrain.model.chunked_layers import in_chunks, token_wise
-from megatrain.model.device_attention import ATTENTION, DeviceAttention
 from megatrain.model.mapped_tensors import lazy_zeros
 from megatrain.model.masks import (
     LARGE,

@@ -1,4 +1,4 @@
-"""Estimates the time and memory of a policy, by whole replay or extrapolated from shallow versions of the model.
+"""Estimates time and memory of a policy, by replaying the whole model or extrapolating from a few layers.
 
 A step is linear in the number of layers of each kind once the pipeline is filled, so candidates are replayed on shallow
 versions of the model, with few micro-batches and shards. Where some of the state is not in host memory, the time of

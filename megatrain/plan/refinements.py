@@ -1,4 +1,4 @@
-"""Improves the plan that the search found by trying further features, each by replay.
+"""Improves the plan that the search found: tries further options and judges each by replaying the step.
 
 One slot for all units with a read-ahead, compute that waits for shards, streamed updates, pinned staging buffers.
 """

@@ -48,7 +48,7 @@ def tokenizer_of(name: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_label_masks_equal_trls(name: str) -> None:
+def test_label_masks_match_trl(name: str) -> None:
     from trl.chat_template_utils import get_training_chat_template
 
     tokenizer = tokenizer_of(name)

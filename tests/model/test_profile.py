@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from megatrain import Engine, Policy
 from megatrain.model import port_model, profile
-from megatrain.model.device_attention import DeviceAttention
+from megatrain.model.attention_stand_in import DeviceAttention
 from megatrain.model.peak import recorded_backward
 from megatrain.spec.layer_profile import LayerProfile
 from tests.kinds import stock_model, tiny_config

@@ -184,10 +184,10 @@ ENDS = {
         "torch.cuda.synchronize(self.torch_device)  # then nothing uses it", "pass  # then nothing uses it"
     ),
     "host memory is unlocked": Mutation(
-        "torch.cuda.synchronize(self.torch_device)  # no copy is under way", "pass  # no copy is under way"
+        "torch.cuda.synchronize(self.torch_device)  # no copy is running", "pass  # no copy is running"
     ),
     "the device is closed": Mutation(
-        "    with suppress(RuntimeError):  # a GPU beyond recovery; its memory must be unlocked all the same\n"
+        "    with suppress(RuntimeError):  # a broken GPU; its memory must be unlocked anyway\n"
         "        torch.cuda.synchronize(device)",
         "    pass",
     ),

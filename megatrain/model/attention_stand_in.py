@@ -1,4 +1,4 @@
-"""Measures attention on a CPU as CUDA would run it: stand-in kernels that take and keep the same tensors.
+"""Stand-ins for CUDA's attention kernel, to measure memory on a CPU: they save the same tensors for backward.
 
 PyTorch's fused CPU attention needs queries, keys and values of one width and no dropout. For other models (DeepSeek's
 queries and keys are wider than its values) a CPU materialises the scores of all positions, while CUDA runs its
