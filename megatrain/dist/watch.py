@@ -34,7 +34,7 @@ ANSWER_SECONDS = 0.4
 PAUSE_SECONDS = 0.2
 """Seconds between checks of how long this rank has waited."""
 PROMPT = frozenset(
-    {"micro-batches of a step", "a schedule", "losses", "the norm", "bytes written", "operations", "a stop"}
+    {"micro-batches of a step", "a schedule", "losses", "the norm", "bytes written", "operations", "a step", "a stop"}
 )
 """Messages of every step, which take equally long on all ranks, so their timeout is that of a device."""
 KEY_NBYTES = 32

@@ -10,8 +10,9 @@ in float32, so the result depends only on the terms, not on arrival order or a l
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -63,6 +64,7 @@ class World:
     """For a thread that runs during steps; on the host, too."""
     watch: Watch | None = None
     """Detects failed ranks, if they are processes."""
+    _waited: list[float] = field(default_factory=lambda: [0.0])
 
     def aside(self) -> World:
         """The same ranks, for messages from a thread, separate from those of the main thread."""
@@ -72,6 +74,11 @@ class World:
         """Record what this rank is doing; `doing`, a method, returns more detail on request."""
         if self.watch is not None:
             self.watch.at(what, doing)
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds that this rank has waited for others in messages on the host."""
+        return self._waited[0]
 
     # On the host ----------------------------------------------------------------------------------------------------
 
@@ -130,7 +137,9 @@ class World:
         if self.host is None:
             return own[None]
         whole = torch.empty(self.size, *own.shape, dtype=own.dtype)
+        began = time.perf_counter()
         self.host.all_gather(_bytes(whole), _bytes(own.contiguous()))
+        self._waited[0] += time.perf_counter() - began
         return whole
 
     def of_first(self, own: Tensor) -> Tensor:

@@ -526,6 +526,7 @@ def _train(
                 should_stop=lambda: checkpoints.lowest.is_over or any(engine.world.exchange("a stop", stop.requested)),
                 undo=run.feed.put_back,
                 epochs=lambda: (run.corpus.loader.epoch, run.epochs),
+                world=engine.world,
             )
     except Exception:
         _tell(watchers, *checkpoints.settle())

@@ -58,7 +58,7 @@ class Stepped:
     peak_flops: float
     """Measured FLOPs per second of a large matrix product on the device, or of the fastest step so far if higher."""
     nbytes: Mapping[str, int]
-    """Bytes held per tier."""
+    """Bytes held per tier; of several ranks, by the one that holds most of it."""
     elapsed_seconds: float
     resumed_at: int = 0
     """Steps done before this process resumed the run."""
@@ -72,6 +72,8 @@ class Stepped:
     """What layers kept from their forwards (a value of `spec.Keep`) -> share of layers."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The loss function's metrics: preference rewards, say."""
+    slowest: tuple[int, float] | None = None
+    """Of several ranks, the one that was busy longest, and by what factor longer than their mean."""
 
     @property
     def tokens_per_second(self) -> float:

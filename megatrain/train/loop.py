@@ -11,10 +11,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
+from megatrain.dist import ALONE, World
 from megatrain.errors import NonFinite
 from megatrain.spec import Policy
 from megatrain.train.events import Ended, Event, RolledBack, Skipped, Stepped, Watcher
@@ -84,15 +86,14 @@ def train(
     undo: Callable[[], None] = lambda: None,
     epochs: Callable[[], tuple[float | None, float | None]] = lambda: (None, None),
     clock: Clock = time.perf_counter,
+    world: World = ALONE,
 ) -> Ended:
     """Train from step `start` to step `steps`, or until `should_stop` returns true; then no more tasks run.
 
-    `lr`: step, counted from 0, -> learning rate; `loss_fn`: passed to the engine. A step that is not finite counts: its
-    data is used up and the learning rate advances, unless `recover`, given the error and the step, rolls back and
-    returns the step that it went back to. Raises `NonFinite` after `nonfinite_limit` failed steps without a successful
-    one, with the weights of the last finite step, and at once if the weights themselves are not finite and there are no
-    others to go back to; also whatever the engine or a watcher raises. On `OutOfTime` a step counts as not started, and
-    `undo` must put its data back. `epochs`: epochs so far, and of the whole run.
+    lr: step, counted from 0 -> learning rate. epochs: so far, and of the whole run. A step that is not finite uses up
+    its data, unless `recover`, given error and step, rolls back and returns the step it went back to. `undo` puts the
+    data of a step that ran `OutOfTime` back. Raises `NonFinite` after `nonfinite_limit` failed steps in a row, and at
+    once if weights are not finite and there are no others to go back to.
     """
     tell, peak_flops, feed = partial(_tell, watchers), engine.peak_flops(), iter(batches)
     done, in_a_row, failed, restored = start, 0, 0, start
@@ -100,7 +101,7 @@ def train(
     while done < steps:
         try:
             micro_batches = next(feed)
-            loaded, rate = clock(), lr(done)
+            loaded, rate, waited = clock(), lr(done), world.waited_seconds
             out = engine.step(micro_batches, rate, loss_fn)
         except StopIteration:
             break
@@ -124,9 +125,10 @@ def train(
         else:
             done, now = done + 1, clock()
             in_a_row = in_a_row if done < failed else 0  # failing again after a rollback is the same failure
-            timed, flops = _Times(now - ready, loaded - ready, now - began), engine.step_flops(micro_batches)
+            timed = _Times(now - ready, loaded - ready, now - began, world.waited_seconds - waited)
+            flops = engine.step_flops(micro_batches)
             peak_flops = max(peak_flops, flops / timed.step)  # if the measurement was disturbed: this was reached
-            tell(_stepped(out, done, steps, rate, start, timed, (flops, peak_flops), epochs(), engine))
+            tell(_stepped(out, done, steps, rate, start, timed, (flops, peak_flops), epochs(), engine, world))
         try:
             for task in tasks if not should_stop() else ():
                 tell(task.run(done) if task.is_due(done, steps) else None)
@@ -147,11 +149,12 @@ def _tell(watchers: Sequence[Watcher], event: Event | None) -> None:
 
 
 class _Times(NamedTuple):
-    """Seconds of a step, of its wait for data, and since the start."""
+    """Seconds of a step, of its wait for data, since the start, and of the step's waits for other ranks."""
 
     step: float
     data: float
     elapsed: float
+    waited: float
 
 
 def _stepped(
@@ -164,8 +167,9 @@ def _stepped(
     flops: tuple[float, float],
     epochs: tuple[float | None, float | None],
     engine: Trainable,
+    world: World,
 ) -> Stepped:
-    return Stepped(
+    event = Stepped(
         step=done,
         steps=steps,
         loss=out.loss,
@@ -186,6 +190,19 @@ def _stepped(
         kept=engine.policy.kept_shares,
         metrics=out.metrics,
     )
+    return _of_all(event, seconds, world)
+
+
+def _of_all(event: Stepped, timed: _Times, world: World) -> Stepped:
+    """The event with the slowest of all ranks, by the time it did not wait, and the bytes of the fullest."""
+    if world.size == 1:
+        return event
+    busy = timed.step - event.stall_seconds - timed.waited
+    told = world.exchange("a step", (busy, dict(event.nbytes)))
+    seconds, held = [seconds for seconds, _ in told], [nbytes for _, nbytes in told]
+    nbytes = {tier: max(each.get(tier, 0) for each in held) for tier in dict.fromkeys(chain.from_iterable(held))}
+    longest = max(seconds)
+    return replace(event, nbytes=nbytes, slowest=(seconds.index(longest), longest * len(seconds) / sum(seconds)))
 
 
 def _by_tier(engine: Trainable) -> dict[str, int]:

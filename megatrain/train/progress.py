@@ -50,6 +50,8 @@ HINT = (
     "stall: share in which compute waited for data, copies or updates; bytes: held between steps"
 )
 """Printed before the first line."""
+RANKS_HINT = "; of the rank that holds most; slowest: the rank that was busy longest, against the mean of all"
+"""The same with several ranks, behind it."""
 
 
 # The plan ----------------------------------------------------------------------------------------------------------
@@ -245,6 +247,7 @@ def line_fields(event: Stepped, recent: Sequence[Stepped | Skipped], losses: Seq
         Field(f"{metric(sum(one.tokens for one in steps) / seconds):>5} tok/s", 3),
         Field(f"MFU {product_seconds / seconds:3.0%}", 4),
         Field(f"stall {stalled / seconds:3.0%}", 7),
+        *([Field(f"slowest rank {event.slowest[0]} {event.slowest[1]:.2f}x", 8)] if event.slowest else []),
         Field(tiers, 8),
         Field(f"{duration(left)} left", 2),
     ]
@@ -352,7 +355,7 @@ class Progress:
 
     def _show(self, event: Stepped) -> None:
         if not self._hinted:
-            self._print(HINT, "dim")
+            self._print(HINT + RANKS_HINT * (event.slowest is not None), "dim")
             self._hinted = True
         fields = line_fields(event, self._recent, self._losses if self._live else ())
         if self._live:

@@ -62,6 +62,17 @@ def test_broadcast_values_reach_all_ranks(texts: list[str], longer: int) -> None
     assert found == [values] * len(texts)
 
 
+def test_a_rank_knows_how_long_it_waited_for_a_slower_one() -> None:
+    def meet(world: World) -> float:
+        time.sleep(0.3 * world.rank)
+        world.exchange("a test", 0)
+        return world.waited_seconds
+
+    quick, slow = together(worlds(2), meet)
+    assert quick - slow > 0.1
+    assert World().waited_seconds == 0
+
+
 def test_mismatched_collectives_are_reported() -> None:
     with pytest.raises(RankError, match="rank 1: is at an evaluation, but rank 0 at a step"):
         together(worlds(2), lambda world: world.exchange("an evaluation" if world.rank else "a step", 0))

@@ -110,6 +110,7 @@ def test_ranks_leave_the_same_folder_and_losses_as_one(tmp_path: Path, preloaded
     files = [sorted(path.name for path in each.folder.iterdir() if path.name != "logs") for each in (one, two)]
     assert files[0] == files[1]
     assert said.count("step 4/4") == 1
+    assert re.search(r"slowest rank [01] 1\.\d\dx", said)
     assert "step 4/4" in (two.folder / "logs" / "rank-1.log").read_text()
     kept = [open_checkpoint(each.folder / "checkpoints" / "step-00000004").training["run"] for each in (one, two)]
     assert kept[0]["data"] == kept[1]["data"]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatrain.dist import World
 from megatrain.errors import DataError, NonFinite
 from megatrain.spec import Policy
 from megatrain.train.events import Ended, Evaluated, Event, RolledBack, Skipped, Stepped
@@ -165,6 +166,22 @@ def test_bytes_are_reported_per_tier() -> None:
     _, told = run(steps=1)
     assert isinstance(told[0], Stepped)
     assert told[0].nbytes == {"device": 5, "host": 100}
+
+
+class OfTwo(World):
+    """Rank 0 of two; the other was busy twice as long, and holds less on the device and more in host memory."""
+
+    def exchange(self, what: str, value: Any) -> list[Any]:
+        busy, nbytes = value
+        return [value, (2 * busy, {"device": nbytes["device"] - 1, "host": nbytes["host"] + 1, "disk": 7})]
+
+
+def test_of_several_ranks_the_slowest_and_the_fullest_are_reported() -> None:
+    (alone,) = (event for event in run(steps=1)[1] if isinstance(event, Stepped))
+    (event,) = (event for event in run(steps=1, world=OfTwo(0, 2))[1] if isinstance(event, Stepped))
+    assert alone.slowest is None
+    assert event.slowest == (1, pytest.approx(4 / 3))
+    assert event.nbytes == {"device": 5, "host": 101, "disk": 7}
 
 
 def test_nonfinite_steps_are_skipped_with_a_reason() -> None:

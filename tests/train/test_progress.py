@@ -17,6 +17,7 @@ from megatrain.spec import Numerics, Placement, Policy
 from megatrain.train.events import Ended, Evaluated, Sampled, Skipped, Stepped
 from megatrain.train.progress import (
     HINT,
+    RANKS_HINT,
     SPARK_COUNT,
     SPARKS,
     Field,
@@ -49,6 +50,13 @@ def stepped(step: int, steps: int = 10, seconds: float = 2.0) -> Stepped:
         nbytes={"device": 3 << 20, "host": 5 << 30},
         elapsed_seconds=2.0 * step,
     )
+
+
+def test_the_slowest_rank_is_shown_and_explained() -> None:
+    event = replace(stepped(1), slowest=(3, 1.25))
+    assert "slowest rank 3 1.25x" in shown(event)
+    assert RANKS_HINT in told(event)
+    assert "slowest" not in told(stepped(1))
 
 
 def shown(*events: Any, **how: Any) -> str:
