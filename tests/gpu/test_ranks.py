@@ -81,10 +81,10 @@ def hasty_here(world: World) -> list[str]:
         return replace(schedule, waits=tuple(() if op.kind == "GATHER" else each for op, each in waits))
 
     built = schedule_cache._build
+    found: list[str] = []
     with patch.object(schedule_cache, "_build", hasty), patch.object(schedule_cache, "check"), suppress(MegaTrainError):
-        trained_here(world, steps=1)
-    found: list[str] = standin_cuda.installed().violations(clear=True)
-    return found
+        found += trained_here(world, steps=1)[1]  # if its numbers came out right all the same
+    return [*found, *standin_cuda.installed().violations(clear=True)]
 
 
 @pytest.mark.skipif(standin_cuda.installed() is None, reason="needs the stand-in: make test-cuda")
