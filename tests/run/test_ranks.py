@@ -116,6 +116,18 @@ def test_ranks_leave_the_same_folder_and_losses_as_one(tmp_path: Path, preloaded
     assert kept[0]["data"] == kept[1]["data"]
 
 
+@pytest.mark.slow
+def test_one_rank_under_torchrun_trains_to_the_bits_of_a_plain_run(tmp_path: Path) -> None:
+    plain, ranked = shared(tmp_path, "plain"), shared(tmp_path, "ranked")
+    train(plain)
+    process = launched(1, ranked, "torchrun")
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    assert losses(ranked.folder) == losses(plain.folder)
+    weights = [(each.folder / "model" / "model.safetensors").read_bytes() for each in (plain, ranked)]
+    assert weights[0] == weights[1]
+
+
 @pytest.mark.parametrize("launcher", ["", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_a_signal_stops_all_ranks_at_one_step_and_any_number_resumes(
     tmp_path: Path, preloaded: Preloaded, launcher: str
