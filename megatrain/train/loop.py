@@ -197,12 +197,12 @@ def _of_all(event: Stepped, timed: _Times, world: World) -> Stepped:
     """The event with the slowest of all ranks, by the time it did not wait, and the bytes of the fullest."""
     if world.size == 1:
         return event
-    busy = timed.step - event.stall_seconds - timed.waited
+    busy = max(0.0, timed.step - event.stall_seconds - timed.waited)
     told = world.exchange("a step", (busy, dict(event.nbytes)))
     seconds, held = [seconds for seconds, _ in told], [nbytes for _, nbytes in told]
     nbytes = {tier: max(each.get(tier, 0) for each in held) for tier in dict.fromkeys(chain.from_iterable(held))}
-    longest = max(seconds)
-    return replace(event, nbytes=nbytes, slowest=(seconds.index(longest), longest * len(seconds) / sum(seconds)))
+    longest, mean = max(seconds), sum(seconds) / len(seconds)
+    return replace(event, nbytes=nbytes, slowest=(seconds.index(longest), longest / mean if mean else 1.0))
 
 
 def _by_tier(engine: Trainable) -> dict[str, int]:

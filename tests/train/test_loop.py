@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -182,6 +182,13 @@ def test_of_several_ranks_the_slowest_and_the_fullest_are_reported() -> None:
     assert alone.slowest is None
     assert event.slowest == (1, pytest.approx(4 / 3))
     assert event.nbytes == {"device": 5, "host": 101, "disk": 7}
+
+
+def test_ranks_that_only_wait_are_equally_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = FakeEngine.step
+    monkeypatch.setattr(FakeEngine, "step", lambda *how: replace(step(*how), stall_seconds=100.0))
+    (event,) = (event for event in run(steps=1, world=OfTwo(0, 2))[1] if isinstance(event, Stepped))
+    assert event.slowest == (0, 1.0)
 
 
 def test_nonfinite_steps_are_skipped_with_a_reason() -> None:
