@@ -41,7 +41,7 @@ from megatrain.plan import (
     sweep,
     upgrades,
 )
-from megatrain.plan.estimates import undisturbed
+from megatrain.plan.estimates import gc_paused
 from megatrain.plan.measured_models import built_in, known_name, known_names, measured_file, recall, remember
 from megatrain.plan.question import MOST_TOKENS
 from megatrain.plan.report import (
@@ -127,7 +127,7 @@ def run_plan(
             length = _length(spec, length, tokens_per_step)
             tokens = _usual_tokens(length * ranks) if tokens_per_step is None else tokens_per_step
             question = Question(spec, machine, tokens, length, precision, clips, saves=True, limits=limits)
-    with undisturbed():
+    with gc_paused():
         with Console(stderr=True).status("planning"):
             may_shrink = run is None and tokens_per_step is None
             plan = _planned(question_of_one(question, ranks, here), may_shrink=may_shrink)

@@ -24,11 +24,11 @@ from megatrain.plan.cost import (
     product_flops,
     step_flops,
 )
-from megatrain.plan.estimates import estimate, examine, seconds_on, undisturbed
+from megatrain.plan.estimates import estimate, examine, gc_paused, seconds_on
 from megatrain.plan.machines import machine, machine_names
 from megatrain.plan.question import MOST_TOKENS, Choice, Estimate, Plan, Question, usable_nbytes
 from megatrain.plan.ranks import SHARED
-from megatrain.plan.search import fits, quicker_plan, survey
+from megatrain.plan.search import faster_plan, fits, survey
 from megatrain.schedule import Timeline
 from megatrain.spec import Hardware, Precision
 
@@ -254,7 +254,7 @@ def written_nbytes_per_day(plan: Plan) -> float:
     return plan.written_nbytes / plan.seconds * SECONDS_PER_DAY
 
 
-@undisturbed()
+@gc_paused()
 def look(plan: Plan, token_budget: float | None = None) -> Outlook:
     """What follows from a plan itself, and for a run of `token_budget` tokens."""
     question = plan.question
@@ -264,7 +264,7 @@ def look(plan: Plan, token_budget: float | None = None) -> Outlook:
     return Outlook(plan, token_budget, useful, loads(plan), sensitivities=found, decisive_rates=rates)
 
 
-@undisturbed()
+@gc_paused()
 def advised(outlook: Outlook) -> Outlook:
     """With what a change would gain: other questions are planned for, which takes longer than the plan itself."""
     plan = outlook.plan
@@ -547,7 +547,7 @@ def free_changes(plan: Plan) -> tuple[Upgrade, ...]:
     for name, change in _free(question).items():
         asked = replace(change, overrides={**change.overrides, "micro_batch": plan.micro_batch})
         if _uses_disk(plan) or plan.policy.streamed_updates:
-            better = quicker_plan(asked, inf)
+            better = faster_plan(asked, inf)
             gained = plan.seconds / better.seconds if better else 0.0
         else:
             (promised,) = survey(asked, [asked.budgets()])
@@ -588,7 +588,7 @@ def upgrades(question: Question, plan: Plan | None) -> tuple[Upgrade, ...]:
         asked = change(question)
         seconds = [seconds_on(each, asked) for each in own]  # what fits, fits a better machine
         more_memory = asked.budgets() != question.budgets()
-        better = quicker_plan(asked, inf if today is None else WORTH_A_SEARCH * today) if more_memory else None
+        better = faster_plan(asked, inf if today is None else WORTH_A_SEARCH * today) if more_memory else None
         seconds += [] if better is None else [better.seconds]
         best = min(seconds, default=None)
         rate = None if best is None else question.parts * question.sequences * question.length / best

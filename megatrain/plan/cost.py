@@ -410,7 +410,7 @@ def contention(model: ModelSpec, numerics: Numerics, hardware: Hardware) -> Cont
     return Contention(host_dram_bandwidth(hardware), dram_nbytes, duplex, link_shares(hardware))
 
 
-def forward_seconds(
+def recompute_seconds(
     model: ModelSpec,
     numerics: Numerics,
     policy: Policy,
@@ -418,13 +418,13 @@ def forward_seconds(
     hardware: Hardware,
     calibration: Calibration | None = None,
 ) -> Callable[[int, int, str], float]:
-    """(layer, tokens of a micro-batch, a word of `SavedOutputs` or none) -> seconds that the layer's backward takes to
-    compute it again, where its forward has saved that."""
+    """(layer, tokens of a micro-batch, `SavedOutputs` or "") -> seconds that the layer's backward pass spends on
+    recomputing it, if its forward has saved these outputs."""
     prices, known = _Prices(model, numerics, policy, work, hardware), {}
     factor = 1.0 if calibration is None else calibration.of("BACKWARD", "layer")
 
     def seconds(layer: int, tokens: int, kept: str) -> float:
-        key = shape_of(model.units[layer]), tokens, kept
+        key = unit_cost_key(model.units[layer]), tokens, kept
         if key not in known:
             known[key] = factor * work.repeats * prices.again(model.units[layer], tokens, kept)
         return known[key]
@@ -492,7 +492,7 @@ class _Prices:
         unit, tokens = self.model.units[op.unit], self.work.tokens[op.micro]
         first = op.kind == "LOSS" and op.micro == 0
         if op.unit not in self._shape_of:
-            self._shape_of[op.unit] = self._shapes.setdefault(shape_of(unit), len(self._shapes))
+            self._shape_of[op.unit] = self._shapes.setdefault(unit_cost_key(unit), len(self._shapes))
         shape = self._shape_of[op.unit]
         key = op.kind, shape, tokens, kept, first, op.unit > self._lowest
         if key not in self._known:
@@ -661,8 +661,8 @@ def update_nbytes(layout: Layout, numerics: Numerics) -> int:
 
 
 @lru_cache(maxsize=4096)
-def shape_of(unit: UnitSpec) -> tuple[object, ...]:
-    """What units that cost the same have in common."""
+def unit_cost_key(unit: UnitSpec) -> tuple[object, ...]:
+    """Equal for units that cost the same."""
     params = tuple((param.shape, param.active, param.trainable) for param in unit.params)
     return unit.kind, params, unit.profile
 

@@ -1,8 +1,9 @@
 """Estimates time and memory of a policy, by replaying the whole model or extrapolating from a few layers.
 
-A step is linear in the number of layers of each kind once the pipeline is filled, so candidates are replayed on shallow
-versions of the model, with few micro-batches and shards. Where some of the state is not in host memory, the time of
-each stream is corrected by what that saves or adds to it; only a whole replay tells how well they then overlap.
+Once the pipeline is filled, the time of a step is linear in the number of layers of each kind. So candidates are
+replayed on shallow versions of the model, with few micro-batches and shards. Where some state is not in host memory,
+the busy time of each stream is corrected by what that adds or saves; only a whole replay shows how well the streams
+then overlap.
 """
 
 from __future__ import annotations
@@ -17,11 +18,18 @@ from functools import lru_cache
 from itertools import product
 from math import ceil, gcd, inf, isqrt, lcm, log2
 
-from megatrain.plan.activation_plan import Counts, Option, mixed, offloads_outputs, round_count, rows_of
-from megatrain.plan.cost import DRAM, contention, op_seconds, placement_seconds, shape_of
+from megatrain.plan.activation_plan import (
+    Counts,
+    MixtureOption,
+    estimate_rows,
+    offloads_outputs,
+    round_count,
+    rows_of,
+)
+from megatrain.plan.cost import DRAM, contention, op_seconds, placement_seconds, unit_cost_key
 from megatrain.plan.placement import ON_DEVICE, state_numerics, state_policy
-from megatrain.plan.question import Choice, Estimate, Plan, PricedAlike, Question
-from megatrain.plan.search_space import FITS, LATE, WORTH_A_REPLAY
+from megatrain.plan.question import Choice, CostKey, Estimate, Plan, Question
+from megatrain.plan.search_space import FIT_ATTEMPTS, SLOW_OFFLOAD, WORTH_A_REPLAY
 from megatrain.schedule import Schedule, Timeline, build_step, nbytes_by_use, replay
 from megatrain.schedule.build import with_loss_chunks
 from megatrain.schedule.passes.state_buffers import Pending, save_nbytes, state_nbytes
@@ -30,21 +38,25 @@ from megatrain.spec import ModelSpec, Numerics, Policy, Work
 from megatrain.spec.contention import NO_CONTENTION
 from megatrain.spec.layout import layout_of
 
-SHALLOW, MORE = 6, 2
-"""Layers of the shallowest version that candidates are replayed on, and how many of one kind are added to price it."""
+SHALLOW = 6
+"""Layers of the shallowest version of a model."""
+
+MORE = 2
+"""Layers of one kind that are added to it, to see what they cost."""
 
 MOST_SIZES = 8
-"""Of a micro-batch that are all tried; where there are more, about every power of two."""
+"""Micro-batch sizes that are all tried. If there are more, only those near powers of two are."""
 
 MOST_MICRO_BATCHES = 4
-"""Ops that candidates are replayed with: of more micro-batches several are taken for one."""
+"""Micro-batches of a step that is replayed for an estimate. Each stands for several if there are more."""
 
-USUAL, USUAL_NUMERICS = Policy(), Numerics()
+DEFAULTS, DEFAULT_NUMERICS = Policy(), Numerics()
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """Without the collector of cycles, which would walk through every schedule again and again and find none."""
+def gc_paused() -> Iterator[None]:
+    """Without Python's cyclic garbage collector, which would traverse all schedules again and again and find
+    nothing."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -55,49 +67,56 @@ def undisturbed() -> Iterator[None]:
 
 
 def examine(question: Question, choice: Choice, micro_batch: int) -> Plan:
-    """The plan of this very policy, replayed whole, whether or not it fits or is the best."""
-    return replace(_examined(question.priced_alike, choice, micro_batch), question=question)
+    """The plan with exactly this choice, replayed whole, whether or not it fits.
+
+    micro_batch: its sequences.
+    """
+    return replace(_examine(question.cost_key, choice, micro_batch), question=question)
 
 
 @lru_cache(maxsize=32)
-def _examined(alike: PricedAlike, choice: Choice, micro_batch: int) -> Plan:
-    question = alike.question
+def _examine(key: CostKey, choice: Choice, micro_batch: int) -> Plan:
+    question = key.question
     work = cut(question, micro_batch)
-    return _replayed(question, choice, work, StepPrices(question, choice, work), *_built(question.model, choice, work))
+    return _replay(question, choice, work, StepPrices(question, choice, work), *_build(question.model, choice, work))
 
 
-def fitted(question: Question, budgets: Mapping[str, int], option: Option) -> list[Plan]:
-    """A mixture replayed, and then the best one beside what the replay has taken more or less than it promised. Where
-    outputs that leave have made it slower than promised, their way is taken to be slower: other streams use host memory
-    at some times and not at others, which no sum says."""
+def fitted(question: Question, budgets: Mapping[str, int], option: MixtureOption) -> list[Plan]:
+    """Replays of a mixture, then of better ones, until the choice agrees with the replay.
+
+    After each replay the best mixture is chosen again, with the budgets corrected by the error of its estimate. If
+    offloaded outputs made it slower than estimated, offloading is assumed to be slower: when other streams use host
+    memory at the same time does not show in sums.
+    """
     plans: list[Plan] = []
     mixtures = option.mixtures
     counts, layers, tried = option.counts, len(question.model.layers), set[Counts]()
-    entries = _entries(question, option)
-    while counts not in tried and len(tried) < FITS:
+    entries = _row_entries(question, option)
+    while counts not in tried and len(tried) < FIT_ATTEMPTS:
         tried.add(counts)
         mixture = option.choice.change(activations_by_layer=rows_of(counts, layers, entries))
         if not mixture.policy.offloads and "offload_slots" not in question.overrides:
-            mixture = mixture.change(offload_slots=USUAL.offload_slots)
+            mixture = mixture.change(offload_slots=DEFAULTS.offload_slots)
         plans.append(examine(question, mixture, option.micro_batch))
-        promised, fits = mixtures.promised(counts), plans[-1].taken.fits(budgets)
-        if offloads_outputs(counts) and plans[-1].seconds > LATE * promised.seconds:
+        estimated, fits = mixtures.estimate(counts), plans[-1].taken.fits(budgets)
+        if offloads_outputs(counts) and plans[-1].seconds > SLOW_OFFLOAD * estimated.seconds:
             mixtures = mixtures.slowed(counts, plans[-1].seconds)
-            promised = mixtures.promised(counts)
-        left = {tier: budget - plans[-1].nbytes[tier] + promised.nbytes[tier] for tier, budget in budgets.items()}
+            estimated = mixtures.estimate(counts)
+        left = {tier: budget - plans[-1].nbytes[tier] + estimated.nbytes[tier] for tier, budget in budgets.items()}
         for seconds, better in mixtures.best(left, 1, outputs_stay=not option.offloads_outputs):
-            counts = better if not fits or seconds < WORTH_A_REPLAY * promised.seconds else counts
+            counts = better if not fits or seconds < WORTH_A_REPLAY * estimated.seconds else counts
     return plans
 
 
-def _entries(question: Question, option: Option) -> int:
-    """Micro-batches after which rows start over: so many that the shares hold for all of them."""
+def _row_entries(question: Question, option: MixtureOption) -> int:
+    """Entries of each row of `activations_by_layer`: a divisor of the micro-batches, so that repeated rows keep the
+    shares of the mixture."""
     count = len(cut(question, option.micro_batch).tokens)
     return gcd(option.choice.policy.micro_batches_per_round or count, MOST_MICRO_BATCHES)
 
 
-def _built(model: ModelSpec, choice: Choice, work: Work) -> tuple[Schedule, dict[str, int]]:
-    """The step, and its peak bytes by tier of the schedule."""
+def _build(model: ModelSpec, choice: Choice, work: Work) -> tuple[Schedule, dict[str, int]]:
+    """The schedule of a step, and its peak bytes by tier."""
     pending: Pending = "all" if choice.policy.update == "next_forward" else "none"
     return _with_peaks(build_step(model, choice.numerics, choice.policy, work, pending))
 
@@ -107,56 +126,60 @@ def _with_peaks(schedule: Schedule) -> tuple[Schedule, dict[str, int]]:
     return schedule, {**peaks, "disk": schedule.arena_nbytes("disk")}
 
 
-_remembered = lru_cache(maxsize=1024)(_built)
-"""For shallow models: what changes between two questions is often the machine or a budget, and no schedule."""
+_cached_build = lru_cache(maxsize=1024)(_build)
+"""For shallow models. Two questions often differ only in the machine or a budget, and share their schedules."""
 
 
-def _in_chunks(model: ModelSpec, choice: Choice, work: Work) -> tuple[Schedule, dict[str, int]]:
-    """As `_remembered`, whatever the size of the loss's chunks."""
+def _shallow_build(model: ModelSpec, choice: Choice, work: Work) -> tuple[Schedule, dict[str, int]]:
+    """As `_build`, from one cached schedule for all sizes of loss chunks."""
     numerics = choice.numerics
-    schedule, peaks = _remembered(model, choice.change(loss_chunk_tokens=USUAL_NUMERICS.loss_chunk_tokens), work)
-    if numerics.loss_chunk_tokens == USUAL_NUMERICS.loss_chunk_tokens:
+    schedule, peaks = _cached_build(model, choice.change(loss_chunk_tokens=DEFAULT_NUMERICS.loss_chunk_tokens), work)
+    if numerics.loss_chunk_tokens == DEFAULT_NUMERICS.loss_chunk_tokens:
         return schedule, peaks
     return _with_peaks(with_loss_chunks(schedule, model, numerics, choice.policy, work))
 
 
 class StepPrices:
-    """Of the ops of one step on a question's machine: seconds of each alone, and what streams share."""
+    """Prices of the ops of one step on a question's machine, and the bandwidths that its streams share."""
 
     def __init__(self, question: Question, choice: Choice, work: Work) -> None:
         model, self._hardware = question.model, question.hardware
-        self._of = op_seconds(model, choice.numerics, choice.policy, work, self._hardware, question.calibration)
+        self._price = op_seconds(model, choice.numerics, choice.policy, work, self._hardware, question.calibration)
         self._shared = contention(model, choice.numerics, self._hardware)
+        # Of each op in the last replayed schedule; empty without contention.
         self._seconds: list[float] = []
         self._dram_nbytes: list[float] = []
-        """Of each op of the schedule that was replayed last, alone."""
 
     def replay(self, schedule: Schedule) -> Timeline:
         if self._shared is NO_CONTENTION:
-            return replay(schedule, self._of, one_processor=self._hardware.shares_memory)
-        self._seconds = [self._of(op) for op in schedule.ops]
+            return replay(schedule, self._price, one_processor=self._hardware.shares_memory)
+        self._seconds = [self._price(op) for op in schedule.ops]
         self._dram_nbytes = [self._shared.dram_nbytes(op) for op in schedule.ops]
         return replay_priced(schedule, self._seconds, self._dram_nbytes, self._shared)
 
     def busy(self, timeline: Timeline) -> tuple[dict[str, float], dict[str, float]]:
-        """Of the replay before: stream -> seconds that its work takes alone; and of those, the seconds of what begins
-        behind the forward pass. `DRAM` is one of them: what all bytes of host memory take at its full bandwidth."""
+        """(busy, late) of the timeline that `replay` returned last: stream -> seconds that its ops take without
+        contention, of the whole step, and of the ops that start after a forward pass.
+
+        The entry `DRAM` is what all bytes read from or written to host memory take at its full bandwidth.
+        """
         busy, late = defaultdict[str, float](float), defaultdict[str, float](float)
-        ops, starts, is_late = timeline.schedule.ops, timeline.starts, _passes(timeline)
+        ops, starts, is_late = timeline.schedule.ops, timeline.starts, _in_backward(timeline)
         alone_each = self._seconds or [end - start for start, end in zip(starts, timeline.ends, strict=True)]
         moved = self._dram_nbytes or [0.0] * len(ops)
         for op, start, alone, nbytes in zip(ops, starts, alone_each, moved, strict=True):
             in_memory = nbytes / self._shared.host_dram_bandwidth
             busy[op.stream] += alone
             busy[DRAM] += in_memory
-            behind = is_late(start)
-            late[op.stream] += alone if behind else 0.0
-            late[DRAM] += in_memory if behind else 0.0
+            starts_late = is_late(start)
+            late[op.stream] += alone if starts_late else 0.0
+            late[DRAM] += in_memory if starts_late else 0.0
         return busy, late
 
 
-def _passes(timeline: Timeline) -> Callable[[float], bool]:
-    """Whether a moment is in a backward pass: behind the last LOSS of a round, ahead of the next round's first op."""
+def _in_backward(timeline: Timeline) -> Callable[[float], bool]:
+    """A function that says whether a time is in a backward pass: between the last LOSS of a round and the first op of
+    the next round."""
     turns: list[tuple[float, bool]] = []
     for op, start, end in zip(timeline.schedule.ops, timeline.starts, timeline.ends, strict=True):
         if op.kind == "LOSS":
@@ -173,126 +196,127 @@ def _passes(timeline: Timeline) -> Callable[[float], bool]:
     return is_late
 
 
-def _replayed(
-    question: Question, choice: Choice, work: Work, of: StepPrices, schedule: Schedule, peaks: dict[str, int]
+def _replay(
+    question: Question, choice: Choice, work: Work, prices: StepPrices, schedule: Schedule, peaks: dict[str, int]
 ) -> Plan:
     nbytes = dict(peaks)
     if question.hardware.shares_memory:
         nbytes["host"] += nbytes.pop("device")
     if question.saves:
         nbytes["host"] += save_nbytes(question.model, choice.numerics, choice.policy)
-    return Plan(question, choice, work, of.replay(schedule), nbytes)
+    return Plan(question, choice, work, prices.replay(schedule), nbytes)
 
 
 def seconds_on(plan: Plan, question: Question) -> float:
-    """Of the plan's own step, replayed whole on the machine of another question about the same model."""
+    """Seconds of the plan's step, replayed whole on the machine of another question about the same model."""
     return StepPrices(question, plan.choice, plan.work).replay(plan.timeline.schedule).seconds
 
 
 def estimate(question: Question, choice: Choice, micro_batch: int) -> Estimate:
     """What `examine` would find, extrapolated from shallow versions of the model."""
-    return _estimated(question.priced_alike, _as_priced(choice), micro_batch)
+    return _estimate(question.cost_key, _without_unused_slots(choice), micro_batch)
 
 
-def _as_priced(choice: Choice) -> Choice:
-    """With the usual number of the slots that it has no use for."""
-    policy, idle = choice.policy, dict[str, int]()
-    if not policy.offloads and policy.offload_slots != USUAL.offload_slots:
-        idle["offload_slots"] = USUAL.offload_slots
-    if policy.disk_staging_slots != USUAL.disk_staging_slots and not any(each.uses_disk for each in policy.placements):
-        idle["disk_staging_slots"] = USUAL.disk_staging_slots
-    return choice.change(**idle) if idle else choice
+def _without_unused_slots(choice: Choice) -> Choice:
+    """The choice with default numbers of the slots that it does not use, for cache hits."""
+    policy, unused = choice.policy, dict[str, int]()
+    if not policy.offloads and policy.offload_slots != DEFAULTS.offload_slots:
+        unused["offload_slots"] = DEFAULTS.offload_slots
+    uses_disk = any(each.uses_disk for each in policy.placements)
+    if not uses_disk and policy.disk_staging_slots != DEFAULTS.disk_staging_slots:
+        unused["disk_staging_slots"] = DEFAULTS.disk_staging_slots
+    return choice.change(**unused) if unused else choice
 
 
 @lru_cache(maxsize=4096)
-def _estimated(alike: PricedAlike, choice: Choice, micro_batch: int) -> Estimate:
-    question = alike.question
+def _estimate(key: CostKey, choice: Choice, micro_batch: int) -> Estimate:
+    question = key.question
     if len(choice.policy.activations_by_layer) > 1:
         inputs = choice.change(activations="recompute", activations_by_layer=())
-        return mixed(question, choice, coarse(question, micro_batch), estimate(question, inputs, micro_batch))
+        return estimate_rows(question, choice, coarse(question, micro_batch), estimate(question, inputs, micro_batch))
     resident = set(choice.policy.placements) == {ON_DEVICE}
     if choice.policy.placements and not resident:
         found = estimate(question, choice.change(placements=()), micro_batch)
         return with_placements(question, choice, micro_batch, found)
     seconds, nbytes, busy, late = 0.0, Counter[str](), Counter[str](), Counter[str]()
     works = _works(question, choice, micro_batch)
-    # From one round to the next a layer waits for its slot, so that layers come in turns of as many as there are slots.
+    # With several rounds, layers wait for gradient slots, so added layers have to be a multiple of these.
     more = lcm(MORE, choice.policy.grad_slots) if len(works) > 1 else MORE
     for (weight, model), (share, work) in product(shallow(question.model, more), works):
         placed = choice.change(placements=(ON_DEVICE,) * len(model.units)) if resident else choice
         asked = replace(question, model=model)
-        of = StepPrices(asked, placed, work)
-        plan = _replayed(asked, placed, work, of, *_in_chunks(model, placed, work))
+        prices = StepPrices(asked, placed, work)
+        plan = _replay(asked, placed, work, prices, *_shallow_build(model, placed, work))
         seconds += weight * share * plan.seconds
         for tier, count in plan.nbytes.items() if work is works[-1][1] else ():
             nbytes[tier] += weight * count  # type: ignore[assignment]
-        for whole, part in zip((busy, late), of.busy(plan.timeline), strict=True):
+        for whole, part in zip((busy, late), prices.busy(plan.timeline), strict=True):
             for stream, spent in part.items():
                 whole[stream] += weight * share * spent  # type: ignore[assignment]
     return Estimate(seconds, {tier: round(count) for tier, count in nbytes.items()}, dict(busy), dict(late))
 
 
 def with_placements(question: Question, choice: Choice, micro_batch: int, found: Estimate) -> Estimate:
-    """The estimate of a policy with placements, from the one of the same policy with all state in host memory.
+    """The estimate of a policy with placements. found: of the same policy with all state in host memory.
 
-    Bytes are exact; of the seconds, what the step takes beyond the busiest stream of each pass is taken to stay. Where
-    memory is shared, the disk has each pass to be done in.
+    The change of bytes is exact. For the seconds, whatever the step took beyond the busiest stream of each pass, it
+    still takes. Where memory is shared, the step also takes longer by what the disk exceeds each pass.
     """
     shares, rounds = question.hardware.shares_memory, ceil(round_count(choice.policy, question.sequences / micro_batch))
     threads = choice.policy.host_threads
     state = state_numerics(choice.numerics), replace(state_policy(choice.policy), host_threads=threads)
-    more, change, behind = _placed(question.priced_alike, *state, rounds)
+    more, change, change_late = _added_by_placements(question.cost_key, *state, rounds)
     nbytes = {tier: count + more[tier] for tier, count in found.nbytes.items()}
     busy = {stream: found.busy.get(stream, 0.0) + change.get(stream, 0.0) for stream in {**found.busy, **change}}
-    late = {stream: max(0.0, found.late.get(stream, 0.0) + behind.get(stream, 0.0)) for stream in busy}
+    late = {stream: max(0.0, found.late.get(stream, 0.0) + change_late.get(stream, 0.0)) for stream in busy}
     if shares:
-        seconds = found.seconds + sum(_lost(part) for part in (_less(busy, late), late))
+        seconds = found.seconds + sum(_disk_excess(part) for part in (_difference(busy, late), late))
     else:
-        seconds = found.seconds + _longest(busy, late) - _longest(found.busy, found.late)
+        seconds = found.seconds + _lower_bound(busy, late) - _lower_bound(found.busy, found.late)
     return Estimate(seconds, nbytes, busy, late)
 
 
 @lru_cache(maxsize=4096)
-def _placed(
-    alike: PricedAlike, numerics: Numerics, policy: Policy, rounds: int
+def _added_by_placements(
+    key: CostKey, numerics: Numerics, policy: Policy, rounds: int
 ) -> tuple[dict[str, int], dict[str, float], dict[str, float]]:
-    """What placements add: bytes by tier, and seconds by stream, of the step and of those behind the forward pass."""
-    question = alike.question
+    """What placements add: bytes by tier, seconds by stream, and of these the seconds after the forward pass."""
+    question = key.question
     model, plain = question.model, replace(policy, placements=())
     before, after = state_nbytes(model, numerics, plain), state_nbytes(model, numerics, policy)
     nbytes = {tier: after[tier] - before[tier] for tier in after}
     if question.saves:
         nbytes["host"] += save_nbytes(model, numerics, policy) - save_nbytes(model, numerics, plain)
-    if rounds > 1:  # sums of what is on the device wait there
+    if rounds > 1:  # units on the device keep their sums of gradients there
         placed = zip(model.units, policy.placements_of(model), strict=True)
         sums = sum(4 * layout_of(unit).trained.size for unit, placement in placed if placement.on_device)
         nbytes |= {"device": nbytes["device"] + sums, "host": nbytes["host"] - sums}
     return nbytes, *placement_seconds(model, numerics, policy, question.hardware, rounds)
 
 
-def _longest(busy: Mapping[str, float], late: Mapping[str, float]) -> float:
-    """Seconds of the busiest stream of each pass, forward and backward: neither begins before the other has ended. The
-    disk, which reads ahead and writes behind, has the whole step."""
+def _lower_bound(busy: Mapping[str, float], late: Mapping[str, float]) -> float:
+    """Seconds that a step takes at least: those of the busiest stream of each pass, since the passes do not overlap.
+    The disk reads ahead and writes behind, so it has the whole step."""
     first, second = (
         max((spent for stream, spent in part.items() if stream not in DISK_STREAMS), default=0.0)
-        for part in (_less(busy, late), late)
+        for part in (_difference(busy, late), late)
     )
     return max(first + second, *(busy.get(stream, 0.0) for stream in DISK_STREAMS))
 
 
-def _less(whole: Mapping[str, float], part: Mapping[str, float]) -> dict[str, float]:
+def _difference(whole: Mapping[str, float], part: Mapping[str, float]) -> dict[str, float]:
     return {stream: spent - part[stream] for stream, spent in whole.items()}
 
 
-def _lost(busy: Mapping[str, float]) -> float:
-    """Seconds by which the disk takes longer for a pass than the processor, which all other streams share."""
+def _disk_excess(busy: Mapping[str, float]) -> float:
+    """Seconds that the disk takes longer for a pass than the processor, which all other streams share."""
     disk = max(busy.get(stream, 0.0) for stream in DISK_STREAMS)
     return max(0.0, disk - sum(spent for stream, spent in busy.items() if stream not in DISK_STREAMS))
 
 
 def _works(question: Question, choice: Choice, micro_batch: int) -> list[tuple[float, Work]]:
-    """Steps with few micro-batches, and weights: the weighted sum of what they take is what the step takes. Of many
-    rounds, one is replayed, and two for what each more takes; bytes are those of two."""
+    """(weight, work) of steps with few micro-batches; the weighted sum of their seconds is the step's. If there are
+    several rounds, these are steps of one round and of two, and the bytes are those of two."""
     size = choice.policy.micro_batches_per_round
     rounds = ceil(round_count(choice.policy, question.sequences / micro_batch))
     if rounds == 1:
@@ -312,8 +336,8 @@ def cut(question: Question, micro_batch: int) -> Work:
 
 
 def coarse(question: Question, micro_batch: int) -> Work:
-    """`cut` with a few micro-batches of the same size that each stand for several: the same total, what is left over
-    included."""
+    """As `cut`, with a few micro-batches of equal size, each of which stands for several. The total is the same,
+    including the smaller last one."""
     if question.sequences <= micro_batch * MOST_MICRO_BATCHES:
         return cut(question, micro_batch)
     repeats = question.sequences / micro_batch / MOST_MICRO_BATCHES
@@ -321,7 +345,7 @@ def coarse(question: Question, micro_batch: int) -> Work:
 
 
 def sizes(rows: int) -> list[int]:
-    """The sizes of a micro-batch that cut `rows` evenly; where there are many, those near a power of two."""
+    """The micro-batch sizes to be tried: the divisors of `rows` sequences, or of many those near powers of two."""
     low = [size for size in range(1, isqrt(rows) + 1) if rows % size == 0]
     even = sorted({*low, *(rows // size for size in low)})
     if len(even) <= MOST_SIZES:
@@ -332,15 +356,15 @@ def sizes(rows: int) -> list[int]:
 
 @lru_cache(maxsize=16)
 def shallow(model: ModelSpec, more: int = MORE) -> tuple[tuple[float, ModelSpec], ...]:
-    """Models with few of its layers, and weights: the weighted sum of what they take is what the model takes.
+    """(weight, model) of versions with few layers; the weighted sum of their costs is the cost of the whole model.
 
-    The first has some layers of each kind, each other one `more` of one kind. What is linear in the number of layers of
-    each kind is exact; the largest of several such sums, as peak bytes are, is not always. Where they would have as
-    many layers together as the model has, it is the model itself.
+    The first has some layers of each kind, each of the others `more` of one kind. Exact for what is linear in the
+    number of layers of each kind; peak bytes are a maximum of such sums, and not always exact. If the versions would
+    have as many layers together as the model, the only one is the model itself.
     """
     kinds: dict[object, list[int]] = {}
     for index in model.layers:
-        kinds.setdefault(shape_of(model.units[index]), []).append(index)
+        kinds.setdefault(unit_cost_key(model.units[index]), []).append(index)
     few = {kind: min(len(places), max(MORE, SHALLOW // len(kinds))) for kind, places in kinds.items()}
     few = {kind: count + (len(kinds[kind]) - count) % more for kind, count in few.items()} if more > MORE else few
     base = _with_layers(model, kinds, few)
@@ -355,7 +379,7 @@ def shallow(model: ModelSpec, more: int = MORE) -> tuple[tuple[float, ModelSpec]
 
 
 def _with_layers(model: ModelSpec, kinds: Mapping[object, list[int]], counts: Mapping[object, int]) -> ModelSpec:
-    """The model with so many layers of each kind, evenly spread over those of the kind."""
+    """The model with so many layers of each kind, evenly spaced among those of the kind."""
     chosen: list[int] = []
     for kind, places in kinds.items():
         last = max(1, counts[kind] - 1)
@@ -364,8 +388,8 @@ def _with_layers(model: ModelSpec, kinds: Mapping[object, list[int]], counts: Ma
 
 
 def memory_table(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work) -> dict[tuple[str, str], int]:
-    """(tier, use) -> bytes held for the whole run, by tier, largest first: what the ledger will record.
+    """(tier, use) -> bytes that are allocated for the whole run, by tier, largest first: what the ledger will record.
 
-    Activations inside a layer are not in it: they depend on the model's code.
+    Without activations inside a layer, which depend on the model's code.
     """
     return nbytes_by_use(build_step(model, numerics, policy, work).buffers.values())

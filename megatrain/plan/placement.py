@@ -1,11 +1,13 @@
 """Assigns each unit's state to device, host, disk or files: spills only what does not fit, least frequently used first.
 
-Frozen weights that lie in the model's own files are read there before anything goes to the disk: nothing is written
-for that. What the step touches least often goes to the disk first: moments, low bits, waiting gradients, then weights,
-those of the layers before those of the ends. Layers that are placed otherwise are spread evenly over the depth, so that
-the disk and the bus are busy throughout. Spare device memory keeps weights, or whole layers with their optimizer state,
-by sixteenths of the layers: a fixed grid, so that more memory only adds to the choices. It does so where that is
-quicker, which `search` decides, and where host memory and disk have no more room.
+First, frozen weights that are also in the model's own files are read from there, since nothing has to be written for
+that. Then the parts that a step uses least often go to the disk: moments, low bits, waiting gradients, and last the
+weights; each part first of the layers, then of prologue and epilogue. Spilled layers are spread evenly over the depth,
+which keeps the disk and the bus busy during the whole step.
+
+Spare device memory holds weights, or the whole state of layers, in sixteenths of the layers. The grid is fixed, so
+that more memory only adds choices. `search` uses the device where that is faster, and `place_state` where host memory
+and disk are full.
 """
 
 from __future__ import annotations
@@ -21,27 +23,27 @@ from megatrain.spec import IN_HOST, ModelSpec, Numerics, Placement, Policy, Stat
 from megatrain.spec.layout import layout_of
 
 PARTS = 16
-"""Parts of the layers by which the device's spare memory is filled."""
+"""State is put on the device in steps of this fraction of the layers, a sixteenth."""
 
 ON_DEVICE = Placement("device", "device", "device")
 
 FIELDS = ("files", "moments", "low_bits", "gradients", "weights")
-"""Of a `Placement`, from the coldest, behind weights that stay in their files."""
+"""Order in which state is spilled: weights to the model's files, then fields of `Placement` to the disk."""
 
 
 @dataclass(frozen=True, slots=True)
-class Homes:
-    """Where state may go that host memory has no room for."""
+class SpillTargets:
+    """Where state may be spilled to if it does not fit into host memory."""
 
     disk: bool = True
     files: bool = True
 
 
-ANYWHERE = Homes()
+ANYWHERE = SpillTargets()
 
 
 def state_policy(policy: Policy) -> Policy:
-    """The policy without what does not matter for the place of state, so that sizes of one are known of others."""
+    """The policy with defaults for all fields that do not affect the size of state, to serve as a cache key."""
     return replace(
         policy,
         activations="recompute",
@@ -54,12 +56,12 @@ def state_policy(policy: Policy) -> Policy:
 
 
 def state_numerics(numerics: Numerics) -> Numerics:
-    """The same of what decides numbers."""
+    """As `state_policy`, for the numerics."""
     return replace(numerics, loss_chunk_tokens=1, mlp_chunk_tokens=0)
 
 
 def host_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy, saves: bool) -> int:
-    """Host memory of the state between steps, and with `saves` of what checkpoints beside steps take."""
+    """Bytes of host memory for the state between steps, and if `saves` for checkpoints written during training."""
     return _sizes(model, numerics, policy, saves)[0]
 
 
@@ -71,31 +73,38 @@ def _sizes(
     saves: bool,
     placements: tuple[Placement, ...] | None = None,
 ) -> tuple[int, int]:
-    """Bytes of host memory, and of the disk; with other placements than the policy's, where they are given."""
+    """(bytes of host memory, bytes of the disk). placements: used in place of the policy's, if given."""
     policy = policy if placements is None else replace(policy, placements=placements)
     taken = state_nbytes(model, numerics, policy)
     return taken["host"] + (save_nbytes(model, numerics, policy) if saves else 0), taken["disk"]
 
 
-def to_disk(model: ModelSpec, numerics: Numerics, policy: Policy, room: int, *, saves: bool = False) -> Policy | None:
-    """The policy with as little state on the disk as brings that in host memory down to `room` bytes.
+def spill_to_fit(
+    model: ModelSpec, numerics: Numerics, policy: Policy, room: int, *, saves: bool = False
+) -> Policy | None:
+    """The policy with just enough state on the disk that the rest takes at most `room` bytes of host memory.
 
-    Slots and activations are not counted. What the policy has on the device stays there. `None` where nothing that
-    lives on the disk is enough.
+    Slots and activations are not counted. State that the policy has on the device stays there. Returns `None` if even
+    spilling everything is not enough.
     """
-    found = needed(model, numerics, policy, room, saves=saves)
+    found = spill(model, numerics, policy, room, saves=saves)
     return found if host_nbytes(model, numerics, found, saves) <= room else None
 
 
-def needed(
-    model: ModelSpec, numerics: Numerics, policy: Policy, room: int, *, saves: bool = False, homes: Homes = ANYWHERE
+def spill(
+    model: ModelSpec,
+    numerics: Numerics,
+    policy: Policy,
+    room: int,
+    *,
+    saves: bool = False,
+    targets: SpillTargets = ANYWHERE,
 ) -> Policy:
-    """As `to_disk`; where nothing is enough, what takes least host memory.
+    """As `spill_to_fit`, but if nothing is enough, the policy that takes the least host memory.
 
-    homes: where state may go besides.
-
-    Parts go in order, the coldest first: of the layers and of the ends, or of the layers alone. For what is at the ends
-    may take as much where it passes through host memory, for the step and for a save, as it frees.
+    Parts are spilled in the order of `FIELDS`, once from all units and once from the layers alone: the staging buffers
+    that prologue and epilogue need in host memory, for the step and for checkpoints, may be as large as what spilling
+    them frees.
     """
     if host_nbytes(model, numerics, policy, saves) <= room:
         return policy
@@ -103,7 +112,7 @@ def needed(
     tried = [
         each
         for among in ((layers, ends), (layers,))
-        for each in _along(model, numerics, policy, room, saves, among, homes)
+        for each in _spill_in_order(model, numerics, policy, room, saves, among, targets)
     ]
     fitting = [each for each in tried if host_nbytes(model, numerics, each, saves) <= room]
     if fitting:
@@ -111,25 +120,25 @@ def needed(
     return min((policy, *tried), key=lambda each: host_nbytes(model, numerics, each, saves))
 
 
-def _along(
+def _spill_in_order(
     model: ModelSpec,
     numerics: Numerics,
     policy: Policy,
     room: int,
     saves: bool,
     among: Sequence[list[int]],
-    homes: Homes,
+    targets: SpillTargets,
 ) -> Iterator[Policy]:
-    """One part of one of these groups of units after the other goes to the disk, and the last that is enough as far as
-    it must."""
+    """The policy after each further part of a group of units is spilled, until it fits. The last part is spilled only
+    from as many units as necessary."""
 
     def fits(placements: Sequence[Placement]) -> bool:
         return _sizes(model, numerics, policy, saves, tuple(placements))[0] <= room
 
     placements = list(policy.placements or (IN_HOST,) * len(model.units))
-    for field, units in product(_fields(model, numerics, policy, homes), among):
-        free = [unit for unit in units if _may_move(model, unit, placements[unit], field)]
-        some = partial(_with_some, placements, free, field)
+    for field, units in product(_spillable_fields(model, numerics, policy, targets), among):
+        free = [unit for unit in units if _may_spill(model, unit, placements[unit], field)]
+        some = partial(_spill_some, placements, free, field)
         if fits(some(len(free))):
             yield replace(policy, placements=tuple(_fewest(some, fits, len(free))))
             return
@@ -148,13 +157,16 @@ def place_state(
     saves: bool = False,
     files: bool = True,
 ) -> Policy:
-    """The policy with its state in `room` bytes of host memory and `disk_room` of disk, or where `files` says so in the
-    model's files: as little as possible there, and where all are full, the fewest sixteenths of the layers on the
-    device. Where `max_sixteenths` of them are not enough, with as many, and what takes least host memory."""
+    """The policy with its state in at most `room` bytes of host memory and `disk_room` of disk.
 
-    def placed(whole: int) -> Policy:
-        start = replace(policy, placements=residents(model, whole, 0)) if whole else policy
-        return needed(model, numerics, start, room, saves=saves, homes=Homes(disk_room > 0, files))
+    As little as possible is spilled to the disk, and to the model's files if `files`. If that is not enough, the fewest
+    sixteenths of the layers are put on the device. If even `max_sixteenths` are not enough, the result has so many on
+    the device, and takes the least host memory.
+    """
+
+    def placed(layer_parts: int) -> Policy:
+        start = replace(policy, placements=resident_placements(model, layer_parts, 0)) if layer_parts else policy
+        return spill(model, numerics, start, room, saves=saves, targets=SpillTargets(disk_room > 0, files))
 
     def fits(found: Policy) -> bool:
         in_host, on_disk = _sizes(model, numerics, found, saves)
@@ -163,31 +175,38 @@ def place_state(
     if fits(found := placed(0)):
         return found
     return placed(
-        min(max_sixteenths, 1 + bisect_left(range(1, max_sixteenths + 1), True, key=lambda whole: fits(placed(whole))))
+        min(max_sixteenths, 1 + bisect_left(range(1, max_sixteenths + 1), True, key=lambda parts: fits(placed(parts))))
     )
 
 
 def with_more_on_disk(
-    model: ModelSpec, numerics: Numerics, policy: Policy, steps: int, *, saves: bool = False, homes: Homes = ANYWHERE
+    model: ModelSpec,
+    numerics: Numerics,
+    policy: Policy,
+    steps: int,
+    *,
+    saves: bool = False,
+    targets: SpillTargets = ANYWHERE,
 ) -> list[Policy]:
-    """The policy with more of what it has in host memory on the drive: a fixed grid of so many steps up to all of it.
+    """Policies that spill more than `policy`, on a fixed grid of `steps` steps up to everything.
 
-    What that frees may pay for what layers keep. None for a policy that has nothing there: it lacks no memory.
+    The freed host memory may be worth more for activations. Empty for a policy that spills nothing, since it does not
+    lack memory.
     """
     if not any(placement.uses_drive for placement in policy.placements):
         return []
-    policies = replace(policy, placements=()), policy, needed(model, numerics, policy, 0, saves=saves, homes=homes)
-    whole, there, least = (host_nbytes(model, numerics, each, saves) for each in policies)
-    rooms = [whole - (whole - least) * step // steps for step in range(1, steps + 1)]
-    return [needed(model, numerics, policy, room, saves=saves, homes=homes) for room in rooms if room < there]
+    policies = replace(policy, placements=()), policy, spill(model, numerics, policy, 0, saves=saves, targets=targets)
+    most, now, least = (host_nbytes(model, numerics, each, saves) for each in policies)
+    rooms = [most - (most - least) * step // steps for step in range(1, steps + 1)]
+    return [spill(model, numerics, policy, room, saves=saves, targets=targets) for room in rooms if room < now]
 
 
 def all_on_disk(model: ModelSpec, numerics: Numerics, policy: Policy) -> Policy:
-    """The policy with all that may leave the host's memory on the disk, or in files."""
+    """The policy with everything spilled, to the disk or to the model's files, that may be spilled."""
     placements = list(policy.placements or (IN_HOST,) * len(model.units))
-    for field in _fields(model, numerics, policy, ANYWHERE):
+    for field in _spillable_fields(model, numerics, policy, ANYWHERE):
         placements = [
-            _moved(placement, field) if _may_move(model, unit, placement, field) else placement
+            _spilled(placement, field) if _may_spill(model, unit, placement, field) else placement
             for unit, placement in enumerate(placements)
         ]
     return replace(policy, placements=tuple(placements))
@@ -196,7 +215,7 @@ def all_on_disk(model: ModelSpec, numerics: Numerics, policy: Policy) -> Policy:
 def _fewest(
     some: Callable[[int], list[Placement]], fits: Callable[[Sequence[Placement]], bool], most: int
 ) -> list[Placement]:
-    """`some` of the smallest number up to `most` that fits, as `most` does."""
+    """`some(count)` for the smallest count that fits, where `some(most)` is known to fit."""
     low, high = 1, most
     while low < high:
         middle = (low + high) // 2
@@ -204,37 +223,37 @@ def _fewest(
     return some(low)
 
 
-def _with_some(placements: Sequence[Placement], free: Sequence[int], field: str, count: int) -> list[Placement]:
-    """Placements with that part of `count` of the free units on the disk, or in files."""
+def _spill_some(placements: Sequence[Placement], free: Sequence[int], field: str, count: int) -> list[Placement]:
+    """Placements with one field of `count` of the `free` units spilled."""
     chosen = set(spread(free, count))
-    return [_moved(placement, field) if unit in chosen else placement for unit, placement in enumerate(placements)]
+    return [_spilled(placement, field) if unit in chosen else placement for unit, placement in enumerate(placements)]
 
 
-def _may_move(model: ModelSpec, unit: int, placement: Placement, field: str) -> bool:
-    """Whether a part of a unit may leave host memory for where its field leads."""
+def _may_spill(model: ModelSpec, unit: int, placement: Placement, field: str) -> bool:
+    """Whether this field of a unit's placement may be spilled."""
     if field == "files":
         layout = layout_of(model.units[unit])
         return placement.weights == "host" and layout.files_start < layout.size
     return not placement.on_device
 
 
-def _fields(model: ModelSpec, numerics: Numerics, policy: Policy, homes: Homes) -> tuple[str, ...]:
-    """Those that the policy has at all."""
-    if not homes.disk:
-        return ("files",) if homes.files and model.ranks == 1 else ()
-    absent = set() if homes.files and model.ranks == 1 else {"files"}
+def _spillable_fields(model: ModelSpec, numerics: Numerics, policy: Policy, targets: SpillTargets) -> tuple[str, ...]:
+    """The entries of `FIELDS` that exist under this policy and have a target."""
+    if not targets.disk:
+        return ("files",) if targets.files and model.ranks == 1 else ()
+    absent = set() if targets.files and model.ranks == 1 else {"files"}
     absent |= {"low_bits"} if numerics.precision == "fp32" else set()
     if policy.update == "during_backward":
         absent.add("gradients")
     if model.ranks > 1 and policy.delivery == "shared":
-        absent.add("weights")  # which others read where they lie
+        absent.add("weights")  # other ranks read them in host memory
     return tuple(field for field in FIELDS if field not in absent)
 
 
 @cache
-def _moved(placement: Placement, field: str) -> Placement:
-    """Weights that stay on the device keep their copy in host memory, from which they are updated; what trains beside
-    weights in files stays there too."""
+def _spilled(placement: Placement, field: str) -> Placement:
+    """The placement with one field spilled. Weights stay in host memory if the device has a copy of them, since they
+    are updated there, and so do the trained ones of a unit whose other weights are in files."""
     if field == "files":
         return replace(placement, weights="file")
     if field == "weights" and placement.weights in ("device", "file"):
@@ -244,24 +263,25 @@ def _moved(placement: Placement, field: str) -> Placement:
 
 
 def spread(units: Sequence[int], count: int) -> list[int]:
-    """`count` of the units, evenly over their length."""
+    """`count` of the units, evenly spaced."""
     total = len(units)
     return [units[place] for place in range(total) if (place + 1) * count // total > place * count // total]
 
 
-def residents(model: ModelSpec, whole: int, kept: int) -> tuple[Placement, ...]:
-    """`whole` sixteenths of the layers on the device, and the weights alone of `kept` sixteenths of the others.
+def resident_placements(model: ModelSpec, layer_parts: int, weight_parts: int) -> tuple[Placement, ...]:
+    """Placements with the whole state of `layer_parts` sixteenths of the layers on the device, and only the weights of
+    `weight_parts` sixteenths of the others.
 
-    The ends follow the last sixteenth.
+    Prologue and epilogue are on the device if all layers are.
     """
     placements = [IN_HOST] * len(model.units)
     layers = list(model.layers)
-    chosen = spread(layers, -(-whole * len(layers) // PARTS)) if whole else []
+    chosen = spread(layers, -(-layer_parts * len(layers) // PARTS)) if layer_parts else []
     others = [unit for unit in layers if unit not in chosen]
     for unit in chosen:
         placements[unit] = ON_DEVICE
-    for unit in spread(others, -(-kept * len(others) // PARTS)) if kept and others else []:
+    for unit in spread(others, -(-weight_parts * len(others) // PARTS)) if weight_parts and others else []:
         placements[unit] = Placement("device")
-    if PARTS in (whole, kept):
-        placements[0] = placements[-1] = ON_DEVICE if whole == PARTS else Placement("device")
+    if PARTS in (layer_parts, weight_parts):
+        placements[0] = placements[-1] = ON_DEVICE if layer_parts == PARTS else Placement("device")
     return tuple(placements)

@@ -1,6 +1,6 @@
 """The planner's input, `Question`, and its answer, `Plan`.
 
-Left out: how an answer is found (`search`), and what follows from it (`analysis`).
+Plans are found by `search` and analysed by `analysis`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from megatrain.schedule.passes.state_buffers import save_nbytes
 from megatrain.spec import Batching, Hardware, Limits, ModelSpec, Numerics, Policy, Precision, Work
 
 MOST_TOKENS = 1 << 26
-"""Tokens per step beyond which nobody trains."""
+"""Most tokens in one step."""
 
 RESERVE_NBYTES = 1 << 30
-"""Memory of each tier that is left to the driver, to kernels, to fragmentation and to the process itself."""
+"""Memory of each tier that is left to the driver, kernels, fragmentation and the process itself."""
 
 
-OPEN = Limits()
+NO_LIMITS = Limits()
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How a step may be run: what its numbers depend on, chosen when a run begins, and what they do not."""
+    """How a step is run: the numerics, which affect results and are fixed for a run, and the policy, which does not
+    affect them."""
 
     numerics: Numerics
     policy: Policy
@@ -37,30 +38,34 @@ class Choice:
         self.policy.refuse_contradictions(self.numerics)
 
     def get(self, name: str) -> Any:
-        """A field of either."""
+        """A field of the numerics or of the policy."""
         return getattr(self.numerics if name in NUMERICS else self.policy, name)
 
     def change(self, **fields: Any) -> Choice:
-        """With other fields, whichever of the two has them."""
-        rounding = {name: fields.pop(name) for name in list(fields) if name in NUMERICS}
-        numerics = replace(self.numerics, **rounding) if rounding else self.numerics
+        """A copy with some fields of the numerics or of the policy replaced."""
+        of_numerics = {name: fields.pop(name) for name in list(fields) if name in NUMERICS}
+        numerics = replace(self.numerics, **of_numerics) if of_numerics else self.numerics
         return Choice(numerics, replace(self.policy, **fields) if fields else self.policy)
 
 
 NUMERICS = frozenset(field.name for field in fields(Numerics))
 
 Candidate = tuple[Choice, int]
-"""How a step may be run, and the sequences of a micro-batch."""
+"""(how a step is run, sequences per micro-batch)"""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a plan is wanted for.
+    """What to plan for.
 
-    tokens_per_step: of all sequences of a step together. length: tokens of a sequence. clips: by the global norm.
-    pinned: fields of `Numerics` and `Policy`, and `micro_batch` (sequences), that are decided; the planner may choose
-    the others, of the numerics chunks alone. Where limits are open, they are what the machine has, less a reserve.
-    Raises `PlanError` for tokens or pinned fields that cannot be.
+    tokens_per_step: of all sequences of a step.
+    length: tokens per sequence.
+    clips: whether gradients are clipped by their global norm.
+    overrides: fields of `Numerics` and `Policy`, and `micro_batch` (sequences), that the planner must not choose. It
+    chooses all other fields of the policy, and of the numerics only chunk sizes.
+    limits: without one, a tier's limit is what the machine has, less `RESERVE_NBYTES`.
+
+    Raises `PlanError` if `tokens_per_step`, `length` or the `micro_batch` override is invalid.
     """
 
     model: ModelSpec
@@ -70,15 +75,15 @@ class Question:
     precision: Precision = "bf16"
     clips: bool = True
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    limits: Limits = OPEN
+    limits: Limits = NO_LIMITS
     calibration: Calibration | None = None
     batching: Batching = "uniform"
-    """What a micro-batch's sequences are (`Work.batching`)."""
+    """How sequences form a micro-batch (`Work.batching`)."""
     saves: bool = False
-    """Whether checkpoints are written beside steps: what that takes of host memory is part of the plan."""
+    """Whether checkpoints are written during training. The plan includes the host memory for that."""
     parts: float = 1.0
-    """So many times as many sequences a step of all ranks has, where the question is that of one of them
-    (`ranks.question_of_one`); model, machine and limits are its own then, too."""
+    """Sequences in a step of all ranks over those of this question, which is for one of them if they are several
+    (`ranks.question_of_one`); its model, machine and limits are then the share of one rank, too."""
 
     def __post_init__(self) -> None:
         if self.hardware.shares_memory:
@@ -91,60 +96,67 @@ class Question:
             raise PlanError(what, where="tokens_per_step", fix=f"give {MOST_TOKENS:,} or less")
         size = self.overrides.get("micro_batch", 1)
         if not isinstance(size, int) or size < 1:
-            raise PlanError(f"{size!r} is no number of sequences", where="overrides.micro_batch", fix="give 1 or more")
+            raise PlanError(
+                f"{size!r} is not a number of sequences", where="overrides.micro_batch", fix="give 1 or more"
+            )
 
     @cached_property
-    def priced_alike(self) -> PricedAlike:
-        return PricedAlike(self)
+    def cost_key(self) -> CostKey:
+        return CostKey(self)
 
     @property
     def sequences(self) -> int:
-        """Sequences of a step."""
+        """Sequences per step."""
         return -(-self.tokens_per_step // self.length)
 
     def budgets(self) -> dict[str, int]:
-        """Tier -> bytes that a run may take. A device that shares memory has none of its own."""
-        return {tier: usable_nbytes(there) if given is None else given for tier, given, there in self._limits()}
+        """Tier -> bytes that a run may use. A device that shares memory with the host has no entry."""
+        return {tier: usable_nbytes(total) if limit is None else limit for tier, limit, total in self._limits()}
 
     def limit(self, tier: str) -> str:
-        """The budget of a tier in words that tell where it comes from."""
-        given, there = next((given, there) for name, given, there in self._limits() if name == tier)
-        if given is not None:
-            return f"the {there:,} there are" if given == there else f"its budget of {given:,}"
-        return f"the {usable_nbytes(there):,} that may be taken of the {there:,} there are"
+        """The budget of a tier, and where it comes from, in words."""
+        limit, total = next((limit, total) for name, limit, total in self._limits() if name == tier)
+        if limit is not None:
+            return f"the {total:,} there are" if limit == total else f"its budget of {limit:,}"
+        return f"the {usable_nbytes(total):,} usable of {total:,}"
 
     def _limits(self) -> list[tuple[str, int | None, int]]:
-        """Tier, the bytes that the user allows, if any, and those that there are."""
+        """(tier, the user's limit in bytes, bytes of the machine)"""
         hardware = self.hardware
-        there = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
-        return [(tier, self.limits.of(tier), nbytes) for tier, nbytes in there.items()][hardware.shares_memory :]
+        totals = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
+        return [(tier, self.limits.of(tier), nbytes) for tier, nbytes in totals.items()][hardware.shares_memory :]
 
 
-class PricedAlike:
-    """A question as far as it decides what a candidate takes: how much memory there is and what else may be chosen do
-    not count, so that what one question has found out is known to the next."""
+class CostKey:
+    """A cache key: equal for questions whose candidates have the same costs.
+
+    Sizes of memory and overrides are not part of it, so questions that differ in them share estimates.
+    """
 
     def __init__(self, question: Question) -> None:
         self.question = question
-        machine = replace(question.hardware, name="", device_nbytes=0, host_nbytes=0, disk_nbytes=None, sources=())
-        machine = replace(machine, disk_endurance_nbytes=None, pinnable_nbytes=None)
+        rates = replace(question.hardware, name="", device_nbytes=0, host_nbytes=0, disk_nbytes=None, sources=())
+        rates = replace(rates, disk_endurance_nbytes=None, pinnable_nbytes=None)
         measured = question.calibration and tuple(question.calibration.factors.items())
-        steps = question.sequences, question.length, question.batching, question.saves
-        self._key = question.model, machine, measured, steps
+        step = question.sequences, question.length, question.batching, question.saves
+        self._key = question.model, rates, measured, step
         self._hash = hash(self._key)
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PricedAlike) and self._key == other._key
+        return isinstance(other, CostKey) and self._key == other._key
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A candidate's price: seconds of a step in steady state, peak bytes by tier, busy seconds by stream.
+    """The cost of a candidate.
 
-    late: of the busy seconds, those from the end of the forward pass on.
+    seconds: of a step in steady state.
+    nbytes: tier -> peak bytes.
+    busy: stream -> seconds in which it is busy.
+    late: stream -> the part of these after the forward pass.
     """
 
     seconds: float
@@ -156,13 +168,13 @@ class Estimate:
         return all(self.nbytes[tier] <= budget for tier, budget in budgets.items())
 
     def short(self, budgets: Mapping[str, int]) -> dict[str, int]:
-        """Tier -> bytes that are missing; negative where some are left."""
+        """Tier -> bytes beyond the budget, negative if there is room left."""
         return {tier: self.nbytes[tier] - budget for tier, budget in budgets.items()}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer: what to run a step by and how a step is cut, with the replayed step and its peak memory by tier."""
+    """The answer: the choice, the micro-batches of a step, its replay, and its peak bytes by tier."""
 
     question: Question
     choice: Choice
@@ -185,17 +197,17 @@ class Plan:
 
     @property
     def taken(self) -> Estimate:
-        """Seconds and bytes, as the replay has found them."""
+        """Seconds and bytes according to the replay."""
         return Estimate(self.seconds, self.nbytes)
 
     @property
     def micro_batch(self) -> int:
-        """Sequences of a micro-batch."""
+        """Sequences per micro-batch."""
         return self.work.tokens[0] // self.question.length
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks together."""
+        """Of all ranks."""
         return self.question.parts * sum(self.work.tokens) / self.seconds
 
     @property
@@ -212,10 +224,10 @@ class Plan:
 
     @property
     def save_nbytes(self) -> int:
-        """Part of the host's bytes that checkpoints take beside steps."""
+        """Bytes of host memory for checkpoints that are written during training."""
         return save_nbytes(self.question.model, self.numerics, self.policy) if self.question.saves else 0
 
 
 def usable_nbytes(nbytes: int) -> int:
-    """What a run may take of a tier of that size."""
+    """Bytes that a run may use of a tier of this size."""
     return nbytes - min(RESERVE_NBYTES, nbytes // 8)

@@ -26,7 +26,7 @@ from megatrain.model import AdaptedSource, PortedModel, Source, port_model, requ
 from megatrain.optim import AdamW
 from megatrain.plan import available_threads, choose_policy, memory_table
 from megatrain.plan.host_resources import available_cores
-from megatrain.plan.placement import host_nbytes, needed, to_disk
+from megatrain.plan.placement import host_nbytes, spill, spill_to_fit
 from megatrain.plan.refinements import fit_lock_limit
 from megatrain.schedule.passes.state_buffers import state_name, state_nbytes
 from megatrain.spec import IN_HOST, Limits, ModelSpec, Numerics, Part, Policy, Precision, Work
@@ -186,10 +186,10 @@ def _placed(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy:
         return policy
     budget = budgets(limits_of(options), device)["host"]
     beside = _beside_state(spec, numerics, policy)
-    placed = to_disk(spec, numerics, policy, budget - beside)
+    placed = spill_to_fit(spec, numerics, policy, budget - beside)
     if placed is None:
-        least = host_nbytes(spec, numerics, needed(spec, numerics, policy, 0), saves=False) + beside
-        what = f"needs {least:,} bytes of host memory at the least, even with state on the disk"
+        least = host_nbytes(spec, numerics, spill(spec, numerics, policy, 0), saves=False) + beside
+        what = f"needs at least {least:,} bytes of host memory, even with state on the disk"
         raise DoesNotFit(f"{what}, {least - budget:,} more than its budget of {budget:,}", where="host memory")
     return policy if all(placement == IN_HOST for placement in placed.placements) else placed
 

@@ -337,7 +337,7 @@ def test_invalid_memory_amounts_are_refused(text: str) -> None:
         (
             {"device_memory": "6GB", "host_memory": "10GB", "disk_memory": "0", **FEW},
             DoesNotFit,
-            "of host memory at the least",
+            "bytes of host memory",
         ),
         (
             {"tokens_per_step": 100, "length": 200},

@@ -89,7 +89,7 @@ def least_host(preloaded: Preloaded, folder: Path, disk: bool) -> int:
     """Bytes of host memory with which a run just fits, its state on the disk or its base in files: what a refusal
     names."""
     said = ran(preloaded, configuration(folder, "refused", 1000, disk), (2,)).said
-    named = re.search(r"needs ([\d,]+) bytes of host memory at the least", said)
+    named = re.search(r"needs at least ([\d,]+) bytes of host memory", said)
     assert named is not None, said
     return int(named[1].replace(",", ""))
 

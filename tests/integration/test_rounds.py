@@ -13,7 +13,7 @@ from bench.shapes import llama_shape
 from megatrain import AdamW, Engine, Policy
 from megatrain.errors import PlanError
 from megatrain.plan import Choice, Question, estimate, examine, machine
-from megatrain.plan.placement import residents
+from megatrain.plan.placement import resident_placements
 from megatrain.schedule import Schedule, Use, build_step, check
 from megatrain.spec import IN_HOST, Limits, Numerics, Placement, Precision, Transfer, WaitFor, Work
 from megatrain.spec.layout import layout_of
@@ -162,7 +162,7 @@ def test_host_budgets_include_sums_between_rounds(in_round: int, tmp_path: Path)
 def test_rounds_are_estimated_with_some_layers_on_the_device() -> None:
     question = Question(llama_shape("small", 24, 1024, vocabulary=8000), machine("h200"), 16 * 1024, 1024)
     for whole, kept in ((8, 0), (4, 4)):
-        policy = Policy(micro_batches_per_round=1, placements=residents(question.model, whole, kept))
+        policy = Policy(micro_batches_per_round=1, placements=resident_placements(question.model, whole, kept))
         choice = Choice(Numerics(), policy)
         guessed, found = estimate(question, choice, 2), examine(question, choice, 2)
         for tier in ("device", "host"):

@@ -33,17 +33,17 @@ def test_estimated_savings_are_close_to_replayed_ones(bus: float) -> None:
         assert sum(counts) == PARTS
         plan = examine(asked, Choice(Numerics(), Policy(activations_by_layer=rows_of(counts, 16))), 4)
         assert seconds == pytest.approx(plan.seconds, rel=0.15), counts
-        promised = found.promised(counts).nbytes
-        assert promised["device"] == pytest.approx(plan.nbytes["device"], rel=0.15), counts
-        assert promised["host"] == pytest.approx(plan.nbytes["host"], rel=0.02), counts
+        estimated = found.estimate(counts).nbytes
+        assert estimated["device"] == pytest.approx(plan.nbytes["device"], rel=0.15), counts
+        assert estimated["host"] == pytest.approx(plan.nbytes["host"], rel=0.02), counts
 
 
 def test_the_fastest_fitting_candidate_comes_first() -> None:
     _, found = mixtures(MACHINE)
     everything = found.best({}, 1)[0]
-    budget = 0.5 * found.promised(everything[1]).nbytes["device"] + 0.5 * min(found.device)
+    budget = 0.5 * found.estimate(everything[1]).nbytes["device"] + 0.5 * min(found.device)
     fitting = found.best({"device": budget}, 50)
-    assert all(found.promised(counts).nbytes["device"] <= budget for _, counts in fitting)
+    assert all(found.estimate(counts).nbytes["device"] <= budget for _, counts in fitting)
     rounded = [round(seconds, 12) for seconds, _ in fitting]
     assert rounded == sorted(rounded)
     staying = found.best({"device": budget}, 50, outputs_stay=True)
@@ -62,7 +62,7 @@ def test_candidates_slower_than_estimated_are_used_less() -> None:
     (_, fewer), *_ = slowed.best(budget, 1)
     assert sum(fewer[place] for place in out) < sum(counts[place] for place in out)
     staying = tuple(PARTS if kind == "attention" else 0 for kind in KINDS)
-    assert slowed.promised(staying) == found.promised(staying)
+    assert slowed.estimate(staying) == found.estimate(staying)
 
 
 @pytest.mark.parametrize("kinds", [("graph", "offload", "input", "drop"), ("offload_chosen", "attention")])

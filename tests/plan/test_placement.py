@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from megatrain.plan.cost import placement_seconds
-from megatrain.plan.placement import ON_DEVICE, residents, spread, to_disk
+from megatrain.plan.placement import ON_DEVICE, resident_placements, spill_to_fit, spread
 from megatrain.schedule import Use, build_step
 from megatrain.schedule.passes.state_buffers import state_nbytes
 from megatrain.spec import IN_HOST, Hardware, Numerics, Placement, Policy, Precision, Work
@@ -24,14 +24,14 @@ def test_the_disk_holds_as_little_as_possible(precision: Precision, shares: bool
     everything = state_nbytes(MODEL, numerics, policy)["host"]
     before = -1
     for budget in range(everything, everything * 6 // 10, -everything // 40):
-        found = to_disk(MODEL, numerics, policy, budget)
+        found = spill_to_fit(MODEL, numerics, policy, budget)
         assert found is not None
         nbytes = state_nbytes(MODEL, numerics, found)
         assert nbytes["host"] <= budget
         assert nbytes["disk"] >= before
         before = nbytes["disk"]
         assert nbytes["disk"] <= everything - budget + everything // 3, "staging buffers and one layer's part, no more"
-    assert to_disk(MODEL, numerics, policy, 1000) is None
+    assert spill_to_fit(MODEL, numerics, policy, 1000) is None
 
 
 def test_the_least_used_state_moves_to_disk_first() -> None:
@@ -39,7 +39,7 @@ def test_the_least_used_state_moves_to_disk_first() -> None:
     everything = state_nbytes(MODEL, Numerics(), policy)["host"]
     seen: list[str] = []
     for budget in range(everything, 0, -everything // 200):
-        found = to_disk(MODEL, Numerics(), policy, budget)
+        found = spill_to_fit(MODEL, Numerics(), policy, budget)
         if found is None:
             break
         for field in ("moments", "low_bits", "weights"):
@@ -49,7 +49,7 @@ def test_the_least_used_state_moves_to_disk_first() -> None:
 
 
 def test_placement_bytes_equal_the_schedules() -> None:
-    placements = to_disk(
+    placements = spill_to_fit(
         MODEL, Numerics("bf16"), Policy(), state_nbytes(MODEL, Numerics("bf16"), Policy())["host"] * 2 // 3
     )
     assert placements is not None
@@ -91,11 +91,13 @@ def test_more_resident_layers_take_more_device_memory() -> None:
     policy = Policy()
     taken = [
         [
-            state_nbytes(MODEL, Numerics(), replace(policy, placements=residents(MODEL, whole, kept)))["device"]
+            state_nbytes(MODEL, Numerics(), replace(policy, placements=resident_placements(MODEL, whole, kept)))[
+                "device"
+            ]
             for kept in range(17)
         ]
         for whole in range(17)
     ]
     assert all(row == sorted(row) for row in taken)
     assert [row[0] for row in taken] == sorted(row[0] for row in taken)
-    assert residents(MODEL, 16, 0) == (ON_DEVICE,) * 14
+    assert resident_placements(MODEL, 16, 0) == (ON_DEVICE,) * 14

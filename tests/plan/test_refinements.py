@@ -1,4 +1,4 @@
-"""A ring of shards is taken where the memory that it frees makes a plan quicker, or is what a plan lacks."""
+"""A read-ahead is used where the memory that it frees makes a plan faster, or lets it fit at all."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from bench.shapes import llama_shape
 from megatrain.errors import DoesNotFit
 from megatrain.plan import Choice, Plan, Question, estimate, find_plan, machine, survey
-from megatrain.plan.refinements import rings
-from megatrain.plan.search_space import WORTH_A_RING
+from megatrain.plan.refinements import read_aheads
+from megatrain.plan.search_space import WORTH_A_READ_AHEAD
 from megatrain.spec import Limits, Numerics, Policy
 
 MODEL = llama_shape("1B", 6, 2048, feed_forward=8192, vocabulary=64_000)
@@ -21,7 +21,7 @@ QUESTION = Question(MODEL, HARDWARE, 8192, 1024)
 
 
 def budget(step: float) -> int:
-    """From what only a ring fits into, to what needs none."""
+    """From memory that only a read-ahead fits into, to memory that needs none."""
     lean = Choice(Numerics(loss_chunk_tokens=64), Policy(weight_slots=1, grad_slots=1))
     return round(estimate(QUESTION, lean, 1).nbytes["device"] * (0.8 + 0.1 * step))
 
@@ -37,26 +37,26 @@ def planned(step: float, **overrides: object) -> Plan | None:
 @pytest.mark.parametrize(
     ("step", "gains"), [*(pytest.param(each, True, marks=pytest.mark.slow) for each in (0, 1)), (2, True), (5, False)]
 )
-def test_allowing_a_ring_is_never_slower(step: int, gains: bool) -> None:
+def test_allowing_a_read_ahead_is_never_slower(step: int, gains: bool) -> None:
     without, chosen = planned(step, read_ahead_nbytes=0), planned(step)
     assert chosen
     assert chosen.taken.fits(chosen.question.budgets())
     assert chosen.question.overrides == {}
     assert bool(chosen.policy.read_ahead_nbytes) == gains
     if without and gains:
-        assert chosen.seconds < WORTH_A_RING * without.seconds
+        assert chosen.seconds < WORTH_A_READ_AHEAD * without.seconds
     elif without:
         assert chosen.policy == without.policy
 
 
-def test_memory_freed_by_a_ring_allows_a_larger_micro_batch() -> None:
+def test_memory_freed_by_a_read_ahead_allows_a_larger_micro_batch() -> None:
     without, chosen = planned(2.5, read_ahead_nbytes=0), planned(2.5)
     assert without
     assert chosen
     assert chosen.micro_batch == 2 * without.micro_batch
 
 
-def test_a_ring_fits_devices_that_are_otherwise_too_small() -> None:
+def test_a_read_ahead_fits_devices_that_are_otherwise_too_small() -> None:
     assert planned(0, read_ahead_nbytes=0) is None
     asked = replace(QUESTION, limits=Limits(device_nbytes=budget(0)))
     assert survey(asked, [asked.budgets()]) != [None]
@@ -65,7 +65,7 @@ def test_a_ring_fits_devices_that_are_otherwise_too_small() -> None:
 def test_a_refusal_names_the_least_memory_with_a_plan() -> None:
     with pytest.raises(DoesNotFit) as caught:
         find_plan(replace(QUESTION, limits=Limits(device_nbytes=1 << 29)))
-    named = re.search(r"needs ([\d,]+) bytes of device", str(caught.value))
+    named = re.search(r"needs at least ([\d,]+) bytes of device", str(caught.value))
     assert named
     least = int(named[1].replace(",", ""))
     assert least < budget(0)
@@ -79,9 +79,9 @@ TOLD = [{"weight_slots": 2}, {"wait_for": "unit"}, {"read_ahead_nbytes": 0}, {"k
 
 @pytest.mark.parametrize("told", [*TOLD, {"shard_nbytes": 1 << 24}])
 def test_user_choices_are_kept(told: dict[str, object]) -> None:
-    assert rings(replace(QUESTION, overrides=told)) == []
-    assert rings(replace(QUESTION, overrides={"wait_for": "shard"})) == rings(QUESTION) != []
+    assert read_aheads(replace(QUESTION, overrides=told)) == []
+    assert read_aheads(replace(QUESTION, overrides={"wait_for": "shard"})) == read_aheads(QUESTION) != []
 
 
-def test_no_ring_on_shared_memory_devices() -> None:
-    assert rings(replace(QUESTION, hardware=replace(HARDWARE, shares_memory=True))) == []
+def test_no_read_ahead_on_shared_memory_devices() -> None:
+    assert read_aheads(replace(QUESTION, hardware=replace(HARDWARE, shares_memory=True))) == []

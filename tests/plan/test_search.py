@@ -170,7 +170,7 @@ def test_only_the_overflow_of_host_and_disk_is_on_the_device() -> None:
         assert plan.taken.fits({"device": DRIVE.device_nbytes, "host": host, "disk": disk})
         assert any(placement.on_device for placement in plan.policy.placements)
     short = budgeted(budgeted(budgeted(asked, "device", 1_500_000), "host", host), "disk", 0)
-    assert "memory at the least" in refusal(short)
+    assert "needs at least" in refusal(short)
 
 
 @pytest.mark.slow
@@ -238,7 +238,7 @@ QUICK_REFUSALS = (REFUSALS[0], REFUSALS[3], *REFUSALS[5:])
 def refused(tier: str, machine: str, changes: dict[str, Any]) -> tuple[Question, int, str]:
     """A question, the least number of bytes of that tier that its refusal names, and how it says so."""
     asked = question({**MACHINES, "drive": DRIVE}[machine], **changes)
-    said = re.search(rf"needs ([\d,]+) bytes of {tier} memory at the least", refusal(budgeted(asked, tier, 1)))
+    said = re.search(rf"needs at least ([\d,]+) bytes of {tier} memory", refusal(budgeted(asked, tier, 1)))
     assert said is not None
     return asked, int(said[1].replace(",", "")), said[0]
 
@@ -278,7 +278,7 @@ def test_the_memory_named_in_a_refusal_is_the_smallest_that_plans(
 
 def test_refusals_of_several_tiers_name_enough_of_each() -> None:
     asked = budgeted(budgeted(question(BALANCED, saves=True), "host", 1), "device", 1)
-    found = re.search(r"it takes ([\d,]+) bytes of device memory, ([\d,]+) bytes of host memory", refusal(asked))
+    found = re.search(r"provide ([\d,]+) bytes of device memory, ([\d,]+) bytes of host memory", refusal(asked))
     assert found is not None
     device, host = (int(number.replace(",", "")) for number in found.groups())
     assert not refusal(budgeted(budgeted(asked, "host", host), "device", device))
