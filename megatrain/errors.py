@@ -184,12 +184,15 @@ class CorruptRegion(DiskError):
 class NonFinite(MegaTrainError):
     """A loss or a gradient is not finite. The text says which units, if any, were already updated.
 
-    parameters: names of weights that are not finite themselves, with which every further step fails.
+    parameters: names of weights that are not finite themselves, with which every further step fails. of_loss: whether
+    it is the loss.
     """
 
-    def __init__(self, what: str, *, where: str = "", fix: str = "", parameters: Sequence[str] = ()) -> None:
+    def __init__(
+        self, what: str, *, where: str = "", fix: str = "", parameters: Sequence[str] = (), of_loss: bool = False
+    ) -> None:
         super().__init__(what, where=where, fix=fix)
-        self.parameters = tuple(parameters)
+        self.parameters, self.of_loss = tuple(parameters), of_loss
 
 
 class ExportError(MegaTrainError):

@@ -632,8 +632,8 @@ def _finite_sum(terms: Sequence[float], now: Current, on: str = "", fix: str = N
     if not math.isfinite(loss):
         what = f"the loss is {loss}{on}"
         if now.sink is None:
-            raise NonFinite(what, where="evaluation", fix="inspect the batch and the weights")
-        raise NonFinite(what, fix=fix)
+            raise NonFinite(what, where="evaluation", fix="inspect the batch and the weights", of_loss=True)
+        raise NonFinite(what, fix=fix, of_loss=True)
     return loss
 
 

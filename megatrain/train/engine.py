@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -54,7 +54,7 @@ from megatrain.spec.layout import Ownership
 from megatrain.train.async_save import Save, Saver
 from megatrain.train.events import StepOutput
 from megatrain.train.gathered_files import export_together
-from megatrain.train.nonfinite_weights import NonfiniteWeights
+from megatrain.train.nonfinite import NonfiniteCauses
 from megatrain.train.one_call_at_a_time import Turn, one_at_a_time
 from megatrain.train.optimizer_sink import GradientCollector, OptimizerSink
 from megatrain.train.options import (
@@ -81,6 +81,8 @@ from megatrain.train.restore import (
     optimizer_in,
     read_moments,
     refuse_other_base,
+    refuse_other_shapes,
+    refuse_unknown,
     weights_in,
 )
 from megatrain.train.schedule_cache import Kind, Schedules, budgets
@@ -118,7 +120,7 @@ class Engine:
             raise
         self._saver = Saver(ported, self._store, world.aside())
         self._sink.before_update = self._saver.before_update
-        self._weights = NonfiniteWeights(self._store, world)
+        self._causes = NonfiniteCauses(self._store, self._streamer)
         self._steps, self._turn = 0, Turn()
         self.checked = NOT_ASKED  # whether this architecture is known to be computed correctly
         self._trace: Trace | None = None
@@ -314,10 +316,11 @@ class Engine:
         self._device.stalled_seconds()
         before = self._written_nbytes
         wants_times = self.record_timeline or self._trace is not None
-        given = schedule, batches, self._sink, self._steps, loss_fn, router_weights
-        with self._weights.blamed(self._steps), timed(self._device) if wants_times else nullcontext():
+        how = self._steps, loss_fn, router_weights
+        again = partial(self._forward, batches, work, *how)
+        with self._causes.named(self._steps, again), timed(self._device) if wants_times else nullcontext():
             try:
-                result = self._streamer.run_schedule(*given)
+                result = self._streamer.run_schedule(schedule, batches, self._sink, *how)
             finally:
                 self._sink.at_rest()
             norm = self._sink.finish()
@@ -350,8 +353,9 @@ class Engine:
         self._settle()
         collector = GradientCollector(self.structure, self._sink.before_update, self._store)
         schedule = self._schedules.get("step", work)
-        with self._weights.blamed(self._steps):
-            self._streamer.run_schedule(schedule, batches, collector, self._steps, loss_fn, router_weights)
+        how = self._steps, loss_fn, router_weights
+        with self._causes.named(self._steps, partial(self._forward, batches, work, *how)):
+            self._streamer.run_schedule(schedule, batches, collector, *how)
         return collector.finish()
 
     @one_at_a_time
@@ -419,7 +423,7 @@ class Engine:
 
         # The library's own work uses the stream that fills the cache, so neither frees what the other still reads.
         with (
-            self._weights.blamed(self._steps),
+            self._causes.named(self._steps),
             self._ported.evaluation_mode(),
             self._device.preserved_random_state(),
             self._device.alongside(),
@@ -451,9 +455,7 @@ class Engine:
     def master(self, name: str) -> Tensor:
         """A copy of one parameter's float32 master, in its shape, pending updates applied. Raises `ModelError` for an
         unknown name."""
-        if name not in (names := list(self._store.names())):
-            near = get_close_matches(str(name), names, n=1, cutoff=0.0)
-            raise ModelError(f"no parameter is called {name!r}", where="master", fix=f"did you mean {near[0]!r}?")
+        refuse_unknown(name, self.structure, "master")
         self._flush()
         return self._store.master(name)
 
@@ -478,11 +480,7 @@ class Engine:
 
         Raises `ModelError`, before any is set, for an unknown name or a wrong shape.
         """
-        shapes = {param.name: param.shape for unit in self.structure.units for param in unit.params}
-        for name, value in weights.items():
-            if tuple(value.shape) != shapes.get(name):
-                what = f"has no parameter {name} of shape {list(value.shape)}"
-                raise ModelError(what, where=f"model {self.structure.name}")
+        refuse_other_shapes(weights, self.structure)
         self._settle()
         self._saver.wait()
         for name in self._store.names():  # unit by unit
@@ -756,16 +754,17 @@ class Engine:
         return checked_micro_batches(self._ported, self._device, self.world, *given, trains=trains)
 
     def _measure(
-        self,
-        micro_batches: Iterable[MicroBatch],
-        loss_fn: LossFn | None,
-        router_weights: Sequence[float] | None = None,
+        self, micro_batches: Iterable[MicroBatch], loss_fn: LossFn | None, router_weights: Sequence[float] | None = None
     ) -> StepResult:
         batches, work = self._checked(micro_batches, loss_fn, router_weights)
+        forward = partial(self._forward, batches, work, 0, loss_fn, router_weights)
+        with self._ported.evaluation_mode(), self._causes.named(self._steps, forward):
+            return forward()
+
+    def _forward(self, batches: list[MicroBatch], work: Work, number: int, *how: Any) -> StepResult:
         self._settle()
         schedule = self._schedules.get("forward", work)
-        with self._weights.blamed(self._steps), self._ported.evaluation_mode():
-            return self._streamer.run_schedule(schedule, batches, None, 0, loss_fn, router_weights)
+        return self._streamer.run_schedule(schedule, batches, None, number, *how)
 
     def _flush(self) -> None:
         if self._sink.pending:
@@ -778,7 +777,7 @@ class Engine:
 
     def _fill(self, source: Fills, progress: Progress | None = None) -> None:
         self._saver.wait()
-        self._weights.may_have_come()
+        self._causes.weights_replaced()
         fill(source, self._store, self._store.names_by_unit(read=not self._ported.lies_in(source)), progress)
 
     def _take_up(self, checkpoint: Checkpoint, new: NewMoments) -> None:

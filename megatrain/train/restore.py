@@ -9,6 +9,7 @@ if something has changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import zip_longest
 from typing import Any, Literal
 
@@ -178,6 +179,23 @@ def refuse_other_model(checkpoint: Checkpoint, spec: ModelSpec, shapes: Mapping[
     if odd := sorted({*ours.items()} ^ {*shapes.items()}):
         what = f"is of another model: only one of the two has {odd[0][0]} of shape {list(odd[0][1])}"
         raise CheckpointError(what, where=str(checkpoint.folder), fix="make an engine with Engine.from_checkpoint")
+
+
+def refuse_unknown(name: str, spec: ModelSpec, where: str) -> None:
+    """Raise `ModelError` unless a parameter is called that."""
+    names = [param.name for unit in spec.units for param in unit.params]
+    if name not in names:
+        near = get_close_matches(str(name), names, n=1, cutoff=0.0)
+        raise ModelError(f"no parameter is called {name!r}", where=where, fix=f"did you mean {near[0]!r}?")
+
+
+def refuse_other_shapes(weights: Mapping[str, Tensor], spec: ModelSpec) -> None:
+    """Raise `ModelError` for weights that are not parameters of the model, in its shapes."""
+    shapes = {param.name: param.shape for unit in spec.units for param in unit.params}
+    for name, value in weights.items():
+        if tuple(value.shape) != shapes.get(name):
+            what = f"has no parameter {name} of shape {list(value.shape)}"
+            raise ModelError(what, where=f"model {spec.name}")
 
 
 def weights_in(checkpoint: Checkpoint, ported: PortedModel, trust_remote_code: bool) -> Fills:

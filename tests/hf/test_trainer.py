@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from megatrain import Engine
-from megatrain.errors import CheckpointError, ConfigError, ModelError
+from megatrain.errors import CheckpointError, ConfigError, ModelError, NonFinite
 from megatrain.hf import StreamedTrainer, streamed
 from megatrain.hf.model import LazyParameter
 from tests.tiny import VOCAB, relative_error, tiny_model
@@ -347,6 +347,17 @@ def test_a_custom_loss(tmp_path: Path) -> None:
     plain, _ = run(StreamedTrainer, tmp_path / "a", max_steps=3)
     mine, _ = run(StreamedTrainer, tmp_path / "b", max_steps=3, more={"loss_fn": lambda found, batch: -2 * found.sum()})
     assert history(mine, "loss")[0]["loss"] == pytest.approx(2 * history(plain, "loss")[0]["loss"], rel=1e-5)
+
+
+def test_a_nonfinite_loss_names_the_first_module_in_training_and_evaluation(tmp_path: Path) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.lm_head.weight[5] = 3e38  # its output overflows
+    says = "the loss is (nan|inf), first not finite: the output of lm_head; "
+    with pytest.raises(NonFinite, match=f"^{says}nothing was updated"):
+        run(StreamedTrainer, tmp_path / "a", model)
+    with pytest.raises(NonFinite, match=f"^evaluation: {says}"):
+        run(StreamedTrainer, tmp_path / "b", model, eval_on_start=True, neftune_noise_alpha=5.0)
 
 
 class OwnLoss(Trainer):

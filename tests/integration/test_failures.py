@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megatrain import AdamW, Engine, Numerics, Policy
 from megatrain.device.cpu import CpuDevice
@@ -67,6 +68,58 @@ def test_nonfinite_losses_are_not_applied(device: str, where: str) -> None:
             engine.generate(everything[0]["input_ids"], max_new_tokens=1)
         after = {name: w.view(torch.int32) for name, w in engine.master_weights().items()}
     assert equal(before, after)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("module", ["model.layers.1.mlp.down_proj", "lm_head"])
+def test_a_nonfinite_loss_of_finite_weights_names_the_first_module(device: str, module: str) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(1e6)
+        model.get_submodule(module).weight[5] = 3e38  # its output overflows
+    with Engine.from_model(model, device, "fp32", AdamW(lr=0.1)) as engine:
+        before = engine.master_weights()
+        says = f"^the loss is (nan|inf), first not finite: the output of {module}; nothing was updated"
+        with pytest.raises(NonFinite, match=says) as caught:
+            engine.step(unequal_batches())
+        assert not caught.value.parameters
+        with pytest.raises(NonFinite, match=f"first not finite: the output of {module}"):
+            engine.evaluate(unequal_batches())
+        assert equal(engine.master_weights(), before)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_attention_that_returns_nan_is_told_from_the_module_behind_it(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = sdpa(module, query, key, value, *args, **kwargs)
+        return (found[0] * float("nan"), *found[1:]) if module.layer_idx == 1 else found
+
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    with Engine.from_model(tiny_model(), device, "fp32") as engine:
+        engine.step(unequal_batches())
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", broken)
+        with pytest.raises(NonFinite, match=r"first not finite: the input of model\.layers\.1\.self_attn\.o_proj;"):
+            engine.step(unequal_batches())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_loss_function_that_returns_nan_is_told_from_the_model(device: str) -> None:
+    broken = 2
+
+    def loss(log_probs: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        nonlocal broken
+        broken -= 1
+        return -log_probs.sum() * (float("nan") if broken >= 0 else 1.0)
+
+    with Engine.from_model(tiny_model(), device, "fp32") as engine:
+        with pytest.raises(NonFinite, match="the loss is nan, but what all modules return is finite; nothing was"):
+            engine.step(unequal_batches(1), loss_fn=loss)
+        broken = 1
+        with pytest.raises(NonFinite, match="the loss is nan, and finite when computed again; nothing was"):
+            engine.step(unequal_batches(1), loss_fn=loss)
+        assert engine.step(unequal_batches(1), loss_fn=loss).tokens
 
 
 @pytest.mark.parametrize("device", DEVICES)

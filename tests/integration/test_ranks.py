@@ -302,6 +302,27 @@ def test_a_nonfinite_loss_on_one_rank_stops_all_with_one_message() -> None:
     assert "on rank 1" in line
 
 
+def test_a_nonfinite_loss_of_finite_weights_names_module_and_rank_on_all() -> None:
+    model, batches = tiny_model("llama"), batches_of(3)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:95] = 0.0
+        model.model.layers[1].mlp.up_proj.weight.mul_(1e6)
+        model.model.layers[1].mlp.down_proj.weight[5] = 3e38
+    for index, each in enumerate(batches):
+        each["input_ids"].clamp_(max=94)
+        each["input_ids"][0, 0] = 95 if index == 1 else 5
+
+    def work(world: World) -> str:
+        with MAKING:
+            engine = Engine.from_model(model, precision="fp32", policy=SHARDS, verify=False, world=world)
+        with engine, pytest.raises(NonFinite) as caught:
+            engine.step(batches[world.rank :: world.size])
+        return str(caught.value)
+
+    (line,) = set(together(worlds(3), work))
+    assert "on rank 1, first not finite: the output of model.layers.1.mlp.down_proj on rank 1; " in line
+
+
 def test_invalid_micro_batches_on_one_rank_are_reported_on_all() -> None:
     batches = batches_of(3)
     batches[2]["input_ids"][0, 0] = 96
