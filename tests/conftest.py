@@ -25,6 +25,7 @@ except ModuleNotFoundError:  # `make gpu` asks for torch, transformers, numba an
 
 if TYPE_CHECKING:
     from tests.fork_server import Preloaded
+    from tests.hub import Hub
 
 # Before any test module imports the libraries that read them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -158,6 +159,18 @@ def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preloaded]:
     yield found
     found.close()
     Preloaded.spent, _counted[0] = 0.0, sum(os.times()[:4])  # no cost of the last test
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+    """A hub on this machine, which this process takes for the only one, with caches of its own."""
+    from tests.hub import Hub, settings_for
+
+    with Hub() as found:
+        for module, name, value in settings_for(found.endpoint, tmp_path_factory.mktemp("hub")):
+            monkeypatch.setattr(module, name, value)
+        monkeypatch.setenv("HF_TOKEN", "hf_of_someone")
+        yield found
 
 
 @pytest.fixture(autouse=True)

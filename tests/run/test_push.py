@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 import re
-import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,108 +15,11 @@ from megatrain.cli import main
 from megatrain.data import load_tokenizer
 from megatrain.errors import ExportError
 from megatrain.run.push import push
+from tests.hub import ADDRESS, Hub
 from tests.run.test_training import configuration, train
 from tests.tiny import tiny_model
 
-ADDRESS = "http://127.0.0.1"
-
 pytestmark = pytest.mark.filterwarnings("ignore:Use .content:DeprecationWarning")  # how the hub's client uploads
-
-
-@dataclass
-class Hub:
-    """What the server holds, and how it is to answer."""
-
-    endpoint: str = ""
-    files: dict[str, bytes] = field(default_factory=dict)
-    objects: dict[str, bytes] = field(default_factory=dict)
-    private: bool | None = None
-    refuses: bool = False
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    held = Hub()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-        def answer(self, content: Any, code: int = 200) -> None:
-            body = json.dumps(content).encode()
-            self.send_response(code)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def body(self) -> bytes:
-            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-
-        def do_GET(self) -> None:
-            if self.path == "/api/whoami-v2":
-                self.answer({"name": "someone", "type": "user", "auth": {"accessToken": {"role": "write"}}})
-            elif self.path in ("/api/models/org/base", "/api/datasets/org/chats"):
-                self.answer({"id": self.path.split("/", 3)[3], "tags": [], "siblings": []})
-            else:
-                self.send_response(404)
-                self.send_header("X-Error-Code", "RepoNotFound")
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-
-        def do_PUT(self) -> None:
-            held.objects[self.path.rpartition("/")[2]] = self.body()
-            self.answer({})
-
-        def do_POST(self) -> None:
-            body = self.body()
-            if held.refuses:
-                self.answer({"error": "you may not"}, 403)
-            elif self.path == "/api/repos/create":
-                asked = json.loads(body)
-                held.private = asked.get("visibility", asked.get("private")) in (True, "private")
-                name = "/".join(filter(None, (asked.get("organization"), asked["name"])))
-                self.answer({"url": f"{held.endpoint}/{name}"})
-            elif self.path == "/api/validate-yaml":
-                self.answer({"errors": [], "warnings": []})
-            elif "/preupload/" in self.path:
-                files = json.loads(body)["files"]
-                modes = ("lfs" if each["path"].endswith(".safetensors") else "regular" for each in files)
-                told = [
-                    {"path": each["path"], "uploadMode": mode, "shouldIgnore": False}
-                    for each, mode in zip(files, modes, strict=True)
-                ]
-                self.answer({"files": told})
-            elif self.path.endswith("/info/lfs/objects/batch"):
-                asked = json.loads(body)["objects"]
-                told = [
-                    {**each, "actions": {"upload": {"href": f"{held.endpoint}/put/{each['oid']}"}}} for each in asked
-                ]
-                self.answer({"transfer": "basic", "objects": told})
-            elif "/commit/" in self.path:
-                for line in map(json.loads, body.decode().splitlines()):
-                    value = line["value"]
-                    if line["key"] == "file":
-                        held.files[value["path"]] = base64.b64decode(value["content"])
-                    elif line["key"] == "lfsFile":
-                        held.files[value["path"]] = held.objects[value["oid"]]
-                url = f"{held.endpoint}/someone/x/commit/{hashlib.sha1(body).hexdigest()}"
-                self.answer({"commitUrl": url, "commitOid": hashlib.sha1(body).hexdigest()})
-            else:
-                self.answer({"error": self.path}, 404)
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    held.endpoint = f"{ADDRESS}:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(constants, "ENDPOINT", held.endpoint)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("HF_TOKEN", "hf_of_someone")
-    yield held
-    server.shutdown()
-    server.server_close()
 
 
 def card_of(hub: Hub) -> tuple[dict[str, Any], str]:
@@ -162,6 +58,7 @@ def test_a_model_folder_is_pushed_unchanged(hub: Hub, tmp_path: Path, capsys: py
     }
     (run / "config.yaml").write_text(yaml.dump(tree))
     (run / "metrics.jsonl").write_text("")
+    hub.publish("org/chats", {})
     with pytest.raises(SystemExit) as left:
         main(["export", str(run), "--push", "someone/other"])
     assert left.value.code == 0
