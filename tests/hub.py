@@ -22,7 +22,9 @@ from urllib.parse import unquote, urlsplit
 ADDRESS = "http://127.0.0.1"
 LARGE = (".parquet", ".safetensors", ".gz", ".zst")
 """What the hub keeps as large files, which it sends from another address."""
-OF_DATA_SET = re.compile(r"(?:/api)?/datasets/(?P<name>[^/]+/[^/]+)(?:/(?P<verb>[^/]+)/(?P<commit>[^/]+)/?(?P<path>.*))?")
+OF_DATA_SET = re.compile(
+    r"(?:/api)?/datasets/(?P<name>[^/]+/[^/]+)(?:/(?P<verb>[^/]+)/(?P<commit>[^/]+)/?(?P<path>.*))?"
+)
 
 
 @dataclass
@@ -68,6 +70,7 @@ def settings_for(endpoint: str, cache: Path) -> list[tuple[ModuleType, str, Any]
 
     return [
         (constants, "ENDPOINT", endpoint),
+        (constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"),
         (constants, "HF_HUB_OFFLINE", False),
         (constants, "HF_HUB_DISABLE_XET", True),
         (constants, "HF_HOME", str(cache)),

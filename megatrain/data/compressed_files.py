@@ -59,7 +59,12 @@ def _opened(path: Path) -> IO[bytes]:
     if suffix == ".gz":
         return cast(IO[bytes], gzip.open(path))
     if suffix == ".zst":
-        import pyarrow  # `datasets` brings it
-
-        return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+        return zstd_reader(str(path))
     return path.open("rb")
+
+
+def zstd_reader(source: str | IO[bytes]) -> IO[bytes]:
+    """What is in a file compressed by zstd, given its path or its bytes."""
+    import pyarrow  # `datasets` brings it
+
+    return io.BufferedReader(pyarrow.input_stream(source, compression="zstd"))

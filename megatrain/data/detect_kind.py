@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megatrain.data.compressed_files import kind_of, open_bytes
 from megatrain.data.dataset_info import read_dataset_info
+from megatrain.data.hub import commit_or_download
 from megatrain.data.json_text import parsed
 from megatrain.data.read_rows import (
     FOREIGN_INDEX,
@@ -79,9 +80,9 @@ def source_called(
 
 
 def require_source(name: str, schema: Schema) -> None:
-    """Raise `DataError` where nothing is called `name`: no file, no folder, and no data set that the hub could have.
+    """Raise `DataError` where nothing is called `name`: no file, no folder, and no data set of the hub.
 
-    An empty file is refused too. Nothing but a list of data sets is read.
+    An empty file is refused too. Nothing but a list of data sets is read, and the hub is asked once.
     """
     if _index_and_name(name) is not None:
         name = source_called(name, schema).name
@@ -92,6 +93,7 @@ def require_source(name: str, schema: Schema) -> None:
         return
     if holds_samples(name, schema):
         refuse_missing(name)
+        commit_or_download(name)
     else:
         find_files([name])
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import csv
 import glob
 import hashlib
-import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,11 +23,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TextIO, TypeAlias
 
-from megatrain.data.compressed_files import DamagedData, kind_of, open_bytes, open_text, without_compression
+from megatrain.data.compressed_files import (
+    DamagedData,
+    kind_of,
+    open_bytes,
+    open_text,
+    without_compression,
+    zstd_reader,
+)
+from megatrain.data.hub import commit_or_download
 from megatrain.data.json_text import Malformed, elements, parsed
 from megatrain.data.text_sources import SourceFile, find_files
 from megatrain.errors import DataError, SampleError, first_line
-from megatrain.system.paths import may_be_hub_name, missing, nearest_path, read_json, refuse_unreadable_in, usable_path
+from megatrain.system.paths import may_be_hub_name, missing, read_json, refuse_unreadable_in, usable_path
 
 # What is not trained on, counted by reason, with the place of the first of each.
 #
@@ -69,7 +76,6 @@ class LeftOut:
         return [f"{count:,} {reason} (first: {self.first[reason]})" for reason, count in self.counts.most_common()]
 
 
-HUB_TIMEOUT_SECONDS = 2.0
 JSON_LINES = (".jsonl", ".ndjson")
 TABLES = {".parquet": "parquet", ".arrow": "arrow"}
 SEPARATED = {".csv": ",", ".tsv": "\t"}
@@ -353,11 +359,7 @@ def _not_utf8(error: UnicodeDecodeError, place: str) -> DataError:
 
 def _hub_rows(name: str, split: str, subset: str | None, folder: str | None) -> Iterator[Row]:
     """Streamed where the hub answers; else from an earlier download, where there is one."""
-    try:
-        _ask_hub(name)
-    except DataError:
-        if not _is_downloaded(name):
-            raise
+    if commit_or_download(name) is None:
         yield from _numbered(name, lambda library: _downloaded(library, name, subset, folder, split))
         return
 
@@ -365,26 +367,6 @@ def _hub_rows(name: str, split: str, subset: str | None, folder: str | None) -> 
         return library.load_dataset(name, subset, data_dir=folder, split=split, streaming=True)
 
     yield from _numbered(name, load)
-
-
-def _ask_hub(name: str) -> Any:
-    """What the hub says of a data set, asked once. Raises `DataError` where it has none of that name."""
-    import huggingface_hub
-
-    try:
-        return huggingface_hub.HfApi().dataset_info(name, timeout=HUB_TIMEOUT_SECONDS)
-    except Exception as error:  # the client's errors have no common base but this
-        nearest = nearest_path(Path(name))
-        fix = f"did you mean {nearest}?" if nearest else "name a local file or folder"
-        what = "neither a local file nor an earlier download, and the Hugging Face hub did not give it"
-        raise DataError(f"{what} ({first_line(error)})", where=name, fix=fix) from error
-
-
-def _is_downloaded(name: str) -> bool:
-    """Whether the library's cache may hold `name`; told without the library, which takes seconds to load."""
-    from huggingface_hub import constants
-
-    return os.path.isdir(os.path.join(constants.HF_HOME, "datasets", name.replace("/", "___")))
 
 
 def _downloaded(library: ModuleType, name: str, subset: str | None, folder: str | None, split: str) -> Any:
@@ -437,11 +419,7 @@ class RowStream:
         """Of a data set on the hub; `None` for one on this machine, an earlier download too."""
         if not usable_path(name, error=DataError).exists():
             refuse_missing(name)
-            try:
-                self.commit = _ask_hub(name).sha
-            except DataError:
-                if not _is_downloaded(name):
-                    raise
+            self.commit = commit_or_download(name)
         self._data, self._beginning = self._opened()
 
     def go_to(self, commit: str | None) -> None:
@@ -519,8 +497,17 @@ def _library(name: str) -> ModuleType:
         raise DataError(what, where=name, fix="pip install datasets, or bring JSON lines") from error
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else it tells a server of every file that it opens
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what is wrong is said once, by the error
+    _teach_zstd()
     library: ModuleType = datasets
     return library
+
+
+def _teach_zstd() -> None:
+    """Has the library read `.zst`, which it knows where a package is installed that `open_bytes` does without."""
+    from fsspec import compression  # type: ignore[import-untyped]
+
+    if "zstd" not in compression.compr:
+        compression.register_compression("zstd", lambda file, mode="rb", **_: zstd_reader(file), "zst")
 
 
 def _without_nulls(value: Any) -> Any:

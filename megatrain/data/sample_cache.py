@@ -28,8 +28,9 @@ import numpy.typing as npt
 from megatrain.data.compressed_files import kind_of
 from megatrain.data.encode import EncodedSample, Encoder, Statistics, try_to_render
 from megatrain.data.encoding_processes import encode_in_processes
+from megatrain.data.hub import commit_of
 from megatrain.data.preferences import whole_pairs
-from megatrain.data.read_rows import HUB_TIMEOUT_SECONDS, JSON_LINES, SEPARATED, Bad, LeftOut
+from megatrain.data.read_rows import JSON_LINES, SEPARATED, Bad, LeftOut
 from megatrain.data.sample_formats import Sample
 from megatrain.data.sample_sources import Source, read_samples
 from megatrain.data.token_files import TokenArray, TokenFile, open_tokens, write_tokens
@@ -323,10 +324,8 @@ def _content(source: Source) -> object:
         return [[str(file.relative_to(path)), _digest(file)] for file in files]
     if path.exists():
         return source.name
-    import huggingface_hub
-
     try:
-        commit = huggingface_hub.HfApi().dataset_info(source.name, timeout=HUB_TIMEOUT_SECONDS).sha
+        commit = commit_of(source.name)
     except Exception:  # no common base; whether there is such a data set at all, the reader says
         commit = None
     return [source.name, commit]

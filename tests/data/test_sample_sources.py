@@ -8,6 +8,7 @@ import json
 import random
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -341,7 +342,7 @@ def test_a_hub_name_without_a_network_fails_on_one_line_after_one_request(monkey
     assert time.monotonic() - began < 30
     assert message.startswith("organisation/data: neither a local file nor an earlier download")
     assert "(Name or service not known)" in message
-    assert asked == [2.0]
+    assert len(asked) == 1
 
 
 def test_a_hub_name_is_streamed_where_the_hub_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,7 +352,9 @@ def test_a_hub_name_is_streamed_where_the_hub_answers(monkeypatch: pytest.Monkey
         seen.append((name, subset, options))
         return ROWS
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda self, name, timeout: None)
+    monkeypatch.setattr(
+        huggingface_hub.HfApi, "dataset_info", lambda self, name, timeout: types.SimpleNamespace(sha="a")
+    )
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     samples, left_out = read(Source("organisation/data", split="test", subset="small", limit=2))
     assert [sample.origin for sample in samples] == ["organisation/data[0]", "organisation/data[1]"]

@@ -16,6 +16,7 @@ from megatrain.run import disk_space, early_checks
 from megatrain.run.early_checks import refuse_mistakes
 from megatrain.run.existing_run import refuse_early
 from megatrain.train.engine import Engine
+from tests.hub import Hub
 from tests.run.test_training import configuration, train
 
 SLOW = ("torch", "transformers", "numba", "datasets", "rich")
@@ -42,6 +43,7 @@ def test_early_checks_import_no_slow_library(tmp_path: Path) -> None:
         f"data.sources={tmp_path}/corpse.txt": "corpse.txt: no such file or folder; did you mean",
         f"data.validation={tmp_path}/held.jsonl": "held.jsonl: no such file or folder",
         f"model.config=null model.path={tmp_path}/gone": f"model {tmp_path}/gone: no such folder or file",
+        "data.sources=org/absent": "org/absent: neither a local file nor an earlier download, and the Hugging Face hub",
         "data.format=sharegtp": "data.format",
         "train.device=tpu": "train.device: 'tpu' is not a device",
         "train.hardware=h300": "train.hardware: no machine is called 'h300'",
@@ -66,10 +68,23 @@ def test_valid_configs_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["org/name", "python-stdlib", "{0}", "{0}/dataset_info.json#chats"])
-def test_existing_and_hub_names_are_not_refused(name: str, tmp_path: Path) -> None:
+def test_existing_and_hub_names_are_not_refused(name: str, tmp_path: Path, hub: Hub) -> None:
+    hub.publish("org/name", {})
     config = configuration(tmp_path, data={"sources": [name.format(tmp_path)]})
     (tmp_path / "dataset_info.json").write_text(json.dumps({"chats": {"file_name": "corpus.txt"}}))
     refuse_mistakes(config)
+
+
+def test_names_of_no_data_set_on_the_hub_are_refused(tmp_path: Path, hub: Hub) -> None:
+    hub.publish("org/texts", {})
+    for data in (
+        {"sources": ["org/absent"]},
+        {"validation": ["org/absent"]},
+        {"sources": [f"{tmp_path}/dataset_info.json#x"]},
+    ):
+        (tmp_path / "dataset_info.json").write_text(json.dumps({"x": {"hf_hub_url": "org/absent"}}))
+        with pytest.raises(DataError, match="org/absent: the Hugging Face hub has no data set of this name"):
+            refuse_mistakes(configuration(tmp_path, data=data))
 
 
 def test_dataset_info_entries_with_missing_files_are_refused(tmp_path: Path) -> None:

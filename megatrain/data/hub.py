@@ -1,0 +1,79 @@
+"""Asks the Hugging Face hub about data sets and tokenizers: once, and not for longer than a few seconds.
+
+Where the hub cannot be reached, the libraries try again for half a minute, and a name server that keeps silent is not
+subject to their timeouts. So whatever is to be read there is asked for here first.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.errors import DataError, first_line
+from megatrain.system.paths import nearest_path
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+PATIENCE_SECONDS = 2.5
+"""How long the hub may take to answer, including DNS and proxies."""
+
+
+def answer(ask: Callable[[HfApi], Any]) -> Any:
+    """What `ask` gets from the hub's client. Raises what it raises, and `TimeoutError`."""
+    import huggingface_hub
+
+    found: list[Any] = []
+    failed: list[Exception] = []
+
+    def call() -> None:
+        try:
+            found.append(ask(huggingface_hub.HfApi()))
+        except Exception as error:  # the client's errors have no common base but this
+            failed.append(error)
+
+    asking = threading.Thread(target=call, daemon=True)
+    asking.start()
+    asking.join(PATIENCE_SECONDS)
+    if failed:
+        raise failed[0]
+    if not found:
+        raise TimeoutError(f"no answer in {PATIENCE_SECONDS:g} s")
+    return found[0]
+
+
+def commit_of(name: str) -> str:
+    """The latest commit of the data set called `name`. Raises as `answer` does."""
+    info = answer(lambda api: api.dataset_info(name, timeout=PATIENCE_SECONDS))
+    return str(info.sha)
+
+
+def commit_or_download(name: str) -> str | None:
+    """The latest commit of a data set; `None` where the hub does not answer and there is an earlier download.
+
+    Raises `DataError` where there is neither.
+    """
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        return commit_of(name)
+    except Exception as error:
+        if is_downloaded(name):
+            return None
+        nearest = nearest_path(Path(name))
+        what = "neither a local file nor an earlier download, and the Hugging Face hub did not give it"
+        what, fix = f"{what} ({first_line(error)})", "name a local file or folder"
+        if isinstance(error, RepositoryNotFoundError):
+            what = "the Hugging Face hub has no data set of this name, or keeps it private"
+            fix = "correct the name, or log in with `hf auth login`"
+        raise DataError(what, where=name, fix=f"did you mean {nearest}?" if nearest else fix) from error
+
+
+def is_downloaded(name: str) -> bool:
+    """Whether the cache of `datasets` may hold `name`; told without the library, which takes seconds to load."""
+    from huggingface_hub import constants
+
+    return os.path.isdir(os.path.join(constants.HF_HOME, "datasets", name.replace("/", "___")))

@@ -1,0 +1,160 @@
+"""Data sets on a hub, read by the endpoints that libraries ask: streams, revisions, lost connections, no network."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import threading
+import time
+from collections import Counter
+from itertools import islice
+from typing import Any
+
+import datasets
+import pyarrow
+import pytest
+from huggingface_hub import HfApi, constants
+from pyarrow import parquet
+
+from megatrain.data import EncodeOptions, Encoder, Loader, Source, StreamRows, load_tokenizer, stream_rows
+from megatrain.data import hub as data_hub
+from megatrain.data.packing import Row
+from megatrain.data.read_rows import LeftOut, read_rows
+from megatrain.errors import DataError
+from tests.hub import Hub
+
+WINDOW = 24
+ENCODER = Encoder(load_tokenizer("bytes"), EncodeOptions(max_tokens=WINDOW))
+COUNT, SHARDS = 41, 3
+TEXTS = [f"n{number}:" + "x" * (number % 13) for number in range(COUNT)]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("READ_ROWS", 3), ("BLOCK_ROWS", 8), ("BLOCK_SEQUENCES", 2)):
+        monkeypatch.setattr(stream_rows, name, value)
+
+
+def json_lines(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def table(texts: list[str]) -> bytes:
+    """With several row groups, which a position may lie within."""
+    written = io.BytesIO()
+    parquet.write_table(pyarrow.table({"text": texts}), written, row_group_size=5)
+    return written.getvalue()
+
+
+WRITERS = {
+    "jsonl": json_lines,
+    "jsonl.gz": lambda texts: gzip.compress(json_lines(texts)),
+    "jsonl.zst": lambda texts: pyarrow.compress(json_lines(texts), codec="zstd", asbytes=True),
+    "parquet": table,
+}
+
+
+def shards(ending: str, texts: list[str] = TEXTS) -> dict[str, bytes]:
+    """As many files as `SHARDS`, beside a card."""
+    parts = [texts[len(texts) * part // SHARDS : len(texts) * (part + 1) // SHARDS] for part in range(SHARDS)]
+    files = {f"data/train-{part:05}-of-{SHARDS:05}.{ending}": WRITERS[ending](each) for part, each in enumerate(parts)}
+    return {"README.md": b"---\nlicense: mit\n---\n# Texts\n", **files}
+
+
+def stream(name: str = "org/texts") -> StreamRows:
+    return StreamRows(Source(name), ENCODER, "grouped", window=WINDOW, together=2, seed=5)
+
+
+def loader(name: str = "org/texts") -> Loader:
+    return Loader(stream(name), micro_batch=2, micro_batches=2, seed=5)
+
+
+def steps(found: Loader, count: int) -> list[list[dict[str, list[Any]]]]:
+    return [[{name: part.tolist() for name, part in each.items()} for each in step] for step in islice(found, count)]
+
+
+def text(row: Row) -> str:
+    return bytes(row.ids[:-1].tolist()).decode()
+
+
+@pytest.mark.parametrize("ending", WRITERS)
+def test_shards_of_any_kind_stream_and_resume_at_the_exact_row(hub: Hub, ending: str) -> None:
+    hub.publish("org/texts", shards(ending))
+    rows = stream()
+    assert Counter(text(rows.row(index)) for index in range(COUNT)) == Counter(TEXTS)
+    going = loader()
+    states, found = [], []
+    for _ in range(16):
+        states.append(json.dumps(going.state_dict()))
+        found += steps(going, 1)
+    for at in (0, 3, 5, 9, 13):
+        again = loader()
+        again.load_state_dict(json.loads(states[at]))
+        assert steps(again, 3) == found[at : at + 3]
+
+
+def test_names_of_no_data_set_are_refused_after_one_request(hub: Hub) -> None:
+    told = r"^org/txts: the Hugging Face hub has no data set of this name, or keeps it private; correct the name, or"
+    for read in (lambda: stream("org/txts"), lambda: next(read_rows("org/txts", LeftOut()))):
+        hub.asked.clear()
+        with pytest.raises(DataError, match=told):
+            read()
+        assert [each for each in hub.asked if "harness" not in each] == ["GET /api/datasets/org/txts"]
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where it is a name server that keeps silent, for which no timeout of the client counts."""
+    over = threading.Event()
+    monkeypatch.setattr(data_hub, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(HfApi, "dataset_info", lambda *_, **__: over.wait(60))
+    monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: over.wait(60))
+    for load in (lambda: stream("org/texts"), lambda: load_tokenizer("org/texts")):
+        with pytest.raises(DataError, match=r"the Hugging Face hub did not give it \(no answer in 0\.1 s\)"):
+            load()
+    over.set()
+
+
+def test_an_earlier_download_is_read_without_asking_the_hub_again(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.publish("org/texts", shards("jsonl"))
+    datasets.load_dataset("org/texts", split="train")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(data_hub, "PATIENCE_SECONDS", 0.5)
+    hub.asked.clear()
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    assert [row.fields["text"] for row in read_rows("org/texts", LeftOut())] == TEXTS
+    rows = stream()
+    assert Counter(text(rows.row(index)) for index in range(COUNT)) == Counter(TEXTS)
+    assert hub.asked == slept == []
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_lost_connections_are_made_again_and_no_row_is_lost(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    hub.publish("org/texts", shards(ending))
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    hub.drops = 4
+    rows = stream()
+    assert Counter(text(rows.row(index)) for index in range(COUNT)) == Counter(TEXTS)
+    assert hub.drops == 0
+    hub.drops = 10**6
+    with pytest.raises(DataError, match=r"^org/texts: cannot be read \(.*; check the network, the files"):
+        [stream().row(index) for index in range(COUNT)]
+
+
+def test_a_resumed_stream_reads_the_revision_that_it_began_with(hub: Hub) -> None:
+    old = hub.publish("org/texts", shards("jsonl"))
+    going = loader()
+    steps(going, 5)
+    state, rest = going.state_dict(), steps(going, 4)
+    assert state["places"][0]["commit"] == old
+    hub.publish("org/texts", shards("jsonl", [text.replace("n", "m") for text in TEXTS]))
+    assert steps(loader(), 9)[5:] != rest
+    again = loader()
+    again.load_state_dict(state)
+    assert steps(again, 4) == rest
+    del hub.data_sets["org/texts"][old]
+    with pytest.raises(DataError, match=r"^org/texts: cannot be read "):
+        loader().load_state_dict(state)
