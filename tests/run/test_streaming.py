@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+import signal
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import datasets
-import huggingface_hub
 import pytest
 import torch
 
 from megatrain.checkpoint import checkpoints, step_of
-from megatrain.data import load_tokenizer, stream_rows
+from megatrain.data import load_tokenizer, read_rows, stream_rows
 from megatrain.dist import ALONE, World
 from megatrain.errors import ConfigError
 from megatrain.run.data import open_corpus
+from tests.fork_server import Preloaded
+from tests.hub import Hub, settings_for
+from tests.integration import killed_run
 from tests.ranks import together, worlds
 from tests.run.test_resume import config_of, weights
 from tests.run.test_training import losses, train
@@ -78,8 +82,7 @@ def test_ranks_stream_rank_zeros_revision_and_split_micro_batches(
         return library(str(tmp_path / revision), **how)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    answer = lambda *_, timeout: SimpleNamespace(sha="new" if here.rank else "rows")  # noqa: E731
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", answer)
+    monkeypatch.setattr(read_rows, "commit_or_download", lambda _: "new" if here.rank else "rows")
 
     def first_step(world: World) -> Any:
         here.rank = world.rank
@@ -102,3 +105,44 @@ def test_a_streamed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert losses(tmp_path / "part") == losses(tmp_path / "whole")[2:]
     whole, part = (weights(tmp_path / name) for name in ("whole", "part"))
     assert all(torch.equal(whole[name], part[name]) for name in whole)
+
+
+def run_on_hub(endpoint: str, cache: Path, tree: dict[str, Any], place: str | None, count: float) -> None:
+    """In a child: see `killed_run.run`."""
+    for module, name, value in settings_for(endpoint, cache):
+        setattr(module, name, value)
+    for name, value in (("READ_ROWS", 2), ("BLOCK_ROWS", 6), ("BLOCK_SEQUENCES", 1)):
+        setattr(stream_rows, name, value)
+    killed_run.run(tree, place, count)
+
+
+@pytest.mark.slow  # three runs
+def test_a_killed_run_on_a_hub_data_set_resumes_bit_for_bit(tmp_path: Path, hub: Hub, preloaded: Preloaded) -> None:
+    """The hub has moved on meanwhile, and drops a connection."""
+    files = {}
+    for part in range(3):
+        rows = [{"prompt": f"{n}?", "completion": "a" * (n % 9 + 1)} for n in range(part, 30, 3)]
+        files[f"data/part-{part}.jsonl.gz"] = gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode())
+    first = hub.publish("org/chats", files)
+
+    def run(name: str, expected: int, place: str | None = None, count: float = 0) -> str:
+        data = {"sources": ["org/chats"], "streaming": True}
+        config = config_of(tmp_path, name, "auto", data=data, train={"steps": 8}, checkpoint={"every": 3})
+        child = preloaded.start(
+            run_on_hub, hub.endpoint, tmp_path / "cache", config.model_dump(mode="json"), place, count
+        )
+        assert child.wait() == expected, child.said
+        return child.said
+
+    run("whole", 0)
+    run("killed", -signal.SIGKILL, "LOSS", 9)
+    (taken, *_) = checkpoints(tmp_path / "killed" / "checkpoints")
+    assert step_of(taken) == 3
+    hub.publish("org/chats", {"data/part-0.jsonl": b'{"prompt": "b", "completion": "c"}\n' * 9})
+    hub.drops, hub.asked = 1, []
+    said = run("killed", 0)
+    assert "peer closed connection" in said
+    assert any(first in each and "resolve" in each for each in hub.asked)
+    assert losses(tmp_path / "killed")[-5:] == losses(tmp_path / "whole")[-5:]
+    whole, killed = (weights(tmp_path / name) for name in ("whole", "killed"))
+    assert all(torch.equal(whole[name], killed[name]) for name in whole)
