@@ -76,10 +76,11 @@ def test_ranks_stream_rank_zeros_revision_and_split_micro_batches(
     config = config.model_copy(update={"data": data})
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "train.jsonl").write_text('{"text": "another"}\n' * 30)
-    library, here = datasets.load_dataset, threading.local()
+    library, here, one = datasets.load_dataset, threading.local(), threading.Lock()
 
     def load_dataset(*_: Any, revision: str = "rows", data_dir: None, **how: Any) -> Any:
-        return library(str(tmp_path / revision), **how)
+        with one:  # of two threads: the library's progress bars are made for one, and ranks are processes
+            return library(str(tmp_path / revision), **how)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(read_rows, "commit_or_download", lambda _: "new" if here.rank else "rows")
