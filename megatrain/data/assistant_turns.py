@@ -1,19 +1,19 @@
 """Finds where the assistant's turns are in the text that a chat template renders.
 
-A turn is what the model writes: from the end of its prompt to the end of the turn, the mark that ends it included and
-white space after that left out. Templates do not tell it. It is derived from renderings and from nothing else: no
-search for a content, no list of marks, no model family.
+A turn is what the model writes: it starts after its prompt and includes its end marker (`<|im_end|>`, say), but not the
+white space after it. Templates do not report where turns are, so the spans are derived by comparing renderings, without
+searching for contents, a list of markers or rules by model family.
 
-* A turn starts where its prompt ends: the template's own rendering of the messages before it, with the generation
-  prompt. It ends where the rendering of the messages up to it ends.
-* Both are prefixes of the whole text for most templates. Others write a message differently once more follow (Qwen3
-  and DeepSeek-R1 drop reasoning, GPT-OSS ends the last turn with another mark, Mistral moves tools and system text to
-  the last question). There the renderings are aligned by an *anchor*: a private-use character put behind the text of
-  one message, in the whole and in the shorter rendering. The anchored rendering less its anchor must be the rendering,
-  so an anchor never changes what it measures; and what follows it in both must be the same text.
-* A turn for which none of this holds is refused with the reason. Nothing is guessed.
+* A turn starts where its prompt ends: the rendering of the messages before it, with the generation prompt. It ends
+  where the rendering of the messages up to and including it ends.
+* For most templates both are prefixes of the full text. Other templates write a message differently once more messages
+  follow: Qwen3 and DeepSeek-R1 drop reasoning, GPT-OSS ends the last turn with another marker, Mistral moves tools and
+  system text to the last question. For these, the full and the shorter rendering are aligned by an *anchor*: a
+  private-use character inserted after the text of one message in both. Removing the anchor must give the rendering
+  without it, so an anchor never changes the text; and the text after the anchor must agree in both.
+* A turn for which neither works is refused with the reason. Nothing is guessed.
 
-Left out: tokens (see `chat.py`), and templates with `{% generation %}` marks, which say it themselves.
+Not here: tokens (`encode.py`), and templates whose `{% generation %}` marks give the spans (`chat.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, islice, pairwise
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 Message: TypeAlias = dict[str, Any]
 
@@ -34,249 +34,252 @@ class Span(NamedTuple):
     stop: int
 
 
-class Unclear(Exception):
-    """Where a turn stands cannot be told. The text says which turn, and why."""
+class UnclearTurn(Exception):
+    """The position of a turn cannot be determined. The message says which turn, and why."""
 
 
-class Unrendered(Exception):
-    """What a `Renderer` raises where the template refuses the messages; the text is the template's own."""
+class RenderError(Exception):
+    """Raised by a `Renderer` if the template refuses the messages; the message is the template's own."""
 
 
 class Renderer(Protocol):
-    """A chat template with all but the messages decided. Both raise `Unrendered`."""
+    """A chat template with everything but the messages fixed. Both methods raise `RenderError`."""
 
-    def whole(self, messages: Sequence[Message]) -> str:
-        """The text of a conversation that has ended."""
+    def conversation(self, messages: Sequence[Message]) -> str:
+        """The text of a finished conversation, without a generation prompt."""
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """The text after which the model writes its turn."""
+        """The text of `messages` with the generation prompt, after which the model writes its turn."""
+
+
+_Kind: TypeAlias = Literal["conversation", "prompt"]
+"""Which method of `Renderer` renders a text."""
 
 
 class Turns:
-    """The assistant's turns of one conversation. Renderings are kept, because turns share them."""
+    """The assistant's turns of one conversation. Renderings are cached, since turns share them.
+
+    eos: the end-of-text token, which a template may append after the last message and which belongs to no turn.
+    has_end_marker: whether the template writes an end marker after a turn (see `text_after_last_turn`).
+    """
 
     def __init__(
-        self, renderer: Renderer, messages: Sequence[Message], *, closing: str = "", marks_ends: bool = True
+        self, renderer: Renderer, messages: Sequence[Message], *, eos: str = "", has_end_marker: bool = True
     ) -> None:
-        """`closing`: the end of text, which a template may write behind the last message and which is of none.
-        `marks_ends`: whether the template is known to close a turn with something (see `tail_of_last`).
-        """
         self.messages = list(messages)
-        self.text = renderer.whole(messages)
+        self.text = renderer.conversation(messages)
         self.renderer = renderer
-        self._closing = closing
-        self._marks_ends = marks_ends
+        self._eos = eos
+        self._has_end_marker = has_end_marker
         self._anchor, self._filler = _unused_characters(self.text, 2)
-        self._kept: dict[tuple[str, int, int], str | None] = {}
+        self._cache: dict[tuple[_Kind, int, int], str | None] = {}
 
     def span(self, index: int) -> Span:
-        """The turn that is message `index`. Raises `Unclear`."""
+        """The span of message `index`, an assistant turn. Raises `UnclearTurn`."""
         start, stop = self._start(index), self._stop(index)
         if stop < start:
-            raise Unclear(f"message {index + 1} would end before it starts")
-        for other, place in self._places:
-            if other != index and start < place <= stop:
-                raise Unclear(f"message {index + 1} would take in what message {other + 1} says")
+            raise UnclearTurn(f"message {index + 1} would end before it starts")
+        for other, end in self._content_ends:
+            if other != index and start < end <= stop:
+                raise UnclearTurn(f"message {index + 1} would include the content of message {other + 1}")
         return Span(start, start + len(self.text[start:stop].rstrip()))
 
     def spans(self, indices: Sequence[int]) -> list[Span]:
-        """The turns `indices`, in order. Raises `Unclear`, also where two would overlap."""
+        """The spans of messages `indices`, in order. Raises `UnclearTurn`, also if two overlap."""
         spans = [self.span(index) for index in indices]
         if any(after.start < before.stop for before, after in pairwise(spans)):
-            raise Unclear("two turns would overlap")
+            raise UnclearTurn("two turns would overlap")
         return spans
 
     @cached_property
-    def _places(self) -> list[tuple[int, int]]:
-        """(message, where what it says ends in the whole text), for as much as the template tells of it."""
+    def _content_ends(self) -> list[tuple[int, int]]:
+        """(message, position in the full text where its content ends), for the contents that an anchor can find."""
         spoken = [index for index, message in enumerate(self.messages) if "content" in _parts(message)]
         anchors = _unused_characters(self.text, len(spoken))
         marked = [*self.messages]
         for index, anchor in zip(spoken, anchors, strict=True):
             marked[index] = _anchored(marked[index], "content", anchor)
-        text = self._render(self.renderer.whole, marked) or ""
-        owner = dict(zip(anchors, spoken, strict=True))
+        text = self._render("conversation", marked) or ""
+        message_of = dict(zip(anchors, spoken, strict=True))
         pieces = re.split(f"([{''.join(anchors)}])", text) if anchors else [text]
         if "".join(pieces[::2]) != self.text:
             return []
         ends = accumulate(len(piece) for piece in pieces[::2])
-        return [(owner[anchor], end) for anchor, end in zip(pieces[1::2], ends, strict=False)]
+        return [(message_of[anchor], end) for anchor, end in zip(pieces[1::2], ends, strict=False)]
 
-    def left_out(self) -> list[str]:
-        """What the messages say and the text does not hold: `message 2 (tool)`, `the calls of message 3`."""
+    def missing_parts(self) -> list[str]:
+        """The parts of messages that the text does not contain: `message 2 (tool)`, `the calls of message 3`."""
         parts = [(index, part) for index, message in enumerate(self.messages) for part in _parts(message)]
         anchors = _unused_characters(self.text, len(parts))
         marked = [*self.messages]
         for (index, part), anchor in zip(parts, anchors, strict=True):
             marked[index] = _anchored(marked[index], part, anchor)
-        text = self._render(self.renderer.whole, marked) or ""  # all at once, because most show all
+        text = self._render("conversation", marked) or ""  # one rendering, enough for most templates
         missing = [where for where, anchor in zip(parts, anchors, strict=True) if anchor not in text]
         return [
             f"{'the calls of ' if part == 'calls' else ''}message {index + 1} ({self.messages[index]['role']})"
             for index, part in missing
-            if not self._shows(index, part)
+            if not self._depends_on(index, part)
         ]
 
-    def _shows(self, index: int, part: str) -> bool:
-        """Whether the text depends on that part of message `index`."""
+    def _depends_on(self, index: int, part: str) -> bool:
+        """Whether the text changes if this part of message `index` is replaced."""
         changed = [*self.messages]
-        changed[index] = _changed(self.messages[index], part, lambda said: self._filler)
-        return self._render(self.renderer.whole, changed) != self.text
+        changed[index] = _changed(self.messages[index], part, lambda text: self._filler)
+        return self._render("conversation", changed) != self.text
 
     def _start(self, index: int) -> int:
-        prompt = self._plain("prompt", index)
+        prompt = self._rendering("prompt", index)
         if prompt is not None and self.text.startswith(prompt):
             return len(prompt)
         if index == 0:
             return self._start_of_first()
-        before = self._behind("prompt", index, index - 1)
-        here = self._behind_in_whole(index - 1)
-        if before is None or here is None:
-            raise Unclear(f"the prompt of message {index + 1} cannot be found in the whole text")
-        place, rest = here
-        if rest.startswith(before):
-            return place + len(before)
-        # The prompt may open a turn (with `<think>`, say) in a way that the finished turn does not keep.
+        opening = self._text_after("prompt", index, index - 1)
+        anchored = self._anchor_in_full_text(index - 1)
+        if opening is None or anchored is None:
+            raise UnclearTurn(f"the prompt of message {index + 1} cannot be found in the full text")
+        position, rest = anchored
+        if rest.startswith(opening):
+            return position + len(opening)
+        # The generation prompt may add something (`<think>`, say) that the finished turn does not keep.
         header = self._header(index)
-        if header is not None and before.startswith(header) and rest.startswith(header):
-            return place + len(header)
-        raise Unclear(f"the template writes message {index + 1} in another way than its prompt announces")
+        if header is not None and opening.startswith(header) and rest.startswith(header):
+            return position + len(header)
+        raise UnclearTurn(f"the template writes message {index + 1} differently after its prompt")
 
     def _start_of_first(self) -> int:
-        """The start of a conversation's first message: what the template opens a turn with leads up to it."""
+        """The start of an assistant turn that begins the conversation: it follows what opens any turn."""
         opening = self._opening(1)
-        changed = [self._filled(0), *self.messages[1:]]
-        text = self._render(self.renderer.whole, changed) or ""
+        changed = [self._with_filler(0), *self.messages[1:]]
+        text = self._render("conversation", changed) or ""
         header, found, _ = text.partition(self._filler)
         if not (opening and found and header.count(opening) == 1):
-            raise Unclear("the conversation begins with an assistant turn, and the template does not tell its start")
+            raise UnclearTurn("the conversation begins with an assistant turn, whose start the template does not show")
         start = header.index(opening) + len(opening)
         if not self.text.startswith(header[:start]):
-            raise Unclear("the template writes the first message in a way that depends on its content")
+            raise UnclearTurn("the template writes the first message in a way that depends on its content")
         return start
 
     def _stop(self, index: int) -> int:
         if index == len(self.messages) - 1:
             return len(self.text)
-        ended = self._plain("whole", index + 1)
+        ended = self._rendering("conversation", index + 1)
         is_prefix = ended is not None and self.text.startswith(ended)
-        if ended is not None and is_prefix and self._marks_ends:
+        if ended is not None and is_prefix and self._has_end_marker:
             return len(ended)
-        here = self._behind_in_whole(index)
-        tails = []
-        for tail in self._tails(index) if here else ():
-            if tail and here and here[1].startswith(tail):
-                return here[0] + len(tail)
-            tails.append(tail)
-        if ended is not None and is_prefix:  # nothing marks the end of a turn
+        anchored = self._anchor_in_full_text(index)
+        markers = []
+        for marker in self._end_markers(index) if anchored else ():
+            if marker and anchored and anchored[1].startswith(marker):
+                return anchored[0] + len(marker)
+            markers.append(marker)
+        if ended is not None and is_prefix:  # no end marker
             return len(ended)
-        if here and "" in tails and not self._marks_ends:
-            return here[0]
-        raise Unclear(f"the template ends message {index + 1} in another way where more messages follow")
+        if anchored and "" in markers and not self._has_end_marker:
+            return anchored[0]
+        raise UnclearTurn(f"the template ends message {index + 1} differently if more messages follow")
 
-    def _tails(self, index: int) -> Iterator[str]:
-        """What may stand in the whole text behind message `index` and still be of its turn, by declining trust."""
-        ended = self._behind("whole", index + 1, index)
+    def _end_markers(self, index: int) -> Iterator[str]:
+        """Texts that may end the turn of message `index` after its content, the most reliable first."""
+        ended = self._text_after("conversation", index + 1, index)
         if ended is not None:
             yield ended.rstrip()
-        # GPT-OSS: the end of a last turn is another one. Followed by a generation prompt, the turn is not the last.
-        reopened = self._behind("prompt", index + 1, index)
+        # GPT-OSS ends the last turn with another marker. With a generation prompt after it, a turn is not the last.
+        reopened = self._text_after("prompt", index + 1, index)
         for opening in (self._opening(count) for count in range(index, 0, -1)):
             if opening and reopened is not None and reopened.endswith(opening):
                 yield reopened.removesuffix(opening).rstrip()
                 break
-        # Phi-3: an end of text that belongs to no message.
-        if ended is not None and self._closing and ended.endswith(self._closing):
-            yield ended.removesuffix(self._closing).rstrip()
+        # Phi-3 appends an end-of-text token that belongs to no message.
+        if ended is not None and self._eos and ended.endswith(self._eos):
+            yield ended.removesuffix(self._eos).rstrip()
 
     def _opening(self, index: int) -> str | None:
-        """What the generation prompt adds behind the first `index` messages; None where that cannot be told."""
-        prompt, ended = self._plain("prompt", index), self._plain("whole", index)
+        """The generation prompt that follows the first `index` messages; None if it cannot be isolated."""
+        prompt, ended = self._rendering("prompt", index), self._rendering("conversation", index)
         if prompt is None or ended is None or not prompt.startswith(ended):
             return None
         return prompt[len(ended) :]
 
     def _header(self, index: int) -> str | None:
-        """What stands in the whole text between message `index` - 1 and whatever message `index` says."""
+        """The text between messages `index` - 1 and `index` in the full text, whatever message `index` says."""
         changed = [*self.messages]
-        changed[index] = self._filled(index)
-        changed[index - 1] = self._anchored(index - 1)
-        _, anchored, rest = (self._render(self.renderer.whole, changed) or "").partition(self._anchor)
+        changed[index] = self._with_filler(index)
+        changed[index - 1] = self._with_anchor(index - 1)
+        _, anchored, rest = (self._render("conversation", changed) or "").partition(self._anchor)
         header, filled, _ = rest.partition(self._filler)
         return header if anchored and filled else None
 
-    def _behind_in_whole(self, index: int) -> tuple[int, str] | None:
-        """(place of the anchor behind message `index` in the whole text, the text from there)."""
-        tail = self._behind("whole", len(self.messages), index)
-        return None if tail is None else (len(self.text) - len(tail), tail)
+    def _anchor_in_full_text(self, index: int) -> tuple[int, str] | None:
+        """(position of the anchor after message `index` in the full text, the text from there on)."""
+        rest = self._text_after("conversation", len(self.messages), index)
+        return None if rest is None else (len(self.text) - len(rest), rest)
 
-    def _behind(self, kind: str, count: int, index: int) -> str | None:
-        """What follows the text of message `index` in a rendering of the first `count`; None: it has no such place."""
+    def _text_after(self, kind: _Kind, count: int, index: int) -> str | None:
+        """The text after the content of message `index` in a rendering of the first `count` messages; None if an
+        anchor cannot find it."""
         key = kind, count, index
-        if key not in self._kept:
-            self._kept[key] = self._measure(kind, count, index)
-        return self._kept[key]
+        if key not in self._cache:
+            self._cache[key] = self._find_text_after(kind, count, index)
+        return self._cache[key]
 
-    def _measure(self, kind: str, count: int, index: int) -> str | None:
-        plain = self._plain(kind, count)
+    def _find_text_after(self, kind: _Kind, count: int, index: int) -> str | None:
+        plain = self._rendering(kind, count)
         messages = self.messages[:count]
-        messages[index] = self._anchored(index)
-        text = self._render(self._way(kind), messages)
+        messages[index] = self._with_anchor(index)
+        text = self._render(kind, messages)
         if plain is None or text is None:
             return None
-        before, found, behind = text.partition(self._anchor)
-        behind = behind.replace(self._anchor, "")  # the answer to a call may repeat its name
-        return behind if found and before + behind == plain else None
+        before, found, after = text.partition(self._anchor)
+        after = after.replace(self._anchor, "")  # a tool's answer may repeat the name of its call
+        return after if found and before + after == plain else None
 
-    def _plain(self, kind: str, count: int) -> str | None:
-        """The rendering of the first `count` messages; None where the template refuses it."""
+    def _rendering(self, kind: _Kind, count: int) -> str | None:
+        """The rendering of the first `count` messages; None if there are none or the template refuses them."""
         key = kind, count, -1
-        if key not in self._kept:
-            self._kept[key] = self._render(self._way(kind), self.messages[:count]) if count else None
-        return self._kept[key]
+        if key not in self._cache:
+            self._cache[key] = self._render(kind, self.messages[:count]) if count else None
+        return self._cache[key]
 
-    def _filled(self, index: int) -> Message:
-        """Message `index` saying nothing but the filler."""
+    def _with_filler(self, index: int) -> Message:
+        """Message `index` with the filler as its content (or as its last call's name)."""
         message = self.messages[index]
-        return _changed(message, _main_part(message), lambda said: self._filler)
+        return _changed(message, _main_part(message), lambda text: self._filler)
 
-    def _anchored(self, index: int) -> Message:
-        """Message `index` with the anchor behind what it says."""
+    def _with_anchor(self, index: int) -> Message:
+        """Message `index` with the anchor after its content (or after its last call's name)."""
         message = self.messages[index]
         return _anchored(message, _main_part(message), self._anchor)
 
-    def _way(self, kind: str) -> Callable[[Sequence[Message]], str]:
-        return self.renderer.prompt if kind == "prompt" else self.renderer.whole
-
-    @staticmethod
-    def _render(way: Callable[[Sequence[Message]], str], messages: Sequence[Message]) -> str | None:
+    def _render(self, kind: _Kind, messages: Sequence[Message]) -> str | None:
+        """None if the template refuses the messages."""
         try:
-            return way(messages)
-        except Unrendered:
+            return self.renderer.prompt(messages) if kind == "prompt" else self.renderer.conversation(messages)
+        except RenderError:
             return None
 
 
-def tail_of_last(renderer: Renderer) -> str | None:
-    """What the template writes behind the last assistant message; None where it cannot be told."""
+def text_after_last_turn(renderer: Renderer) -> str | None:
+    """The text that the template writes after the last assistant message's content; None if it cannot be determined."""
     filler = "\ue000"
     try:
-        text = renderer.whole([{"role": "user", "content": "x"}, {"role": "assistant", "content": filler}])
-    except Unrendered:
+        text = renderer.conversation([{"role": "user", "content": "x"}, {"role": "assistant", "content": filler}])
+    except RenderError:
         return None
-    _, found, tail = text.partition(filler)
-    return tail if found else None
+    _, found, after = text.partition(filler)
+    return after if found else None
 
 
 def _unused_characters(text: str, count: int) -> list[str]:
-    """Private-use characters (Unicode, plane 0) that `text` does not hold."""
+    """`count` private-use characters (Unicode, plane 0) that do not occur in `text`."""
     private = (chr(code) for code in range(0xE000, 0xF900))
     return list(islice((character for character in private if character not in text), count))
 
 
 def _parts(message: Message) -> list[str]:
-    """Which of `content` and `calls` say something in `message`."""
-    said = ["content"] if message.get("content", "").strip() else []
-    return [*said, "calls"] if message.get("tool_calls") else said
+    """The parts of `message` that are not empty: `content`, `calls`."""
+    parts = ["content"] if message.get("content", "").strip() else []
+    return [*parts, "calls"] if message.get("tool_calls") else parts
 
 
 def _main_part(message: Message) -> str:
@@ -284,12 +287,12 @@ def _main_part(message: Message) -> str:
 
 
 def _anchored(message: Message, part: str, anchor: str) -> Message:
-    """`message` with `anchor` behind what a part says, before white space at its end, which a template may strip."""
-    return _changed(message, part, lambda said: said.rstrip() + anchor + said[len(said.rstrip()) :])
+    """`message` with `anchor` after the text of a part, before trailing white space, which a template may strip."""
+    return _changed(message, part, lambda text: text.rstrip() + anchor + text[len(text.rstrip()) :])
 
 
 def _changed(message: Message, part: str, change: Callable[[str], str]) -> Message:
-    """`message` with `change` made to its content, or to the name in the last of its calls."""
+    """`message` with `change` applied to its content, or to the function name of its last call."""
     if part == "content":
         return {**message, "content": change(message.get("content", ""))}
     *others, last = message["tool_calls"]

@@ -1,12 +1,12 @@
 """Renders conversations as text, and marks the characters to train on.
 
-The text is the chat template's, rendered by the library: the tokenizer's own template, one that the user chose because
-the model has none (`chatml`, `none`, or a file), or TRL's variant for training (`trl`). What is trained is told by the
-template where it has `{% generation %}` marks, and by `assistant_turns.py` where it has none.
+transformers renders the text by a chat template: the tokenizer's own, one that the user chose for a model without one
+(`chatml`, `none`, or a file), or TRL's variant for training (`trl`). The spans to train on come from the template's
+`{% generation %}` marks if it has them, and from `assistant_turns.py` otherwise.
 
-A conversation is refused with the template's own words where the template refuses it, and where the template writes
-less than was said: a role that it skips, tools that it does not know. Only reasoning may be missing, which many
-templates drop from earlier turns on purpose; that is noted and counted. Left out: tokens (`encode.py`).
+A conversation is refused if the template refuses it, with the template's own message, or if the template omits part of
+it: a role that it skips, tools that it does not support. Only reasoning may be missing, since many templates drop it
+from earlier turns on purpose; such samples are counted. Not here: tokens (`encode.py`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from megatrain.data.assistant_turns import Span, Turns, Unclear, Unrendered, tail_of_last
+from megatrain.data.assistant_turns import RenderError, Span, Turns, UnclearTurn, text_after_last_turn
 from megatrain.data.messages import Message, Tool
 from megatrain.data.sample_formats import Sample
-from megatrain.data.tokenizer import Tokenizer, marked_chat, special_tokens
+from megatrain.data.tokenizer import Tokenizer, render_marked, special_tokens
 from megatrain.errors import DataError, SampleError, first_line
 from megatrain.system.paths import missing, read_text, usable_path
 from megatrain.system.time_limit import OutOfTime, within
@@ -42,17 +42,18 @@ NONE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
 )
 TRL = "trl"
-MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
-SECONDS = 10.0
-"""Of work that a template may take for one conversation: a thousand times what the longest take."""
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+THINK_BLOCK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+TIME_LIMIT_SECONDS = 10.0
+"""For rendering one conversation; the slowest known template takes a thousandth of it."""
 EMPTY_ANSWER = "have an empty answer, of which only the end is learned"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True)
 class MarkedText:
-    """A conversation as text. `spans` are trained, in order and disjoint; `notes` are for the statistics."""
+    """A conversation as text. `spans` are the characters to train on, in order and disjoint; `notes` are remarks that
+    the statistics count."""
 
     text: str
     spans: tuple[Span, ...]
@@ -61,45 +62,46 @@ class MarkedText:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template and what it is handed beside the messages. Make it by `choose_template`."""
+    """A chat template and its arguments besides the messages. Made by `choose_template`."""
 
     tokenizer: Tokenizer
     name: str
-    own: str | None = None  # its text; None: the tokenizer's, which may have one for tools and one without
-    values: Mapping[str, Any] = field(default_factory=dict)  # `enable_thinking`, say
+    own: str | None = None  # Jinja text; None: the tokenizer's, which may have another one for tools
+    values: Mapping[str, Any] = field(default_factory=dict)  # template variables: `enable_thinking`, say
 
     def text(self, tools: Sequence[Tool]) -> str:
-        """The Jinja text for a conversation with these tools."""
+        """The Jinja text for a conversation with these tools. Raises `DataError` if there is none."""
         try:
             text: str = self.tokenizer.get_chat_template(self.own, list(tools) or None)
-        except ValueError as error:  # several templates, and none for this
+        except ValueError as error:  # several templates, none of them for this case
             raise DataError(f"no chat template ({first_line(error)})", where=self.name, fix="name a file") from error
         return text
 
     @property
-    def saved(self) -> str:
-        """The Jinja text that a model which is trained with it is saved with: TRL's variant is for training alone."""
+    def saved_text(self) -> str:
+        """The Jinja text to save with the trained model: TRL's variant is for training only, so there the model's."""
         return ChatTemplate(self.tokenizer, self.name).text(()) if self.name == TRL else self.text(())
 
     @cached_property
     def special(self) -> list[str]:
-        """What is read as a token where a message spells it out."""
+        """The special tokens, which are read as tokens if a message contains their text."""
         return special_tokens(self.tokenizer)
 
     @cached_property
-    def marks_ends(self) -> bool:
-        """Whether a turn is closed by something, so that a model can learn to stop; True where that cannot be told."""
-        tail = tail_of_last(_Rendering(self, (), "object"))
-        return tail is None or bool(tail.strip())
+    def has_end_marker(self) -> bool:
+        """Whether the template ends a turn with a marker, from which a model learns to stop; True if unknown."""
+        after = text_after_last_turn(_Renderer(self, (), "object"))
+        return after is None or bool(after.strip())
 
 
 def choose_template(
     tokenizer: Tokenizer, choice: str = "model", values: Mapping[str, Any] | None = None
 ) -> ChatTemplate:
-    """The template called `choice`: the model's own (`model`), TRL's variant of it (`trl`), `chatml`, `none`, a file's.
+    """The template called `choice`: `model` (the model's own), `trl` (TRL's variant of it), `chatml`, `none`, or the
+    path of a file.
 
-    The built-in ChatML closes a turn with the end of text too where the vocabulary has no `<|im_end|>`, so that a model
-    can stop. Raises `DataError` where there is no such template.
+    values: template variables. If the vocabulary has no `<|im_end|>`, the built-in ChatML also ends a turn with the
+    end-of-text token, so that the model can stop. Raises `DataError` if there is no such template.
     """
     chosen = dict(values or {})
     if choice in ("model", TRL) and not tokenizer.chat_template:
@@ -128,9 +130,9 @@ def choose_template(
 
 
 def _training_template(tokenizer: Tokenizer) -> str | None:
-    """What TRL puts in the place of the model's template for `assistant_only_loss`; `None` where it keeps the model's.
+    """The template that TRL uses instead of the model's for `assistant_only_loss`; None if it keeps the model's.
 
-    Raises `DataError` where TRL is not installed or has none for the model.
+    Raises `DataError` if TRL is not installed or has no template for the model.
     """
     try:
         from trl.chat_template_utils import get_training_chat_template
@@ -138,7 +140,7 @@ def _training_template(tokenizer: Tokenizer) -> str | None:
         what, fix = "trl needs the `trl` package, which is not installed", "pip install trl, or leave the key out"
         raise DataError(what, where="data.chat_template", fix=fix) from error
     try:
-        if MARKS.search(tokenizer.get_chat_template()):
+        if GENERATION_MARK.search(tokenizer.get_chat_template()):
             return None
         found: str | None = get_training_chat_template(tokenizer)
     except ValueError as error:
@@ -149,15 +151,15 @@ def _training_template(tokenizer: Tokenizer) -> str | None:
 
 
 def mark_chat(sample: Sample, template: ChatTemplate, train_on: TrainOn) -> MarkedText:
-    """The text of `sample`, a conversation, and what of it is trained: all assistant turns, the last, or everything.
+    """The text of a conversation, with the spans to train on: all assistant turns, the last one, or everything.
 
-    A turn is trained with the mark that ends it and without the header that the generation prompt gives. Where the
-    template marks what is generated, that is trained. Raises `SampleError` where the template refuses the sample or
-    leaves out part of it, and where it cannot be told which characters a turn is.
+    A turn is trained with its end marker and without its header, which the generation prompt provides. If the template
+    has generation marks, the marked text is trained. Raises `SampleError` if the template refuses the sample or omits
+    part of it, and if the span of a turn cannot be determined.
     """
-    rendering, turns = _rendered(sample, template, sample.tools)
-    if lost := turns.left_out():
-        raise _refused(f"does not write {lost[0]}", "message that the template leaves out", sample, template)
+    renderer, turns = _rendered(sample, template, sample.tools)
+    if missing_parts := turns.missing_parts():
+        raise _refused(f"does not write {missing_parts[0]}", "message that the template leaves out", sample, template)
     if sample.tools and _rendered(sample, template, ())[1].text == turns.text:
         raise _refused("does not write the tools", "tools that the template leaves out", sample, template)
     notes = _notes(sample, turns.text, template)
@@ -166,36 +168,37 @@ def mark_chat(sample: Sample, template: ChatTemplate, train_on: TrainOn) -> Mark
     assistant = [index for index, message in enumerate(sample.messages) if message["role"] == "assistant"]
     chosen = [index for index in assistant if index not in sample.untrained][-1 if train_on == "last" else 0 :]
     try:
-        if not MARKS.search(rendering.text):
+        if not GENERATION_MARK.search(renderer.text):
             spans = turns.spans(chosen)
         else:
-            spans = _marked_spans(rendering, turns)
+            spans = _marked_spans(renderer, turns)
             if chosen != assistant:
                 own = turns.spans(chosen)
                 spans = [
                     span for span in spans if any(span.start < turn.stop and turn.start < span.stop for turn in own)
                 ]
-    except Unclear as error:
-        what = f"does not tell what is trained: {error}"
-        raise _refused(what, "turns that cannot be told apart", sample, template) from error
+    except UnclearTurn as error:
+        what = f"does not show which characters to train on: {error}"
+        raise _refused(what, "turns that cannot be found in the text", sample, template) from error
     return MarkedText(turns.text, tuple(spans), notes)
 
 
 def prompt_text(messages: Sequence[Message], template: ChatTemplate) -> str:
-    """The text after which the model answers the last of `messages`.
+    """The text of `messages` with the generation prompt, which the model continues with its answer.
 
-    Raises `DataError` where the template refuses the chat.
+    Raises `DataError` if the template refuses the messages.
     """
     try:
-        return _Rendering(template, (), "object").prompt(messages)
-    except Unrendered as error:
+        return _Renderer(template, (), "object").prompt(messages)
+    except RenderError as error:
         raise DataError(f"refuses the chat ({error})", where=f"the chat template {template.name}") from error
 
 
-class _Rendering:
-    """A `turns.Renderer`: the template with the tools of one sample.
+class _Renderer:
+    """An `assistant_turns.Renderer`: a template with the tools of one sample.
 
-    Arguments of calls are objects, but JSON text for a template that glues them to text (DeepSeek's).
+    arguments: whether the arguments of function calls are passed as objects or as JSON text, for templates that
+    concatenate them with text (DeepSeek's).
     """
 
     def __init__(self, template: ChatTemplate, tools: Sequence[Tool], arguments: Literal["object", "json"]) -> None:
@@ -204,116 +207,117 @@ class _Rendering:
         self.text = template.text(tools)
         self.arguments = arguments
 
-    def whole(self, messages: Sequence[Message]) -> str:
+    def conversation(self, messages: Sequence[Message]) -> str:
         return self._render(messages, add_generation_prompt=False)
 
     def prompt(self, messages: Sequence[Message]) -> str:
         return self._render(messages, add_generation_prompt=True)
 
     def marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """The text and what lies between its marks of generation."""
+        """(text, the characters [start, stop) between its generation marks)."""
         tokenizer, values = self.template.tokenizer, self.template.values
-        shaped = self._shaped(messages)
-        return self._in_time(lambda: marked_chat(tokenizer, shaped, self.tools, template=self.text, values=values))
+        adapted = self._adapted(messages)
+        return self._in_time(lambda: render_marked(tokenizer, adapted, self.tools, template=self.text, values=values))
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         apply: Any = self.template.tokenizer.apply_chat_template
-        shaped = self._shaped(messages)
+        adapted = self._adapted(messages)
 
         def render() -> str:
             try:
                 text: str = apply(
-                    shaped,
+                    adapted,
                     tools=self.tools,
                     chat_template=self.text,
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,
                     **self.template.values,
                 )
-            except Exception as error:  # a template is a program: it raises by intention, and what its mistakes raise
-                raise Unrendered(first_line(error)) from error
+            except Exception as error:  # templates are programs, and may raise anything
+                raise RenderError(first_line(error)) from error
             return text
 
         return self._in_time(render)
 
     def _in_time(self, render: Callable[[], T]) -> T:
-        """What `render` returns. Raises `DataError` for a template that does not end."""
+        """The result of `render`. Raises `DataError` if the template does not finish in time."""
         where = f"the chat template {self.template.name}"
         fix = "correct it, or choose another data.chat_template"
-        if _raises_to_a_power(self.text):  # in one call into C, which no limit of time can end
-            raise DataError("raises a number to a power, which may never end", where=where, fix=fix)
+        if _uses_power_operator(self.text):  # one call into C, which the time limit cannot interrupt
+            raise DataError("raises a number to a power, which may never finish", where=where, fix=fix)
         try:
-            return within(SECONDS, render)
+            return within(TIME_LIMIT_SECONDS, render)
         except OutOfTime as error:
-            raise DataError(f"does not end ({error})", where=where, fix=fix) from error
+            raise DataError(f"takes too long ({error})", where=where, fix=fix) from error
 
-    def _shaped(self, messages: Sequence[Message]) -> list[Message]:
+    def _adapted(self, messages: Sequence[Message]) -> list[Message]:
         return list(messages) if self.arguments == "object" else [_with_json_arguments(message) for message in messages]
 
 
 @lru_cache(maxsize=16)
-def _raises_to_a_power(template: str) -> bool:
-    """Whether `**` stands between two values of a template, and not before the arguments of a call."""
+def _uses_power_operator(template: str) -> bool:
+    """Whether a template uses `**` as the power operator, not to unpack arguments."""
     import jinja2
 
     try:
         tokens = [(kind, value) for _, kind, value in jinja2.Environment().lex(template) if kind != "whitespace"]
     except jinja2.TemplateError:
-        return False  # whoever renders it says what is wrong
+        return False  # rendering it reports the error
     return any(
         token == ("operator", "**") and before not in (("operator", "("), ("operator", ","))
         for before, token in pairwise(tokens)
     )
 
 
-def _rendered(sample: Sample, template: ChatTemplate, tools: Sequence[Tool]) -> tuple[_Rendering, Turns]:
-    """`sample` with these tools. What the template refuses with objects for arguments is tried with JSON text."""
-    refusals: list[Unrendered] = []
+def _rendered(sample: Sample, template: ChatTemplate, tools: Sequence[Tool]) -> tuple[_Renderer, Turns]:
+    """`sample` rendered with these tools. If the template refuses arguments as objects, JSON text is tried."""
+    refusals: list[RenderError] = []
     has_calls = any("tool_calls" in message for message in sample.messages)
     shapes: tuple[Literal["object", "json"], ...] = ("object", "json") if has_calls else ("object",)
     for arguments in shapes:
-        rendering = _Rendering(template, tools, arguments)
+        renderer = _Renderer(template, tools, arguments)
         try:
-            closing = template.tokenizer.eos_token or ""
-            return rendering, Turns(rendering, sample.messages, closing=closing, marks_ends=template.marks_ends)
-        except Unrendered as error:
+            eos, has_end_marker = template.tokenizer.eos_token or "", template.has_end_marker
+            return renderer, Turns(renderer, sample.messages, eos=eos, has_end_marker=has_end_marker)
+        except RenderError as error:
             refusals.append(error)
     what = f"refuses the sample: {refusals[0]}"
     raise _refused(what, "refused by the chat template", sample, template) from refusals[0]
 
 
-def _marked_spans(rendering: _Rendering, turns: Turns) -> list[Span]:
-    """What the template marks as generated."""
-    text, marks = rendering.marked(turns.messages)
+def _marked_spans(renderer: _Renderer, turns: Turns) -> list[Span]:
+    """The spans between the template's generation marks."""
+    text, marks = renderer.marked(turns.messages)
     if text != turns.text:
-        raise Unclear("it writes another text when it is asked for its marks")
+        raise UnclearTurn("it renders a different text when its marks are requested")
     return [Span(start, stop) for start, stop in marks if start < stop]
 
 
 def _notes(sample: Sample, text: str, template: ChatTemplate) -> tuple[str, ...]:
     notes = []
-    said = [message.get("content", "") for message in sample.messages]
-    if any(token in text for text in said for token in template.special):
-        notes.append("spell a special token, which is read as one")
-    if any(thought not in text for message in sample.messages for thought in _thoughts(message)):
-        notes.append("hold reasoning that the template leaves out")
+    contents = [message.get("content", "") for message in sample.messages]
+    if any(token in content for content in contents for token in template.special):
+        notes.append("contain the text of a special token, which is read as the token")
+    if any(reasoning not in text for message in sample.messages for reasoning in _reasoning(message)):
+        notes.append("contain reasoning that the template leaves out")
     answers = [message for index, message in enumerate(sample.messages) if index not in sample.untrained]
-    if any(_says_nothing(message) for message in answers if message["role"] == "assistant"):
+    if any(_is_empty(message) for message in answers if message["role"] == "assistant"):
         notes.append(EMPTY_ANSWER)
-    if not template.marks_ends:
-        notes.append("have turns that nothing ends, so that no end is learned")
+    if not template.has_end_marker:
+        notes.append("have turns without an end marker, so the model does not learn to stop")
     return tuple(notes)
 
 
-def _says_nothing(message: Message) -> bool:
-    return not (message.get("content", "").strip() or message.get("tool_calls") or _thoughts(message))
+def _is_empty(message: Message) -> bool:
+    return not (message.get("content", "").strip() or message.get("tool_calls") or _reasoning(message))
 
 
-def _thoughts(message: Message) -> list[str]:
+def _reasoning(message: Message) -> list[str]:
+    """The reasoning in an assistant's message: under keys of its own, and in `<think>` blocks of its content."""
     if message["role"] != "assistant":
         return []
-    apart = [message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)]
-    return [thought.strip() for thought in (*apart, *THOUGHT.findall(message.get("content", ""))) if thought.strip()]
+    keyed = [message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)]
+    return [text.strip() for text in (*keyed, *THINK_BLOCK.findall(message.get("content", ""))) if text.strip()]
 
 
 def _refused(what: str, reason: str, sample: Sample, template: ChatTemplate) -> SampleError:

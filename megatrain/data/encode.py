@@ -285,8 +285,12 @@ def _marked(sample: Sample, encoder: Encoder, statistics: Statistics) -> MarkedT
             statistics.left_out.add("empty text", sample.origin)
             return None
         start = 0 if encoder.options.train_on == "all" else len(sample.prompt)
-        treated = {"text": "stays text", "read": "is read as one"}[encoder.options.special_tokens]
-        notes = [f"spell a special token, which {treated}"] if any(token in text for token in encoder.special) else []
+        treated = {"text": "stays text", "read": "is read as the token"}[encoder.options.special_tokens]
+        notes = (
+            [f"contain the text of a special token, which {treated}"]
+            if any(token in text for token in encoder.special)
+            else []
+        )
         if start == len(text):
             notes.append(EMPTY_ANSWER)
         marked = MarkedText(text, (Span(start, len(text)),), tuple(notes))

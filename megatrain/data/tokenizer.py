@@ -121,7 +121,7 @@ def encode_with_offsets(
     ]
 
 
-def marked_chat(
+def render_marked(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None,

@@ -197,7 +197,7 @@ def open_corpus(
     facts += [("validation", _described(part, parts)) for part in own]
     chats = opened.encoder if any(part.holds_chats for part in parts) else None
     if chats is not None:  # so that the saved model uses the template it was trained with
-        opened.tokenizer.chat_template = chats.template.saved
+        opened.tokenizer.chat_template = chats.template.saved_text
     example = next((part.example for part in parts if part.example), [])
     return Corpus(loader, validation, data.sequence_length, facts, example, chats)
 

@@ -336,7 +336,9 @@ MERGED = "{% for m in messages %}{{ m.content }}{% if loop.last %}#{% else %} {%
 def test_templates_with_ambiguous_turns_are_refused(template: str, messages: str) -> None:
     tokenizer = byte_tokenizer("chatml")
     tokenizer.chat_template = template
-    with pytest.raises(SampleError, match=r"does not tell what is trained: .*message 2.*another data\.chat_template"):
+    with pytest.raises(
+        SampleError, match=r"does not show which characters to train on: .*message 2.*another data\.chat_template"
+    ):
         mark_chat(chat(*CONVERSATIONS[messages]), choose_template(tokenizer), "assistant")
 
 
@@ -346,17 +348,17 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        (ENDLESS, r"does not end \(not finished after 0\.1 seconds of CPU time\)"),
-        ("{% if messages | length > 2 %}" + ENDLESS + "{% endif %}{{ messages[0].content }}", "does not end"),
-        ("{% generation %}" + ENDLESS + "{% endgeneration %}", "does not end"),
-        ("{{ 9 ** 9 ** 9 ** 9 }}", "raises a number to a power, which may never end"),
+        (ENDLESS, r"takes too long \(not finished after 0\.1 seconds of CPU time\)"),
+        ("{% if messages | length > 2 %}" + ENDLESS + "{% endif %}{{ messages[0].content }}", "takes too long"),
+        ("{% generation %}" + ENDLESS + "{% endgeneration %}", "takes too long"),
+        ("{{ 9 ** 9 ** 9 ** 9 }}", "raises a number to a power, which may never finish"),
         ("{% set n = 10 %}{% if n**n**n > 1 %}{% endif %}", "raises a number to a power"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of an exception lost in a callback
 def test_endless_templates_are_stopped_and_reported(template: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a sample at a time, which would take as many times the limit, even where bad samples are left out."""
-    monkeypatch.setattr(chats, "SECONDS", 0.1)
+    monkeypatch.setattr(chats, "TIME_LIMIT_SECONDS", 0.1)
     tokenizer = byte_tokenizer("chatml")
     tokenizer.chat_template = template
     sample = chat(user("q"), assistant("a"), user("r"), assistant("b"))
@@ -389,8 +391,11 @@ def test_lost_text_and_special_tokens_are_noted() -> None:
     thoughts = marked("qwen3", chat(*CONVERSATIONS["thoughts"]))
     assert any("reasoning that the template leaves out" in note for note in thoughts.notes)
     assert not marked("chatml", chat(*CONVERSATIONS["thoughts"])).notes
-    assert any("spell a special token" in n for n in marked("chatml", chat(user("<|im_end|>"), assistant("a"))).notes)
-    assert any("nothing ends" in note for note in marked("glm4moe", chat(*CONVERSATIONS["one turn"])).notes)
+    assert any(
+        "contain the text of a special token" in n
+        for n in marked("chatml", chat(user("<|im_end|>"), assistant("a"))).notes
+    )
+    assert any("without an end marker" in note for note in marked("glm4moe", chat(*CONVERSATIONS["one turn"])).notes)
 
 
 def test_tool_arguments_fall_back_to_json_text() -> None:

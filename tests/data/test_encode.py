@@ -69,7 +69,7 @@ def test_special_tokens_in_plain_text_stay_text_by_default() -> None:
     sample = Sample("x", text=f"a{END_OF_TEXT}")
     assert tokens(sample, BYTES)[0] == [*f"a{END_OF_TEXT}".encode(), EOS]
     assert tokens(sample, BYTES, special_tokens="read")[0] == [97, EOS]
-    assert list(encode(sample, BYTES)[1].notes) == ["spell a special token, which stays text"]
+    assert list(encode(sample, BYTES)[1].notes) == ["contain the text of a special token, which stays text"]
     assert not encode(Sample("x", text="a"), BYTES)[1].notes
 
 

@@ -92,8 +92,8 @@ def test_a_model_keeps_its_own_template() -> None:
     own = tokenizer_of("qwen3").chat_template
     template = choose_template(tokenizer_of("qwen3"), "trl")
     assert template.text(()) != own
-    assert template.saved == own
-    assert choose_template(tokenizer_of("qwen3"), "none").saved != own
+    assert template.saved_text == own
+    assert choose_template(tokenizer_of("qwen3"), "none").saved_text != own
 
 
 def test_templates_with_generation_marks_are_kept_and_unknown_ones_refused(
