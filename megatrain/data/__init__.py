@@ -3,8 +3,7 @@
     sources --prepare_tokens--> TokenFile --pack--> Windows --split_windows--> Windows --Loader--> steps
     sources --prepare_samples--> SampleFile --PackedRows or SampleRows--> Loader
 
-Each arrow takes a value and gives the next. All that can be wrong with data is a `DataError`, raised before
-training starts wherever it can be known by then.
+Whatever is wrong with data is a `DataError`, raised before training starts if it can be found by then.
 """
 
 from megatrain.data.detect_kind import (

@@ -1,7 +1,7 @@
-"""Open data files, transparently decompressing `.gz` and `.zst` (`chats.jsonl.gz`, say).
+"""Opens data files, transparently decompressing `.gz` and `.zst` (`chats.jsonl.gz`, say).
 
-The suffix says that a file is compressed, and the one before it what it holds. Columns (Parquet, Arrow) have a
-compression of their own and no other. Left out: bzip2, xz and archives of several files.
+The last suffix says how a file is compressed, the one before it what it contains. Not supported: compressed Parquet and
+Arrow files, which have a compression of their own, bzip2, xz and archives.
 """
 
 from __future__ import annotations
@@ -21,35 +21,36 @@ COLUMNS = (".parquet", ".arrow")
 
 
 class DamagedData(OSError):
-    """Compressed data that is cut off or changed, or not what its suffix says."""
+    """Compressed data that is truncated, corrupt, or of another format than its suffix says."""
 
 
 def without_compression(path: Path) -> Path:
-    """What the file would be called if it were not compressed: `chats.jsonl` of `chats.jsonl.gz`."""
+    """The path without the suffix of a compression: `chats.jsonl` for `chats.jsonl.gz`."""
     return path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
 
 
 def kind_of(path: Path) -> str:
-    """The suffix that says what a file holds, in small letters: `.jsonl` of `chats.JSONL.gz`."""
+    """The suffix that says what a file contains, in lower case: `.jsonl` for `chats.JSONL.gz`. A compressed table keeps
+    both suffixes (`.parquet.gz`), which no reader accepts."""
     inner = without_compression(path).suffix.lower()
     return inner + path.suffix.lower() if inner in COLUMNS and path.suffix.lower() != inner else inner
 
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[BinaryIO]:
-    """The content of a file, decompressed as it is read. Raises `OSError`, `DamagedData` among these."""
+    """Open a file for reading bytes, decompressed as they are read. Raises `OSError`, which includes `DamagedData`."""
     with _opened(path) as file:
         try:
             yield cast(BinaryIO, file)
         except (EOFError, zlib.error, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:  # not of a decompressor
+            if isinstance(error, OSError) and error.errno is not None:  # not from a decompressor
                 raise
             raise DamagedData(f"compressed data that is damaged ({first_line(error)})") from error
 
 
 @contextmanager
 def open_text(path: Path) -> Iterator[TextIO]:
-    """The same as text in UTF-8, without a byte-order mark and with line ends as they are."""
+    """`open_bytes` as UTF-8 text, without a byte-order mark and with line ends unchanged."""
     with open_bytes(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
         yield text
 

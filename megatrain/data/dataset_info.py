@@ -1,9 +1,9 @@
 """Reads LLaMA-Factory's `dataset_info.json` and turns its entries into sources.
 
 An entry names a file or a hub dataset, a formatting (`alpaca`, the default, or `sharegpt`), columns, tags, a split and
-a number of samples (the first ones are taken; LLaMA-Factory draws them). They mean what LLaMA-Factory's own
-`data/README.md` says; `ranking` makes them preferences, a column `kto_tag` answers that are good or bad. Refused by
-name, not passed over: pictures, sound, scripts, and hosts other than the hub.
+a number of samples (here the first ones are used; LLaMA-Factory draws them). The keys mean what LLaMA-Factory's
+`data/README.md` says: `ranking` makes the rows preferences, and a column `kto_tag` makes them answers labelled good or
+bad. Pictures, sound, scripts, and hosts other than the hub are refused, not ignored.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatrain.data.json_text import parsed
+from megatrain.data.json_text import parse_json
 from megatrain.data.sample_formats import Format, Schema
 from megatrain.data.sample_sources import Source
 from megatrain.errors import DataError
 from megatrain.system.paths import missing, read_text, usable_path
 
-# LLaMA-Factory's name of a column -> ours, by formatting
+# formatting -> (LLaMA-Factory's name of a column -> our name)
 COLUMNS: dict[str, dict[str, str]] = {
     "alpaca": {"prompt": "instruction", "query": "input", "response": "output", "history": "history"},
     "sharegpt": {"messages": "conversations", "tools": "tools"},
@@ -33,15 +33,15 @@ KNOWN = frozenset(
 
 
 def read_dataset_info(path: str | Path, names: Sequence[str]) -> list[Source]:
-    """The sources that entries `names` of the file `path` describe; files are looked for beside it.
+    """The sources that entries `names` of the file `path` describe; their files are relative to its folder.
 
-    Raises `DataError` for an entry that does not exist, and for what it asks that is not done here.
+    Raises `DataError` for an entry that does not exist, is malformed, or asks for something unsupported.
     """
     path = usable_path(path, error=DataError)
     if not path.is_file():
         raise missing(path, DataError)
     try:
-        entries = parsed(read_text(path, "utf-8-sig"))
+        entries = parse_json(read_text(path, "utf-8-sig"))
     except OSError as error:
         raise DataError(error.strerror or str(error), where=str(path)) from error
     except json.JSONDecodeError as error:
@@ -49,7 +49,7 @@ def read_dataset_info(path: str | Path, names: Sequence[str]) -> list[Source]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"not JSON ({error})", where=str(path), fix="correct the file") from error
     if not isinstance(entries, dict):
-        raise DataError(f"{type(entries).__name__} in place of an object of data sets", where=str(path))
+        raise DataError(f"{type(entries).__name__} instead of an object that describes data sets", where=str(path))
     sources = []
     for name in names:
         entry, where = entries.get(name), f"{path}#{name}"
@@ -58,7 +58,7 @@ def read_dataset_info(path: str | Path, names: Sequence[str]) -> list[Source]:
             fix = f"did you mean {nearest[0]!r}?" if nearest else f"it has {', '.join(entries) or 'none'}"
             raise DataError("no data set of that name", where=where, fix=fix)
         if not isinstance(entry, dict):
-            raise DataError(f"{type(entry).__name__} in place of the description of a data set", where=where)
+            raise DataError(f"{type(entry).__name__} instead of an object that describes a data set", where=where)
         sources.append(_source(entry, path.parent, where))
     return sources
 
@@ -68,19 +68,19 @@ def _source(entry: Mapping[str, Any], folder: Path, where: str) -> Source:
     tags = _names(entry, "tags", where)
     for column in REFUSED_COLUMNS:
         if column in columns:
-            raise DataError(f"asks for the column {column!r}, which is not trained on here", where=where)
-    place = entry.get("hf_hub_url") or entry.get("file_name")
-    if not isinstance(place, str):
+            raise DataError(f"has the column {column!r}, which is not supported; only text is trained", where=where)
+    location = entry.get("hf_hub_url") or entry.get("file_name")
+    if not isinstance(location, str):
         hosts = [key for key in REFUSED_HOSTS if key in entry]
-        what = f"is to be had by {hosts[0]!r} only" if hosts else "names neither 'file_name' nor 'hf_hub_url'"
+        what = f"is available by {hosts[0]!r} only" if hosts else "has neither 'file_name' nor 'hf_hub_url'"
         raise DataError(what, where=where, fix="download it, and name its file in 'file_name'")
     if unknown := sorted(entry.keys() - KNOWN - set(REFUSED_HOSTS)):
-        raise DataError(f"has a key {unknown[0]!r} of no known meaning", where=where, fix="remove it")
+        raise DataError(f"has an unknown key {unknown[0]!r}", where=where, fix="remove it")
     limit = entry.get("num_samples")
     if limit is not None and (not isinstance(limit, int) or limit < 1):
-        raise DataError(f"'num_samples' is {limit!r}", where=where, fix="write 1 or more")
+        raise DataError(f"'num_samples' is {limit!r}", where=where, fix="give 1 or more")
     return Source(
-        place if entry.get("hf_hub_url") else str(folder / place),
+        location if entry.get("hf_hub_url") else str(folder / location),
         schema=_schema(entry.get("formatting", "alpaca"), columns, tags, where, bool(entry.get("ranking"))),
         split=entry.get("split", "train"),
         subset=entry.get("subset"),
@@ -96,7 +96,7 @@ def _schema(
         what = f"'formatting' is {formatting!r}"
         raise DataError(what, where=where, fix=f"known are {', '.join(COLUMNS)}")
     if formatting == "alpaca" and "prompt" in columns and "response" not in columns and not ranking:
-        return Schema("text", {"text": columns["prompt"]})  # how its pre-training sets are described
+        return Schema("text", {"text": columns["prompt"]})  # LLaMA-Factory's pre-training format
     known = {**COLUMNS[str(formatting)], "system": "system"}
     if ranking:
         known = {**known, "chosen": "chosen", "rejected": "rejected"}
@@ -105,7 +105,7 @@ def _schema(
         known = {**known, "kto_tag": "label"}
     for column in columns:
         if column not in known:
-            what = f"a column {column!r}, which {formatting} data has not"
+            what = f"has a column {column!r}, which {formatting} data does not have"
             raise DataError(what, where=where, fix=f"known are {', '.join(known)}")
     chosen: Format = "alpaca" if formatting == "alpaca" else "sharegpt"
     if ranking or "kto_tag" in columns:

@@ -1,13 +1,13 @@
 """Encodes samples as token ids, and marks which of them are targets.
 
-A text is tokenised once, whole, and the characters that are trained are carried over to tokens by their offsets. So
-the ids are those of the library's own `apply_chat_template` or tokenizer call, and the mask is exact to the token. The
-first token of a sample is never a target: nothing stands before it.
+Each text is tokenised once, as a whole, and the character spans to train on are mapped to tokens by the tokenizer's
+offsets. So the ids equal those of `apply_chat_template` or a tokenizer call, and the mask is exact to the token. The
+first token of a sample is never a target, since no token precedes it.
 
-Plain texts are closed by the end of text, which is trained; a completion's prompt begins as the tokenizer begins a
-text. Special tokens that a plain text spells out stay text unless asked otherwise; in a chat they are read, as the
-library does. A sample that is too long is cut at its right or dropped, and one without a target is dropped; all is
-counted. Left out: packing, and splitting long texts.
+A plain text ends with the end-of-text token, which is a target; a completion's prompt starts with the tokenizer's own
+leading tokens (bos). The text of a special token in a plain text stays text unless asked otherwise; in a chat it is
+read as the token, as transformers does. A sample that is too long is truncated on the right or dropped, and one without
+a target is dropped; both are counted. Not here: packing, and splitting long texts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megatrain.data.tokenizer import (
 from megatrain.errors import SampleError
 
 FORMAT = 1  # part of an encoder's identity: raise it when the same sample would give other tokens or targets
-BATCH_CHARACTERS = 1 << 20  # tokenised at once, which is what a tokenizer spreads over its threads
+BATCH_CHARACTERS = 1 << 20  # tokenised in one call, which the tokenizer spreads over its threads
 
 Offsets = npt.NDArray[np.int64]  # (tokens, 2): characters [start, stop)
 Mask = npt.NDArray[np.bool_]
@@ -49,53 +49,60 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class EncodeOptions:
-    """What decides the tokens of a sample, beside the tokenizer."""
+    """What the tokens and targets of a sample depend on besides the tokenizer.
+
+    special_tokens: how the text of a special token in a plain text is encoded. template, template_values: see
+    `choose_template`.
+    """
 
     train_on: TrainOn = "assistant"
     max_tokens: int | None = None
     too_long: Literal["cut", "drop"] = "cut"
-    special_tokens: Literal["text", "read"] = "text"  # what a plain text spells out
-    template: str = "model"  # see `choose_template`
+    special_tokens: Literal["text", "read"] = "text"
+    template: str = "model"
     template_values: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedSample:
-    """`ids` (tokens,) and `trained` (tokens,): which of them are targets, one at least."""
+    """A sample as tokens: `ids` (tokens,) and `trained` (tokens,), the mask of its targets, at least one.
+
+    origin: its file and line. answer: see `Sample.answer`.
+    """
 
     ids: npt.NDArray[np.int32]
     trained: Mask
     origin: str
-    answer: str = ""  # of a preference: chosen or rejected
+    answer: str = ""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
     def labels(self) -> npt.NDArray[np.int32]:
-        """The ids with -100 for what is no target. Not shifted: a Hugging Face model does that."""
+        """The ids, with -100 for tokens that are not targets. Not shifted, since Hugging Face models shift them."""
         return np.where(self.trained, self.ids, np.int32(NOT_A_TARGET)).astype(np.int32)
 
 
 @dataclass
 class Statistics:
-    """What has become of the samples so far."""
+    """Counts of the samples encoded so far, and of those left out."""
 
     left_out: LeftOut = field(default_factory=LeftOut)
     samples: int = 0
     tokens: int = 0
     trained: int = 0  # tokens that are targets
-    cut_samples: int = 0
+    cut_samples: int = 0  # truncated to `max_tokens`
     cut_tokens: int = 0
-    notes: Counter[str] = field(default_factory=Counter)  # what is worth knowing -> samples
+    notes: Counter[str] = field(default_factory=Counter)  # remark -> samples that it is true of
 
     @property
     def trained_share(self) -> float:
-        """Targets among the tokens, 0 to 1."""
+        """The fraction of tokens that are targets, 0 to 1."""
         return self.trained / self.tokens if self.tokens else 0.0
 
     def merge(self, later: Statistics) -> None:
-        """Adds what has become of samples that stand behind all of these."""
+        """Add the statistics of the samples that come after these."""
         self.left_out.merge(later.left_out)
         self.notes.update(later.notes)
         self.samples += later.samples
@@ -105,7 +112,7 @@ class Statistics:
         self.cut_tokens += later.cut_tokens
 
     def lines(self) -> list[str]:
-        """For the user, one fact each."""
+        """The statistics for the user, one line per fact."""
         lines = [
             f"{self.samples:,} samples, {self.tokens:,} tokens, "
             f"{self.trained:,} of them trained ({self.trained_share:.1%})"
@@ -117,7 +124,7 @@ class Statistics:
 
 
 class Encoder:
-    """A tokenizer and options, with what is worth finding out once."""
+    """A tokenizer with options, and what is derived from them once."""
 
     def __init__(self, tokenizer: Tokenizer, options: EncodeOptions | None = None) -> None:
         self.tokenizer = tokenizer
@@ -125,52 +132,52 @@ class Encoder:
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """Chosen at the first chat. Raises `DataError` where the model has none and none was named."""
+        """The chat template, chosen on first use. Raises `DataError` if the model has none and none was chosen."""
         return choose_template(self.tokenizer, self.options.template, self.options.template_values)
 
     def prompt_ids(self, question: str) -> list[int]:
-        """The ids after which the model answers a user's `question`, as the template has it."""
+        """The prompt of a chat in which a user asks `question`, with the generation prompt."""
         return chat_prompt_ids([{"role": "user", "content": question}], self.template)
 
     @cached_property
     def vocabulary(self) -> int:
-        """Every id is below it."""
+        """The size of the vocabulary; every id is below it."""
         return vocabulary_size(self.tokenizer)
 
     @cached_property
     def end_of_text(self) -> int:
-        """Closes a plain text."""
+        """The id of the end-of-text token, which ends a plain text."""
         return end_of_text_id(self.tokenizer)
 
     @cached_property
     def leading(self) -> list[int]:
-        """Ids before a prompt."""
+        """The ids that the tokenizer puts before a text (bos), for a completion's prompt."""
         return leading_ids(self.tokenizer)
 
     @cached_property
     def special(self) -> list[str]:
-        """What is or would be read as a token where a text spells it out."""
+        """The texts of the special tokens."""
         return special_tokens(self.tokenizer)
 
     @cached_property
     def added(self) -> npt.NDArray[np.int64]:
-        """Ids of tokens that are matched before all others, which marks of a template are."""
+        """Ids of the added tokens, which are matched before all others; a template's markers usually are some."""
         return np.fromiter(self.tokenizer.added_tokens_decoder, dtype=np.int64)
 
     @cached_property
     def identity(self) -> str:
-        """A hash of all that decides the tokens and targets of a sample: the key of whoever keeps them."""
+        """A hash of everything that the tokens and targets of a sample depend on: part of the key of a cache."""
         chosen = None if self.options.template == "model" else self.template.own
         own = self.tokenizer.chat_template if chosen is None else chosen
-        special = self.tokenizer.special_tokens_map  # templates write them by their names
+        special = self.tokenizer.special_tokens_map  # templates refer to them
         content = [FORMAT, tokenizer_identity(self.tokenizer), own, special, asdict(self.options)]
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def chat_prompt_ids(messages: Sequence[Message], template: ChatTemplate) -> list[int]:
-    """The ids after which the model answers the last of `messages`, as the template has it.
+    """The ids of `messages` with the generation prompt, which the model continues with its answer.
 
-    Raises `DataError` where the template refuses the chat.
+    Raises `DataError` if the template refuses the messages.
     """
     text = prompt_text(messages, template)
     ((ids, _),) = encode_with_offsets(template.tokenizer, [text], special_tokens="read")
@@ -178,31 +185,33 @@ def chat_prompt_ids(messages: Sequence[Message], template: ChatTemplate) -> list
 
 
 @dataclass(frozen=True)
-class _Tokens:
-    """A sample as tokens, before anything is cut; `text` and `offsets` are those between `leading` and the end."""
+class _Tokenized:
+    """A sample as tokens, before truncation. `text` and `offsets` describe the tokens behind the first `leading`, but
+    not an appended end-of-text token."""
 
     ids: npt.NDArray[np.int64]
     trained: Mask
     text: str = ""
     offsets: Offsets = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
-    leading: int = 0  # tokens before the text
+    leading: int = 0
 
 
 def encode_samples(samples: Iterable[Sample], encoder: Encoder, statistics: Statistics) -> Iterator[EncodedSample]:
-    """The samples as tokens, in order, batch by batch; what becomes of them is added to `statistics`.
+    """Encode samples in order, batch by batch, and add their counts to `statistics`.
 
-    A sample that is too long or without a target is counted and left out. Raises `SampleError` for one that cannot be
-    used (or counts it: see `LeftOut`), and `DataError` where the tokenizer or the template is wrong for all.
+    Samples without a target, and those that are too long and not truncated, are left out and counted. Raises
+    `SampleError` for an unusable sample (or counts it, see `LeftOut`), and `DataError` if the tokenizer or the template
+    cannot be used at all.
     """
     for batch in batches_of(samples):
         yield from encode_batch(batch, encoder, statistics)
 
 
 def encode_batch(samples: Sequence[Sample], encoder: Encoder, statistics: Statistics) -> list[EncodedSample]:
-    """As `encode_samples`, all at once."""
+    """`encode_samples` for one batch."""
     found = []
     for sample, tokens in _tokenised(samples, encoder, statistics):
-        encoded = _fitted(sample, tokens, encoder.options, statistics)
+        encoded = _truncated(sample, tokens, encoder.options, statistics)
         if encoded is not None:
             statistics.samples += 1
             statistics.tokens += len(encoded)
@@ -212,19 +221,19 @@ def encode_batch(samples: Sequence[Sample], encoder: Encoder, statistics: Statis
 
 
 def render_example(sample: Sample, encoder: Encoder) -> list[tuple[str, bool]]:
-    """`sample` as runs of (text, whether it is trained), for showing it in two colours; nothing is cut.
+    """`sample` as runs (text, whether it is trained), to show it in two colours; not truncated.
 
-    Raises `SampleError` where it cannot be used.
+    Raises `SampleError` if it is unusable.
     """
     ((_, tokens),) = _tokenised([sample], encoder, Statistics())
     runs: list[tuple[str, bool]] = []
     for start, stop in _runs(tokens.trained):
-        runs.append((_spelled(tokens, start, stop, encoder.tokenizer), bool(tokens.trained[start])))
+        runs.append((_text_of(tokens, start, stop, encoder.tokenizer), bool(tokens.trained[start])))
     return runs
 
 
 def try_to_render(sample: Sample, encoder: Encoder) -> list[tuple[str, bool]]:
-    """As `render_example`, and nothing where it is not trained on."""
+    """`render_example`, or an empty list if the sample is unusable or has no target."""
     try:
         runs = render_example(sample, encoder)
     except (SampleError, IndexError, ValueError):
@@ -233,35 +242,38 @@ def try_to_render(sample: Sample, encoder: Encoder) -> list[tuple[str, bool]]:
 
 
 def trained_tokens(text: str, offsets: Offsets, spans: Sequence[Span], added: Mask) -> Mask:
-    """Which tokens of `text` stand for characters in `spans`; `added` says which are matched before all others.
+    """The mask of the tokens of `text` that cover characters in `spans`. offsets: (tokens, 2). added: the mask of added
+    tokens.
 
-    A token that crosses the start of a span is trained, because part of it must be learned; but not an added one whose
-    substance lies before: a header's mark that has swallowed the white space behind it (Phi-3's do).
+    A token that crosses the start of a span is trained, because part of it must be learned; except an added token that
+    has only white space inside the span: a header's marker that absorbed the white space after it (as Phi-3's do).
     """
     wanted = np.array([span for span in spans if span.start < span.stop], dtype=np.int64).reshape(-1, 2)
     starts, stops = offsets[:, 0], offsets[:, 1]
     if not len(wanted) or not len(offsets):
         return np.zeros(len(offsets), dtype=np.bool_)
-    # Byte-level tokenizers trim spaces off their offsets; a token of spaces alone is left with no width at its end.
+    # Byte-level tokenizers trim spaces from offsets, so a token of spaces only has an empty range at its end.
     before = np.concatenate([[0], np.maximum.accumulate(stops)[:-1]])
     starts = np.where(starts == stops, np.minimum(before, starts), starts)
     stops = np.maximum(stops, starts + 1)
-    place = np.minimum(np.searchsorted(wanted[:, 1], starts, side="right"), len(wanted) - 1)
-    first, last = wanted[place, 0], wanted[place, 1]
+    nearest = np.minimum(np.searchsorted(wanted[:, 1], starts, side="right"), len(wanted) - 1)
+    first, last = wanted[nearest, 0], wanted[nearest, 1]
     trained: Mask = (first < stops) & (starts < last)
     for token in np.flatnonzero(trained & added & (starts < first)):
         trained[token] = not text[starts[token] : first[token]].strip()
     return trained
 
 
-def _tokenised(samples: Sequence[Sample], encoder: Encoder, statistics: Statistics) -> Iterator[tuple[Sample, _Tokens]]:
-    """The usable ones of `samples`. One tokenizer call for all chats, one for all plain texts."""
-    tokens: dict[int, _Tokens] = {}
+def _tokenised(
+    samples: Sequence[Sample], encoder: Encoder, statistics: Statistics
+) -> Iterator[tuple[Sample, _Tokenized]]:
+    """The usable samples with their tokens. One tokenizer call for all chats, one for all plain texts."""
+    tokens: dict[int, _Tokenized] = {}
     texts: dict[str, list[tuple[int, MarkedText]]] = {"read": [], "text": []}
     for number, sample in enumerate(samples):
         try:
             if sample.ids is not None:
-                tokens[number] = _given(sample, encoder)
+                tokens[number] = _from_ids(sample, encoder)
             elif (marked := _marked(sample, encoder, statistics)) is not None:
                 texts["read" if sample.messages else encoder.options.special_tokens].append((number, marked))
         except SampleError as error:
@@ -270,13 +282,13 @@ def _tokenised(samples: Sequence[Sample], encoder: Encoder, statistics: Statisti
     for mode in modes:
         encoded = encode_with_offsets(encoder.tokenizer, [m.text for _, m in texts[mode]], special_tokens=mode)
         for (number, marked), (ids, offsets) in zip(texts[mode], encoded, strict=True):
-            tokens[number] = _read(samples[number], marked, ids.astype(np.int64), offsets, encoder)
+            tokens[number] = _with_mask(samples[number], marked, ids.astype(np.int64), offsets, encoder)
     for number in sorted(tokens):
         yield samples[number], tokens[number]
 
 
 def _marked(sample: Sample, encoder: Encoder, statistics: Statistics) -> MarkedText | None:
-    """The text of a chat or plain text, and what of it is trained; None for one without any text, which is counted."""
+    """The text of a sample, with the spans to train on; None if it is empty, which is counted."""
     if sample.messages:
         marked = mark_chat(sample, encoder.template, encoder.options.train_on)
     else:
@@ -286,11 +298,8 @@ def _marked(sample: Sample, encoder: Encoder, statistics: Statistics) -> MarkedT
             return None
         start = 0 if encoder.options.train_on == "all" else len(sample.prompt)
         treated = {"text": "stays text", "read": "is read as the token"}[encoder.options.special_tokens]
-        notes = (
-            [f"contain the text of a special token, which {treated}"]
-            if any(token in text for token in encoder.special)
-            else []
-        )
+        special = any(token in text for token in encoder.special)
+        notes = [f"contain the text of a special token, which {treated}"] if special else []
         if start == len(text):
             notes.append(EMPTY_ANSWER)
         marked = MarkedText(text, (Span(start, len(text)),), tuple(notes))
@@ -303,17 +312,18 @@ def _marked(sample: Sample, encoder: Encoder, statistics: Statistics) -> MarkedT
     return marked
 
 
-def _read(
+def _with_mask(
     sample: Sample, marked: MarkedText, ids: npt.NDArray[np.int64], offsets: Offsets, encoder: Encoder
-) -> _Tokens:
+) -> _Tokenized:
+    """A tokenised text with its mask; a plain text also gets its leading and end-of-text tokens."""
     trained = trained_tokens(marked.text, offsets, marked.spans, np.isin(ids, encoder.added))
     if sample.messages:
-        return _Tokens(ids, trained, marked.text, offsets)
+        return _Tokenized(ids, trained, marked.text, offsets)
     leading = encoder.leading if sample.prompt else []
     if ids[: len(leading)].tolist() == leading:
         leading = []
     ending = [] if ids[-1:].tolist() == [encoder.end_of_text] else [encoder.end_of_text]
-    return _Tokens(
+    return _Tokenized(
         np.concatenate([np.array(leading, np.int64), ids, np.array(ending, np.int64)]),
         np.concatenate([np.zeros(len(leading), np.bool_), trained, np.ones(len(ending), np.bool_)]),
         marked.text,
@@ -322,22 +332,24 @@ def _read(
     )
 
 
-def _given(sample: Sample, encoder: Encoder) -> _Tokens:
-    """Ids that the user brings."""
+def _from_ids(sample: Sample, encoder: Encoder) -> _Tokenized:
+    """A sample that the user supplies as ids. Raises `SampleError` for an id outside the vocabulary."""
     assert sample.ids is not None
     assert sample.trained is not None
     outside = np.flatnonzero((sample.ids < 0) | (sample.ids >= encoder.vocabulary))
     if outside.size:
         at = int(outside[0])
         what = f"id {sample.ids[at]} at position {at} is outside the vocabulary of {encoder.vocabulary:,}"
-        fix = "bring ids of the model's own tokenizer"
+        fix = "give ids of the model's own tokenizer"
         raise SampleError(what, reason="ids outside the vocabulary", where=sample.origin, fix=fix)
     everything = encoder.options.train_on == "all"
-    return _Tokens(sample.ids.astype(np.int64), np.ones_like(sample.trained) if everything else sample.trained)
+    return _Tokenized(sample.ids.astype(np.int64), np.ones_like(sample.trained) if everything else sample.trained)
 
 
-def _fitted(sample: Sample, tokens: _Tokens, options: EncodeOptions, statistics: Statistics) -> EncodedSample | None:
-    """`tokens` within the limit and with a target, or None, counted."""
+def _truncated(
+    sample: Sample, tokens: _Tokenized, options: EncodeOptions, statistics: Statistics
+) -> EncodedSample | None:
+    """`tokens`, truncated to the limit; None, and counted, if it is dropped or has no target."""
     count = len(tokens.ids)
     limit = count if options.max_tokens is None else min(count, options.max_tokens)
     if limit < count and options.too_long == "drop":
@@ -358,7 +370,7 @@ def _fitted(sample: Sample, tokens: _Tokens, options: EncodeOptions, statistics:
 
 
 def batches_of(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
-    """The samples in batches of about `BATCH_CHARACTERS`, in order."""
+    """The samples, in order, in batches of about `BATCH_CHARACTERS`."""
     batch: list[Sample] = []
     characters = 0
     for sample in samples:
@@ -372,7 +384,7 @@ def batches_of(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
 
 
 def _size(sample: Sample) -> int:
-    """About as many characters as the sample has, or ids."""
+    """Roughly the number of characters of a sample, or of its ids."""
     if sample.ids is not None:
         return len(sample.ids)
     said = sum(len(message.get("content", "")) + len(str(message.get("tool_calls", ""))) for message in sample.messages)
@@ -380,13 +392,14 @@ def _size(sample: Sample) -> int:
 
 
 def _runs(trained: Mask) -> Iterator[tuple[int, int]]:
-    """Tokens [start, stop) that are all trained or all not."""
+    """Ranges [start, stop) of tokens that are all trained or all not."""
     edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
     yield from ((start, stop) for start, stop in pairwise(edges) if start < stop)
 
 
-def _spelled(tokens: _Tokens, start: int, stop: int, tokenizer: Tokenizer) -> str:
-    """Tokens [start, stop) as text: their characters, without gaps between runs, and what has none decoded."""
+def _text_of(tokens: _Tokenized, start: int, stop: int, tokenizer: Tokenizer) -> str:
+    """The text of tokens [start, stop): their characters, without gaps between runs; tokens without offsets are
+    decoded."""
     first, end = tokens.leading, tokens.leading + len(tokens.offsets)
     if not len(tokens.offsets):
         return str(tokenizer.decode(tokens.ids[start:stop]))

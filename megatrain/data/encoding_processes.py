@@ -1,11 +1,11 @@
 """Encodes samples on several processes, with the same order, files and statistics as one process.
 
-Writing a chat by its template and finding its turns is Python code, which one process does on one core. So batches go
-to processes, and come back in order; what becomes of their samples is added up in that order. An error is raised in
-its place, behind all that stands before it in the source.
+Rendering chats and finding their turns is Python code, so one process uses one core. Batches are therefore encoded by
+worker processes, and their results and statistics are taken in order. An error is raised at its position, after all
+samples that precede it in the source.
 
-Processes are started anew and not forked, because this one has threads by then, so each loads what it needs, which
-takes a second: data of a few batches stays in this process. Left out: reading, which is the smaller part.
+Workers are spawned, not forked, because this process has threads by then. Each imports what it needs, which takes a
+second, so data of a few batches is encoded in this process. Reading stays in this process; it is the smaller part.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from megatrain.data.read_rows import Bad, LeftOut
 from megatrain.data.sample_formats import Sample
 from megatrain.errors import DataError
 
-WORTH_PROCESSES = 8
-"""Batches, about as many megabytes of text, from which on processes are started."""
-UNDER_WAY = 2
-"""Batches for each process that are read and not taken yet."""
+MIN_BATCHES = 8
+"""Batches (about a megabyte of text each) from which on worker processes are used."""
+BATCHES_PER_PROCESS = 2
+"""Batches that are submitted ahead, per worker process."""
 
 _Encoded: TypeAlias = tuple[list[EncodedSample], Statistics]
 _Batches: TypeAlias = Iterable[list[Sample] | Exception]
 
 _encoder: Encoder | None = None
-"""Of a process that encodes."""
+"""In a worker process, its encoder."""
 
 
 def encode_in_processes(
@@ -46,17 +46,20 @@ def encode_in_processes(
     processes: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[EncodedSample]:
-    """As `encode_samples`, on so many processes where that is worth it; `progress` is told the rows taken so far.
+    """`encode_samples` with `processes` worker processes, or in this process if the data is small.
 
-    Raises what `encode_samples` raises, and `DataError` where a process was ended from outside.
+    progress: called with the number of rows encoded so far. Raises what `encode_samples` raises, and `DataError` if a
+    worker is killed.
     """
-    batches = _to_the_error(batches_of(samples))
-    first = list(islice(batches, WORTH_PROCESSES if processes > 1 else 0))
+    batches = _with_error_last(batches_of(samples))
+    first = list(islice(batches, MIN_BATCHES if processes > 1 else 0))
     everything = chain(first, batches)
     taken = 0
-    is_worth_it = len(first) == WORTH_PROCESSES
     bad = statistics.left_out.bad
-    results = _elsewhere(everything, encoder, bad, processes) if is_worth_it else _here(everything, encoder, bad)
+    if len(first) == MIN_BATCHES:
+        results = _in_workers(everything, encoder, bad, processes)
+    else:
+        results = _in_this_process(everything, encoder, bad)
     for rows, (encoded, found) in results:
         statistics.merge(found)
         taken += rows
@@ -65,44 +68,44 @@ def encode_in_processes(
         yield from encoded
 
 
-def _to_the_error(batches: Iterator[list[Sample]]) -> Iterator[list[Sample] | Exception]:
-    """The batches, and in the place where reading fails its error, so that what comes before is encoded before."""
+def _with_error_last(batches: Iterator[list[Sample]]) -> Iterator[list[Sample] | Exception]:
+    """The batches; if reading fails, its error comes as the last item, so that everything before it is encoded."""
     try:
         yield from batches
     except Exception as error:
         yield error
 
 
-def _here(batches: _Batches, encoder: Encoder, bad: Bad) -> Iterator[tuple[int, _Encoded]]:
-    """Of each batch the rows, the samples and what has become of them."""
+def _in_this_process(batches: _Batches, encoder: Encoder, bad: Bad) -> Iterator[tuple[int, _Encoded]]:
+    """(number of rows, result) of each batch."""
     for batch in batches:
         if isinstance(batch, Exception):
             raise batch
         yield _rows(batch), _encoded(batch, encoder, bad)
 
 
-def _elsewhere(batches: _Batches, encoder: Encoder, bad: Bad, processes: int) -> Iterator[tuple[int, _Encoded]]:
-    """As `_here`, with the work in other processes."""
+def _in_workers(batches: _Batches, encoder: Encoder, bad: Bad, processes: int) -> Iterator[tuple[int, _Encoded]]:
+    """`_in_this_process`, but encoded by worker processes."""
     before = multiprocessing.active_children()
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin, (encoder,))
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _init_worker, (encoder,))
     try:
         waiting: deque[tuple[int, Future[_Encoded]] | Exception] = deque()
         for batch in chain(batches, [None]):
             if isinstance(batch, list):
-                with _interrupts_waiting():
-                    waiting.append((_rows(batch), pool.submit(_work, batch, bad)))
+                with _interrupts_blocked():
+                    waiting.append((_rows(batch), pool.submit(_encode_in_worker, batch, bad)))
             elif batch is not None:
                 waiting.append(batch)
-            while waiting and (batch is None or len(waiting) >= UNDER_WAY * processes):
+            while waiting and (batch is None or len(waiting) >= BATCHES_PER_PROCESS * processes):
                 next_one = waiting.popleft()
                 if isinstance(next_one, Exception):
                     raise next_one
                 yield next_one[0], next_one[1].result()
     except BrokenProcessPool as error:
-        what, fix = "a process that encoded samples was ended from outside", "free some host memory and start again"
+        what, fix = "a process that encoded samples was killed", "free some host memory and start again"
         raise DataError(what, fix=fix) from error
     except BaseException:
-        for process in multiprocessing.active_children():  # nobody waits for what they are at
+        for process in multiprocessing.active_children():  # their results are not needed
             if process not in before:
                 process.terminate()
         raise
@@ -111,13 +114,13 @@ def _elsewhere(batches: _Batches, encoder: Encoder, bad: Bad, processes: int) ->
 
 
 def _rows(batch: list[Sample]) -> int:
-    """How many rows of a source a batch is made of: a pair of answers is one."""
+    """The number of rows of the source that a batch comes from: a pair of answers is one row."""
     return sum(sample.answer != "rejected" for sample in batch)
 
 
 @contextmanager
-def _interrupts_waiting() -> Iterator[None]:
-    """In the block Ctrl-C waits; a process that is started in it never hears of it, and leaves it to the first."""
+def _interrupts_blocked() -> Iterator[None]:
+    """Delay Ctrl-C until the end of the block. Processes started in it never receive it; this process handles it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -125,23 +128,23 @@ def _interrupts_waiting() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin(encoder: Encoder) -> None:
-    """In a new process: keep the encoder, and end with the first process whatever ends it."""
+def _init_worker(encoder: Encoder) -> None:
+    """Keep the encoder, and watch the parent process, so that the worker exits with it however it ends."""
     global _encoder
     _encoder = encoder
     if multiprocessing.parent_process() is not None:
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+        threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
 
 
-def _work(batch: list[Sample], bad: Bad) -> _Encoded:
-    assert _encoder is not None  # `_begin` has run
+def _encode_in_worker(batch: list[Sample], bad: Bad) -> _Encoded:
+    assert _encoder is not None  # `_init_worker` has run
     return _encoded(batch, _encoder, bad)
 
 

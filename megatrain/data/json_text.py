@@ -1,8 +1,8 @@
 """Parses JSON from data files: refuses duplicate keys and other silent losses, and streams long lists.
 
-The library's reader, told to refuse what it would pass over: an object with a key twice, of which it keeps the last. A
-file that is one list is read as a stream, so that memory does not grow with it; what is wrong is told by its line.
-Left out: JSON lines (`read_rows.py`, `text_sources.py`), which are read line by line.
+Python's `json` keeps the last value of a key that an object has twice; here that is an error. A file that is one list
+is parsed as a stream, so memory does not grow with its length, and errors name the line. Not here: JSON lines, which
+are read line by line (`read_rows.py`, `text_sources.py`).
 """
 
 from __future__ import annotations
@@ -13,100 +13,102 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 CHUNK_CHARACTERS = 1 << 20
-UNSURE = 16
-"""Characters at the end of what has been read in which a mistake may be one of reading only: `tru`, `\\ud83`."""
+CUT_TOKEN_CHARACTERS = 16
+"""An error this close to the end of the text read so far may come from a token that is cut there: `tru`, `\\ud83`."""
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-class Malformed(ValueError):
-    """Not JSON. The text says why, and `line`, from 1 on, where."""
+class MalformedJson(ValueError):
+    """Not JSON. The message says why; `line`, counted from 1, says where."""
 
     def __init__(self, what: str, line: int) -> None:
         super().__init__(what)
         self.line = line
 
 
-def parsed(text: str) -> object:
-    """`text` as a value. Raises `ValueError` for what is no JSON or gives a key twice, and `RecursionError`."""
+def parse_json(text: str) -> object:
+    """Parse `text`. Raises `ValueError` if it is not JSON or has a duplicate key, and `RecursionError` if it is nested
+    too deeply."""
     value: object = _DECODER.decode(text)
     return value
 
 
-def elements(file: TextIO) -> Iterator[object]:
-    """The elements of the list that `file` holds, one in memory at a time.
+def list_elements(file: TextIO) -> Iterator[object]:
+    """The elements of the JSON list in `file`, with one in memory at a time.
 
-    Raises `Malformed`, `RecursionError` for what is nested too deeply, and `UnicodeDecodeError`.
+    Raises `MalformedJson`, `UnicodeDecodeError`, and `RecursionError` for elements that are nested too deeply.
     """
     stream = _Stream(file)
     stream.take("[")
-    if stream.next() != "]":
+    if stream.peek() != "]":
         yield stream.value()
-        while stream.next() == ",":
+        while stream.peek() == ",":
             stream.take(",")
             yield stream.value()
-    if stream.next() != "]":
-        raise Malformed("Expecting ',' delimiter", stream.line)
+    if stream.peek() != "]":
+        raise MalformedJson("Expecting ',' delimiter", stream.line)
     stream.take("]")
-    if stream.next():
-        raise Malformed("Extra data", stream.line)
+    if stream.peek():
+        raise MalformedJson("Extra data", stream.line)
 
 
 class _Stream:
-    """What has been read of a file and not been taken yet."""
+    """Reads JSON tokens and values from a file, chunk by chunk."""
 
     def __init__(self, file: TextIO) -> None:
-        self._file, self._text, self._at, self._ended = file, "", 0, False
+        self._file, self._ended = file, False
+        self._text, self._at = "", 0  # the current chunk, and the position of the next character in it
         self.line = 1  # of the next character
 
-    def next(self) -> str:
-        """The next character that is no white space; empty at the end of the file."""
+    def peek(self) -> str:
+        """The next character after white space, which is skipped; empty at the end of the file."""
         while True:
             match = _SPACE.match(self._text, self._at)
             assert match is not None
-            self._go_to(match.end())
+            self._advance(match.end())
             if self._at < len(self._text) or self._ended:
                 return self._text[self._at : self._at + 1]
             self._read()
 
     def take(self, character: str) -> None:
-        """Goes on behind `character`, which must be the next one."""
-        if self.next() != character:
-            raise Malformed(f"Expecting {character!r}", self.line)
-        self._go_to(self._at + 1)
+        """Consume `character`. Raises `MalformedJson` if it is not the next one."""
+        if self.peek() != character:
+            raise MalformedJson(f"Expecting {character!r}", self.line)
+        self._advance(self._at + 1)
 
     def value(self) -> object:
-        """The value that is next."""
-        self.next()
+        """Parse and consume the next value."""
+        self.peek()
         while True:
             try:
                 value, end = _DECODER.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
-                is_cut = error.msg.startswith("Unterminated") or error.pos >= len(self._text) - UNSURE
-                if not is_cut or self._ended:
+                may_be_cut = error.msg.startswith("Unterminated") or error.pos >= len(self._text) - CUT_TOKEN_CHARACTERS
+                if not may_be_cut or self._ended:
                     line = self.line + self._text.count("\n", self._at, error.pos)
-                    raise Malformed(error.msg, line) from error
+                    raise MalformedJson(error.msg, line) from error
             except ValueError as error:
-                raise Malformed(str(error), self.line) from error
+                raise MalformedJson(str(error), self.line) from error
             else:
-                goes_on = end >= len(self._text) - 2 and self._text[end : end + 1] in ("", ".", "e", "E")  # a number
-                if not goes_on or self._ended:
-                    self._go_to(end)
+                may_be_cut = end >= len(self._text) - 2 and self._text[end : end + 1] in ("", ".", "e", "E")  # a number
+                if not may_be_cut or self._ended:
+                    self._advance(end)
                     return value
             self._read()
 
-    def _go_to(self, place: int) -> None:
-        self.line += self._text.count("\n", self._at, place)
-        self._at = place
+    def _advance(self, position: int) -> None:
+        self.line += self._text.count("\n", self._at, position)
+        self._at = position
 
     def _read(self) -> None:
-        """At least as much again as is there, so that a long value costs no more than twice its length."""
+        """Read on, at least as much as is left of the chunk, so that parsing a long value takes linear time."""
         rest = self._text[self._at :]
         more = self._file.read(max(CHUNK_CHARACTERS, len(rest)))
         self._text, self._at, self._ended = rest + more, 0, not more
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -114,4 +116,4 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_distinct)
+_DECODER = json.JSONDecoder(object_pairs_hook=_refuse_duplicate_keys)

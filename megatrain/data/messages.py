@@ -14,7 +14,7 @@ import difflib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from megatrain.data.json_text import parsed
+from megatrain.data.json_text import parse_json
 from megatrain.errors import SampleError
 
 # What to set so that rows of an unknown shape are understood: `data.columns` and `data.tags`, as a user types them.
@@ -79,7 +79,7 @@ def _listed(value: object) -> Sequence[Any]:
     """A list, or the one whose JSON text a cell of a table is; else nothing."""
     if isinstance(value, str):
         try:
-            value = parsed(value) if value.lstrip().startswith("[") else None
+            value = parse_json(value) if value.lstrip().startswith("[") else None
         except (ValueError, RecursionError):
             return ()
     return value if isinstance(value, Sequence) else ()
@@ -229,7 +229,7 @@ def _read_call(call: object, place: str) -> dict[str, Any]:
 
 def _from_json(text: str, what: str, place: str, *, reason: str = "malformed tools", fix: str = "correct it") -> object:
     try:
-        value = parsed(text)
+        value = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise SampleError(f"{what}: not JSON ({error})", reason=reason, where=place, fix=fix) from error
     return value

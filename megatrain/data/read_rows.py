@@ -32,7 +32,7 @@ from megatrain.data.compressed_files import (
     zstd_reader,
 )
 from megatrain.data.hub import commit_or_download
-from megatrain.data.json_text import Malformed, elements, parsed
+from megatrain.data.json_text import MalformedJson, list_elements, parse_json
 from megatrain.data.text_sources import SourceFile, find_files
 from megatrain.errors import DataError, SampleError, first_line
 from megatrain.system.paths import may_be_hub_name, missing, read_json, refuse_unreadable_in, usable_path
@@ -85,8 +85,8 @@ LONGEST_CELL = 1 << 30
 """Characters; Python's reader has 131,072 otherwise."""
 TEXTS = (".txt", ".md")
 SUFFIXES = (".json", *JSON_LINES, *SEPARATED, *TABLES, *TEXTS)
-FOREIGN_INDEX = "dataset_info.json"  # a list of data sets in LLaMA-Factory, a description in a saved dataset
-COMPANIONS = frozenset({"readme", "license", "licence", "notice", "citation", "changelog", "dataset_infos"})
+DATASET_INFO = "dataset_info.json"  # a list of data sets in LLaMA-Factory, a description in a saved dataset
+DOCS = frozenset({"readme", "license", "licence", "notice", "citation", "changelog", "dataset_infos"})
 """Files that stand beside samples and are about them, by their names in small letters without a suffix."""
 
 
@@ -120,7 +120,7 @@ def read_rows(
             yield from _numbered(name, lambda library: _saved(library, path, split))
             return
         yield from _folder_rows(path, left_out, pattern)
-    elif path.is_file() and path.name == FOREIGN_INDEX:
+    elif path.is_file() and path.name == DATASET_INFO:
         raise _list_of_data_sets(path)
     elif path.is_file():
         yield from _file_rows(path, left_out)
@@ -138,20 +138,20 @@ def refuse_missing(name: str) -> None:
         raise missing(path, DataError)
 
 
-def without_companions(files: Sequence[SourceFile]) -> list[SourceFile]:
+def without_docs(files: Sequence[SourceFile]) -> list[SourceFile]:
     """`files` without those that are about the others; all of them where there are but texts."""
     if all(kind_of(file.path) not in SUFFIXES or kind_of(file.path) in TEXTS for file in files):
         return list(files)
-    return [file for file in files if without_compression(file.path).stem.lower() not in COMPANIONS]
+    return [file for file in files if without_compression(file.path).stem.lower() not in DOCS]
 
 
 def _folder_rows(folder: Path, left_out: LeftOut, pattern: str) -> Iterator[Row]:
-    if (folder / FOREIGN_INDEX).is_file():
-        raise _list_of_data_sets(folder / FOREIGN_INDEX)
+    if (folder / DATASET_INFO).is_file():
+        raise _list_of_data_sets(folder / DATASET_INFO)
     found, skipped = find_files([folder], pattern)
     for reason, count in skipped.items():
         left_out.add(f"{reason} in a folder", str(folder), count)
-    data = without_companions(found)
+    data = without_docs(found)
     files = [file for file in data if kind_of(file.path) in SUFFIXES]
     for file in found:
         if file not in data:
@@ -271,7 +271,7 @@ def _cell(text: str) -> Any:
     if not text.lstrip().startswith(("{", "[")):
         return text
     try:
-        value = parsed(text)
+        value = parse_json(text)
     except (ValueError, RecursionError):
         return text
     turns = value if isinstance(value, list) else [value]
@@ -296,7 +296,7 @@ def _json_lines(path: Path, left_out: LeftOut) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                fields = parsed(_decoded(line, place))
+                fields = parse_json(_decoded(line, place))
             except (ValueError, RecursionError) as error:
                 what = f"not a line of JSON ({error})"
                 fix = "correct or remove the line"
@@ -314,9 +314,9 @@ def _json_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
             yield from _json_lines(path, left_out)
             return
         with open_text(path) as text:
-            for number, fields in enumerate(elements(text)):
+            for number, fields in enumerate(list_elements(text)):
                 yield from _object(fields, path, f"{path}[{number}]", left_out)
-    except Malformed as error:
+    except MalformedJson as error:
         raise DataError(f"not JSON ({error})", where=f"{path}:{error.line}", fix="correct the file") from error
     except UnicodeDecodeError as error:
         raise _not_utf8(error, str(path)) from error
@@ -339,7 +339,7 @@ def _begins_with_object(text: TextIO, where: str) -> bool:
     if character != "{":
         return not character  # nothing at all is no lines
     try:
-        return isinstance(parsed(character + text.readline()), dict)
+        return isinstance(parse_json(character + text.readline()), dict)
     except ValueError as error:
         what = f"dict in place of a list of samples, or a line that is not JSON ({error})"
         fix = "save a list of objects, or one object per line"

@@ -35,7 +35,7 @@ from megatrain.data.compressed_files import (
     open_text,
     without_compression,
 )
-from megatrain.data.json_text import parsed
+from megatrain.data.json_text import parse_json
 from megatrain.data.token_files import TokenArray, TokenFile, is_token_file, open_tokens, write_tokens
 from megatrain.data.tokenizer import (
     Tokenizer,
@@ -266,7 +266,7 @@ def _jsonl_pieces(path: Path, skipped: Counter[str]) -> Iterator[Piece]:
 
 def _text_field(line: bytes, *, where: str) -> str:
     try:
-        record = parsed(line.decode("utf-8-sig"))
+        record = parse_json(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DataError(f"not UTF-8 text ({error.reason})", where=where, fix="convert it to UTF-8") from error
     except (ValueError, RecursionError) as error:

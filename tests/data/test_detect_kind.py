@@ -52,7 +52,7 @@ def test_a_readme_beside_samples_is_ignored(tmp_path: Path, name: str) -> None:
 def test_a_mixed_folder_asks_for_the_format(tmp_path: Path) -> None:
     lines(tmp_path / "chats.jsonl", CHAT)
     lines(tmp_path / "module.py", "code")
-    with pytest.raises(DataError, match=r"holds samples \(chats.jsonl\) beside other files \(module.py\); .*pattern"):
+    with pytest.raises(DataError, match=r"holds samples \(chats.jsonl\) and other files \(module.py\); .*pattern"):
         holds_samples(str(tmp_path))
     assert holds_samples(str(tmp_path), Schema("chat"))
     assert holds_samples(str(tmp_path), pattern="*.jsonl")
@@ -126,9 +126,9 @@ def test_user_field_names_are_used_for_detection(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "what"),
     [
-        ("chats.txt", json.dumps(CHAT), "samples under a name that does not say so; rename it"),
-        ("chats", json.dumps([ALPACA]), "samples under a name that does not say so; rename it"),
-        ("a.txt", '"Instruction";"input";"output"\nq;;a', "a table in text"),
+        ("chats.txt", json.dumps(CHAT), "samples, but its name does not say so; rename it"),
+        ("chats", json.dumps([ALPACA]), "samples, but its name does not say so; rename it"),
+        ("a.txt", '"Instruction";"input";"output"\nq;;a', "a table of samples, but its name does not say so"),
     ],
 )
 def test_samples_with_another_suffix_are_not_read_as_text(tmp_path: Path, name: str, content: str, what: str) -> None:
@@ -197,7 +197,7 @@ def test_a_folder_of_code_with_a_table_is_text(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("x,y\n1,2\n")
     assert not holds_samples(str(tmp_path))
     (tmp_path / "samples.csv").write_text("text\nwords\n")
-    with pytest.raises(DataError, match=r"holds samples \(samples\.csv\) beside other files \(a\.py\)"):
+    with pytest.raises(DataError, match=r"holds samples \(samples\.csv\) and other files \(a\.py\)"):
         holds_samples(str(tmp_path))
 
 

@@ -32,7 +32,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
         count, initializer=start, initargs=with_
     ))  # fmt: skip
     monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 500)
-    monkeypatch.setattr(several, "WORTH_PROCESSES", 2)
+    monkeypatch.setattr(several, "MIN_BATCHES", 2)
 
 
 def samples(count: int, refused: tuple[int, ...] = ()) -> Iterator[Sample]:
@@ -85,7 +85,7 @@ def test_errors_are_the_same_from_a_worker_process() -> None:
 @pytest.mark.slow  # each process loads the library
 def test_processes_write_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 500)
-    monkeypatch.setattr(several, "WORTH_PROCESSES", 2)
+    monkeypatch.setattr(several, "MIN_BATCHES", 2)
     rows = [{"messages": list(sample.messages)} for sample in samples(200, (3, 50))]
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

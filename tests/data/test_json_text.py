@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatrain.data import json_text
-from megatrain.data.json_text import Malformed, elements, parsed
+from megatrain.data.json_text import MalformedJson, list_elements, parse_json
 from tests.model.test_peak import peak_memory, resident_nbytes
 
 VALUES = st.recursive(
@@ -31,7 +31,7 @@ def test_chunked_json_lists_equal_the_whole_list(
     text = json.dumps(values, indent=indent, ensure_ascii=ascii_only)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_text, "CHUNK_CHARACTERS", chunk)
-        assert list(elements(io.StringIO(f" \n{text}\r\n"))) == values
+        assert list(list_elements(io.StringIO(f" \n{text}\r\n"))) == values
 
 
 @pytest.mark.parametrize(
@@ -53,15 +53,15 @@ def test_json_errors_name_the_line(
     monkeypatch: pytest.MonkeyPatch, text: str, line: int, what: str, chunk: int
 ) -> None:
     monkeypatch.setattr(json_text, "CHUNK_CHARACTERS", chunk)
-    with pytest.raises(Malformed, match=re.escape(what)) as caught:
-        list(elements(io.StringIO(text)))
+    with pytest.raises(MalformedJson, match=re.escape(what)) as caught:
+        list(list_elements(io.StringIO(text)))
     assert caught.value.line == line
 
 
 def test_duplicate_json_keys_are_refused() -> None:
-    assert parsed('{"a": {"a": 1}}') == {"a": {"a": 1}}
+    assert parse_json('{"a": {"a": 1}}') == {"a": {"a": 1}}
     with pytest.raises(ValueError, match="'a' twice"):
-        parsed('{"a": 1, "b": 2, "a": 3}')
+        parse_json('{"a": 1, "b": 2, "a": 3}')
 
 
 def test_a_long_list_takes_little_memory(tmp_path: Path) -> None:
@@ -70,5 +70,5 @@ def test_a_long_list_takes_little_memory(tmp_path: Path) -> None:
     path.write_text("[" + ",".join([row] * 20_000) + "]")
     before = resident_nbytes()
     with path.open() as file, peak_memory() as most:
-        assert sum(1 for _ in elements(file)) == 20_000
+        assert sum(1 for _ in list_elements(file)) == 20_000
     assert most() - before < path.stat().st_size / 3

@@ -141,7 +141,7 @@ def test_names_that_are_not_files_are_text_or_hub_names(tmp_path: Path) -> None:
     assert not holds_samples("missing.txt")
     assert not holds_samples(str(tmp_path / "ids.bin"))
     assert holds_samples("someone/some-data")
-    with pytest.raises(DataError, match="python-stdlib: holds no chat samples"):
+    with pytest.raises(DataError, match="python-stdlib: holds text or tokens, not chat samples"):
         holds_samples("python-stdlib", Schema("chat"))
 
 

@@ -429,10 +429,10 @@ def test_llama_factory_dataset_info_is_read(tmp_path: Path) -> None:
     ("name", "what"),
     [
         ("plane", "no data set of that name; did you mean 'plain'?"),
-        ("seen", "asks for the column 'images'"),
-        ("elsewhere", "is to be had by 'script_url' only"),
+        ("seen", "has the column 'images', which is not supported"),
+        ("elsewhere", "is available by 'script_url' only"),
         ("odd", "'formatting' is 'openai2'; known are alpaca, sharegpt"),
-        ("more", "has a key 'wieght' of no known meaning"),
+        ("more", "has an unknown key 'wieght'"),
     ],
 )
 def test_unsupported_dataset_info_entries_are_refused(tmp_path: Path, name: str, what: str) -> None:
