@@ -22,7 +22,7 @@ from megatrain.data.encode import (
     encode_samples,
     try_to_render,
 )
-from megatrain.data.loader import Batch, Loader, batch_of, evaluation_batches, seed_of
+from megatrain.data.loader import Batch, Loader, batch_of, evaluation_batches, source_seed
 from megatrain.data.packing import Batching, PackedRows, Reference, SampleRows, collate, copies, split_samples
 from megatrain.data.sample_cache import (
     Progress,
@@ -84,8 +84,8 @@ __all__ = [
     "read_samples",
     "require_source",
     "save_tokenizer",
-    "seed_of",
     "source_called",
+    "source_seed",
     "split_samples",
     "split_windows",
     "statistics_of",

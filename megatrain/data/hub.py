@@ -1,7 +1,7 @@
-"""Asks the Hugging Face hub about data sets and tokenizers: once, and not for longer than a few seconds.
+"""Asks the Hugging Face hub about data sets and tokenizers: once, within a few seconds.
 
-Where the hub cannot be reached, the libraries try again for half a minute, and a name server that keeps silent is not
-subject to their timeouts. So whatever is to be read there is asked for here first.
+If the hub cannot be reached, the libraries retry for half a minute, and their timeouts do not cover a DNS server that
+does not answer. So a name is looked up here before a library loads it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megatrain.system.paths import nearest_path
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-PATIENCE_SECONDS = 2.5
+TIMEOUT_SECONDS = 5.0
 """How long the hub may take to answer, including DNS and proxies."""
 
 
 def answer(ask: Callable[[HfApi], Any]) -> Any:
-    """What `ask` gets from the hub's client. Raises what it raises, and `TimeoutError`."""
+    """The hub's answer to `ask`, which is called with a client. Raises what `ask` raises, or `TimeoutError`."""
     import huggingface_hub
 
     found: list[Any] = []
@@ -37,24 +37,24 @@ def answer(ask: Callable[[HfApi], Any]) -> Any:
 
     asking = threading.Thread(target=call, daemon=True)
     asking.start()
-    asking.join(PATIENCE_SECONDS)
+    asking.join(TIMEOUT_SECONDS)
     if failed:
         raise failed[0]
     if not found:
-        raise TimeoutError(f"no answer in {PATIENCE_SECONDS:g} s")
+        raise TimeoutError(f"no answer in {TIMEOUT_SECONDS:g} s")
     return found[0]
 
 
 def commit_of(name: str) -> str:
-    """The latest commit of the data set called `name`. Raises as `answer` does."""
-    info = answer(lambda api: api.dataset_info(name, timeout=PATIENCE_SECONDS))
+    """The latest commit of a data set. Raises as `answer` does."""
+    info = answer(lambda api: api.dataset_info(name, timeout=TIMEOUT_SECONDS))
     return str(info.sha)
 
 
 def commit_or_download(name: str) -> str | None:
-    """The latest commit of a data set; `None` where the hub does not answer and there is an earlier download.
+    """The latest commit of a data set, or `None` if the hub does not provide it but an earlier download exists.
 
-    Raises `DataError` where there is neither.
+    Raises `DataError` if there is neither.
     """
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -64,7 +64,7 @@ def commit_or_download(name: str) -> str | None:
         if is_downloaded(name):
             return None
         nearest = nearest_path(Path(name))
-        what = "neither a local file nor an earlier download, and the Hugging Face hub did not give it"
+        what = "neither a local file nor an earlier download, and the Hugging Face hub did not provide it"
         what, fix = f"{what} ({first_line(error)})", "name a local file or folder"
         if isinstance(error, RepositoryNotFoundError):
             what = "the Hugging Face hub has no data set of this name, or keeps it private"
@@ -73,7 +73,7 @@ def commit_or_download(name: str) -> str | None:
 
 
 def is_downloaded(name: str) -> bool:
-    """Whether the cache of `datasets` may hold `name`; told without the library, which takes seconds to load."""
+    """Whether the cache of `datasets` may hold `name`, without importing `datasets`, which takes seconds."""
     from huggingface_hub import constants
 
     return os.path.isdir(os.path.join(constants.HF_HOME, "datasets", name.replace("/", "___")))

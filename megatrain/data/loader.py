@@ -1,16 +1,16 @@
-"""Loads training batches in a seeded order, from a position that a few integers describe.
+"""Loads training batches in a seeded order, from a position of a few integers.
 
-The order of an epoch is a permutation that (seed, epoch) alone decides, and epochs follow one another without a seam: a
-batch may hold the last rows of one and the first of the next, so nothing is dropped. Several sources are mixed by their
-weights (`sampler.source_behind`), each through epochs of its own. Hence the rows drawn from each source are the whole
-state, and the micro-batch size may change between a save and a resume (but for grouped lengths, which depend on it).
-Of a stream the order is its own (`stream_rows.py`), and its place in the data set is part of the state.
+The order of an epoch is a permutation that depends on (seed, epoch) alone. Epochs follow one another without a gap: a
+batch may contain the last rows of one epoch and the first of the next, so no row is dropped. Several sources are mixed
+by weight (`sampler.next_source`), each with its own epochs. So the state is the number of rows drawn from each source,
+and the micro-batch size may change on resume (except for rows grouped by length, whose order depends on it). A stream
+has an order of its own (`stream_rows.py`), and its state includes its position in the data set.
 
-What a step holds is decided in the foreground, in order; workers only read and collate it, so they change nothing, and
-at most `workers` + 1 steps are under way. A step is divided between ranks by its micro-batches: each rank draws the
-whole step and reads its own part, so the state is the same on all, and also fits another number of ranks.
+The main thread decides, in order, which rows a step consists of; workers only read and collate them, so they cannot
+change the order. At most `workers` + 1 steps are prefetched. Ranks divide a step by micro-batches: each rank draws the
+whole step and reads its own part, so the state is equal on all ranks and also fits another number of ranks.
 
-Left out: worker processes, since reading a step of 65,536 tokens of a cached file takes milliseconds at most.
+Workers are threads, not processes: reading a step of 65,536 tokens from a cached file takes milliseconds at most.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from megatrain.data.packing import Batching, Row, SampleRows, collate
-from megatrain.data.sampler import epoch_order, source_behind
+from megatrain.data.sampler import epoch_order, next_source
 from megatrain.data.stream_rows import StreamRows
 from megatrain.errors import DataError
 
@@ -34,28 +34,31 @@ if TYPE_CHECKING:
 
 __all__ = ["Batch", "Loader", "batch_of", "epoch_order", "evaluation_batches"]
 
-# "input_ids" and "labels", int64 tensors of shape (rows, tokens) and of plain text one and the same; see
-# `packing.collate`
 Batch: TypeAlias = "dict[str, torch.Tensor]"
+"""A micro-batch: `input_ids` and `labels`, int64 (rows, tokens), for plain text the same tensor, and what else
+`packing.collate` returns."""
 
 STATE_VERSION = 1
-PLACES = "places"
-"""Of streams, in a state: where each is."""
+STREAM_STATES = "places"
+"""Key in the state of a loader: the state of each source, empty if it is not a stream."""
 
 
-class _Drawn(NamedTuple):
-    """A step before it is read: (source, row) of its micro-batches, and the rows drawn from each source once it is."""
+class _DrawnStep(NamedTuple):
+    """The rows of a step, before they are read."""
 
     micro_batches: list[list[tuple[int, int]]]
+    """(source, row) of each row of this rank's micro-batches."""
     positions: list[int]
+    """Rows drawn from each source, this step's included."""
 
 
 class Loader:
-    """Endless steps: each `next` is a list of micro-batches of `micro_batch` rows.
+    """An endless iterator over steps, each a list of this rank's micro-batches.
 
-    A step has `micro_batches` of them on all ranks together, dealt in turns; or, where `targets` is given, as many as
-    it takes until they have that many target tokens, and one for each rank at the least. `weights` are the shares of
-    several sources; without them each is seen as often as another.
+    micro_batch: rows per micro-batch. micro_batches: micro-batches per step of all ranks together; rank r reads number
+    r, r + ranks, ... targets: if given, a step has instead as many micro-batches as it takes to reach this number of
+    target tokens, at least one per rank. weights: the share of each source in the rows; by default its number of rows,
+    so that all sources are seen equally often. workers: threads that read ahead; 0 reads in the foreground.
     """
 
     def __init__(
@@ -91,26 +94,26 @@ class Loader:
             raise DataError(f"{targets} target tokens a step", fix="use 1 or more")
         self.micro_batch, self.micro_batches = micro_batch, micro_batches
         self.seed, self.targets, self.rank, self.ranks = seed, targets, rank, ranks
-        self.positions = [0] * len(self.sources)  # rows handed out from each since its first epoch began
-        self._orders = [(-1, np.empty(0, dtype=np.int64))] * len(self.sources)  # (epoch, its order): the last one used
-        # A stream is read in its order, so by one thread.
+        self.positions = [0] * len(self.sources)  # rows returned from each source so far
+        self._orders = [(-1, np.empty(0, dtype=np.int64))] * len(self.sources)  # (epoch, its order), the last one used
+        # One thread if there are streams, since they are read in order.
         self._pool = ThreadPoolExecutor(1 if self.streams else workers, "loader") if workers else None
-        self._ahead: deque[tuple[_Drawn, Future[list[Batch]]]] = deque()
-        self._most_ahead = workers + 1
+        self._prefetched: deque[tuple[_DrawnStep, Future[list[Batch]]]] = deque()
+        self._max_prefetched = workers + 1
 
     @property
     def position(self) -> int:
-        """Rows handed out since the beginning, of all sources."""
+        """Rows returned so far, of all sources together."""
         return sum(self.positions)
 
     @property
     def epoch(self) -> float | None:
-        """Passes over the data so far: rows handed out, over those of all sources; `None` where one is a stream."""
+        """Epochs so far: rows returned over the rows of all sources; None if a source is a stream."""
         return None if self.streams else self.position / sum(map(len, self.sources))
 
     @property
     def streams(self) -> list[StreamRows]:
-        """The sources whose length is not known."""
+        """The sources that are streams, whose length is not known."""
         return [source for source in self.sources if isinstance(source, StreamRows)]
 
     def __iter__(self) -> Iterator[list[Batch]]:
@@ -121,24 +124,24 @@ class Loader:
             drawn = self._draw(self.positions)
             step = self._read(drawn)
         else:
-            while len(self._ahead) < self._most_ahead:
-                before = self._ahead[-1][0].positions if self._ahead else self.positions
+            while len(self._prefetched) < self._max_prefetched:
+                before = self._prefetched[-1][0].positions if self._prefetched else self.positions
                 drawn = self._draw(before)
-                self._ahead.append((drawn, self._pool.submit(self._read, drawn)))
-            drawn, future = self._ahead.popleft()
+                self._prefetched.append((drawn, self._pool.submit(self._read, drawn)))
+            drawn, future = self._prefetched.popleft()
             try:
                 step = future.result()
             except BaseException:
-                self._forget()
+                self._drop_prefetched()
                 raise
-        self.positions = drawn.positions  # last: a step that could not be read has not been handed out
+        self.positions = drawn.positions  # last, so that a step that cannot be read does not count
         return step
 
     def steps_in(self, epochs: float) -> int:
-        """The number of steps, from step 0, that hand out `epochs` times the rows of all sources together.
+        """The number of steps, from step 0 on, that `epochs` epochs of all sources together take.
 
-        The last step is whole, so it may reach into the next epoch. With `targets` the steps are drawn to be counted,
-        which reads none of them.
+        The last step is complete, so it may reach into the next epoch. With `targets`, steps are drawn (but not read)
+        to count them.
         """
         rows = ceil(Fraction(str(epochs)) * sum(len(source) for source in self.sources))
         if self.targets is None:
@@ -149,41 +152,41 @@ class Loader:
         return steps
 
     def epochs_in(self, steps: int) -> float | None:
-        """Passes over the data in so many steps; None with `targets`, whose steps differ in rows, and for streams."""
+        """The number of epochs in so many steps; None for streams, and with `targets`, where steps differ in rows."""
         rows = steps * self.micro_batches * self.micro_batch
         return None if self.targets is not None or self.streams else rows / sum(map(len, self.sources))
 
     def passes(self, steps: int) -> list[float]:
-        """Epochs of each source in so many steps that do not differ in rows, by the weights."""
-        rows, whole = steps * self.micro_batches * self.micro_batch, sum(self.weights)
+        """The number of epochs of each source in so many steps, by the weights; for steps of equal numbers of rows."""
+        rows, total = steps * self.micro_batches * self.micro_batch, sum(self.weights)
         shares = zip(self.weights, self.sources, strict=True)
-        return [rows * weight / whole / len(source) for weight, source in shares]
+        return [rows * weight / total / len(source) for weight, source in shares]
 
     def close(self) -> None:
-        """End the workers; the loader goes on without them."""
-        self._forget()
+        """Stop the workers. The loader stays usable without them."""
+        self._drop_prefetched()
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what it is a position in: small, and JSON."""
+        """The position and the identity of the data, as a small JSON object."""
         state: dict[str, Any] = {"version": STATE_VERSION, "seed": self.seed, "position": self.position}
         if self.streams:
-            placed = zip(self.sources, self.positions, strict=True)
-            state[PLACES] = [one.state(at) if isinstance(one, StreamRows) else {} for one, at in placed]
+            pairs = zip(self.sources, self.positions, strict=True)
+            state[STREAM_STATES] = [one.state(at) if isinstance(one, StreamRows) else {} for one, at in pairs]
         if len(self.sources) == 1:
             return {**state, **self.sources[0].identity}
         sources = [dict(source.identity) for source in self.sources]
         return {**state, "positions": list(self.positions), "weights": list(self.weights), "sources": sources}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state` was saved: the same rows in the same order.
+        """Continue from `state` with the rows that followed when it was saved, in the same order.
 
-        Raises `DataError`, and changes nothing, where it was saved with other data, window, split, weights or seed.
+        Raises `DataError`, without changing anything, if it was saved with other data, window, split, weights or seed.
         """
         for key, value in self.state_dict().items():
-            if key not in ("position", "positions", PLACES) and state.get(key) != value:
+            if key not in ("position", "positions", STREAM_STATES) and state.get(key) != value:
                 what = f"was saved with {key} = {state.get(key)!r}, and this run has {value!r}"
                 fix = "resume with the data, window, split and seed of the saved run, or start a new one"
                 raise DataError(what, where="loader state", fix=fix)
@@ -192,61 +195,63 @@ class Loader:
         if wrong or not positions or len(positions) != len(self.sources):
             what = f"position {wrong[0] if wrong else positions!r} is not a number of windows"
             raise DataError(what, where="loader state", fix="resume from another checkpoint")
-        self._forget()
-        for source, place in zip(self.sources, state.get(PLACES, [{}] * len(self.sources)), strict=True):
+        self._drop_prefetched()
+        stream_states = state.get(STREAM_STATES, [{}] * len(self.sources))
+        for source, stream_state in zip(self.sources, stream_states, strict=True):
             if isinstance(source, StreamRows):
-                source.restore(place)
+                source.restore(stream_state)
         self.positions = list(positions)
 
-    def _draw(self, positions: Sequence[int]) -> _Drawn:
-        """The step that follows after `positions`, as this rank sees it."""
+    def _draw(self, positions: Sequence[int]) -> _DrawnStep:
+        """Draw the step that follows `positions`, and return this rank's part of it."""
         after = list(positions)
         micro_batches: list[list[tuple[int, int]]] = []
         targets = 0
         least = self.micro_batches if self.targets is None else self.ranks
         while len(micro_batches) < least or (self.targets is not None and targets < self.targets):
-            chosen = self._choose(after)
+            chosen = self._draw_micro_batch(after)
             micro_batches.append(chosen)
             if self.targets is not None:
                 targets += sum(self.sources[source].targets(row) for source, row in chosen)
-        return _Drawn(micro_batches[self.rank :: self.ranks], after)
+        return _DrawnStep(micro_batches[self.rank :: self.ranks], after)
 
-    def _choose(self, positions: list[int]) -> list[tuple[int, int]]:
-        """One micro-batch, whose rows are counted in `positions`. Where like lengths go together, so do sources."""
+    def _draw_micro_batch(self, positions: list[int]) -> list[tuple[int, int]]:
+        """Draw one micro-batch, advancing `positions`. Rows grouped by length stay together, so they come from one
+        source."""
         grouped = any(_is_grouped(source) for source in self.sources)
         size = self.micro_batch if grouped or len(self.sources) == 1 else 1
         chosen: list[tuple[int, int]] = []
         while len(chosen) < self.micro_batch:
-            behind = source_behind(positions, self.weights) if len(self.sources) > 1 else 0
-            chosen += [(behind, row) for row in self._rows_at(behind, positions[behind], size)]
-            positions[behind] += size
+            source = next_source(positions, self.weights) if len(self.sources) > 1 else 0
+            chosen += [(source, row) for row in self._rows_at(source, positions[source], size)]
+            positions[source] += size
         return chosen
 
     def _rows_at(self, source: int, position: int, count: int) -> list[int]:
-        """The rows at `position`, `position` + 1, ... of the endless order of a source, `count` of them."""
+        """The `count` rows of a source from `position` on, in the order of its epochs."""
         if isinstance(self.sources[source], StreamRows):
             return [*range(position, position + count)]
         rows: list[int] = []
         while len(rows) < count:
             epoch, offset = divmod(position + len(rows), len(self.sources[source]))
             if self._orders[source][0] != epoch:
-                # A source that is named twice is seen in two orders.
-                self._orders[source] = epoch, self.sources[source].order(seed_of(self.seed, source), epoch)
+                # A seed per source, so that a source named twice has two orders.
+                self._orders[source] = epoch, self.sources[source].order(source_seed(self.seed, source), epoch)
             rows += self._orders[source][1][offset : offset + count - len(rows)].tolist()
         return rows
 
-    def _read(self, drawn: _Drawn) -> list[Batch]:
+    def _read(self, drawn: _DrawnStep) -> list[Batch]:
         return [batch_of([self.sources[source].row(row) for source, row in chosen]) for chosen in drawn.micro_batches]
 
-    def _forget(self) -> None:
-        """Drop what is under way; it will be drawn again."""
-        for _, future in self._ahead:
+    def _drop_prefetched(self) -> None:
+        """Drop the prefetched steps, which will be drawn again."""
+        for _, future in self._prefetched:
             future.cancel()
-        self._ahead.clear()
+        self._prefetched.clear()
 
 
 def evaluation_batches(rows: Batching, micro_batch: int, limit: int | None = None) -> Iterator[Batch]:
-    """The first `limit` rows (None: all) in their own order; the last batch may be smaller."""
+    """Batches of the first `limit` rows (None: all), unshuffled; the last one may be smaller."""
     if micro_batch < 1:
         raise DataError(f"a micro-batch of {micro_batch} windows", fix="use 1 or more")
     stop = len(rows) if limit is None else min(limit, len(rows))
@@ -255,16 +260,18 @@ def evaluation_batches(rows: Batching, micro_batch: int, limit: int | None = Non
 
 
 def _is_grouped(source: Batching) -> bool:
-    return isinstance(source, SampleRows) or (isinstance(source, StreamRows) and source.how == "grouped")
+    """Whether the rows of a micro-batch are grouped by length."""
+    return isinstance(source, SampleRows) or (isinstance(source, StreamRows) and source.packing == "grouped")
 
 
-def seed_of(seed: int, source: int) -> int:
+def source_seed(seed: int, source: int) -> int:
+    """The seed of source number `source`, derived from the run's seed."""
     return (seed + source * 0x9E3779B97F4A7C15) % (1 << 63)
 
 
 def batch_of(rows: Sequence[Row]) -> Batch:
-    """`packing.collate` as tensors over the same memory; what is one array stays one tensor."""
-    import torch  # here, so that a mistake in the data is told before it loads
+    """`packing.collate` as tensors that share its memory; an array under two names becomes one tensor."""
+    import torch  # here, so that errors in the data are reported before torch is loaded
 
     arrays = collate(rows)
     tensors: dict[int, torch.Tensor] = {id(array): torch.from_numpy(array) for array in arrays.values()}

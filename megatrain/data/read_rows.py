@@ -1,13 +1,13 @@
 """Reads rows from JSON (lines), CSV, Parquet, Arrow, text, folders, saved datasets and the hub.
 
-`datasets` reads what is in columns, a row at a time and without a second copy on the disk; it lives here alone and is
-loaded on first use. JSON is read by ourselves, because a mistake in it must be told by its line. Every row knows its
-place, for whatever is found wrong with it later. CSV is read by Python's reader, which leaves 007 what it is.
+The `datasets` library reads tables, row by row and without a second copy on disk; it is imported here only, on first
+use. JSON is read without it, so that errors name the line, and CSV by Python's reader, which keeps 007 as it is. Every
+row has its place (file and line) for later errors.
 
-Arrow holds one type per column, so that a key which some rows lack is there in all of them, as a null. A null in a
-column of objects is therefore taken for a missing key. In JSON a null stays a null.
+An Arrow column has one type, so a key that some rows lack is null in these rows. Nulls of tables are therefore treated
+as missing keys. In JSON a null stays a null.
 
-Left out: datasets that need Python code of their own.
+Not supported: data sets that need Python code of their own.
 """
 
 from __future__ import annotations
@@ -37,42 +37,40 @@ from megatrain.data.text_sources import SourceFile, find_files
 from megatrain.errors import DataError, SampleError, first_line
 from megatrain.system.paths import may_be_hub_name, missing, read_json, refuse_unreadable_in, usable_path
 
-# What is not trained on, counted by reason, with the place of the first of each.
-#
-# Whoever reads or encodes samples is handed a `LeftOut` and asks it what to do with an unusable one: end the run with
-# its error (`stop`, the default), or leave it out and count it (`leave_out`). Nothing else may pass over a sample.
-
-
 Bad: TypeAlias = Literal["stop", "leave_out"]
+"""What happens to an unusable sample: its error stops the run, or it is left out and counted."""
 
 
 @dataclass
 class LeftOut:
-    """`bad` is what happens to an unusable sample; `counts` and `first` are by reason."""
+    """Counts the samples that are left out, by reason, and decides what happens to unusable ones.
+
+    Everything that reads or encodes samples takes a `LeftOut`, and skips no sample without it.
+    """
 
     bad: Bad = "stop"
     counts: Counter[str] = field(default_factory=Counter)
-    first: dict[str, str] = field(default_factory=dict)  # reason -> the first place
+    first: dict[str, str] = field(default_factory=dict)  # reason -> the place of the first one
 
     def add(self, reason: str, place: str, count: int = 1) -> None:
-        """Counts what is left out by intention, or has nothing in it."""
+        """Count samples that are left out on purpose, or empty."""
         if count > 0:
             self.counts[reason] += count
             self.first.setdefault(reason, place)
 
     def merge(self, later: LeftOut) -> None:
-        """Counts what was left out after all that is counted here."""
+        """Add the counts of samples that come after these."""
         self.counts.update(later.counts)
         self.first = {**later.first, **self.first}
 
     def refuse(self, error: SampleError) -> None:
-        """Raises `error`, or counts its sample as left out."""
+        """Raise the error of an unusable sample, or count the sample as left out."""
         if self.bad == "stop":
             raise error
         self.add(error.reason, error.where)
 
     def lines(self) -> list[str]:
-        """For the user, the most frequent reason first: `12 too long (first: chats.jsonl:17)`."""
+        """The counts for the user, the most frequent reason first: `12 too long (first: chats.jsonl:17)`."""
         return [f"{count:,} {reason} (first: {self.first[reason]})" for reason, count in self.counts.most_common()]
 
 
@@ -80,23 +78,23 @@ JSON_LINES = (".jsonl", ".ndjson")
 TABLES = {".parquet": "parquet", ".arrow": "arrow"}
 SEPARATED = {".csv": ",", ".tsv": "\t"}
 TURNS = ({"role", "content"}, {"from", "value"})
-"""Keys of a turn of a chat."""
+"""Keys of a turn of a chat, in the two common formats."""
 LONGEST_CELL = 1 << 30
-"""Characters; Python's reader has 131,072 otherwise."""
+"""Characters of a cell; Python's default is 131,072."""
 TEXTS = (".txt", ".md")
 SUFFIXES = (".json", *JSON_LINES, *SEPARATED, *TABLES, *TEXTS)
-DATASET_INFO = "dataset_info.json"  # a list of data sets in LLaMA-Factory, a description in a saved dataset
+DATASET_INFO = "dataset_info.json"  # LLaMA-Factory's list of data sets, or the description of a saved data set
 DOCS = frozenset({"readme", "license", "licence", "notice", "citation", "changelog", "dataset_infos"})
-"""Files that stand beside samples and are about them, by their names in small letters without a suffix."""
+"""Files about the data, which are no samples: names in lower case, without a suffix."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row, before anyone has looked at what it means."""
+    """One row of a source, not yet interpreted."""
 
     fields: Mapping[str, Any]
     file: str  # rows of one file have one schema
-    place: str  # `chats.jsonl:17`, `chats.parquet[16]`: lines count from 1, rows from 0
+    place: str  # `chats.jsonl:17` or `chats.parquet[16]`: lines count from 1, rows from 0
 
 
 def read_rows(
@@ -108,16 +106,16 @@ def read_rows(
     folder: str | None = None,
     pattern: str = "*",
 ) -> Iterator[Row]:
-    """The rows of `name`: a file, a folder, or a dataset on the hub (of which `subset` and `folder` name parts).
+    """The rows of `name`: a file, a folder, or a data set on the hub (of which `subset` and `folder` select parts).
 
-    Files of a folder that match `pattern` are read in sorted order; what is no data there, empty files, and files that
-    repeat another byte for byte are left out and counted. Raises `DataError` for what is missing, unreadable or
-    malformed, and asks `left_out` about single rows.
+    Files of a folder that match `pattern` are read in sorted order. Files of another kind, empty files and exact copies
+    are left out and counted. Raises `DataError` for a source that is missing, unreadable or malformed; a single
+    malformed row goes to `left_out`.
     """
     path = usable_path(name, error=DataError)
     if path.is_dir():
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            yield from _numbered(name, lambda library: _saved(library, path, split))
+            yield from _dataset_rows(name, lambda library: _saved(library, path, split))
             return
         yield from _folder_rows(path, left_out, pattern)
     elif path.is_file() and path.name == DATASET_INFO:
@@ -132,14 +130,14 @@ def read_rows(
 
 
 def refuse_missing(name: str) -> None:
-    """Raise `DataError` for a source of samples that is not on this machine and, by its name, not on the hub."""
+    """Raise `DataError` for a source that is not on this machine and whose name cannot be one on the hub."""
     path = usable_path(name, error=DataError)
     if not path.exists() and (kind_of(path) in SUFFIXES or not may_be_hub_name(name)):
         raise missing(path, DataError)
 
 
 def without_docs(files: Sequence[SourceFile]) -> list[SourceFile]:
-    """`files` without those that are about the others; all of them where there are but texts."""
+    """`files` without those about the data (a README), unless all of them are texts."""
     if all(kind_of(file.path) not in SUFFIXES or kind_of(file.path) in TEXTS for file in files):
         return list(files)
     return [file for file in files if without_compression(file.path).stem.lower() not in DOCS]
@@ -160,12 +158,12 @@ def _folder_rows(folder: Path, left_out: LeftOut, pattern: str) -> Iterator[Row]
             left_out.add("file of another kind", str(file.path))
     if not files:
         raise DataError("holds no file of samples", where=str(folder), fix=f"known are {', '.join(SUFFIXES)}")
-    for file in _once(files, left_out):
+    for file in _without_copies(files, left_out):
         yield from _file_rows(file.path, left_out)
 
 
 def _list_of_data_sets(index: Path) -> DataError:
-    """The error for a list that was named in place of one of its data sets, or for a saved data set's description."""
+    """The error for naming a list of data sets, not one of them, or the description of a saved data set."""
     try:
         entries = read_json(index)
         names = [str(name) for name, entry in entries.items() if isinstance(entry, dict)]
@@ -173,15 +171,15 @@ def _list_of_data_sets(index: Path) -> DataError:
         what = f"cannot be read ({getattr(error, 'strerror', None) or first_line(error)})"
         return DataError(what, where=str(index), fix="correct the file, or name a file of samples")
     if "features" in names or not names:
-        return DataError("describes a data set and holds no sample", where=str(index), fix="name a file of samples")
+        return DataError("describes a data set, and holds no samples", where=str(index), fix="name a file of samples")
     shown = [f"{index}#{names[0]}", *(f"#{name}" for name in names[1:4])]
     more = f", {len(names) - 4:,} more" if len(names) > 4 else ""
     fix = f"name one of them: {', '.join(shown)}{more}"
-    return DataError("is a list of data sets, of which one is to be named", where=str(index), fix=fix)
+    return DataError("is a list of data sets; one of them must be named", where=str(index), fix=fix)
 
 
-def _once(files: Sequence[SourceFile], left_out: LeftOut) -> Iterator[SourceFile]:
-    """`files` without those that repeat an earlier one. Only files of one size are read to compare them."""
+def _without_copies(files: Sequence[SourceFile], left_out: LeftOut) -> Iterator[SourceFile]:
+    """`files` without copies of earlier ones. Only files of equal size are read to compare them."""
     same_size: dict[int, list[Path]] = defaultdict(list)
     for file in files:
         same_size[file.nbytes].append(file.path)
@@ -206,7 +204,7 @@ def _digest(path: Path) -> str:
 
 def _file_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
     if kind_of(path) not in SUFFIXES:
-        fix = f"known are {', '.join(SUFFIXES)}, and all but columns with .gz or .zst behind it"
+        fix = f"known are {', '.join(SUFFIXES)}, and all but {' and '.join(TABLES)} followed by .gz or .zst"
         raise DataError(f"a file of samples does not end in {kind_of(path) or 'nothing'!r}", where=str(path), fix=fix)
     rows = 0
     try:
@@ -214,7 +212,7 @@ def _file_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
             rows += 1
             yield row
     except OSError as error:
-        fix = "fetch it anew, or leave it out" if isinstance(error, DamagedData) else "make it readable"
+        fix = "download it again, or leave it out" if isinstance(error, DamagedData) else "make it readable"
         raise DataError(error.strerror or str(error), where=str(path), fix=fix) from error
     if rows == 0:
         left_out.add("empty file", str(path))
@@ -222,11 +220,11 @@ def _file_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
 
 def _parsed(path: Path, left_out: LeftOut) -> Iterator[Row]:
     if kind_of(path) in TABLES:
-        return _numbered(str(path), lambda library: _table(library, path))
+        return _dataset_rows(str(path), lambda library: _table(library, path))
     if kind_of(path) in JSON_LINES:
         return _json_lines(path, left_out)
     if kind_of(path) in SEPARATED:
-        return _separated_rows(path, left_out)
+        return _csv_rows(path, left_out)
     return _json_rows(path, left_out) if kind_of(path) == ".json" else _text_row(path)
 
 
@@ -237,10 +235,10 @@ def _text_row(path: Path) -> Iterator[Row]:
         yield Row({"text": text}, str(path), str(path))
 
 
-def _separated_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
-    """The rows below the header of a CSV or TSV file, every cell as text, or the turns whose JSON text it is.
+def _csv_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
+    """The rows of a CSV or TSV file with a header. Cells are text, or the turns of a chat if they are JSON (`_cell`).
 
-    A row's place is its first line.
+    The place of a row is its first line.
     """
     csv.field_size_limit(LONGEST_CELL)
     with open_text(path) as text:
@@ -257,7 +255,7 @@ def _separated_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
                 if len(cells) == len(header):
                     yield Row(dict(zip(header, map(_cell, cells), strict=True)), str(path), place)
                 elif cells:  # an empty line has none
-                    what = f"{len(cells)} cells below a header of {len(header)}"
+                    what = f"{len(cells)} cells in a row, but {len(header)} in the header"
                     fix = "correct the row; put quotes around a cell that holds the separator or a line end"
                     left_out.refuse(SampleError(what, reason="of another number of cells", where=place, fix=fix))
         except csv.Error as error:
@@ -267,7 +265,8 @@ def _separated_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
 
 
 def _cell(text: str) -> Any:
-    """A turn of a chat or a list of them, where a cell holds its JSON: a table has no other way to hold one."""
+    """The value of a cell: parsed if it is the JSON of a turn or a list of turns, since CSV has no nested values;
+    otherwise its text."""
     if not text.lstrip().startswith(("{", "[")):
         return text
     try:
@@ -275,12 +274,13 @@ def _cell(text: str) -> Any:
     except (ValueError, RecursionError):
         return text
     turns = value if isinstance(value, list) else [value]
-    are = bool(turns) and all(isinstance(turn, dict) and any(keys <= turn.keys() for keys in TURNS) for turn in turns)
-    return value if are else text
+    is_turn = [isinstance(turn, dict) and any(keys <= turn.keys() for keys in TURNS) for turn in turns]
+    return value if is_turn and all(is_turn) else text
 
 
 def _line_not_utf8(path: Path) -> int:
-    """The first line that is no UTF-8, of a file that has one: text is decoded ahead of what is read of it."""
+    """The number of the first line that is not UTF-8. The error itself does not tell, since text is decoded in larger
+    pieces."""
     good = 0
     with open_bytes(path) as file, suppress(UnicodeDecodeError):
         for line in file:
@@ -306,10 +306,10 @@ def _json_lines(path: Path, left_out: LeftOut) -> Iterator[Row]:
 
 
 def _json_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
-    """The list in a JSON file; JSON lines under that name, which are common, are read as what they are."""
+    """The elements of the list in a `.json` file; a `.json` file of JSON lines, which is common, is read as such."""
     try:
         with open_text(path) as text:
-            is_lines = _begins_with_object(text, str(path))
+            is_lines = _is_json_lines(text, str(path))
         if is_lines:
             yield from _json_lines(path, left_out)
             return
@@ -328,20 +328,20 @@ def _object(fields: object, path: Path, place: str, left_out: LeftOut) -> Iterat
     if isinstance(fields, dict):
         yield Row(fields, str(path), place)
     else:
-        what = f"{type(fields).__name__} in place of an object"
+        what = f"{type(fields).__name__} instead of an object"
         left_out.refuse(SampleError(what, reason="not an object", where=place, fix="each sample is one JSON object"))
 
 
-def _begins_with_object(text: TextIO, where: str) -> bool:
-    """Whether the first line is an object, as in JSON lines; a list is not read. Raises `DataError` for neither."""
+def _is_json_lines(text: TextIO, where: str) -> bool:
+    """Whether a `.json` file is JSON lines, not a list, by its first line. Raises `DataError` if it is neither."""
     while (character := text.read(1)).isspace():
         pass
     if character != "{":
-        return not character  # nothing at all is no lines
+        return not character  # a file of white space has no lines
     try:
         return isinstance(parse_json(character + text.readline()), dict)
     except ValueError as error:
-        what = f"dict in place of a list of samples, or a line that is not JSON ({error})"
+        what = f"a single object instead of a list of samples, or a line that is not JSON ({error})"
         fix = "save a list of objects, or one object per line"
         raise DataError(what, where=where, fix=fix) from error
 
@@ -358,19 +358,19 @@ def _not_utf8(error: UnicodeDecodeError, place: str) -> DataError:
 
 
 def _hub_rows(name: str, split: str, subset: str | None, folder: str | None) -> Iterator[Row]:
-    """Streamed where the hub answers; else from an earlier download, where there is one."""
+    """The rows of a data set on the hub, streamed; if the hub does not answer, of an earlier download."""
     if commit_or_download(name) is None:
-        yield from _numbered(name, lambda library: _downloaded(library, name, subset, folder, split))
+        yield from _dataset_rows(name, lambda library: _downloaded(library, name, subset, folder, split))
         return
 
     def load(library: ModuleType) -> Any:
         return library.load_dataset(name, subset, data_dir=folder, split=split, streaming=True)
 
-    yield from _numbered(name, load)
+    yield from _dataset_rows(name, load)
 
 
 def _downloaded(library: ModuleType, name: str, subset: str | None, folder: str | None, split: str) -> Any:
-    """From the library's cache. Its switch for work without a hub keeps it from asking for most of a minute."""
+    """Load a data set from the cache of `datasets`, in its offline mode: online it would retry for most of a minute."""
     was_offline = library.config.HF_HUB_OFFLINE
     library.config.HF_HUB_OFFLINE = True
     try:
@@ -384,126 +384,126 @@ def _table(library: ModuleType, path: Path) -> Any:
 
 
 def _saved(library: ModuleType, path: Path, split: str) -> Any:
-    for folder in (path, *filter(Path.is_dir, path.iterdir())):  # a folder for each split
+    for folder in (path, *filter(Path.is_dir, path.iterdir())):  # a saved dict has a folder per split
         refuse_unreadable_in(folder)
     saved = library.load_from_disk(str(path))
     return saved[split] if isinstance(saved, dict) else saved
 
 
-def _numbered(name: str, load: Callable[[ModuleType], Any]) -> Iterator[Row]:
-    """The rows of what `load` gives, by their number."""
-    library = _library(name)
+def _dataset_rows(name: str, load: Callable[[ModuleType], Any]) -> Iterator[Row]:
+    """The rows of the data set that `load` returns. load: called with the module `datasets`."""
+    library = _datasets_library(name)
     try:
         for number, fields in enumerate(load(library)):
             yield Row(_without_nulls(fields), name, f"{name}[{number}]")
-    except Exception as error:  # the library raises whatever its readers and its network raise
+    except Exception as error:  # `datasets` passes on whatever its readers and its network client raise
         what = f"cannot be read ({first_line(error)})"
         raise DataError(what, where=name, fix="check the file, or its split and subset") from error
 
 
-STREAMED = {**TABLES, ".json": "json", **dict.fromkeys(JSON_LINES, "json")}
-"""Files that are streamed, and what the library calls them."""
+STREAMABLE = {**TABLES, ".json": "json", **dict.fromkeys(JSON_LINES, "json")}
+"""Suffix of a file that can be streamed -> its builder in `datasets`."""
 
 
 class RowStream:
-    """The rows of a data set as they come, an epoch after another, from any place that was told before.
+    """The rows of a data set in its own order, from any state that was saved. Nothing is cached.
 
-    The data set is on the hub, at one commit; or a folder, a saved data set or a file of `STREAMED`, as the library
-    reads them: one type to a column. A place is found again by the library's own state, which leads to the right part
-    of the right file. Nothing is kept. Raises `DataError` for what is missing or cannot be read.
+    The data set is on the hub, at one commit, or a folder, a saved data set or a file of a `STREAMABLE` kind. It is
+    read by `datasets`, so a column has one type, and states are those of `datasets`, which lead to the right part of
+    the right file. Raises `DataError` for a data set that is missing or cannot be read.
     """
 
     def __init__(self, name: str, split: str, subset: str | None, folder: str | None, pattern: str = "*") -> None:
         self.name, self._split, self._subset, self._folder, self._pattern = name, split, subset, folder, pattern
         self.commit: str | None = None
-        """Of a data set on the hub; `None` for one on this machine, an earlier download too."""
+        """The commit of a data set on the hub; None for one on this machine, including an earlier download."""
         if not usable_path(name, error=DataError).exists():
             refuse_missing(name)
             self.commit = commit_or_download(name)
-        self._data, self._beginning = self._opened()
+        self._data, self._beginning = self._open()
 
     def go_to(self, commit: str | None) -> None:
-        """Reads what the hub had at another commit."""
+        """Read the data set at another commit from now on."""
         if commit != self.commit:
             self.commit = commit
-            self._data, self._beginning = self._opened()
+            self._data, self._beginning = self._open()
 
-    def rows_from(self, number: int, at: Mapping[str, Any] | None) -> Iterator[Row]:
-        """Row `number` and all behind it in an epoch; `at` is what `place` was there, or `None` for the first row."""
-        with self._told():
-            self._data.load_state_dict(dict(at or self._beginning))
+    def rows_from(self, number: int, state: Mapping[str, Any] | None) -> Iterator[Row]:
+        """Row `number` and those after it in an epoch. state: `state()` at that row, or None for the first row."""
+        with self._as_data_error():
+            self._data.load_state_dict(dict(state or self._beginning))
             rows = enumerate(self._data, start=number)
         while True:
-            with self._told():
+            with self._as_data_error():
                 row = next(rows, None)
             if row is None:
                 return
             yield Row(_without_nulls(row[1]), self.name, f"{self.name}[{row[0]}]")
 
-    def place(self) -> dict[str, Any]:
-        """Where the row is that follows on the last one given, as JSON."""
+    def state(self) -> dict[str, Any]:
+        """The state at the row after the last one returned, as JSON."""
         state: dict[str, Any] = self._data.state_dict()
         return state
 
-    def _opened(self) -> tuple[Any, Mapping[str, Any]]:
-        library = _library(self.name)
-        with self._told():
-            data = self._found(library)
+    def _open(self) -> tuple[Any, Mapping[str, Any]]:
+        """(the data set, its state at the first row)."""
+        library = _datasets_library(self.name)
+        with self._as_data_error():
+            data = self._load(library)
             data = data.to_iterable_dataset() if isinstance(data, library.Dataset) else data
             return data, data.state_dict()
 
-    def _found(self, library: ModuleType) -> Any:
+    def _load(self, library: ModuleType) -> Any:
         path = usable_path(self.name, error=DataError)
-        how = {"split": self._split, "streaming": True}
+        options = {"split": self._split, "streaming": True}
         if path.is_file():
-            if kind_of(path) not in STREAMED:
-                fix = f"leave data.streaming out, or name a folder, a data set on the hub or {', '.join(STREAMED)}"
-                raise DataError("is no file that is streamed", where=self.name, fix=fix)
-            return library.load_dataset(STREAMED[kind_of(path)], data_files=glob.escape(str(path)), **how)
+            if kind_of(path) not in STREAMABLE:
+                fix = f"leave data.streaming out, or name a folder, a data set on the hub or {', '.join(STREAMABLE)}"
+                raise DataError("is not a file that can be streamed", where=self.name, fix=fix)
+            return library.load_dataset(STREAMABLE[kind_of(path)], data_files=glob.escape(str(path)), **options)
         if path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
             return _saved(library, path, self._split)
         if not path.exists() and self.commit is None:
             return _downloaded(library, self.name, self._subset, self._folder, self._split)
         if path.is_dir():
-            how |= {"data_files": None if self._pattern == "*" else self._pattern}
+            options |= {"data_files": None if self._pattern == "*" else self._pattern}
         else:
-            how |= {"data_dir": self._folder, "revision": self.commit}
-        data = library.load_dataset(self.name, self._subset, **how)
+            options |= {"data_dir": self._folder, "revision": self.commit}
+        data = library.load_dataset(self.name, self._subset, **options)
         if data.info.builder_name == "text":
-            what, fix = "holds plain text, each line of which would be a sample", "leave data.streaming out"
+            what, fix = "is plain text, of which each line would be a sample", "leave data.streaming out"
             raise DataError(what, where=self.name, fix=fix)
         return data
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Whatever the library's readers and its network raise, as one error."""
+    def _as_data_error(self) -> Iterator[None]:
+        """Turn whatever `datasets` and its network client raise into a `DataError`."""
         try:
             yield
         except DataError:
             raise
         except Exception as error:
-            what, fix = (
-                f"cannot be read ({first_line(error)})",
-                "check the network, the files, the split and the subset",
-            )
+            what = f"cannot be read ({first_line(error)})"
+            fix = "check the network, the files, the split and the subset"
             raise DataError(what, where=self.name, fix=fix) from error
 
 
-def _library(name: str) -> ModuleType:
+def _datasets_library(name: str) -> ModuleType:
+    """The module `datasets`. Raises `DataError` if it is not installed."""
     try:
         import datasets
     except ImportError as error:
         what = "needs the `datasets` package, which is not installed"
-        raise DataError(what, where=name, fix="pip install datasets, or bring JSON lines") from error
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else it tells a server of every file that it opens
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what is wrong is said once, by the error
-    _teach_zstd()
+        raise DataError(what, where=name, fix="pip install datasets, or use JSON lines") from error
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # otherwise it reports every file that it opens to a server
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are reported by our own exceptions
+    _register_zstd()
     library: ModuleType = datasets
     return library
 
 
-def _teach_zstd() -> None:
-    """Has the library read `.zst`, which it knows where a package is installed that `open_bytes` does without."""
+def _register_zstd() -> None:
+    """Let `datasets` stream `.zst` files through pyarrow; by itself it needs another package for them."""
     from fsspec import compression  # type: ignore[import-untyped]
 
     if "zstd" not in compression.compr:
@@ -511,6 +511,7 @@ def _teach_zstd() -> None:
 
 
 def _without_nulls(value: Any) -> Any:
+    """`value` without null fields, at any depth."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):

@@ -1,7 +1,7 @@
 """Decides the order of rows: seeded epochs, and several sources mixed by weight.
 
-The order comes from Philox's raw output, which NumPy never changes, and not from `Generator.permutation`, which it may:
-a run resumes bit-exactly under a later NumPy. It takes 8 bytes per row. Left out: what a row is.
+Orders are computed from Philox's raw output, which NumPy never changes, and not by `Generator.permutation`, which it
+may change: so a run resumes bit-exactly with a later NumPy. An order takes 8 bytes per row.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy.typing as npt
 Indices = npt.NDArray[np.int64]
 
 BLOCK = 64
-"""Micro-batches whose samples are sorted by length together: much of the gain, and still a random order."""
+"""Micro-batches whose samples are sorted by length together: enough for little padding, with an order still random."""
 
 
 def epoch_order(seed: int, epoch: int, count: int) -> Indices:
-    """A permutation of `count` rows: what sorts the first numbers of Philox under key (seed, epoch).
+    """A permutation of `count` rows: the argsort of the first `count` outputs of Philox with the key (seed, epoch).
 
     Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
@@ -26,26 +26,28 @@ def epoch_order(seed: int, epoch: int, count: int) -> Indices:
     return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
 
 
-def grouped_order(seed: int, epoch: int, lengths: Indices, together: int) -> Indices:
-    """A permutation in which each `together` rows that follow one another have like lengths.
+def grouped_order(seed: int, epoch: int, lengths: Indices, micro_batch: int) -> Indices:
+    """A permutation in which each `micro_batch` consecutive rows have similar lengths.
 
-    Blocks of a random order are sorted by length and cut; the cuts of the whole epoch then come in a random order.
+    A random order is divided into blocks, each sorted by length and divided into micro-batches; the micro-batches of
+    the epoch are then shuffled. Rows that fill no micro-batch come last.
     """
     order = epoch_order(seed, epoch, len(lengths))
-    size = together * BLOCK
+    size = micro_batch * BLOCK
     for start in range(0, len(order), size):
         block = order[start : start + size]
         order[start : start + size] = block[np.argsort(lengths[block], kind="stable")]
-    whole = len(order) // together * together
-    cuts = order[:whole].reshape(-1, together)
-    # Another key than that of `epoch_order`, whose seeds are below 2**63.
-    return np.concatenate([cuts[epoch_order(seed + (1 << 63), epoch, len(cuts))].ravel(), order[whole:]])
+    whole = len(order) // micro_batch * micro_batch
+    groups = order[:whole].reshape(-1, micro_batch)
+    # Seeds are below 2**63, so this key is used nowhere else.
+    return np.concatenate([groups[epoch_order(seed + (1 << 63), epoch, len(groups))].ravel(), order[whole:]])
 
 
-def source_behind(positions: Sequence[int], weights: Sequence[float]) -> int:
-    """The source to draw from next: the one that is furthest behind its share of what has been drawn.
+def next_source(positions: Sequence[int], weights: Sequence[float]) -> int:
+    """The source to draw from next: the one furthest behind its share of the rows drawn, the first of equals.
 
-    Of equal ones it is the first. No random numbers: after any number of draws each source is close to its share.
+    positions: rows drawn from each source. No random numbers, so after any number of draws each source is close to its
+    share.
     """
     drawn = sum(positions) + 1
     total = sum(weights)

@@ -1,13 +1,13 @@
 """Builds training rows from a streamed data set, block by block and uncached, with an exact position for resume.
 
-A block is at least `BLOCK_ROWS` rows of the data set that follow one another, and so many more that its tokens fill
-`BLOCK_SEQUENCES` sequences; only the end of an epoch makes a smaller one. Its samples are packed, and its rows come in
-an order that (seed, epoch, place of the block) alone decides: shuffling is within blocks. So a position is the place
-where a block begins and a number of rows, and whoever goes on from it reads the block again and has the same rows in
-the same order. Of each block there is a hash of its samples: a data set that has changed there is told.
+A block is at least `BLOCK_ROWS` consecutive rows of the data set, and as many more as it takes to fill
+`BLOCK_SEQUENCES` sequences; only the last one of an epoch may be smaller. Its samples are packed, and its training rows
+come in an order that depends on (seed, epoch, position of the block) alone: shuffling is within blocks. A position is
+the start of a block and a number of training rows. To resume, the block is read again, which gives the same rows in the
+same order; a hash of the block's samples detects that the data set has changed there.
 
-Of plain text that runs on, what remains of a block behind its last whole window is left out. Left out: an order across
-blocks, a length known beforehand, pairs, and holding out.
+With `windows`, the tokens after the last whole window of a block are unused. Not supported: shuffling across blocks, a
+known length, pairs, and held-out data.
 """
 
 from __future__ import annotations
@@ -34,203 +34,215 @@ from megatrain.errors import DataError
 
 FORMAT = 1  # part of the identity: raise it when the same data set would give other rows
 READ_ROWS = 128
-"""Rows of the data set that are encoded at once."""
+"""Rows of the data set that are read and encoded at once."""
 BLOCK_ROWS = 1024
 BLOCK_SEQUENCES = 16
-KEPT_BLOCKS = 4
-"""In memory: who reads ahead may be in another block than who asks for the targets of a row."""
-KEPT_PLACES = 4096
-"""Blocks of which the beginning is known; further back, reading begins with the data set."""
+CACHED_BLOCKS = 4
+"""Blocks in memory: several, since prefetching and counting targets may be in different ones."""
+CACHED_STARTS = 4096
+"""Blocks whose start is remembered; an earlier row is found by reading from the beginning of the data set."""
 
-How: TypeAlias = Literal["windows", "best_fit", "grouped"]
+Packing: TypeAlias = Literal["windows", "best_fit", "grouped"]
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a block begins."""
+class _BlockStart:
+    """Where a block starts. Its fields are saved in checkpoints."""
 
     row: int
-    """Training rows before it, since the first epoch began."""
+    """Number of training rows before it, over all epochs."""
     epoch: int
     samples: int
-    """Rows of the data set before it, in its epoch."""
+    """Number of rows of the data set before it, in its epoch."""
     at: Mapping[str, Any] | None = None
-    """The same in the library's words; `None` at the beginning of an epoch."""
+    """The state of `datasets` there; None at the beginning of an epoch."""
 
     @property
     def key(self) -> tuple[int, int]:
-        """What tells it from others."""
+        """The key of the block in caches."""
         return self.epoch, self.samples
 
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """Samples, and the training rows that they make, in the order in which they are handed out."""
+    """The samples of a block, and its training rows in their shuffled order."""
 
-    place: _Place
+    start: _BlockStart
     samples: list[EncodedSample]
     rows: list[Indices]
-    """Of each the numbers of its samples; of text that runs on, where it begins in `tokens`."""
+    """The numbers of each row's samples; with `windows`, each row's first position in `tokens`."""
     tokens: Indices
-    """Of text that runs on, all of it."""
-    following: _Place
+    """With `windows`, the tokens of all samples."""
+    stop: _BlockStart
+    """The start of the next block."""
     digest: str
 
 
 class StreamRows:
-    """A source as endless rows, of which any can be asked for, at best in order. A `packing.Batching` without length.
+    """A streamed source as endless rows: a `packing.Batching` without a length. Any row may be read, fastest in order.
 
-    encoder: cuts what is longer than a row, but not text that runs on. window: tokens of the longest row. together:
-    rows that follow one another and have like lengths, where `how` is grouped. Raises `DataError` for what cannot be
-    read or used, with its place, when it comes to it.
+    encoder: truncates samples to a row, except with `windows`. window: tokens of the longest row. micro_batch: with
+    `grouped`, this many consecutive rows have similar lengths. Raises `DataError` for data that cannot be read or used
+    when it is reached.
     """
 
     def __init__(
-        self, source: Source, encoder: Encoder, how: How, *, window: int, together: int, seed: int, bad: Bad = "stop"
+        self,
+        source: Source,
+        encoder: Encoder,
+        packing: Packing,
+        *,
+        window: int,
+        micro_batch: int,
+        seed: int,
+        bad: Bad = "stop",
     ) -> None:
         if source.limit is not None:
-            what, fix = "has num_samples, which a stream does not heed", "leave it or data.streaming out"
+            what, fix = "has num_samples, which streams do not support", "leave it or data.streaming out"
             raise DataError(what, where=source.name, fix=fix)
-        self.source, self.encoder, self.how = source, encoder, how
-        self.window, self.together, self.seed, self.bad = window, together, seed, bad
+        self.source, self.encoder, self.packing = source, encoder, packing
+        self.window, self.micro_batch, self.seed, self.bad = window, micro_batch, seed, bad
         self.statistics = Statistics(LeftOut(bad))
-        """Of all that has been read so far, in this process."""
+        """Of everything that this process has read so far."""
         self.first: Sample | None = None
         """The first sample that was read."""
         self.holds_chats = False
         self._stream = RowStream(source.name, source.split, source.subset, source.folder, source.pattern)
         self._labels, self._lock = Labels(), Lock()
-        self._places = [_Place(0, 0, 0)]  # by rows; the first one and the latest
-        self._blocks: dict[tuple[int, int], _Block] = {}  # the latest read last
-        self._known: dict[tuple[int, int], tuple[int, str]] = {}  # of blocks at `_places`: the row behind, and the hash
-        self._reading: tuple[tuple[int, int], Iterator[FileRow]] | None = None  # the rows from a place on
-        self._counted = (0, 0)  # the place up to which `statistics` are
+        self._starts = [_BlockStart(0, 0, 0)]  # sorted: the first block's, and the latest ones
+        self._blocks: dict[tuple[int, int], _Block] = {}  # in the order in which they were read
+        self._known: dict[tuple[int, int], tuple[int, str]] = {}  # of blocks at `_starts`: the row after it, its hash
+        self._reader: tuple[tuple[int, int], Iterator[FileRow]] | None = None  # the key of a start, the rows from there
+        self._counted = (0, 0)  # the key of the start up to which `statistics` count
 
     def __len__(self) -> int:
         raise DataError("its length is not known beforehand", where=self.source.name, fix="leave data.streaming out")
 
     def order(self, seed: int, epoch: int) -> Indices:
-        """None: rows come in the order that they have."""
+        """Not supported: raises `DataError`, as `len` does."""
         return np.empty(len(self), np.int64)
 
     def row(self, index: int) -> Row:
-        """Row `index`, from 0 on, of the endless sequence of epochs."""
+        """Row `index`, counted from 0 over all epochs."""
         block, number = self._find(index)
         members = block.rows[number]
-        if self.how == "windows":
+        if self.packing == "windows":
             ids = block.tokens[members[0] : members[0] + self.window]
             return Row(ids, ids)
         samples = [(block.samples[each].ids.astype(np.int64), block.samples[each].trained) for each in members]
         packed = packed_row(samples)
-        return packed if self.how == "best_fit" else replace(packed, positions=None)
+        return packed if self.packing == "best_fit" else replace(packed, positions=None)
 
     def targets(self, index: int) -> int:
-        """Tokens of row `index` that the loss is a mean over."""
-        if self.how == "windows":
+        """The number of target tokens of row `index`."""
+        if self.packing == "windows":
             return self.window - 1
         block, number = self._find(index)
         return sum(int(block.samples[each].trained.sum()) for each in block.rows[number])
 
     @property
     def identity(self) -> dict[str, str | int]:
-        """How rows are made of the data set; which one it is, is told by the hash of a block, in `state`."""
+        """A hash of how rows are made. The data set itself is compared by the hash of a block, in `state`."""
         schema = self.source.schema
-        how = [FORMAT, self.encoder.identity, self.how, self.window, self.bad, READ_ROWS, BLOCK_ROWS, BLOCK_SEQUENCES]
-        how += [self.together if self.how == "grouped" else 0, schema.format, dict(schema.columns), dict(schema.tags)]
+        how = [FORMAT, self.encoder.identity, self.packing, self.window, self.bad]
+        how += [READ_ROWS, BLOCK_ROWS, BLOCK_SEQUENCES, self.micro_batch if self.packing == "grouped" else 0]
+        how += [schema.format, dict(schema.columns), dict(schema.tags)]
         return {"stream": hashlib.sha256(json.dumps(how, sort_keys=True).encode()).hexdigest()[:32]}
 
     def state(self, position: int) -> dict[str, Any]:
-        """What `restore` needs to go on with row `position`, as JSON: where the block of the row before begins."""
+        """What `restore` needs to continue with row `position`, as JSON: the start and hash of the previous row's
+        block."""
         if not position:
             return {}
-        place = self._place_of(position - 1)
-        if position > self._known.get(place.key, (0, ""))[0]:  # nobody has come so far: another rank has these rows
+        start = self._start_before(position - 1)
+        if position > self._known.get(start.key, (0, ""))[0]:  # not read yet, since another rank has these rows
             self._find(position - 1)
-            place = self._place_of(position - 1)
-        return {**asdict(place), "hash": self._known[place.key][1], "commit": self._stream.commit}
+            start = self._start_before(position - 1)
+        return {**asdict(start), "hash": self._known[start.key][1], "commit": self._stream.commit}
 
     @property
     def commit(self) -> str | None:
-        """What is read of a data set on the hub."""
+        """The commit that is read of a data set on the hub; None for other sources."""
         return self._stream.commit
 
-    def keep_to(self, commit: str | None) -> None:
-        """Read that commit. Raises `DataError` where the hub does not give it."""
+    def use_commit(self, commit: str | None) -> None:
+        """Read this commit from now on. Raises `DataError` if the hub does not provide it."""
         with self._lock:
             if commit != self._stream.commit:
                 self._stream.go_to(commit)
-                self._blocks, self._known, self._reading = {}, {}, None
+                self._blocks, self._known, self._reader = {}, {}, None
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Be ready to go on where `state` was told. Raises `DataError`, and changes nothing, for another data set."""
+        """Prepare to continue from `state`. Raises `DataError`, without changing anything, if the data set differs."""
         if not state:
             return
         try:
-            place = _Place(*(state[name] for name in ("row", "epoch", "samples", "at")))
+            start = _BlockStart(*(state[name] for name in ("row", "epoch", "samples", "at")))
             digest, commit = str(state["hash"]), state["commit"]
         except KeyError as error:
-            what, fix = f"has no {error} of a stream", "resume from another checkpoint"
+            what, fix = f"has no {error}, which the state of a stream has", "resume from another checkpoint"
             raise DataError(what, where="loader state", fix=fix) from error
         before = self._stream.commit
         with self._lock:
-            if commit == before and place in self._places and self._known.get(place.key, (0, ""))[1] == digest:
+            if commit == before and start in self._starts and self._known.get(start.key, (0, ""))[1] == digest:
                 return
             kept = self._blocks, self._known
-            self._blocks, self._known, self._reading = {}, {}, None
+            self._blocks, self._known, self._reader = {}, {}, None
             try:
                 if before is not None and commit is not None:
                     self._stream.go_to(commit)
-                if self._block(place).digest != digest:
-                    what = "holds other samples than it did at this place when the checkpoint was saved"
+                if self._block(start).digest != digest:
+                    what = "holds other samples at this position than when the checkpoint was saved"
                     fix = "resume with the data, tokenizer and template of the saved run, or start a new one"
                     raise DataError(what, where=self.source.name, fix=fix)
             except BaseException:
                 self._stream.go_to(before)
-                (self._blocks, self._known), self._reading = kept, None
+                (self._blocks, self._known), self._reader = kept, None
                 raise
-            self._places = [self._places[0], place]
+            self._starts = [self._starts[0], start]
 
     def _find(self, index: int) -> tuple[_Block, int]:
-        """The block that row `index` is in, and its number there; one in memory whoever reads another meanwhile."""
+        """(the block of row `index`, the row's number in it). Blocks in memory are found without the lock, so while
+        another thread reads a block."""
         for block in tuple(self._blocks.values()):
-            if block.place.row <= index < block.following.row:
-                return block, index - block.place.row
+            if block.start.row <= index < block.stop.row:
+                return block, index - block.start.row
         with self._lock:
-            place = began = self._place_of(index)
+            start = first_start = self._start_before(index)
             while True:
-                block = self._block(place)
-                if index < block.following.row:
-                    return block, index - place.row
-                place = block.following
-                if place.row == began.row and place.epoch > began.epoch + 1:
+                block = self._block(start)
+                if index < block.stop.row:
+                    return block, index - start.row
+                start = block.stop
+                if start.row == first_start.row and start.epoch > first_start.epoch + 1:  # an epoch without a row
                     empty = "it is empty" if self.first is None else "its text fills no row"
                     reasons = "; ".join(self.statistics.left_out.lines()) or empty
                     what, fix = f"no sample is left to train on (left out: {reasons})", "see data.sequence_length"
                     raise DataError(what, where=self.source.name, fix=fix)
-                if place.row > self._places[-1].row:
-                    first, *others = self._places
-                    for forgotten in others[: 1 - KEPT_PLACES]:
+                if start.row > self._starts[-1].row:
+                    first, *others = self._starts
+                    for forgotten in others[: 1 - CACHED_STARTS]:
                         self._known.pop(forgotten.key, None)
-                    self._places = [first, *others[1 - KEPT_PLACES :], place]  # anew: others may be looking at it
+                    self._starts = [first, *others[1 - CACHED_STARTS :], start]  # a new list, since threads read it
 
-    def _place_of(self, index: int) -> _Place:
-        """The last known beginning of a block at or before row `index`."""
-        return self._places[bisect_right(self._places, index, key=lambda place: place.row) - 1]
+    def _start_before(self, index: int) -> _BlockStart:
+        """The last known start of a block at or before row `index`."""
+        return self._starts[bisect_right(self._starts, index, key=lambda start: start.row) - 1]
 
-    def _block(self, place: _Place) -> _Block:
-        """The block that begins at `place`, read where it is not in memory."""
-        if place.key not in self._blocks:
-            self._blocks[place.key] = block = self._read(place)
-            self._known[place.key] = block.following.row, block.digest
-            if len(self._blocks) > KEPT_BLOCKS:
+    def _block(self, start: _BlockStart) -> _Block:
+        """The block that starts at `start`, from memory or read."""
+        if start.key not in self._blocks:
+            self._blocks[start.key] = block = self._read(start)
+            self._known[start.key] = block.stop.row, block.digest
+            if len(self._blocks) > CACHED_BLOCKS:
                 del self._blocks[next(iter(self._blocks))]
-        return self._blocks[place.key]
+        return self._blocks[start.key]
 
-    def _read(self, place: _Place) -> _Block:
-        at, rows = self._reading or ((-1, -1), iter(()))
-        if at != place.key:
-            rows = self._stream.rows_from(place.samples, place.at)
-        self._reading = None  # until all has gone well
+    def _read(self, start: _BlockStart) -> _Block:
+        at, rows = self._reader or ((-1, -1), iter(()))
+        if at != start.key:
+            rows = self._stream.rows_from(start.samples, start.at)
+        self._reader = None  # until the block has been read without an error
         found, counted, taken, ended = list[EncodedSample](), Statistics(LeftOut(self.bad)), 0, False
         while not ended and (taken < BLOCK_ROWS or counted.tokens < BLOCK_SEQUENCES * self.window):
             read = list(islice(rows, READ_ROWS))
@@ -240,46 +252,51 @@ class StreamRows:
             self._require_usable(samples)
             found += encode_batch(samples, self.encoder, counted)
         self._labels.refuse_marks()
-        after = (place.epoch + 1, 0) if ended else (place.epoch, place.samples + taken)
-        if place.key >= self._counted:
+        after = (start.epoch + 1, 0) if ended else (start.epoch, start.samples + taken)
+        if start.key >= self._counted:
             self.statistics.merge(counted)
             self._counted = after
-        block = self._made(found, place)
-        following = _Place(place.row + len(block.rows), *after, None if ended else self._stream.place())
-        self._reading = None if ended else (after, rows)
-        return replace(block, following=following)
+        rows_of_block, tokens = self._pack(found, start)
+        stop = _BlockStart(start.row + len(rows_of_block), *after, None if ended else self._stream.state())
+        self._reader = None if ended else (after, rows)
+        return _Block(start, found, rows_of_block, tokens, stop, _digest(found))
 
     def _require_usable(self, samples: Sequence[Sample]) -> None:
-        """Raise `DataError` for a sample that is not trained as the others are."""
+        """Raise `DataError` for a sample that streams do not support, or that needs another packing."""
         for sample in samples:
             self.first = self.first or sample
             self.holds_chats = self.holds_chats or bool(sample.messages)
             if sample.answer:
-                what, fix = "is a preference, which is not streamed", "leave data.streaming out"
+                what, fix = "is a preference, which streams do not support", "leave data.streaming out"
                 raise DataError(what, where=sample.origin, fix=fix)
-            if self.how == "windows" and (sample.text is None or sample.prompt):
-                what = "is more than plain text, and would be cut anywhere and trained whole"
+            if self.packing == "windows" and (sample.text is None or sample.prompt):
+                what = "is not plain text, but would be divided into windows, with every token a target"
                 raise DataError(what, where=sample.origin, fix="set data.packing to best_fit or grouped")
 
-    def _made(self, samples: list[EncodedSample], place: _Place) -> _Block:
-        """The training rows of a block, in their order; what follows is not known yet."""
+    def _pack(self, samples: list[EncodedSample], start: _BlockStart) -> tuple[list[Indices], Indices]:
+        """The training rows of a block in their shuffled order, and its tokens: see `_Block`."""
         lengths = np.array([len(sample) for sample in samples], np.int64)
-        seed = (self.seed + place.samples * 0xD1B54A32D192ED03) % (1 << 63)  # another order for each block
+        seed = (self.seed + start.samples * 0xD1B54A32D192ED03) % (1 << 63)  # each block has its own order
         tokens = np.empty(0, np.int64)
-        if self.how == "windows":
+        if self.packing == "windows":
             tokens = np.concatenate([tokens, *(sample.ids for sample in samples)]).astype(np.int64)
             starts = self.window * np.arange(len(tokens) // self.window)
-            rows = [starts[[number]] for number in epoch_order(seed, place.epoch, len(starts))]
-        elif self.how == "best_fit":
+            rows = [starts[[number]] for number in epoch_order(seed, start.epoch, len(starts))]
+        elif self.packing == "best_fit":
             members, starts = best_fit(lengths, self.window, seed)
             bins = np.split(members, starts[1:-1])
-            rows = [bins[number] for number in epoch_order(seed, place.epoch, len(bins))] if len(members) else []
+            rows = [bins[number] for number in epoch_order(seed, start.epoch, len(bins))] if len(members) else []
         else:
-            rows = list(grouped_order(seed, place.epoch, lengths, self.together)[:, None])
-        digest = hashlib.sha256()
-        for sample in samples:
-            digest.update(np.array([len(sample), sample.trained.sum()], "<u4").tobytes() + sample.ids.tobytes())
-        return _Block(place, samples, rows, tokens, place, digest.hexdigest()[:32])
+            rows = list(grouped_order(seed, start.epoch, lengths, self.micro_batch)[:, None])
+        return rows, tokens
+
+
+def _digest(samples: Sequence[EncodedSample]) -> str:
+    """A hash of the samples of a block."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(np.array([len(sample), sample.trained.sum()], "<u4").tobytes() + sample.ids.tobytes())
+    return digest.hexdigest()[:32]
 
 
 __all__ = ["StreamRows"]

@@ -1,9 +1,9 @@
-"""Memory-mapped files of token ids: the cached form of every text source, or a file of the user's.
+"""Memory-mapped files of token ids: the cached form of text sources, or files that the user supplies.
 
-Two forms are read. `.npy` is a one-dimensional integer array. `.bin` is raw little-endian ids with a `.json`
-beside it (`x.bin`, `x.json`) that holds at least {"dtype": "uint16"} or "uint32"; so a file of another
-project needs one line. `write_tokens` writes `.bin`, and its `.json` last: a pair that a crash left
-incomplete is refused, not misread. Left out: several files as one stream, and compression.
+Two formats are read. A `.npy` file is a 1-D integer array. A `.bin` file is raw little-endian ids, described by a
+`.json` file beside it (`x.bin`, `x.json`) with at least {"dtype": "uint16"} or "uint32", so a file of another project
+needs one line. `write_tokens` writes the `.json` last, so a pair that a crash left incomplete is refused, not misread.
+Not supported: several files as one stream, and compression.
 """
 
 from __future__ import annotations
@@ -27,32 +27,29 @@ from megatrain.system.paths import missing, read_json, usable_path
 
 DTYPES: dict[str, np.dtype[np.unsignedinteger[Any]]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SUFFIXES = (".bin", ".npy")
-SAMPLES, SAMPLE_TOKENS = 256, 256  # of a fingerprint: it reads 65,536 tokens at most
-SCAN_TOKENS = 1 << 22
+SAMPLES, SAMPLE_TOKENS = 256, 256  # a fingerprint reads at most 256 samples of 256 tokens
+SCAN_TOKENS = 1 << 22  # read at once when ids are checked
 
-TokenArray: TypeAlias = npt.NDArray[np.integer[Any]]  # 1-D, of any integer type that holds the ids
+TokenArray: TypeAlias = npt.NDArray[np.integer[Any]]  # 1-D, of any integer type
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """An open token file. `ids` is a read-only memory map of shape (tokens,): nothing is read before it is
-    used.
-    """
+    """An open token file. `ids` is a read-only memory map of shape (tokens,)."""
 
     path: Path
     ids: TokenArray
-    vocab_size: int | None  # every id is below it, says the writer; None: nobody says
-    details: Mapping[str, Any]  # what the writer wrote beside the ids
+    vocab_size: int | None  # every id is below it, as its writer states; None: not stated
+    details: Mapping[str, Any]  # what the writer stored beside the ids
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the number of tokens and of evenly spaced samples, of all tokens where there are few.
+        """A hash of the number of tokens and of evenly spaced samples of them (of all, if there are few).
 
-        It depends on the ids alone, not on path or dtype. It tells one dataset from another; it does not find
-        a single changed token in a large one.
+        Independent of path and dtype. It tells data sets apart, but may miss a single changed token in a large one.
         """
         digest = hashlib.sha256(str(len(self)).encode())
         if len(self) <= SAMPLES * SAMPLE_TOKENS:
@@ -66,7 +63,8 @@ class TokenFile:
         return digest.hexdigest()[:32]
 
     def require_ids_below(self, vocab_size: int) -> None:
-        """Raises `DataError` for the first id outside; reads no id where the writer has vouched for all."""
+        """Raise `DataError` for the first id outside the vocabulary. Reads nothing if the file states a vocabulary no
+        larger than it."""
         if self.vocab_size is not None and self.vocab_size <= vocab_size:
             return
         for start in range(0, len(self), SCAN_TOKENS):
@@ -74,7 +72,7 @@ class TokenFile:
 
 
 def require_ids_below(ids: TokenArray, vocab_size: int, first: int, path: Path) -> None:
-    """Raises `DataError` for the first of `ids` outside [0, vocab_size); `first` is where they begin in `path`."""
+    """Raise `DataError` for the first of `ids` outside [0, vocab_size). first: position of `ids` in the file `path`."""
     if ids.size == 0 or (ids.max() < vocab_size and ids.min() >= 0):
         return
     offset = int(np.argmax((ids >= vocab_size) | (ids < 0)))
@@ -87,12 +85,12 @@ def require_ids_below(ids: TokenArray, vocab_size: int, first: int, path: Path) 
 
 
 def is_token_file(path: Path) -> bool:
-    """Whether the name says that it holds tokens."""
+    """Whether a file holds tokens, by its suffix."""
     return path.suffix in SUFFIXES
 
 
 def open_tokens(path: str | Path) -> TokenFile:
-    """Opens a `.bin` or `.npy` memory mapped. Raises `DataError` where it is missing, empty or malformed."""
+    """Open a `.bin` or `.npy` file, memory-mapped. Raises `DataError` if it is missing, empty or malformed."""
     path = usable_path(path, error=DataError)
     if not path.is_file():
         raise missing(path, DataError)
@@ -108,11 +106,11 @@ def open_tokens(path: str | Path) -> TokenFile:
 def write_tokens(
     path: Path, arrays: Iterable[TokenArray], vocab_size: int, details: Mapping[str, Any] | None = None
 ) -> TokenFile:
-    """Writes the ids of `arrays`, one after another, to `path` (a `.bin`) and its `.json`, and opens them.
+    """Write the ids of `arrays`, one after another, to `path` (a `.bin`) and its `.json`, and open them.
 
-    A crash leaves both files whole or a pair that is refused. `details` is JSON for the reader of the file;
-    it is read after the last array. Raises `DataError` for an id outside the vocabulary, for no token at all,
-    and where the disk refuses.
+    A crash leaves either complete files or a pair that is refused. details: a JSON object to store; used only after the
+    last array, so `arrays` may fill it. Raises `DataError` for an id outside the vocabulary, if there is no token, and
+    if writing fails.
     """
     if path.suffix != ".bin":
         raise DataError("tokens are written to a `.bin` file", where=str(path), fix="change the suffix")
@@ -131,54 +129,54 @@ def _open_npy(path: Path) -> TokenFile:
     except (ValueError, EOFError) as error:
         raise DataError(f"not a .npy array ({error})", where=str(path), fix="save it with numpy.save") from error
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        what = f"an array of {ids.dtype} of shape {ids.shape}, not a row of integers"
+        what = f"an array of {ids.dtype} of shape {ids.shape}, not a 1-D array of integers"
         raise DataError(what, where=str(path), fix="save one 1-D integer array")
     return TokenFile(path, ids, None, {})
 
 
 def _open_bin(path: Path) -> TokenFile:
-    note_path = path.with_suffix(".json")
-    fix = f'write {{"dtype": "uint16"}} or "uint32" to {note_path.name}, or write the tokens again'
-    if not note_path.is_file():
-        raise DataError(f"has no {note_path.name} beside it to tell its dtype", where=str(path), fix=fix)
+    description_path = path.with_suffix(".json")
+    fix = f'write {{"dtype": "uint16"}} or "uint32" to {description_path.name}, or write the tokens again'
+    if not description_path.is_file():
+        raise DataError(f"has no {description_path.name} beside it, which gives its dtype", where=str(path), fix=fix)
     try:
-        note = read_json(note_path)
-        dtype = DTYPES[note["dtype"]]
-        vocab_size = None if note.get("vocab_size") is None else int(note["vocab_size"])
-        details = dict(note.get("details", {}))
+        description = read_json(description_path)
+        dtype = DTYPES[description["dtype"]]
+        vocab_size = None if description.get("vocab_size") is None else int(description["vocab_size"])
+        details = dict(description.get("details", {}))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError("does not describe a token file", where=str(note_path), fix=fix) from error
+        raise DataError("does not describe a token file", where=str(description_path), fix=fix) from error
     nbytes = path.stat().st_size
     tokens, rest = divmod(nbytes, dtype.itemsize)
-    if rest or note.get("tokens", tokens) != tokens:
-        expected = f"{note['tokens']} tokens" if "tokens" in note else "whole tokens"
+    if rest or description.get("tokens", tokens) != tokens:
+        expected = f"{description['tokens']} tokens" if "tokens" in description else "whole tokens"
         what = f"{nbytes} bytes are not {expected} of {dtype.name}"
-        raise DataError(what, where=str(path), fix=f"correct {note_path.name}, or write the tokens again")
+        raise DataError(what, where=str(path), fix=f"correct {description_path.name}, or write the tokens again")
     ids = np.memmap(path, dtype=dtype, mode="r") if tokens else np.empty(0, dtype)
     return TokenFile(path, ids, vocab_size, details)
 
 
 def _write_pair(path: Path, arrays: Iterable[TokenArray], vocab_size: int, details: Mapping[str, Any]) -> None:
     dtype_name = "uint16" if vocab_size <= 1 << 16 else "uint32"
-    ids, note = (path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp") for _ in range(2))
+    ids, draft = (path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp") for _ in range(2))
     try:
         with ids.open("wb") as file:
             tokens = _write_arrays(file, arrays, vocab_size, DTYPES[dtype_name], path)
-            _flush(file)
+            _sync_file(file)
         head = {"dtype": dtype_name, "tokens": tokens, "vocab_size": vocab_size}
         content = json.dumps({**head, "details": dict(details)}, indent=1).encode()
-        with note.open("wb") as file:
+        with draft.open("wb") as file:
             file.write(content)
-            _flush(file)
+            _sync_file(file)
         old = path.with_suffix(".json")
         if old.is_file() and old.read_bytes() != content:
-            old.unlink()  # it must never describe the new ids; an equal one does, and may be in use
+            old.unlink()  # it must not describe the new ids; an equal one may stay, and may be in use
         ids.replace(path)
-        note.replace(old)
+        draft.replace(old)
         sync(path.parent)
     finally:
         ids.unlink(missing_ok=True)
-        note.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
 
 
 def _write_arrays(
@@ -194,6 +192,6 @@ def _write_arrays(
     return tokens
 
 
-def _flush(file: BinaryIO) -> None:
+def _sync_file(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())

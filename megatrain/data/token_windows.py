@@ -1,8 +1,8 @@
 """Cuts a token stream into fixed windows: window i is tokens [i * window, (i + 1) * window).
 
-Documents run on across the edges of windows, with an end-of-text token between them, so that no token is
-padding. What remains after the last whole window is unused and counted. Labels equal the inputs: a Hugging
-Face model shifts them in its loss. Left out: attention masks between documents, and padding.
+Documents continue across windows, with an end-of-text token between them, so no token is padding. Tokens after the last
+whole window are unused and counted. Labels equal the inputs, since Hugging Face models shift them in the loss. No
+attention mask separates documents.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatrain.errors import DataError
 
 @dataclass(frozen=True)
 class Windows:
-    """The `count` windows from window `first` on. Immutable; holds no token in memory."""
+    """`count` windows of a token file, from window `first` on. Nothing is read before it is used."""
 
     file: TokenFile
     window: int  # tokens
@@ -32,9 +32,9 @@ class Windows:
         return self.count
 
     def read(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Windows `indices` (0 <= index < count) as a new array (len(indices), window).
+        """Windows `indices` as a new array (len(indices), window).
 
-        Raises `DataError` for an id outside the vocabulary, with its position in the file.
+        Raises `DataError` for an id outside the vocabulary, with its position in the file, and `IndexError`.
         """
         batch = np.empty((len(indices), self.window), dtype=np.int64)
         for row, index in zip(batch, indices, strict=True):
@@ -46,35 +46,31 @@ class Windows:
         return batch
 
     def row(self, index: int) -> Row:
-        """Window `index`, all of it to be predicted."""
+        """Window `index`, with every token as a target."""
         (ids,) = self.read(np.array([index]))
         return Row(ids, ids)
 
     def order(self, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-        """A permutation."""
+        """A random permutation."""
         return epoch_order(seed, epoch, self.count)
 
     def targets(self, index: int) -> int:
-        """All but the first token, whatever `index` is."""
+        """The number of targets of a window: all tokens but the first."""
         return self.window - 1
 
     @property
     def identity(self) -> dict[str, str | int]:
-        """What makes these windows these and no others, as JSON: for the state of a loader."""
-        return {
-            "dataset": self.file.fingerprint,
-            "window": self.window,
-            "first": self.first,
-            "windows": self.count,
-        }
+        """See `Batching.identity`."""
+        dataset = self.file.fingerprint
+        return {"dataset": dataset, "window": self.window, "first": self.first, "windows": self.count}
 
 
 def pack(file: TokenFile, *, window: int, vocab_size: int) -> Windows:
     """All whole windows of `window` tokens in `file`.
 
-    A file whose writer did not vouch for its ids is read once, whole, so that a wrong id ends the run before
-    it starts. Raises `DataError` where there is not one window, or an id is outside the model's vocabulary of
-    `vocab_size`.
+    Unless the file states that its ids are below `vocab_size`, it is read once to check them, so that a wrong id is
+    found before training. Raises `DataError` if the file is shorter than a window, or has an id outside the model's
+    vocabulary.
     """
     if window < 2:
         raise DataError(f"a window of {window} tokens holds nothing to predict", fix="use 2 tokens or more")
@@ -86,16 +82,15 @@ def pack(file: TokenFile, *, window: int, vocab_size: int) -> Windows:
 
 
 def unused_tokens(windows: Windows) -> int:
-    """How many tokens of the file stand after its last whole window."""
+    """The number of tokens after the file's last whole window."""
     return len(windows.file) % windows.window
 
 
 def split_windows(windows: Windows, validation_fraction: float) -> tuple[Windows, Windows | None]:
-    """(training, validation): the last `validation_fraction` of the windows, at least one, is held out.
+    """(training, validation): hold out the last `validation_fraction` of the windows, at least one.
 
-    The cut depends on nothing but the two arguments; one document at most lies on both sides of it. A
-    fraction of 0 holds out nothing and gives None. Raises `DataError` where nothing would be left to train
-    on.
+    At most one document is in both parts. A fraction of 0 gives None for validation. Raises `DataError` if no window
+    would be left to train on.
     """
     if not 0 <= validation_fraction < 1:
         raise DataError(f"a validation fraction of {validation_fraction}", fix="use 0 or more and less than 1")
@@ -108,7 +103,4 @@ def split_windows(windows: Windows, validation_fraction: float) -> tuple[Windows
         what = f"holding out {counted} for validation leaves none to train on"
         fix = "lower data.sequence_length or data.validation_fraction, or give more text"
         raise DataError(what, where=str(windows.file.path), fix=fix)
-    return (
-        replace(windows, count=trained),
-        replace(windows, first=windows.first + trained, count=held_out),
-    )
+    return replace(windows, count=trained), replace(windows, first=windows.first + trained, count=held_out)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.data.hub import PATIENCE_SECONDS, answer
+from megatrain.data.hub import TIMEOUT_SECONDS, answer
 from megatrain.data.token_files import TokenArray
 from megatrain.errors import DataError, first_line
 from megatrain.system.paths import may_be_hub_name, missing, nearest_path, refuse_unreadable_in, usable_path
@@ -272,7 +272,7 @@ def _from_pretrained(name: str, *, local: bool) -> Tokenizer:
 def _require_reachable(name: str) -> None:
     """Asks the hub once whether `name` exists: `from_pretrained` itself would retry for most of a minute."""
     try:
-        answer(lambda api: api.model_info(name, timeout=PATIENCE_SECONDS))
+        answer(lambda api: api.model_info(name, timeout=TIMEOUT_SECONDS))
     except Exception as error:  # the client's network errors have no common base but this
         nearest = "bytes" if difflib.get_close_matches(name.lower(), ["bytes"]) else nearest_path(Path(name))
         fix = f"did you mean {nearest}?" if nearest else "name a local tokenizer folder, or `bytes`"

@@ -49,15 +49,15 @@ from megatrain.data import (
     pack,
     prepare_samples,
     prepare_tokens,
-    seed_of,
     source_called,
+    source_seed,
     split_samples,
     split_windows,
     statistics_of,
     try_to_render,
     unused_tokens,
 )
-from megatrain.data.stream_rows import BLOCK_ROWS, How
+from megatrain.data.stream_rows import BLOCK_ROWS, Packing
 from megatrain.data.text_sources import STDLIB
 from megatrain.dist import ALONE, World
 from megatrain.dist.world import refuse_unlike
@@ -185,7 +185,7 @@ def open_corpus(
         ranks=world.size,
     )
     for stream in loader.streams:  # the hub may change between the requests of two ranks
-        stream.keep_to(world.exchange("the commit of a data set", stream.commit)[0])
+        stream.use_commit(world.exchange("the commit of a data set", stream.commit)[0])
     own = list(opened.validation())
     held_out = [(each.name, each.held_out) for each in parts if each.held_out is not None]
     sources = _distinct([*((each.name, each.training) for each in own), *held_out])
@@ -365,16 +365,16 @@ class _Opening:
 
     def _stream(self, name: str, number: int) -> _Part:
         """A streamed source, of which only the first block is known."""
-        data, window, seed = self.data, self.data.sequence_length, seed_of(self.config.train.seed, number)
+        data, window, seed = self.data, self.data.sequence_length, source_seed(self.config.train.seed, number)
         if name == STDLIB:
             what, fix = f"{STDLIB} cannot be streamed", "leave data.streaming out"
             raise ConfigError(what, where="data.sources", fix=fix)
         source = source_called(name, self.schema, split=self.split, subset=data.subset, pattern=data.pattern)
         runs_on = data.packing == "windows" or (data.packing == "auto" and begins_with_text(source))
-        how: How = "windows" if runs_on else "best_fit" if self._can_pack() else "grouped"
+        how: Packing = "windows" if runs_on else "best_fit" if self._can_pack() else "grouped"
         encoder = Encoder(self.tokenizer, _options(data, None)) if runs_on else self.encoder
-        together, bad = self.micro_batch, data.bad_samples
-        rows = StreamRows(source, encoder, how, window=window, together=together, seed=seed, bad=bad)
+        micro_batch, bad = self.micro_batch, data.bad_samples
+        rows = StreamRows(source, encoder, how, window=window, micro_batch=micro_batch, seed=seed, bad=bad)
         rows.row(0)
         first, *others = rows.statistics.lines()
         facts = [("data", f"the stream of {name} begins with {first}"), *(("", line) for line in others)]

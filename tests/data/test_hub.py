@@ -106,7 +106,7 @@ def test_names_of_no_data_set_are_refused_after_one_request(hub: Hub) -> None:
 def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where it is a name server that keeps silent, for which no timeout of the client counts."""
     over = threading.Event()
-    monkeypatch.setattr(data_hub, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(data_hub, "TIMEOUT_SECONDS", 0.1)
     monkeypatch.setattr(HfApi, "dataset_info", lambda *_, **__: over.wait(60))
     monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: over.wait(60))
     for load in (lambda: stream("org/texts"), lambda: load_tokenizer("org/texts")):
@@ -119,7 +119,7 @@ def test_an_earlier_download_is_read_without_asking_the_hub_again(hub: Hub, monk
     hub.publish("org/texts", shards("jsonl"))
     datasets.load_dataset("org/texts", split="train")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(data_hub, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(data_hub, "TIMEOUT_SECONDS", 0.5)
     hub.asked.clear()
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from megatrain.data import Batching, EncodedSample, Loader, PackedRows, SampleFile, SampleRows, pack, write_tokens
 from megatrain.data.packing import split_samples
 from megatrain.data.sample_cache import are_samples, open_samples, write_samples
-from megatrain.data.sampler import grouped_order, source_behind
+from megatrain.data.sampler import grouped_order, next_source
 from megatrain.errors import DataError
 
 WINDOW = 32
@@ -204,7 +204,7 @@ def test_similar_lengths_are_grouped_in_random_order() -> None:
 def test_sources_keep_close_to_their_shares(weights: list[float], draws: int) -> None:
     positions = [0] * len(weights)
     for _ in range(draws):
-        positions[source_behind(positions, weights)] += 1
+        positions[next_source(positions, weights)] += 1
     for position, weight in zip(positions, weights, strict=True):
         assert abs(position - draws * weight / sum(weights)) < len(weights)
 

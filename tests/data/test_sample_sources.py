@@ -109,7 +109,7 @@ def test_truncated_compressed_data_is_refused(tmp_path: Path, compression: str) 
     compress(plain, path := tmp_path / f"b.jsonl{compression}")
     path.write_bytes(path.read_bytes()[:-1000])
     assert refused(path).startswith(f"{path}: compressed data that is damaged (")
-    assert refused(path).endswith("; fetch it anew, or leave it out")
+    assert refused(path).endswith("; download it again, or leave it out")
 
 
 @pytest.mark.parametrize("number", [2, 3000])
@@ -248,15 +248,15 @@ def test_a_file_named_twice_counts_twice(tmp_path: Path) -> None:
     ("name", "content", "where", "what"),
     [
         ("a.jsonl", '{"text": "x"}\n\n{"text": \n', ":3", "not a line of JSON"),
-        ("a.jsonl", '{"text": "x"}\n["x"]\n', ":2", "list in place of an object"),
+        ("a.jsonl", '{"text": "x"}\n["x"]\n', ":2", "list instead of an object"),
         ("a.jsonl", '{"text": "x"}\n{"txt": "x"}\n', ":2", "it holds 'txt'"),
         ("a.json", '[\n{"text": "x"},\n{"text" "x"}\n]', ":3", "not JSON (Expecting ':' delimiter)"),
-        ("a.json", '[{"text": "x"}, "x"]', "[1]", "str in place of an object"),
-        ("a.json", '{\n"data": []}', "", "dict in place of a list of samples"),
+        ("a.json", '[{"text": "x"}, "x"]', "[1]", "str instead of an object"),
+        ("a.json", '{\n"data": []}', "", "a single object instead of a list of samples"),
         ("a.json", "[" * 100_000, "", "nested too deeply"),
         ("a.parquet", "PAR", "", "cannot be read ("),
         ("a.xml", "x", "", "a file of samples does not end in '.xml'; known are .json, .jsonl"),
-        ("a.csv", 'text,n\nx,1\n"x\ny",2\nx\n', ":5", "1 cells below a header of 2"),
+        ("a.csv", 'text,n\nx,1\n"x\ny",2\nx\n', ":5", "1 cells in a row, but 2 in the header"),
         ("a.csv", 'text\n"x', ":2", "not a table (unexpected end of data)"),
         ("a.tsv", "text\ttext\nx\ty\n", ":1", "two columns are called 'text'"),
         ("a.jsonl.gz", "text", "", "compressed data that is damaged (Not a gzipped file"),
@@ -442,7 +442,7 @@ def test_unsupported_dataset_info_entries_are_refused(tmp_path: Path, name: str,
         read_dataset_info(path, [name])
     assert str(caught.value).startswith(f"{path}#{name}: {what}")
     for named in (tmp_path, path):
-        assert f"a list of data sets, of which one is to be named; name one of them: {path}#plain, #" in refused(named)
+        assert f"a list of data sets; one of them must be named; name one of them: {path}#plain, #" in refused(named)
 
 
 def test_samples_are_validated_individually() -> None:

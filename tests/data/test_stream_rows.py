@@ -15,7 +15,7 @@ import pytest
 
 from megatrain.data import EncodeOptions, Encoder, Loader, Source, StreamRows, load_tokenizer, stream_rows
 from megatrain.data.packing import Row
-from megatrain.data.stream_rows import How
+from megatrain.data.stream_rows import Packing
 from megatrain.errors import DataError, SampleError
 
 WINDOW = 24
@@ -24,7 +24,7 @@ TOKENIZER = load_tokenizer("bytes")
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("READ_ROWS", 3), ("BLOCK_ROWS", 8), ("BLOCK_SEQUENCES", 2), ("KEPT_PLACES", 5)):
+    for name, value in (("READ_ROWS", 3), ("BLOCK_ROWS", 8), ("BLOCK_SEQUENCES", 2), ("CACHED_STARTS", 5)):
         monkeypatch.setattr(stream_rows, name, value)
 
 
@@ -38,13 +38,13 @@ def folder(path: Path, count: int = 47, word: str = "n") -> Path:
     return path
 
 
-def stream(path: Path | str, how: How = "grouped", seed: int = 5, **more: Any) -> StreamRows:
+def stream(path: Path | str, how: Packing = "grouped", seed: int = 5, **more: Any) -> StreamRows:
     options = EncodeOptions(max_tokens=None if how == "windows" else WINDOW)
     encoder = Encoder(TOKENIZER, options)
-    return StreamRows(Source(str(path)), encoder, how, window=WINDOW, together=2, seed=seed, **more)
+    return StreamRows(Source(str(path)), encoder, how, window=WINDOW, micro_batch=2, seed=seed, **more)
 
 
-def loader(path: Path, how: How = "grouped", **more: Any) -> Loader:
+def loader(path: Path, how: Packing = "grouped", **more: Any) -> Loader:
     return Loader(stream(path, how), **{"micro_batch": 2, "micro_batches": 2, "seed": 5, **more})
 
 
@@ -78,7 +78,7 @@ def test_rows_match_their_packing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("how", "workers"), [("windows", 0), ("best_fit", 2), ("grouped", 1)])
-def test_any_saved_position_continues_with_the_same_rows(tmp_path: Path, how: How, workers: int) -> None:
+def test_any_saved_position_continues_with_the_same_rows(tmp_path: Path, how: Packing, workers: int) -> None:
     """Across files, blocks and epochs; in the loader that is going and in a new one, of rows of any worker."""
     folder(tmp_path / "a")
     going = loader(tmp_path / "a", how, workers=workers)
@@ -132,7 +132,7 @@ def test_a_changed_dataset_is_reported_without_data_loss(tmp_path: Path) -> None
     state = json.loads(json.dumps(going.state_dict()))
     changed = loader(folder(tmp_path / "b", word="m"))
     before = steps(changed, 1)
-    with pytest.raises(DataError, match="holds other samples than it did at this place when the checkpoint was saved"):
+    with pytest.raises(DataError, match="holds other samples at this position than when the checkpoint was saved"):
         changed.load_state_dict(state)
     fresh = loader(tmp_path / "b")
     assert steps(fresh, 1) == before
@@ -140,7 +140,7 @@ def test_a_changed_dataset_is_reported_without_data_loss(tmp_path: Path) -> None
     with pytest.raises(DataError, match=r"was saved with stream = "):
         loader(tmp_path / "a", "best_fit").load_state_dict(state)
     del state["places"][0]["at"]
-    with pytest.raises(DataError, match=r"^loader state: has no 'at' of a stream"):
+    with pytest.raises(DataError, match=r"^loader state: has no 'at', which the state of a stream has"):
         loader(tmp_path / "a").load_state_dict(state)
 
 
@@ -151,17 +151,19 @@ def test_text_shorter_than_a_row_is_not_called_empty(tmp_path: Path) -> None:
 
 def test_sources_that_cannot_stream_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text\nx\n")
-    with pytest.raises(DataError, match=r"a\.csv: is no file that is streamed; leave data\.streaming out, or name"):
+    with pytest.raises(
+        DataError, match=r"a\.csv: is not a file that can be streamed; leave data\.streaming out, or name"
+    ):
         stream(tmp_path / "a.csv")
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "a.txt").write_text("one\ntwo\n")
-    with pytest.raises(DataError, match="plain: holds plain text, each line of which would be a sample"):
+    with pytest.raises(DataError, match="plain: is plain text, of which each line would be a sample"):
         stream(tmp_path / "plain")
+    source, encoder = Source(str(folder(tmp_path / "a")), split="x"), Encoder(TOKENIZER)
     with pytest.raises(DataError, match=r"cannot be read .*; check the network, the files, the split and the subset"):
-        StreamRows(Source(str(folder(tmp_path / "a")), split="x"), Encoder(TOKENIZER), "grouped", window=9, together=1,
-                   seed=0)  # fmt: skip
+        StreamRows(source, encoder, "grouped", window=9, micro_batch=1, seed=0)
     (tmp_path / "mixed.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 3)
-    with pytest.raises(DataError, match=r"mixed\.jsonl\[0\]: is more than plain text, and would be cut anywhere"):
+    with pytest.raises(DataError, match=r"mixed\.jsonl\[0\]: is not plain text, but would be divided into windows"):
         stream(tmp_path / "mixed.jsonl", "windows").row(0)
     (tmp_path / "short.jsonl").write_text('{"text": "a"}\n' * 3)
     with pytest.raises(DataError, match=r"short\.jsonl: no sample is left to train on"):
@@ -196,7 +198,7 @@ def test_a_resumed_run_reads_the_same_dataset_revision(tmp_path: Path, monkeypat
     assert steps(again, 4) == rest
     rows = stream("organisation/data")
     rows.row(0)
-    rows.keep_to("old")
+    rows.use_commit("old")
     assert "n" in text(rows.row(0))
     head[0] = "old"
     assert asked == ["old", "new", "old", "new", "old"]

@@ -123,7 +123,7 @@ def test_npy_files_that_are_not_integer_vectors_are_refused(tmp_path: Path) -> N
     path = tmp_path / "x.npy"
     for array in (np.zeros((2, 2), int), np.zeros(3)):
         np.save(path, array)
-        assert "not a row of integers" in refused(path)
+        assert "not a 1-D array of integers" in refused(path)
     np.save(path, np.array([{}]), allow_pickle=True)
     assert "not a .npy array" in refused(path)
     for content in (b"", b"some text"):

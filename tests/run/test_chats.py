@@ -174,7 +174,7 @@ def test_hub_datasets_are_refused_quickly_without_a_network(tmp_path: Path, monk
         raise OSError("no route")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", fails)
-    with pytest.raises(DataError, match="the Hugging Face hub did not give it"):
+    with pytest.raises(DataError, match="the Hugging Face hub did not provide it"):
         train(chat_run(tmp_path, sources=["someone/some-data"]))
 
 
