@@ -276,5 +276,5 @@ def _require_reachable(name: str) -> None:
     except Exception as error:  # the client's network errors have no common base but this
         nearest = "bytes" if difflib.get_close_matches(name.lower(), ["bytes"]) else nearest_path(Path(name))
         fix = f"did you mean {nearest}?" if nearest else "name a local tokenizer folder, or `bytes`"
-        what = "neither a local folder nor in the local cache, and the Hugging Face hub did not give it"
+        what = "neither a local folder nor in the local cache, and the Hugging Face hub did not provide it"
         raise DataError(f"{what} ({first_line(error)})", where=name, fix=fix) from error

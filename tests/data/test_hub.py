@@ -110,7 +110,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monkey
     monkeypatch.setattr(HfApi, "dataset_info", lambda *_, **__: over.wait(60))
     monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: over.wait(60))
     for load in (lambda: stream("org/texts"), lambda: load_tokenizer("org/texts")):
-        with pytest.raises(DataError, match=r"the Hugging Face hub did not give it \(no answer in 0\.1 s\)"):
+        with pytest.raises(DataError, match=r"the Hugging Face hub did not provide it \(no answer in 0\.1 s\)"):
             load()
     over.set()
 
