@@ -63,7 +63,7 @@ def shards(ending: str, texts: list[str] = TEXTS) -> dict[str, bytes]:
 
 
 def stream(name: str = "org/texts") -> StreamRows:
-    return StreamRows(Source(name), ENCODER, "grouped", window=WINDOW, together=2, seed=5)
+    return StreamRows(Source(name), ENCODER, "grouped", window=WINDOW, micro_batch=2, seed=5)
 
 
 def loader(name: str = "org/texts") -> Loader:
