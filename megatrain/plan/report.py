@@ -48,7 +48,7 @@ def peak_table(plan: Plan) -> dict[tuple[str, str], int]:
     tiers = (each.tier for each in schedule.buffers.values() if each.peer is None and each.tier != "file")
     for tier in dict.fromkeys(tiers):
         for use, nbytes in _at_peak(schedule, tier).items():
-            table["host" if shares else tier, use] += nbytes
+            table["host" if shares and tier == "device" else tier, use] += nbytes
     if plan.save_nbytes:
         table["host", Use.CHECKPOINT.value] += plan.save_nbytes
     return dict(sorted(table.items(), key=lambda item: (item[0][0], -item[1], item[0][1])))

@@ -491,6 +491,14 @@ def test_the_table_of_owners_adds_up_to_the_peak(shares: bool) -> None:
         assert any("graphs" in owner or "loss" in owner for owner in owners)
 
 
+def test_state_on_the_disk_is_not_listed_as_host_memory_on_a_cpu() -> None:
+    small = llama_shape("small", 8, 1024, vocabulary=8000)
+    plan = find_plan(Question(small, machine("cpu-server"), 2048, 1024, limits=Limits(host_nbytes=1_200_000_000)))
+    assert plan.nbytes["disk"]
+    table = peak_table(plan)
+    assert {tier: sum(n for (of, _), n in table.items() if of == tier) for tier in plan.nbytes} == plan.nbytes
+
+
 def test_the_outlook_is_deterministic() -> None:
     question = Question(llama_shape("small", 10, 1024, vocabulary=8000), machine("a6000"), 16_384, 1024)
     (first, again) = (find_plan(question) for _ in range(2))
