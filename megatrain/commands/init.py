@@ -20,7 +20,7 @@ from megatrain.data.sample_formats import Schema
 from megatrain.device import open_device
 from megatrain.errors import ConfigError, DataError, DeviceError
 from megatrain.plan import Plan, Question, find_plan, fits, load_hardware
-from megatrain.plan.report import amount, duration
+from megatrain.plan.report import amount, counted, duration
 from megatrain.spec import Limits, Precision
 from megatrain.system.paths import usable_path, written_whole
 
@@ -123,7 +123,7 @@ def recipe_text(answers: Answers, plan: Plan, *, is_chat: bool, tokens: int | No
         "# `megatrain train --keys` explains every key.",
         "#",
         f"# Planned for {hardware.name}:",
-        f"#   a step of {question.tokens_per_step:,} tokens takes {duration(plan.seconds)}:"
+        f"#   a step of {counted(question.tokens_per_step, 'token')} takes {duration(plan.seconds)}:"
         f" {plan.tokens_per_second:,.0f} tokens/s",
         f"#   {takes}",
         f"#   memory: {', '.join(memory)}",
@@ -161,7 +161,7 @@ def recipe_text(answers: Answers, plan: Plan, *, is_chat: bool, tokens: int | No
         "",
         "train:",
         f"  {length}",
-        f"  global_batch_size: {rows}  # {question.tokens_per_step:,} tokens",
+        f"  global_batch_size: {rows}  # {counted(question.tokens_per_step, 'token')}",
         f"  micro_batch_size: null  # the plan's: {plan.micro_batch}",
         f"  learning_rate: {rate}",
         f"  warmup_steps: {max(1, steps // 30)}",
@@ -179,12 +179,16 @@ def _length(answers: Answers, plan: Plan, tokens: int | None, *, is_chat: bool) 
     """The approximate number of steps, the line with the key that sets it, and a comment with the time."""
     if answers.steps is not None or not is_chat:
         steps = answers.steps or STEPS
-        return steps, f"steps: {steps}", f"{steps:,} steps take {duration(plan.seconds * steps)}"
+        return (
+            steps,
+            f"steps: {steps}",
+            f"{counted(steps, 'step')} take{'s' * (steps == 1)} {duration(plan.seconds * steps)}",
+        )
     key = f"epochs: {EPOCHS}  # passes over the data; or `steps`"
     if tokens is None:
         return STEPS, key, f"how long {EPOCHS} epochs take depends on the size of the data"
     steps = -(-EPOCHS * tokens // plan.question.tokens_per_step)
-    return steps, key, f"{EPOCHS} epochs are about {steps:,} steps and take {duration(plan.seconds * steps)}"
+    return steps, key, f"{EPOCHS} epochs are about {counted(steps, 'step')} and take {duration(plan.seconds * steps)}"
 
 
 def _planned(answers: Answers, tokens: int | None) -> Plan:

@@ -48,6 +48,7 @@ from megatrain.plan.report import (
     amount,
     as_content,
     configuration,
+    counted,
     duration,
     free_rows,
     hiding_line,
@@ -257,9 +258,9 @@ def _length_of(run: Config, plan: Plan) -> str:
         if epoch is None:
             return f"{epochs:g} epochs; how long depends on the size of the data"
         steps = max(1, round(epochs * epoch))
-        words = f"{epochs:g} epochs = about {steps:,} steps"
+        words = f"{epochs:g} epochs = about {counted(steps, 'step')}"
     else:
-        words = f"{steps:,} steps" + ("" if epoch is None else f" = about {steps / epoch:.2g} epochs")
+        words = counted(steps, "step") + ("" if epoch is None else f" = about {steps / epoch:.2g} epochs")
     return f"{words}, estimated from file sizes; takes {duration(plan.seconds * steps)}"
 
 

@@ -44,6 +44,7 @@ from megatrain.plan.host_resources import (
     processor_name,
 )
 from megatrain.plan.machines import machine_of_device
+from megatrain.plan.report import counted
 from megatrain.spec import Hardware, Precision
 from megatrain.spec.hardware import AttentionRate, ProductRate
 from megatrain.system.paths import usable_path
@@ -138,7 +139,7 @@ def probe(
 
 def _identity(device: Device, threads: int, found: _Findings) -> None:
     model = getattr(device, "model", "")
-    host = f"{threads} threads of {processor_name()}"
+    host = f"{counted(threads, 'thread')} of {processor_name()}"
     when = f"megatrain probe of {device.name}, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}"
     found.note(when, name=f"{model}, {host}" if model else host, shares_memory=device.shares_memory)
     known = machine_of_device(model) if model else None

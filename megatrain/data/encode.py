@@ -114,13 +114,17 @@ class Statistics:
     def lines(self) -> list[str]:
         """The statistics for the user, one line per fact."""
         lines = [
-            f"{self.samples:,} samples, {self.tokens:,} tokens, "
+            f"{_samples(self.samples)}, {self.tokens:,} tokens, "
             f"{self.trained:,} of them trained ({self.trained_share:.1%})"
         ]
         if self.cut_samples:
-            lines.append(f"{self.cut_samples:,} samples cut, {self.cut_tokens:,} tokens lost")
+            lines.append(f"{_samples(self.cut_samples)} cut, {self.cut_tokens:,} tokens lost")
         lines += [f"left out: {line}" for line in self.left_out.lines()]
-        return lines + [f"{count:,} samples {note}" for note, count in self.notes.most_common()]
+        return lines + [f"{_samples(count)} {note}" for note, count in self.notes.most_common()]
+
+
+def _samples(count: int) -> str:
+    return f"{count:,} sample{'s' * (count != 1)}"
 
 
 class Encoder:

@@ -120,6 +120,12 @@ def duration(seconds: float) -> str:
     return _scaled(seconds, ((1.0, "s"), (1e-3, "ms")))
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 token`, `2 micro-batches`"""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"
+
+
 def rate(per_second: float) -> str:
     """`2,034`, `10.4`"""
     return _three(per_second)
@@ -159,7 +165,7 @@ def summary_rows(outlook: Outlook) -> list[tuple[str, str]]:
     if outlook.token_budget is not None and outlook.run_seconds is not None:
         count, seconds = outlook.token_budget, outlook.run_seconds
     rows = [
-        ("step", f"{duration(plan.seconds)} for {whole_tokens(plan):,} tokens in {_cut(plan)}"),
+        ("step", f"{duration(plan.seconds)} for {counted(whole_tokens(plan), 'token')} in {_cut(plan)}"),
         ("speed", f"{rate(plan.tokens_per_second)} tokens/s{_doubt(plan)}"),
         *_rank_rows(plan),
         ("MFU", f"{outlook.mfu:.1%}: {flops(outlook.flops_per_second)} useful of {peak}, {flops(outlook.peak_flops)}"),
@@ -189,6 +195,7 @@ def _rank_rows(plan: Plan) -> list[tuple[str, str]]:
     if ranks == 1:
         return []
     here, nodes = hardware.sharing_ranks, ranks // hardware.sharing_ranks
+    own = counted(sum(plan.work.tokens), "token")
     where = "on one machine" if nodes == 1 else f"on {nodes} machines, {here} on each"
     taken, there = (_on_machine(plan, each) for each in (plan.nbytes["host"], plan.question.budgets()["host"]))
     by_each, sources = f", {amount(plan.nbytes['host'])} by each rank", dict(hardware.sources)
@@ -204,7 +211,7 @@ def _rank_rows(plan: Plan) -> list[tuple[str, str]]:
             f"not used: weights and sums go through host memory, which takes {plan.timeline.utilisation('shared'):.1%}"
         )
     return [
-        ("ranks", f"{ranks} {where}: each with 1/{ranks} of the state and {sum(plan.work.tokens):,} tokens of a step"),
+        ("ranks", f"{ranks} {where}: each with 1/{ranks} of the state and {own} of a step"),
         ("each host", f"{amount(taken)} of {amount(there)}{by_each if here > 1 else ''}"),
         ("link", used),
     ]
@@ -232,10 +239,9 @@ def _two_digits(number: float) -> str:
 
 
 def _cut(plan: Plan) -> str:
-    count, size = plan.work.micro_batches, plan.micro_batch
-    batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
+    batches = counted(plan.work.micro_batches, "micro-batch")
     each = " on each rank" if plan.question.model.ranks > 1 else ""
-    return f"{batches} of {size} x {plan.question.length:,}{each}"
+    return f"{batches} of {plan.micro_batch} x {plan.question.length:,}{each}"
 
 
 def _limit(outlook: Outlook) -> str:
@@ -254,7 +260,7 @@ def hiding_line(outlook: Outlook) -> str:
     if found is None:
         return "no number of tokens per step hides the transfers"
     fits = "" if found.fits else ", more than fits here"
-    return f"transfers and updates hide from {found.tokens_per_step:,} tokens per step on{fits}"
+    return f"transfers and updates hide from {counted(found.tokens_per_step, 'token')} per step on{fits}"
 
 
 def _files(plan: Plan) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from megatrain.checkpoint.listing import checkpoints, step_of
 from megatrain.config import Config
 from megatrain.errors import ConfigError
+from megatrain.plan.report import counted
 from megatrain.run.history import METRICS, status_of
 from megatrain.system.atomic import vanish
 from megatrain.system.locks import Claim
@@ -99,7 +100,7 @@ def _what_goes(config: Config, taken: Checkpoint | None) -> _Goes:
         fix = "set resume=auto to continue it, output.folder=NEW"
         return _Goes(_steps(there), "holds an earlier run", config.checkpoints, fix, has_metrics)
     status = status_of(config.folder)
-    done = f" of {status['step']:,} steps" if isinstance(status.get("step"), int) else ""
+    done = f" of {counted(status['step'], 'step')}" if isinstance(status.get("step"), int) else ""
     names = (f"the model{done}", *_steps(there))
     length = "train.epochs" if config.train.steps is None else "train.steps"
     longer = f", resume=auto with more {length} to extend it" if there else ""

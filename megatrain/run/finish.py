@@ -17,7 +17,7 @@ from megatrain.data import Batch, Tokenizer, save_tokenizer
 from megatrain.engine import DTYPES
 from megatrain.errors import ConfigError, ExportError
 from megatrain.model import load_trained
-from megatrain.plan.report import amount
+from megatrain.plan.report import amount, counted
 from megatrain.run.history import CONFIG, read_history
 from megatrain.spec import Precision
 from megatrain.train.checkpoints import found_by_first
@@ -78,7 +78,9 @@ def _losses(config: Config, steps: int) -> dict[str, str]:
     except ConfigError:
         return {}
     last = history.last_losses(steps)
-    told = {"training loss": f"{sum(last) / len(last):.4f}, mean of the last {len(last):,} steps"} if last else {}
+    told = (
+        {"training loss": f"{sum(last) / len(last):.4f}, mean of the last {counted(len(last), 'step')}"} if last else {}
+    )
     measured = max((each for each in history.evaluated if each.step <= steps), key=lambda each: each.step, default=None)
     if measured is not None:
         told["validation loss"] = f"{measured.loss:.4f} after step {measured.step:,}"

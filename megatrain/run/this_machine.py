@@ -16,6 +16,7 @@ from megatrain.errors import PlanError
 from megatrain.plan import available_host_nbytes, available_threads, load_hardware
 from megatrain.plan.host_resources import processor_name
 from megatrain.plan.machines import machine_of_device
+from megatrain.plan.report import counted
 from megatrain.spec import Hardware, Precision
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def _rough(device: Device, precision: Precision) -> Hardware:
     flops = matmul_flops(device, DTYPES[precision])
     host_bandwidth = min(threads * THREAD_BANDWIDTH, MOST_BANDWIDTH)
     bus = host_bandwidth / 2 if device.shares_memory else BUS_BANDWIDTH
-    cpu = f"{threads} threads of {processor_name()}"
+    cpu = f"{counted(threads, 'thread')} of {processor_name()}"
     assumed = "assumed; `megatrain probe` measures it"
     rates = ("fetch_bandwidth", "grad_bandwidth", "host_bandwidth", "device_bandwidth")
     return Hardware(

@@ -56,7 +56,7 @@ from megatrain.model import Progress as LoadingProgress
 from megatrain.model.hub import located
 from megatrain.optim import AdamW, lr_schedule
 from megatrain.plan import Plan, find_plan
-from megatrain.plan.report import whole_tokens
+from megatrain.plan.report import counted, whole_tokens
 from megatrain.run import resume
 from megatrain.run.data import Corpus, open_corpus, shortened
 from megatrain.run.disk_space import refuse_full_disk
@@ -213,7 +213,8 @@ def _finished(config: Config, taken: Checkpoint, console: Console, *, ended_earl
     key, ended = "train.epochs" if config.train.steps is None else "train.steps", ""
     if ended_early:
         key, ended = "train.early_stopping_patience", ", ended by its validation loss"
-    warn(console, f"{config.folder} is a finished run of {taken.step:,} steps{ended}; increase {key} to extend it")
+    done = counted(taken.step, "step")
+    warn(console, f"{config.folder} is a finished run of {done}{ended}; increase {key} to extend it")
     say_where(config.folder, console)
     return config.folder / MODEL
 
@@ -298,9 +299,9 @@ def _length(steps: int, loader: Loader) -> str:
     """The length of the run in words."""
     epochs = loader.epochs_in(steps)
     if epochs is None:
-        return f"{steps:,} steps"
+        return counted(steps, "step")
     rows = sum(len(source) for source in loader.sources)
-    whole = f"{steps:,} steps = {epochs:.3g} epochs of {rows:,} rows"
+    whole = f"{counted(steps, 'step')} = {epochs:.3g} epochs of {counted(rows, 'row')}"
     passes = loader.passes(steps)
     if len(passes) == 1:
         return whole
@@ -450,8 +451,7 @@ def _show(
     """Print a summary of the run before it starts, and return it."""
     train, world = config.train, engine.world
     count = train.gradient_accumulation_steps or plan.work.micro_batches
-    batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
-    tokens = whole_tokens(plan)
+    batches, rows = counted(count, "micro-batch"), counted(plan.micro_batch, "sequence")
     speed = f"{plan.seconds:.3g} s a step, {plan.tokens_per_second:,.0f} tokens/s"
     left_out = source.left_out() if isinstance(source, PretrainedSource | AdaptedSource) else ""
     facts = [
@@ -461,7 +461,7 @@ def _show(
         ("attention", engine.structure.attention),
         ("verified", "no: " + engine.checked.why if engine.checked.state == "unchecked" else "against the stock code"),
         *corpus.facts,
-        ("step", f"{batches} of {plan.micro_batch} sequences, {tokens:,} tokens"),
+        ("step", f"{batches} of {rows}, {counted(whole_tokens(plan), 'token')}"),
         ("length", _length(steps, corpus.loader)),
         *([("ranks", f"{world.size}, each with 1/{world.size} of the state")] if world.size > 1 else []),
         ("device", f"{train.device}, {engine.peak_flops() / 1e12:.2f} TFLOP/s measured in {train.precision}"),

@@ -22,7 +22,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from megatrain.plan.report import amount
+from megatrain.plan.report import amount, counted
 from megatrain.spec import ModelSpec, Numerics, Placement, Policy
 from megatrain.train.events import (
     Compiled,
@@ -128,7 +128,7 @@ def describe_model(spec: ModelSpec) -> str:
 def describe_policy(numerics: Numerics, policy: Policy) -> list[str]:
     """Each choice as a phrase, so that users see everything that was chosen for them."""
     exact = "computes in bfloat16 from exact float32 masters" if numerics.precision == "bf16" else "float32 throughout"
-    slots = f"{policy.weight_slots} slots in shards of {amount(policy.shard_nbytes)}"
+    slots = f"{counted(policy.weight_slots, 'slot')} in shards of {amount(policy.shard_nbytes)}"
     if policy.read_ahead_nbytes:
         size = amount(min(policy.shard_nbytes, policy.read_ahead_nbytes))
         slots = f"one slot in shards of {size}, {amount(policy.read_ahead_nbytes)} ahead"
@@ -141,22 +141,21 @@ def describe_policy(numerics: Numerics, policy: Policy) -> list[str]:
         kept,
         f"updates during {during}",
         f"gradients in {numerics.grad_precision or numerics.precision}",
-        f"loss in chunks of {numerics.loss_chunk_tokens:,} tokens",
-        *([f"feed-forwards in chunks of {numerics.mlp_chunk_tokens:,} tokens"] if numerics.mlp_chunk_tokens else []),
+        f"loss in chunks of {counted(numerics.loss_chunk_tokens, 'token')}",
+        *([f"feed-forwards in chunks of {counted(chunk, 'token')}"] if (chunk := numerics.mlp_chunk_tokens) else []),
         *(["layers are compiled"] if numerics.kernels == "compile" else []),
         *(["compute waits for the shard of weights that it comes to"] if policy.wait_for == "shard" else []),
-        "1 host thread" if policy.host_threads == 1 else f"{policy.host_threads or 'all'} host threads",
+        counted(policy.host_threads, "host thread") if policy.host_threads else "all host threads",
     ]
     if policy.streamed_updates:
         share = f"{policy.streamed_updates:.0%} of the layers whose state is in host memory"
         phrases.append(f"{share} are updated on the device, through which it passes")
     if policy.micro_batches_per_round:
-        count = policy.micro_batches_per_round
-        phrases.append(f"{'one micro-batch' if count == 1 else f'{count} micro-batches'} in each round")
+        phrases.append(f"{counted(policy.micro_batches_per_round, 'micro-batch')} in each round")
     if policy.offload_slots != 2 or policy.offloads:
-        phrases.append(f"offloaded inputs and outputs pass through {policy.offload_slots} slots each")
+        phrases.append(f"offloaded inputs and outputs pass through {counted(policy.offload_slots, 'slot')} each")
     if policy.recompute_slots is not None:
-        phrases.append(f"inputs are computed again into {policy.recompute_slots} slots")
+        phrases.append(f"inputs are computed again into {counted(policy.recompute_slots, 'slot')}")
     if policy.transfer != "pinned":
         through = (
             "are not page-locked" if policy.transfer == "pageable" else "cross the bus through pinned staging buffers"
@@ -165,11 +164,11 @@ def describe_policy(numerics: Numerics, policy: Policy) -> list[str]:
     if policy.delivery == "shared":
         phrases.append("ranks fetch weights out of host memory that they share, and sum gradients there")
     if policy.transfer == "staged" or policy.pinned_staging_slots != 2:
-        phrases.append(f"{policy.pinned_staging_slots} pinned staging buffers each way where they are used")
+        phrases.append(f"{counted(policy.pinned_staging_slots, 'pinned staging buffer')} each way where used")
     if policy.placements:
         phrases += describe_placements(policy.placements)
     if any(placement.uses_disk for placement in policy.placements) or policy.disk_staging_slots != 2:
-        phrases.append(f"the disk is read up to {policy.disk_staging_slots} units ahead")
+        phrases.append(f"the disk is read up to {counted(policy.disk_staging_slots, 'unit')} ahead")
     return phrases
 
 
@@ -365,7 +364,7 @@ class Progress:
 
     def _summary(self, event: Ended) -> str:
         stopped = event.step < event.steps
-        steps = f"stopped after {event.step:,} of {event.steps:,} steps" if stopped else f"{event.steps:,} steps"
+        steps = f"stopped after {event.step:,} of {event.steps:,} steps" if stopped else counted(event.steps, "step")
         if not self._losses:
             return f"{steps} in {duration(event.elapsed_seconds)}"
         speed = f"{metric(self._tokens)} tokens at {metric(self._tokens / self._seconds)} a second"

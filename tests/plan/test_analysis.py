@@ -297,6 +297,11 @@ def test_days_of_a_run() -> None:
     assert unknown.mfu == pytest.approx(2 * outlook.mfu)  # of what is reached, where no peak is stated
 
 
+def test_one_token_is_told_in_the_singular() -> None:
+    plan = find_plan(Question(deep(2), computer(), 1, 1))
+    assert "for 1 token in 1 micro-batch of 1 x 1" in dict(summary_rows(look(plan)))["step"]
+
+
 def test_disk_writes_count_as_drive_wear() -> None:
     plan = planned(4 * LENGTH)
     access = Access("disk/m", 0, 1000, Moments(0))

@@ -201,6 +201,15 @@ def test_no_field_of_the_policy_is_silent(name: str) -> None:
     assert describe_policy(other.numerics, other.policy) != describe_policy(plain.numerics, plain.policy)
 
 
+def test_one_of_anything_is_told_in_the_singular() -> None:
+    counts = ("weight_slots", "grad_slots", "offload_slots", "recompute_slots", "host_threads", "loss_chunk_tokens")
+    counts += ("pinned_staging_slots", "disk_staging_slots", "micro_batches_per_round", "mlp_chunk_tokens")
+    one = Choice(Numerics(), Policy()).change(**dict.fromkeys(counts, 1), transfer="staged")
+    text = "; ".join(describe_policy(one.numerics, one.policy))
+    assert "1 host thread" in text
+    assert not re.findall(r"\b1 \w+s\b", text)
+
+
 def test_the_plan_shows_what_a_tier_holds_between_steps_by_owner_and_its_peak() -> None:
     console = Console(file=io.StringIO(), width=100)
     memory = {("device", "slots"): 3 << 20, ("host", "weights"): 1 << 20, ("host", "optimizer state"): 5 << 20}
