@@ -29,6 +29,9 @@ SHARED = (
 )
 """Rates of a machine of which each rank has a part."""
 
+OF_CORES = ("flops", "flops_fp32", "device_bandwidth", "elementwise_bandwidth")
+"""Rates of a machine without devices of which each rank has a part, as it has of the cores."""
+
 
 def ranks_on_each(ranks: int, nodes: int) -> int:
     """Of so many machines. Raises `PlanError` where they would have different numbers."""
@@ -149,9 +152,17 @@ def _with_slots(hardware: Hardware, here: int) -> Hardware:
     """Where ranks compute in host memory, as on a cpu: each has slots there, and its part of the cores; collectives
     copy from one's memory to another's."""
     copies = packing_bandwidth(hardware)
-    flops = {name: _over(getattr(hardware, name), here) for name in ("flops", "flops_fp32", "device_bandwidth")}
-    found: dict[str, Any] = {**flops, "link_route": "host", "shares_memory": False, "pinnable_nbytes": None}
-    found["slots_in_host"] = True
+    found: dict[str, Any] = {name: _over(getattr(hardware, name), here) for name in OF_CORES}
+    found["products"] = tuple(replace(row, flops=row.flops / here) for row in hardware.products)
+    found["attention"] = tuple(
+        replace(row, forward_flops=row.forward_flops / here, backward_flops=row.backward_flops / here)
+        for row in hardware.attention
+    )
+    found["elementwise"] = tuple(
+        replace(row, forward_bandwidth=row.forward_bandwidth / here, backward_bandwidth=row.backward_bandwidth / here)
+        for row in hardware.elementwise
+    )
+    found |= {"link_route": "host", "shares_memory": False, "slots_in_host": True, "pinnable_nbytes": None}
     if hardware.link_bandwidth is None:
         found["link_bandwidth"] = copies / 2
         found["sources"] = (*hardware.sources, ("link_bandwidth", "assumed: half of what one thread copies"))

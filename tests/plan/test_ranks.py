@@ -19,6 +19,7 @@ from megatrain.schedule import Op, build_step
 from megatrain.schedule.check_world import check_world
 from megatrain.schedule.passes.state_buffers import state_nbytes
 from megatrain.spec import Hardware, Limits, ModelSpec, Numerics, Policy, Work
+from megatrain.spec.hardware import AttentionRate, ProductRate
 from megatrain.spec.layout import layout_of
 
 SMALL = llama_shape("small", 6, 1024, vocabulary=8000)
@@ -89,6 +90,14 @@ def test_ranks_computing_in_host_memory_have_slots_there() -> None:
     assert not part.shares_memory
     assert part.host_nbytes == part.device_nbytes == whole.host_nbytes // 4
     assert part.flops == whole.flops / 2
+    assert [row.forward_bandwidth for row in part.elementwise] == [
+        row.forward_bandwidth / 2 for row in whole.elementwise
+    ]
+    rates = ProductRate("bf16", 64, 64, 64, 1e12), AttentionRate("bf16", 64, 64, 1e12, 2e12)
+    probed = share_of(replace(whole, products=rates[:1], attention=rates[1:]), 2, 2)
+    assert (
+        probed.products[0].flops == probed.attention[0].forward_flops == probed.attention[0].backward_flops / 2 == 5e11
+    )
 
 
 # Collectives ----------------------------------------------------------------------------------------------------------
