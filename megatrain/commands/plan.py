@@ -55,12 +55,14 @@ from megatrain.plan.report import (
     rate_lines,
     sensitivity_rows,
     summary_rows,
+    tier_name,
     upgrade_rows,
     use_rows,
     warning_rows,
     whole_tokens,
     without_gain,
 )
+from megatrain.plan.report import rate as _rate
 from megatrain.run.this_machine import described_machine, probed_machine, this_machine
 from megatrain.spec import Hardware, Limits, ModelSpec, Precision
 from megatrain.spec.limits import parse_nbytes
@@ -133,7 +135,7 @@ def run_plan(
             may_shrink = run is None and tokens_per_step is None
             plan = _planned(question_of_one(question, ranks, here), may_shrink=may_shrink)
             outlook = look(plan, token_budget)
-        facts = _facts(plan, run)
+        facts = _facts(plan, question, run, is_this_one=hardware is None)
         show(console, outlook, facts)
         with Console(stderr=True).status("looking for improvements"):
             outlook = advised(outlook)
@@ -450,19 +452,31 @@ def _length(spec: ModelSpec, length: int | None, tokens_per_step: int | None) ->
     return length
 
 
-def _planned(question: Question, *, may_shrink: bool) -> Plan:
+def _planned(question: Question, *, may_shrink: bool, has_shrunk: bool = False) -> Plan:
     """The plan; with fewer tokens per step if the default does not fit and the user gave no number."""
+    one = replace(question, tokens_per_step=question.length)
+    if may_shrink and question.sequences > 1 and not fits(question) and not fits(one):
+        question, has_shrunk = one, True  # what would make more sequences fit is not looked for
     try:
         return find_plan(question)
     except DoesNotFit as error:
         while may_shrink and question.sequences > 1:
             question = replace(question, tokens_per_step=question.sequences // 2 * question.length)
-            if question.sequences == 1 or fits(question):
-                return _planned(question, may_shrink=True)  # if not even one sequence fits, its error is raised
-        helps = [upgrade for upgrade in upgrades(question, None) if upgrade.tokens_per_second is not None]
-        words = [f"{upgrade.name} would make it fit ({upgrade.tokens_per_second:,.0f} tokens/s)" for upgrade in helps]
+            if question.sequences == 1 or fits(question):  # if not even one sequence fits, its error is raised
+                return _planned(question, may_shrink=True, has_shrunk=True)
+        tokens = round(question.parts * question.sequences * question.length)
+        step = f" with {counted(tokens, 'token')} per step" if has_shrunk else ""
+        helps = {each.name: each.tokens_per_second for each in upgrades(question, None) if each.tokens_per_second}
+        words = [f"{name} would make it fit ({_rate(speed)} tokens/s{step})" for name, speed in helps.items()]
         fix = f"{error.fix}; {' or '.join(words) or 'no single upgrade makes it fit'}"
-        raise DoesNotFit(error.what, where=error.where, fix=fix) from error
+        raise DoesNotFit(error.what, where=f"{error.where}{_each_of(question)}", fix=fix) from error
+
+
+def _each_of(question: Question) -> str:
+    """Whose bytes a refusal is about, of several ranks."""
+    ranks, in_host = question.model.ranks, question.hardware.slots_in_host
+    halves = ", whose device memory is half of its host memory" if in_host else ""
+    return f", each of {ranks} ranks{halves}" if ranks > 1 else ""
 
 
 def _is_configuration(where: str, model: Any) -> ModelError:
@@ -504,15 +518,16 @@ def _names_in(folder: str | Path) -> list[str]:
 # What is shown -----------------------------------------------------------------------------------------------------
 
 
-def _facts(plan: Plan, run: Config | None) -> list[tuple[str, str]]:
+def _facts(plan: Plan, question: Question, run: Config | None, *, is_this_one: bool) -> list[tuple[str, str]]:
+    """question: that of all ranks, and of a whole machine."""
     from megatrain.train.progress import describe_model, describe_policy
 
-    hardware = plan.question.hardware
+    hardware = question.hardware
     device = "" if hardware.shares_memory else f"{amount(hardware.device_nbytes)} device, "
     return [
         ("model", describe_model(plan.question.model)),
-        ("machine", f"{hardware.name}: {device}{amount(hardware.sharing_ranks * hardware.host_nbytes)} host"),
-        *_asked(plan.question),
+        ("machine", f"{hardware.name}: {device}{amount(hardware.host_nbytes)} host"),
+        *_asked(question, "this machine" if is_this_one else "the described machine"),
         ("attention", plan.question.model.attention),
         ("policy", "; ".join(describe_policy(plan.numerics, plan.policy))),
         *_disk_tier(plan),
@@ -520,16 +535,17 @@ def _facts(plan: Plan, run: Config | None) -> list[tuple[str, str]]:
     ]
 
 
-def _asked(question: Question) -> list[tuple[str, str]]:
-    """Rows for memory limits that differ from what the built-in machine has."""
+def _asked(question: Question, machine: str) -> list[tuple[str, str]]:
+    """Rows for memory limits that differ from what the machine has, and for device memory that is assumed."""
     hardware = question.hardware
     there = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
-    each = " for each rank" if question.model.ranks > 1 else ""
-    return [
-        (f"{tier} memory", f"{amount(asked)} as asked{each}; the built-in machine has {amount(there[tier])}")
+    rows = [
+        (f"{tier} memory", f"{amount(asked)} as asked; {machine} has {amount(there[tier])}")
         for tier in there
         if (asked := question.limits.of(tier)) and asked != there[tier]
     ]
+    source = dict(hardware.sources).get("device_nbytes", "")
+    return [("device memory", source), *rows] if source.startswith("assumed") else rows
 
 
 def _disk_tier(plan: Plan) -> list[tuple[str, str]]:
@@ -645,8 +661,9 @@ def _memory(plan: Plan) -> Table:
     budgets = plan.question.budgets()
     for tier, uses in use_rows(plan).items():
         total, budget = plan.nbytes[tier], budgets[tier]
-        rows += [(tier, use, amount(nbytes), f"{nbytes / budget:.1%}") for use, nbytes in uses]
-        rows.append((tier, f"total of {amount(budget)}", amount(total), f"{total / budget:.1%}"))
+        name = tier_name(plan, tier)
+        rows += [(name, use, amount(nbytes), f"{nbytes / budget:.1%}") for use, nbytes in uses]
+        rows.append((name, f"total of {amount(budget)}", amount(total), f"{total / budget:.1%}"))
     title = "memory at its peak" + (", of each rank" if plan.question.model.ranks > 1 else "")
     return _table(title, ("tier", "use", "bytes", "of the limit"), rows, texts=2)
 

@@ -27,7 +27,7 @@ from megatrain.plan.cost import (
 from megatrain.plan.estimates import estimate, examine, gc_paused, seconds_on
 from megatrain.plan.machines import machine, machine_names
 from megatrain.plan.question import MOST_TOKENS, Choice, Estimate, Plan, Question, usable_nbytes
-from megatrain.plan.ranks import SHARED
+from megatrain.plan.ranks import OF_CORES, SHARED
 from megatrain.plan.search import faster_plan, fits, survey
 from megatrain.schedule import Timeline
 from megatrain.spec import Hardware, Precision
@@ -71,6 +71,9 @@ STREAM_WORDS = {
     "shared": "sums of ranks",
 }
 """Stream -> what it is to a person."""
+
+IN_HOST_WORDS = {"fetch": "copies of weights", "grad": "copies of gradients"}
+"""The same where nothing crosses a bus."""
 
 RESOURCES: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
     "compute": (
@@ -118,7 +121,13 @@ RESOURCES: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
 """Resource of a machine -> the streams that are busy with it, and its rates: the fields of each, the first of them the
 one that is shown."""
 
-GB, GIB = 1_000_000_000, 1 << 30
+MEMORIES = ("device memory", "bus", "host memory")
+"""Resources that are one where nothing crosses a bus."""
+
+IN_HOST_RATES = {"device memory": "memory", "bus up": "copies of weights", "bus down": "copies of gradients"}
+"""Rate -> its name where nothing crosses a bus, and all memory is the host's."""
+
+GB = 1_000_000_000
 DEVICE_SIZES = tuple(size * GB for size in (8, 12, 16, 24, 32, 48, 80, 96, 141, 192))
 HOST_SIZES = tuple(size * GB for size in (16, 32, 64, 128, 192, 256, 384, 512, 768, 1000, 1500, 2000, 3000, 4000))
 
@@ -128,14 +137,12 @@ class Load:
     """What one stream has to do in a step, and how much of the step's length is its own."""
 
     stream: str
+    name: str
+    """In a person's words."""
     busy_seconds: float
     chain_seconds: float
     slack_seconds: float
     """Of the step in which the stream has nothing to do."""
-
-    @property
-    def name(self) -> str:
-        return STREAM_WORDS.get(self.stream, self.stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +233,8 @@ class Outlook:
     @property
     def stalls(self) -> dict[str, float]:
         """What compute waits for, in a person's words -> share of the step, largest first."""
-        found = stalls(self.plan.timeline)
-        return {STREAM_WORDS.get(stream, stream): seconds / self.plan.seconds for stream, seconds in found.items()}
+        found, words = stalls(self.plan.timeline), stream_words(self.plan.question.hardware)
+        return {words.get(stream, stream): seconds / self.plan.seconds for stream, seconds in found.items()}
 
     @property
     def run_seconds(self) -> float | None:
@@ -283,15 +290,21 @@ def peak_flops(hardware: Hardware, precision: Precision) -> float:
 # What limits -------------------------------------------------------------------------------------------------------
 
 
+def stream_words(hardware: Hardware) -> dict[str, str]:
+    """Stream -> what it is to a person, on this machine."""
+    return STREAM_WORDS | (IN_HOST_WORDS if hardware.computes_in_host_memory else {})
+
+
 def loads(plan: Plan) -> tuple[Load, ...]:
     """Every stream with something to do, by its share of the chain, largest first."""
     timeline = plan.timeline
     busy: dict[str, float] = defaultdict(float)
     for op, start, end in zip(timeline.schedule.ops, timeline.starts, timeline.ends, strict=True):
         busy[op.stream] += end - start
-    chained = _chain_seconds(timeline)
+    chained, words = _chain_seconds(timeline), stream_words(plan.question.hardware)
     found = [
-        Load(stream, seconds, chained.get(stream, 0.0), timeline.seconds - seconds) for stream, seconds in busy.items()
+        Load(stream, words.get(stream, stream), seconds, chained.get(stream, 0.0), timeline.seconds - seconds)
+        for stream, seconds in busy.items()
     ]
     return tuple(sorted(found, key=lambda load: (-load.chain_seconds, -load.busy_seconds, load.stream)))
 
@@ -358,10 +371,10 @@ class _Causes:
 
 def sensitivities(plan: Plan) -> tuple[Sensitivity, ...]:
     """What the plan's own step gains from `MORE_BY` of each resource, replayed whole; of the disk, where it is used."""
-    busy = {load.stream: load.busy_seconds / plan.seconds for load in loads(plan)}
+    busy = {load.stream: (load.name, load.busy_seconds / plan.seconds) for load in loads(plan)}
     found = []
     for resource, (streams, parts) in _resources(plan).items():
-        shares = tuple((STREAM_WORDS[stream], busy[stream]) for stream in streams if stream in busy)
+        shares = tuple(busy[stream] for stream in streams if stream in busy)
         found.append(Sensitivity(resource, shares, _saved(plan, chain.from_iterable(parts.values()))))
     return tuple(sorted(found, key=lambda each: -round(each.saved, 4)))
 
@@ -382,16 +395,17 @@ def decisive_rates(plan: Plan, found: tuple[Sensitivity, ...]) -> tuple[Hardware
 
 
 def _resources(plan: Plan) -> dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]]:
-    """Those that the plan's step may depend on. Where the device computes in host memory, memory is one of them."""
+    """Those that the plan's step may depend on. Where nothing crosses a bus, memory is one of them."""
     found = dict(RESOURCES)
     if not _uses_disk(plan):
         del found["disk"]
     if plan.question.model.ranks == 1 or plan.policy.delivery == "shared":
         del found["link"]
-    if plan.question.hardware.shares_memory:
-        memories = [found.pop(name) for name in ("device memory", "bus", "host memory")]
+    if plan.question.hardware.computes_in_host_memory:
+        memories = [found.pop(name) for name in MEMORIES]
         streams = tuple(chain.from_iterable(streams for streams, _ in memories))
-        found["memory"] = streams, {name: fields for _, parts in memories for name, fields in parts.items()}
+        rates = {IN_HOST_RATES.get(name, name): fields for _, parts in memories for name, fields in parts.items()}
+        found["memory"] = streams, rates
     return found
 
 
@@ -405,17 +419,19 @@ def _rate(plan: Plan, hardware: Hardware, fields: tuple[str, ...]) -> tuple[str,
     """The field that a figure is shown by, its rate and its unit."""
     precision, length = plan.question.precision, plan.question.length
     field = next((each for each in fields if getattr(hardware, each)), fields[0])
+    parts = hardware.sharing_ranks  # a figure is the machine's, as its source says it
+    cores = parts if hardware.slots_in_host else 1
     if fields[0] == "flops":
         field = "flops_fp32" if precision == "fp32" and hardware.flops_fp32 else "flops"
-        return field, product_flops(hardware, precision), "FLOP"
+        return field, cores * product_flops(hardware, precision), "FLOP"
     if fields[0] == "attention":
-        return field, 2.0 * length / attention_seconds(hardware, precision, 1, length, 1)[0], "FLOP"
+        return field, cores * 2.0 * length / attention_seconds(hardware, precision, 1, length, 1)[0], "FLOP"
     if fields[0] == "elementwise":
         rows = [row.forward_bandwidth for row in hardware.elementwise if row.precision == precision]
-        return field, max(rows, default=0.0), "B"
+        return field, cores * max(rows, default=0.0), "B"
     rate = getattr(hardware, field)
-    if field in SHARED and rate is not None:
-        rate *= hardware.sharing_ranks  # of the machine, as its source says it
+    if rate is not None:
+        rate *= parts if field in SHARED else cores if field in OF_CORES else 1
     return field, rate, "B"
 
 
@@ -603,16 +619,18 @@ def _uses_disk(plan: Plan | None) -> bool:
 def _changes(question: Question, uses_disk: bool) -> dict[str, Callable[[Question], Question]]:
     """Name of an upgrade -> the question with it."""
     hardware, limit = question.hardware, question.limits.device_nbytes
-    changes: dict[str, Callable[[Question], Question]] = {"twice the host memory": _twice_the_host}
-    if not hardware.shares_memory:
-        changes["twice the bus"] = _twice("bus")
-    changes["twice the host's bandwidth"] = _twice("host memory")
-    if not hardware.shares_memory:
+    changes: dict[str, Callable[[Question], Question]]
+    if hardware.computes_in_host_memory:
+        changes = {"twice the memory": _twice_the_host, "twice the memory's bandwidth": _twice(*MEMORIES)}
+        changes["twice the processor's flops"] = _twice("compute")
+    else:
+        changes = {"twice the host memory": _twice_the_host, "twice the bus": _twice("bus")}
+        changes["twice the host's bandwidth"] = _twice("host memory")
         whole = limit is not None and limit < usable_nbytes(hardware.device_nbytes)
         bigger = hardware.device_nbytes if whole else _next_device_size(max(hardware.device_nbytes, limit or 0))
-        name = f"{'all ' if whole else ''}{bigger / GIB:,.0f} GiB of device memory"
+        name = f"{'all ' if whole else ''}{bigger / GB:,.3g} GB of device memory"
         changes[name] = lambda question: _with_device_memory(question, bigger)
-    changes["twice the device's flops"] = _twice("compute")
+        changes["twice the device's flops"] = _twice("compute")
     if uses_disk:
         changes["twice the disk"] = _twice("disk")
     if question.model.ranks > 1 and question.overrides.get("delivery") != "shared":
@@ -621,11 +639,12 @@ def _changes(question: Question, uses_disk: bool) -> dict[str, Callable[[Questio
 
 
 def _twice_the_host(question: Question) -> Question:
-    limits, budget = question.limits, question.limits.host_nbytes
-    if budget is not None:
-        limits = replace(limits, host_nbytes=2 * budget)
-    hardware = replace(question.hardware, host_nbytes=2 * question.hardware.host_nbytes)
-    return replace(question, hardware=hardware, limits=limits)
+    """What ranks compute in, too, where that is host memory."""
+    hardware, limits = question.hardware, question.limits
+    tiers = ("host_nbytes", "device_nbytes") if hardware.slots_in_host else ("host_nbytes",)
+    given = {tier: 2 * nbytes for tier in tiers if (nbytes := getattr(limits, tier)) is not None}
+    there = {tier: 2 * getattr(hardware, tier) for tier in tiers}
+    return replace(question, hardware=replace(hardware, **there), limits=replace(limits, **given))
 
 
 def _with_device_memory(question: Question, nbytes: int) -> Question:
@@ -639,14 +658,16 @@ def with_more(hardware: Hardware, resource: str, factor: float) -> Hardware:
     return _faster(hardware, chain.from_iterable(RESOURCES[resource][1].values()), factor)
 
 
-def _twice(resource: str) -> Callable[[Question], Question]:
-    """The question on a machine with twice the rates of a resource."""
-    return lambda question: replace(question, hardware=with_more(question.hardware, resource, 2.0))
+def _twice(*resources: str) -> Callable[[Question], Question]:
+    """The question on a machine with twice the rates of these resources."""
+    fields = [each for name in resources for fields in RESOURCES[name][1].values() for each in fields]
+    return lambda question: replace(question, hardware=_faster(question.hardware, fields, 2.0))
 
 
 def _next_device_size(nbytes: int) -> int:
     """Of the devices of the library, the next that is bigger by more than a few percent; else twice as much."""
-    sizes = sorted({machine(name).device_nbytes for name in machine_names()})
+    devices = [machine(name) for name in machine_names() if not machine(name).shares_memory]
+    sizes = sorted({each.device_nbytes for each in devices})
     return next((size for size in sizes if size > 1.05 * nbytes), 2 * nbytes)
 
 

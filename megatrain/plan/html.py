@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from html import escape
 
 from megatrain.html import TIMELINE, DrawnOp, bar, definitions, document, section, table, timeline, timeline_content
-from megatrain.plan.analysis import STREAM_WORDS, Outlook, Sweep
+from megatrain.plan.analysis import Outlook, Sweep, stream_words
 from megatrain.plan.report import (
     amount,
     as_content,
@@ -19,6 +19,7 @@ from megatrain.plan.report import (
     rate_lines,
     sensitivity_rows,
     summary_rows,
+    tier_name,
     upgrade_rows,
     use_rows,
     warning_rows,
@@ -34,7 +35,7 @@ def render_page(
 ) -> str:
     """The whole page. `facts` (name and fact) stand above what the outlook tells."""
     when = outlook.plan.timeline
-    drawn = timeline_content(_drawn(when), when.schedule.units, STREAM_WORDS)
+    drawn = timeline_content(_drawn(when), when.schedule.units, stream_words(outlook.plan.question.hardware))
     content = as_content(outlook, swept) | {"timeline": drawn}
     model, hardware = outlook.plan.question.model.name, outlook.plan.question.hardware.name
     title = f"{model} on {hardware}"
@@ -68,7 +69,9 @@ def _memory(outlook: Outlook) -> str:
     for tier, uses in use_rows(outlook.plan).items():
         used, budget = outlook.plan.nbytes[tier], budgets[tier]
         parts = [(f"{use}: {amount(nbytes)}", float(nbytes)) for use, nbytes in uses]
-        bars.append(bar(f"{tier}: {amount(used)} of {amount(budget)}", parts, max(used, budget)))
+        bars.append(
+            bar(f"{tier_name(outlook.plan, tier)}: {amount(used)} of {amount(budget)}", parts, max(used, budget))
+        )
     return section("Memory at its peak", "".join(bars))
 
 

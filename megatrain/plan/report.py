@@ -33,6 +33,9 @@ SHORTEST_LIFE_DAYS = 365.0
 SMALLEST_SHARE = 10_000
 """Of a tier's bytes, a use with less than one in so many is not shown."""
 
+IN_PARTS = {"device": "host, to compute in", "host": "host, for state"}
+"""Tier -> its name where ranks compute in one part of host memory and have their state in the other."""
+
 _CLAUSE = re.compile(r"[,;] | \(")
 """Where the first words of a source end."""
 
@@ -90,6 +93,12 @@ def use_rows(plan: Plan) -> dict[str, list[tuple[str, int]]]:
         if nbytes * SMALLEST_SHARE >= plan.nbytes[tier]:
             tiers.setdefault(tier, []).append((use, nbytes))
     return tiers
+
+
+def tier_name(plan: Plan, tier: str) -> str:
+    """What a tier is to a person. Ranks that compute in host memory divide it."""
+    in_parts = plan.question.hardware.slots_in_host and tier in IN_PARTS
+    return IN_PARTS[tier] if in_parts else tier
 
 
 # Amounts -----------------------------------------------------------------------------------------------------------
@@ -195,11 +204,14 @@ def _rank_rows(plan: Plan) -> list[tuple[str, str]]:
     if ranks == 1:
         return []
     here, nodes = hardware.sharing_ranks, ranks // hardware.sharing_ranks
-    own = counted(sum(plan.work.tokens), "token")
+    share = counted(sum(plan.work.tokens), "token")
     where = "on one machine" if nodes == 1 else f"on {nodes} machines, {here} on each"
-    taken, there = (_on_machine(plan, each) for each in (plan.nbytes["host"], plan.question.budgets()["host"]))
-    by_each, sources = f", {amount(plan.nbytes['host'])} by each rank", dict(hardware.sources)
-    links = [("devices", "link_bandwidth", here > 1), ("machines", "node_bandwidth", nodes > 1)]
+    tiers = ("host", "device") if hardware.slots_in_host else ("host",)
+    own, budget = (sum(each[tier] for tier in tiers) for each in (plan.nbytes, plan.question.budgets()))
+    taken, there = _on_machine(plan, own), _on_machine(plan, budget)
+    by_each, sources = f", {amount(own)} by each rank", dict(hardware.sources)
+    within = "processes" if hardware.slots_in_host else "devices"
+    links = [(within, "link_bandwidth", here > 1), ("machines", "node_bandwidth", nodes > 1)]
     joined = [
         f"{amount(getattr(hardware, field))}/s between {what} ({_CLAUSE.split(sources.get(field, 'no source'), 1)[0]})"
         for what, field, is_used in links
@@ -211,7 +223,7 @@ def _rank_rows(plan: Plan) -> list[tuple[str, str]]:
             f"not used: weights and sums go through host memory, which takes {plan.timeline.utilisation('shared'):.1%}"
         )
     return [
-        ("ranks", f"{ranks} {where}: each with 1/{ranks} of the state and {own} of a step"),
+        ("ranks", f"{ranks} {where}: each with 1/{ranks} of the state and {share} of a step"),
         ("each host", f"{amount(taken)} of {amount(there)}{by_each if here > 1 else ''}"),
         ("link", used),
     ]
@@ -336,10 +348,13 @@ def configuration(plan: Plan) -> dict[str, dict[str, Any]]:
         train["max_grad_norm"] = None
     if question.precision != "bf16":
         train["precision"] = question.precision
-    if not hardware.shares_memory:
+    if not hardware.computes_in_host_memory:
         train["device"] = "cuda:0"
     there = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
     shared = {"device": 1, "host": hardware.sharing_ranks, "disk": hardware.sharing_ranks}
+    if hardware.slots_in_host:  # as `ranks.question_of_one` divides it
+        del there["device"]
+        shared["host"] *= 2
     memory = {
         tier: _exact(shared[tier] * nbytes) for tier in there if 0 < (nbytes := limits.of(tier) or 0) <= there[tier]
     }
@@ -386,7 +401,7 @@ def as_content(outlook: Outlook, swept: Sweep | None = None) -> dict[str, Any]:
         "memory": [{"tier": tier, "use": use, "nbytes": nbytes} for (tier, use), nbytes in peak_table(plan).items()],
         "sensitivities": [asdict(each) for each in outlook.sensitivities],
         "decisive_rates": [asdict(each) for each in outlook.decisive_rates],
-        "loads": [{"name": load.name, **asdict(load)} for load in outlook.loads],
+        "loads": [asdict(load) for load in outlook.loads],
         "hiding": None if outlook.hiding is None else asdict(outlook.hiding),
         "run": {
             "tokens": outlook.token_budget,

@@ -147,3 +147,8 @@ class Hardware:
     """Number of ranks that divide the machine: figures of shared resources are one rank's part."""
     sources: tuple[tuple[str, str], ...] = ()
     """Field -> source of its figure: a datasheet, a measurement, an assumption."""
+
+    @property
+    def computes_in_host_memory(self) -> bool:
+        """Whether nothing crosses a bus, as on a cpu."""
+        return self.shares_memory or self.slots_in_host

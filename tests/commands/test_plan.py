@@ -21,7 +21,7 @@ from bench.shapes import llama_shape
 from megatrain.commands.plan import find_hardware, find_model, run_plan
 from megatrain.config import load_config
 from megatrain.errors import ConfigError, DoesNotFit, MegaTrainError, ModelError, PlanError
-from megatrain.plan import machine, measured_models, save_hardware
+from megatrain.plan import find_plan, machine, measured_models, save_hardware
 from megatrain.spec.limits import parse_nbytes
 from tests.bad_paths import ENDLESS, endless_file
 from tests.tiny import FAMILIES, tiny_model
@@ -393,10 +393,10 @@ def test_memory_overrides_are_noted_and_impossible_ones_refused(
     saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = shown(saved, hardware="h200", host_memory="4TB", tokens_per_step=4096, length=512)
-    assert "4.00 TB as asked; the built-in machine has 1.64 TB" in told
+    assert "4.00 TB as asked; the described machine has 1.64 TB" in told
     assert "total of 4.00 TB" in told
     less = shown(saved, hardware="h200", host_memory="1TB", tokens_per_step=4096, length=512)
-    assert "1.00 TB as asked; the built-in machine has 1.64 TB" in less
+    assert "1.00 TB as asked; the described machine has 1.64 TB" in less
     assert "as asked" not in shown(saved, hardware="h200", tokens_per_step=4096, length=512)
     monkeypatch.setattr(megatrain.run.this_machine, "PROBED", tmp_path / "hardware.json")
     save_hardware(machine("laptop"), tmp_path / "hardware.json")
@@ -453,7 +453,7 @@ def test_sequences_longer_than_the_model_supports_are_refused(config: str) -> No
 @pytest.mark.parametrize(
     ("memory", "tokens", "named"),
     [
-        (("6GB", "5GB"), FEW, r"all 24 GiB of device memory would make it fit \(\S+ tokens/s\)"),
+        (("6GB", "5GB"), FEW, r"all 25.8 GB of device memory would make it fit \(\S+ tokens/s\)"),
         (("3GB", "2GB"), {"tokens_per_step": 1 << 17, "length": 1 << 17}, "no single upgrade makes it fit"),
         pytest.param(
             ("6GB", "12GB"),
@@ -469,6 +469,30 @@ def test_a_plan_that_does_not_fit_names_the_upgrade_that_helps(
     device, host = memory
     with pytest.raises(DoesNotFit, match=named):
         shown(saved, device_memory=device, host_memory=host, disk_memory="0", **tokens)
+
+
+def test_a_refusal_tells_the_step_that_its_speeds_are_for(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of no more than one sequence, where not even that fits; and what would make more fit is not looked for."""
+    asked = []
+    monkeypatch.setattr(
+        megatrain.commands.plan,
+        "find_plan",
+        lambda question: asked.append(question.tokens_per_step) or find_plan(question),
+    )
+    with pytest.raises(DoesNotFit, match=r"would make it fit \(\S+ tokens/s with 512 tokens per step\)"):
+        shown(saved, length=512, device_memory="6GB", host_memory="5GB", disk_memory="0")
+    assert asked == [512]
+
+
+@pytest.mark.usefixtures("plan_alone")
+def test_memory_that_was_asked_for_is_told_as_it_was_asked(saved: str) -> None:
+    told = shown(saved, hardware="cpu-server", ranks=2, host_memory="100GB", **FEW)
+    assert re.search(r"host memory +100 GB as asked; the described machine has 545 GB", told)
+    assert "device memory" not in told
+    assert 'memory: {host: "100GB"}' in told
+    assert "cuda" not in told
+    told = shown(saved, hardware="8x-h100", ranks=8, host_memory="512GB", **FEW)
+    assert re.search(r"host memory +512 GB as asked; the described machine has 2.19 TB", told)
 
 
 def test_an_unknown_model_suggests_the_nearest_name(config: str) -> None:

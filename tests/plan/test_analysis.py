@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 
 import pytest
 
@@ -32,6 +34,7 @@ from megatrain.plan import (
 from megatrain.plan.advice import nearest_that_fits
 from megatrain.plan.analysis import RESOURCES, Upgrade, decisive_rates, free_changes, sensitivities
 from megatrain.plan.cost import MEASURED_OVER_PLANNED
+from megatrain.plan.ranks import question_of_one
 from megatrain.plan.report import (
     amount,
     as_content,
@@ -392,9 +395,33 @@ def test_changes_without_gain_are_named_but_have_no_row() -> None:
 
 def test_lifting_a_user_limit_on_device_memory_is_suggested_first() -> None:
     plan = find_plan(Question(deep(8), machine("rtx-4090"), 4 * LENGTH, LENGTH, limits=Limits(device_nbytes=10**9)))
-    assert "all 24 GiB of device memory" in gains(plan)
+    assert "all 25.8 GB of device memory" in gains(plan)
     whole = replace(plan, question=replace(plan.question, limits=Limits()))
-    assert "32 GiB of device memory" in gains(whole)
+    assert "34.2 GB of device memory" in gains(whole)
+
+
+def test_memory_of_machines_without_a_device_is_no_device_to_buy() -> None:
+    plan = find_plan(Question(deep(8), machine("mi300x"), 4 * LENGTH, LENGTH))
+    assert f"{2 * machine('mi300x').device_nbytes / 1e9:.3g} GB of device memory" in gains(plan)
+
+
+def test_plans_for_a_cpu_speak_of_no_bus_and_no_device_memory() -> None:
+    """And more of the memory's bandwidth is more of all that the step takes of it."""
+    small = llama_shape("small", 4, 1024, vocabulary=8000)
+    question = Question(small, machine("cpu-server"), 4096, 1024, limits=Limits(host_nbytes=40 * 10**9))
+    for ranks in (1, 2):
+        plan = find_plan(question_of_one(question, ranks, ranks))
+        outlook = advised(look(plan))
+        assert [each.resource for each in outlook.sensitivities if "memory" in each.resource] == ["memory"]
+        shown = [*summary_rows(outlook), *sensitivity_rows(outlook), *upgrade_rows(outlook), (without_gain(outlook),)]
+        text = "\n".join(chain.from_iterable([*shown, rate_lines(outlook)]))
+        assert not re.search("bus|device(?! computes)", text)
+        saved = next(each.saved for each in outlook.sensitivities if each.resource == "memory")
+        assert saved > 0.01
+        assert (gains(plan)["twice the memory's bandwidth"] or 0) > 1 + saved
+        asked = configuration(plan)
+        assert asked["memory"] == {"host": "40GB"}
+        assert "device" not in asked["train"]
 
 
 def test_advice_needs_less_than_what_failed() -> None:
@@ -437,7 +464,7 @@ def test_an_upgrade_is_found_if_nothing_fits() -> None:
         find_plan(question)
     helped = {upgrade.name: upgrade.tokens_per_second for upgrade in upgrades(question, None)}
     enough = find_plan(replace(question, hardware=host))
-    for memory in ("twice the host memory", "8 GiB of device memory"):  # either has room for the state
+    for memory in ("twice the host memory", "8.59 GB of device memory"):  # either has room for the state
         assert helped.pop(memory) == pytest.approx(enough.tokens_per_second, rel=0.01)
     assert set(helped.values()) == {None}
 
