@@ -50,6 +50,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         rest = {"betas": adamw.betas, "eps": adamw.eps, "weight_decay": adamw.weight_decay}
         super().__init__(groups, {"lr": groups[0]["lr"], **rest})
         self._made_of, self._members, self._stepped = adamw, self._in_groups(), stepped
+        self._peak = rates[0][1]
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Only tell: the engine has updated already."""
@@ -88,6 +89,11 @@ class EngineOptimizer(torch.optim.Optimizer):
             patterns = (pattern for pattern, _ in self._made_of.learning_rates)
             given |= {"lr": self.lr, "learning_rates": tuple(zip(patterns, rates, strict=True))}
         return replace(self._made_of, **given)
+
+    @property
+    def adamw_of_peaks(self) -> AdamW:
+        """The same with the learning rates that the scheduler started from, for a checkpoint."""
+        return replace(self.adamw, lr=self._peak, learning_rates=self._made_of.learning_rates)
 
     def _of_all(self, name: str, groups: Sequence[dict[str, Any]] = ()) -> Any:
         """What these groups have, or all, but for empty ones. (Groups of an older checkpoint have fewer entries.)"""

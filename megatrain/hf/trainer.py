@@ -346,7 +346,10 @@ class Streamed:
         self._catch_up()
         engine = self.engine
         if self._saves_all:
+            used = engine.optimizer
+            engine.set_optimizer(self._plain_optimizer.adamw_of_peaks)
             made = engine.save(folder.parent, step=self.state.global_step).wait()
+            engine.set_optimizer(used)
             self._on_first(lambda: _takes_place_of(made, folder))
             engine.saver.goes_on_from(folder)
             return

@@ -11,11 +11,13 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback
 
+from megatrain.checkpoint import open_checkpoint
 from megatrain.errors import ConfigError
 from megatrain.hf import StreamedTrainer
 from megatrain.hf.model_changes import facts_of, refuse_changes
 from megatrain.hf.optimizer import EngineOptimizer
 from megatrain.optim import AdamW
+from megatrain.train.restore import optimizer_in
 from tests.hf.test_trainer import QUICK, arguments, rows
 from tests.tiny import relative_error, tiny_model
 
@@ -266,6 +268,18 @@ def test_per_parameter_rates_follow_the_scheduler(tmp_path: Path) -> None:
     assert all(relative_error(masters[name], weights[name]) < 1e-4 for name in weights)
     assert torch.equal(masters["model.norm.weight"], tiny_model().model.norm.weight)
     assert ours.engine.optimizer.learning_rates == (("*norm*", 0.0), ("lm_head*", 1e-3))
+
+
+@pytest.mark.parametrize("rates", [(), (("*norm*", 1e-4), ("lm_head*", 5e-2))])
+def test_a_checkpoint_holds_peak_learning_rates(rates: tuple[tuple[str, float], ...], tmp_path: Path) -> None:
+    """Not those that the scheduler has come to: 0 at the last step, which nothing could be scaled from."""
+    made = AdamW(1e-3, weight_decay=0.1, no_decay=("*norm*",), learning_rates=rates)
+    args = arguments(tmp_path, max_steps=2, save_steps=1, eval_strategy="no", lr_scheduler_type="linear")
+    options = {**QUICK["engine_options"], "optimizer": made}
+    StreamedTrainer(model=tiny_model(), args=args, train_dataset=rows(8, 1), engine_options=options).train()
+    for step in (1, 2):
+        held = optimizer_in(open_checkpoint(tmp_path / f"checkpoint-{step}"))
+        assert (held.lr, held.learning_rates) == (args.learning_rate, rates)
 
 
 def test_engine_optimizer_options_are_kept(tmp_path: Path) -> None:
