@@ -1,8 +1,8 @@
 """`megatrain init`: write a configuration to start from, with the plan's figures as comments.
 
 It needs to know the model, the data and the machine; all other settings are as in `configs/`, and sizes come from the
-plan. The text is validated before it is written; the data is only checked when training starts. Another trainer's YAML
-can be translated instead. Existing configurations are never changed.
+plan. Data must be there, but its rows are only checked when training starts. The text is validated before it is
+written. Another trainer's YAML can be translated instead. Existing configurations are never changed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from megatrain.config import load_config
 from megatrain.config.other_trainers import translate
 from megatrain.data import about_tokens, begins_with_text, holds_samples, require_source, source_called
 from megatrain.data.sample_formats import Schema
-from megatrain.device import open_device
 from megatrain.errors import ConfigError, DataError, DeviceError
 from megatrain.plan import Plan, Question, find_plan, fits, load_hardware
 from megatrain.plan.report import amount, counted, duration
@@ -54,13 +53,15 @@ class Answers:
 def write_recipe(answers: Answers, target: Path) -> Plan:
     """Plan for `answers`, write the configuration to `target`, and return the plan.
 
-    Raises `ConfigError` if `target` exists, and the planner's errors, e.g. `DoesNotFit` if one sequence does not fit.
+    Raises `ConfigError` if `target` exists, `DataError` if data does not or cannot be read, and the planner's errors,
+    e.g. `DoesNotFit` if one sequence does not fit.
     """
     _refuse_existing(target)
     if not answers.data:
         raise ConfigError("is empty", where="--data", fix="name a file, a folder, or a data set on the hub")
     is_chat = _is_chat(answers)
-    tokens = about_tokens(answers.data) if is_chat and answers.steps is None else None
+    tokenizer = "bytes" if answers.from_scratch else ""
+    tokens = about_tokens(answers.data, tokenizer) if is_chat and answers.steps is None else None
     plan = _planned(answers, tokens)
     _write(recipe_text(answers, plan, is_chat=is_chat, tokens=tokens), target)
     return plan
@@ -82,6 +83,8 @@ def write_translation(source: Path, target: Path, hardware: str | None) -> list[
 
 
 def _has_no_gpu() -> bool:
+    from megatrain.device import open_device  # imports torch: mistakes are reported first
+
     try:
         open_device("cuda:0").close()
     except DeviceError:
@@ -209,19 +212,18 @@ def _planned(answers: Answers, tokens: int | None) -> Plan:
 
 
 def _is_chat(answers: Answers) -> bool:
-    """Whether any source holds samples rather than plain text; sources that do not exist yet are judged by name.
+    """Whether any source holds samples rather than plain text; what may be on the hub is judged by its name.
 
-    Raises `DataError` for an existing file that cannot be read.
+    Raises `DataError` for a source that is missing, or a file that cannot be read.
     """
     for name in answers.data:
-        path = usable_path(name, error=DataError)
-        if path.exists():
-            require_source(name, Schema())
+        require_source(name, Schema())
+    for name in answers.data:
         try:
             if holds_samples(name) and not begins_with_text(source_called(name, Schema())):
                 return True
         except DataError:
-            if path.is_file():
+            if usable_path(name, error=DataError).is_file():
                 raise
             return True
     return False

@@ -51,7 +51,8 @@ class FreshSource:
 
         Raises `ModelError` for anything but a causal language model that can be built here (see `skeleton`).
         """
-        self.config = read_config(config, where="model.config", trust_remote_code=trust_remote_code)
+        where = f"model {config}" if isinstance(config, str | Path) else "model.config"
+        self.config = read_config(config, where=where, trust_remote_code=trust_remote_code)
         self.seed = seed
         self._attention, self._trust_remote_code = attention, trust_remote_code
         self.model: PreTrainedModel

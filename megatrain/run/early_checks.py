@@ -6,14 +6,17 @@ machines. An earlier run in the same folder is checked by `existing_run`.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 
 from megatrain.config import Config, TrainSection
 from megatrain.data import Schema, require_source
 from megatrain.data.sample_formats import Format
-from megatrain.errors import ConfigError, MegaTrainError
+from megatrain.errors import ConfigError, DeviceError, MegaTrainError
 from megatrain.plan import load_hardware
 from megatrain.spec.device_name import parse_device
 from megatrain.system.paths import nearest_folder, refuse_absent_model
@@ -33,15 +36,17 @@ def keys_named() -> Iterator[None]:
 
 @keys_named()
 def refuse_mistakes(config: Config) -> None:
-    """Raise a `MegaTrainError` for a tracker that is not installed, an unknown device or machine, a folder that is not
+    """Raise a `MegaTrainError` for a tracker that is not installed, an unknown or missing device, a folder that is not
     writable, keys that do not fit the data's format, and a missing model or missing data."""
     refuse_missing(config.output.trackers)
     parse_device(config.train.device)
     if config.train.hardware is not None:
         load_hardware(config.train.hardware)
     _refuse_unwritable(config)
-    if config.model.path is not None and config.resume is None:
-        refuse_absent_model(config.model.path, f"model {config.model.path}")
+    _refuse_absent_driver(config.train.device)
+    for name in (config.model.path, config.model.config):
+        if isinstance(name, str) and config.resume is None:
+            refuse_absent_model(name, f"model {name}")
     schema = schema_of(config)
     for name in (*config.data.sources, *config.data.validation.values()):
         require_source(name, schema)
@@ -56,6 +61,20 @@ def schema_of(config: Config) -> Schema:
     schema = Schema(chosen, data.columns, data.tags)
     schema.refuse_unused()
     return schema
+
+
+def _refuse_absent_driver(device: str) -> None:
+    """Raise `DeviceError` for a CUDA device without NVIDIA's driver, before torch is imported, which asks for it too.
+
+    PyTorch's builds for AMD need none, nor does what has registered itself with a torch that is there.
+    """
+    if not device.startswith("cuda") or sys.platform != "linux" or "torch" in sys.modules or "rocm" in version("torch"):
+        return
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        what = "this machine has no CUDA driver (libcuda.so.1)"
+        raise DeviceError(what, where=device, fix="set train.device=cpu, or install the driver") from error
 
 
 def _refuse_unwritable(config: Config) -> None:

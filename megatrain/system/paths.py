@@ -162,7 +162,8 @@ def refuse_absent_model(name: str, where: str) -> None:
     path = usable_path(name, where="model", error=ModelError)
     if path.exists() or (may_be_hub_name(name) and not name.endswith(".json")):
         return
-    fix = "give a Hugging Face folder, or a hub name"
+    nearest = nearest_path(path)
+    fix = f"did you mean {nearest}?" if nearest else "give a Hugging Face folder, or a hub name"
     if HUB_NAME.fullmatch(name) and path.parent.name and path.parent.is_dir():
         fix = f"the folder {path.parent} exists but has no {path.name}; for the hub's, start in another directory"
     raise ModelError("no such folder or file", where=where, fix=fix)
@@ -175,14 +176,17 @@ def nearest_folder(path: Path) -> Path:
 
 
 def nearest_path(path: Path) -> Path | None:
-    """The existing path most similar to `path`: a similar name in place of its first missing part."""
+    """The existing path most similar to `path`, relative if that is: a similar name in place of its first missing
+    part."""
     folder, name = _first_missing(path)
     try:
         names = sorted(entry.name for entry in folder.iterdir())
     except OSError:  # not a folder, or not readable
         return None
     similar = difflib.get_close_matches(name, names, n=1)
-    return folder / similar[0] if similar else None
+    if not similar:
+        return None
+    return folder / similar[0] if path.is_absolute() else Path(os.path.relpath(folder / similar[0]))
 
 
 def missing(path: Path, error: type[MegaTrainError] = ConfigError) -> MegaTrainError:

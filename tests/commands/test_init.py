@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,7 +62,10 @@ def test_a_fresh_model_gets_a_chat_template_and_pretraining_rate(tmp_path: Path)
     config = load_config(tmp_path / "new.yaml")
     assert (config.data.tokenizer, config.data.chat_template) == ("bytes", "chatml")
     assert (config.train.learning_rate, config.train.weight_decay) == (6e-4, 0.1)
-    assert "# Trains a fresh" in (tmp_path / "new.yaml").read_text()
+    text = (tmp_path / "new.yaml").read_text()
+    assert "# Trains a fresh" in text
+    steps = -(-3 * Path(data[0]).stat().st_size // (config.train.sequences * config.data.sequence_length))
+    assert f"3 epochs are about {steps:,} steps" in text, "a token of its tokenizer is a byte"
 
 
 @pytest.mark.parametrize(("samples", "sequences"), [(100, 1), (4_000, 16)])
@@ -93,8 +98,9 @@ def test_init_neither_overwrites_nor_writes_configs_that_do_not_fit(
         raise DoesNotFit("too large", where="plan")
 
     monkeypatch.setattr("megatrain.commands.init.find_plan", refuses)
+    data = (str(chats(tmp_path / "y.jsonl")),)
     with pytest.raises(DoesNotFit):
-        write_recipe(Answers(sizes(tmp_path), ("y.jsonl",), hardware="rtx-3090"), tmp_path / "other.yaml")
+        write_recipe(Answers(sizes(tmp_path), data, hardware="rtx-3090"), tmp_path / "other.yaml")
     assert target.read_text() == "mine"
     assert not (tmp_path / "other.yaml").exists()
 
@@ -119,6 +125,27 @@ def test_a_file_that_cannot_be_read_gets_no_recipe(
     assert ended.value.code == 2
     assert capsys.readouterr().err == f"error: {told}\n"
     assert not Path("new.yaml").exists()
+
+
+def test_mistakes_are_told_before_torch_is_imported(tmp_path: Path) -> None:
+    chats(tmp_path / "chats.jsonl")
+    (tmp_path / "old.yaml").touch()
+    script = """
+import sys
+from megatrain import cli
+try:
+    cli.main(sys.argv[1:])
+except SystemExit:
+    assert "torch" not in sys.modules
+"""
+    for target, data, told in (
+        ("old.yaml", "chats.jsonl", "old.yaml: already exists; name another file, or remove it"),
+        ("new.yaml", "chat.jsonl", "chat.jsonl: no such file or folder; did you mean chats.jsonl?"),
+    ):
+        command = [sys.executable, "-c", script, "init", target, "--model", "org/model", "--data", data]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.stderr == f"error: {told}\n"
+    assert not (tmp_path / "new.yaml").exists()
 
 
 def test_init_asks_for_missing_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,6 +44,7 @@ def test_early_checks_import_no_slow_library(tmp_path: Path) -> None:
         f"data.validation={tmp_path}/held.jsonl": "held.jsonl: no such file or folder",
         f"model.config=null model.path={tmp_path}/gone": f"model {tmp_path}/gone: no such folder or file",
         "data.sources=org/absent": "org/absent: neither a local file nor an earlier download, and the Hugging Face hub",
+        f"model.config={tmp_path}/config.json": f"model {tmp_path}/config.json: no such folder or file; did you mean",
         "data.format=sharegtp": "data.format",
         "train.device=tpu": "train.device: 'tpu' is not a device",
         "train.hardware=h300": "train.hardware: no machine is called 'h300'",
@@ -58,6 +59,26 @@ def test_early_checks_import_no_slow_library(tmp_path: Path) -> None:
     for line, words in zip(done.stderr.splitlines(), told.values(), strict=True):
         assert line.startswith("error: ")
         assert words in line
+
+
+def test_a_cuda_device_without_a_driver_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    save_config(configuration(tmp_path), tmp_path / "config.yaml")
+    without = """
+import ctypes
+def absent(name):
+    raise OSError(f"{name}: cannot open shared object file")
+ctypes.CDLL = absent
+"""
+    command = [
+        sys.executable,
+        "-c",
+        without + TELL.format(slow=SLOW),
+        str(tmp_path / "config.yaml"),
+        "train.device=cuda:0",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("error: cuda:0: this machine has no CUDA driver (libcuda.so.1); set train.device=cpu")
 
 
 def test_valid_configs_pass(tmp_path: Path) -> None:

@@ -82,6 +82,8 @@ def test_without_a_working_directory_only_whole_paths_are_usable(
 def test_the_nearest_name_is_told_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "corpus.txt").write_text("")
     assert nearest_path(tmp_path / "corpsu.txt") == tmp_path / "corpus.txt"
+    monkeypatch.chdir(tmp_path)
+    assert nearest_path(Path("corpsu.txt")) == Path("corpus.txt")
     assert nearest_path(tmp_path / "zzz" / "below") is None
     assert "did you mean" in str(missing(tmp_path / "corpsu.txt"))
     assert "does not contain 'zzz'" in str(missing(tmp_path / "zzz" / "below"))
