@@ -17,9 +17,9 @@ from megatrain.config import load_config
 from megatrain.config.other_trainers import translate
 from megatrain.data import about_tokens, begins_with_text, holds_samples, require_source, source_called
 from megatrain.data.sample_formats import Schema
-from megatrain.errors import ConfigError, DataError, DeviceError
+from megatrain.errors import ConfigError, DataError, DeviceError, counted
 from megatrain.plan import Plan, Question, find_plan, fits, load_hardware
-from megatrain.plan.report import amount, counted, duration
+from megatrain.plan.report import amount, duration
 from megatrain.spec import Limits, Precision
 from megatrain.system.paths import usable_path, written_whole
 

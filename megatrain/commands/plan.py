@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatrain.errors import ConfigError, DeviceError, DoesNotFit, ModelError, PlanError
+from megatrain.errors import ConfigError, DeviceError, DoesNotFit, ModelError, PlanError, counted
 from megatrain.plan import (
     Outlook,
     Plan,
@@ -48,7 +48,6 @@ from megatrain.plan.report import (
     amount,
     as_content,
     configuration,
-    counted,
     duration,
     free_rows,
     hiding_line,

@@ -33,7 +33,7 @@ from megatrain.device.probe import (
     product_rates,
 )
 from megatrain.device.probe_disk import disk_speed, refuse_unwritable
-from megatrain.errors import DeviceError
+from megatrain.errors import DeviceError, counted
 from megatrain.optim import AdamW, sum_of_squares, update_split
 from megatrain.plan.host_resources import (
     available_disk_nbytes,
@@ -44,7 +44,6 @@ from megatrain.plan.host_resources import (
     processor_name,
 )
 from megatrain.plan.machines import machine_of_device
-from megatrain.plan.report import counted
 from megatrain.spec import Hardware, Precision
 from megatrain.spec.hardware import AttentionRate, ProductRate
 from megatrain.system.paths import usable_path

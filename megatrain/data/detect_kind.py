@@ -80,10 +80,10 @@ def source_called(
     return Source(name, schema, split=split, subset=subset, pattern=pattern)
 
 
-def require_source(name: str, schema: Schema) -> None:
-    """Raise `DataError` unless `name` is a file, a folder, or a data set on the hub.
+def require_source(name: str, schema: Schema, *, asks_hub: bool = False) -> None:
+    """Raise `DataError` unless `name` is a file, a folder, or may be a data set on the hub.
 
-    An empty file is refused too. Reads no data, only a `dataset_info.json`, and asks the hub once.
+    An empty file is refused too. Reads no data, only a `dataset_info.json`. asks_hub: ask the hub whether it has it.
     """
     if _entry_of(name) is not None:
         name = source_called(name, schema).name
@@ -94,7 +94,8 @@ def require_source(name: str, schema: Schema) -> None:
         return
     if holds_samples(name, schema):
         refuse_missing(name)
-        commit_or_download(name)
+        if asks_hub:
+            commit_or_download(name)
     else:
         find_files([name])
 

@@ -38,7 +38,7 @@ from megatrain.data.tokenizer import (
     tokenizer_identity,
     vocabulary_size,
 )
-from megatrain.errors import SampleError
+from megatrain.errors import SampleError, counted
 
 FORMAT = 1  # part of an encoder's identity: raise it when the same sample would give other tokens or targets
 BATCH_CHARACTERS = 1 << 20  # tokenised in one call, which the tokenizer spreads over its threads
@@ -114,17 +114,13 @@ class Statistics:
     def lines(self) -> list[str]:
         """The statistics for the user, one line per fact."""
         lines = [
-            f"{_samples(self.samples)}, {self.tokens:,} tokens, "
+            f"{counted(self.samples, 'sample')}, {counted(self.tokens, 'token')}, "
             f"{self.trained:,} of them trained ({self.trained_share:.1%})"
         ]
         if self.cut_samples:
-            lines.append(f"{_samples(self.cut_samples)} cut, {self.cut_tokens:,} tokens lost")
+            lines.append(f"{counted(self.cut_samples, 'sample')} cut, {counted(self.cut_tokens, 'token')} lost")
         lines += [f"left out: {line}" for line in self.left_out.lines()]
-        return lines + [f"{_samples(count)} {note}" for note, count in self.notes.most_common()]
-
-
-def _samples(count: int) -> str:
-    return f"{count:,} sample{'s' * (count != 1)}"
+        return lines + [f"{counted(count, 'sample')} {note}" for note, count in self.notes.most_common()]
 
 
 class Encoder:

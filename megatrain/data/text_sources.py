@@ -44,7 +44,7 @@ from megatrain.data.tokenizer import (
     tokenizer_identity,
     vocabulary_size,
 )
-from megatrain.errors import DataError
+from megatrain.errors import DataError, counted
 from megatrain.system.locks import alone
 from megatrain.system.paths import missing, usable_path
 
@@ -329,11 +329,10 @@ def prepare_tokens(
 
 def describe_tokens(file: TokenFile) -> str:
     """One line for the user: how many tokens, from what, and what was left out."""
-    line = f"{len(file):,} tokens from {file.path}"
+    line = f"{counted(len(file), 'token')} from {file.path}"
     if "documents" not in file.details:
         return line
-    count = file.details["documents"]
-    line = f"{len(file):,} tokens from {'1 document' if count == 1 else f'{count:,} documents'}"
+    line = f"{counted(len(file), 'token')} from {counted(file.details['documents'], 'document')}"
     skipped = ", ".join(f"{count} {reason}" for reason, count in file.details.get("skipped", {}).items())
     return f"{line} (left out: {skipped})" if skipped else line
 
@@ -370,8 +369,7 @@ def _token_arrays(
     if documents == 0:
         reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "all of them are empty"
         where = ", ".join(details["sources"])
-        named = "1 file" if len(files) == 1 else f"{len(files):,} files"
-        what = f"no text in {named} (left out: {reasons})"
+        what = f"no text in {counted(len(files), 'file')} (left out: {reasons})"
         raise DataError(what, where=where, fix="name a source with text")
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
+from megatrain.errors import counted
 from megatrain.plan.analysis import BILLION, GB, Outlook, Sweep, Upgrade
 from megatrain.plan.cost import MEASURED_OVER_PLANNED
 from megatrain.plan.question import Plan
@@ -127,12 +128,6 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{_three(seconds / size)} {unit}"
     return _scaled(seconds, ((1.0, "s"), (1e-3, "ms")))
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 token`, `2 micro-batches`"""
-    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{ending}"
 
 
 def rate(per_second: float) -> str:

@@ -61,7 +61,7 @@ from megatrain.data.stream_rows import BLOCK_ROWS, Packing
 from megatrain.data.text_sources import STDLIB
 from megatrain.dist import ALONE, World
 from megatrain.dist.world import refuse_unlike
-from megatrain.errors import ConfigError, DataError, ModelError
+from megatrain.errors import ConfigError, DataError, ModelError, counted
 from megatrain.model import only_single_rows, why_not_packable
 from megatrain.plan import Plan
 from megatrain.run.early_checks import schema_of
@@ -193,7 +193,7 @@ def open_corpus(
     read: dict[str, object] = {f"source {index}": dict(each.identity) for index, each in enumerate(loader.sources)}
     refuse_unlike("reads", world.exchange("the data", {**read, "validation": validation.identity}))
     facts = [fact for part in parts for fact in part.facts]
-    facts += _repeated(parts, "pairs" if config.train.prefers and not opened.unpaired else "samples")
+    facts += _repeated(parts, opened.noun)
     facts += [("validation", _described(part, parts)) for part in own]
     chats = opened.encoder if any(part.holds_chats for part in parts) else None
     if chats is not None:  # so that the saved model uses the template it was trained with
@@ -211,20 +211,23 @@ def _distinct(named: Iterable[tuple[str, Batching]]) -> dict[str, Batching]:
     return found
 
 
-def _repeated(parts: Sequence[_Part], whats: str) -> list[tuple[str, str]]:
+def _repeated(parts: Sequence[_Part], noun: str) -> list[tuple[str, str]]:
     """Lines about samples with equal tokens: duplicates among the training data, and between it and held-out data."""
     known = [(part, rows.hashes) for part in parts if isinstance(rows := part.training, PackedRows | SampleRows)]
     if not known:
         return []
     hashes = [each for _, each in known]
-    counted = [(part.name, *found) for (part, _), found in zip(known, copies(hashes), strict=True)]
-    told = [f"{within:,} within {name}" for name, within, _ in counted if within]
-    told += [f"{across:,} of {name} in others" for name, _, across in counted if across]
-    number = sum(within + across for _, within, across in counted)
-    facts = [f"{number:,} of {sum(map(len, hashes)):,} {whats} repeat another ({', '.join(told)})"] if number else []
+    found = [(part.name, *both) for (part, _), both in zip(known, copies(hashes), strict=True)]
+    told = [f"{within:,} within {name}" for name, within, _ in found if within]
+    told += [f"{across:,} of {name} in others" for name, _, across in found if across]
+    number, repeat = sum(within + across for _, within, across in found), "repeat"
+    repeat += "s" if number == 1 else ""
+    whole = counted(sum(map(len, hashes)), noun)
+    facts = [f"{number:,} of {whole} {repeat} another ({', '.join(told)})"] if number else []
     for part, _ in known:
         both = _shared(part.held_out, parts)
-        facts += [f"{both:,} of the {whats} held out of {part.name} also occur in training data"] if both else []
+        occur = "occurs" if both == 1 else "occur"
+        facts += [f"{both:,} of the {noun}s held out of {part.name} also {occur} in training data"] if both else []
     return [("duplicates", "; ".join(facts))] if facts else []
 
 
@@ -238,9 +241,9 @@ def _shared(rows: Batching | None, trained: Sequence[_Part]) -> int:
 
 def _described(part: _Part, trained: Sequence[_Part]) -> str:
     """Describe a validation source, and how many of its samples also occur in the training data."""
-    words = f"{part.name}: {part.facts[0][1]}, {len(part.training):,} rows"
+    words = f"{part.name}: {part.facts[0][1]}, {counted(len(part.training), 'row')}"
     both = _shared(part.training, trained)
-    return f"{words}; {both:,} of its samples are trained on too" if both else words
+    return f"{words}; {both:,} of its samples {'is' if both == 1 else 'are'} trained on too" if both else words
 
 
 class _Opening:
@@ -260,6 +263,7 @@ class _Opening:
         self.tokenizer, self.vocabulary, self.model = tokenizer, vocabulary, model
         self.cache, self.split, self.fraction = config.data.cache_folder, self.data.split, self.data.validation_fraction
         self.prefers, self.unpaired = config.train.prefers, config.train.objective == "kto"
+        self.noun = "pair" if self.prefers and not self.unpaired else "sample"
         self.schema, self.prepare = schema_of(config), prepare
         self.encoder = Encoder(tokenizer, _options(self.data, self.data.sequence_length))
         self._packs: bool | None = None
@@ -331,7 +335,7 @@ class _Opening:
             raise
         held = f"{len(held_out):,} held out" if held_out else "none held out"
         length = self.data.sequence_length
-        cut = f"{len(windows):,} of {length:,} tokens, {held}; {unused_tokens(windows):,} tokens unused"
+        cut = f"{len(windows):,} of {length:,} tokens, {held}; {counted(unused_tokens(windows), 'token')} unused"
         facts = [("data", described), ("sequences", cut)]
         return _Part(training, held_out, facts, name=" and ".join(map(called, names)))
 
@@ -351,13 +355,12 @@ class _Opening:
                 raise ConfigError(what, where="data.packing", fix="use best_fit or grouped")
             return self._cut([name], whole.tokens, f"{first}, of {name}")
         training, held_out, how, copies = self._rows(whole)
-        whats = "pairs" if self.prefers and not self.unpaired else "samples"
-        held = f"{len(held_out.chosen):,} {whats} held out" if held_out else "none held out"
-        held += f", {copies:,} kept for training because they have duplicates" if copies else ""
+        held = f"{counted(len(held_out.chosen), self.noun)} held out" if held_out else "none held out"
+        held += f", {copies:,} kept for training because of duplicates" if copies else ""
         mean = whole.lengths.mean() if self.prefers else whole.lengths[training.chosen].mean()
-        rows = f"{len(training):,} rows of {mean:,.0f} tokens"
+        rows = f"{counted(len(training), 'row')} of {mean:,.0f} tokens"
         if isinstance(training, PackedRows):
-            rows = f"{len(training):,} rows of {data.sequence_length:,} tokens"
+            rows = f"{counted(len(training), 'row')} of {data.sequence_length:,} tokens"
         packing = f"{how}: {rows}, {training.efficiency:.1%} of them filled; {held}"
         others += [_balance(whole, self.config.train)] if self.unpaired else []
         facts = [("data", f"{first}, of {name}"), *(("", line) for line in others), ("packing", packing)]
@@ -437,14 +440,14 @@ def _balance(file: SampleFile, train: TrainSection) -> str:
     """Describe the numbers of good and bad answers, and how the weights balance them."""
     good = int(file.marks[::2].sum())
     bad = len(file) // 2 - good
-    counted = f"{good:,} good answers, {bad:,} bad ones"
+    words = f"{counted(good, 'good answer')}, {counted(bad, 'bad one')}"
     if not good or not bad:
-        return counted
+        return words
     ratio = train.kto_desirable_weight * good / (train.kto_undesirable_weight * bad)
     least, most = KTO_BALANCE
     if least <= ratio <= most:
-        return counted
-    return f"{counted}; weighted {ratio:.2g} to 1, where {least:g} to {most:g} is advised"
+        return words
+    return f"{words}; weighted {ratio:.2g} to 1, where {least:g} to {most:g} is advised"
 
 
 def _options(data: DataSection, max_tokens: int | None) -> EncodeOptions:

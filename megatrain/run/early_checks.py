@@ -49,7 +49,7 @@ def refuse_mistakes(config: Config) -> None:
             refuse_absent_model(name, f"model {name}")
     schema = schema_of(config)
     for name in (*config.data.sources, *config.data.validation.values()):
-        require_source(name, schema)
+        require_source(name, schema, asks_hub=True)
 
 
 def schema_of(config: Config) -> Schema:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from megatrain.checkpoint.listing import checkpoints, step_of
 from megatrain.config import Config
-from megatrain.errors import ConfigError
-from megatrain.plan.report import counted
+from megatrain.errors import ConfigError, counted
 from megatrain.run.history import METRICS, status_of
 from megatrain.system.atomic import vanish
 from megatrain.system.locks import Claim

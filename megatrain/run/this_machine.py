@@ -12,11 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.errors import PlanError
+from megatrain.errors import PlanError, counted
 from megatrain.plan import available_host_nbytes, available_threads, load_hardware
 from megatrain.plan.host_resources import processor_name
 from megatrain.plan.machines import machine_of_device
-from megatrain.plan.report import counted
 from megatrain.spec import Hardware, Precision
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from megatrain.checkpoint import Checkpoint, Retention
 from megatrain.config import AdapterSection, Config, TrainSection, save_config, seconds_to_stop
 from megatrain.data import Loader, Tokenizer, load_tokenizer, save_tokenizer, vocabulary_size
 from megatrain.device import Device, open_device
-from megatrain.errors import ConfigError, MegaTrainError
+from megatrain.errors import ConfigError, MegaTrainError, counted
 from megatrain.model import (
     AdaptedSource,
     FreshSource,
@@ -56,7 +56,7 @@ from megatrain.model import Progress as LoadingProgress
 from megatrain.model.hub import located
 from megatrain.optim import AdamW, lr_schedule
 from megatrain.plan import Plan, find_plan
-from megatrain.plan.report import counted, whole_tokens
+from megatrain.plan.report import whole_tokens
 from megatrain.run import resume
 from megatrain.run.data import Corpus, open_corpus, shortened
 from megatrain.run.disk_space import refuse_full_disk

@@ -22,7 +22,8 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from megatrain.plan.report import amount, counted
+from megatrain.errors import counted
+from megatrain.plan.report import amount
 from megatrain.spec import ModelSpec, Numerics, Placement, Policy
 from megatrain.train.events import (
     Compiled,

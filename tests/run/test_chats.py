@@ -71,7 +71,7 @@ def test_a_chat_run_shows_its_label_masks_and_uses_its_template(tmp_path: Path) 
         "60 samples",
         "of them trained (",
         "best fit: ",
-        "of them filled; 1 samples held out",
+        "of them filled; 1 sample held out",
         "the first sample; trained text is green",
         "0?",
         "loaded with from_pretrained",
@@ -113,7 +113,8 @@ def test_text_and_chats_are_mixed_by_weight_and_duplicates_reported(tmp_path: Pa
     assert "sequences" in said
     assert "best fit" in said
     assert "duplicates 6 of 85 samples repeat another (1 within more, 5 of more in others); " in said
-    assert "; 1 of the samples held out of chats also occur in training data" in said
+    assert "; 1 of the samples held out of chats also occurs in training data" in said
+    assert "; 1 sample held out" in said
 
 
 def test_a_step_has_the_requested_number_of_target_tokens(tmp_path: Path) -> None:
