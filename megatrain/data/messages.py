@@ -1,11 +1,11 @@
 """Normalises chat messages, tools and tool calls to the format that chat templates expect.
 
-A message is `{"role": ..., "content": text}`, with `tool_calls` where an assistant makes some, and then perhaps
-without content; a call is `{"type": "function", "function": {"name": ..., "arguments": {...}}}`, with its arguments
-as an object, whether they came as one or as JSON text. Contents in parts become one text, with reasoning and calls
-among them under their own keys. Whatever else a message holds (`reasoning_content`, `tool_call_id`, `name`) is kept
-for the template. What does not fit is a `SampleError` that names the message. Left out: the order of roles, which is
-the template's business, and pictures and sound.
+A message is `{"role": ..., "content": text}`. An assistant's message may have `tool_calls`, and then need not have
+content; a call is `{"type": "function", "function": {"name": ..., "arguments": {...}}}`. Arguments given as JSON text
+are parsed. A content that is a list of parts becomes one text, with reasoning and calls moved to their own keys. Other
+keys of a message (`reasoning_content`, `tool_call_id`, `name`) are kept for the template. A malformed message is a
+`SampleError` that names it. The order of roles is not checked, since templates do that. Pictures and sound are not
+supported.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ from typing import Any, TypeAlias
 from megatrain.data.json_text import parse_json
 from megatrain.errors import SampleError
 
-# What to set so that rows of an unknown shape are understood: `data.columns` and `data.tags`, as a user types them.
+# Advice for rows of no known format ----------------------------------------------------------------------------------
 #
-# Told by what a field holds (a list of turns, a text) and by the names that other data sets give to the same thing. It
-# is advice in an error, never acted upon.
-
+# Errors suggest `data.columns` and `data.tags`, by the types of fields (a list of turns, a text) and by the names that
+# other data sets use for them. Suggestions are never applied.
 
 QUESTIONS = ("instruction", "prompt", "question", "query", "input", "problem", "request", "human", "user", "source")
 ANSWERS = ("output", "completion", "answer", "response", "reply", "solution", "target", "assistant", "gpt", "bot")
 CONTEXTS = ("input", "context")
 TEXTS = ("text", "content", "body", "document", "article", "code", "page", "story")
 CONTENTS = ("content", "value", "text", "message", "says", "said", "utterance", "body")
-GENERAL = "set data.format, and data.columns to what the fields are called"
+GENERAL = "set data.format, and data.columns to the names of the fields"
 
 
 def columns_for(fields: Mapping[str, Any], known: Collection[str], roles: Collection[str]) -> str:
-    """What to do about a row of no known format. `known`: names of fields; `roles`: names of roles."""
+    """Advice for a row of no known format. known: names of fields in the known formats. roles: names of roles."""
     columns, turn = _columns(fields, known)
     if not columns:
         return GENERAL
@@ -41,24 +40,24 @@ def columns_for(fields: Mapping[str, Any], known: Collection[str], roles: Collec
 
 
 def tags_for(turn: Mapping[str, Any], roles: Collection[str]) -> str:
-    """What to do about a turn whose keys are unknown: the key that holds a role's name, and the one that holds text."""
+    """Advice for a turn with unknown keys: which may be the keys of its role and of its text."""
     texts = {str(key): value for key, value in turn.items() if isinstance(value, str)}
     role = next((key for key, value in texts.items() if value.lower() in roles), None)
     others = [key for key in texts if key != role]
     content = next((key for key in others if key.lower() in CONTENTS), others[0] if len(others) == 1 else None)
     tags = {"role_tag": role, "content_tag": content}
     if role is None or content is None:
-        return "set data.tags={role_tag: ..., content_tag: ...} to what a turn calls its role and its text"
+        return "set data.tags={role_tag: ..., content_tag: ...} to the keys of a turn's role and text"
     return f"set data.tags={_flow({tag: key for tag, key in tags.items() if key})}"
 
 
 def _columns(fields: Mapping[str, Any], known: Collection[str]) -> tuple[dict[str, str], Mapping[str, Any] | None]:
-    """Our name of a field -> the row's, and the first turn where the field is a list of turns."""
+    """(our name of a field -> the row's, the first turn if that field is a list of turns)."""
     pair = {kind: _first(fields, lambda name, kind=kind: name.startswith(kind)) for kind in ("chosen", "rejected")}
     if all(pair.values()):
         return {kind: str(name) for kind, name in pair.items()}, None
     for name, value in fields.items():
-        turns = _listed(value)
+        turns = _as_list(value)
         if turns and isinstance(turns[0], Mapping):
             return {"conversations" if "from" in turns[0] else "messages": name}, turns[0]
     texts = {name: value for name, value in fields.items() if isinstance(value, str)}
@@ -75,8 +74,8 @@ def _columns(fields: Mapping[str, Any], known: Collection[str]) -> tuple[dict[st
     return {match[0]: name for name, match in near.items() if match and match[0] != name}, None
 
 
-def _listed(value: object) -> Sequence[Any]:
-    """A list, or the one whose JSON text a cell of a table is; else nothing."""
+def _as_list(value: object) -> Sequence[Any]:
+    """`value` if it is a list, parsed if it is the JSON text of one; otherwise an empty list."""
     if isinstance(value, str):
         try:
             value = parse_json(value) if value.lstrip().startswith("[") else None
@@ -94,44 +93,49 @@ def _is_usual(turn: Mapping[str, Any]) -> bool:
 
 
 def _flow(names: Mapping[str, str]) -> str:
-    """As YAML on the command line."""
+    """A mapping in YAML's flow style, for the command line."""
     return "{" + ", ".join(f"{ours}: {theirs}" for ours, theirs in names.items()) + "}"
 
+
+# Messages and tools ---------------------------------------------------------------------------------------------------
 
 Message: TypeAlias = dict[str, Any]
 Tool: TypeAlias = dict[str, Any]
 
 OTHER_ROLES = ("human", "gpt", "chatgpt", "model", "bot", "ai", "observation", "function_call", "function")
-"""Names of roles in other data sets, for advice."""
+"""Names of roles in other data sets, for the advice in errors."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read_messages(value: object, place: str) -> list[Message]:
-    """`value` as messages, at least one."""
+    """Normalise a list of messages. Raises `SampleError` if it is malformed or empty.
+
+    place: of the row, for errors.
+    """
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        what = "an empty list" if value == [] else f"{type(value).__name__}"
-        raise SampleError(f"{what} in place of messages", reason="no messages", where=place, fix="bring a list of them")
+        what = f"{'an empty list' if value == [] else type(value).__name__} instead of messages"
+        raise SampleError(what, reason="no messages", where=place, fix="give a list of messages")
     return [_read_message(message, number, place) for number, message in enumerate(value, start=1)]
 
 
 def read_turns(value: object, column: str, place: str) -> object:
-    """What `column` holds where turns are expected; a text, which is all that a cell of a table can hold, read as JSON.
+    """The value of a column of turns. A text is parsed as JSON, since a CSV file can only hold texts.
 
-    Raises `SampleError` for a text that is no JSON.
+    Raises `SampleError` for a text that is not JSON.
     """
     if not isinstance(value, str):
         return value
-    fix = "write the list by json.dumps; pandas' to_csv writes Python's notation, which is no JSON"
-    return _from_json(value, f"{column!r} is a text", place, reason="messages that are no JSON", fix=fix)
+    fix = "write the list by json.dumps; pandas' to_csv writes Python's notation, which is not JSON"
+    return _from_json(value, f"{column!r} is a text", place, reason="messages that are not JSON", fix=fix)
 
 
 def read_tools(value: object, place: str) -> tuple[Tool, ...]:
-    """`value`, a list of JSON schemas or the JSON text of one, as function tools."""
+    """Normalise a list of JSON schemas of functions, or its JSON text. Raises `SampleError`."""
     if isinstance(value, str):
         value = _from_json(value, "tools", place) if value.strip() else []
     if not isinstance(value, Sequence) or not all(isinstance(tool, Mapping) for tool in value):
         what = f"tools are {type(value).__name__}, not a list of objects"
-        raise SampleError(what, reason="malformed tools", where=place, fix="bring JSON schemas of functions")
+        raise SampleError(what, reason="malformed tools", where=place, fix="give JSON schemas of functions")
     return tuple(
         dict(tool) if "function" in tool or "name" not in tool else {"type": "function", "function": dict(tool)}
         for tool in value
@@ -139,13 +143,13 @@ def read_tools(value: object, place: str) -> tuple[Tool, ...]:
 
 
 def read_calls(value: object, place: str) -> list[dict[str, Any]]:
-    """`value`, a call, a list of calls or the JSON text of either, as function calls."""
+    """Normalise a function call, a list of calls, or the JSON text of either. Raises `SampleError`."""
     if isinstance(value, str):
         value = _from_json(value, "a function call", place)
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, Sequence) or not value:
-        raise _malformed_call(f"{type(value).__name__} in place of function calls", place)
+        raise _malformed_call(f"{type(value).__name__} instead of function calls", place)
     return [_read_call(call, place) for call in value]
 
 
@@ -156,17 +160,15 @@ def _read_message(message: object, number: int, place: str) -> Message:
     kept = {key: value for key, value in message.items() if value is not None}
     role = kept.get("role")
     if role is None:
-        held = ", ".join(map(repr, kept)) or "nothing"
-        what = f"message {number} has no 'role'; it holds {held}"
-        raise SampleError(
-            what, reason="message without a role", where=place, fix=tags_for(kept, {*ROLES, *OTHER_ROLES})
-        )
+        what = f"message {number} has no 'role'; it holds {', '.join(map(repr, kept)) or 'nothing'}"
+        fix = tags_for(kept, {*ROLES, *OTHER_ROLES})
+        raise SampleError(what, reason="message without a role", where=place, fix=fix)
     if role not in ROLES:
         what = f"message {number} has the role {role!r}"
         fix = f"known are {', '.join(ROLES)}; for others set data.tags={{user_tag: ..., assistant_tag: ...}}"
         raise SampleError(what, reason="unknown role", where=place, fix=fix)
     if isinstance(kept.get("content"), Sequence) and not isinstance(kept["content"], str):
-        kept = _with_parts_apart(kept, number, place)
+        kept = _join_parts(kept, number, place)
     calls = kept.pop("tool_calls", None)
     if calls:
         if role != "assistant":
@@ -180,41 +182,41 @@ def _read_message(message: object, number: int, place: str) -> Message:
     return kept
 
 
-def _with_parts_apart(message: Message, number: int, place: str) -> Message:
-    """A message whose content is a list of parts, with their text as its content.
+def _join_parts(message: Message, number: int, place: str) -> Message:
+    """`message`, whose content is a list of parts, with their joined text as its content.
 
-    A part is a text, or an object with a `type` and what it says under `text` or, in LLaMA-Factory's v1 format,
-    under `value`; there are also parts for reasoning and for tool calls.
+    A part is a text, or an object with a `type` and its text under `text` or, in LLaMA-Factory's v1 format, `value`.
+    Parts of type `reasoning` and `tool_call` get their own keys.
     """
-    said: dict[str, list[str]] = {"text": [], "reasoning": [], "tool_call": []}
+    texts: dict[str, list[str]] = {"text": [], "reasoning": [], "tool_call": []}
     for part in message["content"]:
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
         value = part.get("text", part.get("value")) if isinstance(part, Mapping) else part
-        if kind not in said or not isinstance(value, str):
+        if kind not in texts or not isinstance(value, str):
             named = kind if isinstance(part, Mapping) else type(part).__name__
-            what = f"message {number} holds a part of kind {named!r}; only text is trained"
-            if kind in said and isinstance(part, Mapping):
-                what = f"message {number} holds a part of kind {named!r} without 'text' or 'value'"
+            what = f"message {number} has a part of type {named!r}; only text is trained"
+            if kind in texts and isinstance(part, Mapping):
+                what = f"message {number} has a part of type {named!r} without 'text' or 'value'"
             raise SampleError(what, reason="content that is not text", where=place, fix="remove it, or the sample")
-        said[str(kind)].append(value)
-    apart: Message = {} if said["tool_call"] and not said["text"] else {"content": "".join(said["text"])}
-    if said["reasoning"]:
-        apart["reasoning_content"] = "".join(said["reasoning"])
-    if said["tool_call"]:
-        apart["tool_calls"] = [call for text in said["tool_call"] for call in read_calls(text, place)]
-    return {**{key: value for key, value in message.items() if key != "content"}, **apart}
+        texts[str(kind)].append(value)
+    joined: Message = {} if texts["tool_call"] and not texts["text"] else {"content": "".join(texts["text"])}
+    if texts["reasoning"]:
+        joined["reasoning_content"] = "".join(texts["reasoning"])
+    if texts["tool_call"]:
+        joined["tool_calls"] = [call for text in texts["tool_call"] for call in read_calls(text, place)]
+    return {**{key: value for key, value in message.items() if key != "content"}, **joined}
 
 
 def _read_content(content: object, number: int, place: str) -> str:
     if not isinstance(content, str):
         what = f"the content of message {number} is {type(content).__name__}, not text"
-        raise SampleError(what, reason="content that is not text", where=place, fix="bring text")
+        raise SampleError(what, reason="content that is not text", where=place, fix="give text")
     return content
 
 
 def _read_call(call: object, place: str) -> dict[str, Any]:
     if not isinstance(call, Mapping):
-        raise _malformed_call(f"{type(call).__name__} in place of a function call", place)
+        raise _malformed_call(f"{type(call).__name__} instead of a function call", place)
     function = call.get("function", call)
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise _malformed_call("a function call without a name", place)
@@ -223,8 +225,8 @@ def _read_call(call: object, place: str) -> dict[str, Any]:
         arguments = _from_json(arguments, "the arguments of a function call", place) if arguments.strip() else {}
     if not isinstance(arguments, Mapping):
         raise _malformed_call(f"the arguments of a call of {function['name']} are {type(arguments).__name__}", place)
-    around = {key: value for key, value in call.items() if key in ("id", "index") and value is not None}
-    return {"type": "function", **around, "function": {"name": function["name"], "arguments": dict(arguments)}}
+    ids = {key: value for key, value in call.items() if key in ("id", "index") and value is not None}
+    return {"type": "function", **ids, "function": {"name": function["name"], "arguments": dict(arguments)}}
 
 
 def _from_json(text: str, what: str, place: str, *, reason: str = "malformed tools", fix: str = "correct it") -> object:

@@ -1,13 +1,13 @@
 """Reads preference rows: a prompt with a chosen and a rejected answer, as two samples that stay together.
 
-    prompt, chosen, rejected                    texts or messages, as TRL has them
-    chosen, rejected                            the prompt is what both share; also where it stands there as a text, and
-                                                the answers are whole conversations
-    instruction [, input], chosen, rejected     LLaMA-Factory's ranking data, as Alpaca
-    conversations, chosen, rejected             the same, as ShareGPT: the answers are turns
+    prompt, chosen, rejected                    TRL's format: texts or messages
+    chosen, rejected                            the prompt is what both have in common; also if there is a text prompt,
+                                                but both answers are conversations that include it
+    instruction [, input], chosen, rejected     LLaMA-Factory's ranking data in Alpaca format
+    conversations, chosen, rejected             LLaMA-Factory's ranking data in ShareGPT format: the answers are turns
 
-Each answer is read as if it were the only one, by the format that the rest of the row is of; the prompt is context, and
-never trained. Left out: more than two answers, and scores.
+Each answer is read as if it were the only one, by the format of the rest of the row. The prompt is never trained. Not
+supported: more than two answers, and scores.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from megatrain.errors import SampleError
 
 ANSWERS = ("chosen", "rejected")
 SECOND = ("rejected", "mismatched")
-"""What the second of two samples is called that stay together."""
+"""`Sample.answer` of the second sample of a pair."""
 
 
 def read_pair(row: Row, schema: Schema) -> tuple[Sample, Sample]:
-    """The chosen and the rejected sample of a row. Raises `SampleError`: what is wrong, and where."""
+    """The chosen and the rejected sample of a row. Raises `SampleError` for an unusable row."""
     require_fields(row, schema)
     chosen, rejected = (row.fields[schema.column(name)] for name in ANSWERS)
     if chosen == rejected:
         what, fix = "the chosen and the rejected answer are the same", "remove the sample"
         raise SampleError(what, reason="equal answers", where=row.place, fix=fix)
     contexts = [row.fields.get(schema.column(name)) for name in ("prompt", "instruction", "conversations")]
-    if not any(contexts) or (isinstance(contexts[0], str) and _are_whole(chosen, rejected)):
-        prompt, chosen, rejected = _shared(chosen, rejected, row.place)
+    if not any(contexts) or (isinstance(contexts[0], str) and _share_first_message(chosen, rejected)):
+        prompt, chosen, rejected = _split_prompt(chosen, rejected, row.place)
         row = replace(row, fields={**row.fields, schema.column("prompt"): prompt})
     first, second = (_with_answer(row, schema, answer) for answer in (chosen, rejected))
     return replace(first, answer="chosen"), replace(second, answer="rejected")
 
 
 def _with_answer(row: Row, schema: Schema, answer: Any) -> Sample:
-    """The row as if it held one answer."""
-    held = next(name for name in ("conversations", "instruction", "prompt") if row.fields.get(schema.column(name)))
+    """The sample of a row with one of its answers."""
+    found = next(name for name in ("conversations", "instruction", "prompt") if row.fields.get(schema.column(name)))
     kinds: dict[str, tuple[Format, str]] = {
         "conversations": ("sharegpt", "conversations"),
         "instruction": ("alpaca", "output"),
         "prompt": ("completion", "completion"),
     }
-    kind, field = kinds[held]
+    kind, field = kinds[found]
     if kind == "sharegpt":
-        turns = row.fields[schema.column(held)]
+        turns = row.fields[schema.column(found)]
         if not isinstance(turns, Sequence) or isinstance(turns, str) or not isinstance(answer, Mapping):
-            what = "conversations with an answer that is no turn"
+            what = "conversations with an answer that is not a turn"
             raise SampleError(what, reason="malformed preference", where=row.place)
         answer = [*turns, answer]
     elif isinstance(answer, Mapping):
@@ -65,13 +65,16 @@ def _with_answer(row: Row, schema: Schema, answer: Any) -> Sample:
     return sample if kind == "completion" else replace(sample, untrained=frozenset(range(context)))
 
 
-def _are_whole(chosen: Any, rejected: Any) -> bool:
+def _share_first_message(chosen: Any, rejected: Any) -> bool:
     """Whether both answers are conversations that begin with the same message."""
     return isinstance(chosen, list) and isinstance(rejected, list) and bool(chosen) and chosen[:1] == rejected[:1]
 
 
-def _shared(chosen: Any, rejected: Any, place: str) -> tuple[Any, Any, Any]:
-    """What two whole texts or conversations have in common at their start, and the rest of each."""
+def _split_prompt(chosen: Any, rejected: Any, place: str) -> tuple[Any, Any, Any]:
+    """(the common beginning of two texts or conversations, the rest of each). Raises `SampleError` if there is none.
+
+    Texts are divided at a space.
+    """
     both_texts = isinstance(chosen, str) and isinstance(rejected, str)
     both_lists = isinstance(chosen, list) and isinstance(rejected, list)
     if both_texts:
@@ -81,13 +84,14 @@ def _shared(chosen: Any, rejected: Any, place: str) -> tuple[Any, Any, Any]:
         equal = (one == other for one, other in zip(chosen, rejected, strict=False))
         size = next((at for at, same in enumerate(equal) if not same), min(len(chosen), len(rejected)))
     if not (both_texts or both_lists) or not size or not chosen[size:] or not rejected[size:]:
-        what, fix = "no prompt, and the answers share none", "add the field, or set data.columns to what it is called"
+        what = "no prompt, and the answers have no common beginning"
+        fix = "add the field, or set data.columns to what it is called"
         raise SampleError(what, reason="without 'prompt'", where=place, fix=fix)
     return chosen[:size], chosen[size:], rejected[size:]
 
 
 def whole_pairs(samples: Iterator[EncodedSample], statistics: Statistics) -> Iterator[EncodedSample]:
-    """`samples` without answers whose counterpart has been left out, which `statistics` then counts as left out too."""
+    """`samples` without answers whose counterpart was left out; `statistics` then counts them as left out, too."""
     waiting: EncodedSample | None = None
     for sample in samples:
         if sample.answer in SECOND and waiting is not None and waiting.origin == sample.origin:

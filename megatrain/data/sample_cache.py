@@ -1,11 +1,20 @@
 """Caches encoded samples in memory-mapped files, under a key that hashes their content and how they are encoded.
 
-Six files of one name: `.bin` and `.json` hold all ids, one sample after another, as a token file does
-(`token_files.py`); `.lengths` holds the tokens and the targets of each sample (two uint32); `.trained` one bit for
-each token, each sample from a byte of its own; `.hashes` 64 bits for the ids of each, by which copies are found (0
-for a mismatched answer); `.marks` a byte for each, 1 for an answer that is said to be desirable. The `.json` is
-written last, so what a crash leaves is no sample file. They are written while samples come in, and none is
-kept in memory. Left out: where samples come from (`cache.py`).
+A sample file is six files of one name:
+
+    .bin, .json     the ids of all samples, one after another, as a token file (`token_files.py`)
+    .lengths        two uint32 per sample: its numbers of tokens and of targets
+    .trained        one bit per token: whether it is a target; each sample starts at a byte
+    .hashes         64 bits per sample: a hash of its ids, to find copies; 0 for a mismatched answer
+    .marks          one byte per sample: 1 for an answer labelled desirable
+
+The `.json` is written last, so files that a crash leaves are not taken for a sample file. Samples are written as they
+are encoded, and none is kept in memory.
+
+The cache key hashes everything that the samples depend on: every byte of a local source (the commit of one on the hub),
+how its fields are read, and the encoder's identity. So a file that is moved or touched is not encoded again, and a
+changed byte is never overlooked. Hashing takes about a hundredth of the time of encoding. The statistics and an example
+are stored too, so a run that starts from the cache reports the same. Old entries are not removed.
 """
 
 from __future__ import annotations
@@ -20,7 +29,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +53,7 @@ PARTS = (LENGTHS, TRAINED, HASHES, MARKS) = ".lengths", ".trained", ".hashes", "
 
 @dataclass(frozen=True, eq=False)
 class SampleFile:
-    """An open file of samples. `lengths`, `targets`, `hashes`, `marks`, all [samples], are memory maps, as all is."""
+    """An open sample file. Arrays are memory maps of shape (samples,), except `bits`, the bytes of `.trained`."""
 
     tokens: TokenFile
     lengths: npt.NDArray[np.uint32]
@@ -57,7 +66,7 @@ class SampleFile:
         return len(self.lengths)
 
     def sample(self, number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """(ids, which of them are targets) of sample `number`, from 0 on."""
+        """(ids, mask of targets) of sample `number`, counted from 0."""
         size = int(self.lengths[number])
         first, byte = int(self._starts[number]), int(self._bytes[number])
         trained = np.unpackbits(self.bits[byte : byte + -(-size // 8)], count=size).astype(np.bool_)
@@ -65,12 +74,12 @@ class SampleFile:
 
     @property
     def details(self) -> Mapping[str, Any]:
-        """What the writer wrote beside them."""
+        """What the writer stored beside the samples."""
         return self.tokens.details
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash that tells one data set from another: of each sample's ids, and of how many of them are trained."""
+        """A hash of each sample's ids and number of targets, which tells data sets apart."""
         digest = hashlib.sha256(np.ascontiguousarray(self.hashes).tobytes())
         digest.update(np.ascontiguousarray(self.lengths).tobytes())
         digest.update(np.ascontiguousarray(self.targets).tobytes())
@@ -80,19 +89,22 @@ class SampleFile:
 
     @cached_property
     def _starts(self) -> npt.NDArray[np.int64]:
-        return _running(self.lengths.astype(np.int64))
+        """The position of each sample's first token."""
+        return _offsets(self.lengths.astype(np.int64))
 
     @cached_property
     def _bytes(self) -> npt.NDArray[np.int64]:
-        return _running(-(-self.lengths.astype(np.int64) // 8))
+        """The position of each sample's first byte in `bits`."""
+        return _offsets(-(-self.lengths.astype(np.int64) // 8))
 
 
 def write_samples(
     path: Path, samples: Iterable[EncodedSample], vocab_size: int, details: Mapping[str, Any]
 ) -> SampleFile:
-    """Writes `samples` under the name `path` (a `.bin`) and opens them; `details`, JSON, is read after the last one.
+    """Write `samples` as the sample file `path` (a `.bin`) and open it.
 
-    Raises what `write_tokens` raises.
+    details: a JSON object to store; used only after the last sample, so `samples` may fill it. Raises what
+    `write_tokens` raises.
     """
     drafts = {suffix: path.with_name(f"{path.stem}{suffix}.{uuid.uuid4().hex}.tmp") for suffix in PARTS}
     try:
@@ -108,7 +120,7 @@ def write_samples(
 
 
 def open_samples(path: Path) -> SampleFile:
-    """Opens them memory mapped. Raises `DataError` where a file is missing or does not belong to the others."""
+    """Open a sample file, memory-mapped. Raises `DataError` if one of its files is missing or does not fit the rest."""
     tokens = open_tokens(path)
     try:
         lengths = np.memmap(path.with_suffix(LENGTHS), dtype="<u4", mode="r").reshape(-1, 2)
@@ -116,16 +128,16 @@ def open_samples(path: Path) -> SampleFile:
         hashes = np.memmap(path.with_suffix(HASHES), dtype="<u8", mode="r")
         marks = np.memmap(path.with_suffix(MARKS), dtype=np.uint8, mode="r")
     except (OSError, ValueError) as error:
-        raise DataError(f"does not hold samples ({error})", where=str(path), fix="remove it") from error
+        raise DataError(f"is not a sample file ({error})", where=str(path), fix="remove it") from error
     sizes = lengths[:, 0].astype(np.int64)
     counts = int(sizes.sum()), int((-(-sizes // 8)).sum()), len(sizes), len(sizes)
     if counts != (len(tokens), len(bits), len(hashes), len(marks)):
-        raise DataError("its files are not of one data set", where=str(path), fix="remove them")
+        raise DataError("its files do not belong together", where=str(path), fix="remove them")
     return SampleFile(tokens, lengths[:, 0], lengths[:, 1], bits, hashes, marks)
 
 
-def are_samples(path: Path) -> bool:
-    """Whether a whole set of files of that name is there."""
+def is_sample_file(path: Path) -> bool:
+    """Whether all files of the sample file `path` exist."""
     return all(path.with_suffix(suffix).is_file() for suffix in (".bin", ".json", *PARTS))
 
 
@@ -136,41 +148,30 @@ def _arrays(path: Path, samples: Iterable[EncodedSample], drafts: Mapping[str, P
         for sample in samples:
             lengths.write(np.array([len(sample), sample.trained.sum()], dtype="<u4").tobytes())
             trained.write(np.packbits(sample.trained).tobytes())
-            told = sample.answer != MISMATCHED
-            hashes.write(hashlib.blake2b(sample.ids.tobytes(), digest_size=8).digest() if told else bytes(8))
+            is_own = sample.answer != MISMATCHED
+            hashes.write(hashlib.blake2b(sample.ids.tobytes(), digest_size=8).digest() if is_own else bytes(8))
             marks.write(bytes([sample.answer == GOOD]))
             yield sample.ids
-        for file in files:  # else a power cut could leave what is trained empty beside ids that are whole
+        for file in files:  # so that a power cut leaves no complete ids beside an incomplete mask
             file.flush()
             os.fsync(file.fileno())
-    for suffix, draft in drafts.items():  # before the ids and their note, which come last
+    for suffix, draft in drafts.items():  # before `write_tokens` does so with `.bin` and `.json`
         draft.replace(path.with_suffix(suffix))
 
 
-def _running(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _offsets(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
 
 
-# Sources to encoded samples -------------------------------------------------------------------------------------------
-#
-# Sources of samples to encoded samples on disk, encoded once and kept: the key is the content, not a name or a time.
-#
-# A key is a hash of what decides the outcome: every byte of a local source (a hub's commit for one on the hub), how its
-# fields are read, and all that an encoder's identity holds. A file that is moved or touched is not encoded again; a
-# changed byte is never overlooked. Hashing reads a gigabyte or two a second, encoding a hundredth of that. What has
-# become of the samples, and one example, are kept beside them, so a run that starts from the cache reports the same.
-#
-# Left out: removing old entries.
-
+# From sources to sample files -----------------------------------------------------------------------------------------
 
 FORMAT = 7  # part of the key: raise it when the same content would give other samples
 
 Runs = list[tuple[str, bool]]
-"""A rendered example: runs of text, and whether they are trained."""
-
+"""A rendered example: runs (text, whether it is trained)."""
 
 Progress: TypeAlias = Callable[[str, int, int | None], None]
-"""Told the name of a source, how many of its samples have been encoded, and of how many where that is known."""
+"""Called with the name of a source, how many of its rows are encoded, and how many it has if that is known."""
 
 
 def prepare_samples(
@@ -182,40 +183,35 @@ def prepare_samples(
     processes: int = 1,
     progress: Progress | None = None,
 ) -> SampleFile:
-    """The samples of `source`, encoded, from `cache` where it has them; else on so many processes where it is worth it.
+    """The encoded samples of `source`, from the folder `cache` if it has them; otherwise encoded by up to `processes`
+    processes and stored there.
 
-    Raises `DataError` for a source that cannot be read or has no sample to train on, and `SampleError` for one that
-    cannot be used, where `bad` says so.
+    bad: what happens to unusable samples. Raises `DataError` for a source that cannot be read or has no sample to train
+    on, and `SampleError` for an unusable sample if `bad` is `stop`.
     """
     path = cache / f"{_key(source, encoder, bad)}.bin"
-    if are_samples(path):
+    if is_sample_file(path):
         return open_samples(path)
     with alone(path):
-        if are_samples(path):
+        if is_sample_file(path):
             return open_samples(path)
         statistics = Statistics(LeftOut(bad))
         details: dict[str, Any] = {"source": source.name}
-        samples = _encoded(source, encoder, statistics, details, _Ways(processes, progress))
+        encode = partial(encode_in_processes, processes=processes, progress=_row_progress(source, progress))
+        samples = _encoded(source, encoder, statistics, details, encode)
         return write_samples(path, samples, encoder.vocabulary, details)
 
 
-class _Ways(NamedTuple):
-    """How samples are encoded, which changes nothing about them."""
-
-    processes: int
-    progress: Progress | None
-
-    def told_of(self, source: Source) -> Callable[[int], None] | None:
-        """What is told the rows of `source` so far."""
-        tell = self.progress
-        if tell is None:
-            return None
-        total = _rows_of(source)
-        return lambda done: tell(source.name, done, total)
+def _row_progress(source: Source, progress: Progress | None) -> Callable[[int], None] | None:
+    """Passes the number of encoded rows of `source` on to `progress`."""
+    if progress is None:
+        return None
+    total = _rows_of(source)
+    return lambda done: progress(source.name, done, total)
 
 
 def statistics_of(file: SampleFile) -> Statistics:
-    """What had become of the samples when they were encoded."""
+    """The statistics of the time when the samples were encoded."""
     kept = dict(file.details["statistics"])
     left_out = kept.pop("left_out")
     left_out = LeftOut(left_out["bad"], Counter(left_out["counts"]), dict(left_out["first"]))
@@ -223,12 +219,12 @@ def statistics_of(file: SampleFile) -> Statistics:
 
 
 def example_of(file: SampleFile) -> Runs:
-    """The first sample that is trained on, whole."""
+    """The first sample with a target, not truncated."""
     return [(text, trained) for text, trained in file.details["example"]]
 
 
 def holds_text_only(file: SampleFile) -> bool:
-    """Whether every sample is a plain text without a prompt, of which all is trained."""
+    """Whether every sample is a plain text without a prompt, so that every token is trained."""
     return bool(file.details["text_only"])
 
 
@@ -238,24 +234,28 @@ def holds_chats(file: SampleFile) -> bool:
 
 
 def holds_pairs(file: SampleFile) -> bool:
-    """Whether samples 0, 2, ... are chosen answers, and the one after each the rejected one."""
+    """Whether samples are pairs: the even ones are chosen answers, each followed by the rejected one."""
     return bool(file.details["pairs"])
 
 
 def holds_unpaired(file: SampleFile) -> bool:
-    """Whether samples 0, 2, ... are said to be good or bad by `marks`, and the one after each is mismatched."""
+    """Whether the even samples are answers labelled by `marks`, each followed by a mismatched one."""
     return bool(file.details.get("unpaired"))
 
 
 def _encoded(
-    source: Source, encoder: Encoder, statistics: Statistics, details: dict[str, Any], ways: _Ways
+    source: Source,
+    encoder: Encoder,
+    statistics: Statistics,
+    details: dict[str, Any],
+    encode: Callable[[Iterable[Sample], Encoder, Statistics], Iterator[EncodedSample]],
 ) -> Iterator[EncodedSample]:
-    """The samples; at its end it fills `details`."""
+    """The encoded samples of `source`. Fills `statistics`, and `details` at its end."""
     example: Runs = []
     text_only, chats = True, False
     kinds: set[str] = set()
 
-    def watched() -> Iterator[Sample]:
+    def samples() -> Iterator[Sample]:
         nonlocal text_only, chats
         for sample in read_samples([source], statistics.left_out):
             text_only = text_only and sample.text is not None and not sample.prompt
@@ -265,11 +265,9 @@ def _encoded(
                 example.extend(try_to_render(sample, encoder))
             yield sample
 
-    told = ways.told_of(source)
-    encoded = encode_in_processes(watched(), encoder, statistics, ways.processes, told)
-    yield from whole_pairs(encoded, statistics)
+    yield from whole_pairs(encode(samples(), encoder, statistics), statistics)
     if len(kinds) > 1:
-        what, fix = "holds preferences and other samples", "give each a source of its own"
+        what, fix = "holds both preferences and other samples", "give each a source of its own"
         raise DataError(what, where=source.name, fix=fix)
     if not statistics.samples:
         reasons = "; ".join(statistics.left_out.lines())
@@ -286,7 +284,7 @@ def _encoded(
 
 
 def _rows_of(source: Source) -> int | None:
-    """About how many rows `source` has: the lines of a file of lines; `None` where that takes more than counting."""
+    """The approximate number of rows of `source`, if it is a file of lines; None otherwise."""
     path = usable_path(source.name, error=DataError)
     if not path.is_file() or path.suffix not in (*JSON_LINES, *SEPARATED):
         return None
@@ -296,7 +294,7 @@ def _rows_of(source: Source) -> int | None:
 
 
 def _as_json(statistics: Statistics) -> dict[str, Any]:
-    """What `statistics_of` reads. `dataclasses.asdict` breaks counters before Python 3.12."""
+    """`statistics` as `statistics_of` reads them. `dataclasses.asdict` would break counters before Python 3.12."""
     left_out = statistics.left_out
     kept = {"bad": left_out.bad, "counts": dict(left_out.counts), "first": left_out.first}
     plain = {one.name: getattr(statistics, one.name) for one in fields(Statistics)}
@@ -312,7 +310,7 @@ def _key(source: Source, encoder: Encoder, bad: str) -> str:
 
 
 def _content(source: Source) -> object:
-    """What tells the content of `source` from any other."""
+    """What identifies the content of `source`: digests of its files, or the commit of a data set on the hub."""
     path = usable_path(source.name, error=DataError)
     if path.is_file():
         return [kind_of(path), _digest(path)]
@@ -326,7 +324,7 @@ def _content(source: Source) -> object:
         return source.name
     try:
         commit = commit_of(source.name)
-    except Exception:  # no common base; whether there is such a data set at all, the reader says
+    except Exception:  # no common base; reading it reports the error
         commit = None
     return [source.name, commit]
 

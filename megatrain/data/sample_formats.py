@@ -1,20 +1,20 @@
 """Converts rows in the common fine-tuning formats to samples.
 
-A sample is a conversation, a text (behind a prompt that is not trained, perhaps), or token ids:
+A sample is a conversation, a text (possibly after a prompt that is not trained), or token ids:
 
     chat         messages [, tools, system]                      a list of {"role", "content"}, or its JSON text
     sharegpt     conversations [, tools, system]                 a list of {"from", "value"}, or its JSON text
     completion   prompt, completion [, tools, system]            two texts, or messages
     alpaca       instruction, output [, input, system, history]  a conversation
-    text         text                                            all of it is trained
-    tokens       input_ids [, labels, attention_mask]            labels are -100 or the id at that very place
-    preference   chosen, rejected [, prompt and others]          two samples: see `preferences`
-    unpaired     label [, prompt, completion and others]         two samples: see `unpaired`; never by `auto`
+    text         text                                            every token is trained
+    tokens       input_ids [, labels, attention_mask]            labels are -100 or the id at the same position
+    preference   chosen, rejected [, prompt and others]          two samples: see `preferences.py`
+    unpaired     label [, prompt, completion and others]         two samples: see `unpaired.py`; never chosen by `auto`
 
-`auto` takes the first of preference, tokens, chat, sharegpt, completion, alpaca and text whose required fields a row
-has. `columns` says what the user calls a field, `tags` what turns call roles and keys; chat and sharegpt are told apart
-by the keys of the first turn. Rows that are marked as good or bad, as data for KTO is, are `unpaired` or refused:
-trained as they are, the bad ones would be learned too. Left out: pictures.
+`auto` chooses the first of preference, tokens, chat, sharegpt, completion, alpaca and text whose required fields a row
+has. `columns` gives the names of fields in the user's data, `tags` the names of roles and keys in turns. chat and
+sharegpt are distinguished by the keys of the first turn. Rows labelled good or bad, as data for KTO is, are refused
+unless the format is `unpaired`, since the bad answers would be learned too. Pictures are not supported.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Format: TypeAlias = Literal[
     "auto", "preference", "chat", "alpaca", "sharegpt", "completion", "text", "tokens", "unpaired"
 ]
 
-# Format -> its (required, optional) fields; in the order in which `auto` tries them.
+# Format -> its (required, optional) fields, in the order in which `auto` tries them.
 FIELDS: dict[Format, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "preference": (("chosen", "rejected"), ("prompt", "instruction", "input", "conversations", "tools", "system")),
     "tokens": (("input_ids",), ("labels", "attention_mask")),
@@ -59,21 +59,13 @@ FIELDS: dict[Format, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "unpaired": (
         ("label",),
         (
-            "prompt",
-            "completion",
-            "messages",
-            "conversations",
-            "instruction",
-            "input",
-            "output",
-            "history",
-            "tools",
-            "system",
+            *("prompt", "completion", "messages", "conversations", "instruction", "input", "output", "history"),
+            *("tools", "system"),
         ),
     ),
 }
 KNOWN_FIELDS = tuple(sorted({name for fields in FIELDS.values() for names in fields for name in names}))
-# LLaMA-Factory's name of a tag -> (its role, or None for a key; what is taken for it where the user names nothing)
+# LLaMA-Factory's name of a tag -> (the role that it names, or None if it names a key of turns; its default names)
 TAGS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "role_tag": (None, ("from",)),
     "content_tag": (None, ("value",)),
@@ -85,16 +77,16 @@ TAGS: dict[str, tuple[str | None, tuple[str, ...]]] = {
 }
 WITH_TURNS: tuple[Format, ...] = ("auto", "chat", "sharegpt", "preference", "unpaired")
 KEYS_OF_TURNS = {"role": "role_tag", "from": "role_tag", "content": "content_tag", "value": "content_tag"}
-MARKS = ("label", "kto_tag", "desirable", "undesirable", "chosen", "rejected", "accepted", "preferred", "thumbs_up")
-"""Columns that say whether an answer is good, where they hold a boolean; with `is_` before them too."""
-MAY_BE_TEXT = ("label", "chosen", "rejected")
-"""Of those, what else may hold 0, 1 or a text: a class, an answer."""
-MARKED = "marks the answer as good or bad, as data for KTO does, which train.objective=kto trains on"
-UNMARKED = "set that, or keep the rows with good answers and remove the column"
+LABELS = ("label", "kto_tag", "desirable", "undesirable", "chosen", "rejected", "accepted", "preferred", "thumbs_up")
+"""Columns that label an answer as good or bad if they hold booleans; also with the prefix `is_`."""
+AMBIGUOUS_LABELS = ("label", "chosen", "rejected")
+"""Labels that may also hold a class or an answer, so only booleans count in a single row."""
+LABELLED = "says whether the answer is good or bad, as data for KTO does"
+LABELLED_FIX = "set train.objective=kto, or keep the rows with good answers and remove the column"
 WEIGHTS = ("weight", "loss_weight")
-"""What messages call how much they are trained: OpenAI and LLaMA-Factory."""
+"""Keys of a message with its loss weight, in the formats of OpenAI and LLaMA-Factory."""
 SWITCHES = ("train", "training")
-"""The same where it is a boolean: axolotl."""
+"""Keys of a message with a boolean that says whether it is trained, in axolotl's format."""
 ROLE_NAMES = {*ROLES, *OTHER_ROLES, *(name for _, names in TAGS.values() for name in names)}
 MEDIA = ("image", "video", "audio")
 NOT_A_TARGET = -100
@@ -102,7 +94,7 @@ NOT_A_TARGET = -100
 
 @dataclass(frozen=True)
 class Schema:
-    """How rows are to be read. Raises `ConfigError` for a column or a tag that no format knows."""
+    """How rows are read: their format, and the user's names. Raises `ConfigError` for an unknown column or tag."""
 
     format: Format = "auto"
     columns: Mapping[str, str] = field(default_factory=dict)  # our name of a field -> the user's
@@ -112,51 +104,51 @@ class Schema:
         for name, theirs in self.columns.items():
             if name in KEYS_OF_TURNS:
                 fix = f"set data.tags={{{KEYS_OF_TURNS[name]}: {theirs}}}"
-                raise ConfigError(f"{name!r} is no column, but a key of turns", where="data.columns", fix=fix)
+                raise ConfigError(f"{name!r} is not a column, but a key of turns", where="data.columns", fix=fix)
         _require_known(self.columns, set(KNOWN_FIELDS), "data.columns")
         _require_known(self.tags, set(TAGS), "data.tags")
         _require_known([self.format], set(get_args(Format)), "data.format")
 
     def refuse_unused(self) -> None:
-        """Raise `ConfigError` for columns and tags that no row of the format has."""
+        """Raise `ConfigError` for columns and tags that the format does not use."""
         if self.tags and self.format not in WITH_TURNS:
             fix = f"leave data.tags out, or data.format={self.format}"
             raise ConfigError(f"{self.format} samples have no turns", where="data.tags", fix=fix)
         fields = FIELDS.get(self.format, (KNOWN_FIELDS, ()))
         for name in self.columns:
             if name not in {*fields[0], *fields[1]}:
-                fix = f"theirs are {', '.join((*fields[0], *fields[1]))}"
+                fix = f"they have {', '.join((*fields[0], *fields[1]))}"
                 raise ConfigError(f"{self.format} samples have no {name!r}", where="data.columns", fix=fix)
 
     def column(self, name: str) -> str:
-        """What the user calls field `name`."""
+        """The user's name for field `name`."""
         return self.columns.get(name, name)
 
     def fits(self, fields: Mapping[str, Any]) -> bool:
-        """Whether a row has all that the format requires."""
+        """Whether a row has all fields that the format requires."""
         return all(fields.get(self.column(name)) is not None for name in FIELDS[self.format][0])
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """What to train on: `messages`, or `text`, or `ids` with `trained` (bool, as long)."""
+    """What to train on: `messages`, or `text`, or `ids` with `trained`, the mask of targets of the same length."""
 
-    origin: str
+    origin: str  # the place of its row
     messages: tuple[Message, ...] = ()
     tools: tuple[Tool, ...] = ()
-    untrained: frozenset[int] = frozenset()  # messages that are context: of a prompt, or with a weight of 0
-    prompt: str = ""  # stands before `text` and is not trained
+    untrained: frozenset[int] = frozenset()  # messages not trained: those of a prompt, and those with a weight of 0
+    prompt: str = ""  # precedes `text` and is not trained
     text: str | None = None
     ids: TokenArray | None = None
     trained: npt.NDArray[np.bool_] | None = None
     answer: Literal["", "chosen", "rejected", "desirable", "undesirable", "mismatched"] = ""
-    """Of a preference, or of an answer that is said to be good or bad; two that belong together follow one another."""
+    """The sample's role in a pair, of a preference or with a label; the two samples of a pair are consecutive."""
 
 
 def detect_schema(row: Row, schema: Schema) -> Schema:
-    """`schema` with its format decided by `row`, where it is `auto`. Raises `SampleError` where nothing fits."""
+    """`schema`, with the format of `row` instead of `auto`. Raises `SampleError` if the row has no known format."""
     if schema.format == "chat" and schema.fits(row.fields):
-        return _by_turns(row, schema) if schema.tags else schema
+        return _chat_or_sharegpt(row, schema) if schema.tags else schema
     if schema.format != "auto":
         return schema
     for name in FIELDS:
@@ -165,18 +157,18 @@ def detect_schema(row: Row, schema: Schema) -> Schema:
             continue
         if name not in ("preference", "tokens", "text"):
             _refuse_half_a_pair(row)
-        return _by_turns(row, candidate) if name in ("chat", "sharegpt") else candidate
-    held = ", ".join(map(repr, row.fields)) or "nothing"
+        return _chat_or_sharegpt(row, candidate) if name in ("chat", "sharegpt") else candidate
+    names = ", ".join(map(repr, row.fields)) or "nothing"
     raise SampleError(
-        f"none of the known formats: it holds {held[:200]}",
+        f"none of the known formats: it holds {names[:200]}",
         reason="of no known format",
         where=row.place,
         fix=columns_for(row.fields, KNOWN_FIELDS, ROLE_NAMES),
     )
 
 
-def _by_turns(row: Row, schema: Schema) -> Schema:
-    """`schema`, of chat or sharegpt, as the other of the two where the keys of the first turn or the tags say so."""
+def _chat_or_sharegpt(row: Row, schema: Schema) -> Schema:
+    """`schema`, of chat or sharegpt, corrected to the other one if the tags or the keys of the first turn say so."""
     column = schema.column(FIELDS[schema.format][0][0])
     turns = read_turns(row.fields[column], column, row.place)
     first = turns[0] if isinstance(turns, Sequence) and turns and isinstance(turns[0], Mapping) else {}
@@ -196,60 +188,61 @@ def _by_turns(row: Row, schema: Schema) -> Schema:
 
 
 def _refuse_half_a_pair(row: Row) -> None:
-    """Raise `SampleError` for a rejected answer where no field is called `chosen`."""
+    """Raise `SampleError` for a row with a rejected answer, but no chosen one."""
     for name, value in row.fields.items():
         if name.lower().startswith("rejected") and isinstance(value, str | Sequence | Mapping) and value:
-            what = f"{name!r} holds a rejected answer, and there is no 'chosen' one"
+            what = f"{name!r} holds a rejected answer, but there is no 'chosen' one"
             fix = "set data.columns={chosen: ..., rejected: ...} and train.objective=dpo, or data.format, or remove it"
             raise SampleError(what, reason="half a preference", where=row.place, fix=fix)
 
 
 def read_sample(row: Row, schema: Schema) -> Sample:
-    """What `row` means under `schema`, whose format is decided. Raises `SampleError`: what is wrong, and where."""
+    """The sample in `row`, by a schema whose format is not `auto`. Raises `SampleError` for an unusable row."""
     require_fields(row, schema)
-    _refuse_marks(row, schema)
+    _refuse_labels(row, schema)
     sample = _READERS[schema.format](row, schema)
     _require_text_only(row, sample)
-    return _weighed(sample) if sample.messages else sample
+    return _apply_weights(sample) if sample.messages else sample
 
 
 def require_fields(row: Row, schema: Schema) -> None:
-    """Raise `SampleError` where a row lacks what its format has."""
+    """Raise `SampleError` if a row lacks a field that its format requires."""
     if not schema.fits(row.fields):
-        _refuse_marks(row, schema)
-        lacking = next(n for n in FIELDS[schema.format][0] if row.fields.get(schema.column(n)) is None)
-        held = ", ".join(map(repr, row.fields)) or "nothing"
-        what = f"no {schema.column(lacking)!r}, which {schema.format} samples have; it holds {held}"
+        _refuse_labels(row, schema)
+        missing = next(n for n in FIELDS[schema.format][0] if row.fields.get(schema.column(n)) is None)
+        names = ", ".join(map(repr, row.fields)) or "nothing"
+        what = f"no {schema.column(missing)!r}, which {schema.format} samples have; it holds {names}"
         fix = "add the field, or set data.columns to what it is called"
-        raise SampleError(what, reason=f"without {schema.column(lacking)!r}", where=row.place, fix=fix)
+        raise SampleError(what, reason=f"without {schema.column(missing)!r}", where=row.place, fix=fix)
 
 
-def _refuse_marks(row: Row, schema: Schema) -> None:
-    """Raise `SampleError` where a column says whether the answer is good: what is bad must not be learned."""
+def _refuse_labels(row: Row, schema: Schema) -> None:
+    """Raise `SampleError` if a column labels the answer as good or bad, since bad answers must not be learned."""
     if schema.format in ("text", "tokens"):
         return
     required, optional = FIELDS[schema.format]
     fields = {schema.column(name) for name in (*required, *optional)}
     for name, value in row.fields.items():
         plain = name.lower().removeprefix("is_")
-        if plain not in MARKS or name in fields:
+        if plain not in LABELS or name in fields:
             continue
-        if isinstance(value, bool | np.bool_) or (plain not in MAY_BE_TEXT and as_mark(value) is not None):
-            what = f"{name!r} {MARKED}"
-            raise SampleError(what, reason="marked as good or bad", where=row.place, fix=UNMARKED)
+        if isinstance(value, bool | np.bool_) or (plain not in AMBIGUOUS_LABELS and as_label(value) is not None):
+            what = f"{name!r} {LABELLED}"
+            raise SampleError(what, reason="labelled as good or bad", where=row.place, fix=LABELLED_FIX)
 
 
-def as_mark(value: Any) -> bool | None:
-    """0, 1, true or false, or a text that says so, as a boolean; None for anything else."""
+def as_label(value: Any) -> bool | None:
+    """0, 1, true or false, or one of these as text, as a boolean; None for anything else."""
     if isinstance(value, str):
         return {"0": False, "1": True, "false": False, "true": True}.get(value.strip().lower())
     return bool(value) if isinstance(value, int | float | np.integer | np.bool_) and value in (0, 1) else None
 
 
-class Labels:
-    """What the column `label` of a source holds: a boolean is refused in its row, but 0, 1 and texts may be classes.
+class LabelCheck:
+    """Finds out whether a source's column `label` labels answers as good or bad.
 
-    So whether they mark answers as good or bad is told by all of them, when the source has been read.
+    A boolean is refused in its row (`_refuse_labels`), but 0, 1 and texts may be classes. They are labels if all rows
+    hold nothing else, which is known when the source has been read.
     """
 
     def __init__(self) -> None:
@@ -257,27 +250,27 @@ class Labels:
         self._classes: set[str] = set()
 
     def add(self, row: Row, schema: Schema) -> None:
-        """Take up a row that has been read as a sample of `schema`."""
+        """Note the label of a row that has been read by `schema`."""
         for name in () if schema.format in ("text", "tokens", "unpaired") else row.fields:
             if name.lower().removeprefix("is_") == "label" and (value := row.fields[name]) is not None:
                 self._first.setdefault(name, row.place)
-                if as_mark(value) is None:
+                if as_label(value) is None:
                     self._classes.add(name)
 
-    def refuse_marks(self) -> None:
-        """Raise `DataError` for a column that has held nothing but 0, 1, true and false."""
+    def refuse_labels(self) -> None:
+        """Raise `DataError` for a column that held nothing but 0, 1, true and false."""
         for name in self._first.keys() - self._classes:
-            what = f"{name!r} is 0, 1, true or false in every row: it {MARKED}"
-            raise DataError(what, where=self._first[name], fix=UNMARKED)
+            what = f"{name!r} is 0, 1, true or false in every row: it {LABELLED}"
+            raise DataError(what, where=self._first[name], fix=LABELLED_FIX)
 
 
 def _require_text_only(row: Row, sample: Sample) -> None:
-    """Refuses what speaks of a picture that a column holds, as LLaVA's and LLaMA-Factory's data do."""
+    """Raise `SampleError` for a text with a placeholder (`<image>`) for media in a column, as in LLaVA's data."""
     for kind in MEDIA:
-        said = [message.get("content", "") for message in sample.messages]
-        held = [name for name in (kind, f"{kind}s") if row.fields.get(name)]
-        if held and any(f"<{kind}>" in text for text in (*said, sample.prompt)):
-            what = f"speaks of what {held[0]!r} holds; only text is trained"
+        contents = [message.get("content", "") for message in sample.messages]
+        columns = [name for name in (kind, f"{kind}s") if row.fields.get(name)]
+        if columns and any(f"<{kind}>" in text for text in (*contents, sample.prompt)):
+            what = f"refers to {columns[0]!r} by <{kind}>; only text is trained"
             raise SampleError(what, reason="content that is not text", where=row.place, fix="remove the sample")
 
 
@@ -303,17 +296,17 @@ def _read_sharegpt(row: Row, schema: Schema) -> Sample:
                 what = f"message {number} has no {key!r}"
                 fix = tags_for(turn if isinstance(turn, Mapping) else {}, ROLE_NAMES)
                 raise SampleError(what, reason=f"message without {key!r}", where=row.place, fix=fix)
-        said, named = turn[content_key], turn[role_key]
-        role = roles.get(named) if isinstance(named, str) else None
+        content, role_name = turn[content_key], turn[role_key]
+        role = roles.get(role_name) if isinstance(role_name, str) else None
         if role is None:
-            what = f"message {number} has the role {named!r}"
+            what = f"message {number} has the role {role_name!r}"
             fix = f"known are {', '.join(roles)}; for others set data.tags={{user_tag: ..., assistant_tag: ...}}"
             raise SampleError(what, reason="unknown role", where=row.place, fix=fix)
         if role == "call":
-            messages.append({"role": "assistant", "tool_calls": read_calls(said, row.place)})
+            messages.append({"role": "assistant", "tool_calls": read_calls(content, row.place)})
         else:
             extra = {key: value for key, value in turn.items() if key not in (role_key, content_key)}
-            messages.append({**extra, "role": role, "content": said})
+            messages.append({**extra, "role": role, "content": content})
     return Sample(row.place, _with_system(read_messages(messages, row.place), row, schema), _tools(row, schema))
 
 
@@ -321,17 +314,17 @@ def _read_completion(row: Row, schema: Schema) -> Sample:
     prompt, completion = (row.fields[schema.column(name)] for name in ("prompt", "completion"))
     if isinstance(prompt, str) and isinstance(completion, str):
         return Sample(row.place, prompt=prompt, text=completion)
-    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    after = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    context = _with_system(read_messages(before, row.place), row, schema)
-    messages = (*context, *read_messages(after, row.place))
+    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    context = _with_system(read_messages(prompt, row.place), row, schema)
+    messages = (*context, *read_messages(completion, row.place))
     return Sample(row.place, messages, _tools(row, schema), untrained=frozenset(range(len(context))))
 
 
 def _read_alpaca(row: Row, schema: Schema) -> Sample:
     messages: list[Message] = []
     for pair in _optional(row, schema, "history", list) or ():
-        if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(said, str) for said in pair):
+        if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             what = f"{schema.column('history')!r} is not a list of pairs of texts"
             raise SampleError(what, reason="malformed history", where=row.place)
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
@@ -359,7 +352,7 @@ def _read_tokens(row: Row, schema: Schema) -> Sample:
         if (wrong := np.flatnonzero(trained & (labels != ids))).size:
             at = int(wrong[0])
             what = f"label {labels[at]} at position {at} is neither {NOT_A_TARGET} nor the id there, {ids[at]}"
-            fix = "labels stand at the place of their token; do not shift them"
+            fix = "give each label at the position of its token; do not shift labels"
             raise SampleError(what, reason="labels that are not the ids", where=row.place, fix=fix)
     if row.fields.get(schema.column("attention_mask")) is not None:
         mask = _integers(row, schema, "attention_mask") != 0
@@ -381,30 +374,31 @@ _READERS = {
 }
 
 
-def _weighed(sample: Sample) -> Sample:
-    """Without what says whether a message is trained, which no template reads: a weight of 0 or 1, or a boolean."""
+def _apply_weights(sample: Sample) -> Sample:
+    """Turn the loss weights of messages (0, 1 or a boolean) into `untrained`, and remove their keys, which no template
+    uses."""
     untrained = set(sample.untrained)
     messages = []
     for number, message in enumerate(sample.messages):
-        marks = {key: message[key] for key in WEIGHTS if key in message}
-        marks |= {key: message[key] for key in SWITCHES if isinstance(message.get(key), bool)}
-        for key, weight in marks.items():
+        weights = {key: message[key] for key in WEIGHTS if key in message}
+        weights |= {key: message[key] for key in SWITCHES if isinstance(message.get(key), bool)}
+        for key, weight in weights.items():
             if weight not in (0, 1):
                 what = f"message {number + 1} has a {key} of {weight!r}"
                 raise SampleError(what, reason="fractional weight", where=sample.origin, fix="a weight is 0 or 1")
-        if not all(marks.values()):
+        if not all(weights.values()):
             untrained.add(number)
-        messages.append({key: value for key, value in message.items() if key not in marks})
+        messages.append({key: value for key, value in message.items() if key not in weights})
     return replace(sample, messages=tuple(messages), untrained=frozenset(untrained))
 
 
 def _with_system(messages: Sequence[Message], row: Row, schema: Schema) -> tuple[Message, ...]:
-    """`messages` behind the text of a column of its own, where there is one."""
+    """`messages`, after a system message from the column `system` if there is one."""
     system = _optional(row, schema, "system", str)
     if not system:
         return tuple(messages)
     if messages[0]["role"] == "system":
-        what = f"a system message beside the column {schema.column('system')!r}"
+        what = f"a system message, but also a column {schema.column('system')!r}"
         raise SampleError(what, reason="two system messages", where=row.place, fix="keep one of them")
     return ({"role": "system", "content": system}, *messages)
 
@@ -430,7 +424,7 @@ def _integers(row: Row, schema: Schema, name: str) -> npt.NDArray[np.int64]:
         _wrong_type(row, schema, name, values, list)
     try:
         array = np.asarray(values)
-    except (ValueError, OverflowError):  # rows of several lengths
+    except (ValueError, OverflowError):  # nested lists of different lengths, or numbers that are too large
         array = np.empty((0, 0))
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         what = f"{schema.column(name)!r} is not a list of integers"

@@ -1,8 +1,7 @@
-"""A source of samples: its rows and schema, and counts of what was left out.
+"""Reads the samples of a source: its rows, converted by the schema that the user gave or that the first row implies.
 
-The first row of a file decides an `auto` format for that file. A row of another format in the same file is an error
-that names it, because half a file read with the wrong eyes would train on the wrong tokens. Left out: mixing of
-sources.
+With format `auto`, the first row of a file decides the format of that file. A row of another format in it is an error
+that names the row, since reading it by the wrong format would train the wrong tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 
 from megatrain.data.preferences import read_pair
 from megatrain.data.read_rows import LeftOut, Row, read_rows
-from megatrain.data.sample_formats import Labels, Sample, Schema, detect_schema, read_sample
+from megatrain.data.sample_formats import LabelCheck, Sample, Schema, detect_schema, read_sample
 from megatrain.data.unpaired import read_unpaired, with_mismatched
 from megatrain.errors import DataError, SampleError
 from megatrain.system.paths import usable_path
@@ -20,14 +19,14 @@ from megatrain.system.paths import usable_path
 
 @dataclass(frozen=True)
 class Source:
-    """A file, a folder, or a dataset on the hub, and how it is read."""
+    """A file, a folder, or a data set on the hub, and how it is read."""
 
     name: str
     schema: Schema = field(default_factory=Schema)
-    split: str = "train"  # of a saved dataset or one on the hub, as the two below
+    split: str = "train"  # of a data set on the hub or a saved one; so are the next two
     subset: str | None = None
     folder: str | None = None
-    limit: int | None = None  # samples taken, from the first on
+    limit: int | None = None  # read this many samples, the first ones
     pattern: str = "*"  # which files of a local folder are read
 
     def rows(self, left_out: LeftOut) -> Iterator[Row]:
@@ -38,30 +37,30 @@ class Source:
 
     @property
     def is_local(self) -> bool:
-        """Whether its name is that of a file or folder that exists."""
+        """Whether it is an existing file or folder."""
         return usable_path(self.name, error=DataError).exists()
 
 
 def read_samples(sources: Sequence[Source], left_out: LeftOut) -> Iterator[Sample]:
     """The samples of `sources`, one source after another.
 
-    Raises `DataError` for a source that is missing, unreadable or malformed, one whose labels turn out to mark good and
-    bad answers, or where none holds a sample; asks `left_out` about single samples.
+    Raises `DataError` for a source that is missing, unreadable or malformed, if a column `label` turns out to mark
+    answers as good or bad (see `LabelCheck`), and if there is no sample. A single unusable sample goes to `left_out`.
     """
     found = False
     for source in sources:
-        labels = Labels()
+        labels = LabelCheck()
         for sample in with_mismatched(_read_source(source, left_out, labels), source.name):
             found = True
             yield sample
-        labels.refuse_marks()
+        labels.refuse_labels()
     if not found:
         reasons = "; ".join(left_out.lines()) or "they are empty"
         where = ", ".join(source.name for source in sources)
         raise DataError(f"no sample (left out: {reasons})", where=where, fix="name a source with samples in it")
 
 
-def _read_source(source: Source, left_out: LeftOut, labels: Labels) -> Iterator[Sample]:
+def _read_source(source: Source, left_out: LeftOut, labels: LabelCheck) -> Iterator[Sample]:
     taken = 0
     rows = source.rows(left_out)
 
@@ -71,7 +70,7 @@ def _read_source(source: Source, left_out: LeftOut, labels: Labels) -> Iterator[
                 reason = f"beyond the first {source.limit:,}"
                 if source.is_local:
                     left_out.add(reason, row.place, 1 + sum(1 for _ in rows))
-                else:  # nothing is fetched to be counted
+                else:  # not counted, since that would download them
                     left_out.add(f"{reason} or more", row.place)
                 return
             yield row
@@ -81,10 +80,12 @@ def _read_source(source: Source, left_out: LeftOut, labels: Labels) -> Iterator[
         yield from samples
 
 
-def samples_of(rows: Iterable[Row], asked: Schema, left_out: LeftOut, labels: Labels) -> Iterator[tuple[Sample, ...]]:
-    """The samples of each usable row, of which the first of a file decides the schema where none is asked for.
+def samples_of(
+    rows: Iterable[Row], asked: Schema, left_out: LeftOut, labels: LabelCheck
+) -> Iterator[tuple[Sample, ...]]:
+    """The samples of each usable row. If the format asked for is `auto`, the first row of a file decides it.
 
-    Raises `DataError`; asks `left_out` about single rows, and shows the others to `labels`.
+    An unusable row goes to `left_out`, the others to `labels`. Raises `DataError`.
     """
     schema, file = asked, None
     for row in rows:
@@ -102,10 +103,10 @@ def samples_of(rows: Iterable[Row], asked: Schema, left_out: LeftOut, labels: La
 
 def _read_row(row: Row, schema: Schema, asked: Schema) -> tuple[Sample, ...]:
     if asked.format == "auto":
-        other = detect_schema(row, asked)  # raises where it is of no format at all
-        in_turns = {other.format, schema.format} == {"chat", "sharegpt"}  # told apart by the messages that they hold
+        other = detect_schema(row, asked)  # raises for a row of no known format
+        in_turns = {other.format, schema.format} == {"chat", "sharegpt"}  # which may differ by the first turn only
         if not schema.fits(row.fields) or (other.format != schema.format and not in_turns):
-            what = f"a {other.format} sample in a file that began with {schema.format} samples"
+            what = f"a sample in {other.format} format, but the file begins with {schema.format} samples"
             fix = "give each format a file of its own, or set data.format"
             raise SampleError(what, reason="of another format than its file", where=row.place, fix=fix)
     if schema.format == "preference":

@@ -27,7 +27,7 @@ from megatrain.data.encode import EncodedSample, Encoder, Statistics, encode_bat
 from megatrain.data.packing import Indices, Row, best_fit, packed_row
 from megatrain.data.read_rows import Bad, LeftOut, RowStream
 from megatrain.data.read_rows import Row as FileRow
-from megatrain.data.sample_formats import Labels, Sample
+from megatrain.data.sample_formats import LabelCheck, Sample
 from megatrain.data.sample_sources import Source, samples_of
 from megatrain.data.sampler import epoch_order, grouped_order
 from megatrain.errors import DataError
@@ -108,7 +108,7 @@ class StreamRows:
         """The first sample that was read."""
         self.holds_chats = False
         self._stream = RowStream(source.name, source.split, source.subset, source.folder, source.pattern)
-        self._labels, self._lock = Labels(), Lock()
+        self._labels, self._lock = LabelCheck(), Lock()
         self._starts = [_BlockStart(0, 0, 0)]  # sorted: the first block's, and the latest ones
         self._blocks: dict[tuple[int, int], _Block] = {}  # in the order in which they were read
         self._known: dict[tuple[int, int], tuple[int, str]] = {}  # of blocks at `_starts`: the row after it, its hash
@@ -251,7 +251,7 @@ class StreamRows:
             samples = [sample for group in groups for sample in group]
             self._require_usable(samples)
             found += encode_batch(samples, self.encoder, counted)
-        self._labels.refuse_marks()
+        self._labels.refuse_labels()
         after = (start.epoch + 1, 0) if ended else (start.epoch, start.samples + taken)
         if start.key >= self._counted:
             self.statistics.merge(counted)

@@ -1,16 +1,17 @@
 """Reads text from files, folders, JSONL or the standard library, and tokenises it once into a cached token file.
 
-A source is
-* a text file, whatever its suffix: one document;
-* a `.jsonl` file: one document per line, its `text` field; either may be compressed (`compressed_files`);
-* a folder: every file below it that matches a pattern, in sorted order, each read as above;
-* `python-stdlib`: the Python code of the running interpreter's standard library (write `./python-stdlib` for
-  a folder of that name), so that there is real text where there is no network.
+A source is one of
 
-A source named twice counts twice; a file in a folder beside its own compressed copy is read once. What a folder holds
-beyond text is left out and counted by reason, never in silence; a file that the user named must be text. Text is UTF-8,
-a byte-order mark is dropped and line ends are kept. A large file comes in pieces cut after a line, so that memory does
-not grow with it. Links to folders are not followed. Left out: Parquet.
+* a text file with any suffix: one document;
+* a `.jsonl` file: one document per line, its `text` field; both may be compressed (`compressed_files.py`);
+* a folder: every file below it that matches a pattern, in sorted order, each read as above;
+* `python-stdlib`: the Python code of the interpreter's standard library, real text that needs no network (write
+  `./python-stdlib` for a folder of that name).
+
+A source named twice counts twice. In a folder, a file and its compressed copy are read once, and files that are not
+text are left out and counted by reason; a file that the user named must be text. Text is UTF-8; a byte-order mark is
+dropped, and line ends are kept. A large file is read in pieces that end with a line, so memory does not grow with its
+size. Links to folders are not followed. Not here: Parquet (`read_rows.py`).
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ from megatrain.system.paths import missing, usable_path
 STDLIB = "python-stdlib"
 PIECE_CHARACTERS = 1 << 20
 BYTES_PER_TOKEN = 4
-"""Of text, roughly; and of a compressed file as many times the text."""
-COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ", b"PK\x03\x04")
-"""How gzip, zstd, bzip2, xz and zip begin."""
+"""A rough average, also used as the compression ratio of text files."""
+COMPRESSION_MAGIC = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ", b"PK\x03\x04")
+"""The first bytes of gzip, zstd, bzip2, xz and zip files."""
 
-# Not written for a reader (tests, tables), not the library's (site-packages), or second copies.
+# Installed packages, tests, and files that are mostly tables or copies.
 STDLIB_LEFT_OUT = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings"}
 )
@@ -63,26 +64,26 @@ STDLIB_LEFT_OUT = frozenset(
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to read, and what tells whether it has changed since."""
+    """A file to read, with its size and modification time, which show whether it has changed."""
 
     path: Path
     nbytes: int
     mtime_ns: int
-    named: bool  # named by the user, not found in a folder: it must be text
+    named: bool  # named by the user, not found in a folder, so it must be text
 
 
 class Piece(NamedTuple):
-    """Part of a document, never empty. A document may be several pieces."""
+    """A part of a document, never empty; a document may be several pieces."""
 
     text: str
     ends_document: bool
 
 
 def find_files(sources: Sequence[str | Path], pattern: str = "*") -> tuple[list[SourceFile], Counter[str]]:
-    """The files of `sources` in reading order, and how much of the folders was left out, by reason.
+    """(the files of `sources` in reading order, reason -> number of files that were left out of folders).
 
-    `pattern` chooses the files of a folder, matched from the right: `*.md` at any depth, `docs/*.md` in any
-    `docs`. Raises `DataError` for a source that is missing or cannot be read, or where nothing matches.
+    pattern: chooses the files of a folder, matched from the right: `*.md` at any depth, `docs/*.md` in any folder
+    `docs`. Raises `DataError` for a source that is missing or unreadable, and if no file matches.
     """
     files: list[SourceFile] = []
     skipped: Counter[str] = Counter()
@@ -105,24 +106,23 @@ def find_files(sources: Sequence[str | Path], pattern: str = "*") -> tuple[list[
 
 
 def about_tokens(sources: Sequence[str], tokenizer: str = "", pattern: str = "*") -> int | None:
-    """How many tokens the files of `sources` hold, roughly, by their sizes; None where one is not on this machine.
+    """A rough number of tokens of `sources`, by file sizes; None if one of them is not on this machine.
 
-    tokenizer: its name; `bytes` has more tokens. Raises `DataError` as `find_files` does.
+    tokenizer: its name; `bytes` gives one token per byte. Raises `DataError` as `find_files` does.
     """
     if any(name != STDLIB and not usable_path(name, error=DataError).exists() for name in sources):
         return None
     per_token = 1 if tokenizer == "bytes" else BYTES_PER_TOKEN
     files = find_files(sources, pattern)[0]
-    packed = (*COMPRESSIONS, ".parquet")
-    nbytes = [file.nbytes * (BYTES_PER_TOKEN if file.path.suffix.lower() in packed else 1) for file in files]
+    compressed = (*COMPRESSIONS, ".parquet")
+    nbytes = [file.nbytes * (BYTES_PER_TOKEN if file.path.suffix.lower() in compressed else 1) for file in files]
     return max(1, sum(nbytes) // per_token)
 
 
 def read_pieces(files: Iterable[SourceFile], skipped: Counter[str]) -> Iterator[Piece]:
-    """The documents of `files`, piece by piece; what is left out is added to `skipped`, by reason.
+    """The documents of `files`, piece by piece; what is left out is counted in `skipped`, by reason.
 
-    Raises `DataError` for a file that the user named and that is not UTF-8 text, and for a malformed JSONL
-    line.
+    Raises `DataError` for a file that the user named if it is not UTF-8 text, and for a malformed JSONL line.
     """
     for file in files:
         try:
@@ -143,12 +143,12 @@ def _source_file(path: Path, *, named: bool) -> SourceFile:
         status = path.stat()
     except OSError as error:
         raise _unreadable(error, path) from error
-    # Not resolved: a link of the hub's cache has the file's name, and what it leads to has none.
+    # Links are not resolved: in the hub's cache the link has the file's name, and its target a hash.
     return SourceFile(path.absolute(), status.st_size, status.st_mtime_ns, named)
 
 
 def _folder_files(folder: Path, pattern: str, skipped: Counter[str]) -> list[Path]:
-    glob = pattern.removeprefix("**/")  # which every pattern means
+    glob = pattern.removeprefix("**/")  # implied by every pattern
     if not glob or "**" in glob or glob.startswith("/"):
         raise DataError(f"{pattern!r} is not a pattern for files", where=str(folder), fix="write `*.txt`")
     found: list[Path] = []
@@ -158,13 +158,13 @@ def _folder_files(folder: Path, pattern: str, skipped: Counter[str]) -> list[Pat
         if path.name.startswith("."):
             skipped["hidden"] += 1
         elif not _is_file(path):
-            skipped["special"] += 1  # a pipe, a broken link
+            skipped["special"] += 1  # a pipe, or a broken link
         else:
             found.append(path)
     if not found:
         fix = "name a folder with text in it" if glob == "*" else "correct the pattern"
         raise DataError(f"no file matches {pattern!r}", where=str(folder), fix=fix)
-    once: dict[Path, Path] = {}  # by the name without compression; what has none comes first
+    once: dict[Path, Path] = {}  # by the uncompressed name; an uncompressed file is sorted first
     for path in sorted(found):
         once.setdefault(without_compression(path), path)
     if copies := len(found) - len(once):
@@ -175,7 +175,7 @@ def _folder_files(folder: Path, pattern: str, skipped: Counter[str]) -> list[Pat
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError as error:  # in a folder that may be listed and not entered
+    except OSError as error:  # in a folder that may be listed, but not entered
         raise _unreadable(error, path) from error
 
 
@@ -183,13 +183,13 @@ def _stdlib_files() -> list[Path]:
     folder = Path(sysconfig.get_paths()["stdlib"])
     found = sorted(path for path in _walk(folder, Counter(), STDLIB_LEFT_OUT) if path.suffix == ".py")
     if not found:
-        fix = "name another source: this interpreter keeps its library elsewhere"
+        fix = "name another source, since this interpreter keeps its library elsewhere"
         raise DataError(f"no Python file in {folder}", where=STDLIB, fix=fix)
     return found
 
 
 def _walk(folder: Path, skipped: Counter[str], without: frozenset[str]) -> Iterator[Path]:
-    """What is in `folder` and below, but for folders: hidden and linked ones and those named in `without`."""
+    """The files in `folder` and below it, except in hidden folders, linked folders and those named in `without`."""
     for place, folders, names in os.walk(folder, onerror=_refuse):
         inside = []
         for name in folders:
@@ -199,7 +199,7 @@ def _walk(folder: Path, skipped: Counter[str], without: frozenset[str]) -> Itera
                 skipped["linked"] += 1
             elif name not in without:
                 inside.append(name)
-        folders[:] = inside  # where `os.walk` goes next
+        folders[:] = inside  # `os.walk` continues with these
         yield from (Path(place, name) for name in names)
 
 
@@ -210,20 +210,20 @@ def _refuse(error: OSError) -> NoReturn:
 def _not_text(error: UnicodeDecodeError, path: Path) -> DataError:
     with open_bytes(path) as file:
         head = file.read(8)
-    if head.startswith(COMPRESSED):
-        what = "is compressed in another way than its name says, or not by gzip or zstd"
+    if head.startswith(COMPRESSION_MAGIC):
+        what = "holds compressed data, which is only read from .gz and .zst files"
         return DataError(what, where=str(path), fix="rename it to end in .gz or .zst, or decompress it")
     what = f"not UTF-8 text ({error.reason})"
     return DataError(what, where=str(path), fix="convert it to UTF-8, or leave it out")
 
 
 def _unreadable(error: OSError, path: Path | str) -> DataError:
-    fix = "fetch it anew, or leave it out" if isinstance(error, DamagedData) else "make it readable, or leave it out"
-    return DataError(error.strerror or str(error), where=str(path), fix=fix)
+    remedy = "download it again" if isinstance(error, DamagedData) else "make it readable"
+    return DataError(error.strerror or str(error), where=str(path), fix=f"{remedy}, or leave it out")
 
 
 def _text_pieces(path: Path, skipped: Counter[str]) -> Iterator[Piece]:
-    """A text file in pieces of about `PIECE_CHARACTERS`. Raises `UnicodeDecodeError` where it is not text."""
+    """A text file in pieces of about `PIECE_CHARACTERS`. Raises `UnicodeDecodeError` if it is not text."""
     with open_text(path) as file:
         text = _next_piece(file)
         if not text:
@@ -236,14 +236,14 @@ def _text_pieces(path: Path, skipped: Counter[str]) -> Iterator[Piece]:
 
 def _next_piece(file: TextIO) -> str:
     text = file.read(PIECE_CHARACTERS)
-    text += file.readline(PIECE_CHARACTERS)  # to the end of the line, where that is near
+    text += file.readline(PIECE_CHARACTERS)  # to the end of the line, unless it is very long
     if "\0" in text:
         raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "a zero byte")
     return text
 
 
 def _is_text(path: Path) -> bool:
-    """Reads all of it: a file must not be given up half way."""
+    """Whether a file is text; reads all of it, so that reading it later does not fail halfway."""
     try:
         for _ in _text_pieces(path, Counter()):
             pass
@@ -273,10 +273,10 @@ def _text_field(line: bytes, *, where: str) -> str:
         raise DataError(f"not a line of JSON ({error})", where=where, fix="correct or remove the line") from error
     fix = 'each line must be {"text": "..."}'
     if not isinstance(record, dict):
-        raise DataError(f"{type(record).__name__} in place of an object", where=where, fix=fix)
+        raise DataError(f"{type(record).__name__} instead of an object", where=where, fix=fix)
     if "text" not in record:
-        held = ", ".join(map(repr, record)) or "nothing"
-        raise DataError(f"no field 'text'; the line holds {held}", where=where, fix=fix)
+        names = ", ".join(map(repr, record)) or "nothing"
+        raise DataError(f"no field 'text'; the line holds {names}", where=where, fix=fix)
     text = record["text"]
     if not isinstance(text, str):
         raise DataError(f"field 'text' is {type(text).__name__}, not a string", where=where, fix=fix)
@@ -287,32 +287,28 @@ def _text_field(line: bytes, *, where: str) -> str:
     return text
 
 
-# To a token file ------------------------------------------------------------------------------------------------------
+# From sources to a token file -----------------------------------------------------------------------------------------
 #
-# Sources to one token file: text is tokenised once, and kept so that the next run starts at once.
-#
-# The cache key is a hash of every file's path, size and time of change and of the tokenizer's rules; a file
-# that changes is tokenised again, with the rest of its dataset. An end-of-text token closes every document. The
-# counts of documents and of what was left out are kept with the tokens, so a run that starts from the cache
-# reports the same. Left out: removing old cache entries, and progress while tokenising.
-
+# The key of the cache is a hash of the tokenizer's rules and of every file's path, size and modification time, so if a
+# file changes, its whole data set is tokenised again. An end-of-text token ends every document. The numbers of
+# documents and of files left out are stored with the tokens, so a run that starts from the cache reports the same. Old
+# entries are not removed.
 
 FORMAT = 2  # part of the cache key: raise it when the same text would give other tokens
-BATCH_CHARACTERS = 1 << 22  # encoded at once, which is what a tokenizer spreads over its threads
+BATCH_CHARACTERS = 1 << 22  # tokenised in one call, which the tokenizer spreads over its threads
 
 
 def prepare_tokens(
     sources: str | Path | Sequence[str | Path], tokenizer: Tokenizer, *, cache: Path, pattern: str = "*"
 ) -> TokenFile:
-    """The tokens of `sources`: one token file as it is, or text files, folders and JSONL, tokenised.
+    """The tokens of `sources`: a single token file as it is, or text files, JSONL and folders, tokenised.
 
-    `pattern` chooses the files of folders. Raises `DataError` for whatever cannot be read, and for
-    sources without any text.
+    pattern: see `find_files`. Raises `DataError` for a source that cannot be read, and if there is no text.
     """
     named = [sources] if isinstance(sources, str | Path) else list(sources)
     if any(_names_tokens(source) for source in named):
         if len(named) > 1:
-            what = "a token file stands alone and cannot be mixed with other sources"
+            what = "a token file cannot be mixed with other sources"
             raise DataError(what, where=", ".join(map(str, named)), fix="join the tokens into one file")
         return open_tokens(named[0])
     files, skipped = find_files(named, pattern)
@@ -328,7 +324,7 @@ def prepare_tokens(
 
 
 def describe_tokens(file: TokenFile) -> str:
-    """One line for the user: how many tokens, from what, and what was left out."""
+    """One line for the user: the number of tokens, their source, and what was left out."""
     line = f"{counted(len(file), 'token')} from {file.path}"
     if "documents" not in file.details:
         return line
@@ -354,15 +350,15 @@ def _cache_key(files: Sequence[SourceFile], tokenizer: Tokenizer) -> str:
 def _token_arrays(
     files: Sequence[SourceFile], tokenizer: Tokenizer, skipped: Counter[str], details: dict[str, Any]
 ) -> Iterator[TokenArray]:
-    """The ids of all documents, each closed by end-of-text. At its end it fills `details` with the counts."""
-    closing = np.array([end_of_text_id(tokenizer)], dtype=np.int64)
+    """The ids of all documents, each ended by an end-of-text token. Fills `details` with the counts at its end."""
+    end_of_text = np.array([end_of_text_id(tokenizer)], dtype=np.int64)
     documents = 0
     for batch in _batches(read_pieces(files, skipped)):
         parts: list[TokenArray] = []
         for piece, ids in zip(batch, encode_texts(tokenizer, [piece.text for piece in batch]), strict=True):
             parts.append(ids)
             if piece.ends_document:
-                parts.append(closing)
+                parts.append(end_of_text)
                 documents += 1
         yield np.concatenate(parts)
     details |= {"files": len(files), "documents": documents, "skipped": dict(skipped)}

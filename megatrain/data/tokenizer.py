@@ -1,14 +1,13 @@
-"""Loads tokenizers by name and encodes text; the only place in data/ that imports `transformers` and `tokenizers`.
+"""Loads tokenizers by name and encodes text; the only module in data/ that imports `transformers` and `tokenizers`.
 
-`bytes` is built in, so that a run needs no download: one token per byte with the byte as its id, and
-`<|endoftext|>` = 256. It is an ordinary Hugging Face tokenizer (byte-level BPE without a merge), so an
-exported model folder holds it and `AutoTokenizer` loads it. Its ids are the text's UTF-8 bytes, hence the
-fast path of `encode_texts`; the tokenizer called as it is, is the slow twin.
+`bytes` is built in, so that a run needs no download: one token per byte, with the byte as its id, and `<|endoftext|>`
+with id 256. It is an ordinary Hugging Face tokenizer (byte-level BPE without merges), so it is exported with the model
+and loaded by `AutoTokenizer`. Since its ids are the text's UTF-8 bytes, `encode_texts` has a fast path for it, which is
+tested against calling the tokenizer.
 
-A document is encoded as plain text: special tokens are not added, and one spelled out in a document stays
-text, so no document can forge an end of text. The libraries are imported on first use, because they take
-seconds. Left out: which parts of a chat are trained (`chat.py`), and tokenizers that bring their own Python
-code (`trust_remote_code`).
+A document is encoded as plain text: no special tokens are added, and the text of one stays text, so a document cannot
+contain an end-of-text token. The libraries are imported on first use, because that takes seconds. Not supported:
+tokenizers with their own Python code (`trust_remote_code`).
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ if TYPE_CHECKING:
 Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
 
 END_OF_TEXT = "<|endoftext|>"
-SENTENCE_PIECES = "tokenizer.model"
+SENTENCEPIECE_MODEL = "tokenizer.model"
 
 
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer called `name`: `bytes`, a local folder, or a name on the Hugging Face hub.
 
-    A hub name is looked up in the local cache first; the hub is asked only for what is not there, once,
-    without retries. Raises `DataError` where nothing usable is found.
+    A hub name is looked up in the local cache first. If it is not there, the hub is asked once, without retries. Raises
+    `DataError` if there is no usable tokenizer.
     """
     if name == "bytes":
         return _byte_tokenizer()
@@ -51,7 +50,8 @@ def load_tokenizer(name: str) -> Tokenizer:
         try:
             refuse_unreadable_in(folder)
         except OSError as error:
-            raise DataError(error.strerror or str(error), where=str(error.filename), fix="bring a whole one") from error
+            fix = "name a complete folder"
+            raise DataError(error.strerror or str(error), where=str(error.filename), fix=fix) from error
         return _from_pretrained(str(folder), local=True)
     if folder.is_file():
         raise DataError("is a file, not a tokenizer folder", where=name, fix=f"name its folder: {folder.parent}")
@@ -65,14 +65,14 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> TokenArray:
-    """`text` as ids, without special tokens; see `encode_texts`."""
+    """The ids of `text`, without special tokens; see `encode_texts`."""
     return encode_texts(tokenizer, [text])[0]
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[TokenArray]:
-    """Each text as a 1-D array of ids: no special token is added, and none is read out of the text.
+    """The ids of each text as a 1-D array. No special token is added, and the text of one stays text.
 
-    The byte-level tokenizer takes the bytes as they are (uint8); any other runs its own pipeline, in
+    For the byte-level tokenizer the ids are the text's bytes (uint8); any other tokenizer runs its pipeline, in
     parallel. Raises `DataError` for text that is not Unicode (a lone surrogate).
     """
     try:
@@ -96,13 +96,13 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[TokenArray]
 def encode_with_offsets(
     tokenizer: Tokenizer, texts: Sequence[str], *, special_tokens: Literal["read", "text"]
 ) -> list[tuple[TokenArray, npt.NDArray[np.int64]]]:
-    """(ids, offsets) of each text; offsets (tokens, 2) are the characters [start, stop) that a token stands for.
+    """(ids, offsets) of each text; offsets, int64 (tokens, 2), are the characters [start, stop) of each token.
 
-    No special token is added; one that a text spells out is read as such, or stays text. Raises `DataError` where the
-    tokenizer cannot tell offsets.
+    No special token is added. special_tokens: whether the text of one is read as the token or stays text. Raises
+    `DataError` if the tokenizer does not provide offsets.
     """
     if not tokenizer.is_fast:
-        what = "the tokenizer does not tell which characters a token stands for"
+        what = "the tokenizer does not provide the characters of each token"
         raise DataError(what, where=str(tokenizer.name_or_path), fix="use one with a tokenizer.json")
     if not texts:
         return []
@@ -129,14 +129,14 @@ def render_marked(
     template: str,
     values: Mapping[str, Any],
 ) -> tuple[str, list[tuple[int, int]]]:
-    """(text, the characters [start, stop) between its `{% generation %}` marks), as the library renders a chat.
+    """Render a chat: (text, the characters [start, stop) between its `{% generation %}` marks).
 
-    `apply_chat_template` gives these marks by token only, and wrongly where a mark falls on white space that no token
-    stands for; so this is the function beneath it, called as it does.
+    `apply_chat_template` only returns these as a mask of tokens, which is wrong if a mark is at white space that no
+    token covers. So this calls the function that it calls, with the same arguments.
     """
     from transformers.utils import chat_template_utils
 
-    render: Any = chat_template_utils.render_jinja_template  # declared to return a string, which it does not
+    render: Any = chat_template_utils.render_jinja_template  # its declared return type is wrong
     texts, marks = render(
         conversations=[[{key: value for key, value in message.items() if value is not None} for message in messages]],
         tools=tools,
@@ -148,22 +148,22 @@ def render_marked(
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write a tokenizer into a model's folder, such that transformers 4 and llama.cpp's converter read it, too.
+    """Write a tokenizer into a model's folder so that transformers 4 and llama.cpp's converter read it, too.
 
-    transformers 5 writes a name of its general class that 4 does not know, where both know the older one, and leaves
-    out the SentencePiece model of whom it was read from, the only file from which Gemma's vocabulary is converted.
+    transformers 5 writes its new name of the general class, which version 4 does not know (both know the old name), and
+    omits the SentencePiece model, the only file from which llama.cpp converts Gemma's vocabulary.
     """
     tokenizer.save_pretrained(folder)
     described = folder / "tokenizer_config.json"
     if '"TokenizersBackend"' in (text := described.read_text("utf-8")):
         described.write_text(text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'), "utf-8")
     pieces = Path(str(tokenizer.init_kwargs.get("vocab_file")))
-    if pieces.name == SENTENCE_PIECES and pieces.is_file() and not (folder / SENTENCE_PIECES).exists():
-        shutil.copyfile(pieces, folder / SENTENCE_PIECES)
+    if pieces.name == SENTENCEPIECE_MODEL and pieces.is_file() and not (folder / SENTENCEPIECE_MODEL).exists():
+        shutil.copyfile(pieces, folder / SENTENCEPIECE_MODEL)
 
 
 def leading_ids(tokenizer: Tokenizer) -> list[int]:
-    """What the tokenizer itself puts before a text: a beginning of text, or nothing."""
+    """The ids that the tokenizer puts before a text: a beginning-of-text token, or nothing."""
     bare: list[int] = tokenizer("x", add_special_tokens=False)["input_ids"]
     full: list[int] = tokenizer("x", add_special_tokens=True)["input_ids"]
     starts = (at for at in range(len(full) - len(bare) + 1) if full[at : at + len(bare)] == bare)
@@ -171,7 +171,7 @@ def leading_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def end_of_text_id(tokenizer: Tokenizer) -> int:
-    """The id that closes a document. Raises `DataError` where the tokenizer has none."""
+    """The id that ends a document. Raises `DataError` if the tokenizer has none."""
     eos: int | None = tokenizer.eos_token_id
     if eos is None:
         raise DataError(
@@ -183,18 +183,18 @@ def end_of_text_id(tokenizer: Tokenizer) -> int:
 
 
 def special_tokens(tokenizer: Tokenizer) -> list[str]:
-    """The tokens that are read as such wherever a text spells them out, those among them that have no role."""
+    """The texts that are read as special tokens, including added ones without a role such as bos or eos."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return sorted({*tokenizer.all_special_tokens, *added})
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
-    """One more than the largest id, added tokens included: the least vocabulary a model needs for it."""
+    """The largest id plus one, added tokens included: the smallest vocabulary that a model needs."""
     return 1 + max(tokenizer.get_vocab().values())
 
 
 def tokenizer_identity(tokenizer: Tokenizer) -> str:
-    """A hash of all that decides the ids of a text, wherever the tokenizer was loaded from."""
+    """A hash of everything that the ids of a text depend on, independent of where the tokenizer was loaded from."""
     if hasattr(tokenizer, "backend_tokenizer"):
         rules = _rules(tokenizer)
     else:
@@ -203,10 +203,10 @@ def tokenizer_identity(tokenizer: Tokenizer) -> str:
 
 
 def byte_alphabet() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary, in the order of the bytes.
+    """The character of each byte in a byte-level vocabulary, in the order of the bytes.
 
-    A printable byte of Latin-1 stands for itself, the others take the code points from 256 on, as in GPT-2
-    (Radford et al., 2019, `encoder.py`).
+    Printable bytes of Latin-1 are themselves; the others take the code points from 256 on, as in GPT-2 (Radford et al.,
+    2019, `encoder.py`).
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
@@ -232,13 +232,13 @@ def _byte_tokenizer() -> Tokenizer:
 
 
 def _rules(tokenizer: Tokenizer) -> dict[str, Any]:
-    """A `tokenizers` pipeline as JSON, but for what each call sets anew."""
+    """A `tokenizers` pipeline as JSON, without truncation and padding, which every call sets."""
     rules: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
     return {name: rule for name, rule in rules.items() if name not in ("truncation", "padding")}
 
 
 def _is_byte_level(tokenizer: Tokenizer) -> bool:
-    """Whether plain text becomes its bytes. Special tokens do not matter: `encode_texts` never reads them."""
+    """Whether the ids of plain text are its bytes. Special tokens do not matter, since `encode_texts` reads none."""
     if tokenizer.vocab_size != 256 or not hasattr(tokenizer, "backend_tokenizer"):
         return False
     rules = _rules(tokenizer)
@@ -261,19 +261,19 @@ def _from_pretrained(name: str, *, local: bool) -> Tokenizer:
     fix = "name `bytes`, a folder that `save_pretrained` wrote, or a model on the Hugging Face hub"
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=False)
-    except Exception as error:  # transformers raises whatever its parsers and optional packages raise
+    except Exception as error:  # transformers passes on whatever its parsers and optional packages raise
         raise DataError(f"no tokenizer could be loaded ({first_line(error)})", where=name, fix=fix) from error
-    # Where a folder has a model configuration only, transformers builds an empty vocabulary without a word.
+    # For a folder with a model configuration only, transformers silently builds an empty vocabulary.
     if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
         raise DataError("holds no tokenizer, or an empty one", where=name, fix=fix)
     return tokenizer
 
 
 def _require_reachable(name: str) -> None:
-    """Asks the hub once whether `name` exists: `from_pretrained` itself would retry for most of a minute."""
+    """Ask the hub once whether `name` exists, since `from_pretrained` would retry for most of a minute."""
     try:
         answer(lambda api: api.model_info(name, timeout=TIMEOUT_SECONDS))
-    except Exception as error:  # the client's network errors have no common base but this
+    except Exception as error:  # the client's network errors have no other common base
         nearest = "bytes" if difflib.get_close_matches(name.lower(), ["bytes"]) else nearest_path(Path(name))
         fix = f"did you mean {nearest}?" if nearest else "name a local tokenizer folder, or `bytes`"
         what = "neither a local folder nor in the local cache, and the Hugging Face hub did not provide it"

@@ -188,7 +188,7 @@ def test_unsupported_compression_is_reported_as_such(tmp_path: Path) -> None:
     for name, content in (("a.txt", gzip.compress(b"x")), ("a.txt.bz2", bz2.compress(b"x"))):
         (tmp_path / name).write_bytes(content)
         assert not holds_samples(str(tmp_path / name))
-        with pytest.raises(DataError, match=r"is compressed .*; rename it to end in \.gz or \.zst, or decompress it"):
+        with pytest.raises(DataError, match=r"holds compressed data, .*; rename it to end in \.gz or \.zst, or"):
             prepare_tokens([tmp_path / name], load_tokenizer("bytes"), cache=tmp_path)
 
 

@@ -111,9 +111,9 @@ def test_chosen_and_rejected_share_their_context(
     ("row", "what"),
     [
         ({"prompt": "a", "chosen": "2", "rejected": "2"}, "are the same"),
-        ({"chosen": "2", "rejected": "3"}, "no prompt, and the answers share none"),
-        ({"chosen": ASKS, "rejected": [*ASKS, says("3")]}, "no prompt, and the answers share none"),
-        ({"conversations": [{"from": "human", "value": "a"}], "chosen": "2", "rejected": "3"}, "no turn"),
+        ({"chosen": "2", "rejected": "3"}, "no prompt, and the answers have no common beginning"),
+        ({"chosen": ASKS, "rejected": [*ASKS, says("3")]}, "no prompt, and the answers have no common beginning"),
+        ({"conversations": [{"from": "human", "value": "a"}], "chosen": "2", "rejected": "3"}, "not a turn"),
         ({"prompt": "a", "chosen": 2, "rejected": "3"}, "message"),
     ],
 )

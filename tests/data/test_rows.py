@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from megatrain.data import Batching, EncodedSample, Loader, PackedRows, SampleFile, SampleRows, pack, write_tokens
 from megatrain.data.packing import split_samples
-from megatrain.data.sample_cache import are_samples, open_samples, write_samples
+from megatrain.data.sample_cache import is_sample_file, open_samples, write_samples
 from megatrain.data.sampler import grouped_order, next_source
 from megatrain.errors import DataError
 
@@ -81,7 +81,7 @@ def loader_of(sources: list[Batching], **changed: Any) -> Loader:
 def test_samples_round_trip(tmp_path: Path) -> None:
     written = encoded(50, 7)
     file = write_samples(tmp_path / "x.bin", written, VOCABULARY, {"note": 1})
-    assert are_samples(tmp_path / "x.bin")
+    assert is_sample_file(tmp_path / "x.bin")
     assert len(file) == 50
     for number, sample in enumerate(written):
         ids, trained = file.sample(number)
@@ -135,11 +135,11 @@ def test_files_of_several_data_sets_are_refused(tmp_path: Path) -> None:
     for name, count in (("x", 5), ("y", 6)):
         write_samples(tmp_path / f"{name}.bin", encoded(count, 0), VOCABULARY, {})
     (tmp_path / "x.lengths").write_bytes((tmp_path / "y.lengths").read_bytes())
-    with pytest.raises(DataError, match="not of one data set"):
+    with pytest.raises(DataError, match="do not belong together"):
         open_samples(tmp_path / "x.bin")
     (tmp_path / "y.lengths").unlink()
-    assert not are_samples(tmp_path / "y.bin")
-    with pytest.raises(DataError, match="does not hold samples"):
+    assert not is_sample_file(tmp_path / "y.bin")
+    with pytest.raises(DataError, match="is not a sample file"):
         open_samples(tmp_path / "y.bin")
 
 

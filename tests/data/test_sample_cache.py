@@ -74,10 +74,10 @@ def test_concurrent_runs_encode_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     paths = [lines(tmp_path / name / "x.jsonl", CHAT, UNANSWERED, CHAT) for name in "ab"]
     encodings: list[object] = []
 
-    def slowly(*arguments: Any) -> Any:
+    def slowly(*arguments: Any, **_: object) -> Any:
         encodings.append(arguments)
         time.sleep(0.3)  # both would be at it
-        yield from encode_samples(*arguments[:3])
+        yield from encode_samples(*arguments)
 
     monkeypatch.setattr("megatrain.data.sample_cache.encode_in_processes", slowly)
     with ThreadPoolExecutor(2) as pool:

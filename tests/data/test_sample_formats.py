@@ -141,7 +141,7 @@ def test_columns_may_be_renamed() -> None:
         ({"name": "q", "size": 3}, "none of the known formats: it holds 'name', 'size'; set data.format"),
         ({"instruction": "q"}, "none of the known formats: it holds 'instruction'"),
         ({}, "it holds nothing"),
-        ({"messages": []}, "an empty list in place of messages"),
+        ({"messages": []}, "an empty list instead of messages"),
         ({"messages": "q"}, "'messages' is a text: not JSON"),
         ({"messages": ["q"]}, "message 1 is str, not an object"),
         ({"messages": [HELLO[0], {"content": "a"}]}, "message 2 has no 'role'; it holds 'content'; set data.tags"),
@@ -151,7 +151,7 @@ def test_columns_may_be_renamed() -> None:
         ),
         ({"messages": [HELLO[0], {"role": "assistant"}]}, "message 2 (assistant) has no content"),
         ({"messages": [{"role": "user", "content": 5}]}, "the content of message 1 is int, not text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "message 1 holds a part of kind 'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "message 1 has a part of type 'image'"),
         ({"messages": [{**HELLO[0], "tool_calls": [CALL]}]}, "message 1 (user) calls tools"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"name": 1}]}]}, "a function call without a name"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}, "not JSON"),
@@ -160,7 +160,7 @@ def test_columns_may_be_renamed() -> None:
             "arguments of a call of f are int",
         ),
         ({"messages": HELLO, "tools": 5}, "tools are int, not a list of objects"),
-        ({"messages": [SYSTEM, *HELLO], "system": "s"}, "a system message beside the column 'system'"),
+        ({"messages": [SYSTEM, *HELLO], "system": "s"}, "a system message, but also a column 'system'"),
         ({"messages": HELLO, "system": 5}, "'system' is int, not str"),
         ({"conversations": [{"from": "human"}]}, "message 1 has no 'value'; set data.tags"),
         ({"conversations": [{"from": "robot", "value": "a"}]}, "message 1 has the role 'robot'; known are human"),
@@ -178,7 +178,7 @@ def test_columns_may_be_renamed() -> None:
         ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "a hole"),
         (
             {"messages": [{"role": "user", "content": "<image>\nq"}, HELLO[1]], "images": ["a.png"]},
-            "speaks of what 'images' holds; only text is trained",
+            "refers to 'images' by <image>; only text is trained",
         ),
     ],
 )
@@ -214,11 +214,11 @@ def test_a_missing_field_is_reported_with_the_fields_present() -> None:
             {"chosen_messages": HELLO, "rejected_messages": HELLO},
             "set data.columns={chosen: chosen_messages, rejected: rejected_messages}",
         ),
-        ({"a": "q", "b": "a"}, "set data.format, and data.columns to what the fields are called"),
+        ({"a": "q", "b": "a"}, "set data.format, and data.columns to the names of the fields"),
         ({"messages": [{"speaker": "user", "text": "q"}]}, "set data.tags={role_tag: speaker, content_tag: text}"),
         ({"dialog": json.dumps(HELLO)}, "set data.columns={messages: dialog}"),
         ({"conversations": [{"speaker": "bot", "x": "q"}]}, "set data.tags={role_tag: speaker, content_tag: x}"),
-        ({"messages": [{"speaker": "x", "text": "q"}]}, "set data.tags={role_tag: ..., content_tag: ...} to what"),
+        ({"messages": [{"speaker": "x", "text": "q"}]}, "set data.tags={role_tag: ..., content_tag: ...} to the keys"),
     ],
 )
 def test_an_unrecognised_row_suggests_what_to_set(fields: dict[str, Any], hint: str) -> None:
@@ -264,10 +264,10 @@ def test_llama_factory_message_parts_are_read() -> None:
         {"role": "assistant", "reasoning_content": "r", "content": "a"},
     ]
     assert sample.untrained == {0, 1, 2}
-    assert "a part of kind 'image_url'; only text" in refused(
+    assert "a part of type 'image_url'; only text" in refused(
         {"messages": [{"role": "user", "content": [part("image_url", "a.png")]}]}
     )
-    assert "a part of kind 'text' without 'text' or 'value'" in refused(
+    assert "a part of type 'text' without 'text' or 'value'" in refused(
         {"messages": [{"role": "user", "content": [{"type": "text", "words": "q"}]}]}
     )
 
@@ -296,16 +296,16 @@ def test_kto_rows_are_refused_by_name(fields: dict[str, Any]) -> None:
     for mark in (*marks, {"kto_tag": "false"}, {"desirable": 1.0}):
         (name,) = mark
         message = refused({**fields, **mark})
-        assert f"{name!r} marks the answer as good or bad, as data for KTO does" in message
+        assert f"{name!r} says whether the answer is good or bad, as data for KTO does" in message
     for other in ({"label": 3}, {"label": "joy"}, {"label": 0}, {"labels": [True]}, {"score": 1}, {"chosen": "x"}):
         read({**fields, **other})
     assert read({"text": "t", "label": True}).text == "t"  # a class, and no answer
-    assert "'label' marks the answer" in refused({**fields, "label": True}, format="preference")
+    assert "'label' says whether the answer" in refused({**fields, "label": True}, format="preference")
 
 
 def test_a_rejected_answer_without_a_chosen_one_is_refused() -> None:
     message = refused({"messages": HELLO, "rejected_response": "b"})
-    assert "'rejected_response' holds a rejected answer, and there is no 'chosen' one; set data.columns" in message
+    assert "'rejected_response' holds a rejected answer, but there is no 'chosen' one; set data.columns" in message
     read({"messages": HELLO, "rejected_response": "b"}, format="chat")  # the user says what it is
     read({"messages": HELLO, "rejected_response": None, "rejected_ids": np.array([1, 2])})
 
@@ -313,7 +313,7 @@ def test_a_rejected_answer_without_a_chosen_one_is_refused() -> None:
 def test_unused_columns_and_tags_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.tags: alpaca samples have no turns"):
         Schema("alpaca", tags={"role_tag": "x"}).refuse_unused()
-    with pytest.raises(ConfigError, match=r"data\.columns: chat samples have no 'conversations'; theirs are messages"):
+    with pytest.raises(ConfigError, match=r"data\.columns: chat samples have no 'conversations'; they have messages"):
         Schema("chat", {"conversations": "x"}).refuse_unused()
     for schema in (
         Schema("chat", {"messages": "x"}, {"role_tag": "x"}),
@@ -328,7 +328,7 @@ def test_unknown_schema_fields_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.columns: unknown name 'mesages'; did you mean 'messages'"):
         Schema(columns={"mesages": "x"})
     for name, tag in (("role", "role_tag"), ("content", "content_tag")):
-        hint = rf"data\.columns: '{name}' is no column, but a key of turns; set data\.tags={{{tag}: x}}"
+        hint = rf"data\.columns: '{name}' is not a column, but a key of turns; set data\.tags={{{tag}: x}}"
         with pytest.raises(ConfigError, match=hint):
             Schema(columns={name: "x"})
     with pytest.raises(ConfigError, match=r"data\.tags: unknown name 'user'; did you mean 'user_tag'"):

@@ -163,7 +163,7 @@ def test_chats_in_table_cells_are_json(tmp_path: Path) -> None:
     bad = written(tmp_path / "b.csv", [{"messages": json.dumps(chat)}, {"messages": str(chat)}])
     assert refused(bad).startswith(f"{bad}:3: 'messages' is a text: not JSON (")
     assert "json.dumps" in refused(bad)
-    assert read(bad, bad="leave_out")[1].counts == {"messages that are no JSON": 1}
+    assert read(bad, bad="leave_out")[1].counts == {"messages that are not JSON": 1}
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "arrow", "saved"])
@@ -171,8 +171,8 @@ def test_kto_data_is_refused_in_every_format(tmp_path: Path, suffix: str) -> Non
     """Trained as it is, its undesirable answers would be learned too."""
     for number, row in enumerate((CHAT, {"prompt": "q", "completion": "a"})):
         path = written(tmp_path / f"{number}.{suffix}", [{**row, "label": good} for good in (True, False)])
-        assert "'label' marks the answer as good or bad, as data for KTO does" in refused(path)
-        with pytest.raises(DataError, match=r"no sample \(left out: 2 marked as good or bad"):
+        assert "'label' says whether the answer is good or bad, as data for KTO does" in refused(path)
+        with pytest.raises(DataError, match=r"no sample \(left out: 2 labelled as good or bad"):
             read(path, bad="leave_out")
 
 
@@ -181,7 +181,9 @@ def test_kto_data_is_refused_in_every_format(tmp_path: Path, suffix: str) -> Non
 def test_all_boolean_labels_are_refused(row: dict[str, Any], labels: tuple[Any, Any], tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", [{**row, "label": label} for label in labels])
     for bad in ("stop", "leave_out"):
-        with pytest.raises(DataError, match=r"'label' is 0, 1, true or false in every row: it marks the answer .* KTO"):
+        with pytest.raises(
+            DataError, match=r"'label' is 0, 1, true or false in every row: it says whether the answer .* KTO"
+        ):
             read(path, bad=bad)
 
 
@@ -280,11 +282,9 @@ def test_text_in_another_encoding_is_refused_with_its_line(tmp_path: Path) -> No
 
 def test_mixed_formats_are_refused_at_the_first_other_row(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", CHAT, CHAT, {"instruction": "q", "output": "a"})
-    assert refused(path).startswith(f"{path}:3: a alpaca sample" if False else f"{path}:3: ")
-    assert "alpaca" in refused(path)
-    assert "began with chat" in refused(path)
+    assert refused(path).startswith(f"{path}:3: a sample in alpaca format, but the file begins with chat samples")
     path = lines(tmp_path / "c.jsonl", {"text": "x"}, {"text": "y", **CHAT})  # it would fit, as the text that it is not
-    assert refused(path).startswith(f"{path}:2: a chat sample in a file that began with text samples")
+    assert refused(path).startswith(f"{path}:2: a sample in chat format, but the file begins with text samples")
     assert len(read(Source(str(path), Schema("text")))[0]) == 2
     lines(tmp_path / "b.jsonl", {"instruction": "q", "output": "a"})
     assert "it holds 'instruction', 'output'" in refused(Source(str(tmp_path / "b.jsonl"), Schema("chat")))

@@ -144,7 +144,7 @@ def test_a_missing_source_suggests_the_nearest_existing_one(folder: Path) -> Non
         (b'{"text": "x"', "not a line of JSON"),
         (b"\xff\xfe", "not UTF-8 text ("),
         (b"[" * 100_000, "not a line of JSON"),
-        (b'["x"]', "list in place of an object"),
+        (b'["x"]', "list instead of an object"),
         (b'{"content": "x", "id": 1}', "no field 'text'; the line holds 'content', 'id'"),
         (b"{}", "no field 'text'; the line holds nothing"),
         (b'{"text": 5}', "field 'text' is int"),

@@ -107,7 +107,7 @@ def test_invalid_kto_rows_are_reported_with_their_location(tmp_path: Path, row: 
 
 
 def test_a_single_kto_row_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"pairs.jsonl:1\): one answer alone"):
+    with pytest.raises(DataError, match=r"pairs.jsonl:1\): holds only one answer, but KTO"):
         prepared(tmp_path, [{"prompt": "p", "completion": "c", "label": True}], SCHEMA)
 
 

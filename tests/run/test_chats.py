@@ -147,13 +147,13 @@ def test_models_that_mix_packed_samples_are_refused_or_use_groups(tmp_path: Path
 @pytest.mark.parametrize(
     ("content", "data", "what"),
     [
-        ('{"messages": []}\n', {}, r"bad\.jsonl:1: an empty list in place of messages"),
+        ('{"messages": []}\n', {}, r"bad\.jsonl:1: an empty list instead of messages"),
         ('{"messages": [{"role": "user", "content": "q"}]}\n{"messages"\n', {}, r"bad\.jsonl:2: not a line of JSON"),
         ('{"messages": [{"role": "user", "content": "q"}]}\n', {}, "no sample is left to train on.*1 without a target"),
         (
             '{"messages": [{"role": "user", "content": "q"}]}\n{"text": "x"}\n',
             {},
-            r":2: a text sample in a file that began",
+            r":2: a sample in text format, but the file begins",
         ),
         ('{"a": "b"}\n', {"format": "chat"}, r"bad\.jsonl:1: no 'messages', which chat samples have; it holds 'a'"),
         ("", {"format": "chat"}, r"bad\.jsonl: is empty"),
