@@ -162,9 +162,9 @@ def noted(sizes: list[int]) -> Iterator[None]:
     """In the block, the number of ops of each schedule that runs."""
     whole = engine_step.Streamer._execute
 
-    def execute(self: Any, schedule: Any, now: Any) -> None:
+    def execute(self: Any, schedule: Any, step: Any) -> None:
         sizes.append(len(schedule.ops))
-        whole(self, schedule, now)
+        whole(self, schedule, step)
 
     engine_step.Streamer._execute = execute  # type: ignore[method-assign]
     try:

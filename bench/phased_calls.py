@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.scaling import ENOUGH_HOST, GB, filled, shape
-from megatrain.engine.phased_call import OPEN, Call, Phases
+from megatrain.engine.resumable_call import NO_PAUSES, PausePoints, ResumableCall
 from megatrain.errors import DoesNotFit
 from megatrain.memory import Held
 from megatrain.model.weight_reads import Uses
@@ -71,26 +71,26 @@ def _seconds(phases: int, functions: int, gated: bool) -> float:
     unit = UnitSpec("layer", "layer", tuple(ParamSpec(f"w{i}", (8,)) for i in range(max(1, phases))))
     layout, flat, one = layout_of(unit), torch.zeros(layout_of(unit).size), torch.zeros(1)
 
-    def run(op: Op, held: Held, phases: Phases) -> None:
-        with phases.around(flat) if gated else nullcontext():
+    def run(op: Op, held: Held, phases: PausePoints) -> None:
+        with phases.waiting_for(flat) if gated else nullcontext():
             for field in layout.fields:
-                phases.need(field.start, field.stop)
+                phases.before_read(field.start, field.stop)
             for _ in range(functions):
                 one.add_(1.0)
 
     stops = [*(4 * field.stop for field in layout.fields[:-1]), 4 * layout.size]
     reads = [(Access("slot", 0, stop, Weights(0)),) for stop in stops]
     ops = [Op("FORWARD", "compute", 0, 0, shard=i, reads=each) for i, each in enumerate(reads)]
-    call = Call(ops, layout, nullcontext, run)
+    call = ResumableCall(ops, layout, nullcontext, run)
     begun = time.perf_counter()
     if gated:
         for _ in ops:
-            call.turn({})
+            call.run_phase({})
     else:
-        run(ops[0], {}, OPEN)
+        run(ops[0], {}, NO_PAUSES)
     spent = time.perf_counter() - begun
     if gated:
-        call.unwind()
+        call.cancel()
     return spent
 
 

@@ -1,6 +1,7 @@
 """Checks and stages the micro-batches of a step, before anything is computed or changed.
 
-An entry is for the model, for the loss (its `own`), or refused: what nobody reads was meant for somebody.
+Each entry must be read by the model or by the loss (its `own`). An entry that nothing reads is refused, since it is
+probably misspelt.
 """
 
 from __future__ import annotations
@@ -19,40 +20,40 @@ from megatrain.model import Arguments
 from megatrain.spec import Batching, ModelSpec, Work
 
 IGNORED = -100
-"""The label that marks a token as no target (Hugging Face convention)."""
+"""The label of a token that is not a target, by Hugging Face's convention."""
 
 MicroBatch = Mapping[str, Any]
-"""`input_ids` and `labels`, int64[batch, length], and whatever else the model's forward takes, `attention_mask` say.
-`None` is as good as absent."""
+"""`input_ids` and `labels`, int64[batch, length], and whatever else the model's forward takes, such as
+`attention_mask`. An entry that is `None` counts as absent."""
 
-NEEDED = ("input_ids", "labels")
+REQUIRED = ("input_ids", "labels")
 
-ENGINES: dict[str, tuple[Any, str]] = {
+DECIDED_BY_ENGINE: dict[str, tuple[Any, str]] = {
     "num_items_in_batch": (
         None,
         "the loss is divided by the step's target tokens: give a loss_fn with another divisor",
     ),
     "use_cache": (False, "nothing is cached between steps: leave it out"),
     "past_key_values": (None, "nothing is cached between steps: leave it out"),
-    "inputs_embeds": (None, "the embedding is trained, so give input_ids alone"),
-    "logits_to_keep": (0, "which logits are computed is decided by the labels: leave it out"),
-    "output_attentions": (False, "attentions are not kept where layers stream: leave it out"),
-    "output_hidden_states": (False, "hidden states are not kept where layers stream: leave it out"),
-    "output_router_logits": (False, "set output_router_logits in the model's config before the engine is made"),
-    "return_dict": (True, "the engine takes the logits out of it: leave it out"),
+    "inputs_embeds": (None, "the embedding is trained: give input_ids instead"),
+    "logits_to_keep": (0, "the labels decide which logits are computed: leave it out"),
+    "output_attentions": (False, "attentions are not kept when layers are streamed: leave it out"),
+    "output_hidden_states": (False, "hidden states are not kept when layers are streamed: leave it out"),
+    "output_router_logits": (False, "set output_router_logits in the model's config before creating the engine"),
+    "return_dict": (True, "the engine reads the logits from the output itself: leave it out"),
 }
-"""Arguments that the engine decides about: the value that it has anyway, and what to do about any other."""
+"""Arguments of a forward that the engine sets: the one value accepted, and the fix for any other."""
 
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""What collators say of packed samples beside `position_ids`, for kernels that would rather have it so."""
+"""Boundaries of packed samples that collators give beside `position_ids`, in the form that some kernels want."""
 
 
-def listed(micro_batches: Iterable[MicroBatch]) -> list[MicroBatch]:
-    """Micro-batches from whatever gives them. Raises `BatchError` for what is none."""
+def as_list(micro_batches: Iterable[MicroBatch]) -> list[MicroBatch]:
+    """The micro-batches of any iterable as a list. Raises `BatchError` if it is not one of mappings."""
     if isinstance(micro_batches, Mapping):
         raise BatchError("expected a list of micro-batches, not one", where="step", fix="put it into a list")
     if not isinstance(micro_batches, Iterable) or isinstance(micro_batches, str | bytes | Tensor):
-        what = f"expected a list of micro-batches, not {_kind(micro_batches)}"
+        what = f"expected a list of micro-batches, not {_type_name(micro_batches)}"
         raise BatchError(what, where="step", fix="give a list of dicts")
     found = []
     for index, batch in enumerate(micro_batches):
@@ -62,44 +63,44 @@ def listed(micro_batches: Iterable[MicroBatch]) -> list[MicroBatch]:
 
 
 STAGED_NBYTES = 64 << 20
-"""Of a tensor that is staged, at most: what is larger (a teacher's logits) stays where it is."""
+"""Largest tensor that is staged; a larger one, such as a teacher's logits, stays where it is."""
 
 
-def staged(device: Device, batches: Sequence[MicroBatch], own: Collection[str]) -> list[MicroBatch]:
-    """The micro-batches with their tensors where a device copies them from (`Device.staged`).
+def stage(device: Device, batches: Sequence[MicroBatch], own: Collection[str]) -> list[MicroBatch]:
+    """The micro-batches with their tensors in staging buffers that the device copies from (`Device.staged`).
 
-    own: entries of the loss's own, which stay on a device that they are on.
+    own: the loss's own entries, which are not staged if they are on a GPU.
     """
-    plain = [
+    to_stage = [
         (index, key)
         for index, batch in enumerate(batches)
         for key, value in batch.items()
-        if _is_plain(value) and (value.device.type == "cpu" or key not in own)
+        if _can_be_staged(value) and (value.device.type == "cpu" or key not in own)
     ]
     found = [dict(batch) for batch in batches]
-    tensors = device.staged([batches[index][key] for index, key in plain])
-    for (index, key), tensor in zip(plain, tensors, strict=True):
+    tensors = device.staged([batches[index][key] for index, key in to_stage])
+    for (index, key), tensor in zip(to_stage, tensors, strict=True):
         found[index][key] = tensor
     return list(found)
 
 
-def _is_plain(value: object) -> bool:
+def _can_be_staged(value: object) -> bool:
     if type(value) is not Tensor or value.layout != torch.strided or value.device.type not in ("cpu", "cuda"):
         return False
     return value.nbytes <= STAGED_NBYTES
 
 
 def check_mapping(batch: object, where: str) -> None:
-    """Raise `BatchError` for what has no entries by name."""
+    """Raise `BatchError` if `batch` is not a mapping."""
     if not isinstance(batch, Mapping):
         fix = "give a dict with input_ids and labels"
-        raise BatchError(f"is {_kind(batch)}, not a mapping of names to tensors", where=where, fix=fix)
+        raise BatchError(f"is {_type_name(batch)}, not a mapping of names to tensors", where=where, fix=fix)
 
 
 def check_micro_batches(model: ModelSpec, micro_batches: Sequence[MicroBatch], *, alone: bool = True) -> Work:
     """The work of a step. Raises `BatchError` naming the micro-batch, the key and the value that is wrong.
 
-    alone: whether no other rank may have what these lack of target tokens.
+    alone: whether this is the only rank, so that at least one target token must be among these micro-batches.
     """
     if not micro_batches:
         raise BatchError("a step needs at least one micro-batch", where="step")
@@ -115,33 +116,33 @@ def check_micro_batches(model: ModelSpec, micro_batches: Sequence[MicroBatch], *
         )
     sizes, lengths = zip(*(tuple(batch["input_ids"].shape) for batch in micro_batches), strict=True)
     tokens = tuple(rows * length for rows, length in zip(sizes, lengths, strict=True))
-    alike = lengths[0] if len(set(lengths)) == 1 else None
-    return Work(tokens, alike, batching=_rows_of(micro_batches))
+    length = lengths[0] if len(set(lengths)) == 1 else None
+    return Work(tokens, length, batching=_batching_of(micro_batches))
 
 
-def _rows_of(micro_batches: Sequence[MicroBatch]) -> Batching:
-    """What rows are, where some are padded or packed."""
+def _batching_of(micro_batches: Sequence[MicroBatch]) -> Batching:
+    """Whether any micro-batch is packed or padded."""
     if any(batch.get("position_ids") is not None for batch in micro_batches):
         return "packed"
     return "padded" if any(batch.get("attention_mask") is not None for batch in micro_batches) else "uniform"
 
 
 def target_mask(batch: MicroBatch) -> Tensor:
-    """bool[batch, length]: where a label is a target, which the first of a row never is."""
+    """bool[batch, length]: which labels are targets. The first of a row never is."""
     mask: Tensor = batch["labels"] != IGNORED
     mask[:, 0] = False
     return mask
 
 
 def count_targets(batch: MicroBatch) -> int:
-    """Target tokens of a micro-batch."""
+    """Number of target tokens in a micro-batch."""
     return int(target_mask(batch).sum())
 
 
 def sequences_of(batch: MicroBatch) -> list[tuple[int, int]]:
-    """(count, length) of the sequences in a micro-batch: without what a mask hides, and packed ones each for itself.
+    """(count, length) of the sequences in a micro-batch, not counting masked tokens; packed sequences count separately.
 
-    Packed are rows without a mask whose positions start again, as `find_packed_sequence_indices` of the library has it.
+    Rows without a mask are packed if their positions start again, as in transformers' `find_packed_sequence_indices`.
     """
     rows, length = batch["input_ids"].shape
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
@@ -157,61 +158,65 @@ def sequences_of(batch: MicroBatch) -> list[tuple[int, int]]:
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """The target of each position: its successor's label, and none for the last; int64[batch, length] both."""
+    """The target of each position: the next token's label, and -100 at the last. Both int64[batch, length]."""
     targets = torch.full_like(labels, IGNORED)
     targets[:, :-1] = labels[:, 1:]
     return targets
 
 
 def targets_of(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The positions of a micro-batch that have a target, counted through all rows, and the targets; int64[targets].
+    """The positions that have a target, in the flattened micro-batch, and the targets; both int64[targets].
 
     labels: int64[batch, length].
     """
     targets = shifted(labels).reshape(-1)
-    places = (targets != IGNORED).nonzero().squeeze(-1)
-    return places, targets[places]
+    positions = (targets != IGNORED).nonzero().squeeze(-1)
+    return positions, targets[positions]
 
 
 def model_inputs(batch: MicroBatch, device: torch.device) -> dict[str, Any]:
-    """What the model's forward is called with: everything but the labels, on the device."""
+    """The keyword arguments of the model's forward: everything but the labels, on the device."""
     return {
-        key: _moved(value, device) if isinstance(value, Tensor) else value
+        key: _to_device(value, device) if isinstance(value, Tensor) else value
         for key, value in batch.items()
         if key != "labels"
     }
 
 
-def _moved(value: Tensor, device: torch.device) -> Tensor:
-    """On the device, and a tensor that autograd may save even if the caller made it in inference mode."""
+def _to_device(value: Tensor, device: torch.device) -> Tensor:
+    """Copied to the device; cloned if it was made in inference mode, so that autograd may save it."""
     return (value.clone() if value.is_inference() else value).to(device, non_blocking=True)
 
 
-def for_model(batch: MicroBatch, own: Collection[str] = ()) -> dict[str, Any]:
-    """What of a micro-batch the model is given, its labels included: less the entries that are the loss's own, those
-    that are `None`, and those that say what the engine does anyway."""
-    return {key: value for key, value in batch.items() if key not in own and value is not None and key not in ENGINES}
+def model_entries(batch: MicroBatch, own: Collection[str] = ()) -> dict[str, Any]:
+    """The entries that the model gets, labels included. Left out are the loss's own, those that are `None`, and those
+    in `DECIDED_BY_ENGINE`."""
+    return {
+        key: value
+        for key, value in batch.items()
+        if key not in own and value is not None and key not in DECIDED_BY_ENGINE
+    }
 
 
 def check_arguments(arguments: Arguments, batch: MicroBatch, own: Collection[str], where: str) -> None:
-    """Raise `BatchError` for an entry that neither the model nor the loss reads, with the nearest name that one does,
-    and for one that would have the engine do what it does not. own: entries of the loss's own."""
+    """Raise `BatchError` for an entry that neither the model nor the loss reads, naming the nearest one that they do,
+    and for an entry that asks for something the engine does not do. own: the loss's own entries."""
     for key, value in batch.items():
-        if key in NEEDED or key in own or value is None:
+        if key in REQUIRED or key in own or value is None:
             continue
-        if key in ENGINES:
-            usual, fix = ENGINES[key]
-            if not isinstance(value, bool | int) or value != usual:
-                raise BatchError(f"{key} cannot be honoured", where=where, fix=fix)
-        elif key not in arguments and not _is_so_anyway(key, value, batch):
-            raise BatchError(f"nothing reads {key}", where=where, fix=_instead_of(key, arguments, batch, own))
+        if key in DECIDED_BY_ENGINE:
+            accepted, fix = DECIDED_BY_ENGINE[key]
+            if not isinstance(value, bool | int) or value != accepted:
+                raise BatchError(f"{key} is not supported", where=where, fix=fix)
+        elif key not in arguments and not _changes_nothing(key, value, batch):
+            raise BatchError(f"nothing reads {key}", where=where, fix=_fix_for_unread(key, arguments, batch, own))
 
 
-def _is_so_anyway(key: str, value: Any, batch: MicroBatch) -> bool:
-    """Whether an entry that nothing reads would change nothing: it says of packed samples what their positions say, or
-    hides only the ends of rows, which no token before them sees, and no target is there."""
+def _changes_nothing(key: str, value: Any, batch: MicroBatch) -> bool:
+    """Whether an entry that nothing reads would make no difference: it gives the boundaries of packed samples that the
+    positions give too, or it masks only the ends of rows, where there is no target and which no other token sees."""
     if key in PACKED:
-        return _says_as_positions_do(key, value, batch)
+        return _agrees_with_positions(key, value, batch)
     ids, labels = batch["input_ids"], batch.get("labels")
     if key != "attention_mask" or not isinstance(value, Tensor) or value.shape != ids.shape:
         return False
@@ -220,82 +225,82 @@ def _is_so_anyway(key: str, value: Any, batch: MicroBatch) -> bool:
     return not targets and not bool((hidden[:, :-1] & ~hidden[:, 1:]).any())
 
 
-def _instead_of(key: str, arguments: Arguments, batch: MicroBatch, own: Collection[str]) -> str:
+def _fix_for_unread(key: str, arguments: Arguments, batch: MicroBatch, own: Collection[str]) -> str:
     if key in PACKED:
-        return "tell packed samples apart by position_ids, which start again with each"
-    known = sorted({*arguments.own, *own, *NEEDED} - ENGINES.keys())
+        return "separate packed samples by position_ids that start again with each"
+    known = sorted({*arguments.own, *own, *REQUIRED} - DECIDED_BY_ENGINE.keys())
     if near := get_close_matches(str(key).lower(), known, n=1, cutoff=0.75):
         return f"did you mean {near[0]!r}?"
     return f"leave it out, or name it in `own` of a loss that reads it; the model takes {', '.join(known)}"
 
 
-def _says_as_positions_do(key: str, value: Any, batch: MicroBatch) -> bool:
-    """Whether what says where packed samples begin says the same as the positions of the micro-batch do."""
+def _agrees_with_positions(key: str, value: Any, batch: MicroBatch) -> bool:
+    """Whether an entry of `PACKED` gives the same boundaries of packed samples as `position_ids`."""
     ids, positions = batch["input_ids"], batch.get("position_ids")
     if not isinstance(positions, Tensor) or positions.shape != ids.shape:
         return False
     begins = torch.ones_like(positions, dtype=torch.bool)
     begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
     try:
-        said = torch.as_tensor(value).to(positions.device)
+        given = torch.as_tensor(value).to(positions.device)
     except (TypeError, ValueError, RuntimeError):
         return False
     if key == "seq_idx":
-        if said.numel() != ids.numel():
+        if given.numel() != ids.numel():
             return False
-        numbers, changes = said.reshape(ids.shape), torch.ones_like(begins)
+        numbers, changes = given.reshape(ids.shape), torch.ones_like(begins)
         changes[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
         return torch.equal(changes, begins)
     starts = begins.flatten().nonzero().flatten()
     offsets = torch.cat([starts, starts.new_tensor([ids.numel()])])
     expected = offsets if key.startswith("cu_seq_lens") else offsets.diff().max()
-    return torch.equal(said.to(expected.dtype), expected)
+    return torch.equal(given.to(expected.dtype), expected)
 
 
-def _kind(value: object) -> str:
+def _type_name(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _check_positions(model: ModelSpec, batch: MicroBatch, where: str) -> None:
-    """Raise `BatchError` for a mask or positions of another shape than the ids, or beyond the model's."""
-    ids, mask, places = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
+    """Raise `BatchError` for a mask or positions that do not fit `input_ids`, or positions the model does not have."""
+    ids, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
     rows, length = ids.shape
-    is_own_kind = mask is None or isinstance(mask, Mapping) or hasattr(mask, "kv_num_blocks")  # or flex_attention's
-    if not is_own_kind and not (isinstance(mask, Tensor) and (mask.dim() == 4 or mask.shape == ids.shape)):
-        what = f"attention_mask is {_shape(mask)}, and input_ids {_shape(ids)}"
-        raise BatchError(what, where=where, fix="give a tensor [batch, length], 1 where a token is and 0 where none is")
-    as_long = isinstance(places, Tensor) and places.dim() > 1 and places.shape[-1] == length
-    if places is not None and not (as_long and (places.dim() > 2 or len(places) in (1, rows))):
-        what = f"position_ids is {_shape(places)}, and input_ids {_shape(ids)}"
+    unchecked = mask is None or isinstance(mask, Mapping) or hasattr(mask, "kv_num_blocks")  # flex_attention's
+    if not unchecked and not (isinstance(mask, Tensor) and (mask.dim() == 4 or mask.shape == ids.shape)):
+        what = f"attention_mask is {_dtype_and_shape(mask)}, and input_ids {_dtype_and_shape(ids)}"
+        raise BatchError(what, where=where, fix="give a tensor [batch, length], 1 for tokens and 0 for padding")
+    same_length = isinstance(positions, Tensor) and positions.dim() > 1 and positions.shape[-1] == length
+    if positions is not None and not (same_length and (positions.dim() > 2 or len(positions) in (1, rows))):
+        what = f"position_ids is {_dtype_and_shape(positions)}, and input_ids {_dtype_and_shape(ids)}"
         raise BatchError(what, where=where, fix="give an integer tensor [batch, length]")
-    last = int(places.max()) + 1 if isinstance(places, Tensor) else length  # texts packed into a row begin anew
-    if model.max_positions is not None and last > model.max_positions:
+    needed = int(positions.max()) + 1 if isinstance(positions, Tensor) else length  # fewer than `length` if packed
+    if model.max_positions is not None and needed > model.max_positions:
         has = f"the model has {model.max_positions:,} positions"
-        if places is not None:
+        if positions is not None:
             fix = f"give positions below {model.max_positions:,}, or raise max_position_embeddings in its config"
-            raise BatchError(f"position_ids go to {last - 1:,}, but {has}", where=where, fix=fix)
+            raise BatchError(f"position_ids go up to {needed - 1:,}, but {has}", where=where, fix=fix)
         raise BatchError(f"{length} tokens long, but {has}", where=where, fix="use a shorter window")
 
 
-def _shape(value: object) -> str:
-    return f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else _kind(value)
+def _dtype_and_shape(value: object) -> str:
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else _type_name(value)
 
 
 def check_inputs(model: ModelSpec, batch: MicroBatch, where: str) -> None:
-    """Raise `BatchError` unless ids and labels are integers of one shape that the model can take."""
+    """Raise `BatchError` unless `input_ids` and `labels` are integers of one shape and the model can take them."""
     for key, value in batch.items():
         if isinstance(value, Tensor) and (value.is_meta or value.layout != torch.strided):
             what = "has no values (meta device)" if value.is_meta else f"is {value.layout}"
             raise BatchError(f"{key} {what}", where=where, fix="give a dense tensor on the cpu or the device")
-    for key in NEEDED:
+    for key in REQUIRED:
         value = batch.get(key)
         if not isinstance(value, Tensor) or value.dim() != 2 or value.dtype not in (torch.int64, torch.int32):
             found = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             what = f"{key} must be an int64 or int32 tensor [batch, length], not {found}"
             near = get_close_matches(
-                key, [str(name) for name, other in batch.items() if name not in NEEDED and other is not None], n=1
+                key, [str(name) for name, other in batch.items() if name not in REQUIRED and other is not None], n=1
             )
-            raise BatchError(what, where=where, fix=f"is {near[0]!r} what is meant?" if near and value is None else "")
+            raise BatchError(what, where=where, fix=f"did you mean {near[0]!r}?" if near and value is None else "")
     ids, labels = batch["input_ids"], batch["labels"]
     if ids.shape != labels.shape:
         raise BatchError(f"labels {list(labels.shape)} and input_ids {list(ids.shape)} differ in shape", where=where)
@@ -306,7 +311,7 @@ def check_inputs(model: ModelSpec, batch: MicroBatch, where: str) -> None:
         if value.numel() and not 0 <= int(value.min()) <= int(value.max()) < model.vocab_size:
             bad = int(value.min()) if value.min() < 0 else int(value.max())
             raise BatchError(
-                f"{key} holds token {bad}, outside the vocabulary of {model.vocab_size}",
+                f"{key} contains token {bad}, outside the vocabulary of {model.vocab_size}",
                 where=where,
-                fix="use the tokenizer that belongs to the model",
+                fix="use the model's own tokenizer",
             )

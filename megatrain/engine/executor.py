@@ -1,4 +1,4 @@
-"""Runs the ops of a schedule on a device. It decides no order: streams and waits are in the schedule."""
+"""Runs the ops of a schedule on a device. Their order is decided already: streams and waits are in the schedule."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from megatrain.memory import Held, Pool
 from megatrain.schedule import Op, Schedule, Timeline
 
 ATTEMPTS = 4
-"""Times that the streams are waited for after a failure: each stream may report one, and a user may interrupt."""
+"""How often to wait for the streams after a failure: each may report a failure of its own, or a user interrupt."""
 
 Act = Callable[[Op, Held], None]
-"""Does what an op stands for, with the memory that it declared."""
+"""Performs an op with the memory it declared."""
 
 Locate = Callable[[str, int, object], str]
-"""(buffer, byte offset, content) -> the unit and parameter that lie there, for messages."""
+"""(buffer, byte offset, content) -> the unit and parameter at that place, for messages."""
 
 
 class Executor:
-    """Submits each op to its stream, behind the ops it waits for, and leases it the memory it declared."""
+    """Submits each op to its stream, after the ops it waits for, and leases it the memory it declared."""
 
     def __init__(self, device: Device, pool: Pool, locate: Locate = lambda buffer, start, content: buffer) -> None:
         self.device, self.pool, self.locate = device, pool, locate
         self.under_way: dict[str, tuple[str, float]] = {}
-        """Stream -> the op that it is at, and since when (`time.monotonic`), for a thread that watches."""
-        self.moved = time.monotonic()
-        """When an op last began or ended."""
+        """Stream -> the op it is running, and since when (`time.monotonic`). Read by another thread to find stalls."""
+        self.last_progress = time.monotonic()
+        """When an op last began or ended (`time.monotonic`)."""
 
     def walk(self, schedule: Schedule, act: Act) -> Timeline | None:
-        """Run the whole schedule and wait for its end. Returns when each op ran, if the device is `timed`.
+        """Run the whole schedule and wait until it is done. Returns when each op ran, if the device is `timed`.
 
-        Raises what an op raised: errors of ours as they are, others as `StreamFailed` naming the op. Every stream has
-        come to rest by then, and no lease is out.
+        Raises what an op raised: `MegaTrainError` as it is, anything else as `StreamFailed` naming the op. By then all
+        streams are idle and all leases returned.
         """
-        torch.get_num_threads()  # a thread that torch meets for the first time takes over the count that was set
+        torch.get_num_threads()  # makes a thread that is new to torch use the thread count that was set
         events: list[Event] = []
         streams = {op.stream: self.device.stream(op.stream) for op in schedule.ops}
         try:
             for op, waits in zip(schedule.ops, schedule.waits, strict=True):
-                work = self._leased(op, act)
+                work = self._with_memory(op, act)
                 events.append(streams[op.stream].submit(op, work, [events[earlier] for earlier in waits]))
             self.device.synchronize()
         except BaseException as failure:
             if isinstance(failure, RaceDetected):
                 failure.where = self.locate(failure.buffer, failure.start, failure.content)
                 failure.fix = _missing_wait(schedule, failure)
-            self._settle(failure)
+            self._wait_for_streams(failure)
             raise
         return self._timeline(schedule, events) if self.device.timed else None
 
@@ -61,24 +61,24 @@ class Executor:
             schedule, tuple(start - origin for start, _ in intervals), tuple(end - origin for _, end in intervals)
         )
 
-    def _leased(self, op: Op, act: Act) -> Callable[[], None]:
+    def _with_memory(self, op: Op, act: Act) -> Callable[[], None]:
         def work() -> None:
-            self.moved = time.monotonic()
-            self.under_way[op.stream] = op.name, self.moved
+            self.last_progress = time.monotonic()
+            self.under_way[op.stream] = op.name, self.last_progress
             try:
                 with self.pool.lease(op) as held:
                     act(op, held)
             finally:
                 self.under_way.pop(op.stream, None)
-                self.moved = time.monotonic()
+                self.last_progress = time.monotonic()
 
         return work
 
-    def _settle(self, failure: BaseException) -> None:
-        """Let the streams come to rest after a failure; what else fails is a consequence, noted on the first.
+    def _wait_for_streams(self, failure: BaseException) -> None:
+        """Wait until all streams are idle after a failure; further failures are added to the first as notes.
 
-        Work that is under way reads and writes the state, so nobody may go on before it has ended; only a user who
-        insists (or a device that is beyond recovery) gets away.
+        Work that is still running reads and writes the training state, so nothing else may run before it has ended.
+        Gives up only after repeated interrupts, or if the device cannot recover.
         """
         for _ in range(ATTEMPTS):
             try:

@@ -1,8 +1,8 @@
 """`Streamer`: executes each kind of op of a training step.
 
-The streamer gives every op of a schedule its meaning, in terms of a ported model, leased memory and activations. It
-changes no state itself: gradients go to a sink. Randomness inside layers (dropout) is a function of (seed, step, unit,
-micro-batch) alone, so a recomputed layer draws what it drew before, and no schedule can change what is drawn.
+Each kind of op has a method (`ACTIONS`), which works with the ported model, leased memory and activations. Training
+state is not changed here: gradients go to a sink. Randomness inside layers (dropout) depends on (seed, step, unit,
+micro-batch) alone, so a recomputed layer draws the same numbers again, under any schedule.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megatrain.device import Device
 from megatrain.dist import ALONE, World
 from megatrain.dist.world import refuse_unlike
 from megatrain.engine.autograd import GradientDestination, GradientsInPlace
-from megatrain.engine.batch import MicroBatch, count_targets, for_model, model_inputs, targets_of
+from megatrain.engine.batch import MicroBatch, count_targets, model_entries, model_inputs, targets_of
 from megatrain.engine.chunked_loss import (
     COUNT,
-    Chunks,
-    Found,
+    ChunkedHead,
     LossFn,
+    MicroBatchLoss,
     StepResult,
     differentiate,
     divisor_of,
@@ -37,11 +37,17 @@ from megatrain.engine.chunked_loss import (
     own_entries,
 )
 from megatrain.engine.executor import Executor
-from megatrain.engine.gradient_sums import GradSink, UnitSum, of_parameters, send_to_sum
-from megatrain.engine.phased_call import OPEN, Phases, calls_of, undisturbed, unwinding
-from megatrain.engine.step_state import DTYPE_OF_NBYTES, Current, Graph, access_of, pack, part_of, unpack
+from megatrain.engine.gradient_accumulation import GradientAccumulator, GradSink, accumulate_into, for_parameters
+from megatrain.engine.resumable_call import (
+    NO_PAUSES,
+    PausePoints,
+    cancelled_on_exit,
+    default_torch_modes,
+    resumable_calls,
+)
+from megatrain.engine.step_state import DTYPE_OF_NBYTES, KeptGraph, StepState, bytes_of, find_access, pack, unpack
 from megatrain.engine.sync_free_inputs import HostAnswers
-from megatrain.engine.weights import Bound, UnitBinder, names_weights, place_of
+from megatrain.engine.weights import BoundWeights, UnitBinder, describe_place, save_weights_by_name
 from megatrain.errors import LossError, NonFinite, RankError
 from megatrain.memory import Held, Pool
 from megatrain.model import Answering, Keeping, PortedModel, Sides
@@ -51,16 +57,18 @@ from megatrain.schedule.passes.streamed_updates import piece_of
 from megatrain.spec import Numerics, Policy, Precision
 from megatrain.spec.layout import layout_of
 
-NOTHING = "nothing was updated; lower the learning rate, or inspect the batch"
-PERHAPS = "units that came before have been updated; start again from a saved model, or set max_grad_norm"
-"""What is said of a step that is not finite: of ranks with updates during the backward pass, each for itself."""
+NOTHING_UPDATED = "nothing was updated; lower the learning rate, or inspect the batch"
+MAYBE_UPDATED = "units before it have been updated; start again from a saved model, or set max_grad_norm"
+"""Fixes for a step that is not finite. The second is for several ranks that update during the backward pass."""
 
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Streamer:
-    """Runs schedules of one model on one device, as one rank of `world`. `seed` decides everything random inside
-    layers."""
+    """Runs schedules of one model on one device, as one rank of `world`.
+
+    seed: determines all randomness inside layers.
+    """
 
     def __init__(
         self,
@@ -80,7 +88,7 @@ class Streamer:
         self.timeline: Timeline | None = None
         """When the ops of the last schedule ran, if the device is timed."""
         self.region: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Entered around the ops of each schedule, and nothing else: what may be broken off from outside."""
+        """Entered around the ops of each schedule only, the part of a step that may be interrupted from outside."""
         self._running: Schedule | None = None
         self._layouts = [layout_of(unit) for unit in self.spec.units]
         self._binders = [
@@ -88,7 +96,7 @@ class Streamer:
             for index, unit in enumerate(self.spec.units)
         ]
         if numerics.mlp_chunk_tokens:
-            _ = ported.parts  # found now, and not within a step
+            _ = ported.parts  # found now, not during a step
         ported.compute_on(device.torch_device)
 
     def run_schedule(
@@ -100,98 +108,99 @@ class Streamer:
         loss_fn: LossFn | None = None,
         router_weights: Sequence[float] | None = None,
     ) -> StepResult:
-        """Execute a schedule; `number` is the step's, for randomness. Leaves the caller's random state as it was.
+        """Execute a schedule and return loss and metrics of all ranks. Keeps the caller's random state.
 
-        micro_batches: this rank's; what is returned is of all ranks'. loss_fn: cross-entropy if not given.
-        router_weights: per micro-batch, what its router auxiliary loss counts for in the step's loss, if not by its
-        share of the divisor. Raises `NonFinite` when the loss is not finite, `LossError` for what is no loss, and
-        whatever an op, the sink or the loss function raises.
+        micro_batches: those of this rank. sink: receives the gradients; `None` for an evaluation. number: the step's
+        number, from 0, which randomness depends on. loss_fn: cross-entropy if not given. router_weights: per
+        micro-batch, the weight of its router auxiliary loss in the step's loss; by default its share of the divisor.
+
+        Raises `NonFinite` if the loss is not finite, `LossError` if the loss function returns no loss, and whatever an
+        op, the sink or the loss function raises.
         """
-        self.world.at(f"step {number + 1:,}", self.doing)
+        self.world.at(f"step {number + 1:,}", self.oldest_op)
         labels = [batch["labels"].cpu() for batch in micro_batches]
-        how: dict[str, object] = {} if sink is None else {"step": number, "seed": self.seed, **sink.how}
-        counts = self._counts(schedule, micro_batches, loss_fn, how)
-        divisors, tokens = counts[self.world.rank].divisors, sum(each.targets for each in counts)
-        all_divisors = self.world.dealt([each.divisors for each in counts])
+        settings: dict[str, object] = {} if sink is None else {"step": number, "seed": self.seed, **sink.settings}
+        infos = self._exchange_step_info(schedule, micro_batches, loss_fn, settings)
+        divisors, tokens = infos[self.world.rank].divisors, sum(each.targets for each in infos)
+        all_divisors = self.world.dealt([each.divisors for each in infos])
         total = sum(all_divisors)
         if micro_batches and not total > 0:
-            raise LossError("every micro-batch counts for nothing", where="divisor", fix="divide by more than 0")
+            raise LossError("is 0 for every micro-batch", where="divisor", fix="return more than 0 for at least one")
         own = own_entries(loss_fn)
-        seen = [for_model(batch, own) for batch in micro_batches]
+        inputs = [model_entries(batch, own) for batch in micro_batches]
         scale = 1.0 / (total or 1.0)
         routed = divisors if router_weights is None else [weight * total for weight in router_weights]
-        now = Current(seen, labels, sink, number, scale, loss_fn, micro_batches, divisors, routed)
+        step = StepState(inputs, labels, sink, number, scale, loss_fn, micro_batches, divisors, routed)
         if not self.device.shares_memory:
             staged = iter(self.device.staged([each for found in map(targets_of, labels) for each in found]))
-            now.targets = list(zip(staged, staged, strict=True))
-        self._execute(schedule, now)
+            step.targets = list(zip(staged, staged, strict=True))
+        self._execute(schedule, step)
         shares: tuple[float, ...] = ()
         if self.world.size > 1:
-            micros = self._of_all_ranks(now)
-            loss = _finite_sum([term for micro in micros for term in micro.terms], now)
-            shares = tuple(math.fsum(micro.terms) * scale for micro in micros)
+            reports = self._reports_of_all_ranks(step)
+            loss = _finite_sum([term for micro in reports for term in micro.terms], step)
+            shares = tuple(math.fsum(micro.terms) * scale for micro in reports)
         else:
-            micros, loss = _micros(now), _finite_loss(now)
-        return StepResult(loss / (total or 1.0), tokens, *_reports(micros, all_divisors, scale), shares)
+            reports, loss = _own_reports(step), _finite_loss(step)
+        return StepResult(loss / (total or 1.0), tokens, *_reports(reports, all_divisors, scale), shares)
 
     # Other ranks ----------------------------------------------------------------------------------------------------
 
-    def _counts(
+    def _exchange_step_info(
         self,
         schedule: Schedule,
         micro_batches: Sequence[MicroBatch],
         loss_fn: LossFn | None,
-        how: Mapping[str, object],
-    ) -> list[Counts]:
-        """Of each rank. Raises `RankError` where their schedules would not meet, or they would not train alike."""
+        settings: Mapping[str, object],
+    ) -> list[StepInfo]:
+        """The `StepInfo` of each rank. Raises `RankError` if collectives do not match or settings differ."""
 
-        def own() -> Counts:
+        def own() -> StepInfo:
             targets = sum(count_targets(batch) for batch in micro_batches)
             divisors = [divisor_of(loss_fn, batch) for batch in micro_batches]
-            return Counts(targets, divisors, schedule.digest if self.world.size > 1 else "", how)
+            return StepInfo(targets, divisors, schedule.digest if self.world.size > 1 else "", settings)
 
-        found = [Counts(*each) for each in self.world.agree("a schedule", own)]
+        found = [StepInfo(*each) for each in self.world.agree("a schedule", own)]
         if odd := [rank for rank, each in enumerate(found) if each.digest != found[0].digest]:
-            what = f"the schedules of ranks 0 and {odd[0]} do not meet: their policies or their rounds differ"
-            fix = "give all ranks one policy, and every round as many micro-batches of each"
+            what = f"the schedules of ranks 0 and {odd[0]} do not match: their policies or their rounds differ"
+            fix = "give all ranks the same policy, and as many micro-batches of each rank to every round"
             raise RankError(what, where="schedule", fix=fix)
-        refuse_unlike("trains with", [each.how for each in found])
+        refuse_unlike("trains with", [each.settings for each in found])
         return found
 
-    def _of_all_ranks(self, now: Current) -> list[Micro]:
-        """What is known of the micro-batches of all ranks, in their order. Raises `NonFinite`, the same on each."""
-        largest = {unit: found.tolist() for unit, found in now.largest.items()}
-        names = {} if now.sink is None else now.sink.not_finite
-        mine: Any = ([tuple(each) for each in _micros(now)], list(largest.items()), list(names.items()))
-        told = self.world.exchange("losses", mine)
-        micros = [[Micro(*each) for each in own] for own, _, _ in told]
-        fix = PERHAPS if self.policy.update == "during_backward" else NOTHING
-        for rank, own in enumerate(micros):
-            _finite_sum([term for micro in own for term in micro.terms], now, f" on rank {rank}", fix)
-        heard = {unit: [dict(each)[unit] for _, each, _ in told] for unit in largest}
-        for unit, by_owner in sorted(heard.items(), reverse=True):
-            for rank, sent in enumerate(zip(*by_owner, strict=True)):
+    def _reports_of_all_ranks(self, step: StepState) -> list[MicroBatchReport]:
+        """The reports of all ranks' micro-batches, in order. Raises `NonFinite`, with the same message on each rank."""
+        largest = {unit: found.tolist() for unit, found in step.largest.items()}
+        names = {} if step.sink is None else step.sink.not_finite
+        mine: Any = ([tuple(each) for each in _own_reports(step)], list(largest.items()), list(names.items()))
+        received = self.world.exchange("losses", mine)
+        reports = [[MicroBatchReport(*each) for each in own] for own, _, _ in received]
+        fix = MAYBE_UPDATED if self.policy.update == "during_backward" else NOTHING_UPDATED
+        for rank, own in enumerate(reports):
+            _finite_sum([term for micro in own for term in micro.terms], step, f" on rank {rank}", fix)
+        by_receiver = {unit: [dict(each)[unit] for _, each, _ in received] for unit in largest}
+        for unit, magnitudes in sorted(by_receiver.items(), reverse=True):
+            for rank, sent in enumerate(zip(*magnitudes, strict=True)):
                 if not all(map(math.isfinite, sent)):
-                    named = dict.fromkeys(name for _, _, each in told for name in dict(each).get(unit, ()))
-                    what = f"the gradient of rank {rank} is not finite{of_parameters(list(named))}"
-                    where = self.spec.units[unit].name
-                    raise NonFinite(what, where=where, fix=fix)
-        return self.world.dealt(micros)
+                    named = dict.fromkeys(name for _, _, each in received for name in dict(each).get(unit, ()))
+                    what = f"the gradient of rank {rank} is not finite{for_parameters(list(named))}"
+                    raise NonFinite(what, where=self.spec.units[unit].name, fix=fix)
+        return self.world.dealt(reports)
 
-    def _gather(self, now: Current, op: Op, held: Held) -> None:
-        """GATHER: a shard of weights, of what each rank has brought of it."""
+    def _gather(self, step: StepState, op: Op, held: Held) -> None:
+        """GATHER: assemble a shard of weights from the parts that the ranks own."""
         (own,), (whole,) = op.reads, op.writes
-        self.world.gather(part_of(held, whole), part_of(held, own))
+        self.world.gather(bytes_of(held, whole), bytes_of(held, own))
 
-    def _barrier(self, now: Current, op: Op, held: Held) -> None:
-        """BARRIER: all have updated their parts of a unit."""
+    def _barrier(self, step: StepState, op: Op, held: Held) -> None:
+        """BARRIER: wait until all ranks have updated their parts of a unit."""
         self.world.meet()
 
-    def _reduce(self, now: Current, op: Op, held: Held) -> None:
-        """REDUCE: this rank's part of a shard of a gradient, summed over ranks, in the dtype that crosses the bus."""
-        (terms,), (own, *heard) = op.reads, op.writes
-        target = part_of(held, own).view(DTYPE_OF_NBYTES[self.numerics.grad_nbytes])
-        sent, *received = (part_of(held, each).view(torch.float32) for each in (terms, *heard))
+    def _reduce(self, step: StepState, op: Op, held: Held) -> None:
+        """REDUCE: sum over ranks this rank's part of a shard of a gradient, to the dtype that crosses the bus."""
+        (terms,), (own, *others) = op.reads, op.writes
+        target = bytes_of(held, own).view(DTYPE_OF_NBYTES[self.numerics.grad_nbytes])
+        sent, *received = (bytes_of(held, each).view(torch.float32) for each in (terms, *others))
         if op.stream == "shared":
             self.world.meet()
             received.insert(self.world.rank, sent)
@@ -199,200 +208,211 @@ class Streamer:
             self.world.meet()
         else:
             largest = self.device.landing(self.world.reduce(target, received[0], sent))
-        before = now.largest.get(op.unit)
-        now.largest[op.unit] = largest if before is None else torch.maximum(before, largest)
+        so_far = step.largest.get(op.unit)
+        step.largest[op.unit] = largest if so_far is None else torch.maximum(so_far, largest)
 
     def under_way(self) -> tuple[list[tuple[str, str, float]], float]:
-        """(op, stream, seconds) of each stream that is at one, and the seconds since any began or ended."""
+        """(op, stream, seconds it has been running) of each busy stream; seconds since any op began or ended."""
         now = time.monotonic()
-        at = [(op, stream, now - since) for stream, (op, since) in list(self._executor.under_way.items())]
-        return at, now - self._executor.moved
+        running = [(op, stream, now - since) for stream, (op, since) in list(self._executor.under_way.items())]
+        return running, now - self._executor.last_progress
 
-    def doing(self) -> str:
-        """The op that has been under way for longest, in words."""
+    def oldest_op(self) -> str:
+        """The op that has been running for longest, as "OP on STREAM"; empty if there is none."""
         ops, _ = self.under_way()
         op, stream, _ = max(ops, key=lambda each: each[2], default=("", "", 0.0))
         return f"{op} on {stream}" if op else ""
 
-    def next_logits(self, schedule: Schedule, inputs: Mapping[str, Any], kept: int = 1) -> Tensor:
-        """Execute a forward schedule on the arguments of a forward, `input_ids` int64[rows, length] among them.
+    def next_logits(self, schedule: Schedule, inputs: Mapping[str, Any], logits_to_keep: int = 1) -> Tensor:
+        """Execute a forward schedule. `inputs` are the arguments of a forward, with `input_ids` int64[rows, length].
 
-        Returns the logits at the last `kept` positions (0 for all), float32[rows, positions, vocabulary], on the
-        device, in memory of the caller's own stream. A cache among the arguments is filled by the layers as they run.
+        Returns the logits at the last `logits_to_keep` positions (0 for all), float32[rows, positions, vocabulary], on
+        the device, in memory that belongs to the caller's own stream. The layers fill a cache among the arguments.
         """
         self.device.synchronize()  # the inputs may come from work that no op waits for
-        now = Current([inputs], [], None, 0, 0.0, kept=kept)
-        self.world.meet()  # what others have of the weights is as they leave it
-        self._execute(schedule, now)
+        step = StepState([inputs], [], None, 0, 0.0, logits_to_keep=logits_to_keep)
+        self.world.meet()  # by now all ranks have finished their updates of the weights
+        self._execute(schedule, step)
         self.world.meet()
-        assert now.logits is not None
-        found = now.logits.to(torch.float32, copy=True)  # the caller's; what ops have made is their stream's,
-        self.device.synchronize()  # which takes that memory for the next ones without asking who reads it
+        assert step.logits is not None
+        found = step.logits.to(torch.float32, copy=True)  # an op's result is in memory of its stream, which would
+        self.device.synchronize()  # reuse it without waiting for the caller's
         return found
 
-    def _execute(self, schedule: Schedule, now: Current) -> None:
-        """Walk the schedule. What surrounds the call (autocast, inference mode, random state) neither counts nor
-        changes."""
+    def _execute(self, schedule: Schedule, step: StepState) -> None:
+        """Run all ops of the schedule. The caller's autocast, inference mode and random state have no effect on it and
+        are kept."""
 
-        def perform(op: Op, held: Held, phases: Phases = OPEN) -> None:
-            if op.kind in CALLS:  # between their phases other ops may run
-                now.phases = phases
-            with undisturbed(self.device.torch_device.type):
-                ACTIONS[op.kind](self, now, op, held)
+        def perform(op: Op, held: Held, phases: PausePoints = NO_PAUSES) -> None:
+            if op.kind in CALLS:  # other ops may run between the phases of one
+                step.phases = phases
+            with default_torch_modes(self.device.torch_device.type):
+                ACTIONS[op.kind](self, step, op, held)
 
         def act(op: Op, held: Held) -> None:
             if id(op) in calls:
-                calls[id(op)].turn(held)
+                calls[id(op)].run_phase(held)
             else:
                 perform(op, held)
             for access in schedule.ended.get(id(op), ()):
-                now.activations.let_go(access)
+                step.activations.release(access)
 
         if schedule is not self._running:
-            self.device.tidy()  # what other work has freed will not fit this as well
+            self.device.tidy()  # memory that other work has freed may be fragmented for this one
         self._running = schedule
-        calls = calls_of(schedule, self._layouts, self.device.alongside, perform)
+        calls = resumable_calls(schedule, self._layouts, self.device.alongside, perform)
         exact = self.device.exact_float32() if self.numerics.precision == "fp32" else nullcontext()
-        with exact, self.device.preserved_random_state(), self.region(), unwinding(calls):
+        with exact, self.device.preserved_random_state(), self.region(), cancelled_on_exit(calls):
             self.timeline = self._executor.walk(schedule, act)
         self._executor.pool.owes_nothing()
 
     # Disk -----------------------------------------------------------------------------------------------------------
 
-    def _read(self, now: Current, op: Op, held: Held) -> None:
+    def _read(self, step: StepState, op: Op, held: Held) -> None:
         self._executor.pool.read(op, held)
 
-    def _write(self, now: Current, op: Op, held: Held) -> None:
+    def _write(self, step: StepState, op: Op, held: Held) -> None:
         self._executor.pool.write(op, held)
 
     # Copies ---------------------------------------------------------------------------------------------------------
 
-    def _copy(self, now: Current, op: Op, held: Held) -> None:
-        """FETCH: a shard of weights to its slot, or ahead of it; PLACE: from there. GRAD: a shard of gradients home, in
-        the dtype that crosses the bus, by way of a cast on the device. OFFLOAD and RELOAD: what a layer keeps, or a
-        piece of its state, as it is.
+    def _copy(self, step: StepState, op: Op, held: Held) -> None:
+        """FETCH copies a shard of weights to its slot, or to a buffer read ahead, from which PLACE copies it there.
+        GRAD copies a shard of gradients to where the optimizer reads it; if that has another dtype, it is first cast
+        on the device. OFFLOAD and RELOAD copy what a layer keeps, or a piece of its state, unchanged.
         """
         if len(op.reads) > 1:
             self._executor.pool.overwrites(op)
             for read, write in zip(op.reads, op.writes, strict=True):
-                part_of(held, write).copy_(part_of(held, read), non_blocking=True)
+                bytes_of(held, write).copy_(bytes_of(held, read), non_blocking=True)
             return
         (read,), (write, *cast) = op.reads, op.writes
-        source, target = part_of(held, read), part_of(held, write)
+        source, target = bytes_of(held, read), bytes_of(held, write)
         if source.numel() > target.numel():
             source, target = source.view(torch.float32), target.view(torch.bfloat16)
         elif source.numel() < target.numel():
             source, target = source.view(torch.bfloat16), target.view(torch.float32)
-        for between in cast:  # else the copy would make one, which no ledger knows
-            source = part_of(held, between).view(target.dtype).copy_(source)
+        for between in cast:  # otherwise the copy would allocate a buffer that the ledger does not know
+            source = bytes_of(held, between).view(target.dtype).copy_(source)
         target.copy_(source, non_blocking=True)
 
-    def _pass(self, now: Current, op: Op, held: Held) -> None:
+    def _stage(self, step: StepState, op: Op, held: Held) -> None:
+        """PACK and UNPACK: copy to and from pinned staging buffers."""
         self._executor.pool.copy(op, held)
 
     # Compute --------------------------------------------------------------------------------------------------------
 
-    def _forward(self, now: Current, op: Op, held: Held) -> None:
+    def _forward(self, step: StepState, op: Op, held: Held) -> None:
         unit, micro = op.unit, op.micro
-        alive = now.activations
-        self._reseed(now, unit, micro)
+        activations = step.activations
+        self._reseed(step, unit, micro)
         written = {access.content: access for access in op.writes}
         output = written[Hidden(unit + 1, micro)].buffer
         if unit == 0:
-            inputs, answers = self._inputs(now, micro)
-            weights = self._views(now, op, held, 0)
-            with answers, self._waits_for_weights(now, op, held):
-                alive.inputs[output], alive.calls[micro] = self.ported.prologue(weights, inputs)
+            inputs, answers = self._inputs(step, micro)
+            weights = self._views(op, held, 0)
+            with answers, self._waiting_for_weights(step, op, held):
+                activations.inputs[output], activations.calls[micro] = self.ported.prologue(weights, inputs)
             return
-        hidden = self._input(now, op, held)
+        hidden = self._input(step, op, held)
         saved = next((content for content in written if isinstance(content, Saved)), None)
         if LayerGraph(unit, micro) in written:
-            alive.graphs[unit, micro], found, sides = self._grown(now, op, held, hidden)
-            alive.inputs[output] = found.detach()
-            alive.sides[unit, micro] = tuple(side.detach() for side in sides)
+            activations.graphs[unit, micro], found, sides = self._forward_with_graph(step, op, held, hidden)
+            activations.inputs[output] = found.detach()
+            activations.sides[unit, micro] = tuple(side.detach() for side in sides)
         elif saved:
             keeping = Keeping(saved.keep, self.spec.hidden_size)
             leaves = self._binders[unit].leaves(self._weights(op, held, unit))
             leaf = hidden.detach().requires_grad_()
-            with keeping.running(), self._waits_for_weights(now, op, held):
-                found, sides = self.ported.layer(unit - 1, leaves, leaf, alive.calls[micro][unit - 1], self.numerics)
-            alive.inputs[output], alive.stored[unit, micro] = found.detach(), keeping.stored()
-            alive.sides[unit, micro] = tuple(side.detach() for side in sides)
+            with keeping.running(), self._waiting_for_weights(step, op, held):
+                found, sides = self.ported.layer(
+                    unit - 1, leaves, leaf, activations.calls[micro][unit - 1], self.numerics
+                )
+            activations.inputs[output], activations.stored[unit, micro] = found.detach(), keeping.stored()
+            activations.sides[unit, micro] = tuple(side.detach() for side in sides)
         else:
-            weights = self._views(now, op, held, unit)
-            with self._waits_for_weights(now, op, held):
-                found, sides = self.ported.layer(unit - 1, weights, hidden, alive.calls[micro][unit - 1], self.numerics)
-            alive.inputs[output] = found
-            alive.sides.setdefault((unit, micro), sides)  # once only: after the loss they are gradients
-        now.phases.end()  # slots are declared with the last phase
+            weights = self._views(op, held, unit)
+            with self._waiting_for_weights(step, op, held):
+                found, sides = self.ported.layer(
+                    unit - 1, weights, hidden, activations.calls[micro][unit - 1], self.numerics
+                )
+            activations.inputs[output] = found
+            activations.sides.setdefault((unit, micro), sides)  # not when recomputed: then gradients are there
+        step.phases.enter_last_phase()  # which declares the offload slots
         if saved and saved.offloaded:
-            alive.stored[unit, micro].pack(part_of(held, written[saved]))
+            activations.stored[unit, micro].pack(bytes_of(held, written[saved]))
         if offloaded := written.get(Hidden(unit, micro)):
-            alive.forms[unit, micro] = pack(hidden, part_of(held, offloaded), self.spec.units[unit].name)
+            activations.forms[unit, micro] = pack(hidden, bytes_of(held, offloaded), self.spec.units[unit].name)
 
-    def _inputs(self, now: Current, micro: int) -> tuple[dict[str, Any], AbstractContextManager[object]]:
-        """A micro-batch on the device, and what answers the model's questions about it."""
-        batch = now.micro_batches[micro]
+    def _inputs(self, step: StepState, micro: int) -> tuple[dict[str, Any], AbstractContextManager[object]]:
+        """A micro-batch on the device, and a context in which its values can be read without waiting for the device."""
+        batch = step.micro_batches[micro]
         inputs = model_inputs(batch, self.device.torch_device)
         given = {key: each for key, each in batch.items() if isinstance(each, Tensor) and each.device.type == "cpu"}
-        return inputs, self._answers((each, given[key]) for key, each in inputs.items() if key in given)
+        return inputs, self._host_answers((each, given[key]) for key, each in inputs.items() if key in given)
 
-    def _answers(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> AbstractContextManager[object]:
+    def _host_answers(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> AbstractContextManager[object]:
         return HostAnswers(pairs) if self.device.torch_device.type == "cuda" else nullcontext()
 
-    def _input(self, now: Current, op: Op, held: Held) -> Tensor:
-        """The input of a layer, [batch, length, hidden size], from where this op reads it: also from a kept graph."""
-        alive, key = now.activations, (op.unit, op.micro)
+    def _input(self, step: StepState, op: Op, held: Held) -> Tensor:
+        """The input of a layer, [batch, length, hidden size], from a slot, another op's output, or a kept graph."""
+        activations, key = step.activations, (op.unit, op.micro)
         for access in op.reads:
             if access.content == Hidden(op.unit, op.micro):
-                there = access.buffer in held
-                return unpack(part_of(held, access).data, alive.forms[key]) if there else alive.inputs[access.buffer]
-        return alive.graphs[key].input.detach()
+                if access.buffer in held:
+                    return unpack(bytes_of(held, access).data, activations.forms[key])
+                return activations.inputs[access.buffer]
+        return activations.graphs[key].input.detach()
 
-    def _grown(self, now: Current, op: Op, held: Held, hidden: Tensor) -> tuple[Graph, Tensor, Sides]:
-        """Run a layer with its autograd graph; what autograd saves of the weights it saves by name.
+    def _forward_with_graph(
+        self, step: StepState, op: Op, held: Held, hidden: Tensor
+    ) -> tuple[KeptGraph, Tensor, Sides]:
+        """Run a layer with autograd, which saves weights by name.
 
-        What its forward has stored is not computed again. Returns the graph, the output [batch, length, hidden size]
-        and the sides.
+        Outputs of ops that its forward has kept are not computed again. Returns the graph, the output [batch, length,
+        hidden size] and the side outputs.
         """
-        bound = Bound(self._weights(op, held, op.unit))
+        bound = BoundWeights(self._weights(op, held, op.unit))
         leaves = self._binders[op.unit].leaves(bound.flat)
         leaf = hidden.detach().requires_grad_()
-        call = now.activations.calls[op.micro][op.unit - 1]
-        stored = now.activations.stored.pop((op.unit, op.micro), None)
+        call = step.activations.calls[op.micro][op.unit - 1]
+        stored = step.activations.stored.pop((op.unit, op.micro), None)
         for access in op.reads:
             if stored and isinstance(access.content, Saved) and access.content.offloaded:
-                stored.unpack(part_of(held, access).data)
+                stored.unpack(bytes_of(held, access).data)
         answering = Answering(stored) if stored else nullcontext()
         target = GradientDestination()
         in_place = self._gradients_in_place(self._binders[op.unit].trained(leaves), target)
-        with torch.enable_grad(), names_weights(bound), answering, self._waits_for_weights(now, op, held), in_place:
+        with (
+            torch.enable_grad(),
+            save_weights_by_name(bound),
+            answering,
+            self._waiting_for_weights(step, op, held),
+            in_place,
+        ):
             output, sides = self.ported.layer(op.unit - 1, leaves, leaf, call, self.numerics)
         if stored:
             stored.finish(self.spec.units[op.unit].name)
         edges = [get_gradient_edge(each) for each in (output, *sides)]
-        return Graph(bound, leaves, leaf, edges, target), output, sides
+        return KeptGraph(bound, leaves, leaf, edges, target), output, sides
 
     def _gradients_in_place(
         self, trained: Sequence[tuple[str, Tensor]], target: GradientDestination
     ) -> AbstractContextManager[object]:
-        """In the block, gradients of weights are formed in `target`, where compute and sums share memory."""
-        return (
-            GradientsInPlace(trained, target)
-            if self.policy.shares_memory and self.numerics.kernels == "stock"
-            else nullcontext()
-        )
+        """In the block, gradients of weights are computed in `target`, if compute and sums share memory."""
+        shared = self.policy.shares_memory and self.numerics.kernels == "stock"
+        return GradientsInPlace(trained, target) if shared else nullcontext()
 
-    def _loss(self, now: Current, op: Op, held: Held) -> None:
+    def _loss(self, step: StepState, op: Op, held: Held) -> None:
         unit, micro = op.unit, op.micro
-        self._reseed(now, unit, micro)
-        hidden = self._input(now, op, held)
-        if now.sink is None:
+        self._reseed(step, unit, micro)
+        hidden = self._input(step, op, held)
+        if step.sink is None:
             weights: dict[str, Tensor] = {}
             for owner in self._head_owners():
-                weights |= self._views(now, op, held, owner)
-            with self._waits_for_weights(now, op, held):
-                self._loss_only(now, op, weights, hidden)
+                weights |= self._views(op, held, owner)
+            with self._waiting_for_weights(step, op, held):
+                self._loss_or_logits(step, op, weights, hidden)
             return
         flat = hidden.flatten(0, 1)
         leaves: dict[str, Tensor] = {}
@@ -404,288 +424,301 @@ class Streamer:
             bound = binder.leaves(self._weights(op, held, owner))
             used = [(name, leaf) for name, leaf in binder.trained(bound) if owner == unit or name in borrowed]
             if self._layouts[owner].trained.size:
-                total = self._sum(now, op, held, owner)
-                send_to_sum(used, total)
+                total = self._accumulator(step, op, held, owner)
+                accumulate_into(total, used)
                 in_place.append(self._gradients_in_place(used, GradientDestination(total)))
             trained += [leaf for _, leaf in used]
             leaves |= bound
-        chunks = self._chunks(now, op, leaves, trained, flat)
-        with self._waits_for_weights(now, op, held), ExitStack() as around:
+        chunked = self._chunked_head(step, op, leaves, trained, flat)
+        with self._waiting_for_weights(step, op, held), ExitStack() as around:
             for each in in_place:
                 around.enter_context(each)
-            found = differentiate(now.loss_fn, chunks, now.own[micro], now.scale)
-            self._count(now, micro, found)
+            found = differentiate(step.loss_fn, chunked, step.own[micro], step.scale)
+            self._record_loss(step, micro, found)
             assert found.gradient is not None
-            now.activations.gradients[micro] = found.gradient.view_as(hidden)
-            self._balance(now, leaves, micro)
-            assert now.loss is not None
-            now.landed = self.device.landing(now.loss)
-        self._close_finished(now, op)
+            step.activations.gradients[micro] = found.gradient.view_as(hidden)
+            self._add_router_loss(step, leaves, micro)
+            assert step.loss is not None
+            step.landed = self.device.landing(step.loss)
+        self._finish_complete_gradients(step, op)
 
-    def _count(self, now: Current, micro: int, found: Found) -> None:
-        """Add what a LOSS has found to what the step's have so far."""
-        now.loss = found.loss if now.loss is None else now.loss + found.loss
-        self._note_term(now, micro, found.loss)
+    def _record_loss(self, step: StepState, micro: int, found: MicroBatchLoss) -> None:
+        """Add the result of a LOSS to the step's."""
+        step.loss = found.loss if step.loss is None else step.loss + found.loss
+        self._record_term(step, micro, found.loss)
         if found.sums:
-            now.reported[micro] = tuple(found.sums), self.device.landing(torch.stack(list(found.sums.values())))
+            step.reported[micro] = tuple(found.sums), self.device.landing(torch.stack(list(found.sums.values())))
 
-    def _note_term(self, now: Current, micro: int, term: Tensor) -> None:
-        """The losses of several ranks are added up in the order of one."""
+    def _record_term(self, step: StepState, micro: int, term: Tensor) -> None:
+        """With several ranks, keep a term of the loss: they add all terms in the order that one rank would."""
         if self.world.size > 1:
-            now.terms.setdefault(micro, []).append(self.device.landing(term))
+            step.terms.setdefault(micro, []).append(self.device.landing(term))
 
-    def _chunks(self, now: Current, op: Op, weights: dict[str, Tensor], trained: list[Tensor], flat: Tensor) -> Chunks:
-        """The head over a micro-batch, whose hidden states are `flat` [tokens, hidden size]."""
+    def _chunked_head(
+        self, step: StepState, op: Op, weights: dict[str, Tensor], trained: list[Tensor], flat: Tensor
+    ) -> ChunkedHead:
+        """The head for a micro-batch whose hidden states are `flat` [tokens, hidden size]."""
 
         def head(hidden: Tensor) -> Tensor:
-            with self._answers(()):
+            with self._host_answers(()):
                 return self.ported.head(weights, hidden)
 
-        places, targets = now.targets[op.micro] if now.targets else targets_of(now.labels[op.micro])
-        rewind = partial(self._reseed, now, op.unit, op.micro)
-        return Chunks(head, trained, flat, places, targets, self.numerics.loss_chunk_tokens, rewind)
+        positions, targets = step.targets[op.micro] if step.targets else targets_of(step.labels[op.micro])
+        rewind = partial(self._reseed, step, op.unit, op.micro)
+        return ChunkedHead(head, trained, flat, positions, targets, self.numerics.loss_chunk_tokens, rewind)
 
-    def _balance(self, now: Current, weights: dict[str, Tensor], micro: int) -> None:
-        """Add the router auxiliary loss of a micro-batch; its sides become gradients.
+    def _add_router_loss(self, step: StepState, weights: dict[str, Tensor], micro: int) -> None:
+        """Add the router auxiliary loss of a micro-batch, and replace its side outputs by their gradients.
 
-        It counts by its share of the divisor if nothing else is asked for. So the step's loss is the mean, over target
-        tokens, of the losses that the stock model gives each micro-batch.
+        Its weight is the micro-batch's share of the divisor unless `router_weights` were given. So the step's loss is
+        the mean, over target tokens, of the losses that the stock model computes for each micro-batch.
         """
-        alive, layers = now.activations, self.spec.layers
+        activations, layers = step.activations, self.spec.layers
         coefficient = self.ported.balance_coefficient
-        if coefficient is None or not now.labels:
+        if coefficient is None or not step.labels:
             return
-        sides = [tuple(side.detach().requires_grad_() for side in alive.sides.pop((unit, micro))) for unit in layers]
+        sides = [
+            tuple(side.detach().requires_grad_() for side in activations.sides.pop((unit, micro))) for unit in layers
+        ]
         leaves = [side for of_layer in sides for side in of_layer]
         with torch.enable_grad():
-            inputs, answers = self._inputs(now, micro)
+            inputs, answers = self._inputs(step, micro)
             with answers:
                 plain = self.ported.balance(weights, inputs, sides)
-            loss = coefficient * plain * now.router_weights[micro]
-            if now.sink is not None:
-                found = torch.autograd.grad(loss * now.scale, leaves, allow_unused=True, materialize_grads=True)
+            loss = coefficient * plain * step.router_weights[micro]
+            if step.sink is not None:
+                found = torch.autograd.grad(loss * step.scale, leaves, allow_unused=True, materialize_grads=True)
                 gradients = iter(found)
-                alive.sides |= {
+                activations.sides |= {
                     (unit, micro): tuple(next(gradients) for _ in of_layer)
                     for unit, of_layer in zip(layers, sides, strict=True)
                 }
-        assert now.loss is not None
+        assert step.loss is not None
         term = loss.detach().double()
-        now.loss = now.loss + term
-        self._note_term(now, micro, term)
-        now.router_losses[micro] = self.device.landing(plain.detach().double())
+        step.loss = step.loss + term
+        self._record_term(step, micro, term)
+        step.router_losses[micro] = self.device.landing(plain.detach().double())
 
-    def _loss_only(self, now: Current, op: Op, weights: dict[str, Tensor], hidden: Tensor) -> None:
-        """The loss, or the next logits, without gradients. `hidden` [batch, length, ...]."""
-        if now.labels:
-            chunks = self._chunks(now, op, weights, [], hidden.flatten(0, 1))
-            self._count(now, op.micro, measure(now.loss_fn, chunks, now.own[op.micro]))
-            self._balance(now, weights, op.micro)
-            assert now.loss is not None
-            now.landed = self.device.landing(now.loss)
+    def _loss_or_logits(self, step: StepState, op: Op, weights: dict[str, Tensor], hidden: Tensor) -> None:
+        """Compute the loss, or the logits if there are no labels, without gradients. hidden: [batch, length, ...]."""
+        if step.labels:
+            chunked = self._chunked_head(step, op, weights, [], hidden.flatten(0, 1))
+            self._record_loss(step, op.micro, measure(step.loss_fn, chunked, step.own[op.micro]))
+            self._add_router_loss(step, weights, op.micro)
+            assert step.loss is not None
+            step.landed = self.device.landing(step.loss)
         else:
-            last = hidden[:, -now.kept :]
-            now.logits = self.ported.head(weights, last.flatten(0, 1)).view(*last.shape[:2], -1)
+            last = hidden[:, -step.logits_to_keep :]
+            step.logits = self.ported.head(weights, last.flatten(0, 1)).view(*last.shape[:2], -1)
 
     def _head_owners(self) -> list[int]:
-        """Units whose weights the head uses: the epilogue's own, and the prologue's if it borrows."""
+        """Units whose weights the head uses: the epilogue, and the prologue if they are tied."""
         own = [self.spec.epilogue] if self._layouts[self.spec.epilogue].size else []
         return [0, *own] if self.spec.tied else own
 
-    def _backward(self, now: Current, op: Op, held: Held) -> None:
-        unit, micro, alive = op.unit, op.micro, now.activations
+    def _backward(self, step: StepState, op: Op, held: Held) -> None:
+        unit, micro, activations = op.unit, op.micro, step.activations
         if unit == 0:
-            self._backward_prologue(now, op, held)
+            self._backward_prologue(step, op, held)
         else:
-            graph = alive.graphs.pop((unit, micro), None)
+            graph = activations.graphs.pop((unit, micro), None)
             if graph is None:
-                self._reseed(now, unit, micro)
-                graph = self._grown(now, op, held, self._input(now, op, held))[0]  # the rest is let go of here
+                self._reseed(step, unit, micro)
+                graph = self._forward_with_graph(step, op, held, self._input(step, op, held))[0]  # frees the output
             else:
-                graph.bound.flat, graph.bound.need = self._weights(op, held, unit), now.phases.need
-            now.phases.add()
+                graph.bound.flat, graph.bound.before_read = self._weights(op, held, unit), step.phases.before_read
+            step.phases.before_gradients()
             trained = self._binders[unit].trained(graph.leaves)
             if trained:
-                graph.target.total = total = self._sum(now, op, held, unit)
-                send_to_sum(trained, total, now.phases.finished)
+                graph.target.accumulator = total = self._accumulator(step, op, held, unit)
+                accumulate_into(total, trained, step.phases.gradient_complete)
             inputs = [graph.input, *(leaf for _, leaf in trained)]
-            gradients = [alive.gradients.pop(micro), *alive.sides.pop((unit, micro), ())]
+            gradients = [activations.gradients.pop(micro), *activations.sides.pop((unit, micro), ())]
             torch.autograd.backward(graph.outputs, gradients, inputs=inputs)
             assert graph.input.grad is not None
-            alive.gradients[micro] = graph.input.grad
-        self._close_finished(now, op)
+            activations.gradients[micro] = graph.input.grad
+        self._finish_complete_gradients(step, op)
 
-    def _backward_prologue(self, now: Current, op: Op, held: Held) -> None:
-        """Run the prologue again, this time for its gradient; it is cheap, and nothing of it has been kept."""
-        alive = now.activations
-        there = any(access.content == Weights(0) for access in op.reads)  # else only their shapes matter
-        leaves = self._binders[0].leaves(self._weights(op, held, 0)) if there else self._unseen_leaves()
-        self._reseed(now, 0, op.micro)
+    def _backward_prologue(self, step: StepState, op: Op, held: Held) -> None:
+        """Run the prologue again with autograd, then backward. It is cheap, so none of its activations are kept."""
+        activations = step.activations
+        there = any(access.content == Weights(0) for access in op.reads)  # otherwise only their shapes matter
+        leaves = self._binders[0].leaves(self._weights(op, held, 0)) if there else self._placeholder_leaves()
+        self._reseed(step, 0, op.micro)
         trained, target = self._binders[0].trained(leaves), GradientDestination()
-        inputs, answers = self._inputs(now, op.micro)
+        inputs, answers = self._inputs(step, op.micro)
         with (
             torch.enable_grad(),
             answers,
-            self._waits_for_weights(now, op, held),
+            self._waiting_for_weights(step, op, held),
             self._gradients_in_place(trained, target),
         ):
             hidden, _ = self.ported.prologue(leaves, inputs)
-        now.phases.add()
-        target.total = total = self._sum(now, op, held, 0)
-        send_to_sum(trained, total)
-        gradient = alive.gradients.pop(op.micro)
+        step.phases.before_gradients()
+        target.accumulator = total = self._accumulator(step, op, held, 0)
+        accumulate_into(total, trained)
+        gradient = activations.gradients.pop(op.micro)
         if hidden.requires_grad:
             torch.autograd.backward([hidden], [gradient], inputs=[leaf for _, leaf in trained])
 
-    def _unseen_leaves(self) -> dict[str, Tensor]:
-        """Zeros that take no memory, for weights of the prologue."""
+    def _placeholder_leaves(self) -> dict[str, Tensor]:
+        """Leaves without memory in place of the prologue's weights."""
         trains = {param.name: param.trainable for param in self.spec.units[0].params}
         return {name: self.ported.placeholders[name].detach().requires_grad_(of) for name, of in trains.items()}
 
     # Gradients ------------------------------------------------------------------------------------------------------
 
-    def _sum(self, now: Current, op: Op, held: Held, unit: int) -> UnitSum:
-        """The gradient of `unit` under construction, begun where the schedule says that the first term is written."""
-        known = now.sums.get(unit)
-        if known is None or self.policy.shares_memory:  # where a sum comes back from the disk, to another place
-            access = access_of(op.writes, Gradient(unit))
+    def _accumulator(self, step: StepState, op: Op, held: Held, unit: int) -> GradientAccumulator:
+        """The accumulator for the gradient of `unit`, created by the op that writes the first term."""
+        known = step.accumulators.get(unit)
+        if known is None or self.policy.shares_memory:  # then a sum may return from the disk to another buffer
+            access = find_access(op.writes, Gradient(unit))
             layout = self._layouts[unit].trained
-            flat = part_of(held, access).view(DTYPE_OF_NBYTES[(access.stop - access.start) // layout.size])
-            if known is None or not known.lies_in(flat):
-                now.sums[unit] = UnitSum(layout, flat, known)
-        return now.sums[unit]
+            flat = bytes_of(held, access).view(DTYPE_OF_NBYTES[(access.stop - access.start) // layout.size])
+            if known is None or not known.is_in(flat):
+                step.accumulators[unit] = GradientAccumulator(layout, flat, known)
+        return step.accumulators[unit]
 
-    def _close_finished(self, now: Current, op: Op) -> None:
-        """A gradient whose last term this op has added is complete."""
+    def _finish_complete_gradients(self, step: StepState, op: Op) -> None:
+        """Finish the gradients whose last term this op has added."""
         for access in op.writes:
             if isinstance(access.content, Gradient) and access.content.is_whole:
-                now.sums.pop(access.content.unit).close()
+                step.accumulators.pop(access.content.unit).finish()
 
-    def _norm(self, now: Current, op: Op, held: Held) -> None:
-        assert now.sink is not None
-        gradient = self._landed(op, held)
-        if op.stream == "host" and not now.loss_is_finite and self.world.size == 1:  # else all decide, at the end
-            _finite_loss(now)  # before any gradient of this step is used
-            now.loss_is_finite = True
-        now.sink.norm(op.unit, gradient, now.loss)
+    def _norm(self, step: StepState, op: Op, held: Held) -> None:
+        assert step.sink is not None
+        gradient = self._gradient_of(op, held)
+        if op.stream == "host" and not step.loss_is_finite and self.world.size == 1:  # several ranks check at the end
+            _finite_loss(step)  # before any gradient of this step is used
+            step.loss_is_finite = True
+        step.sink.norm(op.unit, gradient, step.loss)
 
-    def _update(self, now: Current, op: Op, held: Held) -> None:
-        assert now.sink is not None
+    def _update(self, step: StepState, op: Op, held: Held) -> None:
+        assert step.sink is not None
         parts = {}
         for access in op.writes:
             if part := PART_OF.get(type(access.content)):
-                parts[part] = part_of(held, access)
+                parts[part] = bytes_of(held, access)
         assert self._running is not None
         if op.shard >= 0:
             size = self._layouts[op.unit].trained.own_size
             elements = piece_of(size, self.numerics, self.policy, op.shard)
-            now.sink.update(op.unit, self._landed(op, held), parts, elements)
+            step.sink.update(op.unit, self._gradient_of(op, held), parts, elements)
             self._executor.pool.owes(self._running.takes_home[op.unit, op.shard])
             return
-        now.sink.update(op.unit, self._landed(op, held), parts)
+        step.sink.update(op.unit, self._gradient_of(op, held), parts)
         self._executor.pool.changed(op, held)
         gradient = self._running.buffers[op.reads[0].buffer]
-        if gradient.tier == "host" and gradient.unit == op.unit:  # others take turns, and the next may be on its way
+        if gradient.tier == "host" and gradient.unit == op.unit:  # not shared with units whose gradient may follow
             self._executor.pool.discard(gradient.name)
 
-    def _landed(self, op: Op, held: Held) -> Tensor:
+    def _gradient_of(self, op: Op, held: Held) -> Tensor:
+        """The flat gradient that a NORM or UPDATE reads."""
         access = op.reads[0]
-        return part_of(held, access).view(DTYPE_OF_NBYTES[self.numerics.grad_nbytes])
+        return bytes_of(held, access).view(DTYPE_OF_NBYTES[self.numerics.grad_nbytes])
 
-    # Small things ---------------------------------------------------------------------------------------------------
+    # Helpers --------------------------------------------------------------------------------------------------------
 
     def _weights(self, op: Op, held: Held, unit: int) -> Tensor:
-        """The flat weights of `unit`, where this op reads them; what arrives beside them while it runs is no change."""
-        return part_of(held, access_of(op.reads, Weights(unit))).view(self.dtype).data
+        """The flat weights of `unit` that this op reads. It is `data`, so that for autograd copies into the same memory
+        do not count as changes."""
+        return bytes_of(held, find_access(op.reads, Weights(unit))).view(self.dtype).data
 
-    def _views(self, now: Current, op: Op, held: Held, unit: int) -> dict[str, Tensor]:
-        """The parameters of `unit`, where no gradient is wanted."""
+    def _views(self, op: Op, held: Held, unit: int) -> dict[str, Tensor]:
+        """The parameters of `unit`, without gradients."""
         return self._binders[unit].bind(self._weights(op, held, unit))
 
-    def _waits_for_weights(self, now: Current, op: Op, held: Held) -> AbstractContextManager[object]:
-        """While active, the unit's own weights are waited for where they are read."""
+    def _waiting_for_weights(self, step: StepState, op: Op, held: Held) -> AbstractContextManager[object]:
+        """While active, each read of the unit's own weights waits until they have arrived."""
         owns = any(access.content == Weights(op.unit) for access in op.reads)
-        return now.phases.around(self._weights(op, held, op.unit)) if owns else nullcontext()
+        return step.phases.waiting_for(self._weights(op, held, op.unit)) if owns else nullcontext()
 
     def _locate(self, buffer: str, start: int, content: object) -> str:
-        return place_of(self.spec, self._layouts, self._running, buffer, start, content, self.dtype.itemsize)
+        return describe_place(self.spec, self._layouts, self._running, buffer, start, content, self.dtype.itemsize)
 
-    def _reseed(self, now: Current, unit: int, micro: int) -> None:
-        self.device.seed(call_seed(self.seed, now.number, unit, self.world.number(micro)))
+    def _reseed(self, step: StepState, unit: int, micro: int) -> None:
+        self.device.seed(call_seed(self.seed, step.number, unit, self.world.number(micro)))
 
 
 def call_seed(seed: int, step: int, unit: int, micro: int) -> int:
-    """The seed of a unit's call in a step, 0 to 2**63 - 1: the first 63 bits of BLAKE2b (RFC 7693) over the four
-    numbers as decimal text with a space between. So dropout depends on neither the policy nor Python's version."""
+    """The seed of a unit's call in a step, from 0 to 2**63 - 1.
+
+    These are the first 63 bits of BLAKE2b (RFC 7693) over the four numbers in decimal, separated by spaces. So dropout
+    depends on neither the policy nor Python's version.
+    """
     digest = hashlib.blake2b(f"{seed} {step} {unit} {micro}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
-def _finite_loss(now: Current) -> float:
-    """The loss of a step whose last LOSS is done. Raises `NonFinite`."""
-    return _finite_sum([] if now.landed is None else [now.landed.item()], now)
+def _finite_loss(step: StepState) -> float:
+    """The loss, once the last LOSS is done. Raises `NonFinite`."""
+    return _finite_sum([] if step.landed is None else [step.landed.item()], step)
 
 
-def _finite_sum(terms: Sequence[float], now: Current, on: str = "", fix: str = NOTHING) -> float:
-    """The sum in that order, as LOSS ops form it. Raises `NonFinite`; `fix` is about a step."""
+def _finite_sum(terms: Sequence[float], step: StepState, on: str = "", fix: str = NOTHING_UPDATED) -> float:
+    """The sum of the terms in order, as LOSS ops add them. Raises `NonFinite`, in a training step with `fix`."""
     loss = reduce(add, terms) if terms else 0.0
     if not math.isfinite(loss):
         what = f"the loss is {loss}{on}"
-        if now.sink is None:
+        if step.sink is None:
             raise NonFinite(what, where="evaluation", fix="inspect the batch and the weights", of_loss=True)
         raise NonFinite(what, fix=fix, of_loss=True)
     return loss
 
 
-class Counts(NamedTuple):
-    """What one rank brings to a step: its target tokens, the divisors of its micro-batches, a digest of what it will do
-    together with the others, and what it trains with."""
+class StepInfo(NamedTuple):
+    """What one rank tells the others before a step."""
 
     targets: int
+    """Number of target tokens."""
     divisors: list[float]
+    """Of each micro-batch."""
     digest: str
-    how: Mapping[str, object]
+    """Of the schedule's collectives, which must match."""
+    settings: Mapping[str, object]
+    """Step number, seed and optimizer settings, which must be equal."""
 
 
-class Micro(NamedTuple):
-    """What is known of one micro-batch after a step."""
+class MicroBatchReport(NamedTuple):
+    """The results of one micro-batch in a step."""
 
     terms: list[float]
-    """What it has added to the loss, where several ranks add up theirs."""
+    """What it has added to the loss; empty with a single rank."""
     reported: dict[str, float]
-    """What the loss function reports: sums."""
+    """Sums that the loss function reports."""
     router_loss: float | None
+    """Without the coefficient."""
 
 
-def _micros(now: Current) -> list[Micro]:
-    """Of this rank, in order."""
+def _own_reports(step: StepState) -> list[MicroBatchReport]:
+    """The reports of this rank's micro-batches, in order."""
     found = []
-    for micro in range(len(now.divisors)):
-        names, values = now.reported.get(micro, ((), torch.empty(0)))
-        router_loss = now.router_losses.get(micro)
-        terms = [term.item() for term in now.terms.get(micro, ())]
+    for micro in range(len(step.divisors)):
+        names, values = step.reported.get(micro, ((), torch.empty(0)))
+        router_loss = step.router_losses.get(micro)
+        terms = [term.item() for term in step.terms.get(micro, ())]
         reported = dict(zip(names, values.tolist(), strict=True))
-        found.append(Micro(terms, reported, None if router_loss is None else router_loss.item()))
+        found.append(MicroBatchReport(terms, reported, None if router_loss is None else router_loss.item()))
     return found
 
 
 def _reports(
-    micros: Sequence[Micro], divisors: Sequence[float], scale: float
+    reports: Sequence[MicroBatchReport], divisors: Sequence[float], scale: float
 ) -> tuple[dict[str, float], tuple[dict[str, float], ...]]:
     """`metrics` and `by_micro_batch` of a `StepResult`."""
     sums: dict[str, float] = {}
     each: tuple[dict[str, float], ...] = tuple({} for _ in divisors)
-    for micro, found, divisor in zip(micros, each, divisors, strict=True):
+    for micro, found, divisor in zip(reports, each, divisors, strict=True):
         for name, number in micro.reported.items():
             sums[name] = sums.get(name, 0.0) + number
-        found.update(_means(micro.reported, 1 / (divisor or 1.0)))
+        found.update(_averages(micro.reported, 1 / (divisor or 1.0)))
         if micro.router_loss is not None:
             found["aux_loss"] = micro.router_loss
-    return _means(sums, scale), each
+    return _averages(sums, scale), each
 
 
-def _means(sums: Mapping[str, float], scale: float) -> dict[str, float]:
-    """Sums times `scale`, or over a count of their own, where that is not 0."""
+def _averages(sums: Mapping[str, float], scale: float) -> dict[str, float]:
+    """Sums times `scale`; a sum with its own count is divided by that instead, and left out if the count is 0."""
     found = {}
     for name, number in sums.items():
         count = sums.get(name + COUNT)
@@ -698,7 +731,7 @@ ACTIONS = {
     "READ": Streamer._read,
     "WRITE": Streamer._write,
     **dict.fromkeys(("FETCH", "PLACE", "GRAD", "OFFLOAD", "RELOAD"), Streamer._copy),
-    **dict.fromkeys(("PACK", "UNPACK"), Streamer._pass),
+    **dict.fromkeys(("PACK", "UNPACK"), Streamer._stage),
     "FORWARD": Streamer._forward,
     "LOSS": Streamer._loss,
     "BACKWARD": Streamer._backward,
@@ -708,4 +741,4 @@ ACTIONS = {
     "NORM": Streamer._norm,
     "UPDATE": Streamer._update,
 }
-"""What each kind of op does."""
+"""Kind of op -> the method that performs it."""

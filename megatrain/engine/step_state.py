@@ -1,9 +1,9 @@
-"""State of the running step: its micro-batches, values that live between ops, and the memory an op holds.
+"""State of the running step: its micro-batches, values that live between ops, and the memory an op uses.
 
-Between a micro-batch's forward and its backward live the calls of the layers, inputs of units, the graphs that the
-policy keeps, and the gradient that travels down (`Activations`). An input bears the name of its buffer in the schedule
-and is let go of behind the last op that mentions it, so memory follows the schedule; one that is offloaded lies in a
-slot as bytes, with its form beside it.
+Between the forward and backward of a micro-batch, `Activations` keeps the arguments of the layers' calls, inputs of
+units, the autograd graphs that the policy keeps, and the gradient on its way down. An input has the name of its buffer
+in the schedule and is released after the last op that names it, so memory follows the schedule. An offloaded input is
+bytes in a slot, with its shape and strides kept beside it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.autograd.graph import GradientEdge
 from megatrain.engine.autograd import GradientDestination
 from megatrain.engine.batch import MicroBatch
 from megatrain.engine.chunked_loss import LossFn
-from megatrain.engine.gradient_sums import GradSink, UnitSum
-from megatrain.engine.phased_call import OPEN, Phases
-from megatrain.engine.weights import Bound
+from megatrain.engine.gradient_accumulation import GradientAccumulator, GradSink
+from megatrain.engine.resumable_call import NO_PAUSES, PausePoints
+from megatrain.engine.weights import BoundWeights
 from megatrain.errors import MegaTrainError, ModelError
 from megatrain.memory import Held
 from megatrain.model import Call, Sides, Stored
@@ -29,118 +29,124 @@ from megatrain.schedule.contents import Arguments, Gradient, Weights
 
 
 @dataclass(frozen=True, slots=True)
-class Graph:
-    """A layer's kept autograd graph, from its input leaf to its output; the output itself is not kept."""
+class KeptGraph:
+    """A layer's autograd graph, from its input leaf to its output, which itself is not kept."""
 
-    bound: Bound
+    bound: BoundWeights
     leaves: dict[str, Tensor]
     input: Tensor
     outputs: list[GradientEdge]
-    """Of the hidden state, and of each side."""
+    """Of the hidden state and of each side output."""
     target: GradientDestination
-    """Where gradients of the weights are summed, once that is known."""
+    """Where gradients of the weights are summed; set when the backward pass begins."""
 
 
 @dataclass(slots=True)
 class Activations:
-    """Everything of one step, by micro-batch or by (unit, micro-batch)."""
+    """Values between ops of one step, by micro-batch or by (unit, micro-batch)."""
 
     calls: dict[int, list[Call]] = field(default_factory=dict)
+    """The arguments of each layer's call."""
     inputs: dict[str, Tensor] = field(default_factory=dict)
-    """Transient buffer of the schedule -> the input of a unit, [batch, length, hidden size]."""
+    """Transient buffer of the schedule -> input of a unit, [batch, length, hidden size]."""
     forms: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """Shape, strides and dtype of an offloaded input, as a tensor without memory."""
-    graphs: dict[tuple[int, int], Graph] = field(default_factory=dict)
+    graphs: dict[tuple[int, int], KeptGraph] = field(default_factory=dict)
     stored: dict[tuple[int, int], Stored] = field(default_factory=dict)
-    """Outputs of single ops of a layer, beside its input."""
+    """Outputs of single ops in a layer, kept in addition to its input."""
     sides: dict[tuple[int, int], Sides] = field(default_factory=dict)
-    """What a layer recorded for the auxiliary loss, until the loss; from there on, the gradient of each."""
+    """Side outputs of a layer, for the router auxiliary loss; after that loss, their gradients."""
     gradients: dict[int, Tensor] = field(default_factory=dict)
-    """Gradient of the input of the unit last visited in the backward pass, [batch, length, hidden size]."""
+    """Gradient with respect to the input of the unit whose backward ran last, [batch, length, hidden size]."""
 
-    def let_go(self, access: Access) -> None:
-        """No later op mentions this transient buffer: an input, or the arguments of a micro-batch's layers."""
+    def release(self, access: Access) -> None:
+        """Free a transient buffer that no later op names: an input, or the arguments of a micro-batch's layers."""
         self.inputs.pop(access.buffer, None)
         if isinstance(access.content, Arguments):
             self.calls.pop(access.content.micro, None)
 
 
 def pack(hidden: Tensor, memory: Tensor, where: str) -> Tensor:
-    """Copy an input to memory, uint8[at least its bytes], element by element as it lies, and return its form.
+    """Copy an input with its strides to memory, uint8[at least its bytes]; return its form, a tensor without memory.
 
-    What is computed from it later is then computed from the same strides, and so to the same bit. Raises `ModelError`
-    for an input that is larger than the schedule takes it to be (one in float32 between layers in bfloat16).
+    The strides are kept because the same computation on other strides may differ in bits. Raises `ModelError` for an
+    input that is larger than planned, as of a model in bfloat16 that passes float32 between layers.
     """
     form = torch.empty_like(hidden, device="meta")  # the strides of a dense tensor; contiguous ones of any other
     if form.nbytes > memory.nbytes:
-        what = f"a layer's input takes {form.nbytes:,} bytes ({form.dtype}), and {memory.nbytes:,} were planned for"
+        what = f"a layer's input takes {form.nbytes:,} bytes ({form.dtype}), but {memory.nbytes:,} were planned"
         raise ModelError(what, where=where, fix="keep its inputs on the device: activations='recompute', no rows")
     unpack(memory, form).copy_(hidden)
     return form
 
 
 def unpack(memory: Tensor, form: Tensor) -> Tensor:
-    """The input that lies in memory, as a view of it."""
+    """The input that `pack` put in memory, as a view of it."""
     return torch.as_strided(memory[: form.nbytes].view(form.dtype), form.shape, form.stride())
 
 
 @dataclass(slots=True)
-class Current:
-    """The step under way."""
+class StepState:
+    """Inputs, options and partial results of the running step."""
 
     micro_batches: Sequence[MicroBatch]
     labels: list[Tensor]
-    """Per micro-batch, int64[batch, length] on the host; empty when only the next logits are wanted."""
+    """Per micro-batch, int64[batch, length] on the host; empty if only logits are computed."""
     sink: GradSink | None
+    """`None` if no gradients are computed."""
     number: int
+    """The step's number, from 0."""
     scale: float
+    """Factor of the loss: 1 / the step's divisor."""
     loss_fn: LossFn | None = None
     own: Sequence[MicroBatch] = ()
-    """The micro-batches with what is for the loss alone."""
+    """The micro-batches with the entries that only the loss gets."""
     divisors: Sequence[float] = ()
-    """Per micro-batch, what the sum of its losses counts for: its target tokens, or what the loss function says."""
+    """Per micro-batch, its share of the step's divisor: its target tokens, or what the loss function says."""
     router_weights: Sequence[float] = ()
-    """Per micro-batch, what its router auxiliary loss counts for, in units of the divisors."""
+    """Per micro-batch, the weight of its router auxiliary loss, in units of the divisors."""
     targets: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Per micro-batch, what `targets_of` says, staged for the device; empty where compute reads host memory."""
+    """Per micro-batch, the result of `targets_of` in staging buffers; empty if compute reads host memory."""
     landed: Tensor | None = None
-    """The loss on the host, once the last LOSS is done."""
+    """The loss on the host; valid when the last LOSS is done."""
     loss: Tensor | None = None
-    """Sum of the losses so far, float64 scalar on the device; made by the first LOSS."""
+    """Sum of the losses so far, float64 scalar on the device; `None` before the first LOSS."""
     terms: dict[int, list[Tensor]] = field(default_factory=dict)
-    """Micro-batch -> what it has added to the loss, landed like the loss."""
+    """Micro-batch -> the terms it has added to the loss, on the host; only with several ranks."""
     largest: dict[int, Tensor] = field(default_factory=dict)
-    """Unit -> the largest magnitude that each rank has sent of its gradient, float32[ranks], landed."""
+    """Unit -> the largest magnitude in the gradient that each rank has sent, float32[ranks] on the host."""
     reported: dict[int, tuple[tuple[str, ...], Tensor]] = field(default_factory=dict)
-    """Micro-batch -> names of what the loss function reports of it, and sums, float64[names], landed like the loss."""
+    """Micro-batch -> names and values of the sums that the loss function reports, float64[names] on the host."""
     router_losses: dict[int, Tensor] = field(default_factory=dict)
-    """Micro-batch -> its router auxiliary loss without the coefficient, float64 scalars, landed like the loss."""
+    """Micro-batch -> its router auxiliary loss without the coefficient, float64 scalar on the host."""
     activations: Activations = field(default_factory=Activations)
-    sums: dict[int, UnitSum] = field(default_factory=dict)
-    kept: int = 1
-    """How many last positions the next logits are wanted at; 0 for all."""
+    accumulators: dict[int, GradientAccumulator] = field(default_factory=dict)
+    """Unit -> its gradient so far."""
+    logits_to_keep: int = 1
+    """At how many last positions to compute logits; 0 for all."""
     logits: Tensor | None = None
     """[rows, positions, vocabulary]."""
     loss_is_finite: bool = False
-    phases: Phases = OPEN
-    """Of the call that is under way."""
+    phases: PausePoints = NO_PAUSES
+    """Of the call that is running."""
 
 
 # Memory of an op ------------------------------------------------------------------------------------------------------
 #
-# The memory that an op holds, by what it declares.
+# Finds the memory that an op has leased by what it declares.
 
 
 DTYPE_OF_NBYTES = {2: torch.bfloat16, 4: torch.float32}
+"""Bytes per element of a gradient -> its dtype."""
 
 
-def part_of(held: Held, access: Access) -> Tensor:
-    """The bytes of an access, uint8."""
+def bytes_of(held: Held, access: Access) -> Tensor:
+    """The leased bytes of an access, uint8."""
     return held[access.buffer][access.start : access.stop]
 
 
-def access_of(accesses: Sequence[Access], content: Weights | Gradient) -> Access:
-    """The access whose content is `content`, or a partial sum of it."""
+def find_access(accesses: Sequence[Access], content: Weights | Gradient) -> Access:
+    """The access with this content, or with a partial sum of it."""
     for access in accesses:
         found = access.content
         if isinstance(found, Gradient) and found.terms is not None:

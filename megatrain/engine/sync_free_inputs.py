@@ -1,12 +1,12 @@
-"""Answers what a model's code asks of its inputs on the host, without waiting for the GPU.
+"""Lets a model's code read values of its inputs without waiting for the GPU.
 
-Before its layers a model looks at masks and positions in Python: whether anything is padded (`mask.all()`), where
-packed samples begin. On a GPU each such question is a wait, twice in every micro-batch. The inputs come from the host,
-so the answer can: while `HostAnswers` is active it remembers how integer tensors were computed from them, and when one
-is asked for its value, computes that from the host's copies instead. Nothing is computed unless it is asked for.
+Before its layers a model inspects masks and positions in Python: whether anything is padded (`mask.all()`), where
+packed samples begin. On a GPU each such read waits for the device, twice per micro-batch. But the inputs come from the
+host. While `HostAnswers` is active it records how integer tensors are computed from them, and when Python reads the
+value of one, computes it from the host's copies instead. Nothing is computed until it is read.
 
-Functions that are not in `KNOWN` (those that make memory for a kernel to fill among them), floating-point tensors, and
-tensors that have been written to since are left to torch.
+Not covered: functions that are not in `REPEATABLE` (for example those that allocate memory for a kernel to fill),
+floating-point tensors, and tensors changed in place since.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-ASKS = frozenset({"__bool__", "__int__", "__index__", "__float__", "item", "tolist"})
+VALUE_READS = frozenset({"__bool__", "__int__", "__index__", "__float__", "item", "tolist"})
+"""Functions that return a tensor's value to Python."""
 
 _NAMES = """
     all any eq ne lt le gt ge logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not isin
@@ -30,11 +31,12 @@ _NAMES = """
     view reshape expand expand_as unsqueeze squeeze t transpose permute flatten unflatten contiguous clone detach
     __getitem__ narrow select cat stack repeat roll flip index_select gather to bool long int arange tensor
 """
-KNOWN = frozenset(_NAMES.split())
+REPEATABLE = frozenset(_NAMES.split())
+"""Functions whose result depends on their arguments alone, so that the host may compute it again."""
 
 
 class _Recipe:
-    """How a tensor was computed: a function and its arguments, or its value."""
+    """How a tensor was computed: a function and its arguments, or the value itself."""
 
     __slots__ = ("args", "func", "kwargs", "value")
 
@@ -42,51 +44,56 @@ class _Recipe:
         self.func, self.args, self.kwargs, self.value = func, args, kwargs, value
 
     def computed(self) -> Any:
-        """On the host."""
+        """The value on the host, computed at the first call."""
         if self.value is None:
-            self.value = self.func(*_mapped(self.args, _on_host), **_mapped(self.kwargs, _on_host))
+            self.value = self.func(*_map_nested(self.args, _on_host), **_map_nested(self.kwargs, _on_host))
             self.func = self.args = self.kwargs = None
         return self.value
 
 
 class HostAnswers(TorchFunctionMode):
-    """While active, on this thread: tensors computed from the inputs answer from the host.
+    """While active, on this thread: values of tensors computed from the inputs are read on the host.
 
-    pairs: each input on the device, and the same on the host, which stays as it is.
+    pairs: each input on the device with the same on the host, which must not change meanwhile.
     """
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         super().__init__()
-        self._known: dict[int, tuple[ReferenceType[Tensor], int, _Recipe]] = {}
+        self._recipes: dict[int, tuple[ReferenceType[Tensor], int, _Recipe]] = {}
         for there, here in pairs:
-            self._know(there, _Recipe(None, (), {}, here))
+            self._remember(there, _Recipe(None, (), {}, here))
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name in ASKS and args and isinstance(args[0], Tensor) and (recipe := self._recipe(args[0])) is not None:
-            with suppress(Exception):  # what does not go on the host goes on the device
+        if (
+            name in VALUE_READS
+            and args
+            and isinstance(args[0], Tensor)
+            and (recipe := self._recipe(args[0])) is not None
+        ):
+            with suppress(Exception):  # what fails on the host is read on the device
                 return func(recipe.computed(), *args[1:], **kwargs)
         found = func(*args, **kwargs)
-        if name in KNOWN and _is_told(found) and not any(found is each for each in args):
+        if name in REPEATABLE and _is_tracked(found) and not any(found is each for each in args):
             try:
-                parts = _mapped((tuple(args), dict(kwargs)), self._part)
+                parts = _map_nested((tuple(args), dict(kwargs)), self._as_recipe)
             except _Unknown:
                 return found
-            self._know(found, _Recipe(func, *parts))
+            self._remember(found, _Recipe(func, *parts))
         return found
 
-    def _know(self, tensor: Tensor, recipe: _Recipe) -> None:
-        self._known[id(tensor)] = ref(tensor), tensor._version, recipe
+    def _remember(self, tensor: Tensor, recipe: _Recipe) -> None:
+        self._recipes[id(tensor)] = ref(tensor), tensor._version, recipe
 
     def _recipe(self, tensor: Tensor) -> _Recipe | None:
-        """How a tensor has come to the values that it has now, if that is known."""
-        there, version, recipe = self._known.get(id(tensor), (None, 0, None))
+        """How a tensor's current values were computed, if that is known."""
+        there, version, recipe = self._recipes.get(id(tensor), (None, 0, None))
         return recipe if there is not None and there() is tensor and tensor._version == version else None
 
-    def _part(self, value: Any) -> Any:
-        """An argument as a recipe holds it, which keeps no tensor of the device alive."""
+    def _as_recipe(self, value: Any) -> Any:
+        """An argument as recipes keep it: recipes instead of tensors, so that no device memory is kept alive."""
         if isinstance(value, Tensor):
             recipe = self._recipe(value)
             if recipe is None:
@@ -98,29 +105,30 @@ class HostAnswers(TorchFunctionMode):
 
 
 class _Unknown(Exception):
-    """An argument whose values the host does not know."""
+    """The values of an argument are not known on the host."""
 
 
-def _is_told(found: Any) -> bool:
-    """Whether it is a tensor that recipes are kept of."""
+def _is_tracked(found: Any) -> bool:
+    """Whether it is a tensor whose recipe is recorded: on a GPU, and of integers or bools."""
     if type(found) is not Tensor or not found.is_cuda or torch._C._functorch.is_functorch_wrapped_tensor(found):
         return False
     return not found.is_floating_point() and not found.is_complex()
 
 
 def _on_host(value: Any) -> Any:
+    """An argument of a recipe as the host's computation uses it."""
     if isinstance(value, _Recipe):
         return value.computed()
     at_device = isinstance(value, torch.device) or (isinstance(value, str) and value.startswith("cuda"))
     return torch.device("cpu") if at_device else value
 
 
-def _mapped(value: Any, to: Callable[[Any], Any]) -> Any:
-    """The same containers, with `to(each)` for what is in them."""
+def _map_nested(value: Any, to: Callable[[Any], Any]) -> Any:
+    """The same nested containers, with `to` applied to each value in them."""
     if isinstance(value, tuple | list):
-        return type(value)(_mapped(each, to) for each in value) if type(value) in (tuple, list) else to(value)
+        return type(value)(_map_nested(each, to) for each in value) if type(value) in (tuple, list) else to(value)
     if isinstance(value, dict):
-        return {key: _mapped(each, to) for key, each in value.items()}
+        return {key: _map_nested(each, to) for key, each in value.items()}
     if isinstance(value, slice):
-        return slice(*(_mapped(each, to) for each in (value.start, value.stop, value.step)))
+        return slice(*(_map_nested(each, to) for each in (value.start, value.stop, value.step)))
     return to(value)

@@ -139,7 +139,7 @@ class _Plain(nn.Module):
 
 
 class _InChunks(torch.autograd.Function):
-    """Saves only the input and the weights, the latter by offset (`engine.weights.names_weights`)."""
+    """Saves only the input and the weights, the latter by offset (`engine.weights.save_weights_by_name`)."""
 
     @staticmethod
     def forward(ctx: Any, chunked: _Chunked, names: tuple[str, ...], given: Tensor, *weights: Tensor) -> Tensor:

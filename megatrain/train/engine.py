@@ -28,7 +28,7 @@ from megatrain.engine import (
     count_targets,
     sequences_of,
 )
-from megatrain.engine.batch import check_arguments, check_mapping, for_model
+from megatrain.engine.batch import check_arguments, check_mapping, model_entries
 from megatrain.errors import CheckpointError, ConfigError, DoesNotFit, ModelError, PlanError
 from megatrain.memory import Disk, Ledger, Pool, SharedMemory, Store
 from megatrain.model import (
@@ -394,7 +394,7 @@ class Engine:
         self._settle()
         schedule = self._schedules.get("forward", Work((inputs["input_ids"].numel(),)))
         with self._ported.evaluation_mode():
-            return self._streamer.next_logits(schedule, for_model(inputs), kept=0)
+            return self._streamer.next_logits(schedule, model_entries(inputs), logits_to_keep=0)
 
     @one_at_a_time
     def generate(

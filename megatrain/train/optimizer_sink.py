@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatrain.device import Device
 from megatrain.dist import ALONE, World
-from megatrain.engine.gradient_sums import of_parameters
+from megatrain.engine.gradient_accumulation import for_parameters
 from megatrain.errors import NonFinite
 from megatrain.memory import Store, unit_state
 from megatrain.optim import (
@@ -91,7 +91,7 @@ class OptimizerSink:
         self._scalars: tuple[StepScalars, ...] | None = None
         """Factors of each group of parameters."""
         self._next_lr = optimizer.lr
-        self.how: dict[str, object] = {}
+        self.settings: dict[str, object] = {}
         self.adopt(policy)
 
     def begin(self, lr: float) -> None:
@@ -109,7 +109,7 @@ class OptimizerSink:
             found.clear()
         self._updated.clear()
         self._next_lr = lr
-        self.how = {"lr": lr, "max_grad_norm": self.max_grad_norm, "optimizer": str(self.optimizer)}
+        self.settings = {"lr": lr, "max_grad_norm": self.max_grad_norm, "optimizer": str(self.optimizer)}
         if not self._deferred:
             self._scalars = scalars
 
@@ -276,7 +276,7 @@ class OptimizerSink:
 
     def _refusal(self, unit: int, parameters: Sequence[str], done: set[int]) -> NonFinite:
         """parameters: those of the unit with non-finite gradients. done: units already updated."""
-        what = f"the gradient is not finite{of_parameters(parameters)}"
+        what = f"the gradient is not finite{for_parameters(parameters)}"
         if not done:
             return NonFinite(
                 what,
@@ -323,7 +323,7 @@ class GradientCollector:
         self._names = [unit.name for unit in model.units]
         self.gradients: dict[str, Tensor] = {}
         self.not_finite: dict[int, list[str]] = {}
-        self.how: dict[str, object] = {}
+        self.settings: dict[str, object] = {}
 
     def norm(self, unit: int, gradient: Tensor, loss: Tensor | None) -> None:
         if self._together is not None:  # with several ranks, finiteness is checked at the end

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from megatrain.device import Device
 from megatrain.dist import World
 from megatrain.engine import LossFn, MicroBatch, check_micro_batches
-from megatrain.engine.batch import check_arguments, listed, staged
+from megatrain.engine.batch import as_list, check_arguments, stage
 from megatrain.engine.chunked_loss import check_loss, own_entries
 from megatrain.errors import BatchError, ModelError
 from megatrain.model import PortedModel
@@ -36,7 +36,7 @@ def checked_micro_batches(
 
     def check() -> None:
         check_loss(loss_fn)
-        batches = staged(device, listed(micro_batches), own_entries(loss_fn))
+        batches = stage(device, as_list(micro_batches), own_entries(loss_fn))
         work = check_micro_batches(ported.structure, batches, alone=world.size == 1)
         if router_weights is not None and len(router_weights) != len(batches):
             what = f"{len(router_weights)} router_weights for {len(batches)} micro-batches"

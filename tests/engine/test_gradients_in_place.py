@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain import Engine, Policy
 from megatrain.engine.autograd import GradientDestination, GradientsInPlace
-from megatrain.engine.gradient_sums import UnitSum, send_to_sum
+from megatrain.engine.gradient_accumulation import GradientAccumulator, accumulate_into
 from megatrain.engine.ops import Streamer
 from megatrain.spec import Numerics, ParamSpec, UnitSpec
 from megatrain.spec.layout import layout_of
@@ -50,15 +50,15 @@ def total_of(uses: list[Use], dtype: torch.dtype, formed: bool) -> Tensor:
     torch.manual_seed(0)
     layout = layout_of(UNIT).trained
     flat = torch.full((layout.size,), float("nan"), dtype=dtype)
-    total, weight = UnitSum(layout, flat), torch.randn(ROWS, WIDTH)
+    total, weight = GradientAccumulator(layout, flat), torch.randn(ROWS, WIDTH)
     for use in uses:
         leaf, x = weight.clone().requires_grad_(), torch.randn(2, 7, WIDTH, requires_grad=True)
-        send_to_sum([("w", leaf)], total)
+        accumulate_into(total, [("w", leaf)])
         with GradientsInPlace([("w", leaf)], GradientDestination(total)) if formed else nullcontext():
             loss = use(x, leaf)
         loss.backward()
         assert leaf.grad is None
-    total.close()
+    total.finish()
     return flat
 
 
@@ -83,7 +83,7 @@ def test_noncontiguous_rows_use_the_library_matmul() -> None:
     found = []
     for in_place in (
         nullcontext(),
-        GradientsInPlace([("w", leaf)], GradientDestination(UnitSum(layout, torch.zeros(layout.size)))),
+        GradientsInPlace([("w", leaf)], GradientDestination(GradientAccumulator(layout, torch.zeros(layout.size)))),
     ):
         with Ops() as ops, in_place:
             functional.linear(x, leaf)
@@ -106,9 +106,9 @@ def test_autograd_accumulates_in_place_with_the_same_bits(
 ) -> None:
     numerics, policy = Numerics(precision, loss_chunk_tokens=8), Policy(shares_memory=True)  # type: ignore[arg-type]
     handed_in: list[bool] = []
-    add = UnitSum.add
+    add = GradientAccumulator.add
 
-    def watched(self: UnitSum, name: str, gradient: Tensor) -> None:
+    def watched(self: GradientAccumulator, name: str, gradient: Tensor) -> None:
         if name in self._claimed:
             handed_in.append(gradient.data_ptr() == self._views[name].data_ptr())
         add(self, name, gradient)
@@ -119,7 +119,7 @@ def test_autograd_accumulates_in_place_with_the_same_bits(
         with Engine.from_model(model, "cpu", numerics=numerics, policy=policy, verify=False) as engine:
             return engine.gradients(unequal_batches()[:1])
 
-    monkeypatch.setattr(UnitSum, "add", watched)
+    monkeypatch.setattr(GradientAccumulator, "add", watched)
     found = gradients()
     assert handed_in
     assert all(handed_in)

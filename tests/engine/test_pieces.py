@@ -13,9 +13,15 @@ from torch import Tensor
 
 from megatrain.device.cpu import CpuDevice
 from megatrain.engine import Executor, sequences_of
-from megatrain.engine.chunked_loss import Chunks, cross_entropy, loss_and_gradients, loss_only, reference_cross_entropy
-from megatrain.engine.gradient_sums import UnitSum
-from megatrain.engine.weights import Bound, UnitBinder, names_weights
+from megatrain.engine.chunked_loss import (
+    ChunkedHead,
+    cross_entropy,
+    cross_entropy_loss,
+    cross_entropy_loss_and_gradient,
+    reference_cross_entropy,
+)
+from megatrain.engine.gradient_accumulation import GradientAccumulator
+from megatrain.engine.weights import BoundWeights, UnitBinder, save_weights_by_name
 from megatrain.memory import Ledger, Pool
 from megatrain.schedule import build_step
 from megatrain.spec import ModelSpec, Numerics, ParamSpec, Policy, UnitSpec, Work
@@ -59,10 +65,14 @@ def test_chunked_loss_equals_one_piece_and_skips_masked_tokens() -> None:
             seen.append(len(part))
             return part @ leaf.T
 
-        loss, gradient = loss_and_gradients(Chunks(head, [leaf], hidden, places, targets[places], chunk), 1 / 9)
+        loss, gradient = cross_entropy_loss_and_gradient(
+            ChunkedHead(head, [leaf], hidden, places, targets[places], chunk), 1 / 9
+        )
         assert sum(seen) == 9
         assert not gradient[[0, 5, 11]].any()
-        alone = loss_only(Chunks(lambda part: part @ weight.T, [], hidden, places, targets[places], chunk))
+        alone = cross_entropy_loss(
+            ChunkedHead(lambda part: part @ weight.T, [], hidden, places, targets[places], chunk)
+        )
         torch.testing.assert_close(alone, loss)
         results.append((loss, gradient, leaf.grad))
     for left, right in zip(*results, strict=True):
@@ -92,8 +102,8 @@ def test_logits_are_materialised_only_chunk_by_chunk() -> None:
         targets = torch.randint(0, vocab, (tokens,))
         with Watching() as watching:
             hidden = torch.randn(tokens, width)
-            chunks = Chunks(lambda part: part @ leaf.T, [leaf], hidden, torch.arange(tokens), targets, chunk)
-            loss_and_gradients(chunks, 1.0)
+            chunks = ChunkedHead(lambda part: part @ leaf.T, [leaf], hidden, torch.arange(tokens), targets, chunk)
+            cross_entropy_loss_and_gradient(chunks, 1.0)
         return watching.largest
 
     assert largest(64) == largest(1024) <= 4 * vocab * max(chunk, width)
@@ -113,9 +123,9 @@ def test_a_kept_graph_survives_its_slot_being_poisoned_bit_for_bit() -> None:
     run(plain, expected_in).sum().backward()
 
     slot, bound_at = placement.clone(), placement.clone()
-    bound = Bound(slot)
+    bound = BoundWeights(slot)
     leaves, x = binder.leaves(slot), start.clone().requires_grad_()
-    with names_weights(bound):
+    with save_weights_by_name(bound):
         output = run(leaves, x)
     slot.fill_(float("nan"))
     bound.flat = torch.cat([torch.full((32,), float("nan")), bound_at])[32:]  # another slot, at another offset
@@ -127,10 +137,10 @@ def test_a_kept_graph_survives_its_slot_being_poisoned_bit_for_bit() -> None:
 
 def test_gradient_sums_reset_and_zero_untouched_ranges() -> None:
     flat = torch.full((LAYOUT.size,), float("nan"))
-    total = UnitSum(LAYOUT, flat)
+    total = GradientAccumulator(LAYOUT, flat)
     total.add("l.a", torch.ones(6, 5))
     total.add("l.a", torch.ones(6, 5, dtype=torch.bfloat16))
-    total.close()
+    total.finish()
     fields = LAYOUT.by_name
     assert torch.equal(flat[fields["l.a"].start : fields["l.a"].stop], torch.full((30,), 2.0))
     assert flat.sum() == 60.0, "everything else is zero"

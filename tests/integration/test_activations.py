@@ -243,5 +243,5 @@ def test_an_input_comes_back_with_its_strides() -> None:
 
 
 def test_an_input_larger_than_planned_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"takes 240 bytes \(torch.float32\), and 120 were planned for"):
+    with pytest.raises(ModelError, match=r"takes 240 bytes \(torch.float32\), but 120 were planned"):
         pack(torch.zeros(3, 4, 5), torch.zeros(120, dtype=torch.uint8), "layer 3")

@@ -1,6 +1,6 @@
 """Models that their user has altered, by wrapped forwards, hooks or shared modules.
 
-Each trains as it would by plain PyTorch, or is refused with the name of what cannot be honoured.
+Each trains as it would by plain PyTorch, or is refused with the name of what is not supported.
 """
 
 from __future__ import annotations

@@ -55,11 +55,11 @@ def engine() -> Iterator[Engine]:
         ({"completion_mask": torch.ones(2, 8)}, "nothing reads completion_mask; .* `own` of a loss"),
         ({"text": ["a", "b"]}, "nothing reads text"),
         ({3: torch.ones(2)}, "nothing reads 3"),
-        ({"num_items_in_batch": 14}, "num_items_in_batch cannot be honoured; the loss is divided by"),
-        ({"output_router_logits": True}, "output_router_logits cannot be honoured; set output_router_logits in"),
-        ({"output_attentions": True}, "output_attentions cannot be honoured"),
-        ({"inputs_embeds": torch.zeros(2, 8, 32)}, "inputs_embeds cannot be honoured"),
-        ({"use_cache": True}, "use_cache cannot be honoured"),
+        ({"num_items_in_batch": 14}, "num_items_in_batch is not supported; the loss is divided by"),
+        ({"output_router_logits": True}, "output_router_logits is not supported; set output_router_logits in"),
+        ({"output_attentions": True}, "output_attentions is not supported"),
+        ({"inputs_embeds": torch.zeros(2, 8, 32)}, "inputs_embeds is not supported"),
+        ({"use_cache": True}, "use_cache is not supported"),
         ({"cu_seq_lens_q": torch.tensor([0, 5, 16])}, "nothing reads cu_seq_lens_q; .* by position_ids"),
         ({"seq_idx": torch.zeros(1, 16)}, "nothing reads seq_idx; .* by position_ids"),
     ],
@@ -222,7 +222,7 @@ def test_a_step_takes_any_iterable_of_mappings(engine: Engine) -> None:
         ([torch.ones(2, 8, dtype=torch.long)], "micro-batch 0: is a Tensor, not a mapping"),
         ((each for each in ()), "step: a step needs at least one micro-batch"),
         ([{}], "input_ids must be an int64 or int32 tensor"),
-        ([{"input_ids": torch.ones(1, 4, dtype=torch.long), "label": None, "lables": 1}], "is 'lables' what is meant"),
+        ([{"input_ids": torch.ones(1, 4, dtype=torch.long), "label": None, "lables": 1}], "did you mean 'lables'"),
         ([{"input_ids": [[3, 4]], "labels": [[3, 4]]}], "input_ids must be .* not list"),
         ([{"input_ids": np.ones((1, 4), np.int64), "labels": np.ones((1, 4))}], "input_ids must be .* not ndarray"),
         ([{key: value.to("meta") for key, value in batch(1, 4, 0).items()}], "input_ids has no values .meta device."),
@@ -238,7 +238,10 @@ def test_a_step_takes_any_iterable_of_mappings(engine: Engine) -> None:
         ([{**batch(2, 4, 0), "position_ids": [0, 1, 2, 3]}], "position_ids is a list"),
         ([{**batch(2, 4, 0), "position_ids": torch.arange(4)}], r"position_ids is torch.int64\[4\]"),
         ([{**batch(2, 4, 0), "position_ids": torch.arange(3)[None]}], r"position_ids is torch.int64\[1, 3\]"),
-        ([{**batch(1, 4, 0), "position_ids": torch.arange(4)[None] + 1000}], "position_ids go to 1,003, but the model"),
+        (
+            [{**batch(1, 4, 0), "position_ids": torch.arange(4)[None] + 1000}],
+            "position_ids go up to 1,003, but the model",
+        ),
         (
             [{**batch(1, 4, 0), "input_ids": torch.ones(1, 4, dtype=torch.long).to_sparse()}],
             "input_ids is torch.sparse",
@@ -251,7 +254,9 @@ def test_invalid_micro_batches_are_refused(engine: Engine, given: Any, says: str
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("loss", "says"), [(DPO, r"DPO is no loss .* make one: DPO\(\)"), ("nll", "a str is no loss")])
+@pytest.mark.parametrize(
+    ("loss", "says"), [(DPO, r"DPO is not a loss .* create an instance: DPO\(\)"), ("nll", "a str is not a loss")]
+)
 def test_invalid_losses_are_refused(engine: Engine, loss: Any, says: str) -> None:
     for call in (engine.step, engine.gradients, engine.measure):
         with pytest.raises(LossError, match=says):

@@ -32,7 +32,10 @@ def good() -> dict[str, Tensor]:
         ([{**good(), "labels": torch.zeros(2, 7, dtype=torch.long)}], "differ in shape"),
         ([{**good(), "input_ids": torch.zeros(8, dtype=torch.long)}], r"\[batch, length\]"),
         ([{**good(), "input_ids": torch.rand(2, 8)}], "int64 or int32 tensor"),
-        ([good(), {**good(), "input_ids": torch.full((2, 8), VOCAB)}], f"micro-batch 1: input_ids holds token {VOCAB}"),
+        (
+            [good(), {**good(), "input_ids": torch.full((2, 8), VOCAB)}],
+            f"micro-batch 1: input_ids contains token {VOCAB}",
+        ),
         ([{**good(), "labels": torch.full((2, 8), -5)}], "token -5, outside the vocabulary"),
         ([{**good(), "labels": torch.full((2, 8), -100)}], "no target token"),
         ([batch(1, 65, 0)], "64 positions"),
@@ -131,12 +134,12 @@ def test_nonfinite_gradients_are_not_applied_and_training_continues(
     with Engine.from_model(tiny_model(), device, "fp32", AdamW(lr=0.1)) as engine:
         engine.step(unequal_batches())
         before = engine.master_weights()
-        add = engine_step.UnitSum.add
+        add = engine_step.GradientAccumulator.add
 
-        def poisoned(self: engine_step.UnitSum, name: str, gradient: Tensor) -> None:
+        def poisoned(self: engine_step.GradientAccumulator, name: str, gradient: Tensor) -> None:
             add(self, name, gradient * float("inf") if name.endswith("layers.1.mlp.up_proj.weight") else gradient)
 
-        monkeypatch.setattr(engine_step.UnitSum, "add", poisoned)
+        monkeypatch.setattr(engine_step.GradientAccumulator, "add", poisoned)
         named = r"model.layers.1: the gradient is not finite for model.layers.1.mlp.up_proj.weight; nothing was updated"
         with pytest.raises(NonFinite, match=named):
             engine.step(unequal_batches())
@@ -154,12 +157,12 @@ def test_nonfinite_gradients_are_not_applied_and_training_continues(
 def test_without_clipping_the_error_lists_units_already_updated(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatrain.engine import ops as engine_step
 
-    add = engine_step.UnitSum.add
+    add = engine_step.GradientAccumulator.add
 
-    def poisoned(self: engine_step.UnitSum, name: str, gradient: Tensor) -> None:
+    def poisoned(self: engine_step.GradientAccumulator, name: str, gradient: Tensor) -> None:
         add(self, name, gradient * float("nan") if "embed" in name else gradient)
 
-    monkeypatch.setattr(engine_step.UnitSum, "add", poisoned)
+    monkeypatch.setattr(engine_step.GradientAccumulator, "add", poisoned)
     engine = Engine.from_model(tiny_model(), device, "fp32", max_grad_norm=None)
     with engine, pytest.raises(NonFinite, match=r"already updated: .*epilogue.*set max_grad_norm"):
         engine.step(unequal_batches())

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from megatrain import Engine, Policy
 from megatrain.engine.batch import shifted, targets_of
-from megatrain.engine.chunked_loss import Chunks, differentiate
+from megatrain.engine.chunked_loss import ChunkedHead, differentiate
 from megatrain.errors import BatchError, ConfigError, LossError
 from megatrain.losses import (
     DESIRABLE,
@@ -453,7 +453,7 @@ def test_random_heads_draw_the_same_in_both_passes() -> None:
     torch.stack(losses).sum().backward()
     rewind()
     parts = lambda found, _: torch.stack([p.sum().square() for p in found[:, 1:].flatten().split(4)]).sum()  # noqa: E731
-    found = differentiate(parts, Chunks(head, [], hidden, *targets_of(labels), 4, rewind), each, 1.0)
+    found = differentiate(parts, ChunkedHead(head, [], hidden, *targets_of(labels), 4, rewind), each, 1.0)
     assert found.gradient is not None
     assert leaf.grad is not None
     assert relative_error(found.gradient, leaf.grad) < 1e-6
@@ -491,9 +491,9 @@ def test_whole_logits_are_never_materialised(loss: LogProbLoss | LogitsLoss) -> 
          DPO(), BatchError, "a row has no target"),
         (without_reference, lambda found, _: found, LossError, "not a scalar"),
         (without_reference, lambda found, _: found.sum().detach(), LossError,
-         "does not depend on what it was given"),
+         "does not depend on its first argument"),
         (lambda b: {**without_reference(b), "teacher": torch.zeros(4, 3)}, Distillation(), BatchError,
-         "not as long as the labels"),
+         "does not match the labels"),
     ],
 )  # fmt: skip
 def test_loss_errors_are_reported_and_nothing_is_trained(

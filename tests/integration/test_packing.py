@@ -99,7 +99,7 @@ def test_packed_rows_may_exceed_the_models_positions(samples: SampleFile) -> Non
     with megatrain.Engine.from_model(model, device="cpu", precision="fp32", verify=False) as engine:
         expected, found = engine.gradients([packed]), engine.gradients([one_row])
         beyond = {**one_row, "position_ids": one_row["position_ids"] + WINDOW}
-        with pytest.raises(BatchError, match=f"position_ids go to .*, but the model has {WINDOW} positions"):
+        with pytest.raises(BatchError, match=f"position_ids go up to .*, but the model has {WINDOW} positions"):
             engine.gradients([beyond])
     for name, gradient in expected.items():
         assert float((found[name] - gradient).norm()) <= 1e-5 * float(gradient.norm()), name

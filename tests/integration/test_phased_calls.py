@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain import AdamW, Engine, Policy
-from megatrain.engine.phased_call import Call
-from megatrain.engine.step_state import Current
+from megatrain.engine.resumable_call import ResumableCall
+from megatrain.engine.step_state import StepState
 from megatrain.errors import BrokenPromise, MegaTrainError, StreamFailed
 from megatrain.model import PortedModel
 from megatrain.spec import Keep, Numerics, Precision, Transfer
@@ -196,7 +196,7 @@ def test_a_layer_computes_while_shards_arrive_and_gradients_leave(rows: str) -> 
 @pytest.mark.parametrize("rows", ["graphs", "inputs"])
 def test_ungated_weight_reads_are_detected(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What has not come is NaN on the simulated device."""
-    monkeypatch.setattr(Call, "need_all", lambda self, ranges: None)
+    monkeypatch.setattr(ResumableCall, "before_reads", lambda self, ranges: None)
     with (
         engine("sim:1", replace(PHASED, activations_by_layer=ROWS[rows]), "llama") as made,
         pytest.raises(MegaTrainError, match="nan"),
@@ -234,7 +234,11 @@ def test_models_that_build_masks_with_vmap_train() -> None:
 
 
 def test_gradients_released_early_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Call, "finished", lambda self, name: self._completes[self._phase] and self._reach(self._last))
+    monkeypatch.setattr(
+        ResumableCall,
+        "gradient_complete",
+        lambda self, name: self._completed_by[self._phase] and self._wait_for_phase(self._last),
+    )
     with engine("sim:1", PHASED, "llama") as made, pytest.raises(BrokenPromise):
         made.gradients(unequal_batches(1))
 
@@ -279,7 +283,7 @@ def test_a_call_releases_its_step(rows: str, at: str) -> None:
             slots = [weakref.ref(memory) for name, memory in made._pool._memory.items() if name.startswith("device/")]
             with pytest.raises(StreamFailed) if at else nullcontext():
                 made.step(unequal_batches(2))
-            found = [each for each in gc.get_objects() if type(each) is Current]
+            found = [each for each in gc.get_objects() if type(each) is StepState]
             made.adopt(replace(made.policy, weight_slots=2))
             assert not any(each() is not None for each in slots)
         finally:
@@ -302,18 +306,18 @@ def test_failure_to_start_a_thread_is_a_typed_error(monkeypatch: pytest.MonkeyPa
 
 
 def test_ctrl_c_in_the_middle_of_a_call_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Call.turn
+    honest = ResumableCall.run_phase
 
-    def turn(self: Call, held: object) -> None:
+    def run_phase(self: ResumableCall, held: object) -> None:
         honest(self, held)  # type: ignore[arg-type]
         if self._phase == 1:
             raise KeyboardInterrupt
 
     with engine("cpu", PHASED, "llama") as made:
-        monkeypatch.setattr(Call, "turn", turn)
+        monkeypatch.setattr(ResumableCall, "run_phase", run_phase)
         with pytest.raises(KeyboardInterrupt):
             made.step(unequal_batches(1))
         assert not calls_under_way()
-        monkeypatch.setattr(Call, "turn", honest)
+        monkeypatch.setattr(ResumableCall, "run_phase", honest)
         expected = plainest("fp32", "next_forward", "llama", 1)
         assert equal(results(made, 1), expected)

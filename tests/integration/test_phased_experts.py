@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatrain import AdamW, Engine, Policy
-from megatrain.engine.phased_call import _Meeting
+from megatrain.engine.resumable_call import _ReadWatcher
 from megatrain.spec import Numerics, WaitFor
 from megatrain.testing import SimDevice
 from tests.tiny import FAMILIES, batch, equal, tiny_model, unequal_batches
@@ -96,15 +96,15 @@ def come_by(device: SimDevice) -> int:
 
 def test_a_loop_over_experts_waits_for_one_expert_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slice is a view, and a view is what it covers."""
-    device, honest, seen = SimDevice(temperament="late"), _Meeting._meet, list[int]()
+    device, honest, seen = SimDevice(temperament="late"), _ReadWatcher._on_read, list[int]()
 
-    def meet(self: _Meeting, func: Any, tensors: Sequence[Tensor]) -> None:
+    def meet(self: _ReadWatcher, func: Any, tensors: Sequence[Tensor]) -> None:
         honest(self, func, tensors)
         if func is functional.linear and tensors[1].shape == (96, 32):  # of one expert
             seen.append(come_by(device))
 
     with engine(device, "mixtral", "eager", "shard") as made:
-        monkeypatch.setattr(_Meeting, "_meet", meet)
+        monkeypatch.setattr(_ReadWatcher, "_on_read", meet)
         made.evaluate(unequal_batches(1))
     there = [come for come in seen if come]
     assert there[0] < come_by(device) - 3

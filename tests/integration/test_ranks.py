@@ -24,7 +24,7 @@ from megatrain import AdamW, Engine, Policy
 from megatrain.checkpoint import full_check, ranges
 from megatrain.dist import ALONE, World
 from megatrain.engine import DTYPES
-from megatrain.engine.gradient_sums import UnitSum
+from megatrain.engine.gradient_accumulation import GradientAccumulator
 from megatrain.errors import BatchError, MegaTrainError, NonFinite, PlanError, RankError
 from megatrain.model import ModelSource, port_model
 from megatrain.spec import Numerics, Placement, Precision
@@ -364,9 +364,9 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_named_by_its_parameter_on_
     poisoned: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever owns it."""
-    model, batches, add = tiny_model("llama"), batches_of(3), UnitSum.add
+    model, batches, add = tiny_model("llama"), batches_of(3), GradientAccumulator.add
 
-    def spoilt(self: UnitSum, name: str, gradient: Tensor) -> None:
+    def spoilt(self: GradientAccumulator, name: str, gradient: Tensor) -> None:
         here = threading.current_thread().name == "rank 1" and name.endswith(f"layers.1.{poisoned}.weight")
         add(self, name, gradient * math.inf if here else gradient)
 
@@ -377,7 +377,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_named_by_its_parameter_on_
             engine.step(batches[world.rank :: world.size])
         return str(caught.value)
 
-    monkeypatch.setattr(UnitSum, "add", spoilt)
+    monkeypatch.setattr(GradientAccumulator, "add", spoilt)
     (line,) = set(together(worlds(3), work))
     said = f"model.layers.1: the gradient of rank 1 is not finite for model.layers.1.{poisoned}.weight; nothing was"
     assert line.startswith(said)
@@ -423,7 +423,7 @@ def test_differing_policies_are_reported_before_computing() -> None:
         policy = replace(SHARDS, shard_nbytes=SHARDS.shard_nbytes * (1 + world.rank))
         of_rank(world, model, batches, policy=policy)
 
-    with pytest.raises(RankError, match="ranks 0 and 1 do not meet"):
+    with pytest.raises(RankError, match="ranks 0 and 1 do not match"):
         together(worlds(2), work)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain import Policy
-from megatrain.engine.phased_call import Call
+from megatrain.engine.resumable_call import ResumableCall
 from megatrain.errors import MegaTrainError, ScheduleError
 from megatrain.schedule import CALLS
 from megatrain.schedule.passes import phases
@@ -130,7 +130,7 @@ def test_a_ring_place_is_filled_by_one_shard() -> None:
 
 @pytest.mark.parametrize("rows", ["graphs", "inputs"])
 def test_ungated_weight_reads_are_detected(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Call, "need_all", lambda self, ranges: None)
+    monkeypatch.setattr(ResumableCall, "before_reads", lambda self, ranges: None)
     with (
         engine("sim:1", replace(RING, activations_by_layer=ROWS[rows]), "llama") as made,
         pytest.raises(MegaTrainError, match="nan"),
@@ -140,11 +140,11 @@ def test_ungated_weight_reads_are_detected(rows: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("device", ["sim:1", "cpu"])
 def test_reads_after_release_name_the_weight(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a layer came back to a weight that the first look had seen it leave."""
+    """As if a layer read a weight again that the recorded reads had seen it finish with."""
     honest = phases._last_phases
     monkeypatch.setattr(phases, "_last_phases", lambda unit, arrival: [max(0, p - 2) for p in honest(unit, arrival)])
     with engine(device, RING, "llama") as made:
-        with pytest.raises(ScheduleError, match=r"proj\.weight is read once more .*read_ahead_nbytes=0"):
+        with pytest.raises(ScheduleError, match=r"proj\.weight is read again .*read_ahead_nbytes=0"):
             made.step(unequal_batches(2))
         assert not calls_under_way()
 

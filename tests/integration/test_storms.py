@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 from megatrain import AdamW, Engine, Policy
-from megatrain.engine.phased_call import Call
+from megatrain.engine.resumable_call import ResumableCall
 from megatrain.errors import MegaTrainError
 from megatrain.spec import Keep, Numerics, Placement
 from megatrain.testing import KINDS, SimDevice, random_fault
@@ -83,17 +83,17 @@ def random_policy(draw: random.Random, plain: Policy, units: int) -> Policy:
     )
 
 
-def interrupted_after(turns: int) -> Callable[[Call, object], None]:
-    """`Call.turn` with Ctrl-C behind so many of them."""
-    honest, left = Call.turn, [turns]
+def interrupted_after(turns: int) -> Callable[[ResumableCall, object], None]:
+    """`ResumableCall.run_phase` with Ctrl-C behind so many of them."""
+    honest, left = ResumableCall.run_phase, [turns]
 
-    def turn(self: Call, held: object) -> None:
+    def run_phase(self: ResumableCall, held: object) -> None:
         honest(self, held)  # type: ignore[arg-type]
         left[0] -= 1
         if left[0] == 0:
             raise KeyboardInterrupt
 
-    return turn
+    return run_phase
 
 
 def break_off(made: Engine, device: SimDevice, step: int, draw: random.Random) -> bool:
@@ -106,7 +106,7 @@ def break_off(made: Engine, device: SimDevice, step: int, draw: random.Random) -
             made.step(data(step))
         return True
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Call, "turn", interrupted_after(draw.randrange(1, 12)))
+        patch.setattr(ResumableCall, "run_phase", interrupted_after(draw.randrange(1, 12)))
         try:
             made.step(data(step))
         except KeyboardInterrupt:

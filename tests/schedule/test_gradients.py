@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatrain.engine.weights import place_of
+from megatrain.engine.weights import describe_place
 from megatrain.schedule import build_step, check
 from megatrain.schedule.contents import Gradient
 from megatrain.schedule.ops import Schedule, Use
@@ -73,7 +73,7 @@ def test_a_gradient_at_an_offset_is_named_by_its_parameter() -> None:
     layouts = [layout_of(unit) for unit in spec.units]
     for unit, (begin, _) in extents(schedule, "GRAD").items():
         for field in layouts[unit].trained.fields:
-            named = place_of(
+            named = describe_place(
                 spec, layouts, schedule, "device/gradient_slots/all", begin + 4 * field.start, Gradient(unit)
             )
             assert named == f"unit {spec.units[unit].name}, {field.name}"

@@ -4,7 +4,7 @@ unit.
 The ops of a call follow each other on the compute stream, numbered by `Op.shard`. Each may read more of the unit's
 weights, in the order in which they arrive; in the last phases of a backward pass more and more of the gradient is
 complete and may leave, last parameter first. The engine runs the layer's code once and advances from phase to
-phase when it reads a weight or has completed a gradient (`engine.phased_call`). Waits between phases are derived
+phase when it reads a weight or has completed a gradient (`engine.resumable_call`). Waits between phases are derived
 from declared ranges like all others, so checker, replay and devices need no special rules.
 """
 

@@ -1,0 +1,133 @@
+"""Sums a unit's gradients over micro-batches on the device, then hands them to the optimizer.
+
+A `GradientAccumulator` fills the flat buffer in which a unit's gradient is summed over micro-batches and token chunks.
+Parameters without a gradient and the gaps between parameters are explicit zeros, so offsets never shift and a norm over
+the whole buffer is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatrain.spec import Part
+from megatrain.spec.layout import Layout
+
+
+class GradSink(Protocol):
+    """Receives complete gradients. Called on the host stream, one unit at a time."""
+
+    not_finite: dict[int, list[str]]
+    """Unit -> parameters whose gradient is not finite, as far as this rank's part of it shows. Used with several
+    ranks."""
+    settings: dict[str, object]
+    """What the optimizer uses gradients with (learning rate, clipping, ...). With several ranks it must be the same on
+    each."""
+
+    def norm(self, unit: int, gradient: Tensor, loss: Tensor | None) -> None:
+        """A unit's gradient is complete: flat tensor [layout.trained.size], bfloat16 or float32. It is on the host, and
+        the step's loss is known to be finite; or, for a unit updated on the device, it is there, as is `loss`.
+
+        Raises `NonFinite`, perhaps later if the unit is on the device.
+        """
+
+    def update(
+        self, unit: int, gradient: Tensor, parts: Mapping[Part, Tensor], elements: tuple[int, int] | None = None
+    ) -> None:
+        """Update a unit with its gradient, which may be that of the previous step.
+
+        parts: masters and moments of the unit, uint8, on the host or device, where the gradient is. elements: if a unit
+        is updated in pieces on the device, the elements [start, stop) that `gradient` and `parts` have; pieces are
+        updated in order.
+        """
+
+
+def for_parameters(names: Sequence[str]) -> str:
+    """The end of a message about a gradient: " for NAME and 3 more", or nothing without names."""
+    more = f" and {len(names) - 1:,} more" if names[1:] else ""
+    return f" for {names[0]}{more}" if names else ""
+
+
+class GradientAccumulator:
+    """Sums the gradient of a unit's trained parameters in `flat` [layout.size], whose layout is the trained one.
+
+    previous: an accumulator whose sum so far has been copied to `flat`.
+    """
+
+    def __init__(self, layout: Layout, flat: Tensor, previous: GradientAccumulator | None = None) -> None:
+        self._address = flat.data_ptr()
+        self._views = {field.name: flat[field.start : field.stop].view(field.shape) for field in layout.fields}
+        self._started: set[str] = set(previous._started) if previous else set()
+        """Parameters with at least one term."""
+        self._claimed: set[str] = set()
+        """Parameters whose view the running backward pass has written to; autograd will pass that view to `add`."""
+        for start, stop in layout.gaps:
+            flat[start:stop].zero_()
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add a term to the gradient of parameter `name`. For a claimed parameter, `gradient` is the sum so far."""
+        view = self._views[name]
+        if name in self._claimed:
+            self._claimed.discard(name)
+            if gradient.data_ptr() != view.data_ptr():  # autograd has added another term to it
+                view.copy_(gradient)
+        elif name in self._started:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+        self._started.add(name)
+
+    def is_in(self, flat: Tensor) -> bool:
+        """Whether the sum is in this buffer."""
+        return self._address == flat.data_ptr()
+
+    def view_to_write(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """A new view of a parameter's sum, which the caller may write a term to or add one to if it claims the
+        parameter, and may return to autograd as a gradient. `None` for a dtype other than the sum's, or if the
+        parameter is claimed already."""
+        view = self._views[name]
+        return view.view_as(view) if name not in self._claimed and view.dtype == dtype else None
+
+    def claim(self, name: str) -> None:
+        """The next gradient added under this name will be the sum itself, new term included."""
+        self._claimed.add(name)
+
+    def has_term(self, name: str) -> bool:
+        """Whether anything has been added to a parameter's gradient."""
+        return name in self._started
+
+    def finish(self) -> None:
+        """All terms have been added: set the gradients of parameters without one to zero."""
+        for name, view in self._views.items():
+            if name not in self._started:
+                view.zero_()
+
+
+OnComplete = Callable[[str], None]
+"""Called with a parameter's name when its gradient from one backward pass has been added."""
+
+
+def accumulate_into(
+    total: GradientAccumulator, leaves: Iterable[tuple[str, Tensor]], on_complete: OnComplete = lambda name: None
+) -> None:
+    """Register hooks that add each leaf's gradient to `total` as soon as autograd has it, and free it."""
+    for name, leaf in leaves:
+        leaf.register_post_accumulate_grad_hook(_AccumulateHook(name, total, on_complete))
+
+
+class _AccumulateHook:
+    __slots__ = ("name", "on_complete", "total")
+
+    def __init__(self, name: str, total: GradientAccumulator, on_complete: OnComplete) -> None:
+        self.name, self.total, self.on_complete = name, total, on_complete
+
+    @torch.no_grad()
+    def __call__(self, leaf: Tensor) -> None:
+        if leaf.grad is None:  # in a part that runs in chunks, a chunk may not use it
+            return
+        self.total.add(self.name, leaf.grad)
+        leaf.grad = None
+        self.on_complete(self.name)
