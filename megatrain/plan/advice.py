@@ -1,7 +1,7 @@
 """Suggests changes that would make a plan fit: to the question, or to a policy that an engine was given.
 
-Least painful first; whoever asks tries one after the other. It leaves out trying changes of a question (`search`), and
-what could be bought instead (`analysis.upgrades`).
+Changes come in order, least painful first. `search` tries those of a question; hardware that would help is found by
+`analysis.upgrades`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from megatrain.plan.ranks import FIXED
 from megatrain.spec import ModelSpec, Numerics, Policy, Work
 
 KEPT_OVERRIDES = ("micro_batch", "host_threads")
-"""What is pinned for other reasons than how the model is streamed."""
+"""Overrides that are not about streaming, and are never advised against."""
 
 SHORTEST = 256
-"""Tokens of a sequence below which nobody is advised to go."""
+"""Tokens of the shortest sequence that is advised."""
 
 
 def changes(question: Question) -> Iterator[tuple[str, Question]]:
-    """In words, and as a question: what a user may give up, least painful first."""
+    """(change in words, changed question) for everything that a user may give up, least painful first."""
     length, unclipped = question.length, replace(question, clips=False)
     fewer = [rows * length for rows in _halves(question.sequences)]
     kept = {*KEPT_OVERRIDES, *(FIXED if question.model.ranks > 1 else ())}
     if set(question.overrides) - kept:
         overrides = {name: value for name, value in question.overrides.items() if name in kept}
-        yield "a policy with nothing pinned", replace(question, overrides=overrides)
+        yield "a policy without overrides", replace(question, overrides=overrides)
     if (size := question.overrides.get("micro_batch", 1)) > 1:
         for rows in _halves(size):
             yield f"a micro-batch of {rows:,}", replace(question, overrides={**question.overrides, "micro_batch": rows})
@@ -54,10 +54,10 @@ def _halves(number: int) -> Iterator[int]:
 def nearest_that_fits(
     model: ModelSpec, numerics: Numerics, policy: Policy, work: Work, budgets: Mapping[str, int]
 ) -> str:
-    """In words: the smallest change of the policy that keeps every tier within its budget (bytes), if there is one.
+    """The smallest change of the policy that keeps every tier within its budget (bytes), in words.
 
-    None that takes more of a tier than the policy that has failed, or just as much: what is held for the whole run is
-    not all that a step takes.
+    Only what is allocated for the whole run is compared, and a step takes more than that. So a change must take less
+    than the policy that failed, and no more of any tier.
     """
     tried: dict[str, dict[str, Any]] = {
         "one weight slot and one gradient slot would fit": {"weight_slots": 1, "grad_slots": 1},
@@ -74,7 +74,7 @@ def nearest_that_fits(
 
 
 def _needed(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work) -> dict[str, int]:
-    """Tier -> bytes that are held for the whole run."""
+    """Tier -> bytes that are allocated for the whole run."""
     table = memory_table(model, numerics, policy, work)
     needed = {tier: sum(n for (of, _), n in table.items() if of == tier) for tier in ("device", "host")}
     if policy.shares_memory:

@@ -1,9 +1,9 @@
 """Analyses a plan: what limits the step, when transfers hide, how long a run takes, and what changes would gain.
 
-Everything is read off the plan's own timeline, or found by pricing the same question again with one thing changed.
-Seconds of the *chain* are those of the ops that follow each other without a gap from the start of the step to its end:
-they add up to the step, so they say what it is made of, where busy seconds only say what each stream has to do. It
-leaves out how any of it is shown (`report`, `html`).
+Everything is read from the plan's timeline, or found by pricing the same question with one thing changed. The
+*critical path* is the chain of ops from the start of the step to its end in which each op starts when the one before
+ends. Their seconds add up to the step, so they show what limits it; the busy seconds of a stream only show how much it
+has to do. `report` and `html` show the results.
 """
 
 from __future__ import annotations
@@ -33,23 +33,22 @@ from megatrain.schedule import Timeline
 from megatrain.spec import Hardware, Precision
 
 HIDDEN_STALL = 0.02
-"""Share of a step that compute may wait while transfers still count as hidden."""
+"""Transfers count as hidden if compute waits for less than this share of the step."""
 
 MOST_GUESSES = 6
-"""At the step from which on transfers hide, ahead of halving what is left between one that is too small and one that is
-not."""
+"""Interpolations in the search for the smallest step that hides transfers, before it goes on by bisection."""
 
 WORTH_A_SEARCH = 0.99
-"""Promised seconds, to those that are estimated of the plan, from which on a better machine is planned for anew."""
+"""Ratio of estimated step times, with an upgrade over without, below which the upgraded machine is planned for."""
 
 MORE_BY = 1.1
-"""Times as much of a resource, in what is said of how the step depends on it."""
+"""Factor by which a resource is increased to see how the step depends on it."""
 
 MIN_DECISIVE_SAVING = 0.02
-"""Of the step: a figure of the machine decides where `MORE_BY` of it saves more."""
+"""Share of the step. A rate of the machine is decisive if `MORE_BY` of it saves more than this."""
 
 MIN_GAIN_SHOWN = 0.01
-"""Gain of a change that costs nothing, below which it is not named."""
+"""A free change that gains less is not shown."""
 
 BILLION = 1_000_000_000
 
@@ -70,7 +69,7 @@ STREAM_WORDS = {
     "link": "link",
     "shared": "sums of ranks",
 }
-"""Stream -> what it is to a person."""
+"""Stream -> its name in output."""
 
 IN_HOST_WORDS = {"fetch": "copies of weights", "grad": "copies of gradients"}
 """The same where nothing crosses a bus."""
@@ -118,8 +117,8 @@ RESOURCES: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
         {"link between devices": ("link_bandwidth",), "link between machines": ("node_bandwidth",)},
     ),
 }
-"""Resource of a machine -> the streams that are busy with it, and its rates: the fields of each, the first of them the
-one that is shown."""
+"""Resource of a machine -> (streams that use it, its rates). Rate -> fields of `Hardware`; the first of them is
+shown."""
 
 MEMORIES = ("device memory", "bus", "host memory")
 """Resources that are one where nothing crosses a bus."""
@@ -134,41 +133,42 @@ HOST_SIZES = tuple(size * GB for size in (16, 32, 64, 128, 192, 256, 384, 512, 7
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one stream has to do in a step, and how much of the step's length is its own."""
+    """How busy one stream is in a step, and how much of the critical path is on it."""
 
     stream: str
     name: str
-    """In a person's words."""
+    """Its name in output."""
     busy_seconds: float
     chain_seconds: float
+    """On the critical path."""
     slack_seconds: float
-    """Of the step in which the stream has nothing to do."""
+    """In which the stream is idle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hiding:
-    """The fewest tokens per step with which compute waits for less than `HIDDEN_STALL` of it; whether they fit, by this
-    plan's policy or another."""
+    """The smallest step that hides transfers and updates behind compute (`HIDDEN_STALL`)."""
 
     tokens_per_step: int
     stall_share: float
     fits: bool
+    """With this plan's policy or another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """What the plan's own step gains from a machine with `MORE_BY` of one resource."""
+    """What the plan's step gains from a machine with `MORE_BY` of one resource."""
 
     resource: str
     busy: tuple[tuple[str, float], ...]
-    """Streams that use it, in a person's words, and the share of the step in which each has something to do."""
+    """(name of a stream that uses it, share of the step in which it is busy)"""
     saved: float
-    """Share of the step's time; negative where a step takes longer, because its ops meet at another time."""
+    """Share of the step's time. Negative if the step takes longer, because different ops overlap."""
 
 
 @dataclass(frozen=True, slots=True)
 class HardwareRate:
-    """One rate of the machine, what the step gains from `MORE_BY` of it, and where it is from."""
+    """One rate of the machine, its source, and what the step gains from `MORE_BY` of it."""
 
     name: str
     per_second: float
@@ -176,16 +176,18 @@ class HardwareRate:
     """FLOP or B."""
     source: str
     saved: float
+    """Share of the step's time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Upgrade:
-    """What one change would gain; `None` where the model does not fit with it either."""
+    """What one change would gain."""
 
     name: str
     tokens_per_second: float | None
+    """`None` if the model does not fit with the change."""
     ratio: float | None
-    """To what the machine does today; `None` where it does nothing today."""
+    """To the speed without the change; `None` unless the model fits with it and without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,22 +201,24 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Outlook:
-    """A plan, and what follows from it for a run of `token_budget` tokens, where a user has said how many."""
+    """A plan and its analysis. `look` makes it; `advised` adds `hiding`, `upgrades` and `free_changes`."""
 
     plan: Plan
     token_budget: float | None
+    """Tokens of the whole run, if the user gave a number."""
     flops_per_second: float
-    """Useful: what is recomputed does not count."""
+    """Useful ones: recomputation does not count."""
     loads: tuple[Load, ...]
-    """By their share of the chain, largest first: the first is what limits."""
+    """By their share of the critical path, largest first: the first stream limits the step."""
     hiding: Hiding | None = None
     upgrades: tuple[Upgrade, ...] = ()
+    """Changes of the machine."""
     free_changes: tuple[Upgrade, ...] = ()
-    """Of the run, not of the machine. These three are what `advised` adds."""
+    """Changes of the run, which cost nothing."""
     sensitivities: tuple[Sensitivity, ...] = ()
-    """What `MORE_BY` of it saves most of first."""
+    """By what they save, largest first."""
     decisive_rates: tuple[HardwareRate, ...] = ()
-    """Those that decide, in the same order."""
+    """In the order of `sensitivities`."""
 
     @property
     def peak_flops(self) -> float:
@@ -222,17 +226,17 @@ class Outlook:
 
     @property
     def mfu(self) -> float:
-        """Useful operations over what the device could do at its peak."""
+        """Model FLOPs utilisation: useful operations per second over the peak of the device."""
         return self.flops_per_second / self.peak_flops
 
     @property
     def stall_share(self) -> float:
-        """Of the step, in which compute waits."""
+        """Share of the step in which compute waits."""
         return self.plan.timeline.stall_seconds() / self.plan.seconds
 
     @property
     def stalls(self) -> dict[str, float]:
-        """What compute waits for, in a person's words -> share of the step, largest first."""
+        """Name of a stream -> share of the step in which compute waits for it, largest first."""
         found, words = stalls(self.plan.timeline), stream_words(self.plan.question.hardware)
         return {words.get(stream, stream): seconds / self.plan.seconds for stream, seconds in found.items()}
 
@@ -246,24 +250,24 @@ class Outlook:
 
     @property
     def written_nbytes_per_day(self) -> float:
-        """Bytes written to disk."""
+        """Bytes written to the disk."""
         return written_nbytes_per_day(self.plan)
 
     @property
     def drive_days(self) -> float | None:
-        """Days until the drive has been written as often as its maker promises; `None` where nothing tells."""
+        """Days until the drive reaches its stated endurance; `None` if that is unknown or nothing is written."""
         endurance, per_day = self.plan.question.hardware.disk_endurance_nbytes, self.written_nbytes_per_day
         return None if endurance is None or not per_day else endurance / per_day
 
 
 def written_nbytes_per_day(plan: Plan) -> float:
-    """Bytes that a day of steps writes to the disk."""
+    """Bytes that a day of training writes to the disk."""
     return plan.written_nbytes / plan.seconds * SECONDS_PER_DAY
 
 
 @gc_paused()
 def look(plan: Plan, token_budget: float | None = None) -> Outlook:
-    """What follows from a plan itself, and for a run of `token_budget` tokens."""
+    """The analysis that needs no further planning. token_budget: tokens of the whole run, if known."""
     question = plan.question
     useful = step_flops(question.model, [(question.sequences, question.length)]) / plan.seconds
     found = sensitivities(plan)
@@ -273,7 +277,7 @@ def look(plan: Plan, token_budget: float | None = None) -> Outlook:
 
 @gc_paused()
 def advised(outlook: Outlook) -> Outlook:
-    """With what a change would gain: other questions are planned for, which takes longer than the plan itself."""
+    """The outlook with what changes would gain. This plans for other questions and takes longer than the plan."""
     plan = outlook.plan
     return replace(
         outlook, hiding=hiding(plan), upgrades=upgrades(plan.question, plan), free_changes=free_changes(plan)
@@ -281,7 +285,7 @@ def advised(outlook: Outlook) -> Outlook:
 
 
 def peak_flops(hardware: Hardware, precision: Precision) -> float:
-    """What the maker states of the device, or what it achieves where nothing is stated."""
+    """The device's stated peak of operations per second, or the rate that it achieves if none is stated."""
     if precision == "fp32":
         return hardware.peak_flops_fp32 or hardware.flops_fp32 or hardware.peak_flops or hardware.flops
     return hardware.peak_flops or hardware.flops
@@ -291,12 +295,12 @@ def peak_flops(hardware: Hardware, precision: Precision) -> float:
 
 
 def stream_words(hardware: Hardware) -> dict[str, str]:
-    """Stream -> what it is to a person, on this machine."""
+    """Stream -> its name in output, on this machine."""
     return STREAM_WORDS | (IN_HOST_WORDS if hardware.computes_in_host_memory else {})
 
 
 def loads(plan: Plan) -> tuple[Load, ...]:
-    """Every stream with something to do, by its share of the chain, largest first."""
+    """All streams that are used, by their share of the critical path, largest first."""
     timeline = plan.timeline
     busy: dict[str, float] = defaultdict(float)
     for op, start, end in zip(timeline.schedule.ops, timeline.starts, timeline.ends, strict=True):
@@ -312,8 +316,8 @@ def loads(plan: Plan) -> tuple[Load, ...]:
 def stalls(timeline: Timeline) -> dict[str, float]:
     """Stream -> seconds in which compute waited for it, largest first.
 
-    A wait is walked back: a product that waits for a fetch that waits for an update that waits for the disk waited for
-    each of them in turn.
+    Waits are followed back: if compute waits for a fetch that waits for an update that waits for the disk, each of the
+    three streams gets the seconds in which it was the one at work.
     """
     ops, causes = timeline.schedule.ops, _Causes(timeline)
     seconds: dict[str, float] = defaultdict(float)
@@ -327,7 +331,7 @@ def stalls(timeline: Timeline) -> dict[str, float]:
             seconds[ops[cause].stream] += now - began
             now, cause = began, causes.of(cause)
         free = timeline.ends[index]
-    for index in range(len(ops)):  # what is left to do when compute is done
+    for index in range(len(ops)):  # ops that end after the last compute
         if timeline.ends[index] > free and ops[index].stream != "compute":
             seconds[ops[index].stream] += timeline.ends[index] - free
             free = timeline.ends[index]
@@ -335,7 +339,7 @@ def stalls(timeline: Timeline) -> dict[str, float]:
 
 
 def _chain_seconds(timeline: Timeline) -> dict[str, float]:
-    """Stream -> its seconds of the chain, walked from the last op back to whatever each op had to wait for."""
+    """Stream -> its seconds on the critical path, which is followed back from the last op."""
     ops, causes = timeline.schedule.ops, _Causes(timeline)
     seconds: dict[str, float] = defaultdict(float)
     index = max(range(len(ops)), key=lambda each: timeline.ends[each], default=-1)
@@ -346,7 +350,7 @@ def _chain_seconds(timeline: Timeline) -> dict[str, float]:
 
 
 class _Causes:
-    """For each op, the one that it had to wait for."""
+    """For each op, the op that it waited for."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
@@ -357,9 +361,10 @@ class _Causes:
             last[op.stream] = index
 
     def of(self, index: int) -> int:
-        """An op that ended when this one began, -1 where none did.
+        """The index of an op that ended when this one started, or -1.
 
-        Some op before it in order, where streams share the processor.
+        Candidates are the op before on its stream, then its waits, then any earlier op, since streams may share the
+        processor.
         """
         start, waits = self._timeline.starts[index], self._timeline.schedule.waits[index]
         candidates = chain((self._before[index],), reversed(waits), range(index - 1, -1, -1))
@@ -370,7 +375,7 @@ class _Causes:
 
 
 def sensitivities(plan: Plan) -> tuple[Sensitivity, ...]:
-    """What the plan's own step gains from `MORE_BY` of each resource, replayed whole; of the disk, where it is used."""
+    """What the plan's step gains from `MORE_BY` of each resource that it uses, by whole replays."""
     busy = {load.stream: (load.name, load.busy_seconds / plan.seconds) for load in loads(plan)}
     found = []
     for resource, (streams, parts) in _resources(plan).items():
@@ -380,8 +385,8 @@ def sensitivities(plan: Plan) -> tuple[Sensitivity, ...]:
 
 
 def decisive_rates(plan: Plan, found: tuple[Sensitivity, ...]) -> tuple[HardwareRate, ...]:
-    """The rates of the machine that decide how long the step takes."""
-    hardware, resources = _complete(plan.question.hardware), _resources(plan)
+    """The rates of the machine on which the step depends most (`MIN_DECISIVE_SAVING`). found: `sensitivities(plan)`."""
+    hardware, resources = _with_assumed_rates(plan.question.hardware), _resources(plan)
     decisive = []
     for resource in (each.resource for each in found if each.saved > MIN_DECISIVE_SAVING):
         for name, fields in resources[resource][1].items():
@@ -389,13 +394,13 @@ def decisive_rates(plan: Plan, found: tuple[Sensitivity, ...]) -> tuple[Hardware
                 field, per_second, unit = _rate(plan, hardware, fields)
                 source = dict(hardware.sources).get(field, "")
                 if not source and not getattr(plan.question.hardware, field):
-                    source = "assumed: nobody has measured it"
+                    source = "assumed: not measured"
                 decisive.append(HardwareRate(name, per_second, unit, source or "no source is given", saved))
     return tuple(decisive)
 
 
 def _resources(plan: Plan) -> dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]]:
-    """Those that the plan's step may depend on. Where nothing crosses a bus, memory is one of them."""
+    """The entries of `RESOURCES` that the plan's step may depend on. Without a bus, `MEMORIES` are one entry."""
     found = dict(RESOURCES)
     if not _uses_disk(plan):
         del found["disk"]
@@ -416,7 +421,7 @@ def _saved(plan: Plan, fields: Iterable[str]) -> float:
 
 
 def _rate(plan: Plan, hardware: Hardware, fields: tuple[str, ...]) -> tuple[str, float, str]:
-    """The field that a figure is shown by, its rate and its unit."""
+    """(field that is shown, rate, unit)"""
     precision, length = plan.question.precision, plan.question.length
     field = next((each for each in fields if getattr(hardware, each)), fields[0])
     parts = hardware.sharing_ranks  # a figure is the machine's, as its source says it
@@ -435,8 +440,8 @@ def _rate(plan: Plan, hardware: Hardware, fields: tuple[str, ...]) -> tuple[str,
     return field, rate, "B"
 
 
-def _complete(hardware: Hardware) -> Hardware:
-    """With rates that `cost` assumes where they are not known, or takes from others."""
+def _with_assumed_rates(hardware: Hardware) -> Hardware:
+    """The machine with the rates that `cost` assumes for unknown ones."""
     read, write = disk_bandwidths(hardware)
     return replace(
         hardware,
@@ -448,8 +453,8 @@ def _complete(hardware: Hardware) -> Hardware:
 
 
 def _faster(hardware: Hardware, fields: Iterable[str], factor: float) -> Hardware:
-    """The machine with `factor` times each of these rates, those of tables included."""
-    hardware = _complete(hardware)
+    """The machine with `factor` times these rates. A field may be a table of rates."""
+    hardware = _with_assumed_rates(hardware)
     changes: dict[str, object] = {}
     for field in fields:
         rate = getattr(hardware, field)
@@ -461,7 +466,7 @@ def _faster(hardware: Hardware, fields: Iterable[str], factor: float) -> Hardwar
 
 
 def _faster_row(row: Any, factor: float) -> Any:
-    if isinstance(row, tuple):  # threads, and the rate with so many
+    if isinstance(row, tuple):  # (threads, rate)
         return row[0], factor * row[1]
     rates = [name for name in row.__slots__ if name.endswith(("flops", "bandwidth"))]
     return replace(row, **{name: factor * getattr(row, name) for name in rates})
@@ -471,11 +476,10 @@ def _faster_row(row: Any, factor: float) -> Any:
 
 
 def hiding(plan: Plan) -> Hiding | None:
-    """The smallest step, in whole sequences, that hides every transfer and the optimizer behind compute; of several
-    ranks, the step of all.
+    """The smallest step, in whole sequences of all ranks, that hides transfers and the optimizer behind compute.
 
-    `None` where none of up to `MOST_TOKENS` does, and on a device that shares memory, where nothing overlaps. The
-    policy is the plan's, in one round; where kept graphs no longer fit, it recomputes.
+    `None` if no step up to `MOST_TOKENS` does, and on a device that shares memory, where nothing overlaps. The policy
+    is the plan's, in one round; if kept graphs do not fit, it recomputes.
     """
     question = plan.question
     if question.hardware.shares_memory:
@@ -490,7 +494,7 @@ def hiding(plan: Plan) -> Hiding | None:
         instant = estimate(replace(asked, hardware=_instant(question.hardware)), choice, micro_batch)
         return Hiding(tokens, max(0.0, 1.0 - instant.seconds / found.seconds), found.fits(asked.budgets()))
 
-    low, rows = 0, question.sequences  # not hidden, or no step at all; and hidden
+    low, rows = 0, question.sequences  # sequences that are too few (or 0), and enough
     while at(rows).stall_share >= HIDDEN_STALL:
         if 2 * rows * question.length > MOST_TOKENS:
             return None
@@ -498,17 +502,17 @@ def hiding(plan: Plan) -> Hiding | None:
     for guesses in count():
         if rows - low <= 1:
             break
-        middle = _between(low, rows, at) if guesses < MOST_GUESSES else (low + rows) // 2
+        middle = _interpolated(low, rows, at) if guesses < MOST_GUESSES else (low + rows) // 2
         low, rows = (low, middle) if at(middle).stall_share < HIDDEN_STALL else (middle, rows)
     found = at(rows)
     asked = replace(question, tokens_per_step=found.tokens_per_step)
-    there = found.fits or fits(asked)
-    return replace(found, tokens_per_step=round(question.parts * found.tokens_per_step), fits=there)
+    any_fits = found.fits or fits(asked)
+    return replace(found, tokens_per_step=round(question.parts * found.tokens_per_step), fits=any_fits)
 
 
-def _between(low: int, rows: int, at: Callable[[int], Hiding]) -> int:
-    """Where between two steps transfers should begin to hide: seconds of waiting hardly depend on sequences, so the
-    share is about inverse to them."""
+def _interpolated(low: int, rows: int, at: Callable[[int], Hiding]) -> int:
+    """The number of sequences between `low` and `rows` with a stall of about `HIDDEN_STALL`. The seconds of waiting
+    hardly depend on the step, so their share is about inverse to its size."""
     if low == 0:
         return max(1, min(rows // 2, round(rows * at(rows).stall_share / HIDDEN_STALL)))
     first, last = (each * (at(each).stall_share - HIDDEN_STALL) for each in (low, rows))
@@ -516,7 +520,7 @@ def _between(low: int, rows: int, at: Callable[[int], Hiding]) -> int:
 
 
 def _fitting(question: Question, choice: Choice, micro_batch: int) -> tuple[Choice, Estimate]:
-    """The policy if it fits, else the same with recomputation, and what it takes."""
+    """The choice if it fits, else the same with recomputation; and its estimate."""
     found = estimate(question, choice, micro_batch)
     if choice.policy.activations == "keep" and not found.fits(question.budgets()):
         choice = choice.change(activations="recompute")
@@ -525,7 +529,7 @@ def _fitting(question: Question, choice: Choice, micro_batch: int) -> tuple[Choi
 
 
 def _instant(hardware: Hardware) -> Hardware:
-    """The machine with a bus, a host and a disk that take no time."""
+    """The machine with infinitely fast transfers and optimizer."""
     return replace(
         hardware,
         fetch_bandwidth=inf,
@@ -550,34 +554,34 @@ def _instant(hardware: Hardware) -> Hardware:
 
 
 def free_changes(plan: Plan) -> tuple[Upgrade, ...]:
-    """What costs nothing, and what it would gain, about: more sequences in a step, and gradients that are not clipped.
+    """Approximate gains of changes that cost nothing: more sequences in a step, and no gradient clipping.
 
-    Neither makes compute itself quicker, so nothing is tried where it does not wait. With micro-batches as they are,
-    each is priced by an estimate, relative to the plan's own estimate or its replay, whichever is less; where the disk
-    is used, or updates are streamed, of which estimates are too far off, it is planned for.
+    Neither makes compute faster, so nothing is tried if compute does not wait. The micro-batch size stays. Each change
+    is estimated, relative to the plan's estimate or replay, whichever is less. If the plan uses the disk or streams
+    updates, estimates are too far off, and each change is planned for.
     """
     question, found = plan.question, []
     if plan.timeline.stall_seconds() < HIDDEN_STALL * plan.seconds:
         return ()
     today = estimate(question, plan.choice, plan.micro_batch).seconds
-    for name, change in _free(question).items():
+    for name, change in _free_changes(question).items():
         asked = replace(change, overrides={**change.overrides, "micro_batch": plan.micro_batch})
         if _uses_disk(plan) or plan.policy.streamed_updates:
             better = faster_plan(asked, inf)
             gained = plan.seconds / better.seconds if better else 0.0
         else:
-            (promised,) = survey(asked, [asked.budgets()])
-            gained = min(today, plan.seconds) / promised.seconds if promised else 0.0
+            (estimated,) = survey(asked, [asked.budgets()])
+            gained = min(today, plan.seconds) / estimated.seconds if estimated else 0.0
         if asked.sequences > question.sequences:
-            gained = min(gained, 1.0)  # a step of more sequences is no shorter
+            gained = min(gained, 1.0)  # a step of more sequences is not shorter
         ratio = gained * asked.sequences / question.sequences
         if ratio > 1 + MIN_GAIN_SHOWN:
             found.append(Upgrade(name, plan.tokens_per_second * ratio, ratio))
     return tuple(found)
 
 
-def _free(question: Question) -> dict[str, Question]:
-    """Name of a change -> the question with it."""
+def _free_changes(question: Question) -> dict[str, Question]:
+    """Name of a free change -> the changed question."""
     changes, twice = {}, 2 * question.sequences * question.length
     if twice <= MOST_TOKENS:
         name = f"{round(question.parts * twice):,} tokens per step, in twice the sequences"
@@ -588,21 +592,20 @@ def _free(question: Question) -> dict[str, Question]:
 
 
 def upgrades(question: Question, plan: Plan | None) -> tuple[Upgrade, ...]:
-    """What each single change of the machine would buy at the same question; `plan` is `None` where nothing fits.
+    """What each single upgrade of the machine would gain. plan: `None` if nothing fits the question.
 
-    Every speed is that of a step replayed whole, as the plan's own is, so that they can be compared: of the plan's own
-    step on the better machine, and where that has more memory, of the best plan for it, which is searched for where an
-    estimate promises a gain. A share of streamed updates is chosen for the host and the bus of one machine: where it is
-    the planner's, estimates are without, and so is the step on the better machine where that is quicker.
+    All speeds are of whole replays, so that they can be compared: of the plan's step on the better machine, and if that
+    has more memory, of the best plan for it, which is searched for if an estimate shows a gain. The planner chooses the
+    share of streamed updates for one machine, so the plan's step is also replayed without them.
     """
     own = [] if plan is None else [plan]
     if plan is not None and plan.policy.streamed_updates and "streamed_updates" not in question.overrides:
         own.append(examine(question, plan.choice.change(streamed_updates=0.0), plan.micro_batch))
     today = estimate(question, own[-1].choice, own[-1].micro_batch).seconds if own else None
     found = []
-    for name, change in _changes(question, _uses_disk(plan)).items():
+    for name, change in _upgrades(question, _uses_disk(plan)).items():
         asked = change(question)
-        seconds = [seconds_on(each, asked) for each in own]  # what fits, fits a better machine
+        seconds = [seconds_on(each, asked) for each in own]
         more_memory = asked.budgets() != question.budgets()
         better = faster_plan(asked, inf if today is None else WORTH_A_SEARCH * today) if more_memory else None
         seconds += [] if better is None else [better.seconds]
@@ -616,8 +619,8 @@ def _uses_disk(plan: Plan | None) -> bool:
     return plan is not None and any(op.kind in DISK_KINDS for op in plan.timeline.schedule.ops)
 
 
-def _changes(question: Question, uses_disk: bool) -> dict[str, Callable[[Question], Question]]:
-    """Name of an upgrade -> the question with it."""
+def _upgrades(question: Question, uses_disk: bool) -> dict[str, Callable[[Question], Question]]:
+    """Name of an upgrade -> a function that applies it to the question."""
     hardware, limit = question.hardware, question.limits.device_nbytes
     changes: dict[str, Callable[[Question], Question]]
     if hardware.computes_in_host_memory:
@@ -648,7 +651,7 @@ def _twice_the_host(question: Question) -> Question:
 
 
 def _with_device_memory(question: Question, nbytes: int) -> Question:
-    """A budget of the user's was for the device as it is."""
+    """The question with so much device memory, and without a limit, which was meant for the present device."""
     hardware = replace(question.hardware, device_nbytes=nbytes)
     return replace(question, hardware=hardware, limits=replace(question.limits, device_nbytes=None))
 
@@ -659,13 +662,13 @@ def with_more(hardware: Hardware, resource: str, factor: float) -> Hardware:
 
 
 def _twice(*resources: str) -> Callable[[Question], Question]:
-    """The question on a machine with twice the rates of these resources."""
+    """A function that changes a question to a machine with twice the rates of these resources."""
     fields = [each for name in resources for fields in RESOURCES[name][1].values() for each in fields]
     return lambda question: replace(question, hardware=_faster(question.hardware, fields, 2.0))
 
 
 def _next_device_size(nbytes: int) -> int:
-    """Of the devices of the library, the next that is bigger by more than a few percent; else twice as much."""
+    """The next larger memory of a described device, at least 5% larger; or twice as much, if there is none."""
     devices = [machine(name) for name in machine_names() if not machine(name).shares_memory]
     sizes = sorted({each.device_nbytes for each in devices})
     return next((size for size in sizes if size > 1.05 * nbytes), 2 * nbytes)
@@ -675,19 +678,19 @@ def _next_device_size(nbytes: int) -> int:
 
 
 def sweep(plan: Plan) -> Sweep:
-    """Tokens per second with as much memory as the plan takes, the machine has, and the usual sizes around.
+    """Tokens per second for common sizes of host and device memory around those of the plan and the machine.
 
-    A plan that fits into less fits into more, so a larger budget is never slower. Estimates, in proportion to the one
-    for the memory that there is, which stands for the plan's own speed.
+    The speeds are estimates, scaled so that the one for the present machine is the plan's speed. A larger budget is
+    never shown as slower, since a plan that fits into less memory also fits into more.
     """
     question = plan.question
     hardware, tiers = question.hardware, question.budgets()
     given = {tier: question.limits.of(tier) for tier in ("host", "device")}
-    there = {"host": given["host"] or hardware.host_nbytes, "device": given["device"] or hardware.device_nbytes}
-    hosts = _sizes_around(HOST_SIZES, plan.nbytes["host"], there["host"])
+    present = {"host": given["host"] or hardware.host_nbytes, "device": given["device"] or hardware.device_nbytes}
+    hosts = _sizes_around(HOST_SIZES, plan.nbytes["host"], present["host"])
     devices: tuple[int, ...] = (0,)
     if "device" in tiers:
-        devices = _sizes_around(DEVICE_SIZES, plan.nbytes["device"], there["device"])
+        devices = _sizes_around(DEVICE_SIZES, plan.nbytes["device"], present["device"])
     pairs = [{"host": host, "device": device} for host in hosts for device in devices]
 
     def usable(tier: str, nbytes: int) -> int:
@@ -700,14 +703,14 @@ def sweep(plan: Plan) -> Sweep:
         for column in range(len(devices)):
             cell = cells[row * len(devices) + column]
             known = [1 / cell.seconds] if cell is not None else []
-            less = [rates[row - 1][column] if row else None, rates[row][column - 1] if column else None]
-            rates[row].append(max([*known, *(rate for rate in less if rate is not None)], default=None))
-    here = rates[hosts.index(there["host"])][devices.index(there["device"]) if "device" in tiers else 0]
+            with_less = [rates[row - 1][column] if row else None, rates[row][column - 1] if column else None]
+            rates[row].append(max([*known, *(rate for rate in with_less if rate is not None)], default=None))
+    here = rates[hosts.index(present["host"])][devices.index(present["device"]) if "device" in tiers else 0]
     scale = plan.tokens_per_second / here if here else float(question.sequences * question.length)
-    told = tuple(tuple(None if rate is None else scale * rate for rate in row) for row in rates)
-    return Sweep(devices, hosts, told)
+    scaled = tuple(tuple(None if rate is None else scale * rate for rate in row) for row in rates)
+    return Sweep(devices, hosts, scaled)
 
 
-def _sizes_around(sizes: tuple[int, ...], taken: int, there: int) -> tuple[int, ...]:
-    """The usual sizes from a quarter of what a plan takes to four times as much, and what is there."""
-    return tuple(sorted({there, *(size for size in sizes if taken / 4 <= size <= 4 * taken)}))
+def _sizes_around(sizes: tuple[int, ...], taken: int, present: int) -> tuple[int, ...]:
+    """The sizes from a quarter of what the plan takes to four times as much, and the present one."""
+    return tuple(sorted({present, *(size for size in sizes if taken / 4 <= size <= 4 * taken)}))

@@ -1,7 +1,7 @@
 """Renders a plan as one web page: memory, limits, upgrades, a heat map and a timeline with zoom.
 
-The page holds everything it shows (see the room `html`). Data is embedded as JSON (id `plan`), the same that `--json`
-writes, and the ops of the step. It leaves out writing the file.
+The page is self-contained (see `megatrain.html`). It embeds the JSON that `--json` writes, with the timeline of the
+step added, in the element `plan`. The caller writes the file.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ def render_page(
     facts: Sequence[tuple[str, str]],
     swept: Sweep | None = None,
 ) -> str:
-    """The whole page. `facts` (name and fact) stand above what the outlook tells."""
-    when = outlook.plan.timeline
-    drawn = timeline_content(_drawn(when), when.schedule.units, stream_words(outlook.plan.question.hardware))
+    """The page as HTML. facts: (name, text) rows that are shown above the summary."""
+    replayed = outlook.plan.timeline
+    words = stream_words(outlook.plan.question.hardware)
+    drawn = timeline_content(_drawn(replayed), replayed.schedule.units, words)
     content = as_content(outlook, swept) | {"timeline": drawn}
     model, hardware = outlook.plan.question.model.name, outlook.plan.question.hardware.name
     title = f"{model} on {hardware}"
@@ -52,10 +53,10 @@ def render_page(
     return document(title, sections, "plan", content, [TIMELINE])
 
 
-def _drawn(when: Timeline) -> list[DrawnOp]:
+def _drawn(replayed: Timeline) -> list[DrawnOp]:
     return [
         (op.kind, op.stream, op.unit, op.micro, op.shard, op.nbytes, start, end)
-        for op, start, end in zip(when.schedule.ops, when.starts, when.ends, strict=True)
+        for op, start, end in zip(replayed.schedule.ops, replayed.starts, replayed.ends, strict=True)
     ]
 
 
@@ -63,7 +64,7 @@ def _drawn(when: Timeline) -> list[DrawnOp]:
 
 
 def _memory(outlook: Outlook) -> str:
-    """A bar per tier, as long as its budget or its use, whichever is more."""
+    """A bar per tier, whose length is its budget or its use, whichever is larger."""
     budgets = outlook.plan.question.budgets()
     bars = []
     for tier, uses in use_rows(outlook.plan).items():

@@ -1,7 +1,7 @@
-"""Formats a plan for people: tables of bytes by tier and use, and of what follows from it.
+"""Formats a plan as text: tables of memory by tier and use, of speed and limits, and of possible changes.
 
-Amounts are decimal (1 GB is 1e9 bytes), as machines are described. It leaves out colours, columns and files: the
-terminal has `commands.plan`, a page has `html`.
+Amounts are decimal (1 GB is 1e9 bytes), as in descriptions of machines. Colours and columns are made by
+`commands.plan` for the terminal, and by `html` for a page.
 """
 
 from __future__ import annotations
@@ -19,33 +19,30 @@ from megatrain.plan.spec_file import as_fields
 from megatrain.schedule import Schedule, Use
 from megatrain.spec import Hardware
 
-SMALLEST_STALL = 0.005
-"""Of a step, below which a cause of waiting is not named."""
+MIN_STALL_SHOWN = 0.005
+"""Share of the step. What compute waits for less is not named."""
 
-SMALLEST_SAVED = 0.001
-"""Of a step, below which more of a resource changes nothing."""
+MIN_SAVED_SHOWN = 0.001
+"""Share of the step. A resource whose increase saves less "changes nothing"."""
 
-SMALLEST_GAIN = 0.01
-"""Of a change of the machine, below which it has no row of its own."""
+MIN_GAIN_SHOWN = 0.01
+"""An upgrade that gains less has no row of its own."""
 
 SHORTEST_LIFE_DAYS = 365.0
-"""A drive that is worn out sooner is a warning."""
+"""If a drive would wear out sooner, the plan shows a warning."""
 
-SMALLEST_SHARE = 10_000
-"""Of a tier's bytes, a use with less than one in so many is not shown."""
+SMALLEST_USE = 10_000
+"""A use of less than one part in so many of a tier's bytes is not shown."""
 
 IN_PARTS = {"device": "host, to compute in", "host": "host, for state"}
-"""Tier -> its name where ranks compute in one part of host memory and have their state in the other."""
-
-_CLAUSE = re.compile(r"[,;] | \(")
-"""Where the first words of a source end."""
+"""Tier -> its name if ranks compute in one part of host memory and keep their state in the other."""
 
 
 def peak_table(plan: Plan) -> dict[tuple[str, str], int]:
-    """(tier, use) -> bytes at the moment when most of the tier is in use, by tier, largest first.
+    """(tier, use) -> bytes at the time of the tier's peak, by tier, largest first.
 
-    Activations, graphs and workspaces included; each tier adds up to its peak. A device that shares memory with the
-    host has no tier of its own.
+    Includes activations, graphs and workspaces; the rows of a tier add up to its peak. The bytes of a device that
+    shares memory with the host count as host memory.
     """
     schedule, shares = plan.timeline.schedule, plan.question.hardware.shares_memory
     table: Counter[tuple[str, str]] = Counter()
@@ -59,39 +56,39 @@ def peak_table(plan: Plan) -> dict[tuple[str, str], int]:
 
 
 def _at_peak(schedule: Schedule, tier: str) -> Counter[str]:
-    """Owner -> bytes of one tier where the sum is largest, in schedule order."""
+    """Use -> bytes of one tier, when their sum is largest in the order of the schedule."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     for index, op in enumerate(schedule.ops):
         for access in (*op.reads, *op.writes):
             first.setdefault(access.buffer, index)
             last[access.buffer] = index
-    held: Counter[str] = Counter()
-    changes: list[tuple[int, int, str]] = []  # index of an op, bytes from there on, use
+    live: Counter[str] = Counter()
+    changes: list[tuple[int, int, str]] = []  # (index of an op, bytes allocated from there on, use)
     for buffer in schedule.buffers.values():
         if buffer.tier != tier:
             continue
         if buffer.arena:
-            held[buffer.use.value] += buffer.nbytes
+            live[buffer.use.value] += buffer.nbytes
         elif buffer.name in first:
             changes += [(first[buffer.name], buffer.nbytes, buffer.use.value)]
             changes += [(last[buffer.name] + 1, -buffer.nbytes, buffer.use.value)]
-    peak, total = held.copy(), held.total()
+    peak, total = live.copy(), live.total()
     most = total
-    for _, nbytes, use in sorted(changes):  # of one op, what is given up comes first
-        held[use] += nbytes
+    for _, nbytes, use in sorted(changes):  # at one op, frees come first
+        live[use] += nbytes
         total += nbytes
         if total > most:
-            most, peak = total, held.copy()
+            most, peak = total, live.copy()
     return +peak
 
 
 def use_rows(plan: Plan) -> dict[str, list[tuple[str, int]]]:
-    """Tier -> uses and bytes at the peak, but for those too small to be seen."""
+    """Tier -> [(use, bytes at the peak)], without uses too small to be shown."""
     table = peak_table(plan)
     tiers: dict[str, list[tuple[str, int]]] = {}
     for (tier, use), nbytes in table.items():
-        if nbytes * SMALLEST_SHARE >= plan.nbytes[tier]:
+        if nbytes * SMALLEST_USE >= plan.nbytes[tier]:
             tiers.setdefault(tier, []).append((use, nbytes))
     return tiers
 
@@ -105,38 +102,38 @@ def tier_name(plan: Plan, tier: str) -> str:
 # Amounts -----------------------------------------------------------------------------------------------------------
 
 
-def _three(number: float) -> str:
-    """About three digits, thousands marked."""
+def _three_digits(number: float) -> str:
+    """About three digits, with thousands separators."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
 
 
 def _scaled(number: float, units: tuple[tuple[float, str], ...]) -> str:
     size, unit = next(((size, unit) for size, unit in units if number >= size * 0.9995), units[-1])
-    return f"{_three(number / size)} {unit}"
+    return f"{_three_digits(number / size)} {unit}"
 
 
 def amount(nbytes: float) -> str:
-    """`1.47 TB`"""
+    """Bytes in words: `1.47 TB`."""
     if nbytes < 1000:
         return f"{nbytes:,.0f} B"
     return _scaled(nbytes, ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")))
 
 
 def duration(seconds: float) -> str:
-    """`7.28 s`, `94.0 s`, `41.0 days`: a larger unit from two of it on."""
+    """`7.28 s`, `94.0 s`, `41.0 days`: in the largest unit of which there are at least two."""
     for size, unit in ((31_557_600.0, "years"), (86_400.0, "days"), (3_600.0, "hours"), (60.0, "minutes")):
         if seconds >= 2 * size:
-            return f"{_three(seconds / size)} {unit}"
+            return f"{_three_digits(seconds / size)} {unit}"
     return _scaled(seconds, ((1.0, "s"), (1e-3, "ms")))
 
 
 def rate(per_second: float) -> str:
-    """`2,034`, `10.4`"""
-    return _three(per_second)
+    """A rate without its unit: `2,034`, `10.4`."""
+    return _three_digits(per_second)
 
 
 def tokens(count: float) -> str:
-    """`1T`, `65,536`"""
+    """A number of tokens: `1T`, `65,536`."""
     for size, unit in ((1e12, "T"), (1e9, "B")):
         if count >= size:
             return f"{count / size:,.4g}{unit}"
@@ -144,23 +141,28 @@ def tokens(count: float) -> str:
 
 
 def flops(per_second: float) -> str:
-    return f"{_three(per_second / 1e12)} TFLOP/s" if per_second >= 1e10 else f"{_three(per_second / 1e9)} GFLOP/s"
+    """Floating-point operations per second: `153 TFLOP/s`."""
+    return (
+        f"{_three_digits(per_second / 1e12)} TFLOP/s"
+        if per_second >= 1e10
+        else f"{_three_digits(per_second / 1e9)} GFLOP/s"
+    )
 
 
 # Rows --------------------------------------------------------------------------------------------------------------
 
 
 def warning_rows(outlook: Outlook) -> list[tuple[str, str]]:
-    """What is to be read before anything else, in the rows of `summary_rows`."""
+    """(name, text) of the warnings, which stand before all other rows."""
     days = outlook.drive_days
     if days is None or days > SHORTEST_LIFE_DAYS:
         return []
-    written = amount(_on_machine(outlook.plan, outlook.written_nbytes_per_day))
+    written = amount(_of_machine(outlook.plan, outlook.written_nbytes_per_day))
     return [("warning", f"{written} written to disk per day: the drive's endurance lasts {duration(days * 86_400)}")]
 
 
 def summary_rows(outlook: Outlook) -> list[tuple[str, str]]:
-    """Name and fact: speed, limit, run, files, disk."""
+    """(name, text) for the step, speed, ranks, MFU, limit, run, files and disk."""
     plan = outlook.plan
     hardware = plan.question.hardware
     stated = (hardware.peak_flops, hardware.peak_flops_fp32)
@@ -169,8 +171,8 @@ def summary_rows(outlook: Outlook) -> list[tuple[str, str]]:
     if outlook.token_budget is not None and outlook.run_seconds is not None:
         count, seconds = outlook.token_budget, outlook.run_seconds
     rows = [
-        ("step", f"{duration(plan.seconds)} for {counted(whole_tokens(plan), 'token')} in {_cut(plan)}"),
-        ("speed", f"{rate(plan.tokens_per_second)} tokens/s{_doubt(plan)}"),
+        ("step", f"{duration(plan.seconds)} for {counted(whole_tokens(plan), 'token')} in {_micro_batches(plan)}"),
+        ("speed", f"{rate(plan.tokens_per_second)} tokens/s{_uncertainty(plan)}"),
         *_rank_rows(plan),
         ("MFU", f"{outlook.mfu:.1%}: {flops(outlook.flops_per_second)} useful of {peak}, {flops(outlook.peak_flops)}"),
         ("limit", _limit(outlook)),
@@ -184,48 +186,47 @@ def summary_rows(outlook: Outlook) -> list[tuple[str, str]]:
 
 
 def whole_tokens(plan: Plan) -> int:
-    """Tokens of a step, of all ranks."""
+    """Tokens per step of all ranks."""
     return round(plan.question.parts * sum(plan.work.tokens))
 
 
-def _on_machine(plan: Plan, amount_of_one: float) -> float:
-    """Of all ranks of a machine, from what one has or does."""
+def _of_machine(plan: Plan, amount_of_one: float) -> float:
+    """The sum over all ranks of a machine, of which one has `amount_of_one`."""
     return plan.question.hardware.sharing_ranks * amount_of_one
 
 
 def _rank_rows(plan: Plan) -> list[tuple[str, str]]:
-    """Of several ranks: where they are, what all of a machine take of it together, and what joins them."""
+    """For several ranks: where they run, the host memory of all ranks of a machine, and the links between them."""
     hardware, ranks = plan.question.hardware, plan.question.model.ranks
     if ranks == 1:
         return []
     here, nodes = hardware.sharing_ranks, ranks // hardware.sharing_ranks
-    share = counted(sum(plan.work.tokens), "token")
+    tokens_of_rank = counted(sum(plan.work.tokens), "token")
     where = "on one machine" if nodes == 1 else f"on {nodes} machines, {here} on each"
     tiers = ("host", "device") if hardware.slots_in_host else ("host",)
-    own, budget = (sum(each[tier] for tier in tiers) for each in (plan.nbytes, plan.question.budgets()))
-    taken, there = _on_machine(plan, own), _on_machine(plan, budget)
+    own, own_budget = (sum(each[tier] for tier in tiers) for each in (plan.nbytes, plan.question.budgets()))
+    taken, budget = _of_machine(plan, own), _of_machine(plan, own_budget)
     by_each, sources = f", {amount(own)} by each rank", dict(hardware.sources)
     within = "processes" if hardware.slots_in_host else "devices"
     links = [(within, "link_bandwidth", here > 1), ("machines", "node_bandwidth", nodes > 1)]
-    joined = [
-        f"{amount(getattr(hardware, field))}/s between {what} ({_CLAUSE.split(sources.get(field, 'no source'), 1)[0]})"
+    bandwidths = [
+        f"{amount(getattr(hardware, field))}/s between {what} ({_first_clause(sources.get(field, 'no source'))})"
         for what, field, is_used in links
         if is_used
     ]
-    used = f"{', '.join(joined)}; in use {plan.timeline.utilisation('link'):.1%} of the step"
+    link = f"{', '.join(bandwidths)}; in use {plan.timeline.utilisation('link'):.1%} of the step"
     if plan.policy.delivery == "shared":
-        used = (
-            f"not used: weights and sums go through host memory, which takes {plan.timeline.utilisation('shared'):.1%}"
-        )
+        share = plan.timeline.utilisation("shared")
+        link = f"not used: weights and sums go through host memory; sums take {share:.1%} of the step"
     return [
-        ("ranks", f"{ranks} {where}: each with 1/{ranks} of the state and {share} of a step"),
-        ("each host", f"{amount(taken)} of {amount(there)}{by_each if here > 1 else ''}"),
-        ("link", used),
+        ("ranks", f"{ranks} {where}: each with 1/{ranks} of the state and {tokens_of_rank} of a step"),
+        ("each host", f"{amount(taken)} of {amount(budget)}{by_each if here > 1 else ''}"),
+        ("link", link),
     ]
 
 
-def _doubt(plan: Plan) -> str:
-    """That a speed is planned on rates that nobody has measured on this machine, and how far off it may be."""
+def _uncertainty(plan: Plan) -> str:
+    """The likely range of a speed that is planned from rates not measured on this machine."""
     if is_measured(plan.question.hardware):
         return ""
     low, high = (_two_digits(factor * plan.tokens_per_second) for factor in MEASURED_OVER_PLANNED)
@@ -233,7 +234,7 @@ def _doubt(plan: Plan) -> str:
 
 
 def is_measured(hardware: Hardware) -> bool:
-    """Whether `megatrain probe` has measured the rates that a step mostly depends on."""
+    """Whether `megatrain probe` has measured the most important rates."""
     sources = dict(hardware.sources)
     return all(
         sources.get(field, "").startswith("measured:") for field in ("flops", "fetch_bandwidth", "host_bandwidth")
@@ -245,7 +246,7 @@ def _two_digits(number: float) -> str:
     return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
 
 
-def _cut(plan: Plan) -> str:
+def _micro_batches(plan: Plan) -> str:
     batches = counted(plan.work.micro_batches, "micro-batch")
     each = " on each rank" if plan.question.model.ranks > 1 else ""
     return f"{batches} of {plan.micro_batch} x {plan.question.length:,}{each}"
@@ -254,41 +255,42 @@ def _cut(plan: Plan) -> str:
 def _limit(outlook: Outlook) -> str:
     first = outlook.loads[0]
     share = first.chain_seconds / outlook.plan.seconds
-    causes = ", ".join(f"{share:.1%} for {name}" for name, share in outlook.stalls.items() if share >= SMALLEST_STALL)
+    causes = ", ".join(f"{share:.1%} for {name}" for name, share in outlook.stalls.items() if share >= MIN_STALL_SHOWN)
     waits = f"compute waits {outlook.stall_share:.1%}{f' ({causes})' if causes else ''}"
     return f"{first.name}, {share:.1%} of the step; {waits}"
 
 
 def hiding_line(outlook: Outlook) -> str:
-    """From which size of a step on nothing waits for copies."""
+    """From how many tokens per step compute does not wait for transfers and updates."""
     found = outlook.hiding
     if outlook.plan.question.hardware.shares_memory:
         return "nothing to hide: the device computes in host memory"
     if found is None:
         return "no number of tokens per step hides the transfers"
     fits = "" if found.fits else ", more than fits here"
-    return f"transfers and updates hide from {counted(found.tokens_per_step, 'token')} per step on{fits}"
+    step = counted(found.tokens_per_step, "token")
+    return f"transfers and updates hide behind compute from {step} per step on{fits}"
 
 
 def _files(plan: Plan) -> str:
     schedule = plan.timeline.schedule
-    lies = sum(buffer.nbytes for buffer in schedule.buffers.values() if buffer.tier == "file")
-    read = f"{amount(plan.read_from_files_nbytes)} a step"
-    return f"{amount(lies)} of frozen weights stay in the model's files, from which {read} are read; never written"
+    stored = sum(buffer.nbytes for buffer in schedule.buffers.values() if buffer.tier == "file")
+    read = amount(plan.read_from_files_nbytes)
+    return f"{amount(stored)} of frozen weights stay in the model's files; a step reads {read} of them, and writes none"
 
 
 def _disk(outlook: Outlook) -> str:
     written, days = outlook.written_nbytes_per_day, outlook.drive_days
-    wear = "its endurance is not known" if days is None else f"the drive's endurance lasts {duration(days * 86_400)}"
-    return f"{amount(_on_machine(outlook.plan, written))} written per day; {wear}"
+    wear = "its endurance is unknown" if days is None else f"the drive's endurance lasts {duration(days * 86_400)}"
+    return f"{amount(_of_machine(outlook.plan, written))} written per day; {wear}"
 
 
 def sensitivity_rows(outlook: Outlook) -> list[tuple[str, str, str]]:
-    """Resource, what is busy with it and how much of the step, and what 10% more of it changes."""
+    """(resource, streams that use it and the shares of the step in which they do, effect of 10% more of it)"""
     rows = []
     for each in outlook.sensitivities:
         busy = ", ".join(f"{'' if name == each.resource else f'{name} '}{share:.1%}" for name, share in each.busy)
-        if abs(each.saved) < SMALLEST_SAVED:
+        if abs(each.saved) < MIN_SAVED_SHOWN:
             effect = "no change"
         else:
             effect = f"{abs(each.saved):.1%} {'less' if each.saved > 0 else 'more'}"
@@ -297,31 +299,36 @@ def sensitivity_rows(outlook: Outlook) -> list[tuple[str, str, str]]:
 
 
 def rate_lines(outlook: Outlook) -> list[str]:
-    """Each rate that decides, with its value and where it is from: the first words of its source."""
+    """A line for each decisive rate, with its value and the first words of its source."""
     lines = []
     for rate in outlook.decisive_rates:
-        told = flops(rate.per_second) if rate.unit == "FLOP" else f"{amount(rate.per_second)}/s"
-        lines.append(f"decides: {rate.name}, {told} ({_CLAUSE.split(rate.source, maxsplit=1)[0]})")
+        value = flops(rate.per_second) if rate.unit == "FLOP" else f"{amount(rate.per_second)}/s"
+        lines.append(f"limited by: {rate.name}, {value} ({_first_clause(rate.source)})")
     return lines
 
 
+def _first_clause(source: str) -> str:
+    """The first words of a source: up to a comma, a semicolon or a bracket."""
+    return re.split(r"[,;] | \(", source, maxsplit=1)[0]
+
+
 def free_rows(outlook: Outlook) -> list[tuple[str, str, str]]:
-    """Change of the run, about how many tokens per second, and gain."""
-    return [(each.name, f"about {told}", gain) for each, told, gain in _told(outlook.free_changes)]
+    """(change of the run, tokens per second, gain)"""
+    return [(each.name, f"about {speed}", gain) for each, speed, gain in _formatted(outlook.free_changes)]
 
 
 def upgrade_rows(outlook: Outlook) -> list[tuple[str, str, str]]:
-    """Change of the machine, tokens per second and gain, of those that gain anything."""
-    return [(each.name, told, gain) for each, told, gain in _told(outlook.upgrades) if _gains(each)]
+    """(change of the machine, tokens per second, gain) of the upgrades that gain at least `MIN_GAIN_SHOWN`."""
+    return [(each.name, speed, gain) for each, speed, gain in _formatted(outlook.upgrades) if _gains(each)]
 
 
 def without_gain(outlook: Outlook) -> str:
-    """The changes of the machine that `upgrade_rows` leaves out."""
+    """A line with the upgrades that `upgrade_rows` leaves out."""
     names = [each.name for each in outlook.upgrades if not _gains(each)]
-    return f"less than {SMALLEST_GAIN:.0%} each: {', '.join(names)}" if names else ""
+    return f"less than {MIN_GAIN_SHOWN:.0%} each: {', '.join(names)}" if names else ""
 
 
-def _told(changes: tuple[Upgrade, ...]) -> list[tuple[Upgrade, str, str]]:
+def _formatted(changes: tuple[Upgrade, ...]) -> list[tuple[Upgrade, str, str]]:
     return [
         (each, rate(each.tokens_per_second), f"{each.ratio - 1:+.1%}")
         for each in changes
@@ -330,11 +337,11 @@ def _told(changes: tuple[Upgrade, ...]) -> list[tuple[Upgrade, str, str]]:
 
 
 def _gains(upgrade: Upgrade) -> bool:
-    return upgrade.ratio is not None and upgrade.ratio >= 1 + SMALLEST_GAIN
+    return upgrade.ratio is not None and upgrade.ratio >= 1 + MIN_GAIN_SHOWN
 
 
 def configuration(plan: Plan) -> dict[str, dict[str, Any]]:
-    """The keys of a run that ask for this plan, but for its model, data and folder; what is usual is left out."""
+    """The configuration of a run that gets this plan, without model, data and folder. Defaults are left out."""
     question, hardware, limits = plan.question, plan.question.hardware, plan.question.limits
     train: dict[str, Any] = {"global_batch_size": round(question.parts * question.sequences)}
     if question.sequences % plan.micro_batch == 0:
@@ -345,13 +352,13 @@ def configuration(plan: Plan) -> dict[str, dict[str, Any]]:
         train["precision"] = question.precision
     if not hardware.computes_in_host_memory:
         train["device"] = "cuda:0"
-    there = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
+    totals = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
     shared = {"device": 1, "host": hardware.sharing_ranks, "disk": hardware.sharing_ranks}
     if hardware.slots_in_host:  # as `ranks.question_of_one` divides it
-        del there["device"]
+        del totals["device"]
         shared["host"] *= 2
     memory = {
-        tier: _exact(shared[tier] * nbytes) for tier in there if 0 < (nbytes := limits.of(tier) or 0) <= there[tier]
+        tier: _exact(shared[tier] * nbytes) for tier in totals if 0 < (nbytes := limits.of(tier) or 0) <= totals[tier]
     }
     tree = {"data": {"sequence_length": question.length}, "train": train}
     tree |= {"memory": memory} if memory else {}
@@ -366,7 +373,7 @@ def _exact(nbytes: int) -> str | int:
 
 
 def as_content(outlook: Outlook, swept: Sweep | None = None) -> dict[str, Any]:
-    """Everything that is shown, and the model as a specification that can be planned for again; for `json.dump`."""
+    """Everything that is shown, for `json.dump`. `spec_file.read_model` reads the model from it again."""
     plan = outlook.plan
     question = plan.question
     return {

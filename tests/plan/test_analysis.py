@@ -201,8 +201,8 @@ def test_resource_figures_are_machine_fields() -> None:
 def test_deciding_figures_are_shown_with_their_source() -> None:
     question = Question(llama_shape("1B", 16, 2048, vocabulary=32_000), machine("rtx-4090"), 65_536, 32_768)
     lines = rate_lines(look(find_plan(question)))
-    assert lines[0] == "decides: large products, 153 TFLOP/s (assumed: 0.93 of 164.8 TFLOP/s)"
-    assert any(line.startswith("decides: attention, ") for line in lines)
+    assert lines[0] == "limited by: large products, 153 TFLOP/s (assumed: 0.93 of 164.8 TFLOP/s)"
+    assert any(line.startswith("limited by: attention, ") for line in lines)
 
 
 def test_unmeasured_disks_are_shown_as_assumed() -> None:
@@ -212,7 +212,7 @@ def test_unmeasured_disks_are_shown_as_assumed() -> None:
     plan = find_plan(replace(question, limits=Limits(host_nbytes=everything // 2, device_nbytes=10**7)))
     assert saved(plan)["disk"] > 0.05
     found = decisive_rates(plan, sensitivities(plan))
-    assert {figure.source for figure in found if figure.name.startswith("disk")} == {"assumed: nobody has measured it"}
+    assert {figure.source for figure in found if figure.name.startswith("disk")} == {"assumed: not measured"}
 
 
 # Hiding ------------------------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def test_the_pages_data_equals_the_plan() -> None:
 def test_the_page_and_the_terminal_agree() -> None:
     text = read(full_page()).text
     plan = outlook().plan
-    for words in ("optimizer state", "twice the bus", "10% more", "decides: ", f"{plan.tokens_per_second:,.0f}"):
+    for words in ("optimizer state", "twice the bus", "10% more", "limited by: ", f"{plan.tokens_per_second:,.0f}"):
         assert words in text
     bars = [value for tag, name, value in read(full_page()).attributes if tag == "span" and name == "style"]
     widths = [float(match[1]) for each in bars if (match := re.match(r"width:([\d.]+)%", each))]
