@@ -30,7 +30,7 @@ from megatrain.errors import DoesNotFit
 from megatrain.memory import Held
 from megatrain.model.weight_reads import Uses
 from megatrain.plan import Question, find_plan, machine
-from megatrain.plan.cost import CALL_KERNELS, TURN_KERNELS
+from megatrain.plan.cost import PHASED_CALL_KERNELS, SWITCH_KERNELS
 from megatrain.schedule import Access, Op
 from megatrain.schedule.contents import Weights
 from megatrain.spec import ParamSpec, UnitSpec
@@ -63,7 +63,7 @@ def turns() -> list[str]:
     }
     lines = ["| | microseconds | smallest ops |", "|---|---|---|"]
     lines += [f"| {name} | {seconds * 1e6:.1f} | {seconds / launch:.1f} |" for name, seconds in rows.items()]
-    return [*lines, f"\npriced as {CALL_KERNELS} smallest ops a call and {TURN_KERNELS} a turn"]
+    return [*lines, f"\npriced as {PHASED_CALL_KERNELS} smallest ops a call and {SWITCH_KERNELS} a turn"]
 
 
 def _seconds(phases: int, functions: int, gated: bool) -> float:

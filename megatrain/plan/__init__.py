@@ -1,4 +1,4 @@
-"""Plans training by calculation alone. Imports no torch, so that a laptop can plan for any described machine."""
+"""Plans training by calculation alone. Does not import torch, so that a laptop can plan for any described machine."""
 
 from megatrain.plan.advice import nearest_that_fits
 from megatrain.plan.analysis import (

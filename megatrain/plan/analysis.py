@@ -72,7 +72,7 @@ STREAM_WORDS = {
 """Stream -> its name in output."""
 
 IN_HOST_WORDS = {"fetch": "copies of weights", "grad": "copies of gradients"}
-"""The same where nothing crosses a bus."""
+"""As `STREAM_WORDS`, if the device computes in host memory."""
 
 RESOURCES: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
     "compute": (
@@ -121,10 +121,10 @@ RESOURCES: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
 shown."""
 
 MEMORIES = ("device memory", "bus", "host memory")
-"""Resources that are one where nothing crosses a bus."""
+"""Resources that are a single one, `memory`, if the device computes in host memory."""
 
 IN_HOST_RATES = {"device memory": "memory", "bus up": "copies of weights", "bus down": "copies of gradients"}
-"""Rate -> its name where nothing crosses a bus, and all memory is the host's."""
+"""Rate -> its name if the device computes in host memory."""
 
 GB = 1_000_000_000
 DEVICE_SIZES = tuple(size * GB for size in (8, 12, 16, 24, 32, 48, 80, 96, 141, 192))
@@ -400,7 +400,8 @@ def decisive_rates(plan: Plan, found: tuple[Sensitivity, ...]) -> tuple[Hardware
 
 
 def _resources(plan: Plan) -> dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]]:
-    """The entries of `RESOURCES` that the plan's step may depend on. Without a bus, `MEMORIES` are one entry."""
+    """The entries of `RESOURCES` that the plan's step may depend on. `MEMORIES` are one entry if the device computes in
+    host memory."""
     found = dict(RESOURCES)
     if not _uses_disk(plan):
         del found["disk"]
@@ -424,7 +425,7 @@ def _rate(plan: Plan, hardware: Hardware, fields: tuple[str, ...]) -> tuple[str,
     """(field that is shown, rate, unit)"""
     precision, length = plan.question.precision, plan.question.length
     field = next((each for each in fields if getattr(hardware, each)), fields[0])
-    parts = hardware.sharing_ranks  # a figure is the machine's, as its source says it
+    parts = hardware.sharing_ranks  # shown are rates of the whole machine, like their sources
     cores = parts if hardware.slots_in_host else 1
     if fields[0] == "flops":
         field = "flops_fp32" if precision == "fp32" and hardware.flops_fp32 else "flops"
@@ -642,7 +643,7 @@ def _upgrades(question: Question, uses_disk: bool) -> dict[str, Callable[[Questi
 
 
 def _twice_the_host(question: Question) -> Question:
-    """What ranks compute in, too, where that is host memory."""
+    """The question with twice the host memory, including the part that ranks on a CPU compute in."""
     hardware, limits = question.hardware, question.limits
     tiers = ("host_nbytes", "device_nbytes") if hardware.slots_in_host else ("host_nbytes",)
     given = {tier: 2 * nbytes for tier in tiers if (nbytes := getattr(limits, tier)) is not None}

@@ -1,8 +1,8 @@
 """Prices collectives: seconds for bytes over the links between devices and machines, or through shared host memory.
 
-`Policy.delivery` says which of the two. All ranks do the same at the same time, so one of them is priced. As in NCCL,
-an all-gather is a ring and an all-to-all sends from each rank to each other. Left out: that rings differ in their
-places in a machine.
+`Policy.delivery` says which of the two. All ranks do the same at the same time, so prices are for one of them. As in
+NCCL, an all-gather is a ring, and an all-to-all sends from each rank to each other rank. That different rings may use
+different links of a machine is not modelled.
 """
 
 from __future__ import annotations
@@ -14,61 +14,67 @@ from megatrain.schedule import Op
 from megatrain.spec import Hardware
 
 SUM_PASSES = 4
-"""Times that what ranks send of a gradient is read or written where it is summed: for the largest magnitude, and as a
-term, with the sum before and behind it."""
+"""Times that received gradients are read or written where they are summed: once to find the largest magnitude, and
+three times to add them (term, and sum before and after)."""
 
 
-MEETING_SECONDS = 2e-4
-"""In which the ranks of a machine wait for each other, by messages of a byte; assumed."""
+BARRIER_SECONDS = 2e-4
+"""Duration of a barrier of the ranks of a machine, by messages of one byte; assumed."""
 
 
 def shared_seconds(op: Op, bandwidth: float) -> float:
-    """Of a collective in shared host memory, with the bandwidth of a rank's threads there: ranks meet, and a REDUCE
-    begins and ends with that."""
-    return MEETING_SECONDS if op.kind == "BARRIER" else 2 * MEETING_SECONDS + shared_sum_nbytes(op) / bandwidth
+    """Seconds of a collective in shared host memory; a REDUCE has a barrier before and after.
+
+    bandwidth: bytes per second of one rank's threads in host memory.
+    """
+    return BARRIER_SECONDS if op.kind == "BARRIER" else 2 * BARRIER_SECONDS + shared_sum_nbytes(op) / bandwidth
 
 
 def shared_sum_nbytes(op: Op) -> float:
-    """Read and written by a rank that adds up its part of what all ranks have of a shard, as much as one has of all."""
+    """Bytes that one rank reads and writes to sum its part of a shard over all ranks."""
     return float(sum(each.stop - each.start for each in (op.reads[0], op.writes[0])))
 
 
 def gather_seconds(hardware: Hardware, ranks: int, nbytes: float) -> float:
-    """Seconds in which each of the ranks has a whole of so many bytes, of which each brings a part. In a ring, as NCCL
-    does it, all but one's own part comes over every link on the way, those between machines among them."""
+    """Seconds of an all-gather after which each rank has `nbytes`.
+
+    In a ring, everything but a rank's own part crosses each link, and so each link between machines.
+    """
     received = nbytes * (ranks - 1) / ranks
     return _linked_seconds(hardware, ranks, received, received)
 
 
 def reduce_seconds(hardware: Hardware, ranks: int, nbytes: float) -> float:
-    """Seconds in which each of the ranks sends to every other a part of so many bytes: an all-to-all."""
+    """Seconds of an all-to-all of `nbytes` per rank, of which each rank sends an equal part to each other."""
     here, part = hardware.sharing_ranks, nbytes / ranks
     return _linked_seconds(hardware, ranks, (here - 1) * part, here * (ranks - here) * part)
 
 
 def _linked_seconds(hardware: Hardware, ranks: int, nbytes: float, outside: float) -> float:
-    """Seconds of a collective that takes so many bytes over the link of each device and `outside` between machines."""
+    """Seconds of a collective that moves `nbytes` over the link of each device and `outside` bytes between machines."""
     here = hardware.sharing_ranks
     links = ((nbytes, hardware.link_bandwidth, here > 1), (outside, hardware.node_bandwidth, ranks > here))
     used = [(moved, rate) for moved, rate, is_used in links if is_used]
     if not used or not all(rate for _, rate in used):
-        what = "has no figure for the link between the devices of several ranks"
+        what = "the bandwidth between devices of several ranks is unknown"
         raise PlanError(what, where=f"hardware {hardware.name}", fix="plan for one rank")
     return (hardware.link_seconds or 0.0) + max(moved / rate for moved, rate in used if rate)
 
 
 def link_shares(hardware: Hardware) -> dict[str, float]:
-    """Way of the bus -> share of its own speed that it, and the link, has while both are in use: collectives that go
-    over the bus want it beside copies, each as much as it has alone."""
+    """Direction of the bus -> fraction of its speed that it and the link have while both are in use.
+
+    Collectives that go over the bus compete with copies; each gets a share in proportion to its speed alone.
+    """
     link = hardware.link_bandwidth
     if hardware.link_route == "direct" or hardware.sharing_ranks == 1 or link is None or link == inf:
         return {}
-    ways = {"fetch": hardware.fetch_bandwidth, "grad": hardware.grad_bandwidth}
-    return {way: bandwidth / (bandwidth + link) for way, bandwidth in ways.items() if bandwidth < inf}
+    directions = {"fetch": hardware.fetch_bandwidth, "grad": hardware.grad_bandwidth}
+    return {name: bandwidth / (bandwidth + link) for name, bandwidth in directions.items() if bandwidth < inf}
 
 
 def through_host_nbytes(hardware: Hardware, ranks: int, op: Op) -> float:
-    """Bytes of host memory that a collective writes and reads for each rank, on the way to others of its machine."""
+    """Bytes that a collective reads and writes in host memory for each rank, if its link goes through it."""
     (whole,) = op.reads if op.kind == "REDUCE" else op.writes
     senders = (hardware.sharing_ranks if op.kind == "REDUCE" else ranks) - 1 if hardware.sharing_ranks > 1 else 0
     return 2.0 * (whole.stop - whole.start) * senders / ranks

@@ -46,39 +46,39 @@ from megatrain.spec.layout import Layout, layout_of
 
 # Rates ----------------------------------------------------------------------------------------------------------------
 #
-# Seconds of the pieces of a step on a described machine: products, attention, the optimizer pass.
+# Seconds of matrix products, attention, elementwise ops and the optimizer pass, and bandwidths, on a described machine.
 #
-# A product costs its operations at the machine's rate plus its bytes at the device's bandwidth, and never less than a
-# launch: small and thin products are slow for these reasons on any device. Where products have been measured, that
-# estimate is corrected by the ratio of measured to estimated time, interpolated between the measured shapes, so that a
-# measured shape is met exactly and one far from all of them keeps the estimate's form. It leaves out what a layer does
-# besides products and attention, and contention between streams.
+# A product costs its operations at the machine's rate plus its bytes at the device's bandwidth, and at least a launch:
+# this is why small and thin products are slow on any device. If products have been measured, the estimate is corrected
+# by the ratio of measured to estimated time, interpolated between the measured shapes. So a measured shape gets exactly
+# its measured time. Contention between streams is added by `contention`.
 
 
 ASSUMED_DISK = 1e9
 """Bytes per second of a drive that has not been measured."""
 
 ASSUMED_COPY = 8e9
-"""Bytes per second that one thread copies within host memory, where that has not been measured."""
+"""Bytes per second that one thread copies within host memory, if not measured."""
 
 ATTENTION_SHARE = 0.5
-"""Assumed rate of attention, as a share of that of large products, where it has not been measured."""
+"""Rate of attention over that of large products, if not measured; assumed."""
 
 ATTENTION_BACKWARD = 2.5
-"""Operations of attention backward over forward, where neither has been measured: five products to two, since kernels
-compute the scores again (FlashAttention's papers count so). A measured row counts two; its rate is as much lower."""
+"""Operations of attention in the backward pass over those in the forward, if not measured: five products to two, since
+kernels recompute the scores (FlashAttention's papers count in this way). Measured rows count two, so that their rate is
+lower by as much."""
 
 ELEMENTWISE_PASSES = 4.3
-"""Times that PyTorch's kernels, one by one, move the bytes that autograd keeps of a layer, where that has not been
-measured: fitted by `python -m bench.published` to what other systems have published that run the library's layers
-eagerly, beside the rate of products, which came out as the library of machines has it (1.01)."""
+"""Times that eager PyTorch kernels move the bytes that autograd saves of a layer, if not measured. Fitted by `python -m
+bench.published` to published results of other systems that run transformers' layers eagerly. The same fit also found
+the rate of products, which agrees with the library of machines (1.01)."""
 
 ELEMENTWISE_BACKWARD = 2
-"""Elementwise time backward over forward, where it has not been measured; assumed, also in that fit."""
+"""Elementwise time in the backward pass over that in the forward, if not measured; assumed, also in that fit."""
 
 MEASURED_OVER_PLANNED = 0.91, 1.11
-"""Measured over planned speed, on a described machine: between these lie four fifths of the published points that were
-kept out of the fit (`python -m bench.published`: 15 of them, other systems' schedules replayed as a plan is)."""
+"""Measured over planned speed on a described machine. Four fifths of the published results that were not used in the
+fit are in this range (`python -m bench.published`: 15 results, by replays of the other systems' schedules)."""
 
 
 def product_seconds(hardware: Hardware, precision: Precision, m: int, k: int, n: int) -> float:
@@ -98,7 +98,7 @@ def product_seconds(hardware: Hardware, precision: Precision, m: int, k: int, n:
 
 
 def product_flops(hardware: Hardware, precision: Precision) -> float:
-    """Floating-point operations per second of large products."""
+    """FLOP/s of large products."""
     if precision == "bf16":
         return hardware.flops
     return hardware.flops_fp32 or min(hardware.flops, hardware.peak_flops_fp32 or hardware.flops)
@@ -107,9 +107,9 @@ def product_flops(hardware: Hardware, precision: Precision) -> float:
 def attention_seconds(
     hardware: Hardware, precision: Precision, tokens: int, length: int, width: int
 ) -> tuple[float, float]:
-    """Seconds of causal attention forward and backward, over `tokens` in sequences of `length`.
+    """(forward, backward) seconds of causal attention over `tokens` in sequences of `length`.
 
-    `width` is heads x head size. Between measured lengths rates are interpolated, beyond them the nearest holds.
+    width: heads x head size. Rates are interpolated between measured lengths; beyond them the nearest is used.
     """
     operations = 2.0 * tokens * length * width
     rows = sorted((row for row in hardware.attention if row.precision == precision), key=lambda row: row.length)
@@ -126,10 +126,10 @@ def attention_seconds(
 def elementwise_seconds(
     hardware: Hardware, precision: Precision, nbytes: float, passes: float = ELEMENTWISE_PASSES
 ) -> tuple[float, float]:
-    """Seconds forward and backward of what a layer does besides products and attention.
+    """(forward, backward) seconds of everything in a layer except products and attention.
 
-    `nbytes` is what autograd keeps of it. Where rates have not been measured they pass through memory so many times at
-    its speed, and take twice as long backward.
+    nbytes: what autograd saves of the layer. passes: times that these bytes move through device memory in the forward
+    pass, if no rate is measured.
     """
     for row in hardware.elementwise:
         if row.precision == precision:
@@ -142,7 +142,7 @@ def elementwise_seconds(
 
 
 def optimizer_bandwidth(hardware: Hardware, threads: int) -> float:
-    """Bytes per second, read plus written, of the optimizer pass on `threads` threads (0: all there are)."""
+    """Bytes per second, read plus written, of the optimizer pass on `threads` threads (0: all)."""
     known = hardware.optimizer_bandwidth
     if threads == 0 or not known:
         return hardware.host_bandwidth
@@ -155,38 +155,38 @@ def optimizer_bandwidth(hardware: Hardware, threads: int) -> float:
 
 
 def duplex_bandwidths(hardware: Hardware) -> tuple[float, float]:
-    """Bytes per second of fetches and of gradients while both are under way."""
+    """(fetches, gradients) in bytes per second while both directions of the bus are in use."""
     fetch = hardware.duplex_fetch_bandwidth or hardware.fetch_bandwidth
     return fetch, hardware.duplex_grad_bandwidth or hardware.grad_bandwidth
 
 
 def bus_bandwidths(hardware: Hardware, transfer: Transfer) -> tuple[float, float]:
-    """Bytes per second of weights and of gradients that cross the bus, each way alone."""
+    """(weights, gradients) in bytes per second over the bus, each direction alone."""
     if transfer != "pageable":
         return hardware.fetch_bandwidth, hardware.grad_bandwidth
-    copied = packing_bandwidth(hardware)  # the driver does it, through a buffer of its own
+    copied = packing_bandwidth(hardware)  # the driver copies through its own pinned buffer
     fetch = hardware.pageable_fetch_bandwidth or min(copied, hardware.fetch_bandwidth)
     return fetch, hardware.pageable_grad_bandwidth or min(copied, hardware.grad_bandwidth)
 
 
 def packing_bandwidth(hardware: Hardware) -> float:
-    """Bytes per second that one thread copies into a pinned staging buffer, or out of one."""
+    """Bytes per second that one thread copies to or from a pinned staging buffer."""
     return hardware.host_copy_bandwidth or ASSUMED_COPY
 
 
 def disk_bandwidths(hardware: Hardware) -> tuple[float, float]:
-    """Bytes per second that are read and written, each alone."""
+    """(reads, writes) in bytes per second, each alone."""
     return hardware.disk_read_bandwidth or ASSUMED_DISK, hardware.disk_write_bandwidth or ASSUMED_DISK
 
 
 def duplex_disk_bandwidths(hardware: Hardware) -> tuple[float, float]:
-    """The same while both are under way, as in a step with state on the disk."""
+    """(reads, writes) in bytes per second while both are in progress, as in a step with state on the disk."""
     read, write = disk_bandwidths(hardware)
     return hardware.disk_duplex_read_bandwidth or read, hardware.disk_duplex_write_bandwidth or write
 
 
 def host_dram_bandwidth(hardware: Hardware) -> float:
-    """Bytes per second of host memory that all streams share: at the least what any of them was measured to reach."""
+    """Bytes per second of host memory, which all streams share. If not measured, the most that one of them reaches."""
     known = hardware.host_bandwidth, hardware.norm_bandwidth or 0.0, sum(duplex_bandwidths(hardware))
     return hardware.host_dram_bandwidth or max(known)
 
@@ -199,7 +199,7 @@ def _estimated_seconds(hardware: Hardware, precision: Precision, m: int, k: int,
 
 
 def _between(low: AttentionRate, high: AttentionRate, length: int, slow: float, fast: float) -> float:
-    """The rate at `length`, on a straight line over the logarithm of the length; the nearest beyond both ends."""
+    """The rate at `length`, interpolated linearly over the logarithm of the length. slow, fast: rates at both ends."""
     if low.length >= high.length:
         return slow
     share = log(length / low.length) / log(high.length / low.length)
@@ -208,64 +208,65 @@ def _between(low: AttentionRate, high: AttentionRate, length: int, slow: float, 
 
 # Ops ------------------------------------------------------------------------------------------------------------------
 #
-# Prices of ops: floating-point operations, bytes, and from them seconds on a described machine.
+# Prices of ops: from floating-point operations and bytes to seconds on a described machine.
 #
-# An op costs the products that its unit's real parameters make at its number of tokens, its attention, what passes
-# through memory on the way, and the kernels that it launches. Copies cost bytes over a bandwidth. `Calibration`
-# corrects the prices by measured times, by kind of op and of unit, where there are any. Useful operations
-# (`step_flops`) are the *necessary* ones: two per parameter and token in the forward and four in the backward, less
-# where parameters are frozen; what a policy recomputes costs time but is no useful work. Left out: contention between
-# streams, but for cores that compute and the optimizer share (`replay`).
+# A call costs the matrix products of its unit's parameters for its number of tokens, attention, elementwise ops, and
+# kernel launches. A copy costs its bytes over a bandwidth. `Calibration` corrects prices by measured times, per kind of
+# op and of unit. Useful operations (`step_flops`) are only the necessary ones, so recomputation costs time but does not
+# count. Contention between streams is in `contention`, and in `replay` for compute and optimizer on the same cores.
 
 
 COMPILED_SHARE = 1 / 3
-"""Fused elementwise kernels move this share of the bytes that the library's do; assumed."""
+"""Bytes that fused elementwise kernels move, over those of eager ones; assumed."""
 
 KERNELS, KERNELS_PER_PARAM = 12, 3
-"""Kernels that a layer's forward launches: a round number, and so many for each parameter. It matters where kernels are
-tiny."""
+"""Kernels that a layer's forward launches: so many, and so many more for each parameter. Round numbers, which matter
+only if kernels are tiny."""
 
 PROLOGUE_KERNELS = 400
-"""Launches that a prologue is worth: the model's own code makes masks and positions before its first layer, by many
-small ops and more Python. A round number from Llama's."""
+"""Time of a prologue in kernel launches: before the first layer, the model's code makes masks and positions with many
+small ops and Python. A round number from Llama."""
 
-CALL_KERNELS, TURN_KERNELS = 220, 3
-"""Launches that a call in phases is worth, for its thread and for watching a Llama layer's functions, and each turn
-between its thread and the one that runs ops. Measured in smallest ops: `python -m bench.phased_calls --turns`."""
+PHASED_CALL_KERNELS, SWITCH_KERNELS = 220, 3
+"""Time in kernel launches that a call in phases adds, for its thread and for watching the functions of a Llama layer;
+and of each switch between its thread and the one that runs ops. Measured as multiples of the smallest op by `python -m
+bench.phased_calls --turns`."""
 
 SOFTMAX_PASSES = 6
 """Times that the float32 logits of a chunk are read or written for loss and gradient."""
 
 DISPATCH_PASSES = 4
-"""Times that the hidden states of tokens, each as often as it has experts, are read or written on their way to experts
-and back: gathered, and added where they came from. A backward does the same the other way round."""
+"""Times that hidden states are read or written to dispatch tokens to experts and combine the results, for each expert
+of a token. As many again in the backward pass."""
 
 DISPATCH_KERNELS = 12
-"""Kernels that a layer launches for it, one way: to sort tokens by expert, to count them, and to bring them there and
-back; about what the library's code for grouped products has, whose experts are not launched one by one."""
+"""Kernels that a layer launches to sort and count tokens by expert, dispatch and combine them, in one pass: about those
+of transformers' grouped products, which launch no kernel per expert."""
 
 
 DRAM_PASSES = {
     **dict.fromkeys(("FETCH", "GRAD", "RELOAD", "OFFLOAD"), 1),
     **dict.fromkeys(("PACK", "UNPACK"), 2),
-    **dict.fromkeys(("READ", "WRITE"), 2),  # the drive's copy, and the checksum's
+    **dict.fromkeys(("READ", "WRITE"), 2),  # by the drive, and for the checksum
 }
-"""Kind of op -> times that its bytes are read from host memory or written to it."""
+"""Kind of op -> times that its bytes are read from or written to host memory."""
 
 DRAM = "dram"
-"""Among the seconds of streams: those of host memory, which they share."""
+"""Key for host memory among streams: what all their bytes take at its full bandwidth."""
 
-LIKE = {"RELOAD": "FETCH", "FETCH": "RELOAD", "OFFLOAD": "GRAD", "GRAD": "OFFLOAD"}
-"""Kinds of ops that go the same way of the bus."""
+SAME_DIRECTION = {"RELOAD": "FETCH", "FETCH": "RELOAD", "OFFLOAD": "GRAD", "GRAD": "OFFLOAD"}
+"""Kind of op -> the other one that uses the bus in the same direction."""
 
 
 def step_flops(model: ModelSpec, sequences: Sequence[tuple[int, int]], targets: int | None = None) -> float:
-    """Necessary floating-point operations of one step (forward and backward) over `sequences`: (count, length) pairs.
+    """Necessary floating-point operations of one step, forward and backward.
 
-    Per token 6 for each parameter of a matrix product (Kaplan et al. 2020), and three times the forward operations of
-    causal attention. A parameter of experts counts by its active share. An embedding is looked up, not multiplied; a
-    tied one counts, once, for the head. What is frozen needs no gradient: 4, and 2 below all that trains, where there
-    is no backward pass. Only `targets` tokens need the head; all of them do where that is `None`.
+    sequences: (count, length) pairs. targets: tokens that need the head; all if `None`.
+
+    Each token costs 6 operations per parameter of a matrix product (Kaplan et al., "Scaling laws for neural language
+    models", 2020), and three times the forward operations of causal attention. Parameters of experts count by their
+    active share. Embeddings are looked up, not multiplied; a tied one counts once, for the head. A frozen parameter
+    costs 4, and 2 below the lowest trained unit, where there is no backward pass.
     """
     each = head = 0.0
     for index, unit in enumerate(model.units):
@@ -286,7 +287,7 @@ def step_flops(model: ModelSpec, sequences: Sequence[tuple[int, int]], targets: 
 
 
 def _multiplied(model: ModelSpec, unit: UnitSpec) -> list[ParamSpec]:
-    """Parameters that this unit's tokens are multiplied with."""
+    """The parameters of a unit's matrix products, including borrowed (tied) ones."""
     if unit.kind == "prologue":
         return []
     borrowed = [param for param in model.units[0].params if param.name in unit.borrows]
@@ -295,7 +296,7 @@ def _multiplied(model: ModelSpec, unit: UnitSpec) -> list[ParamSpec]:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measured over predicted seconds, by (kind of op, kind of unit); 1 where nothing was measured."""
+    """Measured over predicted seconds by (kind of op, kind of unit); 1 if not measured."""
 
     factors: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
@@ -303,11 +304,12 @@ class Calibration:
         return self.of(op.kind, model.units[op.unit].kind)
 
     def of(self, kind: str, unit: str) -> float:
-        """Of a kind of op and of unit; what goes the same way of the bus tells for what has not been measured."""
-        return self.factors.get((kind, unit), self.factors.get((LIKE.get(kind, kind), unit), 1.0))
+        """The factor of a kind of op and of unit. If that was not measured, the factor of ops in the same direction of
+        the bus."""
+        return self.factors.get((kind, unit), self.factors.get((SAME_DIRECTION.get(kind, kind), unit), 1.0))
 
     def knows(self, kind: str, unit: str) -> bool:
-        """Whether that very kind was measured."""
+        """Whether this kind itself was measured."""
         return (kind, unit) in self.factors
 
 
@@ -319,11 +321,11 @@ def calibrate(
     *,
     one_processor: bool = False,
 ) -> Calibration:
-    """Compare a measured timeline with the uncalibrated prices of the same ops; of several, of one schedule, each op's
-    median.
+    """Compare measured ops with their uncalibrated prices.
 
-    `contention`, `one_processor`: as in `replay`. What slows ops down beside each other is no fault of their prices;
-    those that were under way at the same time on one processor share it.
+    timeline: a measured one, or several of the same schedule; each op then counts with its median.
+    contention, one_processor: as in `replay`. They keep mutual slowdown out of the factors: predictions include
+    contention, and ops that ran at the same time on one processor share it evenly.
     """
     timelines = [timeline] if isinstance(timeline, Timeline) else list(timeline)
     spent = [_own_seconds(each) if one_processor else _seconds(each) for each in timelines]
@@ -345,23 +347,23 @@ def _seconds(timeline: Timeline) -> list[float]:
 
 
 def _own_seconds(timeline: Timeline) -> list[float]:
-    """Seconds of each op; those in which several were under way are shared out evenly. The disk's are its own."""
+    """Seconds of each op; those in which several ops ran are divided evenly among them. Disk ops count in full."""
     own = _seconds(timeline)
     changes = []
     for index, op in enumerate(timeline.schedule.ops):
         if op.stream not in DISK_STREAMS and own[index] > 0:
             own[index] = 0.0
             changes += [(timeline.starts[index], True, index), (timeline.ends[index], False, index)]
-    alive: set[int] = set()
+    running: set[int] = set()
     before = 0.0
-    for when, starts, index in sorted(changes):  # what ends at a moment goes before what starts
-        for each in alive:
-            own[each] += (when - before) / len(alive)
+    for when, starts, index in sorted(changes):  # at the same time, ends come before starts
+        for each in running:
+            own[each] += (when - before) / len(running)
         before = when
         if starts:
-            alive.add(index)
+            running.add(index)
         else:
-            alive.discard(index)
+            running.discard(index)
     return own
 
 
@@ -373,7 +375,7 @@ def op_seconds(
     hardware: Hardware,
     calibration: Calibration | None = None,
 ) -> Callable[[Op], float]:
-    """A price for each op of a schedule of (model, numerics, policy, work) on `hardware`, in seconds."""
+    """A function that prices each op of a schedule for (model, numerics, policy, work) on `hardware`, in seconds."""
     prices = _Prices(model, numerics, policy, work, hardware)
     if calibration is None:
         return prices.seconds
@@ -381,8 +383,8 @@ def op_seconds(
 
 
 def contention(model: ModelSpec, numerics: Numerics, hardware: Hardware) -> Contention:
-    """What the streams of a step share on `hardware`. Where the device computes in host memory, they run on the same
-    cores instead (`replay`'s `one_processor`)."""
+    """The bandwidths that streams share on `hardware`. If the device computes in host memory, there are none: streams
+    share the cores instead (`one_processor` of `replay`)."""
     if hardware.shares_memory:
         return NO_CONTENTION
     alone = (hardware.fetch_bandwidth, hardware.grad_bandwidth, *disk_bandwidths(hardware))
@@ -426,14 +428,14 @@ def recompute_seconds(
     def seconds(layer: int, tokens: int, kept: str) -> float:
         key = unit_cost_key(model.units[layer]), tokens, kept
         if key not in known:
-            known[key] = factor * work.repeats * prices.again(model.units[layer], tokens, kept)
+            known[key] = factor * work.repeats * prices.forward(model.units[layer], tokens, kept)
         return known[key]
 
     return seconds
 
 
 class _Prices:
-    """Computed once per kind of op, unit and size; a schedule has many alike."""
+    """Prices of ops, cached by kind of op, unit and size, since a schedule has many equal ones."""
 
     def __init__(self, model: ModelSpec, numerics: Numerics, policy: Policy, work: Work, hardware: Hardware) -> None:
         self.model, self.numerics, self.policy = model, numerics, policy
@@ -442,7 +444,7 @@ class _Prices:
         self._shapes: dict[object, int] = {}
         self._lowest = model.lowest_trained
         self._shape_of: dict[int, int] = {}
-        """Unit -> number of its shape: quicker to look up than the shape itself."""
+        """Unit -> number of its shape, which is faster to hash than the shape."""
         self._copies = hardware.device_bandwidth or float("inf")
         self._launch = hardware.launch_seconds or 0.0
         self._fresh = hardware.fresh_bandwidth if hardware.shares_memory and hardware.fresh_bandwidth else float("inf")
@@ -453,7 +455,7 @@ class _Prices:
         return self._of_call(op) if op.kind in CALLS else self._of_copy(op)
 
     def _of_copy(self, op: Op) -> float:
-        """Of a copy, a collective, a norm or an update."""
+        """Seconds of a copy, a collective, a norm or an update."""
         match op.kind:
             case "FETCH" | "RELOAD" | "GRAD" | "OFFLOAD":
                 if op.reads[0].buffer.startswith("device/") and op.writes[0].buffer.startswith("device/"):
@@ -498,30 +500,30 @@ class _Prices:
         if key not in self._known:
             self._known[key] = self.work.repeats * self._compute(op, unit, tokens, kept)
             self._known[key] += self._fresh_nbytes(op, tokens) / self._fresh
-        return self._known[key] * op.share + self._turning(op) + self._packing_seconds(op)
+        return self._known[key] * op.share + self._phases(op) + self._offload_copies(op)
 
-    def _packing_seconds(self, op: Op) -> float:
-        """Of the outputs that a forward copies to the slot by which they leave the device."""
+    def _offload_copies(self, op: Op) -> float:
+        """Seconds in which a forward copies saved outputs to the slots from which they are offloaded."""
         if op.kind != "FORWARD":
             return 0.0
-        packed = [each for each in op.writes if isinstance(each.content, Saved) and each.content.offloaded]
-        return sum([2 * (each.stop - each.start) / self._copies for each in packed])
+        copied = [each for each in op.writes if isinstance(each.content, Saved) and each.content.offloaded]
+        return sum([2 * (each.stop - each.start) / self._copies for each in copied])
 
     def _cast(self, op: Op) -> float:
-        """What a gradient takes to get the dtype that crosses the bus: read in one, written in the other."""
+        """Seconds to cast a gradient on the device to the dtype that crosses the bus."""
         read, casts = op.reads[0], op.writes[len(op.reads) :]
         moved = sum(read.stop - read.start + cast.stop - cast.start for cast in casts)
         return len(casts) * self._launch + moved / self._copies
 
-    def _turning(self, op: Op) -> float:
-        """What a call takes beyond its work where it is in phases (`schedule.passes.phases`)."""
-        return self._launch * (TURN_KERNELS * (op.shard >= 0) + CALL_KERNELS * (op.shard == 0))
+    def _phases(self, op: Op) -> float:
+        """Seconds that phases add to a call (`schedule.passes.phases`)."""
+        return self._launch * (SWITCH_KERNELS * (op.shard >= 0) + PHASED_CALL_KERNELS * (op.shard == 0))
 
     def _fresh_nbytes(self, op: Op, tokens: int) -> float:
-        """Memory that the op is the first to touch, in a device that computes in host memory.
+        """Bytes of new pages that the op touches first, on a device that computes in host memory.
 
-        What is freed there stays with the process and is used again; but a block as large as a chunk's logits, which
-        torch wants aligned, does not fit the hole that the last one has left.
+        Freed memory stays with the process and is reused. Only the aligned block of a chunk's logits is too large for
+        the gap that the one before left.
         """
         if op.kind != "LOSS" or op.micro:
             return 0.0
@@ -533,54 +535,54 @@ class _Prices:
         if unit.kind == "prologue":
             return self._lookup(op, tokens)
         if op.kind == "FORWARD":
-            return self._forward(unit, tokens)
-        return self._backward(op.unit, unit, tokens) + (0.0 if kept == "graph" else self.again(unit, tokens, kept))
+            return self.forward(unit, tokens, "")
+        recomputed = 0.0 if kept == "graph" else self.forward(unit, tokens, kept)
+        return self._backward(op.unit, unit, tokens) + recomputed
 
-    def _forward(self, unit: UnitSpec, tokens: int) -> float:
-        return self.again(unit, tokens, "")
-
-    def again(self, unit: UnitSpec, tokens: int, kept: str) -> float:
-        """A layer's forward; kept: what an earlier one has stored."""
+    def forward(self, unit: UnitSpec, tokens: int, kept: str) -> float:
+        """Seconds of a layer's forward. kept: outputs that an earlier one saved, so need not be computed, or ""."""
         shares = {"chosen": unit.profile.outputs.chosen_share, "attention": unit.profile.outputs.spared_share}
         products = sum(self._product(param, tokens) for param in _multiplied(self.model, unit))
         attention, _ = self._attention(unit, tokens)
-        again = (1 - shares.get(kept, 0.0)) * products + (0.0 if kept else attention)
-        return again + self._passing(unit, tokens)[0] + self._kernels(unit) + self._dispatch(unit, tokens)
+        computed = (1 - shares.get(kept, 0.0)) * products + (0.0 if kept else attention)
+        return computed + self._elementwise(unit, tokens)[0] + self._launches(unit) + self._dispatch(unit, tokens)
 
     def _backward(self, index: int, unit: UnitSpec, tokens: int) -> float:
-        """Twice the products (one of them only for what trains), attention's own, and the gradients added up."""
+        """Products for the gradients of inputs and of trained weights, attention, elementwise ops, and sums of
+        gradients."""
         products = 0.0
         for param in _multiplied(self.model, unit):
             products += self._product(param, tokens, inner=True)
             products += self._product(param, tokens, outer=True) if param.trainable else 0.0
         _, attention = self._attention(unit, tokens)
-        added = self._adding(index, unit) + self._chunks(unit, tokens)
-        passing = self._passing(unit, tokens)[1] + self._dispatch(unit, tokens)
-        return products + attention + passing + added + 2 * self._kernels(unit)
+        added = self._accumulation(index, unit) + self._chunks(unit, tokens)
+        others = self._elementwise(unit, tokens)[1] + self._dispatch(unit, tokens)
+        return products + attention + others + added + 2 * self._launches(unit)
 
     def _chunks(self, unit: UnitSpec, tokens: int) -> float:
-        """Token-wise parts that run in chunks compute each once more, and sum their weights' gradients in float32."""
+        """Token-wise parts that run in chunks are recomputed, and sum the gradients of their weights in float32."""
         if not runs_in_chunks(unit, self.numerics, tokens):
             return 0.0
         chunks, numel = -(-tokens // self.numerics.mlp_chunk_tokens), unit.profile.chunk_numel
         products = sum(self._product(param, tokens) for param in _multiplied(self.model, unit))
-        again = (products + self._passing(unit, tokens)[0]) * numel / max(1, unit.numel)
-        return again + chunks * (numel * (8 + self.numerics.weight_nbytes) / self._copies + 3 * self._kernels(unit))
+        recomputed = (products + self._elementwise(unit, tokens)[0]) * numel / max(1, unit.numel)
+        added = numel * (8 + self.numerics.weight_nbytes) / self._copies
+        return recomputed + chunks * (added + 3 * self._launches(unit))
 
     def _product(self, param: ParamSpec, tokens: int, *, inner: bool = False, outer: bool = False) -> float:
-        """Seconds of tokens x weight; with `inner` of the gradient of its input, with `outer` of the weight's."""
+        """Seconds of tokens x weight. inner: of the input's gradient instead; outer: of the weight's."""
         *experts, n, k = param.shape
         count, each = 1, tokens
-        if param.active < 1:  # by expert
+        if param.active < 1:  # a product for each expert
             count, each = prod(experts), max(1, round(tokens * param.active))
             count = min(count, tokens * max(1, round(count * param.active)))
-        else:  # one kernel for all, as a convolution is
+        else:  # a single product, as of a convolution
             n *= prod(experts)
         shape = (n, each, k) if outer else (each, n, k) if inner else (each, k, n)
         return count * product_seconds(self.hardware, self.numerics.precision, *shape)
 
     def _dispatch(self, unit: UnitSpec, tokens: int) -> float:
-        """Seconds one way of bringing tokens to experts and back; 0 where there are none."""
+        """Seconds in one pass to dispatch tokens to experts and combine the results; 0 without experts."""
         experts = [(prod(param.shape[:-2]), param.active) for param in unit.params if param.active < 1]
         if not experts:
             return 0.0
@@ -593,36 +595,38 @@ class _Prices:
         if not profile.attention_flops:
             return 0.0, 0.0
         length = self.work.length or tokens
-        seen = max(1, round(2 * profile.attended(length) - 1))  # as long a sequence, fully attended, has as much to do
+        causal = max(1, round(2 * profile.attended(length) - 1))  # length of a causal sequence with as many scores
         width = max(1, round(profile.attention_flops / 4))
-        return attention_seconds(self.hardware, self.numerics.precision, tokens, seen, width)
+        return attention_seconds(self.hardware, self.numerics.precision, tokens, causal, width)
 
-    def _passing(self, unit: UnitSpec, tokens: int) -> tuple[float, float]:
-        """What layers do besides products and attention is about proportional to the bytes that autograd keeps."""
-        nbytes = self._kept(unit, tokens) * (COMPILED_SHARE if self.numerics.kernels == "compile" else 1.0)
+    def _elementwise(self, unit: UnitSpec, tokens: int) -> tuple[float, float]:
+        """(forward, backward) seconds of elementwise ops, in proportion to the bytes that autograd saves."""
+        nbytes = self._saved_nbytes(unit, tokens) * (COMPILED_SHARE if self.numerics.kernels == "compile" else 1.0)
         return elementwise_seconds(self.hardware, self.numerics.precision, nbytes)
 
-    def _kept(self, unit: UnitSpec, tokens: int) -> int:
-        """Bytes that autograd keeps of a unit."""
+    def _saved_nbytes(self, unit: UnitSpec, tokens: int) -> int:
+        """Bytes that autograd saves of a unit."""
         length = self.work.length or tokens
         return unit.profile.kept(max(1, tokens // length), length)
 
-    def _kernels(self, unit: UnitSpec) -> float:
+    def _launches(self, unit: UnitSpec) -> float:
+        """Seconds of a layer's kernel launches in one forward."""
         return self._launch * (KERNELS + KERNELS_PER_PARAM * len(unit.params))
 
-    def _adding(self, index: int, unit: UnitSpec) -> float:
-        """A unit's gradient is written by its products, then read and added to the sum."""
+    def _accumulation(self, index: int, unit: UnitSpec) -> float:
+        """Seconds to write a unit's gradient, read it again and add it to the sum."""
         numel = layout_of(unit).trained.size
         each = accumulator_nbytes(self.model, self.numerics, self.work, index)
         return numel * (2 * self.numerics.weight_nbytes + 2 * each) / self._copies
 
     def _loss(self, unit: UnitSpec, tokens: int) -> float:
-        """Head and cross-entropy, chunk by chunk, with each chunk's backward; the last chunk may be smaller."""
+        """Head and cross-entropy, forward and backward, by chunks, of which the last may be smaller."""
         chunks, rest = divmod(tokens, min(self.numerics.loss_chunk_tokens, tokens))
-        seconds = chunks * self._chunk(unit, min(self.numerics.loss_chunk_tokens, tokens))
-        return seconds + (self._chunk(unit, rest) if rest else 0.0)
+        seconds = chunks * self._loss_chunk(unit, min(self.numerics.loss_chunk_tokens, tokens))
+        return seconds + (self._loss_chunk(unit, rest) if rest else 0.0)
 
-    def _chunk(self, unit: UnitSpec, chunk: int) -> float:
+    def _loss_chunk(self, unit: UnitSpec, chunk: int) -> float:
+        """chunk: its tokens."""
         products = added = 0.0
         for param in _multiplied(self.model, unit):
             products += self._product(param, chunk) + self._product(param, chunk, inner=True)
@@ -630,21 +634,21 @@ class _Prices:
                 products += self._product(param, chunk, outer=True)
                 each = 2 * self.numerics.weight_nbytes + 2 * 4
                 added += param.numel * each / self._copies
-        passing = SOFTMAX_PASSES * 4 * chunk * self.model.vocab_size
-        softmax, _ = elementwise_seconds(self.hardware, "fp32", passing, passes=1)
-        return products + added + softmax + 3 * self._kernels(unit)
+        moved = SOFTMAX_PASSES * 4 * chunk * self.model.vocab_size
+        softmax, _ = elementwise_seconds(self.hardware, "fp32", moved, passes=1)
+        return products + added + softmax + 3 * self._launches(unit)
 
     def _lookup(self, op: Op, tokens: int) -> float:
-        """An embedding reads a row per token; its gradient is as large as the table."""
+        """Seconds of the prologue. An embedding reads one row per token, but its gradient is as large as the table."""
         rows = 2 * tokens * self.model.hidden_size * self.numerics.weight_nbytes / self._copies
         if op.kind == "FORWARD":
             return rows + self._launch * PROLOGUE_KERNELS
-        again = self._launch * (PROLOGUE_KERNELS + 2 * KERNELS)  # nothing of its forward has been kept
-        return 3 * rows + self._adding(op.unit, self.model.units[op.unit]) + again
+        recomputed = self._launch * (PROLOGUE_KERNELS + 2 * KERNELS)  # its forward saves nothing
+        return 3 * rows + self._accumulation(op.unit, self.model.units[op.unit]) + recomputed
 
 
 def _kept_for(op: Op) -> str:
-    """What a backward finds of its layer beside the input, `graph` or one of `SavedOutputs`; empty for nothing."""
+    """What the forward kept for this backward besides the input: `graph`, one of `SavedOutputs`, or ""."""
     for access in op.reads if op.kind == "BACKWARD" else ():
         match access.content:
             case LayerGraph():
@@ -655,7 +659,7 @@ def _kept_for(op: Op) -> str:
 
 
 def update_nbytes(layout: Layout, numerics: Numerics) -> int:
-    """Read and written by the optimizer pass over what trains in a unit: gradient, weights, low bits, m and v."""
+    """Bytes that the optimizer pass reads and writes for a unit: gradient, weights, low bits, m and v."""
     low = 0 if numerics.precision == "fp32" else 2
     return layout.trained.own_size * (numerics.grad_nbytes + 2 * (numerics.weight_nbytes + low + 8))
 
@@ -669,35 +673,36 @@ def unit_cost_key(unit: UnitSpec) -> tuple[object, ...]:
 
 # State placed elsewhere -----------------------------------------------------------------------------------------------
 #
-# What placements other than host memory add to the work of each stream, and what they save, as seconds of a step.
+# Busy seconds that placements add to each stream of a step, compared to all state in host memory.
 #
-# Plain sums of bytes over bandwidths, compared with all state in host memory: enough to tell which placements are worth
-# a replay. Left out: whether the streams overlap, which only a replay knows.
+# These are sums of bytes over bandwidths, enough to tell which placements are worth a replay. Only the replay tells how
+# streams overlap.
 
 
 LOW_BITS_NBYTES = 2
+"""Per parameter."""
 
 
 def placement_seconds(
     model: ModelSpec, numerics: Numerics, policy: Policy, hardware: Hardware, rounds: float = 1.0
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Stream -> seconds that the policy's placements add, negative where they save some; those behind the forward.
-    rounds: of a step."""
+    """Stream -> seconds that the policy's placements add to a step (negative if they save time), and of these the
+    seconds after the forward pass. rounds: of a step."""
     found, late = Counter[str](), Counter[str]()
     for index, placement, count in units_alike(model, policy):
         if placement == IN_HOST:
             continue
-        for stream, seconds in _of_unit(model, numerics, policy, hardware, index, placement, rounds).items():
+        for stream, seconds in _unit_seconds(model, numerics, policy, hardware, index, placement, rounds).items():
             found[stream] += count * seconds  # type: ignore[assignment]
-        for stream, seconds in _of_disk_late(model, numerics, policy, hardware, index, placement, rounds).items():
+        for stream, seconds in _late_disk_seconds(model, numerics, policy, hardware, index, placement, rounds).items():
             late[stream] += count * seconds  # type: ignore[assignment]
-    half = {"fetch": 0.5, "grad": 1.0, **({} if policy.update == "next_forward" else {"host": 1.0, "compute": 1.0})}
-    behind = {**late, **{stream: share * found.get(stream, 0.0) for stream, share in half.items()}}
-    return _with_dram(found, hardware, policy), _with_dram(behind, hardware, policy)
+    shares = {"fetch": 0.5, "grad": 1.0, **({} if policy.update == "next_forward" else {"host": 1.0, "compute": 1.0})}
+    all_late = {**late, **{stream: share * found.get(stream, 0.0) for stream, share in shares.items()}}
+    return _with_dram(found, hardware, policy), _with_dram(all_late, hardware, policy)
 
 
 def _with_dram(added: Mapping[str, float], hardware: Hardware, policy: Policy) -> dict[str, float]:
-    """With what the bytes that these streams move take of host memory's bandwidth."""
+    """`added`, with the entry `DRAM` for the bytes that these streams move in host memory."""
     if hardware.shares_memory:
         return dict(added)
     (fetching, leaving), (reading, writing) = (
@@ -711,7 +716,7 @@ def _with_dram(added: Mapping[str, float], hardware: Hardware, policy: Policy) -
     return {**added, DRAM: moved / host_dram_bandwidth(hardware)}
 
 
-def _of_unit(
+def _unit_seconds(
     model: ModelSpec,
     numerics: Numerics,
     policy: Policy,
@@ -720,11 +725,12 @@ def _of_unit(
     placement: Placement,
     rounds: float,
 ) -> dict[str, float]:
+    """Stream -> seconds that one unit's placement adds to a step."""
     layout = layout_of(model.units[index])
     weights, trained = layout.own_size * numerics.weight_nbytes, layout.trained.own_size
     visits = rounds * (2 if index in model.layers and index >= model.lowest_trained else 1)
-    sums = 4 * layout.trained.size * (rounds - 1)  # that wait between rounds
-    fetches = visits + int(index == 0 and model.tied and policy.read_ahead_nbytes > 0)  # for the head, from one read
+    sums = 4 * layout.trained.size * (rounds - 1)  # bytes of gradient sums that wait in host memory between rounds
+    fetches = visits + int(index == 0 and model.tied and policy.read_ahead_nbytes > 0)  # once more for the head
     fetching, leaving = bus_bandwidths(hardware, policy.transfer)
     packing = packing_bandwidth(hardware) if policy.transfer == "staged" else inf
     if placement.on_device:
@@ -739,7 +745,7 @@ def _of_unit(
         }
     saved = -(fetches - 1) * weights if placement.weights == "device" else 0
     read_each = _read_nbytes(layout, numerics, placement)
-    packed = -fetches * read_each if read_each else saved  # staging buffers are page-locked
+    packed = -fetches * read_each if read_each else saved  # disk staging buffers are pinned already
     unpacked = -trained * numerics.grad_nbytes if placement.gradients == "disk" else 0
     reads = writes = 0.0
     if placement.moments == "disk":
@@ -761,7 +767,7 @@ def _of_unit(
     }
 
 
-def _of_disk_late(
+def _late_disk_seconds(
     model: ModelSpec,
     numerics: Numerics,
     policy: Policy,
@@ -770,21 +776,21 @@ def _of_disk_late(
     placement: Placement,
     rounds: float,
 ) -> dict[str, float]:
-    """Of what a unit's placement has the disk do, what it does from the loss on."""
+    """The part of a unit's reads and writes, in seconds by stream, that comes after the forward pass."""
     layout = layout_of(model.units[index])
-    again = index in model.layers and index >= model.lowest_trained
+    has_backward = index in model.layers and index >= model.lowest_trained
     reading, writing = duplex_disk_bandwidths(hardware)
     read_each = rounds * _read_nbytes(layout, numerics, placement) / reading
-    weights = read_each if again else 0.0
+    weights = read_each if has_backward else 0.0
     if policy.update == "during_backward":
-        all_of_it = _of_unit(model, numerics, policy, hardware, index, placement, rounds)
-        return {"read": all_of_it.get("read", 0.0) - read_each, "write": all_of_it.get("write", 0.0)}
+        whole = _unit_seconds(model, numerics, policy, hardware, index, placement, rounds)
+        return {"read": whole.get("read", 0.0) - read_each, "write": whole.get("write", 0.0)}
     gradients = layout.trained.own_size * numerics.grad_nbytes / writing if placement.gradients == "disk" else 0.0
     return {"read": weights, "write": gradients}
 
 
 def _read_nbytes(layout: Layout, numerics: Numerics, placement: Placement) -> int:
-    """Bytes of a unit's weights that each visit reads from the drive."""
+    """Bytes of a unit's weights that are read from the disk or from files for each visit."""
     if placement.weights == "disk":
         return layout.own_size * numerics.weight_nbytes
     return (layout.size - layout.files_start) * numerics.weight_nbytes if placement.weights == "file" else 0

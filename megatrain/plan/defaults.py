@@ -1,6 +1,6 @@
 """The default policy of an engine that is created without a plan.
 
-The work of its steps is not known before the first of them, so only the activation plan waits for it.
+The activation plan is chosen later, before the first step, when the sizes of its micro-batches are known.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 from megatrain.spec import ModelSpec, Numerics, Policy, Work
 
 MOST_OF_FREE_MEMORY = 0.5
-"""Share of the free memory that kept graphs may take: gradients and kernels need some too."""
+"""Share of the free memory that kept graphs may take. Gradients and kernels need some, too."""
 
 
 def choose_policy(*, shares_memory: bool, clips: bool, host_threads: int) -> Policy:
@@ -23,7 +23,7 @@ def choose_policy(*, shares_memory: bool, clips: bool, host_threads: int) -> Pol
 
 
 def fit_activations(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work, free_nbytes: int) -> Policy:
-    """Keep every layer's graph if they fit well into `free_nbytes`, else recompute."""
+    """The policy that keeps the graphs of all layers if they take at most `MOST_OF_FREE_MEMORY`, else recomputes."""
     kept = 0
     for tokens in work.tokens:
         length = min(work.length or tokens, tokens)

@@ -1,8 +1,8 @@
 """Finds this machine's available memory, disk and threads, within the limits of the operating system and cgroups.
 
-Limits are those of every cgroup that the process is in, version 1 or 2, its own and those around it; what it may
-page-lock is `RLIMIT_MEMLOCK`. File pages that the kernel can drop at once count as free. It leaves out bandwidths and
-rates, which have to be measured (`megatrain.commands.probe`), and quotas of file systems, which no portable call tells.
+The limits of all cgroups that contain the process apply, in version 1 and 2, and `RLIMIT_MEMLOCK` for page-locked
+memory. File pages that the kernel can drop at once count as free. Bandwidths are measured by
+`megatrain.commands.probe`. Quotas of file systems are ignored, since no portable call reports them.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _STATUS = Path("/proc/self/status")
 _CPUINFO = Path("/proc/cpuinfo")
 _CGROUPS = Path("/sys/fs/cgroup")
 
-_MEMORY_FILES = (  # limit, used, and the key in memory.stat of what could be dropped at once
+_MEMORY_FILES = (  # limit, usage, and the key in memory.stat of the file pages that can be dropped at once
     ("memory.max", "memory.current", "inactive_file"),
-    ("memory.high", "memory.current", "inactive_file"),  # beyond it a process crawls
+    ("memory.high", "memory.current", "inactive_file"),  # a process beyond this is throttled
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 _CAP_IPC_LOCK = 14
-"""Number of the capability whose holder may lock memory without limit."""
+"""Number of the Linux capability to lock memory without limit."""
 
 
 def available_host_nbytes() -> int:
-    """Bytes of host memory that a new allocation can use: what the system has free, within the cgroups' limits."""
+    """Bytes of host memory that new allocations can use, within the limits of cgroups."""
     free = int(psutil.virtual_memory().available)
     for folder in _cgroups("memory"):
         for limit_file, used_file, droppable in _MEMORY_FILES:
@@ -43,12 +43,12 @@ def available_host_nbytes() -> int:
 
 
 def available_cores() -> list[int]:
-    """Numbers of the cores that this process may run on."""
+    """Indices of the cores that this process may run on."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
 
 
 def available_threads() -> int:
-    """Cores that this process may run on, or fewer where its cgroups grant less processor time than that."""
+    """Number of cores that this process may run on, or fewer if its cgroups grant less CPU time."""
     cores = len(available_cores())
     for folder in _cgroups("cpu"):
         quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
@@ -61,12 +61,12 @@ def available_threads() -> int:
 
 
 def available_disk_nbytes(folder: Path) -> int:
-    """Bytes that this user can still write to the file system of `folder`, which exists."""
+    """Bytes that this user can still write to the file system of `folder`, which must exist."""
     return shutil.disk_usage(folder).free
 
 
 def pinnable_nbytes(host_nbytes: int) -> int:
-    """How many of `host_nbytes` the operating system lets this process lock. A driver may not ask it."""
+    """Bytes, of `host_nbytes`, that the operating system lets this process lock. Some drivers ignore this limit."""
     capabilities = next((line.split()[1] for line in _text(_STATUS).splitlines() if line.startswith("CapEff:")), "0")
     if int(capabilities, 16) >> _CAP_IPC_LOCK & 1:
         return host_nbytes
@@ -83,21 +83,22 @@ def lies_in_memory(folder: Path) -> bool:
 
 
 def processor_name() -> str:
-    """What the processor calls itself."""
+    """The model name of the CPU."""
     names = (line.partition(":")[2].strip() for line in _text(_CPUINFO).splitlines() if line.startswith("model name"))
     return next(names, "") or platform.processor() or platform.machine()
 
 
-# Files of the kernel -----------------------------------------------------------------------------------------------
+# Kernel files ------------------------------------------------------------------------------------------------------
 
 
 def _cgroups(controller: str) -> Iterator[Path]:
-    """The folders that limit this process: in each hierarchy with `controller`, from its own group to the root."""
+    """The folders of all cgroups that limit this process: in each hierarchy with `controller`, from its own to the
+    root."""
     for line in _text(_MEMBERSHIP).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        root = _CGROUPS / controllers  # version 2 has one hierarchy, without a name
+        root = _CGROUPS / controllers  # version 2 has a single hierarchy with no name
         folder = root if ".." in path else root / path.lstrip("/")
         while folder != root:
             yield folder
@@ -108,7 +109,7 @@ def _cgroups(controller: str) -> Iterator[Path]:
 def _text(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError:  # another kernel, another version, or none of our business
+    except OSError:  # not on this kernel or in this version, or not readable for this user
         return ""
 
 

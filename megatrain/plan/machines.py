@@ -1,8 +1,8 @@
 """Reads and writes hardware files, and lists the described machines of the package (`machines.json`).
 
-A file is JSON, every key says its unit, and nothing in it is taken on trust: a key that is missing, misspelt or beyond
-reason is refused by name. In the library a datasheet's peak and what is assumed to be achieved of it are separate keys,
-and `sources` says for each figure where it is from. It leaves out measuring (`megatrain.commands.probe`).
+Hardware files are JSON, and each key says its unit. Files are not trusted: missing and unknown keys and impossible
+values are refused by name. The library keeps the peak of a datasheet and the rate that is assumed to be achieved in
+separate keys, and names the source of each figure. `megatrain.commands.probe` measures machines.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from megatrain.system.paths import read_text, usable_path, written_whole
 
 _LIBRARY = "machines.json"
 _SYSTEM_NBYTES = 4 << 30
-"""Of the memory that is installed in a machine of the library: what its system and other programs keep; assumed."""
+"""Installed memory that the system and other programs use, on machines of the library; assumed."""
 _DEVICE_NAMES = "device_names"
-"""Key of the library alone: what drivers call the device."""
+"""Key used only in the library: the names that drivers give the device."""
 _LIKE = "like"
-"""Key of the library alone: the machine whose figures hold, with their sources, where an entry says nothing else."""
+"""Key used only in the library: the machine from which an entry inherits figures and sources that it does not give."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """A number within reason, both ends included."""
+    """A range of accepted numbers, both ends included."""
 
     least: float
     most: float
@@ -42,8 +42,8 @@ class _Number:
     def read(self, value: Any, where: str) -> float | int:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise PlanError(f"{value!r:.40} is not a number", where=where, fix=self._advice())
-        if not self.least <= value <= self.most:  # NaN among them
-            raise PlanError(f"{value!s:.24} is beyond reason", where=where, fix=self._advice())
+        if not self.least <= value <= self.most:  # also NaN
+            raise PlanError(f"{value!s:.24} is out of range", where=where, fix=self._advice())
         if self.whole and value != int(value):
             raise PlanError(f"{value} is not a whole number", where=where, fix=self._advice())
         return int(value) if self.whole else float(value)
@@ -60,7 +60,7 @@ _BLOCK = _Number(512, 2**30, whole=True)
 _DEPTH = _Number(1, 4096, whole=True)
 _SECONDS = _Number(1e-9, 1.0)
 
-_NUMBERS: dict[str, tuple[str, _Number]] = {  # key in a file -> field, and what it may be
+_NUMBERS: dict[str, tuple[str, _Number]] = {  # key in a file -> field of Hardware, accepted numbers
     "device_bytes": ("device_nbytes", _CAPACITY),
     "host_bytes": ("host_nbytes", _CAPACITY),
     "pinnable_bytes": ("pinnable_nbytes", _Number(0, 1e18, whole=True)),
@@ -97,7 +97,7 @@ _NUMBERS: dict[str, tuple[str, _Number]] = {  # key in a file -> field, and what
     "node_bytes_per_second": ("node_bandwidth", _BANDWIDTH),
 }
 _PRECISION = "precision"
-_TABLES: dict[str, tuple[str, Any, dict[str, _Number]]] = {  # key -> field, row, and the numbers of a row in order
+_TABLES: dict[str, tuple[str, Any, dict[str, _Number]]] = {  # key -> field, type of a row, its numbers in order
     "products": ("products", ProductRate, {"m": _COUNT, "k": _COUNT, "n": _COUNT, "flops_per_second": _FLOPS}),
     "attention": (
         "attention",
@@ -131,33 +131,36 @@ _TABLES: dict[str, tuple[str, Any, dict[str, _Number]]] = {  # key -> field, row
     ),
 }
 _WITH_PRECISION = ("products", "attention", "elementwise")
-_WORDS = ("name", "shares_memory", "link_route", "sources")
-_KEYS = (*_WORDS, *_NUMBERS, *_TABLES)
-_NO_LONGER = ("watts",)
-"""Keys of files that earlier versions wrote, which nothing depends on."""
+_OTHER_KEYS = ("name", "shares_memory", "link_route", "sources")
+_KEYS = (*_OTHER_KEYS, *_NUMBERS, *_TABLES)
+_OBSOLETE_KEYS = ("watts",)
+"""Keys that earlier versions wrote. They are ignored."""
 
 
 def machine_names() -> tuple[str, ...]:
-    """The machines of the library."""
+    """The names of the library's machines."""
     return tuple(_library())
 
 
 def machine(name: str) -> Hardware:
-    """A machine of the library; case, spaces and dashes do not count. Raises `PlanError` with the nearest names."""
+    """A machine of the library. Case, spaces and dashes are ignored.
+
+    Raises `PlanError` with the nearest names for an unknown one.
+    """
     if (found := _named(name)) is None:
-        raise PlanError(f"no machine is called {name!r}", where="hardware", fix=_nearest_machines(_plain(name)))
+        raise PlanError(f"unknown machine {name!r}", where="hardware", fix=_nearest_machines(_normalized(name)))
     return found
 
 
 def machine_of_device(device_name: str) -> Hardware | None:
-    """The machine of the library whose device a driver calls `device_name`, if there is one."""
+    """The machine of the library with a device of this name, as its driver reports it, or `None`."""
     return next((described for names, described in _library().values() if device_name in names), None)
 
 
 def load_hardware(source: str | Path) -> Hardware:
-    """A machine of the library by its name, or of a hardware file by its path.
+    """A machine of the library by its name, or from a hardware file by its path.
 
-    Raises `PlanError` for an unknown name, a file that cannot be read, and any value in it that cannot be.
+    Raises `PlanError` for an unknown name, an unreadable file and an invalid value in it.
     """
     path = usable_path(source, where="hardware", error=PlanError)
     may_be_a_name = isinstance(source, str) and os.sep not in source and path.suffix != ".json"
@@ -172,19 +175,19 @@ def load_hardware(source: str | Path) -> Hardware:
 
 
 def save_hardware(hardware: Hardware, path: Path) -> None:
-    """Write a hardware file that `load_hardware` reads back as it was.
+    """Write a hardware file. `load_hardware` reads the same machine from it.
 
-    Raises `PlanError` for a value that would be refused on reading, and where the file cannot be written.
+    Raises `PlanError` for a value that `load_hardware` would refuse, and if the file cannot be written.
     """
-    written = _written(hardware)
-    _read(written, str(path))
+    content = _content(hardware)
+    _read(content, str(path))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(path) as draft:
-            draft.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+            draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         what = f"cannot be written ({error.strerror})"
-        raise PlanError(what, where=str(path), fix="choose a file in a folder of yours") from error
+        raise PlanError(what, where=str(path), fix="choose a file in a folder that you may write to") from error
 
 
 # Reading -----------------------------------------------------------------------------------------------------------
@@ -192,15 +195,15 @@ def save_hardware(hardware: Hardware, path: Path) -> None:
 
 def _read(content: Any, where: str) -> Hardware:
     if not isinstance(content, dict):
-        raise PlanError("is not a table of keys and values", where=where, fix="see `megatrain probe`")
-    content = {key: value for key, value in content.items() if key not in _NO_LONGER}
+        raise PlanError("is not a JSON object", where=where, fix="see `megatrain probe`")
+    content = {key: value for key, value in content.items() if key not in _OBSOLETE_KEYS}
     _refuse_unknown(content, _KEYS, where)
     without_default = {field.name for field in fields(Hardware) if field.default is MISSING}
     needed = ["name", *(key for key, (field, _) in _NUMBERS.items() if field in without_default)]
     if missing := [key for key in needed if key not in content]:
         raise _missing(missing, f"{where}: ", "run `megatrain probe`, or add")
     if not isinstance(content["name"], str) or not content["name"].strip() or not content["name"].isprintable():
-        raise PlanError(f"{content['name']!r} is no name", where=f"{where}: name", fix="give a text of one line")
+        raise PlanError(f"{content['name']!r} is not a name", where=f"{where}: name", fix="give one line of text")
     if not isinstance(content.get("shares_memory", False), bool):
         raise PlanError(
             f"{content['shares_memory']!r} is not valid", where=f"{where}: shares_memory", fix="use true or false"
@@ -220,41 +223,45 @@ def _read(content: Any, where: str) -> Hardware:
 
 
 def _rows(rows: Any, key: str, where: str) -> Iterator[Any]:
-    """The rows of one table, as values of its type."""
+    """The rows of one table."""
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise PlanError("is not a list of tables", where=where, fix="see `megatrain probe`")
-    _, make, numbers = _TABLES[key]
-    words = [_PRECISION] if key in _WITH_PRECISION else []
+        raise PlanError("is not a list of JSON objects", where=where, fix="see `megatrain probe`")
+    _, row_type, numbers = _TABLES[key]
+    precision = [_PRECISION] if key in _WITH_PRECISION else []
     for index, row in enumerate(rows):
         place = f"{where}[{index}]"
-        _refuse_unknown(row, (*words, *numbers), place)
-        if missing := [name for name in (*words, *numbers) if name not in row]:
+        _refuse_unknown(row, (*precision, *numbers), place)
+        if missing := [name for name in (*precision, *numbers) if name not in row]:
             raise _missing(missing, f"{place}.", "leave out the row, or add")
-        if words and row[_PRECISION] not in list(WEIGHT_NBYTES):
+        if precision and row[_PRECISION] not in list(WEIGHT_NBYTES):
             raise PlanError(f"{row[_PRECISION]!r} is not valid", where=f"{place}.{_PRECISION}", fix="use bf16 or fp32")
         values = [number.read(row[name], f"{place}.{name}") for name, number in numbers.items()]
-        yield make(*(row[word] for word in words), *values)
+        yield row_type(*(row[name] for name in precision), *values)
 
 
 def _sources(notes: Any, where: str) -> tuple[tuple[str, str], ...]:
     if not isinstance(notes, dict):
-        raise PlanError("is not a table of keys and texts", where=where, fix="see `megatrain probe`")
+        raise PlanError("is not a JSON object of texts", where=where, fix="see `megatrain probe`")
     known = _keys_with_sources()
-    notes = {key: note for key, note in notes.items() if key not in _NO_LONGER}
+    notes = {key: note for key, note in notes.items() if key not in _OBSOLETE_KEYS}
     _refuse_unknown(notes, known, where)
-    if silent := [key for key, note in notes.items() if not isinstance(note, str)]:
-        raise PlanError(f"{notes[silent[0]]!r} is not a text", where=f"{where}.{silent[0]}", fix="say it in words")
+    if wrong := [key for key, note in notes.items() if not isinstance(note, str)]:
+        raise PlanError(f"{notes[wrong[0]]!r} is not a text", where=f"{where}.{wrong[0]}", fix="give a text")
     return tuple((known[key], note) for key, note in notes.items())
 
 
 def _consistent(hardware: Hardware, where: str) -> Hardware:
-    """Raise `PlanError` where two values contradict each other."""
+    """The machine. Raises `PlanError` if two of its values contradict each other."""
     for peak, rate, key in (
         (hardware.peak_flops, hardware.flops, "bf16_flops_per_second"),
         (hardware.peak_flops_fp32, hardware.flops_fp32, "fp32_flops_per_second"),
     ):
-        if peak is not None and rate is not None and rate > 1.1 * peak:  # a boost clock may beat a datasheet a little
-            raise PlanError(f"{rate:g} is above the peak of {peak:g}", where=f"{where}: {key}", fix="correct either")
+        if (
+            peak is not None and rate is not None and rate > 1.1 * peak
+        ):  # a boost clock may exceed a datasheet's peak a little
+            raise PlanError(
+                f"{rate:g} is above the peak of {peak:g}", where=f"{where}: {key}", fix="correct one of the two"
+            )
     threads = [count for count, _ in hardware.optimizer_bandwidth]
     if threads != sorted(set(threads)):
         what = f"thread counts {threads} do not ascend"
@@ -272,29 +279,29 @@ def _refuse_unknown(content: Mapping[str, Any], known: Any, where: str) -> None:
         if key not in known:
             nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             fix = f"did you mean {nearest[0]!r}?" if nearest else f"the keys are {', '.join(known)}"
-            raise PlanError(f"no key is called {key!r}", where=where, fix=fix)
+            raise PlanError(f"unknown key {key!r}", where=where, fix=fix)
 
 
 def _parsed(text: str, where: str) -> Any:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         content = dict(pairs)
         if len(content) < len(pairs):
             twice = next(key for key, _ in pairs if [name for name, _ in pairs].count(key) > 1)
-            raise PlanError(f"{twice!r} is there twice", where=where, fix="remove one of them")
+            raise PlanError(f"key {twice!r} appears twice", where=where, fix="remove one of them")
         return content
 
     try:
-        return json.loads(text, object_pairs_hook=once)
+        return json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        what = f"is not JSON ({error})" if isinstance(error, ValueError) else "is not JSON of any use"
+        what = f"is not JSON ({error})" if isinstance(error, ValueError) else "is not JSON (nested too deeply)"
         raise PlanError(what, where=where, fix="write it again with `megatrain probe`") from error
 
 
 # Writing and the library -------------------------------------------------------------------------------------------
 
 
-def _written(hardware: Hardware) -> dict[str, Any]:
-    """What a file of `hardware` holds; what is not known is left out."""
+def _content(hardware: Hardware) -> dict[str, Any]:
+    """The content of a hardware file. Unknown rates are left out."""
     content: dict[str, Any] = {"name": hardware.name, "shares_memory": hardware.shares_memory}
     content["link_route"] = hardware.link_route
     for key, (field, _) in _NUMBERS.items():
@@ -314,15 +321,15 @@ def _values(row: Any) -> tuple[Any, ...]:
 
 
 def _keys_with_sources() -> dict[str, str]:
-    """Key in a file -> field, for everything that may have a source."""
-    words = {"name": "name", "shares_memory": "shares_memory", "link_route": "link_route"}
+    """Key in a file -> field of `Hardware`, for all that may have a source."""
+    others = {"name": "name", "shares_memory": "shares_memory", "link_route": "link_route"}
     tables = {key: field for key, (field, _, _) in _TABLES.items()}
-    return words | {key: field for key, (field, _) in _NUMBERS.items()} | tables
+    return others | {key: field for key, (field, _) in _NUMBERS.items()} | tables
 
 
 @cache
 def _library() -> dict[str, tuple[tuple[str, ...], Hardware]]:
-    """Name -> what drivers call its device, and the machine."""
+    """Name -> (names that drivers give the device, machine)."""
     entries = _parsed(resources.files("megatrain.plan").joinpath(_LIBRARY).read_text(encoding="utf-8"), _LIBRARY)
     found = {}
     for name, entry in entries.items():
@@ -336,15 +343,15 @@ def _library() -> dict[str, tuple[tuple[str, ...], Hardware]]:
 
 
 def _named(name: str) -> Hardware | None:
-    return next((found for key, (_, found) in _library().items() if _plain(key) == _plain(name)), None)
+    return next((found for key, (_, found) in _library().items() if _normalized(key) == _normalized(name)), None)
 
 
-def _plain(name: str) -> str:
+def _normalized(name: str) -> str:
     return "".join(each for each in name.lower() if each.isalnum())
 
 
 def _nearest_machines(name: str) -> str:
-    names = {_plain(each): each for each in machine_names()}
+    names = {_normalized(each): each for each in machine_names()}
     within = [each for each in names if name and (name in each or each in name)]
     nearest = [*within, *difflib.get_close_matches(name, names, n=3, cutoff=0.5)]
     if nearest:

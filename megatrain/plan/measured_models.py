@@ -1,10 +1,10 @@
 """Measurements of models: shipped for the built-in ones, cached on disk for others.
 
-To measure a model takes the library that reads it, which takes longer to import than most questions take to answer.
-`measured_models.zip` has a member for each built-in model, in bfloat16 with the usual attention, as
-`python -m bench.measured_models` writes it; a test measures some anew. A file of the cache lies under a digest of all
-that it depends on: the model, the two libraries, and the code that measures. Both hold what `spec_file` reads. It
-leaves out measuring (`model`), and what a user saves (`report.as_content`).
+Measuring a model needs torch and transformers, which take longer to import than most plans take.
+`measured_models.zip` has a member for each built-in model, in bfloat16 with the default attention; `python -m
+bench.measured_models` writes it, and a test measures some of them again. A file of the cache is named by a digest of
+everything that it depends on: the model, the two libraries, and the code that measures. `spec_file` reads both.
+Models are measured by the room `model`.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from megatrain.system.paths import read_json, written_whole
 BUILT_IN = Path(__file__).parent / "measured_models.zip"
 
 VARIANTS = frozenset({"base", "chat", "hf", "instruct", "it", "pt"})
-"""Words of an id, between dashes, that say how a model was tuned or stored and nothing of its shape."""
+"""Parts of a hub id, between dashes, that do not change the model's shape."""
 
 FOLDER = Path("~/.cache/megatrain/measured")
 
 MEASURED_BY = ("model", "spec", "plan/spec_file.py")
-"""Of the package, what a specification depends on."""
+"""Code of the package that a specification depends on."""
 
 
 @cache
 def known_names() -> tuple[str, ...]:
-    """The hub ids of the models that are built in."""
+    """The hub ids of the built-in models."""
     with ZipFile(BUILT_IN) as archive:
         return tuple(archive.namelist())
 
 
 def known_name(name: str) -> str | None:
-    """The id of the built-in model that `name` means, if it means one.
+    """The hub id of the built-in model called `name`, or `None`.
 
-    Case does not count, and the organisation may be left out. A variant (`-Instruct`, `-it`, `-Base`) gets the shape of
-    the model that is built in, although some were published for more or fewer positions, or with a few more tokens.
+    Case is ignored and the organisation may be left out. A variant (`-Instruct`, `-it`, `-Base`) gets the shape of its
+    built-in model, although some variants have other maximum positions or a few more tokens.
     """
     for reduced in (str.lower, _without_variant):
         wanted = reduced(name)
@@ -57,21 +57,23 @@ def known_name(name: str) -> str | None:
 
 
 def _without_variant(name: str) -> str:
-    """`meta-llama/llama-3.1-8b` for `meta-llama/Meta-Llama-3.1-8B-Instruct`; the hub dropped that `Meta-` too."""
+    """`meta-llama/llama-3.1-8b` for `meta-llama/Meta-Llama-3.1-8B-Instruct`. The hub dropped that `Meta-`, too."""
     organisation, slash, model = name.lower().rpartition("/")
     words = model.removeprefix("meta-").split("-")
     return organisation + slash + "-".join(word for word in words if word not in VARIANTS)
 
 
 def built_in(known: str) -> ModelSpec:
-    """What was measured of a built-in model, in bfloat16."""
+    """The specification of a built-in model, in bfloat16. known: its hub id."""
     with ZipFile(BUILT_IN) as archive:
         return read_model(json.loads(archive.read(known)), f"{BUILT_IN.name}: {known}")
 
 
 def measured_file(asked: Sequence[str]) -> Path:
-    """Where the specification of what is asked for is remembered. asked: the config or the name of one that is built
-    in, and how the model is to be read."""
+    """The cache file of a specification.
+
+    asked: the model's config, or the name of a built-in one, and the options by which it is read.
+    """
     digest = hashlib.sha256()
     for part in (*asked, *(version(library) for library in ("torch", "transformers"))):
         digest.update(part.encode() + b"\0")
@@ -83,7 +85,7 @@ def measured_file(asked: Sequence[str]) -> Path:
 
 
 def recall(file: Path) -> ModelSpec | None:
-    """What has been remembered there, if anything has."""
+    """The cached specification, or `None`."""
     try:
         return read_model(read_json(file), str(file))
     except (OSError, ValueError, ModelError):
@@ -91,7 +93,7 @@ def recall(file: Path) -> ModelSpec | None:
 
 
 def remember(file: Path, spec: ModelSpec) -> None:
-    """Write a specification down, whole or not at all; where nothing can be written, the model is measured again."""
+    """Write a specification to the cache, atomically. If that fails, the model will be measured again."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(file) as draft:

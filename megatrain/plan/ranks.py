@@ -1,9 +1,9 @@
 """The planner's input for one rank of several: its share of a step, of the state and of the machine.
 
-Ranks do the same at the same time, each with its device. So each has an equal part of what their devices share, be it
-bytes or bytes per second, and one that is planned for such a part stands for all: a step of theirs is as long as its
-own. Collectives cost their bytes over the links (`cost`). Left out: who starts ranks (`run.ranks`), and ranks whose
-devices or machines differ.
+All ranks do the same at the same time, each with its own device. So each gets an equal share of the memory and
+bandwidth that the devices of a machine have in common, and the plan of one rank is the plan of all. Collectives are
+priced in `collective_cost`, and ranks are started by `run.ranks`. Ranks with different devices or machines are not
+supported.
 """
 
 from __future__ import annotations
@@ -20,51 +20,54 @@ from megatrain.plan.question import Plan, Question
 from megatrain.spec import Hardware, Limits
 
 FIXED: Mapping[str, Any] = {"read_ahead_nbytes": 0, "micro_batches_per_round": 0}
-"""Fields of the policy that a plan for several ranks does not choose. Rounds would need as many on each rank, and sums
-that wait between them are as large on each rank as on one alone."""
+"""Fields of the policy that a plan for several ranks does not choose. Rounds would have to be as many on each rank, and
+each rank would keep whole sums of gradients between them."""
 
 SHARED = (
     *("host_bandwidth", "host_dram_bandwidth", "norm_bandwidth"),
     *("disk_read_bandwidth", "disk_write_bandwidth", "disk_duplex_read_bandwidth", "disk_duplex_write_bandwidth"),
 )
-"""Rates of a machine of which each rank has a part."""
+"""Rates of a machine that its ranks share."""
 
 OF_CORES = ("flops", "flops_fp32", "device_bandwidth", "elementwise_bandwidth")
-"""Rates of a machine without devices of which each rank has a part, as it has of the cores."""
+"""Rates that the ranks share, in addition to `SHARED`, if they compute on the cores of the host."""
 
 
 def ranks_on_each(ranks: int, nodes: int) -> int:
-    """Of so many machines. Raises `PlanError` where they would have different numbers."""
+    """Ranks per machine. Raises `PlanError` unless `nodes` machines can have equal numbers of them."""
     for name, count in (("ranks", ranks), ("nodes", nodes)):
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise PlanError(f"{count!r} {name}", where=name, fix="give 1 or more")
+            raise PlanError(f"{count!r} is not valid", where=name, fix="give 1 or more")
     if ranks % nodes:
-        what = f"{nodes} machines do not have {ranks} rank{'s' * (ranks > 1)} evenly"
-        raise PlanError(what, where="nodes", fix=f"give a number that divides {ranks}, or {nodes} ranks for each")
+        what = f"{ranks} rank{'s' * (ranks > 1)} cannot be divided evenly among {nodes} machines"
+        raise PlanError(what, where="nodes", fix=f"give a divisor of {ranks}, or {nodes} ranks for each")
     return ranks // nodes
 
 
 def question_of_one(question: Question, ranks: int, here: int) -> Question:
-    """The question that each of the ranks asks, of which `here` are on each machine, where `question` is about all: a
-    whole step, and one of the machines with its limits.
+    """The question for one of several ranks, from the question for all of them.
 
-    Raises `PlanError` for ranks that the machines have no devices or links for, or that cannot share the step evenly;
-    with a `micro_batch` that is decided one may have a micro-batch more than another, and is the one that asks.
+    question: for the step of all ranks, on one of the machines with its limits.
+    here: ranks on each machine.
+
+    Raises `PlanError` if the machines lack devices or the bandwidth of a link for these ranks, or if the step cannot be
+    divided evenly. With a `micro_batch` override, some ranks may have one micro-batch more than others; the question is
+    for one of these.
     """
     if ranks == 1:
         return question
     hardware, limits = share_of(question.hardware, ranks, here), question.limits
     host, disk = _part(limits.host_nbytes, here), _part(limits.disk_nbytes, here)
     if question.hardware.shares_memory:
-        host = _part(host, 2)  # the other half is for slots
+        host = _part(host, 2)  # the other half counts as device memory
         limits = replace(limits, device_nbytes=host)
     count, size, micro_batch = question.sequences, 1, question.overrides.get("micro_batch")
     if micro_batch is not None:
         count, size = -(-question.sequences // micro_batch), micro_batch
     if count < ranks or (micro_batch is None and count % ranks):
-        what = f"a step has {count:,} {'sequence' if micro_batch is None else 'micro-batch'}"
+        what = f"{count:,} {'sequence' if micro_batch is None else 'micro-batch'}"
         what += ("s" if micro_batch is None else "es") * (count > 1)
-        what += f", and each of {ranks} ranks needs as many" if count >= ranks else f", and there are {ranks} ranks"
+        what += f" per step cannot be divided evenly among {ranks} ranks"
         raise PlanError(what, where="tokens_per_step", fix=f"give a multiple of {ranks}, or fewer ranks")
     own = -(-count // ranks) * size
     return replace(
@@ -79,9 +82,10 @@ def question_of_one(question: Question, ranks: int, here: int) -> Question:
 
 
 def by_delivery(question: Question, search: Callable[[Question], Plan]) -> Plan:
-    """What `search` finds with weights that ranks gather over the link, or with weights that they fetch whole out of
-    host memory that all of them share, where they are on one machine: the quicker. Raises what the first raises where
-    neither fits."""
+    """The faster of the plans that `search` finds for each `Policy.delivery`.
+
+    Host memory can be shared only by ranks of one machine. If neither plan fits, raises the error of the first.
+    """
     hardware, ranks = question.hardware, question.model.ranks
     if ranks == 1 or "delivery" in question.overrides:
         return search(question)
@@ -89,7 +93,7 @@ def by_delivery(question: Question, search: Callable[[Question], Plan]) -> Plan:
     for delivery in ("gather", "shared") if hardware.sharing_ranks == ranks else ("gather",):
         try:
             plans.append(search(replace(question, overrides={**question.overrides, "delivery": delivery})))
-        except PlanError as failure:  # it does not fit, or only with what cannot be shared
+        except PlanError as failure:  # it does not fit, or an override contradicts this delivery
             failures.append(failure)
     if not plans:
         raise failures[0]
@@ -97,14 +101,16 @@ def by_delivery(question: Question, search: Callable[[Question], Plan]) -> Plan:
 
 
 def share_of(hardware: Hardware, ranks: int, here: int) -> Hardware:
-    """A machine as one of the ranks has it, of which `here` are on each of its kind. Raises `PlanError` for ranks that
-    it has no devices or no links for."""
+    """The share of one rank in its machine, if each machine has `here` of the ranks.
+
+    Raises `PlanError` if it lacks devices or the bandwidth of a link for them.
+    """
     if ranks == 1:
         return hardware
-    _refuse_what_lacks(hardware, ranks, here)
+    _refuse_lacking(hardware, ranks, here)
     own = min(inf, (hardware.shared_bus_bandwidth or inf) / here)
     if hardware.shares_memory:
-        hardware = _with_slots(hardware, here)
+        hardware = _with_slots_in_host(hardware, here)
     counts = sorted({-(-threads // here) for threads, _ in hardware.optimizer_bandwidth})
     by_threads = tuple((count, optimizer_bandwidth(hardware, count * here) / here) for count in counts)
     shared: dict[str, Any] = {
@@ -113,7 +119,7 @@ def share_of(hardware: Hardware, ranks: int, here: int) -> Hardware:
     }
     read, write = disk_bandwidths(hardware)
     known = {"host_dram_bandwidth": host_dram_bandwidth(hardware), "disk_read_bandwidth": read}
-    known["disk_write_bandwidth"] = write  # or what is assumed
+    known["disk_write_bandwidth"] = write
     shared |= {name: _over(known.get(name) or getattr(hardware, name), here) for name in SHARED}
     buses = ("fetch_bandwidth", "grad_bandwidth", "pageable_fetch_bandwidth", "pageable_grad_bandwidth")
     both = ("duplex_fetch_bandwidth", "duplex_grad_bandwidth")
@@ -122,35 +128,37 @@ def share_of(hardware: Hardware, ranks: int, here: int) -> Hardware:
 
 
 def lacking_links(hardware: Hardware, ranks: int, here: int) -> list[str]:
-    """Fields of the links that the ranks go over and that have no figure."""
+    """Fields of `Hardware` for links that these ranks use and whose bandwidth is unknown."""
     used = {"link_bandwidth": here > 1, "node_bandwidth": ranks > here}
     return [field for field, is_used in used.items() if is_used and not getattr(hardware, field)]
 
 
-def _refuse_what_lacks(hardware: Hardware, ranks: int, here: int) -> None:
+def _refuse_lacking(hardware: Hardware, ranks: int, here: int) -> None:
+    """Raise `PlanError` if the machine lacks devices or the bandwidth of a link."""
     if here > hardware.devices and not hardware.shares_memory:
         gpus = "one GPU" if hardware.devices == 1 else f"{hardware.devices} GPUs"
         what = f"{here} ranks on each machine, and {hardware.name} has {gpus}"
         raise PlanError(what, where="ranks", fix=_machines_with(here, hardware))
     if hardware.shares_memory:
-        hardware = _with_slots(hardware, here)
+        hardware = _with_slots_in_host(hardware, here)
     for field in lacking_links(hardware, ranks, here):
-        between = "its devices" if field == "link_bandwidth" else "it and other machines"
+        link = "between its devices" if field == "link_bandwidth" else "to other machines"
         key = f"{field.removesuffix('_bandwidth')}_bytes_per_second"
-        what = f"has no figure for what joins {between}"
+        what = f"the bandwidth {link} is unknown"
         raise PlanError(what, where=f"hardware {hardware.name}", fix=f"add {key} to its file")
 
 
 def _machines_with(devices: int, hardware: Hardware) -> str:
-    there = [name for name in machine_names() if machine(name).devices >= devices]
-    alike = [name for name in there if machine(name).flops == hardware.flops] or there
+    """What to do if so many devices are needed, with described machines that have them."""
+    large = [name for name in machine_names() if machine(name).devices >= devices]
+    alike = [name for name in large if machine(name).flops == hardware.flops] or large
     fewer = f"give {hardware.devices} ranks, or more nodes" if hardware.devices > 1 else "plan for one rank on each"
-    return f"{fewer}; described with {devices} or more: {', '.join(alike)}" if alike else fewer
+    return f"{fewer}; machines with {devices} or more: {', '.join(alike)}" if alike else fewer
 
 
-def _with_slots(hardware: Hardware, here: int) -> Hardware:
-    """Where ranks compute in host memory, as on a cpu: each has slots there, and its part of the cores; collectives
-    copy from one's memory to another's."""
+def _with_slots_in_host(hardware: Hardware, here: int) -> Hardware:
+    """The machine for ranks that compute in host memory, as on a CPU: each has its share of the cores, and slots in
+    half of the host memory. Collectives copy between the memories of two ranks."""
     copies = packing_bandwidth(hardware)
     found: dict[str, Any] = {name: _over(getattr(hardware, name), here) for name in OF_CORES}
     found["products"] = tuple(replace(row, flops=row.flops / here) for row in hardware.products)

@@ -1,8 +1,8 @@
 """Saves and reads model specifications: `megatrain plan MODEL --json FILE`, then `megatrain plan FILE`.
 
-So a plan for another machine needs neither the model's files nor the library that reads them. A file is taken apart
-with care: what is missing or absurd in it is refused by name. Units that are alike share one profile: what a unit has
-in its place is its number in a list. It leaves out the rest of what is saved (`report.as_content`).
+With a saved specification, a plan for another machine needs neither the model's files nor transformers. Files are not
+trusted: missing keys and impossible values are refused by name. Equal profiles of units are stored once, in a list, and
+units refer to them by index. The rest of the file is written by `report.as_content`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from megatrain.spec import Growth, LayerProfile, ModelSpec, ParamSpec, UnitSpec
 from megatrain.spec.layer_profile import Outputs, Peak
 
 DEEPEST = 3
-"""Of profiles within a profile: on a cpu, of those with masks, and of those for several rows."""
+"""Deepest nesting of profiles within profiles: for a CPU, with masks, and for several rows."""
 MOST = 1e15
-"""Of bytes and operations: what is beyond is a mistake."""
+"""Largest number of bytes or operations; more is a mistake."""
 
 
 def as_fields(spec: ModelSpec) -> dict[str, Any]:
-    """What `read_model` reads as `content["model"]`, for `json.dump`."""
+    """The specification for `json.dump`. `read_model` reads it as `content["model"]`."""
     numbers: dict[LayerProfile, int] = {}
     profiles = [numbers.setdefault(unit.profile, len(numbers)) for unit in spec.units]
     bare = replace(spec, units=tuple(replace(unit, profile=LayerProfile()) for unit in spec.units))
@@ -33,7 +33,10 @@ def as_fields(spec: ModelSpec) -> dict[str, Any]:
 
 
 def read_model(content: Any, where: str) -> ModelSpec:
-    """The model of a saved plan's content. Raises `ModelError` for what is no specification."""
+    """The model in the content of a saved plan. Raises `ModelError` if it is not a valid specification.
+
+    where: the file, for the error.
+    """
     try:
         fields = dict(content["model"])
         profiles = [_profile(each) for each in fields.get("profiles", ())]
@@ -50,14 +53,14 @@ def read_model(content: Any, where: str) -> ModelSpec:
     except (KeyError, TypeError, ValueError, MegaTrainError) as error:
         detail = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         raise ModelError(
-            f"holds no model that can be planned for: {detail:.120}",
+            f"is not a valid model specification: {detail:.120}",
             where=where,
             fix="write one with `megatrain plan MODEL --json FILE`",
         ) from error
 
 
 def _unit(fields: Mapping[str, Any], profiles: Sequence[LayerProfile]) -> UnitSpec:
-    """profiles: of the model, which a unit may name by number in place of one of its own."""
+    """profiles: those of the model, to which a unit may refer by index."""
     given = fields["profile"]
     if isinstance(given, int) and not 0 <= given < len(profiles):
         raise ValueError(f"there is no profile {given}")
@@ -84,12 +87,12 @@ def _unit(fields: Mapping[str, Any], profiles: Sequence[LayerProfile]) -> UnitSp
 
 def _profile(given: Any, depth: int = 0) -> LayerProfile:
     if depth > DEEPEST:
-        raise ValueError("its profiles are too deep")
+        raise ValueError("profiles are nested too deeply")
     window, graph, outputs = given["window"], given["graph_in_chunks"], given["outputs"]
     peaks = ("forward", "backward", "backward_in_chunks", "balance")
-    told: dict[str, Any] = {name: _number(given[name]) for name in ("attention_flops", "sides_nbytes")}
-    told |= {name: _growth(given[name]) for name in ("graph", "arguments", "row_arguments")}
-    told |= {name: _peak(given[name]) for name in peaks}
+    fields: dict[str, Any] = {name: _number(given[name]) for name in ("attention_flops", "sides_nbytes")}
+    fields |= {name: _growth(given[name]) for name in ("graph", "arguments", "row_arguments")}
+    fields |= {name: _peak(given[name]) for name in peaks}
     return LayerProfile(
         window=None if window is None else _count(window),
         graph_in_chunks=None if graph is None else _growth(graph),
@@ -97,7 +100,7 @@ def _profile(given: Any, depth: int = 0) -> LayerProfile:
         chunk_numel=int(_number(given["chunk_numel"])),
         outputs=_outputs(outputs),
         others=tuple((_text(name), _profile(other, depth + 1)) for name, other in given["others"]),
-        **told,
+        **fields,
     )
 
 
@@ -121,13 +124,13 @@ def _growth(given: Any) -> Growth:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r:.40} is no name")
+        raise TypeError(f"{value!r:.40} is not a name")
     return value
 
 
 def _line(value: Any) -> str:
     if not _text(value).isprintable():
-        raise ValueError(f"{value!r:.40} is no name")
+        raise ValueError(f"{value!r:.40} is not a name")
     return str(value)
 
 
@@ -143,7 +146,7 @@ def _flag(value: Any) -> bool:
 
 def _count(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 40:
-        raise ValueError(f"{value!r:.40} is no count")
+        raise ValueError(f"{value!r:.40} is not a count")
     return value
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 
 from megatrain.errors import DiskError, DoesNotFit, OutOfDeviceMemory
 from megatrain.plan import Calibration, Choice, Plan, calibrate, contention, examine, find_plan, op_seconds, peak_table
-from megatrain.plan.cost import LIKE
+from megatrain.plan.cost import SAME_DIRECTION
 from megatrain.plan.refinements import locks_too_much
 from megatrain.spec import IN_HOST, Policy
 from megatrain.train.engine import Engine
@@ -123,7 +123,7 @@ class Replanner:
 
 def _drifted(now: Pace, then: Pace) -> bool:
     """Whether copy times changed; a kind not measured then is compared with another in the same direction."""
-    pairs = [(now[kind], then.get(kind, then.get(LIKE[kind], now[kind]))) for kind in now]
+    pairs = [(now[kind], then.get(kind, then.get(SAME_DIRECTION[kind], now[kind]))) for kind in now]
     return any(not 1 / (1 + DRIFT) <= new / old <= 1 + DRIFT for new, old in pairs)
 
 

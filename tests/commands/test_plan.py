@@ -97,8 +97,8 @@ def test_a_run_config_can_be_planned_for_ranks(config: str, tmp_path: Path) -> N
     ("options", "told"),
     [
         ({"ranks": 8}, "ranks: 8 ranks on each machine, and NVIDIA RTX 4090, 128 GB host has one GPU"),
-        ({"ranks": 4, "nodes": 3}, "nodes: 3 machines do not have 4 ranks evenly"),
-        ({"ranks": 2, "nodes": 2}, "has no figure for what joins it and other machines"),
+        ({"ranks": 4, "nodes": 3}, "nodes: 4 ranks cannot be divided evenly among 3 machines"),
+        ({"ranks": 2, "nodes": 2}, "the bandwidth to other machines is unknown"),
         ({"ranks": 2, "sweeps": True}, "--sweep: works for one rank only"),
     ],
 )
@@ -337,7 +337,7 @@ def test_invalid_memory_amounts_are_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "complaint"),
     [
-        ({"hardware": "h20"}, PlanError, "no machine is called 'h20'; did you mean h200"),
+        ({"hardware": "h20"}, PlanError, "unknown machine 'h20'; did you mean h200"),
         ({"hardware": "/no/such.json"}, PlanError, "cannot be read"),
         ({"device_memory": "40MB", **FEW}, DoesNotFit, "device memory"),
         (

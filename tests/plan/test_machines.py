@@ -112,7 +112,7 @@ def test_machines_are_found_by_any_spelling_and_driver_name() -> None:
 )
 def test_an_unknown_machine_suggests_the_nearest_name(name: str, nearest: str) -> None:
     for find in (machine, load_hardware):
-        with pytest.raises(PlanError, match=f"no machine is called '{name}'; .*{nearest}") as caught:
+        with pytest.raises(PlanError, match=f"unknown machine '{name}'; .*{nearest}") as caught:
             find(name)
         assert "\n" not in str(caught.value)
 
@@ -209,7 +209,7 @@ def test_absurd_figures_are_refused_by_name(tmp_path: Path, key: str, value: Any
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"fetch_bytes_per_second": 12}, "fetch_bytes_per_second: 12 is beyond reason"),
+        ({"fetch_bytes_per_second": 12}, "fetch_bytes_per_second: 12 is out of range"),
         ({"host_bytes": 3e9 + 0.5}, "host_bytes: 3000000000.5 is not a whole number"),
         ({"grad_bytes_per_second": None}, "grad_bytes_per_second: is missing"),
         ({"name": None}, "name: is missing; run `megatrain probe`, or add it"),
@@ -218,12 +218,12 @@ def test_absurd_figures_are_refused_by_name(tmp_path: Path, key: str, value: Any
             "here.json: host_bytes, grad_bytes_per_second: are missing; run `megatrain probe`, or add them",
         ),
         ({"products": [{"precision": "bf16", "m": 1}]}, r"products\[0\].k, n, flops_per_second: are missing"),
-        ({"name": " "}, "name: ' ' is no name"),
+        ({"name": " "}, "name: ' ' is not a name"),
         ({"shares_memory": 1}, "shares_memory: 1 is not valid"),
         ({"link_route": ["bus"]}, r"link_route: .'bus'. is not valid; use direct, bus, host"),
-        ({"devices": 0}, "devices: 0 is beyond reason"),
-        ({"host_byte": 300}, "no key is called 'host_byte'; did you mean 'host_bytes'?"),
-        ({"products": {}}, "products: is not a list of tables"),
+        ({"devices": 0}, "devices: 0 is out of range"),
+        ({"host_byte": 300}, "unknown key 'host_byte'; did you mean 'host_bytes'?"),
+        ({"products": {}}, "products: is not a list of JSON objects"),
         (
             {"products": [{"precision": "bf16", "m": 1, "k": 1, "flops_per_second": 1e9}]},
             r"products\[0\].n: is missing",
@@ -234,7 +234,7 @@ def test_absurd_figures_are_refused_by_name(tmp_path: Path, key: str, value: Any
         ),
         (
             {"optimizer_by_threads": [{"threads": 1, "bytes_per_secnd": 1e9}]},
-            r"optimizer_by_threads\[0\]: no key is called 'bytes_per_secnd'; did you mean 'bytes_per_second'",
+            r"optimizer_by_threads\[0\]: unknown key 'bytes_per_secnd'; did you mean 'bytes_per_second'",
         ),
         (
             {"optimizer_by_threads": [{"threads": t, "bytes_per_second": 1e9} for t in (2, 1)]},
@@ -242,12 +242,12 @@ def test_absurd_figures_are_refused_by_name(tmp_path: Path, key: str, value: Any
         ),
         (
             {"optimizer_by_threads": [{"threads": 0, "bytes_per_second": 1e9}]},
-            r"optimizer_by_threads\[0\].threads: 0 is beyond reason",
+            r"optimizer_by_threads\[0\].threads: 0 is out of range",
         ),
         ({"bf16_peak_flops_per_second": 1e12}, "bf16_flops_per_second: 1e[+]13 is above the peak of 1e[+]12"),
-        ({"sources": {"host_byte": "a guess"}}, "sources: no key is called 'host_byte'; did you mean 'host_bytes'?"),
+        ({"sources": {"host_byte": "a guess"}}, "sources: unknown key 'host_byte'; did you mean 'host_bytes'?"),
         ({"sources": {"host_bytes": 3}}, "sources.host_bytes: 3 is not a text"),
-        ({"sources": ["host_bytes"]}, "sources: is not a table"),
+        ({"sources": ["host_bytes"]}, "sources: is not a JSON object"),
     ],
 )
 def test_errors_in_a_hardware_file_are_named(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
@@ -260,8 +260,8 @@ def test_errors_in_a_hardware_file_are_named(tmp_path: Path, changes: dict[str, 
     [
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
-        ("[]", "is not a table"),
-        ('{"name": "a", "name": "b"}', "'name' is there twice"),
+        ("[]", "is not a JSON object"),
+        ('{"name": "a", "name": "b"}', "key 'name' appears twice"),
     ],
     ids=lambda value: value[:12],
 )

@@ -300,15 +300,15 @@ def test_rank_totals_are_shown_for_all_and_per_machine() -> None:
 @pytest.mark.parametrize(
     ("name", "ranks", "nodes", "told"),
     [
-        ("8x-h100", 0, 1, "ranks: 0 ranks; give 1 or more"),
-        ("8x-h100", 8, -1, "nodes: -1 nodes; give 1 or more"),
-        ("8x-h100", 8, 3, "nodes: 3 machines do not have 8 ranks evenly"),
-        ("8x-h100", 1, 2, "nodes: 2 machines do not have 1 rank evenly"),
+        ("8x-h100", 0, 1, "ranks: 0 is not valid; give 1 or more"),
+        ("8x-h100", 8, -1, "nodes: -1 is not valid; give 1 or more"),
+        ("8x-h100", 8, 3, "nodes: 8 ranks cannot be divided evenly among 3 machines"),
+        ("8x-h100", 1, 2, "nodes: 1 rank cannot be divided evenly among 2 machines"),
         ("h100", 8, 1, "ranks: 8 ranks on each machine, and .* has one GPU; .* 8x-h100"),
         ("4x-rtx-4090", 8, 1, "ranks: 8 ranks on each machine, and .* has 4 GPUs; give 4 ranks.* 8x-rtx-4090"),
-        ("8x-rtx-4090", 16, 2, "has no figure for what joins it and other machines; add node_bytes_per_second"),
-        ("8x-h100", 3, 1, "tokens_per_step: a step has 8 sequences, and each of 3 ranks needs as many"),
-        ("8x-h200", 8, 1, "tokens_per_step: a step has 4 sequences, and there are 8 ranks"),
+        ("8x-rtx-4090", 16, 2, "the bandwidth to other machines is unknown; add node_bytes_per_second"),
+        ("8x-h100", 3, 1, "tokens_per_step: 8 sequences per step cannot be divided evenly among 3 ranks"),
+        ("8x-h200", 8, 1, "tokens_per_step: 4 sequences per step cannot be divided evenly among 8 ranks"),
     ],
 )
 def test_impossible_rank_counts_are_one_error(name: str, ranks: int, nodes: int, told: str) -> None:
@@ -319,5 +319,7 @@ def test_impossible_rank_counts_are_one_error(name: str, ranks: int, nodes: int,
 
 
 def test_devices_without_a_known_link_are_refused_by_key() -> None:
-    with pytest.raises(PlanError, match="joins its devices; add link_bytes_per_second to its file"):
+    with pytest.raises(
+        PlanError, match="bandwidth between its devices is unknown; add link_bytes_per_second to its file"
+    ):
         share_of(replace(PLAIN, link_bandwidth=None), 2, 2)

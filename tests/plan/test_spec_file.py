@@ -77,9 +77,9 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     [
         ("model.units", None, "lacks 'units'"),
         ("model.units", [], "units must be a prologue"),
-        ("model.name", 3, "3 is no name"),
-        ("model.hidden_size", -4, "-4 is no count"),
-        ("model.units.1.params.0.shape", [10**13], "is no count"),
+        ("model.name", 3, "3 is not a name"),
+        ("model.hidden_size", -4, "-4 is not a count"),
+        ("model.units.1.params.0.shape", [10**13], "is not a count"),
         ("model.units.1.params.0.active", 2.0, "is not a number from 0 to 1"),
         ("model.units.1.profile.graph.per_token", float("nan"), "nan is not a number"),
         ("model.units.1.kind", "laier", "units must be"),
@@ -89,5 +89,5 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 def test_invalid_model_specs_are_refused_in_one_line(path: str, value: Any, complaint: str) -> None:
     with pytest.raises(ModelError, match=complaint) as caught:
         read_model(changed(path, value), "plan.json")
-    assert str(caught.value).startswith("plan.json: holds no model")
+    assert str(caught.value).startswith("plan.json: is not a valid model specification")
     assert "\n" not in str(caught.value)

@@ -9,7 +9,7 @@ import pytest
 from bench.scaling import shape
 from bench.shapes import llama_shape
 from megatrain.plan import Question, find_plan, machine
-from megatrain.plan.cost import CALL_KERNELS, TURN_KERNELS, op_seconds
+from megatrain.plan.cost import PHASED_CALL_KERNELS, SWITCH_KERNELS, op_seconds
 from megatrain.plan.search_space import WORTH_SHARDS
 from megatrain.schedule import build_step
 from megatrain.spec import ModelSpec, Numerics, Policy, Work
@@ -74,7 +74,10 @@ def test_a_phased_call_costs_its_work_and_switches() -> None:
     for each in (policy, replace(policy, wait_for="shard")):
         price, ops = op_seconds(of, Numerics(), each, work, hardware), build_step(of, Numerics(), each, work).ops
         calls = [op for op in ops if op.stream == "compute" and op.unit == 3]
-        turns = sum(op.shard >= 0 for op in calls) * TURN_KERNELS + sum(op.shard == 0 for op in calls) * CALL_KERNELS
+        turns = (
+            sum(op.shard >= 0 for op in calls) * SWITCH_KERNELS
+            + sum(op.shard == 0 for op in calls) * PHASED_CALL_KERNELS
+        )
         assert bool(turns) == (each.wait_for == "shard")
         totals.append(sum(price(op) for op in calls) - turns * (hardware.launch_seconds or 0.0))
     assert totals[0] == pytest.approx(totals[1])

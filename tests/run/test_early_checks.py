@@ -47,7 +47,7 @@ def test_early_checks_import_no_slow_library(tmp_path: Path) -> None:
         f"model.config={tmp_path}/config.json": f"model {tmp_path}/config.json: no such folder or file; did you mean",
         "data.format=sharegtp": "data.format",
         "train.device=tpu": "train.device: 'tpu' is not a device",
-        "train.hardware=h300": "train.hardware: no machine is called 'h300'",
+        "train.hardware=h300": "train.hardware: unknown machine 'h300'",
         "train.stps=3": "unknown key train.stps; did you mean train.steps?",
         f"output.folder={tmp_path}/corpus.txt/run": "corpus.txt is not a folder",
         f"output.folder={tmp_path}/old": "old: holds a finished run: the model of 2 steps",

@@ -188,7 +188,7 @@ def test_without_validation_data_the_saved_model_is_still_checked(tmp_path: Path
                                "num_hidden_layers": 1, "num_attention_heads": 1}}},
          ConfigError, "needs a vocabulary of 257, but the model has 256"),
         ({"train": {"device": "tpu"}}, DeviceError, "train.device: 'tpu' is not a device"),
-        ({"train": {"hardware": "h300"}}, PlanError, "train.hardware: no machine is called 'h300'"),
+        ({"train": {"hardware": "h300"}}, PlanError, "train.hardware: unknown machine 'h300'"),
         ({"train": {"learning_rates": {"*lm_haed*": 1e-5}}}, ConfigError,
          "train.learning_rates: no trained parameter matches '*lm_haed*'; names look like 'lm_head.weight'"),
         ({"train": {"freeze": ["foo*"]}}, ModelError, "train.freeze, model LlamaForCausalLM: no parameter matches"),
