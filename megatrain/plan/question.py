@@ -117,7 +117,7 @@ class Question:
         """The budget of a tier, and where it comes from, in words."""
         limit, total = next((limit, total) for name, limit, total in self._limits() if name == tier)
         if limit is not None:
-            return f"the {total:,} there are" if limit == total else f"its budget of {limit:,}"
+            return f"the {total:,} available" if limit == total else f"its budget of {limit:,}"
         return f"the {usable_nbytes(total):,} usable of {total:,}"
 
     def _limits(self) -> list[tuple[str, int | None, int]]:

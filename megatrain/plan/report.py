@@ -94,7 +94,7 @@ def use_rows(plan: Plan) -> dict[str, list[tuple[str, int]]]:
 
 
 def tier_name(plan: Plan, tier: str) -> str:
-    """What a tier is to a person. Ranks that compute in host memory divide it."""
+    """The name of a tier in output. Ranks that compute in host memory divide it."""
     in_parts = plan.question.hardware.slots_in_host and tier in IN_PARTS
     return IN_PARTS[tier] if in_parts else tier
 
