@@ -46,7 +46,7 @@ GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THINK_BLOCK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 TIME_LIMIT_SECONDS = 10.0
 """For rendering one conversation; the slowest known template takes a thousandth of it."""
-EMPTY_ANSWER = "have an empty answer, of which only the end is learned"
+EMPTY_ANSWER = "with an empty answer, of which only the end is learned"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -297,14 +297,14 @@ def _notes(sample: Sample, text: str, template: ChatTemplate) -> tuple[str, ...]
     notes = []
     contents = [message.get("content", "") for message in sample.messages]
     if any(token in content for content in contents for token in template.special):
-        notes.append("contain the text of a special token, which is read as the token")
+        notes.append("with the text of a special token, which is read as the token")
     if any(reasoning not in text for message in sample.messages for reasoning in _reasoning(message)):
-        notes.append("contain reasoning that the template leaves out")
+        notes.append("with reasoning that the template leaves out")
     answers = [message for index, message in enumerate(sample.messages) if index not in sample.untrained]
     if any(_is_empty(message) for message in answers if message["role"] == "assistant"):
         notes.append(EMPTY_ANSWER)
     if not template.has_end_marker:
-        notes.append("have turns without an end marker, so the model does not learn to stop")
+        notes.append("with turns that have no end marker, so the model does not learn to stop")
     return tuple(notes)
 
 

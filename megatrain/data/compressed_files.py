@@ -65,7 +65,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def zstd_reader(source: str | IO[bytes]) -> IO[bytes]:
-    """What is in a file compressed by zstd, given its path or its bytes."""
+    """Open a zstd file for reading decompressed bytes, given its path or the open compressed file."""
     import pyarrow  # `datasets` brings it
 
     return io.BufferedReader(pyarrow.input_stream(source, compression="zstd"))

@@ -186,7 +186,7 @@ def chat_prompt_ids(messages: Sequence[Message], template: ChatTemplate) -> list
 
 @dataclass(frozen=True)
 class _Tokenized:
-    """A sample as tokens, before truncation. `text` and `offsets` describe the tokens behind the first `leading`, but
+    """A sample as tokens, before truncation. `text` and `offsets` describe the tokens after the first `leading`, but
     not an appended end-of-text token."""
 
     ids: npt.NDArray[np.int64]
@@ -299,7 +299,7 @@ def _marked(sample: Sample, encoder: Encoder, statistics: Statistics) -> MarkedT
         start = 0 if encoder.options.train_on == "all" else len(sample.prompt)
         treated = {"text": "stays text", "read": "is read as the token"}[encoder.options.special_tokens]
         special = any(token in text for token in encoder.special)
-        notes = [f"contain the text of a special token, which {treated}"] if special else []
+        notes = [f"with the text of a special token, which {treated}"] if special else []
         if start == len(text):
             notes.append(EMPTY_ANSWER)
         marked = MarkedText(text, (Span(start, len(text)),), tuple(notes))
@@ -404,9 +404,9 @@ def _text_of(tokens: _Tokenized, start: int, stop: int, tokenizer: Tokenizer) ->
     if not len(tokens.offsets):
         return str(tokenizer.decode(tokens.ids[start:stop]))
     before = str(tokenizer.decode(tokens.ids[start : min(stop, first)])) if start < first else ""
-    behind = str(tokenizer.decode(tokens.ids[max(start, end) : stop])) if stop > end else ""
+    after = str(tokenizer.decode(tokens.ids[max(start, end) : stop])) if stop > end else ""
     inner = (max(start, first) - first, min(stop, end) - first)
     if inner[0] >= inner[1]:
-        return before + behind
+        return before + after
     edges = [0 if at == 0 else len(tokens.text) if at == end - first else int(tokens.offsets[at, 0]) for at in inner]
-    return before + tokens.text[edges[0] : edges[1]] + behind
+    return before + tokens.text[edges[0] : edges[1]] + after

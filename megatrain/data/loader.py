@@ -78,7 +78,7 @@ class Loader:
         alone = len(self.sources) == 1
         self.weights = [1.0 if alone else float(len(one)) for one in self.sources] if weights is None else list(weights)
         if micro_batch < 1 or micro_batches < 1:
-            what = f"a step of {micro_batches} micro-batches of {micro_batch} windows"
+            what = f"a step of {micro_batches} micro-batches of {micro_batch} rows"
             raise DataError(what, fix="both must be 1 or more")
         if not 0 <= seed < 1 << 63:
             raise DataError(f"a data seed of {seed}", fix="use 0 or more, below 2**63")
@@ -193,7 +193,7 @@ class Loader:
         positions: Any = state.get("positions") if len(self.sources) > 1 else [state.get("position")]
         wrong = [one for one in positions or [None] if not isinstance(one, int) or one < 0]
         if wrong or not positions or len(positions) != len(self.sources):
-            what = f"position {wrong[0] if wrong else positions!r} is not a number of windows"
+            what = f"position {wrong[0] if wrong else positions!r} is not a number of rows"
             raise DataError(what, where="loader state", fix="resume from another checkpoint")
         self._drop_prefetched()
         stream_states = state.get(STREAM_STATES, [{}] * len(self.sources))
@@ -253,7 +253,7 @@ class Loader:
 def evaluation_batches(rows: Batching, micro_batch: int, limit: int | None = None) -> Iterator[Batch]:
     """Batches of the first `limit` rows (None: all), unshuffled; the last one may be smaller."""
     if micro_batch < 1:
-        raise DataError(f"a micro-batch of {micro_batch} windows", fix="use 1 or more")
+        raise DataError(f"a micro-batch of {micro_batch} rows", fix="use 1 or more")
     stop = len(rows) if limit is None else min(limit, len(rows))
     for start in range(0, stop, micro_batch):
         yield batch_of([rows.row(row) for row in range(start, min(start + micro_batch, stop))])

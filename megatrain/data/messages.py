@@ -157,29 +157,29 @@ def _read_message(message: object, number: int, place: str) -> Message:
     if not isinstance(message, Mapping):
         what = f"message {number} is {type(message).__name__}, not an object"
         raise SampleError(what, reason="malformed message", where=place, fix="a message has a role and a content")
-    kept = {key: value for key, value in message.items() if value is not None}
-    role = kept.get("role")
+    fields = {key: value for key, value in message.items() if value is not None}
+    role = fields.get("role")
     if role is None:
-        what = f"message {number} has no 'role'; it holds {', '.join(map(repr, kept)) or 'nothing'}"
-        fix = tags_for(kept, {*ROLES, *OTHER_ROLES})
+        what = f"message {number} has no 'role'; it holds {', '.join(map(repr, fields)) or 'nothing'}"
+        fix = tags_for(fields, {*ROLES, *OTHER_ROLES})
         raise SampleError(what, reason="message without a role", where=place, fix=fix)
     if role not in ROLES:
         what = f"message {number} has the role {role!r}"
         fix = f"known are {', '.join(ROLES)}; for others set data.tags={{user_tag: ..., assistant_tag: ...}}"
         raise SampleError(what, reason="unknown role", where=place, fix=fix)
-    if isinstance(kept.get("content"), Sequence) and not isinstance(kept["content"], str):
-        kept = _join_parts(kept, number, place)
-    calls = kept.pop("tool_calls", None)
+    if isinstance(fields.get("content"), Sequence) and not isinstance(fields["content"], str):
+        fields = _join_parts(fields, number, place)
+    calls = fields.pop("tool_calls", None)
     if calls:
         if role != "assistant":
             raise _malformed_call(f"message {number} ({role}) calls tools", place)
-        kept["tool_calls"] = read_calls(calls, place)
-    if "content" not in kept and not calls:
+        fields["tool_calls"] = read_calls(calls, place)
+    if "content" not in fields and not calls:
         what = f"message {number} ({role}) has no content"
         raise SampleError(what, reason="message without content", where=place, fix="give it one, or remove it")
-    if "content" in kept:
-        kept["content"] = _read_content(kept["content"], number, place)
-    return kept
+    if "content" in fields:
+        fields["content"] = _read_content(fields["content"], number, place)
+    return fields
 
 
 def _join_parts(message: Message, number: int, place: str) -> Message:

@@ -249,13 +249,13 @@ def split_samples(file: SampleFile, validation_fraction: float, group_size: int 
     """
     count = len(file) // group_size
     every = np.arange(count)
-    held = min(count - 1, max(1, round(count * validation_fraction))) if validation_fraction else 0
-    chosen = np.unique(((np.arange(held) + 0.5) * count / max(1, held)).astype(np.int64))
-    if held:
+    held_out = min(count - 1, max(1, round(count * validation_fraction))) if validation_fraction else 0
+    chosen = np.unique(((np.arange(held_out) + 0.5) * count / max(1, held_out)).astype(np.int64))
+    if held_out:
         hashes = _group_hashes(file, group_size)
         _, kind, number = np.unique(hashes, return_inverse=True, return_counts=True)
         chosen = chosen[number[kind[chosen]] == 1]
-    return np.setdiff1d(every, chosen, assume_unique=True), chosen, held - len(chosen)
+    return np.setdiff1d(every, chosen, assume_unique=True), chosen, held_out - len(chosen)
 
 
 def _group_hashes(file: SampleFile, group_size: int) -> npt.NDArray[Any]:

@@ -85,7 +85,7 @@ def _split_prompt(chosen: Any, rejected: Any, place: str) -> tuple[Any, Any, Any
         size = next((at for at, same in enumerate(equal) if not same), min(len(chosen), len(rejected)))
     if not (both_texts or both_lists) or not size or not chosen[size:] or not rejected[size:]:
         what = "no prompt, and the answers have no common beginning"
-        fix = "add the field, or set data.columns to what it is called"
+        fix = "add the field, or set data.columns to its name"
         raise SampleError(what, reason="without 'prompt'", where=place, fix=fix)
     return chosen[:size], chosen[size:], rejected[size:]
 

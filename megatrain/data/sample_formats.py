@@ -212,7 +212,7 @@ def require_fields(row: Row, schema: Schema) -> None:
         missing = next(n for n in FIELDS[schema.format][0] if row.fields.get(schema.column(n)) is None)
         names = ", ".join(map(repr, row.fields)) or "nothing"
         what = f"no {schema.column(missing)!r}, which {schema.format} samples have; it holds {names}"
-        fix = "add the field, or set data.columns to what it is called"
+        fix = "add the field, or set data.columns to its name"
         raise SampleError(what, reason=f"without {schema.column(missing)!r}", where=row.place, fix=fix)
 
 

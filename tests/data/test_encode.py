@@ -69,7 +69,7 @@ def test_special_tokens_in_plain_text_stay_text_by_default() -> None:
     sample = Sample("x", text=f"a{END_OF_TEXT}")
     assert tokens(sample, BYTES)[0] == [*f"a{END_OF_TEXT}".encode(), EOS]
     assert tokens(sample, BYTES, special_tokens="read")[0] == [97, EOS]
-    assert list(encode(sample, BYTES)[1].notes) == ["contain the text of a special token, which stays text"]
+    assert list(encode(sample, BYTES)[1].notes) == ["with the text of a special token, which stays text"]
     assert not encode(Sample("x", text="a"), BYTES)[1].notes
 
 
@@ -140,7 +140,7 @@ def test_an_empty_text_is_counted() -> None:
 
 @pytest.mark.parametrize("sample", [chat(user("q"), assistant(" ")), Sample("x", prompt="q", text="")])
 def test_empty_answers_are_noted(sample: Sample) -> None:
-    note = "have an empty answer, of which only the end is learned"
+    note = "with an empty answer, of which only the end is learned"
     assert encode(sample)[1].notes[note] == 1
     assert not encode(chat(user(" "), call(), assistant("a")), byte_tokenizer("qwen2_5"))[1].notes[note]
 

@@ -123,7 +123,7 @@ def test_another_runs_state_is_refused_without_side_effects(folder: Path, key: s
 @pytest.mark.parametrize("position", [-1, None, 2.0, "3"])
 def test_a_state_without_a_position_is_refused(folder: Path, position: Any) -> None:
     loader = Loader(windows_of(folder, 10), micro_batch=2, micro_batches=1, seed=7)
-    with pytest.raises(DataError, match="is not a number of windows"):
+    with pytest.raises(DataError, match="is not a number of rows"):
         loader.load_state_dict({**loader.state_dict(), "position": position})
 
 
