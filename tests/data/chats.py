@@ -34,12 +34,12 @@ def template_text(name: str) -> str:
 
 
 def special_tokens(text: str) -> list[str]:
-    """The marks that a template writes, as its model's tokenizer would have them."""
+    """The special tokens of a template, as its model's tokenizer would have them."""
     return sorted({*MARK.findall(text), "<s>", "</s>"})
 
 
 def byte_tokenizer(name: str) -> Tokenizer:
-    """A token per byte, a token per mark of the template, and the template."""
+    """A tokenizer with one token per byte and per special token of the template, and with the template."""
     text = template_text(name)
     tokenizer = load_tokenizer("bytes")
     special = [AddedToken(token, special=True, normalized=False) for token in special_tokens(text)]

@@ -1,4 +1,4 @@
-"""Claims about chats: on real templates exactly the tokens of the assistant's turns are trained, or a reason is given.
+"""Claims about chats: with real templates exactly the tokens of the assistant's turns are trained.
 
 The independent method: for each template a pattern, written by hand from the template's text, that finds the turns in
 the rendered conversation. The code under test knows no pattern and no mark.
@@ -247,12 +247,12 @@ def test_template_arguments_are_used() -> None:
     messages = chat(user("q"), assistant("a"), user("r"), assistant("b"))
     template = choose_template(TOKENIZERS["qwen3"], values={"enable_thinking": False})
     found = mark_chat(messages, template, "assistant")
-    assert [found.text[a:b] for a, b in found.spans] == ["a<|im_end|>", "b<|im_end|>"]  # thoughts are given, and empty
+    assert [found.text[a:b] for a, b in found.spans] == ["a<|im_end|>", "b<|im_end|>"]  # after empty reasoning
 
 
 @pytest.mark.parametrize("name", ["llama3_1", "qwen3", "mistral_v3", "gemma"])
 def test_tokens_that_straddle_a_turn_start_are_trained(name: str) -> None:
-    """A BPE with merges: the ids stay the library's, and a token is trained exactly if a character of it is."""
+    """With a BPE that merges: ids equal transformers', and a token is trained if and only if a character of it is."""
     text = template_text(name)
     rules = tokenizers.Tokenizer(tokenizers.models.BPE())
     rules.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -281,10 +281,10 @@ def test_tokens_that_straddle_a_turn_start_are_trained(name: str) -> None:
 
 def test_whitespace_merged_into_a_header_is_not_trained() -> None:
     text, spans = "<|a|>\n  x<|e|>\n", [Span(6, 14)]
-    offsets = np.array([[0, 8], [8, 9], [9, 15]])  # `<|a|>` takes the space behind it, and so does `<|e|>`
+    offsets = np.array([[0, 8], [8, 9], [9, 15]])  # `<|a|>` absorbs the space after it, and so does `<|e|>`
     added = np.array([True, False, True])
     assert trained_tokens(text, offsets, spans, added).tolist() == [False, True, True]
-    before = np.array([[0, 5], [5, 8], [8, 9], [9, 15]])  # an added token that takes the space before it
+    before = np.array([[0, 5], [5, 8], [8, 9], [9, 15]])  # an added token that absorbs the space before it
     assert trained_tokens(text, before, spans, np.array([True, True, False, True])).tolist() == [
         False,
         True,
@@ -357,7 +357,7 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 )
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of an exception lost in a callback
 def test_endless_templates_are_stopped_and_reported(template: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a sample at a time, which would take as many times the limit, even where bad samples are left out."""
+    """They stop the run, even if bad samples are left out, since each sample would take the time limit."""
     monkeypatch.setattr(chats, "TIME_LIMIT_SECONDS", 0.1)
     tokenizer = byte_tokenizer("chatml")
     tokenizer.chat_template = template
@@ -419,7 +419,7 @@ def test_a_model_without_a_template_lists_the_choices(tmp_path: Path) -> None:
         found = mark_chat(sample, choose_template(tokenizer, choice), "assistant")
         return [found.text[a:b] for a, b in found.spans]
 
-    assert turns("chatml") == ["a<|im_end|></s>", "b<|im_end|></s>"]  # no such token: the end of text must stop it
+    assert turns("chatml") == ["a<|im_end|></s>", "b<|im_end|></s>"]  # `<|im_end|>` is no token
     tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
     assert turns("chatml") == ["a<|im_end|>", "b<|im_end|>"]
     assert turns("none") == ["a</s>", "b</s>"]

@@ -1,4 +1,4 @@
-"""Claims about telling text from samples: as the user's fields say, and in doubt with a word, not in silence."""
+"""Claims about distinguishing text from samples: by name, format and content, with an error in doubt."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def counts(source: Source, bad: str = "leave_out") -> tuple[int, dict[str, int]]
 
 @pytest.mark.parametrize("name", ["data/train.parquet", "data.json", "data.jsonl", "DATA.JSON"])
 def test_a_readme_beside_samples_is_ignored(tmp_path: Path, name: str) -> None:
-    """As a data set is cloned from the hub, with what its client keeps there."""
+    """A data set cloned from the hub, with its card and the client's cache files."""
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     if path.suffix == ".parquet":
@@ -119,7 +119,7 @@ def test_user_field_names_are_used_for_detection(tmp_path: Path) -> None:
     assert holds_samples(path, Schema(columns={"messages": "dialog"}))
     path = str(lines(tmp_path / "b.jsonl", {"content": "yes", "text": "no"}))
     schema = Schema("text", {"text": "content"})
-    assert holds_samples(path, schema)  # where the name of the field is heeded
+    assert holds_samples(path, schema)  # if the name of the field is given
     assert [sample.text for sample in read_samples([source_called(path, schema)], LeftOut())] == ["yes"]
 
 
@@ -170,7 +170,7 @@ def test_a_missing_file_in_an_existing_folder_is_not_a_hub_name(
 
 
 def test_a_symlinks_own_suffix_decides(tmp_path: Path) -> None:
-    """As the hub's client keeps files."""
+    """Files as in the cache of the hub's client."""
     blob = lines(tmp_path / "blobs" / "0a1b", ALPACA)
     text = lines(tmp_path / "blobs" / "2c3d", {"text": "words"})
     (tmp_path / "rich").mkdir()

@@ -1,4 +1,4 @@
-"""Claims about encoding: ids and targets of every kind of sample, limits, and that all that is left out is counted."""
+"""Claims about encoding: ids and targets of every kind of sample, limits, and counts of what is left out."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_long_samples_may_be_dropped() -> None:
         chat(user("q")),
         Sample("x", chat(user("q"), assistant("a")).messages, untrained=frozenset({1})),
         Sample("x", ids=np.array([1, 2]), trained=np.zeros(2, bool)),
-        Sample("x", ids=np.array([1, 2]), trained=np.array([True, False])),  # nothing stands before the first
+        Sample("x", ids=np.array([1, 2]), trained=np.array([True, False])),  # the first token has no token before it
         Sample("x", ids=np.array([], np.int64), trained=np.array([], bool)),
     ],
 )
@@ -237,7 +237,7 @@ def test_an_encoders_identity_depends_on_everything_that_decides_its_tokens() ->
         return Encoder(tokenizer, EncodeOptions(**options)).identity
 
     other_start = byte_tokenizer("chatml")
-    other_start.bos_token = "</s>"  # no rule of the pipeline, but a template may write it
+    other_start.bos_token = "</s>"  # not part of the pipeline, but a template may write it
     others = [
         identity(BYTES, template="chatml"),
         identity(byte_tokenizer("zephyr")),

@@ -1,4 +1,4 @@
-"""Claims about encoding on several processes: it comes to what one comes to, errors and their order included."""
+"""Claims about encoding on several processes: the result equals that of one, including errors and their order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENCODER = Encoder(byte_tokenizer("gemma"), EncodeOptions(max_tokens=60))
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads in the place of processes, which take a second to start, and a few samples to a batch."""
+    """Threads instead of processes, which take a second to start, and a few samples per batch."""
     monkeypatch.setattr(several, "ProcessPoolExecutor", lambda count, _, start, with_: ThreadPoolExecutor(
         count, initializer=start, initargs=with_
     ))  # fmt: skip
@@ -44,7 +44,7 @@ def samples(count: int, refused: tuple[int, ...] = ()) -> Iterator[Sample]:
 
 
 def outcome(processes: int, given: Iterator[Sample], bad: Bad = "leave_out") -> Any:
-    """All that can be told of an encoding: its samples, what has become of others, how it ended, what was told."""
+    """Everything observable of an encoding: its samples, statistics, error, and reported progress."""
     statistics, told, found, error = Statistics(LeftOut(bad)), list[int](), [], ""
     try:
         for each in encode_in_processes(given, ENCODER, statistics, processes, told.append):
@@ -82,7 +82,7 @@ def test_errors_are_the_same_from_a_worker_process() -> None:
     assert (type(again), str(again), again.reason) == (SampleError, str(error), "why")
 
 
-@pytest.mark.slow  # each process loads the library
+@pytest.mark.slow  # each process imports transformers
 def test_processes_write_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 500)
     monkeypatch.setattr(several, "MIN_BATCHES", 2)

@@ -41,7 +41,7 @@ def json_lines(texts: list[str]) -> bytes:
 
 
 def table(texts: list[str]) -> bytes:
-    """With several row groups, which a position may lie within."""
+    """A file with several row groups, so that a position may be inside one."""
     written = io.BytesIO()
     parquet.write_table(pyarrow.table({"text": texts}), written, row_group_size=5)
     return written.getvalue()
@@ -56,7 +56,7 @@ WRITERS = {
 
 
 def shards(ending: str, texts: list[str] = TEXTS) -> dict[str, bytes]:
-    """As many files as `SHARDS`, beside a card."""
+    """`SHARDS` files and a card."""
     parts = [texts[len(texts) * part // SHARDS : len(texts) * (part + 1) // SHARDS] for part in range(SHARDS)]
     files = {f"data/train-{part:05}-of-{SHARDS:05}.{ending}": WRITERS[ending](each) for part, each in enumerate(parts)}
     return {"README.md": b"---\nlicense: mit\n---\n# Texts\n", **files}
@@ -104,7 +104,7 @@ def test_names_of_no_data_set_are_refused_after_one_request(hub: Hub) -> None:
 
 
 def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even where it is a name server that keeps silent, for which no timeout of the client counts."""
+    """Also if a DNS server does not answer, which the timeouts of the client do not cover."""
     over = threading.Event()
     monkeypatch.setattr(data_hub, "TIMEOUT_SECONDS", 0.1)
     monkeypatch.setattr(HfApi, "dataset_info", lambda *_, **__: over.wait(60))

@@ -1,4 +1,4 @@
-"""Claims about reading JSON: a list is read as the library reads it, in little memory, and nothing is passed over."""
+"""Claims about reading JSON: a list is parsed as `json` does, in little memory, and nothing is skipped silently."""
 
 from __future__ import annotations
 

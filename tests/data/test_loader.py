@@ -28,19 +28,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def windows_of(folder: Path, count: int, name: str = "x") -> Windows:
-    """`count` windows; the first token of each tells which one it is."""
+    """`count` windows; the first token of each identifies it."""
     ids = np.arange(count * WINDOW)
     return pack(write_tokens(folder / f"{name}.bin", [ids], len(ids)), window=WINDOW, vocab_size=len(ids))
 
 
 def taken(loader: Loader, steps: int) -> list[int]:
-    """The windows that the next `steps` steps hold."""
+    """The numbers of the windows in the next `steps` steps."""
     batches = [batch for step in itertools.islice(loader, steps) for batch in step]
     return [index // WINDOW for batch in batches for index in batch["input_ids"][:, 0].tolist()]
 
 
 def epochs_slowly(seed: int, count: int) -> Iterator[int]:
-    """The twin: every epoch's order, one after another, from its beginning."""
+    """The slow reference: the orders of all epochs, one after another."""
     for epoch in itertools.count():
         numbers = np.random.Philox(key=[seed, epoch]).random_raw(count).tolist()
         yield from sorted(range(count), key=numbers.__getitem__)
@@ -70,7 +70,7 @@ def test_a_resumed_loader_continues_exactly_at_any_micro_batch_size(
     before = taken(saved, steps)
     state = json.loads(json.dumps(saved.state_dict()))
     resumed = Loader(windows, micro_batch=after[0], micro_batches=after[1], seed=seed)
-    taken(resumed, 1)  # wherever it was
+    taken(resumed, 1)  # its own position must not matter
     resumed.load_state_dict(state)
     found = before + taken(resumed, 3)
     assert found == list(itertools.islice(epochs_slowly(seed, count), len(found)))
@@ -89,13 +89,13 @@ def test_a_step_is_micro_batches_of_int64_windows_with_equal_labels(folder: Path
         assert batch["input_ids"].dtype == torch.int64
         assert torch.equal(batch["labels"], batch["input_ids"])
         first = batch["input_ids"][:, :1]
-        assert torch.equal(batch["input_ids"], first + torch.arange(WINDOW))  # whole windows, none mixed
+        assert torch.equal(batch["input_ids"], first + torch.arange(WINDOW))  # each row is one whole window
 
 
 def test_each_seed_and_epoch_has_a_fixed_order() -> None:
     orders = [tuple(epoch_order(seed, epoch, 50)) for seed in range(4) for epoch in range(4)]
     assert len(set(orders)) == 16
-    # Written down once: a change of this order would break the resume of every saved run.
+    # Fixed: a change of this order would break the resume of every saved run.
     assert epoch_order(1, 2, 10).tolist() == [4, 2, 0, 6, 1, 5, 9, 8, 7, 3]
 
 

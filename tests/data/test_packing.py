@@ -1,4 +1,4 @@
-"""Claims about best-fit packing: every sample once, no row too full, and about as few rows as there can be."""
+"""Claims about best-fit packing: every sample once, no row too full, and close to the smallest number of rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatrain.data.packing import best_fit, copies
 
 
 def slowly(lengths: list[int], room: int) -> int:
-    """The twin: rows that best-fit decreasing opens, each found by looking at all."""
+    """The slow reference: the number of rows of best-fit decreasing, looking at every row for each sample."""
     free: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [(left, row) for row, left in enumerate(free) if left >= length]

@@ -48,7 +48,7 @@ def prepared(tmp_path: Path, rows: list[dict[str, Any]], schema: Schema | None =
 
 
 def texts(file: SampleFile) -> list[tuple[str, str]]:
-    """Of each sample, all of it and what is trained."""
+    """(text, trained text) of each sample."""
     tokenizer = load_tokenizer("bytes")
     found = []
     for number in range(len(file)):

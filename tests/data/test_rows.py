@@ -33,7 +33,7 @@ VOCABULARY = 20_000
 
 
 def encoded(count: int, first: int, longest: int = WINDOW) -> list[EncodedSample]:
-    """Samples whose every token tells which one it is."""
+    """Samples whose tokens identify them."""
     generator = np.random.default_rng(first)
     samples = []
     for number in range(count):
@@ -65,7 +65,7 @@ def sources_in(folder: Path) -> list[Batching]:
 
 
 def told(step: list[dict[str, torch.Tensor]]) -> str:
-    """A hash of all that a step holds."""
+    """A hash of a step's arrays."""
     digest = hashlib.sha256()
     for batch in step:
         for name, tensor in sorted(batch.items()):
@@ -93,7 +93,7 @@ def test_samples_round_trip(tmp_path: Path) -> None:
 
 
 def test_one_changed_token_changes_the_fingerprint(tmp_path: Path) -> None:
-    """Else a resumed run would go on with another stream and not know it."""
+    """Otherwise a resumed run would silently continue with other rows."""
     samples = [EncodedSample(np.full(1000, 5, np.int32), np.arange(1000) > 0, "")] * 500
     changed = EncodedSample(np.where(np.arange(1000) == 500, 6, 5).astype(np.int32), np.arange(1000) > 0, "")
     one = write_samples(tmp_path / "x.bin", samples, 10, {})

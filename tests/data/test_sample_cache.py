@@ -1,4 +1,4 @@
-"""Claims about the cache of encoded samples: keyed by content, and telling the same when it is used."""
+"""Claims about the cache of encoded samples: keyed by content, and reporting the same when it is used."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_concurrent_runs_encode_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     def slowly(*arguments: Any, **_: object) -> Any:
         encodings.append(arguments)
-        time.sleep(0.3)  # both would be at it
+        time.sleep(0.3)  # so that both would encode at the same time
         yield from encode_samples(*arguments)
 
     monkeypatch.setattr("megatrain.data.sample_cache.encode_in_processes", slowly)

@@ -1,4 +1,4 @@
-"""Claims about formats: each means what its users mean by it, and what does not fit is named with its place."""
+"""Claims about formats: each is read as its users mean it, and errors name the place."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_an_unrecognised_row_suggests_what_to_set(fields: dict[str, Any], hint: 
 
 
 def test_suggested_settings_work() -> None:
-    """Each hint, followed; turns of any keys, in a column of either name, and for a format that is named."""
+    """Following each hint makes the row readable: any keys of turns, in either column, also with a format set."""
     turns = [{"speaker": "user", "text": "q"}, {"speaker": "assistant", "text": "a"}]
     tags = {"role_tag": "speaker", "content_tag": "text"}
     assert list(read({"messages": turns}, tags=tags).messages) == HELLO
@@ -299,7 +299,7 @@ def test_kto_rows_are_refused_by_name(fields: dict[str, Any]) -> None:
         assert f"{name!r} says whether the answer is good or bad, as data for KTO does" in message
     for other in ({"label": 3}, {"label": "joy"}, {"label": 0}, {"labels": [True]}, {"score": 1}, {"chosen": "x"}):
         read({**fields, **other})
-    assert read({"text": "t", "label": True}).text == "t"  # a class, and no answer
+    assert read({"text": "t", "label": True}).text == "t"  # a class, not a label of an answer
     assert "'label' says whether the answer" in refused({**fields, "label": True}, format="preference")
 
 

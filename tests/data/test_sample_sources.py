@@ -1,4 +1,4 @@
-"""Claims about sources of samples: every file type gives the same rows, and what is wrong or left out has its place."""
+"""Claims about sources of samples: every file type gives the same rows, and errors and counts name the place."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_truncated_compressed_data_is_refused(tmp_path: Path, compression: str) 
 
 @pytest.mark.parametrize("number", [2, 3000])
 def test_a_cell_in_another_encoding_is_refused_with_its_line(tmp_path: Path, number: int) -> None:
-    """Text is decoded ahead of what is read."""
+    """Although text is decoded in larger pieces than lines."""
     rows = [b"text", *[b"words"] * 5000]
     rows[number - 1] = b"\xe9"
     (tmp_path / "a.csv").write_bytes(b"\n".join(rows))
@@ -142,7 +142,7 @@ def test_table_cells_stay_text_of_any_length(tmp_path: Path) -> None:
 
 
 def test_chats_in_table_cells_are_json(tmp_path: Path) -> None:
-    """In either format, told by the keys of its turns, with tools beside it; what is no JSON is told with its line."""
+    """In both formats, with and without tools; text that is not JSON is an error with its line."""
     shared = [{"from": "human", "value": "q"}, {"from": "gpt", "value": 'a,\n"b"'}]
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": 'a,\n"b"'}]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -168,7 +168,7 @@ def test_chats_in_table_cells_are_json(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "arrow", "saved"])
 def test_kto_data_is_refused_in_every_format(tmp_path: Path, suffix: str) -> None:
-    """Trained as it is, its undesirable answers would be learned too."""
+    """Otherwise its undesirable answers would be learned, too."""
     for number, row in enumerate((CHAT, {"prompt": "q", "completion": "a"})):
         path = written(tmp_path / f"{number}.{suffix}", [{**row, "label": good} for good in (True, False)])
         assert "'label' says whether the answer is good or bad, as data for KTO does" in refused(path)
@@ -283,7 +283,7 @@ def test_text_in_another_encoding_is_refused_with_its_line(tmp_path: Path) -> No
 def test_mixed_formats_are_refused_at_the_first_other_row(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", CHAT, CHAT, {"instruction": "q", "output": "a"})
     assert refused(path).startswith(f"{path}:3: a sample in alpaca format, but the file begins with chat samples")
-    path = lines(tmp_path / "c.jsonl", {"text": "x"}, {"text": "y", **CHAT})  # it would fit, as the text that it is not
+    path = lines(tmp_path / "c.jsonl", {"text": "x"}, {"text": "y", **CHAT})  # it would fit as a text, too
     assert refused(path).startswith(f"{path}:2: a sample in chat format, but the file begins with text samples")
     assert len(read(Source(str(path), Schema("text")))[0]) == 2
     lines(tmp_path / "b.jsonl", {"instruction": "q", "output": "a"})

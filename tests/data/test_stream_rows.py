@@ -1,4 +1,4 @@
-"""Claims about streams: every sample once an epoch, the same rows from any saved position, another data set told."""
+"""Claims about streams: each sample once per epoch, the same rows after a resume, and changed data is detected."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def folder(path: Path, count: int = 47, word: str = "n") -> Path:
-    """Rows of several lengths in three files."""
+    """Rows of various lengths in three files."""
     path.mkdir(exist_ok=True)
     for part in range(3):
         texts = [f"{word}{number}:" + "x" * (number % 13) for number in range(count) if number % 3 == part]
@@ -64,7 +64,7 @@ def test_each_epoch_has_every_sample_once_in_a_new_order(tmp_path: Path) -> None
     assert first != second
     other = stream(tmp_path / "a", seed=6)
     assert [text(other.row(index)) for index in range(47)] != first
-    assert text(rows.row(3)) == first[3]  # of a block that is in memory no more
+    assert text(rows.row(3)) == first[3]  # of a block that is no longer in memory
     assert rows.statistics.samples == 2 * 47
 
 
@@ -79,7 +79,7 @@ def test_rows_match_their_packing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("how", "workers"), [("windows", 0), ("best_fit", 2), ("grouped", 1)])
 def test_any_saved_position_continues_with_the_same_rows(tmp_path: Path, how: Packing, workers: int) -> None:
-    """Across files, blocks and epochs; in the loader that is going and in a new one, of rows of any worker."""
+    """Across files, blocks and epochs, in the same loader and in a new one, with and without workers."""
     folder(tmp_path / "a")
     going = loader(tmp_path / "a", how, workers=workers)
     found, states = [], []
@@ -177,7 +177,7 @@ def test_sources_that_cannot_stream_are_named(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_reads_the_same_dataset_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub has moved on meanwhile."""
+    """Even if the hub has a newer commit by then."""
     commits = {"old": folder(tmp_path / "old"), "new": folder(tmp_path / "new", word="m")}
     library, head, asked = datasets.load_dataset, ["old"], []
 

@@ -1,4 +1,4 @@
-"""Claims about sources: what is read, in which order, and that nothing is left out in silence."""
+"""Claims about text sources: what is read, in which order, and that everything left out is counted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatrain.errors import DataError
 
 
 def documents(*sources: str | Path, pattern: str = "*") -> tuple[list[str], Counter[str]]:
-    """All documents, whole, and what was left out."""
+    """All documents, with their pieces joined, and the counts of what was left out."""
     files, skipped = find_files(sources, pattern)
     found = [""]
     for piece in read_pieces(files, skipped):

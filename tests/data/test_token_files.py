@@ -1,4 +1,4 @@
-"""Claims about token files: exact, memory mapped, whole or absent, and refused with a reason."""
+"""Claims about token files: exact, memory-mapped, complete or absent, and refused with a reason."""
 
 from __future__ import annotations
 

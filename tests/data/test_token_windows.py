@@ -1,4 +1,4 @@
-"""Claims about windows: they are the stream, cut; and data that cannot be cut says so."""
+"""Claims about windows: together they are the token stream, and unusable data is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims about tokenizers: the byte level is exact and portable, what cannot be loaded says so at once."""
+"""Claims about tokenizers: the byte-level one is exact and portable, and unusable ones are refused at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BYTES = load_tokenizer("bytes")
 
 
 def word_tokenizer(**special: str) -> Tokenizer:
-    """A tokenizer with one id per word and a normalizer, so that its ids are nobody's bytes."""
+    """A tokenizer with one id per word and a normalizer, so that its ids are not bytes."""
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"unknown": 0, "a": 1, "b": 2}, unk_token="unknown"))
     words.normalizer = tokenizers.normalizers.Lowercase()
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -40,7 +40,7 @@ def word_tokenizer(**special: str) -> Tokenizer:
 
 
 def encode_slowly(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The twin of `encode_text`: the tokenizer's own pipeline on one text."""
+    """The slow reference for `encode_text`: the tokenizer's own pipeline on one text."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     return ids
 
@@ -80,12 +80,12 @@ def test_a_saved_byte_tokenizer_is_loaded_again_from_any_model_folder(tmp_path: 
         assert encode_slowly(tokenizer, text) == list(text.encode())
         assert tokenizer.decode(list(text.encode())) == text
         assert tokenizer.eos_token_id == 256
-    assert encode_text(loaded, text).dtype == np.uint8  # the fast path knows it again
+    assert encode_text(loaded, text).dtype == np.uint8  # it takes the fast path again
     assert tokenizer_identity(loaded) == tokenizer_identity(BYTES)
 
 
 def test_a_saved_tokenizer_loads_in_transformers_4_and_converters(tmp_path: Path) -> None:
-    """The class by the name that both major versions know, and the SentencePiece model that it came with."""
+    """The class has the name that transformers 4 knows, too, and the SentencePiece model is saved."""
     (tmp_path / "from").mkdir()
     (tmp_path / "from" / "tokenizer.model").write_bytes(b"pieces")
     word_tokenizer(eos_token="</s>").save_pretrained(tmp_path / "from")
@@ -116,7 +116,7 @@ def test_a_tokenizers_identity_depends_on_its_rules_not_its_path(tmp_path: Path)
     tokenizer = word_tokenizer(eos_token="</s>")
     tokenizer.save_pretrained(tmp_path / "here")
     assert tokenizer_identity(load_tokenizer(str(tmp_path / "here"))) == tokenizer_identity(tokenizer)
-    tokenizer.backend_tokenizer.enable_truncation(3)  # in force until the next call sets its own
+    tokenizer.backend_tokenizer.enable_truncation(3)  # stays until the next call sets its own
     assert tokenizer_identity(load_tokenizer(str(tmp_path / "here"))) == tokenizer_identity(tokenizer)
     assert tokenizer_identity(word_tokenizer(eos_token="</end>")) != tokenizer_identity(tokenizer)
 

@@ -30,7 +30,7 @@ CONVERSATIONS = (
 
 @cache
 def tokenizer_of(name: str) -> Tokenizer:
-    """One that merges bytes, line ends among them, with TRL's copy of a model's template."""
+    """A tokenizer that merges bytes, including line ends, with TRL's copy of a model's template."""
     import trl.chat_template_utils as trl
 
     text = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text("utf-8")
@@ -67,7 +67,7 @@ def test_label_masks_match_trl(name: str) -> None:
 
 
 def test_default_label_masks_differ_from_trls_as_documented() -> None:
-    """What is trained beside the answer and the mark that ends it."""
+    """The trained text other than the answer and its end marker."""
     sample = chat(user("q"), assistant("a"))
     more = {}
     for name in ("qwen2_5", "qwen3_vl", "llama3", "gemma", "deepseekv3"):

@@ -1,4 +1,4 @@
-"""Answers that are good or bad by themselves: what is read, what stands behind each, and what stays together."""
+"""Answers labelled good or bad: their formats, the mismatched answer after each, and that pairs stay together."""
 
 from __future__ import annotations
 
