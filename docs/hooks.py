@@ -76,7 +76,7 @@ def trainer_page() -> str:
         "",
         "How `megatrain.hf.streamed` treats each training argument; see its [guide](../guides/trainer.md). Its checks",
         "use this table. *Same as stock*: the library's own code reads the option, as in a stock run, or the engine",
-        "honours it. *No effect*: the option changes no number. An option of a later library version that is not",
+        "does the same. *No effect*: the option changes no result. An option of a later library version that is not",
         "listed is refused as soon as it is set. Fields of your own subclass of the arguments are not checked.",
     ]
     for kind, rows in describe_options().items():

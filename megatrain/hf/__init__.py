@@ -3,7 +3,7 @@
     from megatrain.hf import streamed
     trainer = streamed(SFTTrainer)(model=..., args=..., ...)
 
-It needs `accelerate`, as every `Trainer` does, and `trl` for its trainers; MegaTrain itself needs neither.
+This needs `accelerate`, as every `Trainer` does, and `trl` for TRL's trainers; MegaTrain itself needs neither.
 """
 
 from megatrain.hf.trainer import Streamed, StreamedTrainer, streamed

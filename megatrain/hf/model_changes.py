@@ -1,13 +1,13 @@
 """Checks that a Trainer's model has not changed since its engine was made, and raises an error that names what has.
 
-The engine runs a copy of the model's code. Values of parameters are given to it before each step; whatever else is
-changed in the model once there is an engine, a hook, a module, a number in one, it would never hear of. So the model's
-facts are taken when the engine is made, and again before each step, and compared.
+The engine runs a copy of the model's modules. It gets changed values of parameters before each step, but no other
+change made to the model after the engine was created, such as a hook, a module, or a number in one. So a snapshot of
+the model is taken when the engine is created, another before each step, and the two are compared.
 
-Left out is what changes no number (the mode, gradient checkpointing, names), what libraries put around a model to
-train it, attributes whose names begin with an underscore, which are a module's own affair, objects that are neither
-numbers, texts, functions nor tensors, and caches: tensors where there was nothing, and all that a rotary embedding has
-which adapts itself to the length of its input.
+Not compared: what changes no result (training mode, gradient checkpointing, names); what libraries wrap around a model
+to train it; private attributes, whose names begin with an underscore; objects that are neither numbers, strings,
+functions nor tensors; and caches, which are tensors where there was nothing before, and everything in a rotary
+embedding that adapts to the length of its input.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatrain.errors import ConfigError
-from megatrain.hf.model import module_of, users_forward
+from megatrain.hf.model import custom_forward, defining_module
 from megatrain.model.user_patches import HOOKS
 
-CHANGES_NO_NUMBER = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "architectures")
-"""Fields of a config that a `Trainer` sets while it trains, or its user may; others have to be set before."""
+UNCHECKED_FIELDS = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "architectures")
+"""Fields of a config that may change during training; some of them a `Trainer` changes itself."""
 
-FREE = frozenset(
+UNCHECKED_ATTRIBUTES = frozenset(
     {"training", "gradient_checkpointing", "name_or_path", "warnings_issued", "model_tags", "hf_device_map"}
 )
-"""Attributes of modules that trainers set, or their users may; `forward` is compared apart."""
+"""Attributes of modules that may change during training. `forward` is compared separately."""
 
-PUTS_HOOKS = ("transformers.", "accelerate.", "trl.")
-"""Modules whose own hooks only look at outputs, or ask for a gradient."""
+HARMLESS_HOOKS = ("transformers.", "accelerate.", "trl.")
+"""Packages whose hooks only read outputs or require a gradient, and are not compared."""
 
-USUAL = frozenset({bool, int, float, str, type(None)})
-PLAIN = (Number, str, bytes, type(None), torch.dtype, torch.device)
+COMMON_TYPES = frozenset({bool, int, float, str, type(None)})
+COMPARABLE_TYPES = (Number, str, bytes, type(None), torch.dtype, torch.device)
 
-Facts = Mapping[tuple[str, str], Any]
-"""(name of a module, a parameter or a config; attribute, or nothing for the thing itself) -> what is compared."""
+Snapshot = Mapping[tuple[str, str], Any]
+"""(name of a module, parameter or config; its attribute, or "" for the object itself) -> the value to compare."""
 
 
 class _Absent:
@@ -51,34 +51,34 @@ ABSENT = _Absent()
 NOT_COMPARED = object()
 
 
-class _Values:
-    """A tensor as it is now: equal to one that holds the same values, found without reading them if it is itself."""
+class _TensorValues:
+    """A tensor's current values. The same tensor is compared by version, without reading values; another by values."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.version = tensor, None if tensor.is_inference() else tensor._version
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Values):
+        if not isinstance(other, _TensorValues):
             return False
         if self.tensor is other.tensor:
             return self.version == other.version
         return torch.equal(self.tensor.cpu(), other.tensor.cpu())
 
-    __hash__ = None  # type: ignore[assignment]  # it is compared, and no key
+    __hash__ = None  # type: ignore[assignment]  # not used as a key
 
 
-def facts_of(model: nn.Module) -> Facts:
-    """All of a model that its engine will not hear of if it changes."""
+def snapshot_of(model: nn.Module) -> Snapshot:
+    """Everything in a model whose change the engine would not notice."""
     found: dict[tuple[str, str], Any] = {}
     configs: dict[int, tuple[str, PreTrainedConfig]] = {}
-    with torch._C.DisableTorchFunctionSubclass():  # values of parameters are not asked for
+    with torch._C.DisableTorchFunctionSubclass():  # reads no values of lazy parameters
         for name, module in model.named_modules(remove_duplicate=False):
             found[name, ""] = module, type(module)
-            for attribute, value in _of_module(module):
+            for attribute, value in _module_attributes(module):
                 if issubclass(type(value), PreTrainedConfig):  # isinstance is slow with one
                     configs.setdefault(id(value), (f"{name}.{attribute}".strip("."), value))
                 else:
-                    found[name, attribute] = _compared(value)
+                    found[name, attribute] = _comparable(value)
         for name, parameter in model.named_parameters():
             found[name, ""] = nn.Parameter
             found[name, "shape"] = tuple(parameter.shape)
@@ -89,71 +89,76 @@ def facts_of(model: nn.Module) -> Facts:
                     found[name, kind] = tuple(hooks.values())
     found["", "loss_function"] = getattr(model, "loss_function", None)
     for name, config in configs.values():
-        found |= {(name, field): _compared(value) for field, value in _of_config(config)}
+        found |= {(name, field): _comparable(value) for field, value in _config_fields(config)}
     return found
 
 
-def _of_module(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _module_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name and value of the hooks, buffers and attributes to compare."""
     own = vars(module)
     for kind in HOOKS:
-        if own[kind] and (hooks := tuple(h for h in own[kind].values() if not module_of(h).startswith(PUTS_HOOKS))):
+        if own[kind] and (
+            hooks := tuple(h for h in own[kind].values() if not defining_module(h).startswith(HARMLESS_HOOKS))
+        ):
             yield kind, hooks
-    if "forward" in own and (forward := users_forward(module)) is not None:
+    if "forward" in own and (forward := custom_forward(module)) is not None:
         yield "forward", forward
-    if _adapts_itself(own.get("rope_type")):
+    if _changes_with_length(own.get("rope_type")):
         return
     for name, value in own.items():
-        if name[0] == "_" or name in FREE:
+        if name[0] == "_" or name in UNCHECKED_ATTRIBUTES:
             continue
-        if not (callable(value) and callable(getattr(PreTrainedModel, name, None))):  # a `generate` of one's own, say
+        if not (callable(value) and callable(getattr(PreTrainedModel, name, None))):  # such as a user's own `generate`
             yield name, value
     yield from own["_buffers"].items()
 
 
-def _adapts_itself(rope_type: Any) -> bool:
+def _changes_with_length(rope_type: Any) -> bool:
+    """Whether a rotary embedding of this type recomputes its buffers for longer inputs."""
     return rope_type is not None and ("dynamic" in str(rope_type) or "longrope" in str(rope_type))
 
 
-def _of_config(config: PreTrainedConfig) -> Iterator[tuple[str, Any]]:
+def _config_fields(config: PreTrainedConfig) -> Iterator[tuple[str, Any]]:
+    """Name and value of the fields to compare."""
     for name, value in vars(config).items():
-        if name[0] != "_" and name not in CHANGES_NO_NUMBER:
+        if name[0] != "_" and name not in UNCHECKED_FIELDS:
             yield name, value.to_dict() if isinstance(value, PreTrainedConfig) else value
     yield "_attn_implementation", config._attn_implementation
 
 
-def _compared(value: Any) -> Any:
-    """What is compared of a value: itself, or a copy of a container of such. Of other objects nothing is known."""
-    if type(value) in USUAL or isinstance(value, PLAIN) or callable(value):
+def _comparable(value: Any) -> Any:
+    """What to compare: the value itself, a tensor's values, a copy of a container of such; or `NOT_COMPARED`."""
+    if type(value) in COMMON_TYPES or isinstance(value, COMPARABLE_TYPES) or callable(value):
         return value
     if isinstance(value, Tensor):
-        return _Values(value)
+        return _TensorValues(value)
     if not isinstance(value, dict | list | tuple | set | frozenset):
         return NOT_COMPARED
-    inner = [_compared(each) for each in (value.values() if isinstance(value, dict) else value)]
-    if any(each is NOT_COMPARED or isinstance(each, _Values) for each in inner):
+    inner = [_comparable(each) for each in (value.values() if isinstance(value, dict) else value)]
+    if any(each is NOT_COMPARED or isinstance(each, _TensorValues) for each in inner):
         return NOT_COMPARED
     return dict(zip(value, inner, strict=True)) if isinstance(value, dict) else inner
 
 
-def refuse_changes(before: Facts, now: Facts) -> None:
-    """Raise `ConfigError` naming the first fact that has changed."""
+def refuse_changes(before: Snapshot, now: Snapshot) -> None:
+    """Raise `ConfigError` naming the first difference between two snapshots of a model."""
     if before == now:
         return
     for key in {**before, **now}:
         was, found = before.get(key, ABSENT), now.get(key, ABSENT)
         if was is found or was == found or was is NOT_COMPARED:
             continue
-        if (found is NOT_COMPARED or isinstance(found, _Values)) and was in (None, ABSENT, [], {}):
-            continue  # a cache
-        what, since = ".".join(filter(None, key)) or "model", "since the engine was made"
-        if all(isinstance(each, (*PLAIN, _Absent)) for each in (was, found)):
-            what = f"{what} was {was!r} when the engine was made and is {found!r} now"
+        if (found is NOT_COMPARED or isinstance(found, _TensorValues)) and was in (None, ABSENT, [], {}):
+            continue  # a cache that has been filled
+        what, since = ".".join(filter(None, key)) or "model", "since the engine was created"
+        if all(isinstance(each, (*COMPARABLE_TYPES, _Absent)) for each in (was, found)):
+            what = f"{what} was {was!r} when the engine was created and is {found!r} now"
         elif was is ABSENT or found is ABSENT:
             what = f"{what} has been {'added' if was is ABSENT else 'removed'} {since}"
         else:
             what = f"{what} has been changed {since}"
-        fix = "change it before the first train() or evaluate(), or make a new trainer"
+        fix = "change it before the first train() or evaluate(), or create a new trainer"
         raise ConfigError(what, where="the trainer's model", fix=fix)
 
 
-__all__ = ["Facts", "facts_of", "refuse_changes"]
+__all__ = ["Snapshot", "refuse_changes", "snapshot_of"]

@@ -1,7 +1,7 @@
 """NEFTune (Jain et al., "NEFTune: Noisy Embeddings Improve Instruction Finetuning", 2023): noise on embeddings.
 
-The noise is drawn in the forward of the embedding, a part of the model that the engine runs again in its backward pass
-after it has seeded as for dropout, so both draw the same, whatever the plan (`engine.ops.call_seed`).
+The noise is drawn in the forward of the embedding. The engine runs that forward again in its backward pass with the
+same seed, as for dropout, so both draw the same noise under any plan (`engine.ops.call_seed`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from torch import Tensor, nn
 
 @contextmanager
 def noisy_embeddings(model: Any, alpha: float | None) -> Iterator[None]:
-    """In the block, the model's embeddings get noise as they train: what is made of it then keeps that."""
+    """In the block, the model's input embedding has a hook that adds noise in training mode. Copies keep the hook.
+
+    alpha: strength of the noise, by the paper's formula; no hook if it is `None`.
+    """
     if alpha is None:
         yield
         return
@@ -30,11 +33,11 @@ def noisy_embeddings(model: Any, alpha: float | None) -> Iterator[None]:
 
 
 def _with_noise(alpha: float, module: nn.Module, given: Any, output: Tensor) -> Tensor:
-    """Uniform noise of up to alpha / sqrt(length * hidden size) on embeddings [batch, length, hidden size]."""
+    """Embeddings [batch, length, hidden size] plus uniform noise of at most alpha / sqrt(length * hidden size)."""
     if not module.training:
         return output
-    most = alpha / math.sqrt(output.shape[1] * output.shape[2])
-    return output + torch.empty_like(output).uniform_(-most, most)
+    largest = alpha / math.sqrt(output.shape[1] * output.shape[2])
+    return output + torch.empty_like(output).uniform_(-largest, largest)
 
 
 __all__ = ["noisy_embeddings"]

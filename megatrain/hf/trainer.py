@@ -1,18 +1,18 @@
 """The streamed trainer: a `Trainer` whose forward, backward and update are one `Engine.step`.
 
-The library keeps its loop, and with it data, callbacks, logging, evaluation, checkpoints and their rotation; only what
-touches weights is replaced, by overriding methods that transformers 5.17 and 5.23 have alike. The micro-batches of an
-optimizer step are collected by `training_step`, the last of which runs them all. The learning rate is the scheduler's.
+The library keeps its training loop, data, callbacks, logging, evaluation and checkpoint rotation. Only what uses
+weights is replaced, by overriding methods that are the same in transformers 5.17 and 5.23. `training_step` collects the
+micro-batches of an optimizer step, and with the last one runs them all. The learning rate is the scheduler's.
 
-The model is the trainer's own, given or by name, as its user and TRL have made it when the engine is first needed. It
-may be read, run and written to between steps, as in a callback, and before and after training. Anything else that is
-changed in it from then on is refused at the next step (`model_changes.py`).
+The engine is created when it is first needed, from the trainer's model with all changes that its user and TRL have
+made. Before, during and after training the model may be read and run, and its weights changed, for example in a
+callback. Any other change after the engine was created is refused at the next step (`model_changes.py`).
 
-Processes that a launcher has started share the model, in place of `DistributedDataParallel`: each has its own batches,
-as in a stock trainer, and its part of the state. All of them call alike what reads or writes weights.
+Processes started by a launcher share the model, instead of using `DistributedDataParallel`: each has its own batches,
+as in a stock trainer, and its part of the state. All must make the same calls that read or write weights.
 
-Differences to know: a loss or gradient that is not finite raises `NonFinite` and nothing is applied; dropout draws
-other numbers, and so does the noise of `neftune_noise_alpha`.
+There are two differences to a stock run: a loss or gradient that is not finite raises `NonFinite` and nothing is
+updated; dropout and the noise of `neftune_noise_alpha` draw other random numbers.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from megatrain.checkpoint import open_checkpoint
 from megatrain.engine import count_targets
 from megatrain.engine.chunked_loss import divisor_of, own_entries
 from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
-from megatrain.hf.model import NamedSource, StandIn, named_model, own_forward, sums_over
-from megatrain.hf.model_changes import Facts, facts_of, refuse_changes
+from megatrain.hf.model import LazyModel, LazySource, checksums, forward_without_wrappers, named_model
+from megatrain.hf.model_changes import Snapshot, refuse_changes, snapshot_of
 from megatrain.hf.noisy_embeddings import noisy_embeddings
 from megatrain.hf.optimizer import EngineOptimizer
 from megatrain.hf.refusals import refuse_class, refuse_keywords, refuse_loss, refuse_model
@@ -52,11 +52,11 @@ from megatrain.train.options import EngineOptions, launched_world
 class Streamed:
     """Mixin that makes a `transformers.Trainer` class train through the engine; `streamed` applies it.
 
-    model: as usual, or the folder or hub name of one, which is then never loaded whole. loss_fn: in place of
-    cross-entropy, see `megatrain.losses`. engine_options: what `Engine.from_model` takes beyond what the training
-    arguments say, such as `policy`, `numerics` and `disk`.
+    model: a model, or a folder or hub name, which is then never loaded whole. loss_fn: replaces cross-entropy, see
+    `megatrain.losses`. engine_options: arguments of `Engine.from_model` that the training arguments do not determine,
+    such as `policy`, `numerics` and `disk`.
 
-    Raises `ConfigError` and `ModelError`, before anything is allocated, for what cannot be honoured.
+    Raises `ConfigError` and `ModelError`, before anything is allocated, for what is not supported.
     """
 
     model: Any
@@ -78,47 +78,48 @@ class Streamed:
         **keywords: Any,
     ) -> None:
         if arguments:
-            fix = "name what follows model and args"
-            raise ConfigError("takes two arguments without a name", where="StreamedTrainer", fix=fix)
+            fix = "pass all others by keyword"
+            raise ConfigError("only model and args may be positional", where="StreamedTrainer", fix=fix)
         refuse_class(type(self))
         refuse_keywords(keywords)
         if args is not None:
             refuse_arguments(args)
         self.loss_fn, self._options = loss_fn, dict(engine_options or {})
         self._engine: Engine | None = None
-        self._facts: Facts = {}
-        """What the model was when the engine was made, beside the values of its parameters."""
-        self._harmless: dict[str, dict[str, Any]] = {}
-        """Its config and generation config, as the engine has them: what may change in them is handed on."""
-        self._waiting: list[Mapping[str, Any]] = []
+        self._snapshot: Snapshot = {}
+        """The model when the engine was created, without the values of its parameters."""
+        self._configs: dict[str, dict[str, Any]] = {}
+        """Its config and generation config as the engine has them. Fields that may change are copied to the engine."""
+        self._micro_batches: list[Mapping[str, Any]] = []
+        """Those of the current optimizer step so far."""
         self._norm: float | None = None
-        self._saves_all = False
-        """Whether what is saved is a checkpoint, with all of the engine's state."""
-        self._by_name = isinstance(model, str | Path)
-        if self._by_name:
+        self._saving_checkpoint = False
+        """Whether a checkpoint with all of the engine's state is being saved, and not just the model."""
+        self._given_by_name = isinstance(model, str | Path)
+        if self._given_by_name:
             name, model = str(model), named_model(str(model), args)
             keywords = self._with_processor(name, args, keywords)
-        engines = ["torch_compile_backend", *(["model_init_kwargs"] if self._by_name else [])]
-        with _unset(args, *engines):  # else the accelerator compiles, and TRL says that it takes no name's arguments
+        handled = ["torch_compile_backend", *(["model_init_kwargs"] if self._given_by_name else [])]
+        with _temporarily_unset(args, *handled):  # or the accelerator would compile, and TRL refuse model_init_kwargs
             super().__init__(model=model, args=args, **keywords)  # type: ignore[call-arg]  # the trainer's
         refuse_arguments(self.args)
         refuse_model(self.model, self.args)
-        self.neftune_noise_alpha = None  # else the library puts its hook on the model, after the engine is made
+        self.neftune_noise_alpha = None  # or the library would add its hook to the model after the engine is created
         if not self.model_accepts_loss_kwargs:
-            what = f"{type(self.model).__name__} takes no num_items_in_batch, so its loss is a mean of means"
+            what = f"{type(self.model).__name__} does not accept num_items_in_batch, so its loss is a mean of means"
             raise ConfigError(what, where="StreamedTrainer", fix="give loss_fn, see megatrain.losses")
-        self._standin = StandIn(self._base, self.model)
-        self.accelerator.device_placement = False  # nothing goes to the device but through the engine
+        self._lazy_model = LazyModel(self._base, self.model)
+        self.accelerator.device_placement = False  # only the engine copies to the device
         not_wrapped = partial(self.accelerator.prepare_model, evaluation_mode=True)
-        self.accelerator.prepare_model = not_wrapped  # the engine sums gradients over ranks
+        self.accelerator.prepare_model = not_wrapped  # no DDP: the engine sums gradients over ranks
 
     @property
     def _base(self) -> Any:
-        """The model, or that with the layers of an adapter in it where the trainer's is a `PeftModel`."""
+        """The model; if the trainer's is a `PeftModel`, the model inside it, with the adapter's layers."""
         return base_of(self.model)
 
     def _with_processor(self, name: str, args: Any, keywords: dict[str, Any]) -> dict[str, Any]:
-        """TRL reads a processor beside a model by name, of the same revision; it is not told the name here."""
+        """Add the processor of the model's revision, which TRL would load itself if it were given the name."""
         revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision")
         if revision is None or keywords.get("processing_class") is not None:
             return keywords
@@ -130,14 +131,14 @@ class Streamed:
 
     @property
     def engine(self) -> Engine:
-        """Made when it is first needed, from the model as it is then."""
+        """The engine. It is created when first needed, from the model as it is then."""
         if self._engine is None:
             engine = self._make_engine()
             self._engine = engine
-            self._facts = facts_of(self._base)
+            self._snapshot = snapshot_of(self._base)
             both = ((kind, getattr(self._base, kind, None)) for kind in ("config", "generation_config"))
-            self._harmless = {kind: found.to_dict() for kind, found in both if found is not None}
-            self._standin.lend(engine)
+            self._configs = {kind: found.to_dict() for kind, found in both if found is not None}
+            self._lazy_model.move_weights_to(engine)
         return self._engine
 
     def _make_engine(self) -> Engine:
@@ -145,49 +146,49 @@ class Streamed:
             refuse_loss(self._base)
         options, mode, coefficient = self._engine_options(), self.model.training, router_coefficient(self)
         if coefficient is not None and hasattr(self._base, "router_aux_loss_coef"):
-            self._base.router_aux_loss_coef = coefficient  # taken from the config when the model was made
-        self.model.train()  # its dropout works in training, and never in evaluation
+            self._base.router_aux_loss_coef = coefficient  # was copied from the config when the model was created
+        self.model.train()  # the engine is created from a model in training mode, so that it has its dropout
         try:
-            with own_forward(self._base), noisy_embeddings(self._base, self.args.neftune_noise_alpha):
-                if self._by_name:
-                    engine = Engine.from_source(NamedSource(self._base), **options)
+            with forward_without_wrappers(self._base), noisy_embeddings(self._base, self.args.neftune_noise_alpha):
+                if self._given_by_name:
+                    engine = Engine.from_source(LazySource(self._base), **options)
                 else:
                     engine = Engine.from_model(self._base, **options)
         finally:
             self.model.train(mode)
         if coefficient is not None:
             found = engine.router_aux_loss_coef
-            if found is None or not math.isclose(coefficient, found, rel_tol=1e-6):  # a float32 in the model's forward
+            if found is None or not math.isclose(coefficient, found, rel_tol=1e-6):  # the model has it in float32
                 engine.close()
                 own = "has no such loss" if found is None else f"multiplies it by {found:g}"
-                what = f"router_aux_loss_coef={coefficient:g} cannot be honoured: the model's own forward {own}"
+                what = f"router_aux_loss_coef={coefficient:g} is not supported: the model's own forward {own}"
                 raise ConfigError(what, where=type(self.model).__name__, fix="set router_aux_loss_coef=0.0")
         return engine
 
-    def _catch_up(self) -> None:
-        """Honour what has been changed in the model since the engine was made, or raise `ConfigError`."""
+    def _sync_model(self) -> None:
+        """Apply to the engine what has been changed in the model, or raise `ConfigError` if that is not possible."""
         engine = self.engine
-        refuse_changes(self._facts, facts_of(self._base))
-        for kind, before in self._harmless.items():
+        refuse_changes(self._snapshot, snapshot_of(self._base))
+        for kind, before in self._configs.items():
             of_model, of_engine = getattr(self._base, kind), getattr(engine, kind)
             for name, value in of_model.to_dict().items():
                 if name not in before or value != before[name]:
                     setattr(of_engine, name, copy.deepcopy(getattr(of_model, name, value)))
                     before[name] = value
-        self._take_back()
+        self._sync_weights()
 
-    def _take_back(self) -> None:
-        """What has been read of the weights, and what has been written to them."""
-        changed, world = self._standin.take_back(), self.engine.world
-        told = world.exchange("weights that were written to", sums_over(changed) if world.size > 1 else {})
-        if any(each != told[0] for each in told):
-            what = "its weights have not been written to alike on all ranks"
-            raise ConfigError(what, where="the trainer's model", fix="write the same to them on each, or on none")
+    def _sync_weights(self) -> None:
+        """Free weights that have been read, and copy those that have been written to the engine."""
+        changed, world = self._lazy_model.collect_changes(), self.engine.world
+        sums = world.exchange("weights that were written to", checksums(changed) if world.size > 1 else {})
+        if any(each != sums[0] for each in sums):
+            what = "its weights have not been changed in the same way on all ranks"
+            raise ConfigError(what, where="the trainer's model", fix="write the same values on all ranks, or on none")
         if changed:
             self.engine.set_weights(changed)
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
-        """It stays where it is: only what a layer needs goes to the device."""
+        """Do nothing: the engine copies to the device what a layer needs."""
 
     def _engine_options(self) -> EngineOptions:
         args = self.args
@@ -217,53 +218,56 @@ class Streamed:
     # Training ---------------------------------------------------------------------------------------------------------
 
     def train(self, *arguments: Any, **keywords: Any) -> Any:
-        """As the trainer's."""
-        self._catch_up()
-        self._waiting.clear()
+        """Train, with the arguments and the result of the stock trainer's `train`."""
+        self._sync_model()
+        self._micro_batches.clear()
         try:
             return super().train(*arguments, **keywords)  # type: ignore[misc]
         finally:
-            self._standin.is_ahead = False
+            self._lazy_model.engine_is_ahead = False
 
     def training_step(self, model: Any, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Keeps the micro-batch; the last one of an optimizer step runs them all, and returns the loss of the step."""
+        """Collect the micro-batch; if it is the last of an optimizer step, run the step and return its loss, else 0."""
         self.model.train()
-        self._waiting.append(dict(inputs))
+        self._micro_batches.append(dict(inputs))
         loss = 0.0
         if self.accelerator.sync_gradients:
-            self._refuse_other_divisor(num_items_in_batch)
-            self._catch_up()
-            optimizer = self._plain_optimizer
+            self._check_divisor(num_items_in_batch)
+            self._sync_model()
+            optimizer = self._engine_optimizer
             self.engine.set_optimizer(optimizer.adamw)
-            out = self.engine.step(self._waiting, optimizer.lr, self._loss(), self._router_weights(len(self._waiting)))
+            weights = self._router_weights(len(self._micro_batches))
+            out = self.engine.step(self._micro_batches, optimizer.lr, self._loss(), weights)
             loss, self._norm = out.loss, out.grad_norm
-            self._tell("train", out.by_micro_batch, self._waiting)
-            self._waiting.clear()
-            self._standin.is_ahead = True
+            self._report_to_trl("train", out.by_micro_batch, self._micro_batches)
+            self._micro_batches.clear()
+            self._lazy_model.engine_is_ahead = True
         return torch.tensor(loss, device=self.args.device)
 
-    def _refuse_other_divisor(self, items: Any) -> None:
-        """Raise `ConfigError` where the trainer would divide by another number than the step's target tokens."""
-        if items is None or self.loss_fn is not None or len(self._waiting) != self.current_gradient_accumulation_steps:
+    def _check_divisor(self, items: Any) -> None:
+        """Raise `ConfigError` if the trainer would divide the loss by another number than the step's target tokens."""
+        complete = len(self._micro_batches) == self.current_gradient_accumulation_steps
+        if items is None or self.loss_fn is not None or not complete:
             return
-        own = sum(count_targets(batch) for batch in self._waiting)
+        own = sum(count_targets(batch) for batch in self._micro_batches)
         targets = sum(self.engine.world.exchange("target tokens", own))
         if int(items) != targets:
             what = f"the trainer divides by {int(items)}, and the step has {targets} target tokens"
             raise ConfigError(what, where="StreamedTrainer", fix="give loss_fn with a divisor of its own")
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Groups of parameters for the scheduler; the engine updates."""
+        """An optimizer whose groups the scheduler sets and the engine reads."""
         if self.optimizer is None:
             lr = self.args.learning_rate
-            self.optimizer = EngineOptimizer(self._base, self._adamw(), lr, self._has_stepped)
+            self.optimizer = EngineOptimizer(self._base, self._adamw(), lr, self._on_optimizer_step)
         return self.optimizer
 
-    def _has_stepped(self) -> None:
-        self._standin.is_ahead = False
+    def _on_optimizer_step(self) -> None:
+        self._lazy_model.engine_is_ahead = False
 
     @property
-    def _plain_optimizer(self) -> EngineOptimizer:
+    def _engine_optimizer(self) -> EngineOptimizer:
+        """The optimizer without accelerate's wrapper."""
         found: EngineOptimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return found
 
@@ -274,32 +278,34 @@ class Streamed:
         return self._norm
 
     def _loss(self) -> LossFn | None:
-        """What takes the place of `compute_loss`."""
+        """The loss function; replaces `compute_loss`."""
         return self.loss_fn or stock_loss(self)
 
     def _router_weights(self, count: int) -> list[float] | None:
         return None if self.loss_fn is not None else router_weights(self, count, self.engine.world.size)
 
-    def _tell(self, mode: str, found: Sequence[Mapping[str, float]], batches: Sequence[Mapping[str, Any]]) -> None:
-        """Hand TRL what it logs, of each micro-batch."""
+    def _report_to_trl(
+        self, mode: str, found: Sequence[Mapping[str, float]], batches: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Give TRL the metrics of each micro-batch, which it logs. mode: `train` or `eval`."""
         if not hasattr(self, "_metrics"):
             return
-        told: Any = self
+        trl: Any = self
         world = self.engine.world
         for of_batch, batch in zip(found[world.rank :: world.size], batches, strict=True):
             mask = batch.get("attention_mask")
             tokens = int(batch["input_ids"].numel() if mask is None else mask.sum())
             if world.size > 1:
-                of_batch, tokens = self._over_ranks(of_batch, divisor_of(self._loss(), batch), tokens)
+                of_batch, tokens = self._average_over_ranks(of_batch, divisor_of(self._loss(), batch), tokens)
             for name, value in of_batch.items():
-                told._metrics[mode][name].append(value)
+                trl._metrics[mode][name].append(value)
             if mode == "train":
-                told._total_train_tokens += tokens
-        told._metrics[mode]["num_tokens"] = [told._total_train_tokens]
+                trl._total_train_tokens += tokens
+        trl._metrics[mode]["num_tokens"] = [trl._total_train_tokens]
 
-    def _over_ranks(self, own: Mapping[str, float], weight: float, tokens: int) -> tuple[dict[str, float], int]:
-        """Means, and the number of tokens, over the micro-batches that the ranks have at once, as TRL takes them: by
-        the accelerator, which leaves out what fills up the last batch of a data set."""
+    def _average_over_ranks(self, own: Mapping[str, float], weight: float, tokens: int) -> tuple[dict[str, float], int]:
+        """Means of metrics, and number of tokens, over the micro-batches that the ranks run at the same time. As in TRL
+        the accelerator gathers them, which drops the samples that pad the last batch of a data set."""
         row = torch.tensor([[*own.values(), weight, tokens]], dtype=torch.float64, device=self.args.device)
         table = self.accelerator.gather_for_metrics(row).cpu()
         means = {}
@@ -311,9 +317,9 @@ class Streamed:
     # Evaluation -------------------------------------------------------------------------------------------------------
 
     def evaluation_loop(self, *arguments: Any, **keywords: Any) -> Any:
-        """The trainer's, of the model as it is now."""
-        self._catch_up()
-        with _unset(self.args, "bf16_full_eval"):  # the model's parameters are not to be cast: the engine computes so
+        """Run the trainer's evaluation loop with the model's current weights."""
+        self._sync_model()
+        with _temporarily_unset(self.args, "bf16_full_eval"):  # or the trainer would cast the model's parameters
             return super().evaluation_loop(*arguments, **keywords)  # type: ignore[misc]
 
     def prediction_step(
@@ -323,49 +329,49 @@ class Streamed:
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Loss, and logits and labels where they are asked for. A batch without a target has no loss. Those of several
-        ranks count by their tokens, and have a loss of this mean."""
+        """Loss, logits and labels of a batch; the last two only if needed. A batch without a target has no loss. Losses
+        of several ranks are scaled so that their mean is the mean over tokens."""
         batch, loss, world = dict(inputs), None, self.engine.world
         labels = batch.get("labels")
         targets = world.exchange("target tokens", 0 if labels is None else int((labels[:, 1:] != -100).sum()))
         if any(targets):
             found = self.engine.measure([batch], self._loss(), self._router_weights(1))
-            self._tell("eval", found.by_micro_batch, [batch])
+            self._report_to_trl("eval", found.by_micro_batch, [batch])
             own = found.shares[world.rank] * world.size if world.size > 1 else found.loss
             loss = torch.tensor(own, device=self.args.device)
         if prediction_loss_only:
             return loss, None, None
-        unseen = ("labels", *own_entries(self._loss()))
-        seen = {key: value for key, value in batch.items() if key not in unseen}
-        return loss, self.engine.logits(seen), labels
+        not_for_model = ("labels", *own_entries(self._loss()))
+        model_inputs = {key: value for key, value in batch.items() if key not in not_for_model}
+        return loss, self.engine.logits(model_inputs), labels
 
     # Saving -----------------------------------------------------------------------------------------------------------
 
     def _export(self, folder: Path) -> None:
-        """What `save_pretrained` of the model does: its files, among those that are there; or those of a checkpoint."""
-        self._catch_up()
+        """Replacement for the model's `save_pretrained`: write its files to `folder`, or a whole checkpoint."""
+        self._sync_model()
         engine = self.engine
-        if self._saves_all:
-            used = engine.optimizer
-            engine.set_optimizer(self._plain_optimizer.adamw_of_peaks)
+        if self._saving_checkpoint:
+            optimizer = engine.optimizer
+            engine.set_optimizer(self._engine_optimizer.adamw_with_peak_rates)
             made = engine.save(folder.parent, step=self.state.global_step).wait()
-            engine.set_optimizer(used)
-            self._on_first(lambda: _takes_place_of(made, folder))
+            engine.set_optimizer(optimizer)
+            self._on_rank_0(lambda: _replace_folder(made, folder))
             engine.saver.goes_on_from(folder)
             return
         precision: Precision = "bf16" if self.model.dtype == torch.bfloat16 else "fp32"
         beside = folder / ".megatrain"
-        self._on_first(lambda: shutil.rmtree(beside, ignore_errors=True))
+        self._on_rank_0(lambda: shutil.rmtree(beside, ignore_errors=True))
         engine.save_pretrained(beside, precision=precision)
-        self._on_first(lambda: _goes_into(beside, folder))
+        self._on_rank_0(lambda: _move_into(beside, folder))
 
-    def _on_first(self, work: Callable[[], object]) -> None:
-        """Do something on rank 0, while the others wait for it; what it raises is raised on all."""
+    def _on_rank_0(self, work: Callable[[], object]) -> None:
+        """Call `work` on rank 0 while the others wait. What it raises is raised on all."""
         world = self.engine.world
         world.agree("the saved model", lambda: work() and None if world.rank == 0 else None)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """The trainer's; the engine writes the weights if it has them, on all ranks."""
+        """Save as the trainer does, except that the engine, if there is one, writes the weights, on all ranks."""
         if self._engine is None:
             super()._save(output_dir, state_dict)  # type: ignore[misc]
             return
@@ -373,40 +379,41 @@ class Streamed:
             if self.engine.world.size > 1:
                 self._export(Path(output_dir or self.args.output_dir))
             return
-        with self._standin.saved_by(self._export):
+        with self._lazy_model.saved_by(self._export):
             super()._save(output_dir, state_dict)  # type: ignore[misc]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """The trainer's, with the engine's whole state in place of the optimizer's, unless `save_only_model`."""
-        self._saves_all = not self.args.save_only_model
+        """Save as the trainer does, but all of the engine's state instead of the optimizer's, or no state at all if
+        `save_only_model` is set."""
+        self._saving_checkpoint = not self.args.save_only_model
         try:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
         finally:
-            self._saves_all = False
+            self._saving_checkpoint = False
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         try:
             found = open_checkpoint(resume_from_checkpoint)
         except DamagedCheckpoint as error:
-            what = f"holds no state of the engine that is whole ({error.what})"
-            fix = "resume from one that a streamed trainer has written, or start from its weights as a model"
+            what = f"has no complete engine state ({error.what})"
+            fix = "resume from a checkpoint of a streamed trainer, or start from its weights as a model"
             raise CheckpointError(what, where=resume_from_checkpoint, fix=fix) from error
         self.engine.restore(found)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
-        self._take_back()
+        self._sync_weights()
         self.engine.flush()
         self.engine.fill(PretrainedSource(best))
 
 
-def _takes_place_of(made: Path, folder: Path) -> None:
+def _replace_folder(made: Path, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     made.rename(folder)
 
 
-def _goes_into(made: Path, folder: Path) -> None:
-    """The files of a model, among those that are there."""
+def _move_into(made: Path, folder: Path) -> None:
+    """Move a model's files into `folder`, replacing its weights but keeping its other files and its README."""
     for stale in folder.glob("*.safetensors*"):
         stale.unlink()
     for path in made.iterdir():
@@ -416,8 +423,8 @@ def _goes_into(made: Path, folder: Path) -> None:
 
 
 @contextmanager
-def _unset(args: Any, *names: str) -> Iterator[None]:
-    """In the block, these of the arguments are unset: they are honoured, and the library is not to do it as well."""
+def _temporarily_unset(args: Any, *names: str) -> Iterator[None]:
+    """In the block, these arguments are `None`, so that the library does not act on what the engine does."""
     given = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     for name in given:
         setattr(args, name, None)
@@ -429,13 +436,14 @@ def _unset(args: Any, *names: str) -> Iterator[None]:
 
 
 class StreamedTrainer(Streamed, Trainer):
-    """`transformers.Trainer` through the engine. See `Streamed` for what it takes beside."""
+    """`transformers.Trainer` on the engine. Additional arguments: see `Streamed`."""
 
 
 def streamed(kind: type) -> Any:
-    """The trainer's class `kind`, `transformers.Trainer` or `trl.SFTTrainer` say, through the engine.
+    """A subclass of the trainer class `kind` that trains through the engine.
 
-    Raises `ConfigError` for one with a loss or a step of its own.
+    kind: `transformers.Trainer` or `trl.SFTTrainer`, for example.
+    Raises `ConfigError` for a class with its own loss or training step.
     """
     made = type(f"Streamed{kind.__name__}", (Streamed, kind), {"__doc__": Streamed.__doc__, "__module__": __name__})
     refuse_class(made)

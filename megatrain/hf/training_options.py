@@ -1,9 +1,9 @@
-"""How a streamed trainer handles each training argument: one table, for refusals and for the docs page.
+"""How a streamed trainer handles each training argument: one table, for the checks and for the docs page.
 
-An option is as in the stock trainer, or refused, or without effect. It is as in the stock trainer where the library's
-own code reads it, since that code still runs, or where the engine does what it asks for. Without effect is what trades
-memory for time and changes no number: the engine's plan decides about it. A field of a later version of the libraries
-that this table does not know is refused as soon as it is set. Fields that a user's own subclass adds are the user's.
+An option works as in the stock trainer, or is refused, or has no effect. It works as in the stock trainer if the
+library's own code reads it, since that code still runs, or if the engine does the same. Options that trade memory for
+time without changing results have no effect: the planner decides instead. A field of a later library version that is
+not in this table is refused as soon as it is set. Fields that a user's own subclass adds are not checked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatrain.errors import ConfigError
 
 Effect = Literal["same", "refused", "none"]
 LIBRARIES = ("transformers", "trl")
-"""Packages whose options are known here, beside those of users."""
+"""Packages whose options are checked; others are a user's own."""
 
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 """Values of `optim` that mean AdamW in full precision."""
@@ -24,20 +24,20 @@ ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What a training argument does here."""
+    """What a training argument does in a streamed trainer."""
 
     effect: Effect = "same"
     why: str = ""
-    """For what is refused, what to do instead; else why it has no effect, or what else is to know."""
+    """If refused, what to do instead; otherwise why it has no effect, or a remark."""
     refuses: Callable[[Any], bool] | None = None
-    """Whether its value is refused; `None` is any that is true of an option that is refused, and no other."""
+    """Whether a value is refused. `None`: any true value if `effect` is "refused", otherwise none."""
     values: str = ""
-    """The values that are refused, in words, where it is not refused altogether."""
+    """The refused values in words, if not all are."""
     with_ranks: bool = False
-    """Whether that is so only where several processes train one model."""
+    """Whether values are refused only if several processes train one model."""
 
     def refused(self, value: Any, ranks: int) -> bool:
-        """Whether `value` cannot be honoured by so many processes."""
+        """Whether `value` is refused with this number of processes."""
         if self.refuses is None:
             return self.effect == "refused" and bool(value)
         return self.refuses(value) and (ranks > 1 or not self.with_ranks)
@@ -47,15 +47,15 @@ def _same(names: str) -> dict[str, Option]:
     return {name: Option() for name in names.split()}
 
 
-def _off(why: str) -> Option:
+def _refused(why: str) -> Option:
     return Option("refused", why)
 
 
-def _none(why: str) -> Option:
+def _no_effect(why: str) -> Option:
     return Option("none", why)
 
 
-_PLANNED = _none("the planner chooses what is kept, recomputed or offloaded")
+_LEFT_TO_PLANNER = _no_effect("the planner chooses what is kept, recomputed or offloaded")
 _NO_DDP = "processes share the model without DDP"
 
 TRAINING: dict[str, Option] = {
@@ -63,92 +63,99 @@ TRAINING: dict[str, Option] = {
     **_same("learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps"),
     **_same("weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm label_smoothing_factor"),
     "optim": Option(
-        "same", f"use {ADAMW[0]}", lambda value: getattr(value, "value", value) not in ADAMW, "what is not AdamW"
+        "same", f"use {ADAMW[0]}", lambda value: getattr(value, "value", value) not in ADAMW, "other than AdamW"
     ),
-    "optim_args": _none("AdamW takes none, in the stock trainer either"),
-    "optim_target_modules": _off("all parameters have one optimizer"),
+    "optim_args": _no_effect("AdamW has none, also in the stock trainer"),
+    "optim_target_modules": _refused("all parameters use the same optimizer"),
     "average_tokens_across_devices": Option(
-        "same", "tokens count alike on all", lambda value: not value, "False", with_ranks=True
+        "same", "tokens of all processes count the same", lambda value: not value, "False", with_ranks=True
     ),
-    "bf16": Option("same", "weights and gradients cross to the device in bfloat16, the masters are float32"),
-    "fp16": _off("use bf16, or full precision"),
-    "bf16_full_eval": Option("same", "evaluation computes as training does, so it is refused where that is in float32"),
-    "fp16_full_eval": _off("evaluation computes as training does"),
+    "bf16": Option(
+        "same", "weights and gradients are copied to and from the device in bfloat16; master weights are float32"
+    ),
+    "fp16": _refused("use bf16, or full precision"),
+    "bf16_full_eval": Option("same", "evaluation computes as training does, so it is refused in float32 runs"),
+    "fp16_full_eval": _refused("evaluation computes as training does"),
     **_same("tf32"),
-    "activation_checkpointing": _PLANNED,
-    "activation_checkpointing_kwargs": _PLANNED,
-    "gradient_checkpointing": _PLANNED,
-    "gradient_checkpointing_kwargs": _PLANNED,
+    "activation_checkpointing": _LEFT_TO_PLANNER,
+    "activation_checkpointing_kwargs": _LEFT_TO_PLANNER,
+    "gradient_checkpointing": _LEFT_TO_PLANNER,
+    "gradient_checkpointing_kwargs": _LEFT_TO_PLANNER,
     "torch_compile": Option("same", "layers are compiled, as with engine_options numerics=Numerics(kernels='compile')"),
     "torch_compile_backend": Option(
-        "same", "layers are compiled by inductor", lambda value: value not in (None, "inductor"), "what is not inductor"
+        "same", "layers are compiled by inductor", lambda value: value not in (None, "inductor"), "other than inductor"
     ),
-    "torch_compile_mode": _off("layers are compiled in one mode"),
-    "use_liger_kernel": _off("set torch_compile, which fuses the same operations"),
-    "liger_kernel_config": _none("it belongs to use_liger_kernel"),
-    "use_cache": _none("training and evaluation keep no keys and values"),
-    "neftune_noise_alpha": Option("same", "other draws of the same noise, which depend on no plan"),
-    "torch_empty_cache_steps": _none("the engine plans its device memory, and gives it back when it is closed"),
-    "auto_find_batch_size": _off("choose per_device_train_batch_size; the planner cuts it to what fits"),
+    "torch_compile_mode": _refused("layers are compiled in the default mode"),
+    "use_liger_kernel": _refused("set torch_compile, which fuses the same operations"),
+    "liger_kernel_config": _no_effect("only used with use_liger_kernel"),
+    "use_cache": _no_effect("training and evaluation cache no keys and values"),
+    "neftune_noise_alpha": Option(
+        "same", "the noise has the same distribution but other values, the same under any plan"
+    ),
+    "torch_empty_cache_steps": _no_effect("the engine plans its device memory, and frees it when it is closed"),
+    "auto_find_batch_size": _refused("set per_device_train_batch_size; the planner splits it to fit"),
     **_same("logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter"),
     **_same("include_num_input_tokens_seen log_level log_level_replica disable_tqdm report_to run_name project"),
     **_same("trackio_space_id trackio_bucket_id trackio_static_space_id"),
     **_same("eval_strategy eval_steps eval_delay per_device_eval_batch_size prediction_loss_only eval_on_start"),
     **_same("eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics"),
     **_same("batch_eval_metrics"),
-    "save_only_model": Option("same", "a checkpoint with it cannot be resumed from, as in the stock trainer"),
+    "save_only_model": Option("same", "such a checkpoint cannot be resumed from, as in the stock trainer"),
     **_same("save_strategy save_steps save_total_limit enable_jit_checkpoint"),
-    "save_on_each_node": Option("same", "rank 0 writes, where all can read", bool, "True", with_ranks=True),
+    "save_on_each_node": Option("same", "rank 0 writes, to a folder that all can read", bool, "True", with_ranks=True),
     **_same("push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision"),
-    "load_best_model_at_end": Option("same", "not with an adapter, whose best checkpoint is the folder to use"),
+    "load_best_model_at_end": Option("same", "refused with an adapter: load its best checkpoint instead"),
     **_same("metric_for_best_model greater_is_better ignore_data_skip restore_callback_states_from_checkpoint"),
-    "seed": Option("same", "for the order of the data; dropout draws other numbers"),
+    "seed": Option("same", "same order of the data; dropout draws other numbers"),
     **_same("full_determinism data_seed use_cpu"),
     "accelerator_config": Option(
         "same",
-        "each rank takes part in every step",
+        "each rank needs a batch in every step",
         lambda value: not getattr(value, "even_batches", True),
         "even_batches=False",
         with_ranks=True,
     ),
-    "parallelism_config": _off("processes share the model without it"),
+    "parallelism_config": _refused("processes share the model without it"),
     **_same("dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers"),
     **_same("dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order"),
     **_same("remove_unused_columns train_sampling_strategy length_column_name"),
     "label_names": Option(
-        "same", "the loss is of labels", lambda value: value not in (None, ["labels"]), "what is not ['labels']"
+        "same",
+        "the loss is computed from labels",
+        lambda value: value not in (None, ["labels"]),
+        "other than ['labels']",
     ),
-    "ddp_find_unused_parameters": _off(_NO_DDP),
-    "ddp_bucket_cap_mb": _none(_NO_DDP),
-    "ddp_broadcast_buffers": _none(_NO_DDP),
-    "ddp_static_graph": _none(_NO_DDP),
+    "ddp_find_unused_parameters": _refused(_NO_DDP),
+    "ddp_bucket_cap_mb": _no_effect(_NO_DDP),
+    "ddp_broadcast_buffers": _no_effect(_NO_DDP),
+    "ddp_static_graph": _no_effect(_NO_DDP),
     **_same("ddp_backend"),
     "ddp_timeout": Option("same", "how long a rank waits for the others"),
-    "fsdp": _off("processes share the model without it"),
-    "fsdp_config": _none("it belongs to fsdp"),
-    "deepspeed": _off("streaming takes its place"),
-    "debug": _off("its hooks want whole layers on one device; what is not finite is refused by the engine"),
-    "skip_memory_metrics": Option("same", "memory that is measured holds the engine's"),
+    "fsdp": _refused("processes share the model without it"),
+    "fsdp_config": _no_effect("only used with fsdp"),
+    "deepspeed": _refused("the engine streams layers instead"),
+    "debug": _refused(
+        "its hooks need whole layers on one device; the engine reports values that are not finite itself"
+    ),
+    "skip_memory_metrics": Option("same", "the memory measured includes the engine's"),
     **_same("do_train do_eval do_predict resume_from_checkpoint local_rank"),
 }
 """Every field of `transformers.TrainingArguments`."""
 
 SFT: dict[str, Option] = {
     **_same("model_init_kwargs trust_remote_code chat_template_path dataset_text_field dataset_kwargs"),
-    "router_aux_loss_coef": Option(
-        "same", "refused, as the engine is made, where the model's forward does not read it"
-    ),
+    "router_aux_loss_coef": Option("same", "refused when the engine is created if the model's forward does not use it"),
     **_same("dataset_num_proc eos_token pad_token max_length truncation_mode shuffle_dataset packing packing_strategy"),
     **_same("padding_free pad_to_multiple_of eval_packing completion_only_loss assistant_only_loss loss_type"),
-    "activation_offloading": _PLANNED,
+    "activation_offloading": _LEFT_TO_PLANNER,
 }
-"""What `trl.SFTConfig` has beside them."""
+"""The fields that `trl.SFTConfig` has in addition."""
 
 OPTIONS = {**TRAINING, **SFT}
 
 
 class Row(NamedTuple):
-    """An option in the docs."""
+    """A row of the docs page's table."""
 
     name: str
     here: str
@@ -156,12 +163,12 @@ class Row(NamedTuple):
 
 
 def refuse_arguments(args: Any) -> None:
-    """Raise `ConfigError` for a training argument that cannot be honoured, or that is not known here and set."""
+    """Raise `ConfigError` for a training argument that is refused, or that is set and not in the table."""
     for name, default in _library_fields(type(args)):
         value, ranks, option = getattr(args, name), args.world_size, OPTIONS.get(name)
         if option is None:
             if value != default:
-                what = f"{name} is not known to this version of MegaTrain, which cannot say what it would do"
+                what = f"{name} is not known to this version of MegaTrain"
                 raise ConfigError(what, where="StreamedTrainer", fix="leave it out, or use the stock trainer")
         elif option.refused(value, ranks):
             shown = f"={getattr(value, 'value', value)}" if option.values else ""
@@ -169,14 +176,14 @@ def refuse_arguments(args: Any) -> None:
             if name == "accelerator_config":
                 name, shown = option.values, ""
             fix = option.why if name == "optim" else f"leave it out: {option.why}"
-            raise ConfigError(f"{name}{shown} cannot be honoured{of_ranks}", where="StreamedTrainer", fix=fix)
+            raise ConfigError(f"{name}{shown} is not supported{of_ranks}", where="StreamedTrainer", fix=fix)
     if args.n_gpu > 1:
-        what = f"{args.n_gpu} GPUs are visible, and one trains"
+        what = f"{args.n_gpu} GPUs are visible, but one process uses only one"
         raise ConfigError(what, where="StreamedTrainer", fix="set CUDA_VISIBLE_DEVICES to one of them")
 
 
 def _library_fields(kind: type) -> Iterator[tuple[str, Any]]:
-    """The fields, with their defaults, that come with the libraries, and not from a user's subclass."""
+    """Name and default of each field that the libraries define, not a user's subclass."""
     theirs = {
         name
         for base in kind.__mro__
@@ -189,12 +196,13 @@ def _library_fields(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def describe_options() -> dict[str, list[Row]]:
-    """Every option by the class that has it, for the docs."""
-    told = {"transformers.TrainingArguments": TRAINING, "trl.SFTConfig": SFT}
-    return {kind: [Row(name, *_in_words(each)) for name, each in options.items()] for kind, options in told.items()}
+    """Class of arguments -> its options, for the docs page."""
+    tables = {"transformers.TrainingArguments": TRAINING, "trl.SFTConfig": SFT}
+    return {kind: [Row(name, *_describe(each)) for name, each in options.items()] for kind, options in tables.items()}
 
 
-def _in_words(option: Option) -> tuple[str, str]:
+def _describe(option: Option) -> tuple[str, str]:
+    """The second and third cell of an option's row."""
     if option.effect == "none":
         return "no effect", option.why
     if option.effect == "refused":

@@ -1,4 +1,4 @@
-"""Detects what users have changed in a model (forwards, hooks, modules), and refuses what cannot be honoured.
+"""Detects what users have changed in a model (forwards, hooks, modules), and refuses what is not supported.
 
 The engine runs a copy of the model's structure with weights of its own. A function that a user has put into the
 model is the same object in the copy, so what it refers to (a module's forward, say) still belongs to the original,

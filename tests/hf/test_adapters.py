@@ -46,5 +46,5 @@ def test_unsupported_adapters_are_refused(tmp_path: Path) -> None:
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with pytest.raises((ConfigError, ModelError), match="PROMPT_TUNING adds learned tokens"):
         script(tmp_path, True, peft_config=prompts)
-    with pytest.raises(ConfigError, match="load_best_model_at_end is not for adapters"):
+    with pytest.raises(ConfigError, match="load_best_model_at_end is not supported with adapters"):
         with_adapter(tmp_path, True, load_best_model_at_end=True, save_strategy="steps", save_steps=5)

@@ -73,10 +73,10 @@ def test_config_fields_given_as_arguments_are_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        ({"device_map": {"model": 0, "lm_head": "cpu"}}, "a device_map of several places cannot be honoured"),
-        ({"dtype": "bflot16"}, "dtype='bflot16' is no dtype of torch"),
+        ({"device_map": {"model": 0, "lm_head": "cpu"}}, "a device_map of several devices is not supported"),
+        ({"dtype": "bflot16"}, "dtype='bflot16' is not a torch dtype"),
         ({"dtype": torch.float16}, "weights in float16"),
-        ({"use_safetensors": False}, "use_safetensors=False cannot be honoured"),
+        ({"use_safetensors": False}, "use_safetensors=False is not supported"),
         ({"atention_dropout": 0.1}, "atention_dropout is neither a field of its config.*did you mean 'attention_dropo"),
         ({"quantization_config": {"load_in_4bit": True}}, "quantization_config is neither a field"),
         ({"attn_implementation": "flash_attention_9"}, "cannot use attention=flash_attention_9"),
@@ -188,7 +188,7 @@ def test_parameters_are_offloaded_and_keep_their_identity() -> None:
     module = nn.Linear(3, 2)
     weight = module.weight
     weight.grad = torch.ones(2, 3)
-    LazyParameter.put_away(weight, lambda: VALUE.clone())
+    LazyParameter.make_lazy(weight, lambda: VALUE.clone())
     assert isinstance(weight, LazyParameter)
     assert weight is module.weight
     assert torch.equal(module(torch.eye(3)) - module.bias, VALUE.T)

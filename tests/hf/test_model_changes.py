@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback
 from megatrain.checkpoint import open_checkpoint
 from megatrain.errors import ConfigError
 from megatrain.hf import StreamedTrainer
-from megatrain.hf.model_changes import facts_of, refuse_changes
+from megatrain.hf.model_changes import refuse_changes, snapshot_of
 from megatrain.hf.optimizer import EngineOptimizer
 from megatrain.optim import AdamW
 from megatrain.train.restore import optimizer_in
@@ -43,7 +43,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "number": (
         lambda m: setattr(m.model.norm, "variance_epsilon", 10.0),
-        r"model\.norm\.variance_epsilon was 1e-06 when the engine was made and is 10\.0 now",
+        r"model\.norm\.variance_epsilon was 1e-06 when the engine was created and is 10\.0 now",
     ),
     "a tensor for a number": (
         lambda m: setattr(m.model.norm, "variance_epsilon", torch.tensor(1e-6)),
@@ -111,11 +111,11 @@ def losses(of: Any) -> list[float]:
 def test_changes_to_the_model_are_named(name: str) -> None:
     model = tiny_model()
     model.lm_head.requires_grad_(False)
-    before, (change, what) = facts_of(model), CHANGES[name]
-    refuse_changes(before, facts_of(model))
+    before, (change, what) = snapshot_of(model), CHANGES[name]
+    refuse_changes(before, snapshot_of(model))
     change(model)
     with pytest.raises(ConfigError, match=f"{what}.*; change it before the first train"):
-        refuse_changes(before, facts_of(model))
+        refuse_changes(before, snapshot_of(model))
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,9 @@ def test_harmless_changes_are_not_reported(rope: str, change: Change) -> None:
     scaling = {"rope_type": rope, "rope_theta": 1e4} | ({} if rope == "default" else {"factor": 2.0})
     model = tiny_model(rope_parameters=scaling, max_position_embeddings=16)
     model.model.records = []
-    before = facts_of(model)
+    before = snapshot_of(model)
     change(model)
-    refuse_changes(before, facts_of(model))
+    refuse_changes(before, snapshot_of(model))
 
 
 @pytest.mark.parametrize("name", ["unfrozen", "hook"])
@@ -201,15 +201,15 @@ def test_param_group_settings_are_honoured(tmp_path: Path, values: dict[str, Any
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (lambda o: o.param_groups[1].update(weight_decay=0.1), r"weight_decay=0\.1 of the parameters that do not"),
+        (lambda o: o.param_groups[1].update(weight_decay=0.1), r"weight_decay=0\.1 in a group without weight decay"),
         (
             lambda o: o.param_groups[1].update(lr=1e-2),
-            r"have learning rates \[.*; engine_options=.*learning_rates=\.\.\.",
+            r"have different learning rates: \[.*; set rates by name in engine_options=.*learning_rates=\.\.\.",
         ),
-        (lambda o: o.param_groups[1].update(eps=1e-2), r"have values of eps \[1e-08, 0\.01\]"),
-        (lambda o: o.param_groups[0].update(amsgrad=True), r"amsgrad of a group"),
-        (lambda o: o.param_groups[0]["params"].pop(), r"put into other groups"),
-        (lambda o: o.add_param_group({"params": [torch.zeros(1)]}), r"put into other groups"),
+        (lambda o: o.param_groups[1].update(eps=1e-2), r"have different values of eps: \[1e-08, 0\.01\]"),
+        (lambda o: o.param_groups[0].update(amsgrad=True), r"amsgrad in a parameter group"),
+        (lambda o: o.param_groups[0]["params"].pop(), r"moved to other groups"),
+        (lambda o: o.add_param_group({"params": [torch.zeros(1)]}), r"moved to other groups"),
         (lambda o: o.param_groups[0].update(weight_decay=-1.0), r"weight_decay"),
     ],
 )
@@ -297,9 +297,9 @@ def test_engine_optimizer_options_are_kept(tmp_path: Path) -> None:
     [
         (
             ("*o_proj*", "*q_proj*"),
-            r"optimizer.pt: was saved with learning_rates of '\*q_proj\*', '\*o_proj\*', and now",
+            r"optimizer.pt: was saved with learning_rates for '\*q_proj\*', '\*o_proj\*', and now",
         ),
-        ((), "and now has them of no pattern"),
+        ((), "and now they are for no pattern"),
     ],
 )
 def test_rates_of_other_patterns_are_not_taken_up(patterns: tuple[str, ...], what: str) -> None:

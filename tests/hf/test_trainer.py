@@ -135,7 +135,7 @@ def test_a_resumed_run_ends_bit_for_bit_equal(tmp_path: Path) -> None:
 
 def test_stock_checkpoints_are_refused_but_their_weights_load(tmp_path: Path) -> None:
     run(Trainer, tmp_path / "stock", max_steps=5)
-    with pytest.raises(CheckpointError, match=r"holds no state of the engine.*start from its weights as a model"):
+    with pytest.raises(CheckpointError, match=r"has no complete engine state.*start from its weights as a model"):
         run(StreamedTrainer, tmp_path / "a", resume=str(tmp_path / "stock" / "checkpoint-5"))
 
 
@@ -249,7 +249,9 @@ def test_config_changes_that_affect_numerics_are_refused(tmp_path: Path) -> None
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     assert (saved.config.eos_token_id, saved.generation_config.max_length) == (7, 17)
     trainer.model.config.rms_norm_eps = 0.5
-    with pytest.raises(ConfigError, match=r"config\.rms_norm_eps was 1e-06 when the engine was made and is 0\.5 now"):
+    with pytest.raises(
+        ConfigError, match=r"config\.rms_norm_eps was 1e-06 when the engine was created and is 0\.5 now"
+    ):
         trainer.evaluate()
 
 
@@ -257,7 +259,7 @@ def test_freezing_after_training_is_refused(tmp_path: Path) -> None:
     trainer = trained(tmp_path)
     trainer.model.lm_head.weight.requires_grad_(False)
     with pytest.raises(
-        ConfigError, match=r"lm_head\.weight\.requires_grad was True when the engine was made and is False now"
+        ConfigError, match=r"lm_head\.weight\.requires_grad was True when the engine was created and is False now"
     ):
         trainer.train()
 
@@ -290,12 +292,12 @@ def test_dtypes_follow_one_rule_for_names_and_loaded_models(tmp_path: Path) -> N
 
 def test_a_stock_trainer_explains_why_it_cannot_resume_our_checkpoint(tmp_path: Path) -> None:
     run(StreamedTrainer, tmp_path / "ours", max_steps=5, eval_strategy="no")
-    with pytest.raises(ValueError, match="moments are in files of MegaTrain: resume with megatrain"):
+    with pytest.raises(ValueError, match="moments are in MegaTrain's files: resume with megatrain"):
         run(Trainer, tmp_path / "stock", resume=str(tmp_path / "ours" / "checkpoint-5"))
 
 
 def test_a_custom_forward_reaches_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without what trainers put around it, autocast say; the engine decides whether it can be honoured."""
+    """Without what trainers put around it, autocast say; the engine decides whether it is supported."""
     model = tiny_model()
     plain, seen = model.forward, []
 
@@ -368,12 +370,12 @@ class OwnLoss(Trainer):
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"optim": "sgd"}, "optim=sgd cannot be honoured"),
-        ({"torch_compile_mode": "max-autotune"}, "torch_compile_mode cannot be honoured"),
-        ({"bf16_full_eval": True}, "bf16_full_eval cannot be honoured.*set bf16"),
+        ({"optim": "sgd"}, "optim=sgd is not supported"),
+        ({"torch_compile_mode": "max-autotune"}, "torch_compile_mode is not supported"),
+        ({"bf16_full_eval": True}, "bf16_full_eval is not supported.*set bf16"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size.*per_device_train_batch_size"),
-        ({"more": {"compute_loss_func": lambda *_: None}}, "compute_loss_func cannot be honoured.*loss_fn"),
-        ({"more": {"optimizers": (None, object())}}, "optimizers cannot be honoured"),
+        ({"more": {"compute_loss_func": lambda *_: None}}, "compute_loss_func is not supported.*loss_fn"),
+        ({"more": {"optimizers": (None, object())}}, "optimizers are not supported"),
         ({"more": {"model_init": tiny_model}}, "model_init"),
     ],
 )

@@ -109,7 +109,7 @@ def test_options_unsupported_on_several_processes_are_refused(
     tmp_path: Path, changes: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = arguments(tmp_path, **changes)
-    refuse_arguments(given)  # of one it is honoured
+    refuse_arguments(given)  # with one process it is supported
     monkeypatch.setattr(type(given), "world_size", 2)
-    with pytest.raises(ConfigError, match=f"{what} cannot be honoured with 2 processes"):
+    with pytest.raises(ConfigError, match=f"{what} is not supported with 2 processes"):
         refuse_arguments(given)

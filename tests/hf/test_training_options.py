@@ -74,7 +74,7 @@ def test_options_are_refused_as_the_table_says(tmp_path: Path) -> None:
 
 def test_options_handled_by_the_engine_match_the_stock_trainer() -> None:
     """An option that a method reads in whose place ours stands is among those of the comparison below; what other
-    methods read is honoured by the library itself."""
+    methods read is handled by the library itself."""
     replaced = [
         name
         for name, ours in vars(Streamed).items()

@@ -65,7 +65,7 @@ def apart(folder: Path) -> dict[str, Any]:
     if torch.distributed.get_rank() == 1:
         with torch.no_grad():
             norm.zero_()
-    with pytest.raises(ConfigError, match="have not been written to alike on all ranks"):
+    with pytest.raises(ConfigError, match="have not been changed in the same way on all ranks"):
         trainer.train()
     return {}
 
