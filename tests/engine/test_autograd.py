@@ -1,4 +1,4 @@
-"""Arguments are found however they are given; their order is torch's own."""
+"""Arguments of `linear` and `embedding` are found by position, by keyword and by default, in torch's order."""
 
 from __future__ import annotations
 

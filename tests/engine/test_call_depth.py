@@ -1,4 +1,4 @@
-"""How many of our functions lie between `Engine.step` and autograd in the backward pass of a layer."""
+"""The call stack from `Engine.step` to autograd in a layer's backward pass is short."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatrain import AdamW, Engine
 from tests.tiny import tiny_model, unequal_batches
 
 PACKAGE = Path(megatrain.__file__).parent
-MOST = 10
+MAX_CALLS = 10
 
 
-def calls_of_ours() -> list[str]:
-    """Names of the package's functions that are being called, the outermost first."""
+def package_calls() -> list[str]:
+    """Names of the package's functions on the call stack, outermost first."""
     frame, found = sys._getframe(1), []
     while frame is not None:
         code = frame.f_code
@@ -33,7 +33,7 @@ def test_a_layers_backward_is_at_most_ten_calls_from_step(monkeypatch: pytest.Mo
     stock = torch.autograd.backward
 
     def recorded(*args: Any, **kwargs: Any) -> None:
-        stacks.append(calls_of_ours())
+        stacks.append(package_calls())
         stock(*args, **kwargs)
 
     engine = Engine.from_model(tiny_model(), "cpu", optimizer=AdamW(1e-3))
@@ -42,6 +42,6 @@ def test_a_layers_backward_is_at_most_ten_calls_from_step(monkeypatch: pytest.Mo
     of_layers = [stack[stack.index("Engine.step") :] for stack in stacks if "Streamer._backward" in stack]
     assert of_layers
     for stack in of_layers:
-        assert len(stack) <= MOST, " -> ".join(stack)
+        assert len(stack) <= MAX_CALLS, " -> ".join(stack)
         functions = [name.rpartition(".")[2] for name in stack]
-        assert len(set(functions)) == len(functions), f"two of one name: {functions}"
+        assert len(set(functions)) == len(functions), f"two have the same name: {functions}"

@@ -1,4 +1,4 @@
-"""Gradients formed where they are summed: each bit as autograd makes it, whatever else a weight is used for."""
+"""Gradients computed in their sums have autograd's bits, whatever else a weight is used for."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ IDS = torch.tensor([[3, 5, 3, 0], [47, 5, 3, 11]])
 Use = Callable[[Tensor, Tensor], Tensor]
 
 
-def lookup(x: Tensor, w: Tensor) -> Tensor:
+def embedding(x: Tensor, w: Tensor) -> Tensor:
     return functional.embedding(IDS, w, padding_idx=5).sum() * 3
 
 
-def product(x: Tensor, w: Tensor) -> Tensor:
+def linear(x: Tensor, w: Tensor) -> Tensor:
     return functional.linear(x, w).square().sum()
 
 
 USES: dict[str, Use] = {
-    "product": product,
-    "lookup": lookup,
-    "both": lambda x, w: product(x, w) + lookup(x, w),
-    "two products": lambda x, w: product(x, w) + product(x * 2, w),
-    "two lookups": lambda x, w: lookup(x, w) * lookup(x, w),
-    "product and more": lambda x, w: product(x, w) + w.exp().sum(),
-    "with a bias": lambda x, w: functional.linear(x, w, torch.ones(ROWS)).square().sum(),
+    "linear": linear,
+    "embedding": embedding,
+    "both": lambda x, w: linear(x, w) + embedding(x, w),
+    "linear twice": lambda x, w: linear(x, w) + linear(x * 2, w),
+    "embedding twice": lambda x, w: embedding(x, w) * embedding(x, w),
+    "linear and exp": lambda x, w: linear(x, w) + w.exp().sum(),
+    "linear with bias": lambda x, w: functional.linear(x, w, torch.ones(ROWS)).square().sum(),
 }
 
 
-def total_of(uses: list[Use], dtype: torch.dtype, formed: bool) -> Tensor:
-    """The sum over backward passes, one for each use."""
+def total_of(uses: list[Use], dtype: torch.dtype, in_place: bool) -> Tensor:
+    """The gradient of a weight summed over backward passes, one for each use."""
     torch.manual_seed(0)
     layout = layout_of(UNIT).trained
     flat = torch.full((layout.size,), float("nan"), dtype=dtype)
@@ -54,7 +54,7 @@ def total_of(uses: list[Use], dtype: torch.dtype, formed: bool) -> Tensor:
     for use in uses:
         leaf, x = weight.clone().requires_grad_(), torch.randn(2, 7, WIDTH, requires_grad=True)
         accumulate_into(total, [("w", leaf)])
-        with GradientsInPlace([("w", leaf)], GradientDestination(total)) if formed else nullcontext():
+        with GradientsInPlace([("w", leaf)], GradientDestination(total)) if in_place else nullcontext():
             loss = use(x, leaf)
         loss.backward()
         assert leaf.grad is None
@@ -63,7 +63,7 @@ def total_of(uses: list[Use], dtype: torch.dtype, formed: bool) -> Tensor:
 
 
 class Ops(TorchDispatchMode):
-    """Lists the products that run, with their shapes."""
+    """Lists the matrix products that run, with their shapes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -76,9 +76,10 @@ class Ops(TorchDispatchMode):
 
 
 def test_noncontiguous_rows_use_the_library_matmul() -> None:
-    """As Jamba's do behind its convolution. A product for each sample has other bits, and is no product to be kept."""
+    """As in Jamba after its convolution. One product per sample would have other bits, and no policy would keep its
+    output."""
     layout = layout_of(UNIT).trained
-    leaf = torch.randn(ROWS * WIDTH + 8)[8:].view(ROWS, WIDTH).requires_grad_()  # a part of its unit, as all weights
+    leaf = torch.randn(ROWS * WIDTH + 8)[8:].view(ROWS, WIDTH).requires_grad_()  # a view of its unit, as all weights
     x = torch.randn(2, WIDTH + 3, 7, requires_grad=True)[:, :WIDTH].transpose(1, 2)
     found = []
     for in_place in (
@@ -92,11 +93,11 @@ def test_noncontiguous_rows_use_the_library_matmul() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("second", ["nothing", "product", "lookup"])
+@pytest.mark.parametrize("second", ["nothing", "linear", "embedding"])
 @pytest.mark.parametrize("use", USES)
 def test_in_place_sums_equal_added_autograd_terms_bitwise(use: str, second: str, dtype: torch.dtype) -> None:
     uses = [USES[use], *([USES[second]] if second != "nothing" else [])]
-    assert torch.equal(total_of(uses, dtype, formed=True), total_of(uses, dtype, formed=False))
+    assert torch.equal(total_of(uses, dtype, in_place=True), total_of(uses, dtype, in_place=False))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -105,12 +106,12 @@ def test_autograd_accumulates_in_place_with_the_same_bits(
     precision: str, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numerics, policy = Numerics(precision, loss_chunk_tokens=8), Policy(shares_memory=True)  # type: ignore[arg-type]
-    handed_in: list[bool] = []
+    same_memory: list[bool] = []
     add = GradientAccumulator.add
 
     def watched(self: GradientAccumulator, name: str, gradient: Tensor) -> None:
         if name in self._claimed:
-            handed_in.append(gradient.data_ptr() == self._views[name].data_ptr())
+            same_memory.append(gradient.data_ptr() == self._views[name].data_ptr())
         add(self, name, gradient)
 
     def gradients() -> dict[str, Tensor]:
@@ -121,8 +122,8 @@ def test_autograd_accumulates_in_place_with_the_same_bits(
 
     monkeypatch.setattr(GradientAccumulator, "add", watched)
     found = gradients()
-    assert handed_in
-    assert all(handed_in)
+    assert same_memory
+    assert all(same_memory)
     monkeypatch.setattr(Streamer, "_gradients_in_place", lambda self, trained, target: nullcontext())
     expected = gradients()
     assert all(torch.equal(found[name], expected[name]) for name in expected)

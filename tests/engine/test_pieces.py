@@ -1,4 +1,4 @@
-"""The pieces of the engine against their slow twins, and their cost."""
+"""Parts of the engine against slow references, and the overhead of the executor."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_chunked_loss_equals_one_piece_and_skips_masked_tokens() -> None:
     weight = torch.randn(16, 8)
     hidden, targets = torch.randn(12, 8), torch.randint(0, 16, (12,))
     targets[[0, 5, 11]] = -100
-    places = (targets != -100).nonzero().squeeze(-1)
+    positions = (targets != -100).nonzero().squeeze(-1)
     results = []
     for chunk in (2, 100):
         leaf = weight.clone().requires_grad_()
@@ -66,12 +66,12 @@ def test_chunked_loss_equals_one_piece_and_skips_masked_tokens() -> None:
             return part @ leaf.T
 
         loss, gradient = cross_entropy_loss_and_gradient(
-            ChunkedHead(head, [leaf], hidden, places, targets[places], chunk), 1 / 9
+            ChunkedHead(head, [leaf], hidden, positions, targets[positions], chunk), 1 / 9
         )
         assert sum(seen) == 9
         assert not gradient[[0, 5, 11]].any()
         alone = cross_entropy_loss(
-            ChunkedHead(lambda part: part @ weight.T, [], hidden, places, targets[places], chunk)
+            ChunkedHead(lambda part: part @ weight.T, [], hidden, positions, targets[positions], chunk)
         )
         torch.testing.assert_close(alone, loss)
         results.append((loss, gradient, leaf.grad))
@@ -102,15 +102,15 @@ def test_logits_are_materialised_only_chunk_by_chunk() -> None:
         targets = torch.randint(0, vocab, (tokens,))
         with Watching() as watching:
             hidden = torch.randn(tokens, width)
-            chunks = ChunkedHead(lambda part: part @ leaf.T, [leaf], hidden, torch.arange(tokens), targets, chunk)
-            cross_entropy_loss_and_gradient(chunks, 1.0)
+            chunked = ChunkedHead(lambda part: part @ leaf.T, [leaf], hidden, torch.arange(tokens), targets, chunk)
+            cross_entropy_loss_and_gradient(chunked, 1.0)
         return watching.largest
 
     assert largest(64) == largest(1024) <= 4 * vocab * max(chunk, width)
 
 
 def test_a_kept_graph_survives_its_slot_being_poisoned_bit_for_bit() -> None:
-    """Weights that autograd saves are kept as names, and taken from the slot that the unit is in at backward."""
+    """Weights that autograd saves are kept by name, and read from the slot that the unit is in at backward."""
     placement = torch.randn(LAYOUT.size)
     binder = UnitBinder(UNIT, "l.")
     start = torch.randn(3, 6)
@@ -147,7 +147,7 @@ def test_gradient_sums_reset_and_zero_untouched_ranges() -> None:
 
 
 def test_executor_overhead_is_below_150_microseconds_per_op() -> None:
-    """With work that takes no time, over a schedule with every kind of op, worker thread included."""
+    """For ops that do nothing, in a schedule with every kind of op; the worker thread included."""
     layers = tuple(UnitSpec(f"l{i}", "layer", (ParamSpec(f"l{i}.w", (4, 8)),)) for i in range(40))
     ends = (UnitSpec("p", "prologue", (ParamSpec("e", (9, 8)),)), UnitSpec("h", "epilogue", (ParamSpec("h", (9, 8)),)))
     model = ModelSpec("m", (ends[0], *layers, ends[1]), hidden_size=8, vocab_size=9)

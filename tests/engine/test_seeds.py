@@ -1,4 +1,4 @@
-"""What is random inside layers is a function of the run's seed, the step, the unit and the micro-batch."""
+"""Randomness inside layers depends on the run's seed, the step, the unit and the micro-batch alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatrain.engine.ops import call_seed
 
 
 def test_dropout_seeds_are_the_documented_hash() -> None:
-    """Computed by `printf '3 14 1 5' | b2sum -l 64`, and shifted by one bit."""
+    """Computed by `printf '3 14 1 5' | b2sum -l 64` and shifted by one bit."""
     assert call_seed(3, 14, 1, 5) == 0xF1F2D7D55AF0E362 >> 1
 
 

@@ -1,4 +1,4 @@
-"""An SFT script of TRL with an adapter, stock and through the engine: the same losses, and the same adapter."""
+"""A TRL SFT script with an adapter, stock and on the engine: same losses, same saved adapter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.adapted import config_of
 from tests.hf.test_sft import assert_equal_logs, script
 from tests.tiny import relative_error
 
-pytestmark = pytest.mark.filterwarnings("default")  # the libraries' own, of which some come with each release
+pytestmark = pytest.mark.filterwarnings("default")  # the libraries' own warnings, which change with each release
 
 
 def with_adapter(tmp_path: Path, streams: bool, **changes: Any) -> Any:

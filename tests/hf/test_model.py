@@ -1,4 +1,4 @@
-"""A trainer's model by name is what `from_pretrained` gives, and its parameters are read when they are wanted."""
+"""A model given by name equals that of `from_pretrained`; its parameters are read when they are first used."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_unsupported_arguments_are_refused_by_name(tmp_path: Path, given: dict[s
 
 
 def test_a_revision_of_a_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two revisions in the local cache, and one that is not there."""
+    """Two revisions in the local cache, and a missing one."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     repository = tmp_path / "models--somebody--something"
@@ -103,7 +103,7 @@ def test_a_revision_of_a_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         by_name("somebody/something", revision="later")
 
 
-# A lazy parameter -------------------------------------------------------------------------------------------------
+# Lazy parameters ---------------------------------------------------------------------------------------------------
 
 
 VALUE = torch.arange(6.0).view(2, 3)
@@ -181,7 +181,7 @@ def test_written_values_persist() -> None:
     assert torch.equal(added, VALUE + 1)
     assert torch.equal(assigned, VALUE + 2)
     assert torch.equal(filled, torch.full((2, 3), 3.0))
-    assert reads == []  # other values make the old ones unwanted
+    assert reads == []  # values that are replaced need not be read
 
 
 def test_parameters_are_offloaded_and_keep_their_identity() -> None:

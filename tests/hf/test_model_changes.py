@@ -1,4 +1,4 @@
-"""What is changed in a trainer's model once there is an engine is honoured as in a stock run, or refused by name."""
+"""Changes to a trainer's model after its engine was created work as in a stock run, or are refused by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.hf.test_trainer import QUICK, arguments, rows
 from tests.tiny import relative_error, tiny_model
 
 pytest.importorskip("accelerate", reason="a Trainer needs accelerate")
-pytestmark = pytest.mark.filterwarnings("default")  # the library's own, of which some come with each release
+pytestmark = pytest.mark.filterwarnings("default")  # the library's own warnings, which change with each release
 
 Change = Callable[[Any], Any]
 
@@ -82,11 +82,11 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "attention": (lambda m: m.set_attn_implementation("eager"), r"config\._attn_implementation was 'sdpa' .* 'eager'"),
     "loss": (lambda m: setattr(m, "loss_function", lambda *_, **__: 0), r"model: loss_function has been changed"),
 }
-"""Name -> the change, and what is said of it."""
+"""Name -> the change, and the error message."""
 
 
 class At(TrainerCallback):
-    """Changes something, when its time has come."""
+    """Calls `change` at an event of a step."""
 
     def __init__(self, event: str, change: Callable[..., Any], step: int = 0) -> None:
         def called(args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -136,7 +136,7 @@ def test_changes_to_the_model_are_named(name: str) -> None:
 )
 @pytest.mark.parametrize("rope", ["default", "dynamic"])
 def test_harmless_changes_are_not_reported(rope: str, change: Change) -> None:
-    """A mode, a cache, hooks of the libraries, a rotary embedding that adapts itself to the length."""
+    """A mode, a cache, the libraries' hooks, a rotary embedding that adapts to the length."""
     scaling = {"rope_type": rope, "rope_theta": 1e4} | ({} if rope == "default" else {"factor": 2.0})
     model = tiny_model(rope_parameters=scaling, max_position_embeddings=16)
     model.model.records = []
@@ -187,7 +187,7 @@ def set_groups(**values: Any) -> Change:
     ("values", "norm"),
     [pytest.param({"weight_decay": 50.0}, 0.5, marks=pytest.mark.slow), ({"betas": (0.5, 0.6), "eps": 1e-2}, 0.0)],
 )
-def test_param_group_settings_are_honoured(tmp_path: Path, values: dict[str, Any], norm: float) -> None:
+def test_param_group_settings_match_the_stock_trainer(tmp_path: Path, values: dict[str, Any], norm: float) -> None:
     made = []
     for kind in (Trainer, StreamedTrainer):
         made.append(trainer(tmp_path, At("on_train_begin", set_groups(**values)), kind=kind, max_grad_norm=norm))
@@ -229,7 +229,7 @@ def test_param_groups_of_older_checkpoints_load() -> None:
 
 
 class WithRates(Trainer):
-    """The stock trainer, with the head's rate of its own, and none for norms."""
+    """The stock trainer with separate learning rates for the head and for norms, whose rate is 0."""
 
     def create_optimizer(self, model: Any = None) -> Any:
         others = [p for n, p in self.model.named_parameters() if "norm" not in n and "lm_head" not in n]
@@ -244,7 +244,7 @@ class WithRates(Trainer):
 
 
 def test_per_parameter_rates_follow_the_scheduler(tmp_path: Path) -> None:
-    """From a warm-up that begins with 0 on, and with what a callback sets of them at last."""
+    """From a warm-up that starts at 0 to a rate that a callback sets at the end."""
     rates = (("*norm*", 0.0), ("lm_head*", 5e-2))
     made = AdamW(5e-3, weight_decay=0.1, no_decay=("*norm*",), learning_rates=rates)
 
@@ -302,8 +302,8 @@ def test_engine_optimizer_options_are_kept(tmp_path: Path) -> None:
         ((), "and now they are for no pattern"),
     ],
 )
-def test_rates_of_other_patterns_are_not_taken_up(patterns: tuple[str, ...], what: str) -> None:
-    """By their places, as groups are elsewhere, each would have another's."""
+def test_a_checkpoint_with_other_rate_patterns_is_refused(patterns: tuple[str, ...], what: str) -> None:
+    """Groups are matched by position, so each would get the rate of another."""
     rates = {"*q_proj*": 1e-5, "*o_proj*": 1e-3}
     before = EngineOptimizer(tiny_model(), AdamW(learning_rates=tuple(rates.items()))).state_dict()
     EngineOptimizer(tiny_model(), AdamW(learning_rates=tuple(rates.items()))).load_state_dict(before)

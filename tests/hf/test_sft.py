@@ -1,4 +1,4 @@
-"""TRL SFT scripts, run twice, stock and through the engine: the same losses to 1e-5 in float32, and the same logs."""
+"""TRL SFT scripts, stock and on the engine: the same losses to 1e-5 in float32, and the same logs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megatrain.errors import ConfigError
 from tests.tiny import FAMILIES, relative_error
 
 trl = pytest.importorskip("trl", reason="TRL is not installed; it is a development dependency")
-pytestmark = pytest.mark.filterwarnings("default")  # the libraries' own, of which some come with each release
+pytestmark = pytest.mark.filterwarnings("default")  # the libraries' own warnings, which change with each release
 
 KEPT = ("step", "loss", "grad_norm", "learning_rate", "entropy", "accuracy", "num_tokens")
-"""Ends of the names of what a log has besides times."""
+"""Ends of the names of a log's entries, except times."""
 GPT_OSS: dict[str, Any] = {
     **FAMILIES["mixtral"], "model_type": "gpt_oss", "head_dim": 8, "num_hidden_layers": 2, "sliding_window": 8,
     "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
@@ -40,7 +40,8 @@ def model(family: str) -> Any:
 
 
 def script(tmp_path: Path, streams: bool, family: str = "llama", by_name: bool = False, **changes: Any) -> Any:
-    """The script. Two lines tell the runs apart: the import and the class. Changes may hold `peft_config`, `resume`."""
+    """The script. The runs differ in two lines, the import and the class. `changes`: training arguments, perhaps with
+    `peft_config` and `resume`."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -75,7 +76,7 @@ def script(tmp_path: Path, streams: bool, family: str = "llama", by_name: bool =
 
 
 def assert_equal_logs(ours: Any, stock: Any) -> None:
-    """Every number but times, to 1e-5: losses, norms, rates, entropies, accuracies, auxiliary losses."""
+    """All entries except times, to 1e-5: losses, norms, rates, entropies, accuracies, auxiliary losses."""
     assert len(ours.state.log_history) == len(stock.state.log_history)
     for mine, theirs in zip(ours.state.log_history, stock.state.log_history, strict=True):
         assert mine.keys() == theirs.keys()
@@ -87,7 +88,7 @@ def assert_equal_logs(ours: Any, stock: Any) -> None:
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
-    monkeypatch.setenv("CI", "1")  # TRL tells nobody
+    monkeypatch.setenv("CI", "1")  # no telemetry from TRL
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,8 @@ def read_json(path: Path) -> Any:
     ],
 )
 def test_moe_auxiliary_loss_matches_trl(tmp_path: Path, family: str, by_name: bool, changes: dict[str, Any]) -> None:
-    """By name and loaded, over two micro-batches of different target tokens: losses, gradient norms and `aux_loss`."""
+    """By name and loaded, over two micro-batches with different numbers of target tokens: losses, gradient norms and
+    `aux_loss`."""
     quick = {"max_steps": 2, "eval_steps": 2, **changes}
     stock = script(tmp_path / "stock", False, family, by_name, **quick)
     ours = script(tmp_path / "ours", True, family, by_name, **quick)
@@ -137,7 +139,7 @@ def test_moe_auxiliary_loss_matches_trl(tmp_path: Path, family: str, by_name: bo
 
 
 def test_an_auxiliary_loss_the_model_lacks_is_refused(tmp_path: Path) -> None:
-    """TRL computes one from recorded router logits; the engine has what the model's own forward has."""
+    """TRL computes one from recorded router logits; the engine has only that of the model's own forward."""
     with pytest.raises(
         ConfigError, match=r"router_aux_loss_coef=0\.5 is not supported: the model's own forward has no"
     ):
@@ -145,7 +147,7 @@ def test_an_auxiliary_loss_the_model_lacks_is_refused(tmp_path: Path) -> None:
 
 
 def test_trls_script_runs_with_two_changed_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It always gives a revision, and an attention that is None. It packs, saves, and goes on from a checkpoint."""
+    """The script passes a revision and an attention that is `None`; it packs, saves, and resumes from a checkpoint."""
     stock = (Path(trl.__file__).parent / "scripts" / "sft.py").read_text()
     ours = re.sub(
         r"^( *)(from trl import SFTTrainer,.*)$", r"\1\2\n\1from megatrain.hf import streamed", stock, flags=re.M

@@ -1,4 +1,4 @@
-"""A `transformers.Trainer` script through the engine: the same losses, logs, calls, checkpoints and model."""
+"""A `transformers.Trainer` script on the engine: same losses, logs, callback calls, checkpoints and model."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from megatrain.hf.model import LazyParameter
 from tests.tiny import VOCAB, relative_error, tiny_model
 
 pytest.importorskip("accelerate", reason="a Trainer needs accelerate")
-pytestmark = pytest.mark.filterwarnings("default")  # the library's own, of which some come with each release
+pytestmark = pytest.mark.filterwarnings("default")  # the library's own warnings, which change with each release
 
 QUICK: dict[str, Any] = {"engine_options": {"verify": False}}
 
 
 def rows(count: int, seed: int) -> list[dict[str, Tensor]]:
-    """Rows of one length with prompts of several, so that micro-batches differ in their target tokens."""
+    """Rows of equal length with prompts of different lengths, so that micro-batches differ in target tokens."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for number in range(count):
@@ -37,7 +37,7 @@ def rows(count: int, seed: int) -> list[dict[str, Tensor]]:
 
 
 class Seen(TrainerCallback):
-    """Remembers what is called, in order, with what a callback can see."""
+    """Records the callback calls in order, with step and epoch."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, float | None]] = []
@@ -64,7 +64,7 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
 
 
 def run(kind: type, folder: Path, model: Any = None, resume: Any = None, **changes: Any) -> tuple[Any, Seen]:
-    """The script: train, and save the model."""
+    """The script: train and save the model."""
     seen = Seen()
     more = dict(changes.pop("more", {}))
     callbacks = [seen, *more.pop("callbacks", [])]
@@ -88,7 +88,7 @@ def history(trainer: Any, *names: str) -> list[dict[str, float]]:
 
 
 def assert_equal_histories(ours: Any, stock: Any) -> None:
-    """Losses to 1e-5, and the same keys, rates, epochs and steps."""
+    """Losses to 1e-5; keys, rates, epochs and steps exactly."""
     assert len(ours.state.log_history) == len(stock.state.log_history)
     for mine, theirs in zip(ours.state.log_history, stock.state.log_history, strict=True):
         assert mine.keys() == theirs.keys()
@@ -104,7 +104,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 
 
 def test_a_script_matches_its_stock_run(tmp_path: Path) -> None:
-    """Ten steps with accumulation (of an uneven epoch), clipping, cosine, evaluation and checkpoints, in float32."""
+    """Ten float32 steps with gradient accumulation over an uneven epoch, clipping, cosine, evaluation, checkpoints."""
     stock, their_calls = run(Trainer, tmp_path / "stock")
     ours, our_calls = run(StreamedTrainer, tmp_path / "ours")
     assert_equal_histories(ours, stock)
@@ -140,7 +140,7 @@ def test_stock_checkpoints_are_refused_but_their_weights_load(tmp_path: Path) ->
 
 
 def named(folder: Path, family: str = "llama", **changes: Any) -> str:
-    """A folder with a model."""
+    """The path of a saved model."""
     tiny_model(family, **changes).save_pretrained(folder / "model")
     return str(folder / "model")
 
@@ -156,7 +156,7 @@ def test_a_model_name_trains_like_the_loaded_model_without_loading_it_whole(tmp_
 
 
 def test_a_model_by_name_can_be_read_before_and_after_training(tmp_path: Path) -> None:
-    """Its parameters, its forward, `generate`; and after training all of it as trained, in the engine's own memory."""
+    """Parameters, forward and `generate`; after training with the trained weights, in the engine's own memory."""
     stock = tiny_model()
     trainer = StreamedTrainer(
         model=named(tmp_path), args=arguments(tmp_path, max_steps=2, eval_strategy="no"), train_dataset=rows(8, 1),
@@ -191,7 +191,7 @@ def test_weights_read_before_training_are_memory_mapped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("by_name", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_settings_made_before_training_reach_the_engine(tmp_path: Path, by_name: bool) -> None:
-    """Its config, a parameter that was frozen, one that was written to, and a vocabulary of another size."""
+    """A changed config, a frozen parameter, changed weights, and a resized vocabulary."""
     made = []
     for kind in (Trainer, StreamedTrainer):
         model: Any = tiny_model("mixtral") if kind is Trainer or not by_name else named(tmp_path, "mixtral")
@@ -216,7 +216,7 @@ def test_settings_made_before_training_reach_the_engine(tmp_path: Path, by_name:
 
 
 def test_the_router_auxiliary_loss_matches_the_stock_trainer(tmp_path: Path) -> None:
-    """Whole in each of two micro-batches, whose target tokens differ in number."""
+    """It is added whole to each of two micro-batches with different numbers of target tokens."""
     stock, _ = run(Trainer, tmp_path / "stock", family="mixtral-balanced", max_steps=4, save_strategy="no")
     ours, _ = run(StreamedTrainer, tmp_path / "ours", family="mixtral-balanced", max_steps=4, save_strategy="no")
     assert_equal_histories(ours, stock)
@@ -265,7 +265,7 @@ def test_freezing_after_training_is_refused(tmp_path: Path) -> None:
 
 
 def test_dtypes_follow_one_rule_for_names_and_loaded_models(tmp_path: Path) -> None:
-    """Weights in bfloat16, rounded if their files hold more, train in bfloat16; those in float16 are refused."""
+    """Weights in bfloat16, or rounded to it, train in bfloat16; float16 is refused."""
     losses = []
     for by_name in (True, False):
 
@@ -297,7 +297,7 @@ def test_a_stock_trainer_explains_why_it_cannot_resume_our_checkpoint(tmp_path: 
 
 
 def test_a_custom_forward_reaches_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without what trainers put around it, autocast say; the engine decides whether it is supported."""
+    """Without trainers' wrappers such as autocast; the engine decides whether it is supported."""
     model = tiny_model()
     plain, seen = model.forward, []
 
@@ -319,7 +319,7 @@ def test_a_custom_forward_reaches_the_engine(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.slow
 def test_label_smoothing_and_the_best_model(tmp_path: Path) -> None:
-    """The loss falls, and the largest is called the best, so that an earlier model is loaded at the end."""
+    """The largest loss counts as the best, so that an earlier model is loaded at the end."""
     changes = {
         "label_smoothing_factor": 0.1, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss",
         "greater_is_better": True, "save_steps": 4, "max_steps": 8,
@@ -390,7 +390,7 @@ def test_a_trainer_with_a_custom_loss_is_refused() -> None:
 
 
 class Uses(TrainerCallback):
-    """Reads, runs and writes to the model between steps."""
+    """Reads, runs, changes and saves the model between steps."""
 
     def __init__(self, folder: Path) -> None:
         self.seen: list[float] = []
@@ -411,7 +411,7 @@ class Uses(TrainerCallback):
 
 
 def test_using_the_model_between_steps_matches_a_stock_run(tmp_path: Path) -> None:
-    """Read, run, written to and saved by callbacks."""
+    """Callbacks read, run, change and save it."""
     used, made = [], []
     for kind in (Trainer, StreamedTrainer):
         uses = Uses(tmp_path / kind.__name__)
@@ -443,7 +443,7 @@ def test_the_model_is_not_read_before_a_stock_update(tmp_path: Path) -> None:
 
 
 def test_reading_weights_does_not_undo_a_step(tmp_path: Path) -> None:
-    """In bf16 a float32 weight that is read is a copy, which is of the past once the engine has been stepped."""
+    """In bf16, reading a float32 weight makes a copy, which is outdated after the engine's next step."""
     trainer = StreamedTrainer(
         model=tiny_model(), args=arguments(tmp_path, bf16=True, eval_strategy="no"), train_dataset=rows(4, 1), **QUICK
     )

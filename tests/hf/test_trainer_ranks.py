@@ -1,4 +1,4 @@
-"""Trainers' scripts under `torchrun` and `accelerate launch`: what `DistributedDataParallel` gives, and one folder."""
+"""Trainer scripts under `torchrun` and `accelerate launch` match `DistributedDataParallel` and write one folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2
 
 
 def launch(launcher: tuple[str, ...], *script: str, **environment: str) -> None:
-    """Two processes that end well."""
+    """Run a script in two processes, which must succeed."""
     quiet = {"HF_HUB_OFFLINE": "1", "CI": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", **environment}
     command = [sys.executable, "-m", *launcher, str(free_port()), *script]
     done = subprocess.run(command, env={**os.environ, **quiet}, capture_output=True, text=True, timeout=280)
@@ -36,13 +36,13 @@ def launch(launcher: tuple[str, ...], *script: str, **environment: str) -> None:
 
 
 def logs(folder: Path, case: str) -> list[dict[str, Any]]:
-    """What each rank has told."""
+    """What each rank has logged."""
     launch(TORCHRUN, "-m", "tests.hf.trainer_ranks", case, str(folder))
     return [json.loads((folder / f"{case}-{rank}.json").read_text()) for rank in range(2)]
 
 
-def assert_alike(mine: list[dict[str, float]], theirs: list[dict[str, float]], within: float) -> None:
-    """Every number but times."""
+def assert_equal_logs(mine: list[dict[str, float]], theirs: list[dict[str, float]], within: float) -> None:
+    """All entries except times."""
     assert len(mine) == len(theirs)
     for ours, stock in zip(mine, theirs, strict=True):
         assert ours.keys() == stock.keys()
@@ -52,12 +52,12 @@ def assert_alike(mine: list[dict[str, float]], theirs: list[dict[str, float]], w
 
 @pytest.mark.slow
 def test_two_processes_match_stock_logs_and_folders(tmp_path: Path) -> None:
-    """Losses within 1e-6, with those of an evaluation; and a run that is resumed ends in the same bits."""
+    """Training and evaluation losses within 1e-6; a resumed run ends with the same bits."""
     for found in logs(tmp_path, "trainer"):
         stock, ours, again = found["Trainer"], found["StreamedTrainer"], found["again"]
-        assert_alike(ours["history"], stock["history"], 1e-6)
+        assert_equal_logs(ours["history"], stock["history"], 1e-6)
         assert ours["calls"] == stock["calls"]
-        assert_alike(again["history"][:-1], ours["history"][:-1], 0.0)
+        assert_equal_logs(again["history"][:-1], ours["history"][:-1], 0.0)
     for name in ("final", "checkpoint-10"):
         mine, theirs = weights_of(tmp_path / "StreamedTrainer" / name), weights_of(tmp_path / "Trainer" / name)
         assert max(relative_error(mine[key], theirs[key]) for key in theirs) < 1e-5
@@ -71,12 +71,12 @@ def test_two_processes_match_stock_logs_and_folders(tmp_path: Path) -> None:
 def test_two_trl_processes_match_stock_logs(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="TRL is not installed; it is a development dependency")
     for found in logs(tmp_path, "sft"):
-        assert_alike(found["StreamedTrainer"]["history"], found["Trainer"]["history"], 1e-6)
+        assert_equal_logs(found["StreamedTrainer"]["history"], found["Trainer"]["history"], 1e-6)
 
 
 @pytest.mark.slow
 def test_weights_modified_on_one_rank_are_refused_on_all(tmp_path: Path) -> None:
-    logs(tmp_path, "apart")
+    logs(tmp_path, "changed_on_one_rank")
 
 
 @pytest.mark.slow
@@ -87,11 +87,11 @@ def test_the_guides_script_runs_under_accelerate(tmp_path: Path) -> None:
     load_tokenizer("bytes").save_pretrained(tmp_path / "model")
     rows = [{"prompt": f"{n} and {n + 1} is", "completion": f" {2 * n + 1}"} for n in range(8)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    told = {"org/name": f"{tmp_path}/model", "chats.jsonl": f"{tmp_path}/rows.jsonl", "runs/sft": f"{tmp_path}/run"}
-    told["max_steps=1_000"] = "max_steps=2, use_cpu=True, bf16=False"
-    for name, here in told.items():
+    replaced = {"org/name": f"{tmp_path}/model", "chats.jsonl": f"{tmp_path}/rows.jsonl", "runs/sft": f"{tmp_path}/run"}
+    replaced["max_steps=1_000"] = "max_steps=2, use_cpu=True, bf16=False"
+    for name, value in replaced.items():
         assert name in script
-        script = script.replace(name, here)
+        script = script.replace(name, value)
     (tmp_path / "sft.py").write_text(script)
     launch(ACCELERATE, str(tmp_path / "sft.py"))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final") is not None

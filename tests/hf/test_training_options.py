@@ -1,4 +1,4 @@
-"""Every option of the installed `TrainingArguments` and `SFTConfig` is in the table, and does what the table says."""
+"""Every option of the installed `TrainingArguments` and `SFTConfig` is in the table and does what it says."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.hf.test_trainer import QUICK, arguments, history, rows, run
 from tests.tiny import tiny_model
 
 pytest.importorskip("accelerate", reason="a Trainer needs accelerate")
-pytestmark = pytest.mark.filterwarnings("default")  # the library's own, of which some come with each release
+pytestmark = pytest.mark.filterwarnings("default")  # the library's own warnings, which change with each release
 
 REFUSED: dict[str, Any] = {
     "optim": "adafactor", "optim_target_modules": ["mlp"], "fp16": True, "fp16_full_eval": True,
@@ -32,7 +32,7 @@ REFUSED: dict[str, Any] = {
     "auto_find_batch_size": True, "parallelism_config": object(), "label_names": ["start_positions"],
     "ddp_find_unused_parameters": True, "fsdp": True, "deepspeed": "zero3.json", "debug": ["underflow_overflow"],
 }  # fmt: skip
-"""A value of each option that one process refuses."""
+"""A refused value of each option that is refused with one process."""
 
 COMPARED: tuple[dict[str, Any], ...] = (
     {
@@ -73,8 +73,8 @@ def test_options_are_refused_as_the_table_says(tmp_path: Path) -> None:
 
 
 def test_options_handled_by_the_engine_match_the_stock_trainer() -> None:
-    """An option that a method reads in whose place ours stands is among those of the comparison below; what other
-    methods read is handled by the library itself."""
+    """Each option read by a method that we replace is part of the comparison below. The library itself handles what its
+    other methods read."""
     replaced = [
         name
         for name, ours in vars(Streamed).items()
@@ -119,7 +119,7 @@ def trainer_of(folder: Path, model: Any, **changes: Any) -> Any:
 
 
 def test_neftune_noise_is_replayed_in_the_backward_pass(tmp_path: Path) -> None:
-    """Against the library's own hook on the stock model, seeded as the engine seeds its first unit."""
+    """Compared to the library's own hook on the stock model, with the seed of the engine's first unit."""
     once = {"max_steps": 1, "gradient_accumulation_steps": 1, "eval_strategy": "no", "neftune_noise_alpha": 40.0}
     trainer = trainer_of(tmp_path, tiny_model("llama"), **once)
     before = trainer.evaluate()["eval_loss"]

@@ -1,7 +1,7 @@
-"""TRL's own SFT tests pass with the streamed trainer, or are refused by name: `trl_suite.json` has the count.
+"""TRL's own SFT tests pass with the streamed trainer, or are refused by name; `trl_suite.json` has the counts.
 
-Needs TRL's source, which no package has: MEGATRAIN_TRL_SOURCE names the folder. The tests run against the library of
-that folder, once with its own trainer, to know which of them can pass here, and twice with the streamed one.
+This needs TRL's source, which is not in its package: MEGATRAIN_TRL_SOURCE names the folder. The tests run with the
+library in that folder, once with its own trainer, to see which can pass here, and twice with the streamed one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.hf.trl_suite import HUB, MODE, MODES, REPORT
 SOURCE = os.environ.get("MEGATRAIN_TRL_SOURCE", "")
 EXPECTED = Path(__file__).with_suffix("").with_name("trl_suite.json")
 REFUSED_AT_MOST = 3
-"""Of the tests that pass with TRL's own trainer, whatever the version."""
+"""Among the tests that pass with TRL's own trainer, for any version of TRL."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,7 +30,7 @@ pytestmark = [
 
 
 def run(source: Path, hub: Path, mode: str) -> dict[str, str]:
-    """Test -> `passed`, `skipped`, `refused: ...` or `failed: ...`, of TRL's SFT tests but those of vision models."""
+    """TRL's SFT tests, without those of vision models -> `passed`, `skipped`, `refused: ...` or `failed: ...`."""
     report = hub / f"{mode}.jsonl"
     here = Path(__file__).parent
     environment = {
@@ -48,7 +48,7 @@ def run(source: Path, hub: Path, mode: str) -> dict[str, str]:
 
 
 def summary(source: Path, found: dict[str, dict[str, str]]) -> dict[str, Any]:
-    """What is committed: how many pass with TRL's own trainer, and what does not with the streamed one."""
+    """How many tests pass with TRL's own trainer, and which of them do not with the streamed one."""
     can_pass = {test for test, outcome in found["stock"].items() if outcome == "passed"}
     missing = {
         mode: {test: found[mode].get(test, "failed: not run") for test in sorted(can_pass)} for mode in MODES[1:]

@@ -1,6 +1,6 @@
-"""One rank of a trainer's script, as `torchrun` starts it: the stock run and ours, one after the other.
+"""One rank of a trainer script under `torchrun`: the stock run, then the streamed one.
 
-`torchrun -m tests.hf.trainer_ranks CASE FOLDER` leaves in `FOLDER/CASE-RANK.json` what each has logged and called.
+`torchrun -m tests.hf.trainer_ranks CASE FOLDER` writes logs and callback calls of both to `FOLDER/CASE-RANK.json`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tests.tiny import tiny_model
 
 
 def trainer(folder: Path) -> dict[str, Any]:
-    """Accumulation over an uneven epoch, clipping, cosine, evaluation and checkpoints; ours is then resumed."""
-    changes: dict[str, Any] = {"more": {"compute_metrics": right_guesses}}
+    """Accumulation over an uneven epoch, clipping, cosine, evaluation, checkpoints; then a resumed streamed run."""
+    changes: dict[str, Any] = {"more": {"compute_metrics": accuracy}}
     found = {}
     for kind in (Trainer, StreamedTrainer):
         made, seen = test_trainer.run(kind, folder / kind.__name__, **changes)
@@ -33,14 +33,14 @@ def trainer(folder: Path) -> dict[str, Any]:
     return found
 
 
-def right_guesses(predicted: Any) -> dict[str, float]:
-    """Of the predictions of all ranks."""
+def accuracy(predicted: Any) -> dict[str, float]:
+    """Over the predictions of all ranks."""
     right = predicted.predictions[:, :-1].argmax(-1) == predicted.label_ids[:, 1:]
     return {"right": float(right.mean()), "count": right.size}
 
 
 def sft(folder: Path) -> dict[str, Any]:
-    """TRL's, of a mixture of experts: what it logs besides, and the auxiliary loss."""
+    """TRL's trainer with a mixture of experts: its metrics and the auxiliary loss."""
     from tests.hf import test_sft
 
     found = {}
@@ -50,8 +50,8 @@ def sft(folder: Path) -> dict[str, Any]:
     return found
 
 
-def apart(folder: Path) -> dict[str, Any]:
-    """Weights are written to on one rank alone."""
+def changed_on_one_rank(folder: Path) -> dict[str, Any]:
+    """Weights are changed on one rank only."""
     model = tiny_model()
     trainer = StreamedTrainer(
         model=model,
@@ -61,7 +61,7 @@ def apart(folder: Path) -> dict[str, Any]:
     )
     trainer.train()
     norm = model.model.norm.weight
-    assert norm.isfinite().all()  # reading is for all
+    assert norm.isfinite().all()  # all ranks must read
     if torch.distributed.get_rank() == 1:
         with torch.no_grad():
             norm.zero_()
@@ -76,7 +76,7 @@ def main(case: str, folder: str) -> None:
     (Path(folder) / f"{case}-{rank}.json").write_text(json.dumps(found))
 
 
-CASES = {"trainer": trainer, "sft": sft, "apart": apart}
+CASES = {"trainer": trainer, "sft": sft, "changed_on_one_rank": changed_on_one_rank}
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

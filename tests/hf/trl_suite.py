@@ -1,12 +1,12 @@
 """TRL's own SFT tests, run with its stock trainer or with the streamed one, without the Hugging Face hub.
 
-The tests load small models and data sets from the hub by name. TRL's source also has the scripts that made these, so
-`make_hub` runs the scripts and keeps what they would upload: models in the layout of the hub's local cache, where
-`from_pretrained` finds them by name, and data sets in a folder, from which the `load_dataset` of this file reads. What
-the scripts download themselves, tokenizers, is trained here on TRL's own text, with TRL's copies of the chat templates.
+The tests load small models and data sets from the hub by name. TRL's source has the scripts that created these, so
+`make_hub` runs the scripts and saves what they would upload: models in the layout of the hub's local cache, where
+`from_pretrained` finds them by name, and data sets in a folder that this file's `load_dataset` reads. The tokenizers
+that the scripts would download are trained here on TRL's own text, with TRL's copies of the chat templates.
 
-As a script, `python trl_suite.py TRL_SOURCE FOLDER` makes the hub. As a pytest plugin (`-p trl_suite`) it runs TRL's
-tests on it: `test_trl_suite.py` shows how, and what the environment says.
+As a script, `python trl_suite.py TRL_SOURCE FOLDER` creates the hub. As a pytest plugin (`-p trl_suite`) it runs TRL's
+tests on it; `test_trl_suite.py` shows how, and which environment variables it needs.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from unittest import mock
 import pytest
 
 HUB, MODE, REPORT = "MEGATRAIN_TRL_HUB", "MEGATRAIN_TRL_MODE", "MEGATRAIN_TRL_REPORT"
-"""Environment of the plugin: the folder that `make_hub` made, one of `MODES`, and the file that outcomes go to."""
+"""Environment variables of the plugin: the folder of `make_hub`, one of `MODES`, and the file for the outcomes."""
 
 MODES = ("stock", "as written", "loaded")
-"""TRL's own trainer; the streamed one, given what each test gives, nearly always a name; and given the loaded model."""
+"""TRL's own trainer; the streamed one with each test's own argument, mostly a name; and with the loaded model."""
 
 TEMPLATES = {
     "Qwen/Qwen2.5": ("qwen2_5", "<|im_end|>"),
@@ -39,7 +39,7 @@ TEMPLATES = {
     "LiquidAI/LFM2.5": ("lfm2_2_5", "<|im_end|>"),
     "LiquidAI/LFM2-": ("lfm2", "<|im_end|>"),
 }
-"""Start of a model's name -> TRL's file of its chat template, and its end of a turn. Others have no template."""
+"""Start of a model's name -> TRL's file with its chat template, and its end-of-turn token. Others have no template."""
 
 
 OF_TOKENIZER = {
@@ -48,14 +48,14 @@ OF_TOKENIZER = {
     "eos_token_id": "tokenizer.eos_token_id",
     "pad_token_id": "tokenizer.pad_token_id",
 }
-"""Fields of a config that follow the tokenizer, where a script has numbers of the one that it would download."""
+"""Fields of a config that depend on the tokenizer. The scripts have those of the tokenizers they would download."""
 
 
 # The hub ----------------------------------------------------------------------------------------------------------
 
 
 def make_hub(source: Path, folder: Path) -> None:
-    """Make the models and data sets that the SFT tests of `source` name, with the scripts of `source`."""
+    """Create the models and data sets that the SFT tests in `source` use, with the scripts there."""
     import datasets
     import transformers
 
@@ -69,7 +69,7 @@ def make_hub(source: Path, folder: Path) -> None:
         return tokenizers[name]
 
     def keep_data(data: Any, repo: str, config_name: str) -> None:
-        if "tools" in data["train"].column_names:  # the hub's copy has them as text
+        if "tools" in data["train"].column_names:  # they are strings in the hub's copy
             data = data.map(lambda row: {"tools": json.dumps(row["tools"])})
         data.save_to_disk(str(folder / "datasets" / repo / config_name))
 
@@ -112,7 +112,7 @@ def make_hub(source: Path, folder: Path) -> None:
 
 
 def keep(folder: Path, name: str, *parts: Any) -> None:
-    """Save models and tokenizers where the hub's client looks for a repository that it has downloaded."""
+    """Save models and tokenizers where the hub's client looks for a downloaded repository."""
     repository = folder / "hub" / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / ("0" * 40)
     for part in parts:
@@ -122,7 +122,7 @@ def keep(folder: Path, name: str, *parts: Any) -> None:
 
 
 def make_tokenizer(source: Path, name: str) -> Any:
-    """A byte-level BPE of the words of TRL's data, with the special tokens of the model's chat template."""
+    """A byte-level BPE tokenizer of TRL's data, with the special tokens of the model's chat template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -147,7 +147,7 @@ def make_tokenizer(source: Path, name: str) -> Any:
 
 
 def load_dataset(name: str, config: str, split: str | None = None, streaming: bool = False) -> Any:
-    """As `datasets.load_dataset`, of what `make_hub` has kept."""
+    """Replacement for `datasets.load_dataset` that reads the folder of `make_hub`."""
     import datasets
 
     found: Any = datasets.load_from_disk(str(Path(os.environ[HUB]) / "datasets" / name / config))
@@ -159,7 +159,7 @@ def load_dataset(name: str, config: str, split: str | None = None, streaming: bo
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Put in place what the module of tests imports, before it does."""
+    """Replace what the test module imports before it does."""
     import datasets
     import trl
 
@@ -169,7 +169,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def streamed_trainer(loads: bool) -> Any:
-    """The streamed `SFTTrainer`; one that `loads` takes no name, but loads the model as TRL would."""
+    """The streamed `SFTTrainer`. loads: whether to load a model given by name, as TRL does, before passing it on."""
     from trl import SFTTrainer
     from trl.trainer.utils import create_model_from_path
 
@@ -197,7 +197,8 @@ def lazy_shared_datadir(request: pytest.FixtureRequest) -> Path:
 
 
 def outcome_of(report: Any, call: Any) -> str | None:
-    """`passed`, `skipped`, `refused: ...` by an error of MegaTrain's, or `failed: ...`; None for what tells nothing."""
+    """`passed`, `skipped`, `refused: ...` by a MegaTrain error, or `failed: ...`; `None` if set-up or
+    tear-down succeeded."""
     from megatrain.errors import MegaTrainError
 
     if report.skipped:
@@ -211,7 +212,7 @@ def outcome_of(report: Any, call: Any) -> str | None:
 
 @pytest.hookimpl(hookwrapper=True, tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Any:
-    """Note the outcome before TRL's conftest takes the error apart."""
+    """Record the outcome before TRL's conftest changes the error."""
     found = yield
     if (outcome := outcome_of(found.get_result(), call)) is not None:
         with Path(os.environ[REPORT]).open("a") as file:
