@@ -42,10 +42,10 @@ def followed() -> Iterator[list[Row]]:
     living, rows, honest = Living(), list[Row](), dict(ops.ACTIONS)
 
     def following(act: Callable[..., None]) -> Callable[..., None]:
-        def run(streamer: Any, now: Any, op: Op, held: Any) -> None:
+        def run(streamer: Any, step: Any, op: Op, lease: Any) -> None:
             living.peak = 0
             with living:
-                act(streamer, now, op, held)
+                act(streamer, step, op, lease)
             schedule = streamer._running
             at = next(index for index, each in enumerate(schedule.ops) if each is op)
             there = (name for name, (first, last) in schedule.lifetimes.items() if first <= at <= last)

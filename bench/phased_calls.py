@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from bench.scaling import ENOUGH_HOST, GB, filled, shape
 from megatrain.engine.resumable_call import NO_PAUSES, PausePoints, ResumableCall
 from megatrain.errors import DoesNotFit
-from megatrain.memory import Held
+from megatrain.memory import Lease
 from megatrain.model.weight_reads import Uses
 from megatrain.plan import Question, find_plan, machine
 from megatrain.plan.cost import PHASED_CALL_KERNELS, SWITCH_KERNELS
@@ -71,7 +71,7 @@ def _seconds(phases: int, functions: int, gated: bool) -> float:
     unit = UnitSpec("layer", "layer", tuple(ParamSpec(f"w{i}", (8,)) for i in range(max(1, phases))))
     layout, flat, one = layout_of(unit), torch.zeros(layout_of(unit).size), torch.zeros(1)
 
-    def run(op: Op, held: Held, phases: PausePoints) -> None:
+    def run(op: Op, lease: Lease, phases: PausePoints) -> None:
         with phases.waiting_for(flat) if gated else nullcontext():
             for field in layout.fields:
                 phases.before_read(field.start, field.stop)

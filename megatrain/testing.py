@@ -13,7 +13,7 @@ from dataclasses import replace
 from megatrain.device.sim import KINDS, TEMPERAMENTS, Fault, FaultKind, SimDevice
 from megatrain.engine import Executor
 from megatrain.errors import RaceDetected
-from megatrain.memory import Held, Ledger, Pool
+from megatrain.memory import Lease, Ledger, Pool
 from megatrain.schedule import Op, Schedule, Timeline
 from megatrain.spec.contention import NO_CONTENTION, Contention
 
@@ -35,7 +35,7 @@ def run_idle(schedule: Schedule, device: SimDevice) -> Timeline | None:
     return Executor(device, Pool(device, Ledger())).walk(schedule, _nothing)
 
 
-def _nothing(op: Op, held: Held) -> None:
+def _nothing(op: Op, lease: Lease) -> None:
     return
 
 

@@ -9,13 +9,13 @@ import torch
 
 from megatrain.device import Device, Event
 from megatrain.errors import RaceDetected
-from megatrain.memory import Held, Pool
+from megatrain.memory import Lease, Pool
 from megatrain.schedule import Op, Schedule, Timeline
 
 ATTEMPTS = 4
 """How often to wait for the streams after a failure: each may report a failure of its own, or a user interrupt."""
 
-Act = Callable[[Op, Held], None]
+Act = Callable[[Op, Lease], None]
 """Performs an op with the memory it declared."""
 
 Locate = Callable[[str, int, object], str]
@@ -66,8 +66,8 @@ class Executor:
             self.last_progress = time.monotonic()
             self.under_way[op.stream] = op.name, self.last_progress
             try:
-                with self.pool.lease(op) as held:
-                    act(op, held)
+                with self.pool.lease(op) as lease:
+                    act(op, lease)
             finally:
                 self.under_way.pop(op.stream, None)
                 self.last_progress = time.monotonic()

@@ -49,7 +49,7 @@ from megatrain.engine.step_state import DTYPE_OF_NBYTES, KeptGraph, StepState, b
 from megatrain.engine.sync_free_inputs import HostAnswers
 from megatrain.engine.weights import BoundWeights, UnitBinder, describe_place, save_weights_by_name
 from megatrain.errors import LossError, NonFinite, RankError
-from megatrain.memory import Held, Pool
+from megatrain.memory import Lease, Pool
 from megatrain.model import Answering, Keeping, PortedModel, Sides
 from megatrain.schedule import CALLS, Op, Schedule, Timeline
 from megatrain.schedule.contents import PART_OF, Gradient, Hidden, LayerGraph, Saved, Weights
@@ -187,20 +187,20 @@ class Streamer:
                     raise NonFinite(what, where=self.spec.units[unit].name, fix=fix)
         return self.world.dealt(reports)
 
-    def _gather(self, step: StepState, op: Op, held: Held) -> None:
+    def _gather(self, step: StepState, op: Op, lease: Lease) -> None:
         """GATHER: assemble a shard of weights from the parts that the ranks own."""
         (own,), (whole,) = op.reads, op.writes
-        self.world.gather(bytes_of(held, whole), bytes_of(held, own))
+        self.world.gather(bytes_of(lease, whole), bytes_of(lease, own))
 
-    def _barrier(self, step: StepState, op: Op, held: Held) -> None:
+    def _barrier(self, step: StepState, op: Op, lease: Lease) -> None:
         """BARRIER: wait until all ranks have updated their parts of a unit."""
         self.world.meet()
 
-    def _reduce(self, step: StepState, op: Op, held: Held) -> None:
+    def _reduce(self, step: StepState, op: Op, lease: Lease) -> None:
         """REDUCE: sum over ranks this rank's part of a shard of a gradient, to the dtype that crosses the bus."""
         (terms,), (own, *others) = op.reads, op.writes
-        target = bytes_of(held, own).view(DTYPE_OF_NBYTES[self.numerics.grad_nbytes])
-        sent, *received = (bytes_of(held, each).view(torch.float32) for each in (terms, *others))
+        target = bytes_of(lease, own).view(DTYPE_OF_NBYTES[self.numerics.grad_nbytes])
+        sent, *received = (bytes_of(lease, each).view(torch.float32) for each in (terms, *others))
         if op.stream == "shared":
             self.world.meet()
             received.insert(self.world.rank, sent)
@@ -243,17 +243,17 @@ class Streamer:
         """Run all ops of the schedule. The caller's autocast, inference mode and random state have no effect on it and
         are kept."""
 
-        def perform(op: Op, held: Held, phases: PausePoints = NO_PAUSES) -> None:
+        def perform(op: Op, lease: Lease, phases: PausePoints = NO_PAUSES) -> None:
             if op.kind in CALLS:  # other ops may run between the phases of one
                 step.phases = phases
             with default_torch_modes(self.device.torch_device.type):
-                ACTIONS[op.kind](self, step, op, held)
+                ACTIONS[op.kind](self, step, op, lease)
 
-        def act(op: Op, held: Held) -> None:
+        def act(op: Op, lease: Lease) -> None:
             if id(op) in calls:
-                calls[id(op)].run_phase(held)
+                calls[id(op)].run_phase(lease)
             else:
-                perform(op, held)
+                perform(op, lease)
             for access in schedule.ended.get(id(op), ()):
                 step.activations.release(access)
 
@@ -268,15 +268,15 @@ class Streamer:
 
     # Disk -----------------------------------------------------------------------------------------------------------
 
-    def _read(self, step: StepState, op: Op, held: Held) -> None:
-        self._executor.pool.read(op, held)
+    def _read(self, step: StepState, op: Op, lease: Lease) -> None:
+        self._executor.pool.read(op, lease)
 
-    def _write(self, step: StepState, op: Op, held: Held) -> None:
-        self._executor.pool.write(op, held)
+    def _write(self, step: StepState, op: Op, lease: Lease) -> None:
+        self._executor.pool.write(op, lease)
 
     # Copies ---------------------------------------------------------------------------------------------------------
 
-    def _copy(self, step: StepState, op: Op, held: Held) -> None:
+    def _copy(self, step: StepState, op: Op, lease: Lease) -> None:
         """FETCH copies a shard of weights to its slot, or to a buffer read ahead, from which PLACE copies it there.
         GRAD copies a shard of gradients to where the optimizer reads it; if that has another dtype, it is first cast
         on the device. OFFLOAD and RELOAD copy what a layer keeps, or a piece of its state, unchanged.
@@ -284,25 +284,25 @@ class Streamer:
         if len(op.reads) > 1:
             self._executor.pool.overwrites(op)
             for read, write in zip(op.reads, op.writes, strict=True):
-                bytes_of(held, write).copy_(bytes_of(held, read), non_blocking=True)
+                bytes_of(lease, write).copy_(bytes_of(lease, read), non_blocking=True)
             return
         (read,), (write, *cast) = op.reads, op.writes
-        source, target = bytes_of(held, read), bytes_of(held, write)
+        source, target = bytes_of(lease, read), bytes_of(lease, write)
         if source.numel() > target.numel():
             source, target = source.view(torch.float32), target.view(torch.bfloat16)
         elif source.numel() < target.numel():
             source, target = source.view(torch.bfloat16), target.view(torch.float32)
         for between in cast:  # otherwise the copy would allocate a buffer that the ledger does not know
-            source = bytes_of(held, between).view(target.dtype).copy_(source)
+            source = bytes_of(lease, between).view(target.dtype).copy_(source)
         target.copy_(source, non_blocking=True)
 
-    def _stage(self, step: StepState, op: Op, held: Held) -> None:
+    def _stage(self, step: StepState, op: Op, lease: Lease) -> None:
         """PACK and UNPACK: copy to and from pinned staging buffers."""
-        self._executor.pool.copy(op, held)
+        self._executor.pool.copy(op, lease)
 
     # Compute --------------------------------------------------------------------------------------------------------
 
-    def _forward(self, step: StepState, op: Op, held: Held) -> None:
+    def _forward(self, step: StepState, op: Op, lease: Lease) -> None:
         unit, micro = op.unit, op.micro
         activations = step.activations
         self._reseed(step, unit, micro)
@@ -310,29 +310,29 @@ class Streamer:
         output = written[Hidden(unit + 1, micro)].buffer
         if unit == 0:
             inputs, answers = self._inputs(step, micro)
-            weights = self._views(op, held, 0)
-            with answers, self._waiting_for_weights(step, op, held):
+            weights = self._views(op, lease, 0)
+            with answers, self._waiting_for_weights(step, op, lease):
                 activations.inputs[output], activations.calls[micro] = self.ported.prologue(weights, inputs)
             return
-        hidden = self._input(step, op, held)
+        hidden = self._input(step, op, lease)
         saved = next((content for content in written if isinstance(content, Saved)), None)
         if LayerGraph(unit, micro) in written:
-            activations.graphs[unit, micro], found, sides = self._forward_with_graph(step, op, held, hidden)
+            activations.graphs[unit, micro], found, sides = self._forward_with_graph(step, op, lease, hidden)
             activations.inputs[output] = found.detach()
             activations.sides[unit, micro] = tuple(side.detach() for side in sides)
         elif saved:
             keeping = Keeping(saved.keep, self.spec.hidden_size)
-            leaves = self._binders[unit].leaves(self._weights(op, held, unit))
+            leaves = self._binders[unit].leaves(self._weights(op, lease, unit))
             leaf = hidden.detach().requires_grad_()
-            with keeping.running(), self._waiting_for_weights(step, op, held):
+            with keeping.running(), self._waiting_for_weights(step, op, lease):
                 found, sides = self.ported.layer(
                     unit - 1, leaves, leaf, activations.calls[micro][unit - 1], self.numerics
                 )
             activations.inputs[output], activations.stored[unit, micro] = found.detach(), keeping.stored()
             activations.sides[unit, micro] = tuple(side.detach() for side in sides)
         else:
-            weights = self._views(op, held, unit)
-            with self._waiting_for_weights(step, op, held):
+            weights = self._views(op, lease, unit)
+            with self._waiting_for_weights(step, op, lease):
                 found, sides = self.ported.layer(
                     unit - 1, weights, hidden, activations.calls[micro][unit - 1], self.numerics
                 )
@@ -340,9 +340,9 @@ class Streamer:
             activations.sides.setdefault((unit, micro), sides)  # not when recomputed: then gradients are there
         step.phases.enter_last_phase()  # which declares the offload slots
         if saved and saved.offloaded:
-            activations.stored[unit, micro].pack(bytes_of(held, written[saved]))
+            activations.stored[unit, micro].pack(bytes_of(lease, written[saved]))
         if offloaded := written.get(Hidden(unit, micro)):
-            activations.forms[unit, micro] = pack(hidden, bytes_of(held, offloaded), self.spec.units[unit].name)
+            activations.forms[unit, micro] = pack(hidden, bytes_of(lease, offloaded), self.spec.units[unit].name)
 
     def _inputs(self, step: StepState, micro: int) -> tuple[dict[str, Any], AbstractContextManager[object]]:
         """A micro-batch on the device, and a context in which its values can be read without waiting for the device."""
@@ -354,32 +354,32 @@ class Streamer:
     def _host_answers(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> AbstractContextManager[object]:
         return HostAnswers(pairs) if self.device.torch_device.type == "cuda" else nullcontext()
 
-    def _input(self, step: StepState, op: Op, held: Held) -> Tensor:
+    def _input(self, step: StepState, op: Op, lease: Lease) -> Tensor:
         """The input of a layer, [batch, length, hidden size], from a slot, another op's output, or a kept graph."""
         activations, key = step.activations, (op.unit, op.micro)
         for access in op.reads:
             if access.content == Hidden(op.unit, op.micro):
-                if access.buffer in held:
-                    return unpack(bytes_of(held, access).data, activations.forms[key])
+                if access.buffer in lease:
+                    return unpack(bytes_of(lease, access).data, activations.forms[key])
                 return activations.inputs[access.buffer]
         return activations.graphs[key].input.detach()
 
     def _forward_with_graph(
-        self, step: StepState, op: Op, held: Held, hidden: Tensor
+        self, step: StepState, op: Op, lease: Lease, hidden: Tensor
     ) -> tuple[KeptGraph, Tensor, Sides]:
         """Run a layer with autograd, which saves weights by name.
 
         Outputs of ops that its forward has kept are not computed again. Returns the graph, the output [batch, length,
         hidden size] and the side outputs.
         """
-        bound = BoundWeights(self._weights(op, held, op.unit))
+        bound = BoundWeights(self._weights(op, lease, op.unit))
         leaves = self._binders[op.unit].leaves(bound.flat)
         leaf = hidden.detach().requires_grad_()
         call = step.activations.calls[op.micro][op.unit - 1]
         stored = step.activations.stored.pop((op.unit, op.micro), None)
         for access in op.reads:
             if stored and isinstance(access.content, Saved) and access.content.offloaded:
-                stored.unpack(bytes_of(held, access).data)
+                stored.unpack(bytes_of(lease, access).data)
         answering = Answering(stored) if stored else nullcontext()
         target = GradientDestination()
         in_place = self._gradients_in_place(self._binders[op.unit].trained(leaves), target)
@@ -387,7 +387,7 @@ class Streamer:
             torch.enable_grad(),
             save_weights_by_name(bound),
             answering,
-            self._waiting_for_weights(step, op, held),
+            self._waiting_for_weights(step, op, lease),
             in_place,
         ):
             output, sides = self.ported.layer(op.unit - 1, leaves, leaf, call, self.numerics)
@@ -403,15 +403,15 @@ class Streamer:
         shared = self.policy.shares_memory and self.numerics.kernels == "stock"
         return GradientsInPlace(trained, target) if shared else nullcontext()
 
-    def _loss(self, step: StepState, op: Op, held: Held) -> None:
+    def _loss(self, step: StepState, op: Op, lease: Lease) -> None:
         unit, micro = op.unit, op.micro
         self._reseed(step, unit, micro)
-        hidden = self._input(step, op, held)
+        hidden = self._input(step, op, lease)
         if step.sink is None:
             weights: dict[str, Tensor] = {}
             for owner in self._head_owners():
-                weights |= self._views(op, held, owner)
-            with self._waiting_for_weights(step, op, held):
+                weights |= self._views(op, lease, owner)
+            with self._waiting_for_weights(step, op, lease):
                 self._loss_or_logits(step, op, weights, hidden)
             return
         flat = hidden.flatten(0, 1)
@@ -421,16 +421,16 @@ class Streamer:
         borrowed = self.spec.units[unit].borrows
         for owner in self._head_owners():
             binder = self._binders[owner]
-            bound = binder.leaves(self._weights(op, held, owner))
+            bound = binder.leaves(self._weights(op, lease, owner))
             used = [(name, leaf) for name, leaf in binder.trained(bound) if owner == unit or name in borrowed]
             if self._layouts[owner].trained.size:
-                total = self._accumulator(step, op, held, owner)
+                total = self._accumulator(step, op, lease, owner)
                 accumulate_into(total, used)
                 in_place.append(self._gradients_in_place(used, GradientDestination(total)))
             trained += [leaf for _, leaf in used]
             leaves |= bound
         chunked = self._chunked_head(step, op, leaves, trained, flat)
-        with self._waiting_for_weights(step, op, held), ExitStack() as around:
+        with self._waiting_for_weights(step, op, lease), ExitStack() as around:
             for each in in_place:
                 around.enter_context(each)
             found = differentiate(step.loss_fn, chunked, step.own[micro], step.scale)
@@ -516,21 +516,21 @@ class Streamer:
         own = [self.spec.epilogue] if self._layouts[self.spec.epilogue].size else []
         return [0, *own] if self.spec.tied else own
 
-    def _backward(self, step: StepState, op: Op, held: Held) -> None:
+    def _backward(self, step: StepState, op: Op, lease: Lease) -> None:
         unit, micro, activations = op.unit, op.micro, step.activations
         if unit == 0:
-            self._backward_prologue(step, op, held)
+            self._backward_prologue(step, op, lease)
         else:
             graph = activations.graphs.pop((unit, micro), None)
             if graph is None:
                 self._reseed(step, unit, micro)
-                graph = self._forward_with_graph(step, op, held, self._input(step, op, held))[0]  # frees the output
+                graph = self._forward_with_graph(step, op, lease, self._input(step, op, lease))[0]  # frees the output
             else:
-                graph.bound.flat, graph.bound.before_read = self._weights(op, held, unit), step.phases.before_read
+                graph.bound.flat, graph.bound.before_read = self._weights(op, lease, unit), step.phases.before_read
             step.phases.before_gradients()
             trained = self._binders[unit].trained(graph.leaves)
             if trained:
-                graph.target.accumulator = total = self._accumulator(step, op, held, unit)
+                graph.target.accumulator = total = self._accumulator(step, op, lease, unit)
                 accumulate_into(total, trained, step.phases.gradient_complete)
             inputs = [graph.input, *(leaf for _, leaf in trained)]
             gradients = [activations.gradients.pop(micro), *activations.sides.pop((unit, micro), ())]
@@ -539,23 +539,23 @@ class Streamer:
             activations.gradients[micro] = graph.input.grad
         self._finish_complete_gradients(step, op)
 
-    def _backward_prologue(self, step: StepState, op: Op, held: Held) -> None:
+    def _backward_prologue(self, step: StepState, op: Op, lease: Lease) -> None:
         """Run the prologue again with autograd, then backward. It is cheap, so none of its activations are kept."""
         activations = step.activations
         there = any(access.content == Weights(0) for access in op.reads)  # otherwise only their shapes matter
-        leaves = self._binders[0].leaves(self._weights(op, held, 0)) if there else self._placeholder_leaves()
+        leaves = self._binders[0].leaves(self._weights(op, lease, 0)) if there else self._placeholder_leaves()
         self._reseed(step, 0, op.micro)
         trained, target = self._binders[0].trained(leaves), GradientDestination()
         inputs, answers = self._inputs(step, op.micro)
         with (
             torch.enable_grad(),
             answers,
-            self._waiting_for_weights(step, op, held),
+            self._waiting_for_weights(step, op, lease),
             self._gradients_in_place(trained, target),
         ):
             hidden, _ = self.ported.prologue(leaves, inputs)
         step.phases.before_gradients()
-        target.accumulator = total = self._accumulator(step, op, held, 0)
+        target.accumulator = total = self._accumulator(step, op, lease, 0)
         accumulate_into(total, trained)
         gradient = activations.gradients.pop(op.micro)
         if hidden.requires_grad:
@@ -568,13 +568,13 @@ class Streamer:
 
     # Gradients ------------------------------------------------------------------------------------------------------
 
-    def _accumulator(self, step: StepState, op: Op, held: Held, unit: int) -> GradientAccumulator:
+    def _accumulator(self, step: StepState, op: Op, lease: Lease, unit: int) -> GradientAccumulator:
         """The accumulator for the gradient of `unit`, created by the op that writes the first term."""
         known = step.accumulators.get(unit)
         if known is None or self.policy.shares_memory:  # then a sum may return from the disk to another buffer
             access = find_access(op.writes, Gradient(unit))
             layout = self._layouts[unit].trained
-            flat = bytes_of(held, access).view(DTYPE_OF_NBYTES[(access.stop - access.start) // layout.size])
+            flat = bytes_of(lease, access).view(DTYPE_OF_NBYTES[(access.stop - access.start) // layout.size])
             if known is None or not known.is_in(flat):
                 step.accumulators[unit] = GradientAccumulator(layout, flat, known)
         return step.accumulators[unit]
@@ -585,53 +585,53 @@ class Streamer:
             if isinstance(access.content, Gradient) and access.content.is_whole:
                 step.accumulators.pop(access.content.unit).finish()
 
-    def _norm(self, step: StepState, op: Op, held: Held) -> None:
+    def _norm(self, step: StepState, op: Op, lease: Lease) -> None:
         assert step.sink is not None
-        gradient = self._gradient_of(op, held)
+        gradient = self._gradient_of(op, lease)
         if op.stream == "host" and not step.loss_is_finite and self.world.size == 1:  # several ranks check at the end
             _finite_loss(step)  # before any gradient of this step is used
             step.loss_is_finite = True
         step.sink.norm(op.unit, gradient, step.loss)
 
-    def _update(self, step: StepState, op: Op, held: Held) -> None:
+    def _update(self, step: StepState, op: Op, lease: Lease) -> None:
         assert step.sink is not None
         parts = {}
         for access in op.writes:
             if part := PART_OF.get(type(access.content)):
-                parts[part] = bytes_of(held, access)
+                parts[part] = bytes_of(lease, access)
         assert self._running is not None
         if op.shard >= 0:
             size = self._layouts[op.unit].trained.own_size
             elements = piece_of(size, self.numerics, self.policy, op.shard)
-            step.sink.update(op.unit, self._gradient_of(op, held), parts, elements)
+            step.sink.update(op.unit, self._gradient_of(op, lease), parts, elements)
             self._executor.pool.owes(self._running.takes_home[op.unit, op.shard])
             return
-        step.sink.update(op.unit, self._gradient_of(op, held), parts)
-        self._executor.pool.changed(op, held)
+        step.sink.update(op.unit, self._gradient_of(op, lease), parts)
+        self._executor.pool.changed(op, lease)
         gradient = self._running.buffers[op.reads[0].buffer]
         if gradient.tier == "host" and gradient.unit == op.unit:  # not shared with units whose gradient may follow
             self._executor.pool.discard(gradient.name)
 
-    def _gradient_of(self, op: Op, held: Held) -> Tensor:
+    def _gradient_of(self, op: Op, lease: Lease) -> Tensor:
         """The flat gradient that a NORM or UPDATE reads."""
         access = op.reads[0]
-        return bytes_of(held, access).view(DTYPE_OF_NBYTES[self.numerics.grad_nbytes])
+        return bytes_of(lease, access).view(DTYPE_OF_NBYTES[self.numerics.grad_nbytes])
 
     # Helpers --------------------------------------------------------------------------------------------------------
 
-    def _weights(self, op: Op, held: Held, unit: int) -> Tensor:
+    def _weights(self, op: Op, lease: Lease, unit: int) -> Tensor:
         """The flat weights of `unit` that this op reads. It is `data`, so that for autograd copies into the same memory
         do not count as changes."""
-        return bytes_of(held, find_access(op.reads, Weights(unit))).view(self.dtype).data
+        return bytes_of(lease, find_access(op.reads, Weights(unit))).view(self.dtype).data
 
-    def _views(self, op: Op, held: Held, unit: int) -> dict[str, Tensor]:
+    def _views(self, op: Op, lease: Lease, unit: int) -> dict[str, Tensor]:
         """The parameters of `unit`, without gradients."""
-        return self._binders[unit].bind(self._weights(op, held, unit))
+        return self._binders[unit].bind(self._weights(op, lease, unit))
 
-    def _waiting_for_weights(self, step: StepState, op: Op, held: Held) -> AbstractContextManager[object]:
+    def _waiting_for_weights(self, step: StepState, op: Op, lease: Lease) -> AbstractContextManager[object]:
         """While active, each read of the unit's own weights waits until they have arrived."""
         owns = any(access.content == Weights(op.unit) for access in op.reads)
-        return step.phases.waiting_for(self._weights(op, held, op.unit)) if owns else nullcontext()
+        return step.phases.waiting_for(self._weights(op, lease, op.unit)) if owns else nullcontext()
 
     def _locate(self, buffer: str, start: int, content: object) -> str:
         return describe_place(self.spec, self._layouts, self._running, buffer, start, content, self.dtype.itemsize)

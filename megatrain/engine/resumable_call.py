@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatrain.engine.weights import BoundWeights
 from megatrain.errors import ScheduleError
-from megatrain.memory import Held
+from megatrain.memory import Lease
 from megatrain.model import Uses
 from megatrain.schedule import Access, Op, Schedule, calls_in, whole
 from megatrain.schedule.contents import Content, Gradient, Weights
@@ -32,7 +32,7 @@ Alongside = Callable[[], AbstractContextManager[object]]
 """In its block, the thread computes on the stream of the thread that runs ops (`Device.alongside`)."""
 
 
-Run = Callable[[Op, Held, "PausePoints"], None]
+Run = Callable[[Op, Lease, "PausePoints"], None]
 """The code of a call, given the op that has the accesses of all phases."""
 
 
@@ -43,7 +43,7 @@ def default_torch_modes(device_type: str) -> Iterator[None]:
         yield
 
 
-def _nothing_to_run(op: Op, held: Held, phases: PausePoints) -> None:
+def _nothing_to_run(op: Op, lease: Lease, phases: PausePoints) -> None:
     """The code of a call that has ended."""
 
 
@@ -80,7 +80,7 @@ class ResumableCall(PausePoints):
 
     def __init__(self, phases: Sequence[Op], layout: Layout, alongside: Alongside, run: Run) -> None:
         self._op, self._alongside, self._run = whole(phases), alongside, run
-        self._layout, self._held = layout, dict[str, Tensor]()
+        self._layout, self._lease = layout, dict[str, Tensor]()
         self._phase, self._last = -1, len(phases) - 1
         self._arrived = _declared_ranges([op.reads for op in phases], Weights(phases[0].unit), layout.size)
         """Elements of the weights that each phase may read."""
@@ -109,10 +109,10 @@ class ResumableCall(PausePoints):
 
     # On the thread that runs ops ------------------------------------------------------------------------------------
 
-    def run_phase(self, held: Held) -> None:
+    def run_phase(self, lease: Lease) -> None:
         """Run the next phase: the call continues until it needs a later one, or ends. Raises what its code raises."""
         self._phase += 1
-        self._held.update(held)
+        self._lease.update(lease)
         if self._thread is None:
             context = contextvars.copy_context()
             arguments = (self._work, torch.get_num_threads())
@@ -140,7 +140,7 @@ class ResumableCall(PausePoints):
         self._resume.put(None)
         if self._thread is not None:
             self._thread.join()
-        self._held.clear()
+        self._lease.clear()
         self._run = _nothing_to_run
 
     # On the call's own thread ---------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class ResumableCall(PausePoints):
         try:
             with self._alongside():
                 if not self._cancelled:
-                    self._run(self._op, self._held, self)
+                    self._run(self._op, self._lease, self)
         except _Cancelled:
             pass
         except BaseException as failure:

@@ -22,7 +22,7 @@ from megatrain.engine.gradient_accumulation import GradientAccumulator, GradSink
 from megatrain.engine.resumable_call import NO_PAUSES, PausePoints
 from megatrain.engine.weights import BoundWeights
 from megatrain.errors import MegaTrainError, ModelError
-from megatrain.memory import Held
+from megatrain.memory import Lease
 from megatrain.model import Call, Sides, Stored
 from megatrain.schedule import Access
 from megatrain.schedule.contents import Arguments, Gradient, Weights
@@ -140,9 +140,9 @@ DTYPE_OF_NBYTES = {2: torch.bfloat16, 4: torch.float32}
 """Bytes per element of a gradient -> its dtype."""
 
 
-def bytes_of(held: Held, access: Access) -> Tensor:
+def bytes_of(lease: Lease, access: Access) -> Tensor:
     """The leased bytes of an access, uint8."""
-    return held[access.buffer][access.start : access.stop]
+    return lease[access.buffer][access.start : access.stop]
 
 
 def find_access(accesses: Sequence[Access], content: Weights | Gradient) -> Access:

@@ -31,8 +31,8 @@ from megatrain.schedule.passes.pinned_staging import is_pinned
 from megatrain.schedule.passes.state_buffers import state_name
 from megatrain.spec import Tier, Transfer
 
-Held = Mapping[str, Tensor]
-"""Buffer name -> uint8[nbytes], valid during one lease."""
+Lease = Mapping[str, Tensor]
+"""The memory that an op has leased: buffer name -> uint8[nbytes]. Valid during the lease."""
 
 
 class Pool:
@@ -117,15 +117,15 @@ class Pool:
         return self._memory[name]
 
     @contextmanager
-    def lease(self, op: Op) -> Iterator[Held]:
+    def lease(self, op: Op) -> Iterator[Lease]:
         """In the block, the arena buffers that `op` declares."""
         with self._lock:
             self._leases += 1
             for name in {access.buffer for access in op.writes} & self._absent:
                 self._bring_back(name)
         try:
-            with self.device.lend(op, self._memory) as held:
-                yield {**held, **declared(op, self._of_peers)} if self._of_peers else held
+            with self.device.lend(op, self._memory) as lease:
+                yield {**lease, **declared(op, self._of_peers)} if self._of_peers else lease
         finally:
             with self._lock:
                 self._leases -= 1
@@ -144,7 +144,7 @@ class Pool:
 
     # The disk, during a step ----------------------------------------------------------------------------------------
 
-    def read(self, op: Op, held: Held) -> None:
+    def read(self, op: Op, lease: Lease) -> None:
         """READ: fill a staging buffer from a region of the disk, or from host memory and, for the rest, the model's
         files.
 
@@ -153,36 +153,36 @@ class Pool:
         (slot,) = op.writes
         start = slot.start
         for source in op.reads:
-            target = held[slot.buffer][start : start + source.stop - source.start]
+            target = lease[slot.buffer][start : start + source.stop - source.start]
             start += source.stop - source.start
-            if source.buffer in held:
-                np.copyto(target.numpy(), held[source.buffer][source.start : source.stop].numpy())
+            if source.buffer in lease:
+                np.copyto(target.numpy(), lease[source.buffer][source.start : source.stop].numpy())
             elif self._buffers[source.buffer].tier == "file":
                 self.read_files(source.buffer, source.start, target)
             else:
                 self._disk.read(source.buffer, target)
 
-    def write(self, op: Op, held: Held) -> None:
+    def write(self, op: Op, lease: Lease) -> None:
         """WRITE: a staging buffer to its region. Raises `DiskError`; the bytes then stay unsaved."""
         (slot,), (region,) = op.reads, op.writes
-        self._disk.write(region.buffer, held[slot.buffer][slot.start : slot.stop])
+        self._disk.write(region.buffer, lease[slot.buffer][slot.start : slot.stop])
         self._unsaved.pop(region.buffer, None)
 
-    def copy(self, op: Op, held: Held) -> None:
+    def copy(self, op: Op, lease: Lease) -> None:
         """PACK and UNPACK: copy between an arena and pinned staging, on one thread, since that is what the probe
         measures."""
         (read,), (write,) = op.reads, op.writes
-        source, target = held[read.buffer][read.start : read.stop], held[write.buffer][write.start : write.stop]
+        source, target = lease[read.buffer][read.start : read.stop], lease[write.buffer][write.start : write.stop]
         np.copyto(target.numpy(), source.numpy())
 
-    def changed(self, op: Op, held: Held) -> None:
+    def changed(self, op: Op, lease: Lease) -> None:
         """UPDATE: mark what the op has written to staging buffers as unsaved."""
         for access in op.writes:
             buffer = self._buffers[access.buffer]
             if buffer.use is Use.DISK_STAGING and buffer.part and access.content != USED:
                 region = state_name("disk", buffer.part, op.unit)
                 stop = access.stop - self._buffers[region].frozen_nbytes
-                self._unsaved[region] = held[access.buffer][access.start : stop]
+                self._unsaved[region] = lease[access.buffer][access.start : stop]
 
     def owes(self, op: Op) -> None:
         """UPDATE on the device: `op` still has to copy home what the update left in a slot."""
@@ -226,9 +226,9 @@ class Pool:
         """Repeat the copy of a piece of state from its slot."""
 
         def run() -> None:
-            with self.device.lend(op, self._memory) as held:
+            with self.device.lend(op, self._memory) as lease:
                 for read, write in zip(op.reads, op.writes, strict=True):
-                    held[write.buffer][write.start : write.stop].copy_(held[read.buffer][read.start : read.stop])
+                    lease[write.buffer][write.start : write.stop].copy_(lease[read.buffer][read.start : read.stop])
 
         self.device.stream(op.stream).submit(op, run)
         self.device.synchronize()
@@ -328,8 +328,8 @@ class Pool:
         task = Errand(f"copy of {name}", reads=() if writes else span, writes=span if writes else ())
 
         def run() -> None:
-            with self.device.lend(task, self._memory) as held:
-                work(held[name])
+            with self.device.lend(task, self._memory) as lease:
+                work(lease[name])
 
         self.device.stream("fetch").submit(task, run)
         self.device.synchronize()

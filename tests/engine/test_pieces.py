@@ -159,7 +159,7 @@ def test_executor_overhead_is_below_150_microseconds_per_op() -> None:
     took = []
     for _ in range(5):
         began = time.perf_counter()
-        executor.walk(schedule, lambda op, held: None)
+        executor.walk(schedule, lambda op, lease: None)
         took.append((time.perf_counter() - began) / len(schedule.ops))
     device.close()
     assert statistics.median(took) < 150e-6

@@ -19,7 +19,7 @@ from megatrain import AdamW, Engine, Policy
 from megatrain.engine.executor import Act
 from megatrain.engine.step_state import pack, unpack
 from megatrain.errors import MegaTrainError, ModelError
-from megatrain.memory import Held
+from megatrain.memory import Lease
 from megatrain.schedule import Op, Schedule, Use
 from megatrain.spec import Keep, Numerics, Precision, Work
 from megatrain.testing import KINDS, SimDevice, random_fault
@@ -147,8 +147,8 @@ def watched(made: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Op, int
         return wrapped
 
     def watching(schedule: Schedule, act: Act) -> object:
-        def also(op: Op, held: Held) -> None:
-            act(op, held)
+        def also(op: Op, lease: Lease) -> None:
+            act(op, lease)
             if op.stream == "compute":
                 seen.append((op, sum(output() is not None for output in outputs)))
 
