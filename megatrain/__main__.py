@@ -1,6 +1,17 @@
-"""`python -m megatrain`: the command line without an installed script."""
+"""The entry point of `megatrain` and of `python -m megatrain`: Ctrl-C ends it quietly also while it still imports."""
 
-from megatrain.cli import main
+import sys
+
+
+def main() -> None:
+    """Run the command line. Imports it here, where Ctrl-C is caught."""
+    try:
+        from megatrain import cli
+
+        cli.main()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
 
 if __name__ == "__main__":
     main()

@@ -49,7 +49,7 @@ def _path(to_write: Literal["", "folder", "file"] = "") -> Any:
     def check(param: typer.CallbackParam, value: str | list[str] | None) -> str | list[str] | None:
         from megatrain.system.paths import usable_path
 
-        where = param.opts[0] if param.opts[0].startswith("-") else str(param.metavar).strip("[].")
+        where = param.opts[0] if param.opts[0].startswith("-") else str(param.metavar)
         for each in [value] if isinstance(value, str) else value or []:
             usable_path(each, where=where, to_write=to_write)
         return value
@@ -104,7 +104,7 @@ def _train(
         str | None, typer.Argument(metavar="CONFIG", help="YAML file, e.g. configs/quickstart.yaml.", callback=_path())
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set, e.g. train.steps=100.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys to set, e.g. train.steps=100.")
     ] = None,
     keys: Annotated[bool, typer.Option("--keys", help="List all configuration keys and exit.")] = False,
     ranks: Annotated[int, typer.Option(min=1, help="Processes that share the model, one per GPU here.")] = 1,
@@ -160,7 +160,7 @@ AdapterName = Annotated[
 def _init(
     context: typer.Context,
     file: Annotated[
-        str, typer.Argument(metavar="[FILE]", help="YAML file to write.", callback=_path("file"))
+        str, typer.Argument(metavar="FILE", help="YAML file to write.", callback=_path("file"))
     ] = "config.yaml",
     model: Annotated[
         str | None, typer.Option(help="Folder or hub name; for a fresh model also a config.json.", callback=_path())
@@ -262,7 +262,7 @@ def _plan(
         ),
     ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of CONFIG to set, e.g. train.epochs=2.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys of CONFIG to set, e.g. train.epochs=2.")
     ] = None,
     hardware: Annotated[
         str | None, typer.Option(help="Built-in machine (h200, rtx-4090, ...) or a probe file.", callback=_path())
@@ -288,7 +288,7 @@ def _plan(
     ranks: Annotated[int, typer.Option(min=1, help="GPUs that train together, on all machines.")] = 1,
     nodes: Annotated[int, typer.Option(min=1, help="Number of machines.")] = 1,
 ) -> None:
-    """Predict memory and time of a step, what limits it, and what would help. Reads no weights."""
+    """Predict memory and time of a step, and what would help. Reads no weights."""
     _quiet_threads()
     from rich.console import Console
 
@@ -326,7 +326,7 @@ def _verify(
     attention: Attention = "auto",
     trust_remote_code: Remote = False,
 ) -> None:
-    """Check the loss and all gradients of a small model of the same architecture against the stock code."""
+    """Compare loss and all gradients with the stock code's. Uses a small model of the same architecture."""
     _quiet_threads()
     from rich.console import Console
 
@@ -355,7 +355,7 @@ def _generate(
     seed: Annotated[int, typer.Option(min=0, help="Random seed of the sampling.")] = 0,
     trust_remote_code: Remote = False,
 ) -> None:
-    """Continue a text, or chat, with a model of any size, which streams through the device."""
+    """Continue a text, or chat, with a model of any size. It streams through the device."""
     _quiet_threads()
     from rich.console import Console
 
@@ -393,7 +393,7 @@ def _export(
     ],
     target: Annotated[
         str | None,
-        typer.Argument(metavar="[TARGET]", help="Folder to write; optional with --push.", callback=_path("folder")),
+        typer.Argument(metavar="TARGET", help="Folder to write; optional with --push.", callback=_path("folder")),
     ] = None,
     precision: PrecisionName = "bf16",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing model in TARGET.")] = False,
@@ -403,7 +403,7 @@ def _export(
     ] = None,
     trust_remote_code: Remote = False,
 ) -> None:
-    """Write a model as a Hugging Face folder, complete or not at all, and upload it if asked."""
+    """Write a model as a Hugging Face folder, and upload it if asked. The folder is complete or not there."""
     _quiet_threads()
     from rich.console import Console
 
@@ -437,7 +437,7 @@ def _export(
 def _report(
     folders: Annotated[
         list[str],
-        typer.Argument(metavar="RUN...", help="Run folder, also of a running or killed run.", callback=_path()),
+        typer.Argument(metavar="RUN", help="Run folder, also of a running or killed run.", callback=_path()),
     ],
     html: Annotated[
         str | None,
@@ -446,7 +446,7 @@ def _report(
         ),
     ] = None,
 ) -> None:
-    """Write a run as one HTML page: loss, speed, memory, a step, samples, events; or compare several runs."""
+    """Write a run as one HTML page, or compare several runs. Shows loss, speed, memory, a step, samples, events."""
     from megatrain.commands.report import run_report
 
     typer.echo(str(run_report(folders, html)))
@@ -517,7 +517,7 @@ def _quiet_threads() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point: run a command and exit with its code."""
+    """Run a command and exit with its code."""
     atexit.register(_leave_plans)
     code: object = 0
     try:

@@ -6,6 +6,7 @@ import io
 import platform
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import version
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -50,6 +51,40 @@ def test_help_and_version_load_no_slow_library(option: str) -> None:
     code = f"import sys\nfrom megatrain import cli\ntry: cli.main([{option!r}])\nexcept SystemExit: pass\n" \
            f"assert not {set(SLOW)!r} & set(sys.modules), set(sys.modules)"  # fmt: skip
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=240)
+
+
+@pytest.mark.parametrize("verb", [(), *((each.name,) for each in cli.app.registered_commands)], ids=str)
+def test_help_is_whole_and_shows_optional_arguments_once(
+    verb: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = run(capsys, *verb, "--help")
+    assert code == 0
+    assert "[[" not in out
+    assert "......" not in out
+    if not verb:
+        assert "..." not in out.partition("Commands:")[2]
+
+
+@pytest.mark.parametrize("module", ["typer", "megatrain.errors", "atexit"])
+def test_ctrl_c_during_the_imports_ends_quietly(module: str) -> None:
+    """With no traceback, wherever the imports are."""
+    code = (
+        "import sys, runpy\n"
+        "class Interrupted:\n"
+        "    def find_spec(name, *rest):\n"
+        f"        if name == {module!r}: raise KeyboardInterrupt\n"
+        f"sys.meta_path.insert(0, Interrupted); sys.modules.pop({module!r}, None)\n"
+        "runpy.run_module('megatrain', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_the_installed_command_is_the_one_that_runs_as_a_module() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"megatrain": "megatrain.__main__:main"}
 
 
 def test_the_package_runs_as_a_module() -> None:
@@ -174,7 +209,7 @@ def test_every_path_argument_is_covered() -> None:
                 continue
             said = get_args(kind)[1]
             named = said.default if str(said.default).startswith("--") else f"--{name}"  # typer reads it there
-            where = said.metavar.strip("[].") if isinstance(said, ArgumentInfo) else named
+            where = said.metavar if isinstance(said, ArgumentInfo) else named
             assert (command.name, where) in tried
 
 
