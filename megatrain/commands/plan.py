@@ -577,6 +577,7 @@ def show_changes(console: Console, outlook: Outlook, swept: Sweep | None = None)
     if words := without_gain(outlook):
         console.print(Text(words), end="\n\n")
     if swept is not None:
+        console.print("tokens per second by memory: host down, device across; - does not fit", style="bold")
         console.print(_heat_map(swept))
 
 
@@ -668,9 +669,9 @@ def _memory(plan: Plan) -> Table:
 
 
 def _heat_map(swept: Sweep) -> Table:
-    """Tokens per second over memory limits, as numbers with shades that also show without colours."""
+    """Tokens per second over memory limits, as numbers with shades that also show without colours; 80 columns wide."""
     most = max((rate for row in swept.tokens_per_second for rate in row if rate is not None), default=1.0)
-    heads = ["host \\ device", *(amount(nbytes) if nbytes else "shared" for nbytes in swept.device_nbytes)]
+    heads = ["GB", *(_gigabytes(nbytes) if nbytes else "shared" for nbytes in swept.device_nbytes)]
     rows = []
     for host, rates in zip(swept.host_nbytes, swept.tokens_per_second, strict=True):
         cells = []
@@ -678,9 +679,16 @@ def _heat_map(swept: Sweep) -> Table:
             if rate is None:
                 cells.append("-")
             else:
-                cells.append(f"{SHADES[max(1, round(rate / most * (len(SHADES) - 1)))] * 2} {rate:,.0f}")
-        rows.append([amount(host), *cells])
-    return _table("tokens per second by memory; - does not fit", heads, rows)
+                said = f"{rate:,.0f}" if rate < 1e4 else f"{rate / 1e3:.{1 if rate < 1e5 else 0}f}k"
+                cells.append(f"{SHADES[max(1, round(rate / most * (len(SHADES) - 1)))]}{said}")
+        rows.append([_gigabytes(host), *cells])
+    table = _table("", heads, rows)
+    table.padding = (0, 1, 0, 0)
+    return table
+
+
+def _gigabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.3g}" if nbytes < 1e12 else f"{nbytes / 1e9:,.0f}"
 
 
 # Files -------------------------------------------------------------------------------------------------------------

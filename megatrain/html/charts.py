@@ -7,6 +7,7 @@ smallest and the largest value, so a spike of one step in a million is still see
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -28,7 +29,10 @@ MOST_EVENTS = 200
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve. xs: ascending. colour: index into `CURVE_COLOURS`. faint: drawn behind. points: mark each point."""
+    """A curve. xs: ascending. colour: index into `CURVE_COLOURS`. faint: drawn behind. points: mark each point.
+
+    Faint points are dots that no line connects.
+    """
 
     name: str
     xs: Sequence[float] | NDArray[np.float64]
@@ -154,14 +158,14 @@ def _figure(
     few = steps.max() - steps.min() < 6
     large = float(np.nanmax(np.abs(np.concatenate([each.highs for each in thin])))) >= 1e4
     layout = {
-        "height": 300,
         "margin": {"l": 54, "r": 8, "t": 8, "b": 34},
         "hovermode": "x unified",
         "hoverlabel": {"namelength": -1},
-        "legend": {"orientation": "h", "y": -0.18, "x": 0},
+        "legend": {"orientation": "h", "y": -0.18, "x": 0, "maxheight": 0.9},
         "xaxis": {
-            "title": {"text": x_name, "standoff": 4},
-            "tickformat": ",d",
+            "title": {"text": x_name if x_name == "step" else f"{x_name}s", "standoff": 4},
+            "tickformat": ",d" if steps.max() < 1e5 else "~s",
+            "tickangle": 0,
             **({"dtick": 1} if few else {"nticks": 7}),
             "unifiedhovertitle": {"text": " "},  # each line names its own step, as points differ in them
             "zeroline": False,
@@ -200,10 +204,10 @@ def _line(curve: Curve, each: _Columns, x_name: str, unit: str) -> dict[str, Any
         "customdata": told,
         "hovertemplate": f"{_text(curve.name)}, %{{customdata}}<extra></extra>",
         "name": _text(curve.name),
-        "mode": "lines+markers" if marked else "lines",
+        "mode": "markers" if marked and curve.faint else "lines+markers" if marked else "lines",
         "line": {"color": colour, "width": 1 if curve.faint else 2},
-        "opacity": 0.4 if curve.faint else 1.0,
-        "marker": {"size": 7},
+        "opacity": 0.4 if curve.faint and not marked else 1.0,
+        "marker": {"size": 4 if curve.faint else 7, "color": colour},
         "connectgaps": curve.points,
     }
 
@@ -226,21 +230,25 @@ def _band(curve: Curve, each: _Columns) -> dict[str, Any]:
 
 
 def _marks(events: Sequence[ChartEvent]) -> list[dict[str, Any]]:
-    """A symbol on the axis for each kind of event."""
-    kinds = list(dict.fromkeys(each.kind for each in events[:MOST_EVENTS]))
+    """A symbol for each kind of event: on the axis, or above those of the same step."""
+    placed: dict[str, list[tuple[float, float, str]]] = {}
+    at_step: Counter[float] = Counter()
+    for each in events[:MOST_EVENTS]:
+        placed.setdefault(each.kind, []).append((each.x, 0.03 + 0.07 * at_step[each.x], _text(each.text)))
+        at_step[each.x] += 1
     return [
         {
             "type": "scatter",
-            "x": [each.x for each in events[:MOST_EVENTS] if each.kind == kind],
-            "y": [0.02 for each in events[:MOST_EVENTS] if each.kind == kind],
+            "x": [x for x, _, _ in placed[kind]],
+            "y": [y for _, y, _ in placed[kind]],
             "yaxis": "y2",
-            "text": [_text(each.text) for each in events[:MOST_EVENTS] if each.kind == kind],
+            "text": [text for _, _, text in placed[kind]],
             "hovertemplate": "%{text}<extra></extra>",
             "name": _text(kind),
             "mode": "markers",
             "marker": {"symbol": SYMBOLS[at % len(SYMBOLS)], "size": 10, "color": "#8a8f96"},
         }
-        for at, kind in enumerate(kinds)
+        for at, kind in enumerate(placed)
     ]
 
 
@@ -279,6 +287,15 @@ CHARTS = """
 (() => {
   const { charts } = JSON.parse(document.getElementById("page").textContent);
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  const pen = document.createElement("canvas").getContext("2d");
+  pen.font = "12px sans-serif";
+  // Rows that the legend takes, for which a chart is made higher: names in one row if they fit, else in columns.
+  const legendRows = (data, width) => {
+    const widths = data.filter(each => each.showlegend !== false).map(each => 48 + pen.measureText(each.name).width);
+    if (widths.length < 2) return 0;
+    if (widths.reduce((sum, each) => sum + each) <= width) return 1;
+    return Math.ceil(widths.length / Math.max(1, Math.floor(width / Math.max(...widths))));
+  };
   const draw = () => {
     const style = getComputedStyle(document.documentElement), take = name => style.getPropertyValue(name).trim();
     const ink = take("--ink"), line = take("--line"), paper = take("--paper");
@@ -286,11 +303,13 @@ CHARTS = """
       Object.assign(layout, { paper_bgcolor: paper, plot_bgcolor: paper, font: { color: ink, size: 12 } });
       Object.assign(layout.hoverlabel, { bgcolor: paper, bordercolor: line, font: { color: ink } });
       for (const axis of [layout.xaxis, layout.yaxis]) Object.assign(axis, { gridcolor: line, linecolor: line });
-      Plotly.react("chart-" + identity, data, layout,
-        { responsive: true, displayModeBar: false });
+      const place = document.getElementById("chart-" + identity);
+      layout.height = 276 + 19 * legendRows(data, place.clientWidth - 62);
+      Plotly.react(place, data, layout, { responsive: true, displayModeBar: false });
     }
   };
   dark.addEventListener("change", draw);
+  window.addEventListener("resize", draw);
   draw();
 })();
 """

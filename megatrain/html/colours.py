@@ -10,6 +10,8 @@ VIRIDIS = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5
 """From dark to bright (S. van der Walt and N. Smith, 2015)."""
 PART_COLOURS = tuple(VIRIDIS[at] for at in (1, 6, 3, 8, 0, 5, 2, 7, 4))
 """Colours for the parts of a bar, in order."""
+OTHER_COLOUR = "#777777"
+"""For what is beyond those."""
 CURVE_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Colours of lines (M. Okabe and K. Ito, 2008)."""
 

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from megatrain.html.colours import PART_COLOURS, ink_on
+from megatrain.html.colours import OTHER_COLOUR, PART_COLOURS, ink_on
 
+WRAPPED_FROM = 30
+"""Characters from which a cell of a table wraps."""
 LABELLED_FROM = 0.08
 """Smallest share of a bar whose part gets a label."""
 
@@ -57,16 +59,27 @@ def definitions(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
-    body = "".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>" for row in rows)
+    """A table. Columns with words are aligned left, and long words wrap."""
+    words = [any(row[at][:1].isalpha() or row[at][:1] in ("/", ".") for row in rows) for at in range(len(heads))]
+    head = "".join(f"<th{_class(text, of)}>{escape(text)}</th>" for text, of in zip(heads, words, strict=True))
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td{_class(text, of)}>{escape(text)}</td>" for text, of in zip(row, words, strict=True))
+        + "</tr>"
+        for row in rows
+    )
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _class(text: str, words: bool) -> str:
+    return "" if not words else ' class="words"' if len(text) < WRAPPED_FROM else ' class="words long"'
 
 
 def bar(title: str, parts: Sequence[tuple[str, float]], whole: float) -> str:
     """A stacked bar with a legend. parts: (text, length); `whole` is the length of the full bar."""
     spans, words = [], []
     for place, (text, length) in enumerate(parts):
-        colour, said = PART_COLOURS[place % len(PART_COLOURS)], escape(text)
+        colour, said = PART_COLOURS[place] if place < len(PART_COLOURS) else OTHER_COLOUR, escape(text)
         width = 100 * length / whole if whole else 0.0
         style = f"width:{width:.4f}%;background:{colour};color:{ink_on(colour)}"
         label = said if width >= 100 * LABELLED_FROM else ""
@@ -84,18 +97,19 @@ main { max-width: 1100px; margin: 0 auto; padding: 1.5rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
 h3 { font-size: 1rem; margin: .8rem 0 .3rem; } dt { font-weight: 600; } dd { margin: 0; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.2rem; }
+.long { white-space: normal; overflow-wrap: anywhere; min-width: 12rem; }
 .wide { overflow-x: auto; margin: .5rem 0; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .25rem .7rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } .heat td { text-align: center; } .none { opacity: .55; }
+th:first-child, td:first-child, .words { text-align: left; } .heat td { text-align: center; } .none { opacity: .55; }
 .bar { display: flex; height: 1.5rem; background: var(--soft); margin: .2rem 0; overflow: hidden; }
 .bar span { display: block; box-sizing: border-box; border-right: 1px solid var(--paper);
   text-indent: .3rem; font-size: .8rem; line-height: 1.5rem; white-space: nowrap; overflow: hidden;
   text-overflow: ellipsis; }
 .legend { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; list-style: none; padding: 0; margin: .3rem 0; }
 .legend i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; }
-canvas { width: 100%; display: block; touch-action: none; cursor: grab; } #op { font-variant-numeric: tabular-nums; }
+canvas { width: 100%; display: block; touch-action: pan-y; cursor: grab; } #op { font-variant-numeric: tabular-nums; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem 1.5rem; }
-figure { margin: 0; min-width: 0; } .chart { width: 100%; height: 300px; }
+figure { margin: 0; min-width: 0; } .chart { width: 100%; min-height: 276px; }
 @media (max-width: 40rem) { main { padding: .8rem; } dl { grid-template-columns: 1fr; gap: 0; }
   dd { margin-bottom: .4rem; } dd, dt { overflow-wrap: anywhere; } }
 pre { background: var(--soft); padding: .7rem; overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; }

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from megatrain.html.colours import ink_on
+from megatrain.html.colours import OTHER_COLOUR, ink_on
 
 KIND_COLOURS = {
     "FORWARD": "#5ec962",
@@ -30,7 +30,6 @@ KIND_COLOURS = {
     "WRITE": "#2c728e",
 }
 """Colours of op kinds, from viridis and magma: kinds in the same lane differ in brightness."""
-OTHER_COLOUR = "#777777"
 
 DrawnOp = tuple[str, str, int, int, int, int, float, float]
 """Kind, stream, unit, micro-batch, shard, bytes; start and end in seconds from the start of the step."""
@@ -91,10 +90,12 @@ TIMELINE = """
   const width = () => Math.max(1, canvas.clientWidth - LEFT);
   const toX = time => LEFT + (time - from) / span * width();
   const toTime = x => from + (x - LEFT) / width() * span;
-  const scaled = (n, units) => { if (n === 0) return "0";
+  // exact: the step between two numbers that have to differ; else three decimals
+  const scaled = (n, units, exact) => { if (n === 0) return "0";
     const [size, unit] = units.find(([size]) => n >= size) || units[units.length - 1];
-    return (n / size).toFixed(size === 1 && unit === "B" ? 0 : 3) + " " + unit; };
-  const seconds = s => scaled(s, [[1, "s"], [1e-3, "ms"], [1e-6, "us"]]);
+    const digits = exact ? Math.max(0, -Math.floor(Math.log10(exact / size * 1.001))) : 3;
+    return (n / size).toFixed(size === 1 && unit === "B" ? 0 : digits) + " " + unit; };
+  const seconds = (s, exact) => scaled(s, [[1, "s"], [1e-3, "ms"], [1e-6, "us"]], exact);
   const bytes = n => scaled(n, [[1e9, "GB"], [1e6, "MB"], [1, "B"]]);
 
   const draw = () => {
@@ -115,17 +116,21 @@ TIMELINE = """
         const { colour, ink } = timeline.kinds[op[KIND]];
         pen.fillStyle = colour;
         pen.fillRect(left, top, wide > 4 ? wide - 1 : Math.max(1, wide), LANE);
-        if (wide > 70) { pen.fillStyle = ink; pen.fillText(name(op), left + 5, top + LANE / 2, wide - 10); }
+        if (wide > 50 && pen.measureText(name(op)).width < wide - 8) {
+          pen.fillStyle = ink; pen.fillText(name(op), left + 5, top + LANE / 2);
+        }
       }
       pen.clearRect(0, top, LEFT, LANE);
       pen.fillStyle = style.color; pen.fillText(timeline.streams[row], 0, top + LANE / 2, LEFT - 6);
     });
     const foot = lanes.length * (LANE + GAP) + FOOT / 2;
     pen.fillStyle = style.color;
-    const marks = Math.max(1, Math.min(4, Math.floor(width() / 110)));  // as many as have room
-    for (let mark = 0; mark <= marks; mark++) {
-      pen.textAlign = mark === marks ? "right" : mark ? "center" : "left";
-      pen.fillText(seconds(from + span * mark / marks), LEFT + width() * mark / marks, foot);
+    const rough = span * 90 / width(), power = 10 ** Math.floor(Math.log10(rough));  // a label takes 90 pixels
+    const tick = power * [1, 2, 5, 10].find(each => power * each >= rough);
+    for (let at = Math.ceil(from / tick); at * tick <= from + span; at++) {
+      const x = toX(at * tick);
+      pen.textAlign = x < LEFT + 30 ? "left" : x > LEFT + width() - 30 ? "right" : "center";
+      pen.fillText(seconds(at * tick, tick), x, foot);
     }
     pen.textAlign = "left";
   };

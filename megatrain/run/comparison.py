@@ -60,7 +60,7 @@ def render_comparison(runs: Sequence[History]) -> str:
     ]
     losses = [chart(charts, "loss", "training loss, smoothed", of_all(lambda run: run.columns["loss"], steps))]
     if held:
-        losses.append(chart(charts, "held", "loss on held-out text", held))
+        losses.append(chart(charts, "held", "validation loss", held))
     losses.append(
         chart(
             charts,
@@ -78,7 +78,8 @@ def render_comparison(runs: Sequence[History]) -> str:
     ]
     parts = [
         table(
-            ("run", "state", "steps", "tokens", "loss at the end", "best held-out", "tokens/s", "time"), _rows(pairs)
+            ("run", "state", "steps", "tokens", "loss at the end", "best validation loss", "tokens/s", "time"),
+            _rows(pairs),
         ),
         section("Loss", f'<div class="charts">{"".join(losses)}</div>'),
         section("Course", f'<div class="charts">{"".join(speeds)}</div>'),

@@ -42,10 +42,13 @@ Pace = dict[str, float]
 
 def foreseen(plan: Plan, engine: Engine, facts: Sequence[tuple[str, str]], step: int) -> Planned:
     """The plan's predictions for a run that starts after `step` steps, as an event for its metrics."""
+    told: dict[str, str] = {}
+    for name, fact in facts:  # some have several: each validation source, say
+        told[name] = f"{told[name]}; {fact}" if name in told else fact
     return Planned(
         step,
         engine.structure.name,
-        dict(facts) | {"policy": "; ".join(describe_policy(engine.numerics, engine.policy))},
+        told | {"policy": "; ".join(describe_policy(engine.numerics, engine.policy))},
         plan.seconds,
         _by_tier(peak_table(plan)),
         _by_tier(engine.memory_table()),

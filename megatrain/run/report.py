@@ -79,7 +79,7 @@ def render_report(run: History, now: float) -> str:
         section("A step", _step(run)),
         section("Samples", _samples(run)),
         section("Checkpoints", _checkpoints(run)),
-        section("What happened", _notes(run.notes)),
+        section("Events", _notes(run.notes)),
         section("Plan", definitions([(str(name), str(fact)) for name, fact in run.planned.get("facts", {}).items()])),
         section("Configuration", f"<details><summary>config.yaml</summary><pre>{escape(run.config)}</pre></details>"),
         "<p>Made by <code>megatrain report</code> from the run folder; units are decimal.</p>",
@@ -104,11 +104,12 @@ def _summary(run: History, now: float) -> list[tuple[str, str]]:
         waits = (run.total("data_seconds") + run.total("stall_seconds")) / seconds
         rows.append(("MFU", f"{mfu:.0%} of the measured peak; compute waited {waits:.1%} of the time"))
         if last := run.last_losses():
-            rows.append(("loss", f"{columns['loss'][0]:.4f} at first, {sum(last) / len(last):.4f} over the last"))
+            mean = f"{sum(last) / len(last):.4f} over the last {len(last):,} steps"
+            rows.append(("loss", f"{columns['loss'][0]:.4f} at first, {mean}"))
     if run.evaluated:
-        rows.append(("held-out text", _held_out(run.evaluated[-1])))
+        rows.append(("validation", _held_out(run.evaluated[-1])))
         if run.best is not None and run.best.step != run.evaluated[-1].step:
-            rows.append(("best", _held_out(run.best)))
+            rows.append(("best validation", _held_out(run.best)))
     if run.planned.get("seconds") and seconds:
         foreseen, steps = float(run.planned["seconds"]), len(columns["seconds"])
         middle = float(np.nanmedian(np.asarray(columns["seconds"])))
@@ -130,7 +131,8 @@ def _state(run: History, now: float) -> str:
 
 
 def _loss(run: History, charts: dict[str, Any]) -> str:
-    html = chart(charts, "loss", "loss", _loss_curves(run), _events(run))
+    title = "training and validation loss" if run.evaluated else "training loss"
+    html = chart(charts, "loss", title, _loss_curves(run), _events(run))
     html += _by_name(
         charts, "sources", "loss of each validation source", [(h.step, h.by_source) for h in run.evaluated]
     )
@@ -139,8 +141,8 @@ def _loss(run: History, charts: dict[str, Any]) -> str:
         return html
     shown = 3 if any(each.perplexity_text for each in run.evaluated) else 2
     rows = [(f"{each.step:,}", f"{each.loss:.4f}", each.perplexity_text)[:shown] for each in run.evaluated]
-    listed = table(("step", "held-out loss", "perplexity")[:shown], _some(rows))
-    return f"{html}<details><summary>held-out text</summary>{listed}</details>"
+    listed = table(("step", "validation loss", "perplexity")[:shown], _some(rows))
+    return f"{html}<details><summary>validation by step</summary>{listed}</details>"
 
 
 def _by_name(charts: dict[str, Any], key: str, title: str, measured: Sequence[tuple[int, Mapping[str, float]]]) -> str:
@@ -188,7 +190,8 @@ def _memory(run: History, charts: dict[str, Any]) -> str:
         Curve(tier, run.columns["step"], column, colour)
         for colour, (tier, column) in enumerate(sorted(run.tiers.items()))
     ]
-    parts = [chart(charts, "memory", "bytes held by tier", curves, unit="B", floor=0.0)] if curves else []
+    title = "bytes held after each step" + (f": {curves[0].name}" if len(curves) == 1 else "")
+    parts = [chart(charts, "memory", title, curves, unit="B", floor=0.0)] if curves else []
     foreseen, held = _by_tier(run.planned.get("nbytes")), _by_tier(run.planned.get("held_nbytes"))
     for tier in dict.fromkeys((*foreseen, *held)):
         planned, taken = foreseen.get(tier, {}), held.get(tier, {})
@@ -235,15 +238,15 @@ def _checkpoints(run: History) -> str:
         written = nbytes - _float(saved, "shared_nbytes")
         rate = f"{amount(written / seconds)}/s" if seconds else ""
         step, path = int(_float(saved, "step")), str(saved.get("checkpoint", ""))
-        there = "there" if Path(path).is_dir() else "removed"
+        there = "kept" if Path(path).is_dir() else "removed"
         rows.append((f"{step:,}", amount(nbytes), amount(written), duration(seconds), rate, there, path))
-    return table(("step", "bytes", "written", "in", "at", "now", "folder"), _some(rows))
+    return table(("step", "bytes", "written", "time", "speed", "state", "folder"), _some(rows))
 
 
 def _notes(notes: Sequence[Note]) -> str:
     if not notes:
         return "<p>none</p>"
-    return table(("step", "what", "more"), _some([(f"{note.step:,}", note.kind, note.text) for note in notes]))
+    return table(("step", "event", "details"), _some([(f"{note.step:,}", note.kind, note.text) for note in notes]))
 
 
 def _epochs(run: History) -> str:
@@ -261,7 +264,7 @@ def _loss_curves(run: History) -> list[Curve]:
     curves = _with_smoothed("training", run.columns["step"], run.columns["loss"], 0)
     if run.evaluated:
         held = [(float(each.step), each.loss) for each in run.evaluated]
-        curves.append(marked("held-out text", held, 1))
+        curves.append(marked("validation", held, 1))
     if run.undone:
         curves.append(replace(marked("undone by a rollback", run.undone, 3), faint=True))
     return curves
@@ -282,7 +285,7 @@ def smoothing_window(steps: int) -> int:
 
 
 def _events(run: History) -> list[ChartEvent]:
-    kinds = ("resumed", "rolled back", "replanned", "skipped", "stopped early")
+    kinds = ("resumed", "rolled back", "replanned", "skipped", "stopped early", "warning")
     return [
         ChartEvent(note.step, note.kind, f"step {note.step:,}: {note.kind}, {note.text}")
         for note in run.notes

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from megatrain.errors import counted
 from megatrain.plan.report import amount
-from megatrain.spec import ModelSpec, Numerics, Placement, Policy
+from megatrain.spec import NOT_OFFLOADED, ModelSpec, Numerics, Placement, Policy
 from megatrain.train.events import (
     Compiled,
     Ended,
@@ -180,9 +180,11 @@ def describe_activations(policy: Policy) -> str:
         return "keeps each layer's graph" if policy.activations == "keep" else whole
     counts = Counter(keep for row in policy.activations_by_layer for keep in row)
     words = {"graph": "the graph", "chosen": "products and attention", "attention": "attention", "input": "the input"}
-    words |= {"offload": "the input in the host", "drop": "nothing"}
-    words |= {"offload_chosen": "products and attention in the host", "offload_attention": "attention in the host"}
-    shares = [f"{words[keep]} of {_share(count, counts.total())}" for keep, count in counts.most_common()]
+    words |= {"drop": "nothing"}
+    shares = []
+    for keep, count in counts.most_common():
+        where = " in host memory" if keep in NOT_OFFLOADED else ""
+        shares.append(f"{words[NOT_OFFLOADED.get(keep, keep)]} of {_share(count, counts.total())}{where}")
     return f"keeps {', '.join(shares)}"
 
 

@@ -18,10 +18,10 @@ import megatrain.commands.plan
 import megatrain.plan.analysis
 import megatrain.run.this_machine
 from bench.shapes import llama_shape
-from megatrain.commands.plan import find_hardware, find_model, run_plan
+from megatrain.commands.plan import SHADES, _heat_map, find_hardware, find_model, run_plan
 from megatrain.config import load_config
 from megatrain.errors import ConfigError, DoesNotFit, MegaTrainError, ModelError, PlanError
-from megatrain.plan import find_plan, machine, measured_models, save_hardware
+from megatrain.plan import Sweep, find_plan, machine, measured_models, save_hardware
 from megatrain.spec.limits import parse_nbytes
 from tests.bad_paths import ENDLESS, endless_file
 from tests.tiny import FAMILIES, tiny_model
@@ -68,6 +68,19 @@ def shown(model: str, **options: Any) -> str:
     console = Console(file=io.StringIO(), width=160, highlight=False)
     run_plan(model, console, **{"hardware": "rtx-4090", **options})
     return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_heat_map_of_a_sweep_fits_80_columns() -> None:
+    device, host = [8e9, 12e9, 16e9, 24e9, 25.8e9, 32e9, 48e9, 80e9, 96e9], [64e9, 133e9, 1.64e12]
+    swept = Sweep(
+        tuple(map(int, device)), tuple(map(int, host)), ((None, *[1_234.0] * 8), (987.6,) * 9, (123_456.0,) * 9)
+    )
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    console.print(_heat_map(swept))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    rows = [[word.lstrip(SHADES) for word in line.split()] for line in lines if line.strip()]
+    assert rows[0] == ["GB", "8", "12", "16", "24", "25.8", "32", "48", "80", "96"]
+    assert rows[2:] == [["64", "-", *["1,234"] * 8], ["133", *["988"] * 9], ["1,640", *["123k"] * 9]]
 
 
 @pytest.mark.usefixtures("plan_alone")

@@ -27,6 +27,7 @@ frame.addEventListener("load", () => setTimeout(() => {
   const words = [...page.querySelectorAll(".hoverlayer text")].map(each => each.textContent);
   document.getElementById("seen").textContent = JSON.stringify({
     problems: frame.contentWindow.problems, overflow: root.scrollWidth - WIDTH, wide: wide.slice(0, 5), words,
+    lowest: Math.min(...[...page.querySelectorAll(".nsewdrag")].map(each => each.getBoundingClientRect().height)),
     charts: page.querySelectorAll(".chart .main-svg").length });
   }, 800);
 }, 1500));
@@ -42,7 +43,8 @@ for (const name of ["error", "warn"]) console[name] = (...words) => problems.pus
 
 def seen(page: str, folder: Path, *, width: int, act: str = "") -> dict[str, Any]:
     """What a window of `width` pixels shows of a page: `problems`, `overflow` in pixels, elements that are too `wide`,
-    the `words` under the pointer, the number of `charts`. act: JavaScript that runs first, with `page` and `frame`."""
+    the `words` under the pointer, the number of `charts` and the height of the `lowest`. act: JavaScript that runs
+    first, with `page` and `frame`."""
     assert BROWSER is not None
     (folder / "page.html").write_text(page.replace('<meta name="viewport"', WATCH + '<meta name="viewport"', 1))
     (folder / "frame.html").write_text(FRAME.replace("WIDTH", str(width)).replace("ACT", act))

@@ -19,8 +19,12 @@ from megatrain.html import ChartEvent, Curve, chart, chart_scripts, document, in
 from megatrain.html.charts import COLUMNS
 from megatrain.html.colours import CURVE_COLOURS, PART_COLOURS, luminance
 from megatrain.html.timeline import KIND_COLOURS
+from megatrain.run.comparison import write_comparison
+from megatrain.run.report import write_report
+from megatrain.train.events import Evaluated
 from tests.html.browser import BROWSER, seen
 from tests.plan.test_html import HOSTILE, full_page, read
+from tests.run.test_report import EVERYTHING, run
 
 ANY = st.floats(allow_nan=True, allow_infinity=True, width=32)
 
@@ -113,6 +117,23 @@ def test_each_event_kind_has_a_symbol_and_a_line() -> None:
     assert [shape["x0"] for shape in figure["layout"]["shapes"]] == [2, 3, 4]
 
 
+def test_events_of_one_step_lie_above_each_other() -> None:
+    events = [ChartEvent(3, "skipped", ""), ChartEvent(3, "rolled back", ""), ChartEvent(4, "skipped", "")]
+    _, skipped, back = drawn([Curve("x", [1, 5], [1.0, 2.0])], events)[1]["data"]
+    assert skipped["y"] == [skipped["y"][0]] * 2
+    assert back["y"][0] - skipped["y"][0] >= 0.05
+
+
+def test_faint_points_are_dots_that_no_line_connects() -> None:
+    (dots,) = drawn([Curve("undone", [1, 2, 9], [3.0, 2.0, 1.0], points=True, faint=True)])[1]["data"]
+    assert dots["mode"] == "markers"
+
+
+def test_many_steps_and_tokens_are_short_on_the_axis() -> None:
+    for last, how in ((900, ",d"), (1e6, "~s")):
+        assert drawn([Curve("x", [1, last], [1.0, 2.0])])[1]["layout"]["xaxis"]["tickformat"] == how
+
+
 def test_plotly_accepts_every_chart_field() -> None:
     """Its own classes refuse a property or a value that there is not."""
     events = [ChartEvent(2, "resumed", "at 2"), ChartEvent(3, "skipped", "at 3")]
@@ -170,12 +191,29 @@ def test_charts_render_without_console_errors_or_overflow(width: int, tmp_path: 
         { clientX: box.left + box.width / 2, clientY: box.top + box.height / 2, bubbles: true }));"""
     found = seen(page, tmp_path, width=width, act=hover)
     assert found["charts"] >= 1
+    assert found["lowest"] > 180
     assert found["problems"] == []
     assert found["overflow"] <= 0
     assert found["wide"] == []
     words = " ".join(found["words"])
     assert HOSTILE in words
     assert re.search(r"held-out, step 1,[56][05]0: 2", words), words  # in the middle of the chart
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="looks at pages in chromium")
+@pytest.mark.parametrize("width", [390, 1200])
+def test_reports_and_comparisons_render_without_console_errors_or_overflow(width: int, tmp_path: Path) -> None:
+    """A legend with all kinds of events leaves the chart its height, on a phone, too."""
+    first = run(tmp_path / "a", *EVERYTHING, Evaluated(3, 2.0, {}, {"math": 1.0, "code": 3.0}))
+    second = run(tmp_path / "a-long-name-of-a-run-as-people-give-them", *EVERYTHING)
+    for path in (write_report(first), write_comparison([first, second])):
+        found = seen(path.read_text(), tmp_path, width=width)
+        assert found["charts"] >= 5
+        assert found["lowest"] > 180, path
+        assert found["problems"] == []
+        assert found["overflow"] <= 0
+        assert found["wide"] == []
 
 
 @pytest.mark.slow

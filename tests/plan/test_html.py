@@ -138,6 +138,7 @@ globalThis.getComputedStyle = () => ({ color: "#000" });
 const boxes = () => calls.filter(([name]) => name === "fillRect").length;
 const began = performance.now();
 new Function(script)();
+const ticks = calls.filter(([name]) => name === "fillText").map(([, text]) => text).filter(text => /[0-9]/.test(text));
 const first = boxes(), { timeline } = JSON.parse(data);
 const turn = deltaY => on.wheel({ preventDefault() {}, deltaY, offsetX: 584 });
 on.pointermove({ offsetX: 84, offsetY: 5 });
@@ -148,7 +149,7 @@ calls.length = 0; on.keydown({ key: "0", preventDefault() {} }); const back = bo
 calls.length = 0; on.pointerdown({ offsetX: 500, pointerId: 1 }); on.pointermove({ offsetX: 400, offsetY: 5 });
 const drawn = calls.filter(([name]) => name === "fillRect");
 const edges = drawn.every(([, left, , wide]) => left >= 84 && left + wide <= 1085);
-console.log(JSON.stringify({ first, zoomed, back, hover, edges, ops: timeline.ops.length,
+console.log(JSON.stringify({ first, zoomed, back, hover, edges, ticks, ops: timeline.ops.length,
   seconds: (performance.now() - began) / 1000 }));
 """
 
@@ -179,6 +180,8 @@ def test_the_timeline_works_with_ten_thousand_ops(tmp_path: Path) -> None:
     assert 50 < found["first"] == found["back"] <= 1001 * lanes  # a box for each pixel of a lane at most
     assert 0 < found["zoomed"] < found["first"]
     assert found["edges"]
+    assert 4 <= len(found["ticks"]) == len(set(found["ticks"])) <= 12
+    assert all(re.fullmatch(r"0|[\d.]{1,4} (s|ms|us)", each) for each in found["ticks"]), "round numbers"
     first = min((row for row in few["ops"] if row[1] == 0), key=lambda row: row[6])
     assert found["hover"].startswith(few["kinds"][first[0]]["name"]) or found["hover"] == "\u00a0"
     assert found["seconds"] < 5

@@ -14,6 +14,7 @@ from plotly.offline import get_plotlyjs
 
 from megatrain.cli import main
 from megatrain.errors import ConfigError, ExportError
+from megatrain.html import table
 from megatrain.plan import stalls
 from megatrain.plan.analysis import STREAM_WORDS
 from megatrain.run.comparison import write_comparison
@@ -97,13 +98,26 @@ def test_the_report_contains_every_event(tmp_path: Path) -> None:
     names = [trace["name"] for trace in charts(tmp_path / "a")["loss"]["data"]]
     assert names == [
         "training",
-        "held-out text",
+        "validation",
         "undone by a rollback",
         "replanned",
         "skipped",
         "rolled back",
+        "warning",
         "resumed",
     ]
+
+
+def test_checkpoints_that_were_not_saved_are_marked_on_the_charts(tmp_path: Path) -> None:
+    why = "not saved at step 2: the checkpoint of step 1 is still being written"
+    folder = run(tmp_path / "a", stepped(1), stepped(2), Warned(2, why))
+    (mark,) = [trace for trace in charts(folder)["loss"]["data"] if trace["name"] == "warning"]
+    assert (mark["x"], mark["text"]) == ([2.0], [f"step 2: warning, {why}"])
+
+
+def test_columns_of_words_are_aligned_left_and_numbers_right() -> None:
+    found = read(table(("step", "event"), [("1", "resumed"), ("2", "/a/long/path" * 9)])).attributes
+    assert [value for tag, name, value in found if tag in ("th", "td")] == ["words", "words", "words long"]
 
 
 @pytest.mark.parametrize(
@@ -285,7 +299,7 @@ def test_several_runs_are_compared_on_one_page(tmp_path: Path, capsys: pytest.Ca
     path = first / "comparison.html"
     assert capsys.readouterr().out.strip() == str(path)
     reader = read(path.read_text())
-    for part in ("x/a", "y/a", "3 of 10", "2 of 10", "best held-out", "train.steps"):
+    for part in ("x/a", "y/a", "3 of 10", "2 of 10", "best validation loss", "train.steps"):
         assert part in reader.text, part
     drawn = json.loads(reader.scripts[0])["charts"]
     assert [trace["name"] for trace in drawn["loss"]["data"]] == ["x/a", "y/a"]

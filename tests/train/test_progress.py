@@ -22,6 +22,7 @@ from megatrain.train.progress import (
     SPARKS,
     Field,
     Progress,
+    describe_activations,
     describe_policy,
     duration,
     fitting,
@@ -208,6 +209,14 @@ def test_one_of_anything_is_told_in_the_singular() -> None:
     text = "; ".join(describe_policy(one.numerics, one.policy))
     assert "1 host thread" in text
     assert not re.findall(r"\b1 \w+s\b", text)
+
+
+def test_offloaded_activations_are_said_to_be_in_host_memory() -> None:
+    rows = (("offload_attention", "attention"), ("offload", "drop"))
+    assert describe_activations(Policy(activations_by_layer=rows)) == (
+        "keeps attention of 25% of the layers in host memory, attention of 25% of the layers, "
+        "the input of 25% of the layers in host memory, nothing of 25% of the layers"
+    )
 
 
 def test_the_plan_shows_what_a_tier_holds_between_steps_by_owner_and_its_peak() -> None:
