@@ -106,7 +106,7 @@ th:first-child, td:first-child, .words { text-align: left; } .heat td { text-ali
   text-indent: .3rem; font-size: .8rem; line-height: 1.5rem; white-space: nowrap; overflow: hidden;
   text-overflow: ellipsis; }
 .legend { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; list-style: none; padding: 0; margin: .3rem 0; }
-.legend i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; }
+.legend i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; outline: 1px solid var(--line); }
 canvas { width: 100%; display: block; touch-action: pan-y; cursor: grab; } #op { font-variant-numeric: tabular-nums; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem 1.5rem; }
 figure { margin: 0; min-width: 0; } .chart { width: 100%; min-height: 276px; }

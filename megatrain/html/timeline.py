@@ -125,7 +125,7 @@ TIMELINE = """
     });
     const foot = lanes.length * (LANE + GAP) + FOOT / 2;
     pen.fillStyle = style.color;
-    const rough = span * 90 / width(), power = 10 ** Math.floor(Math.log10(rough));  // a label takes 90 pixels
+    const rough = span * 70 / width(), power = 10 ** Math.floor(Math.log10(rough));  // a label takes 70 pixels
     const tick = power * [1, 2, 5, 10].find(each => power * each >= rough);
     for (let at = Math.ceil(from / tick); at * tick <= from + span; at++) {
       const x = toX(at * tick);
