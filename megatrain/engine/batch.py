@@ -258,7 +258,9 @@ def _agrees_with_positions(key: str, value: Any, batch: MicroBatch) -> bool:
 
 
 def _type_name(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
+    """The type of a value with its article, for messages."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def _check_positions(model: ModelSpec, batch: MicroBatch, where: str) -> None:

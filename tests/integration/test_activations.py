@@ -1,4 +1,4 @@
-"""No number depends on what is left of a forward: graphs, inputs, offloaded and dropped ones, in any mixture."""
+"""Results do not depend on what a forward keeps: graphs, inputs, offloaded or dropped ones, in any mixture."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tests.tiny import batch, equal, tiny_model, unequal_batches
 
 KEEPS: tuple[Keep, ...] = get_args(Keep)
 FAMILIES = ("llama", "llama-tied", "mixtral-balanced", "gpt2")
-"""The last with dropout; the second with a tied head; the third with experts and a router loss."""
+"""The second has a tied head, the third experts and a router loss, the last dropout."""
 DROPOUT = {"resid_pdrop": 0.3, "embd_pdrop": 0.2, "attn_pdrop": 0.1}
 LAYERS = 4
 MIXED: tuple[tuple[Keep, ...], ...] = (("offload",), ("drop", "input"), ("drop", "offload", "graph"), ("drop",))
 
 
 def engine(family: str, device: str | SimDevice, precision: Precision, policy: Policy, frozen: int = 0) -> Engine:
-    """The embedding and the lowest `frozen` layers stay as they are."""
+    """A model whose embedding and lowest `frozen` layers are frozen."""
     layers = {"n_layer": LAYERS, **DROPOUT} if family == "gpt2" else {"num_hidden_layers": LAYERS}
     model = tiny_model(family, **layers)
     stack = "transformer.h" if family == "gpt2" else "model.layers"
@@ -56,7 +56,7 @@ def engine(family: str, device: str | SimDevice, precision: Precision, policy: P
 
 
 def results(made: Engine) -> dict[str, Tensor]:
-    """Every gradient of a step, the loss of another, and the weights after it."""
+    """All gradients of a step, the loss of another, and the weights after it."""
     found = {f"gradient {name}": gradient for name, gradient in made.gradients(unequal_batches(3)).items()}
     found["loss"] = torch.tensor(made.step(unequal_batches(3)).loss, dtype=torch.float64)
     return found | made.master_weights()
@@ -64,7 +64,7 @@ def results(made: Engine) -> dict[str, Tensor]:
 
 @cache
 def recomputed(family: str, precision: Precision, update: str, frozen: int) -> dict[str, Tensor]:
-    """The plain run: every input kept."""
+    """The reference run: every input is kept."""
     policy = Policy(update=update, shares_memory=True)  # type: ignore[arg-type]
     with engine(family, "cpu", precision, policy, frozen) as made:
         return results(made)
@@ -90,7 +90,7 @@ def mixtures(draw: st.DrawFn) -> Mixture:
 
 
 def _compare(family: str, mixture: Mixture) -> None:
-    """On the simulator; and on the cpu, where memory is shared or where it is not."""
+    """On the simulated device, and on the cpu with and without shared memory."""
     frozen, seed, precision, policy = mixture
     frozen = 0 if family == "llama-tied" else frozen
     expected = recomputed(family, precision, policy.update, frozen)
@@ -189,7 +189,7 @@ def test_held_activations_match_schedule_and_ledger(
 
 
 def test_growing_and_shrinking_micro_batches_fit_on_the_host() -> None:
-    """Memory for offloaded inputs is as large as any so far has been; no number depends on that."""
+    """Memory for offloaded inputs is as large as the largest so far, which changes no result."""
     sizes = [(1, 6), (3, 9), (2, 4), (1, 12)]
     plain, away = (Policy(activations_by_layer=rows) for rows in ((), (("offload",),)))
     with engine("llama", "cpu", "fp32", plain) as left, engine("llama", "sim:3", "fp32", away) as right:

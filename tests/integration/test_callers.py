@@ -1,4 +1,4 @@
-"""What callers hand to an engine: entries of micro-batches, generators, torch's own values, mistakes."""
+"""What callers pass to an engine: entries of micro-batches, generators, torch's own objects, mistakes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_unused_batch_entries_are_refused_by_name(engine: Engine, entry: dict[An
         with pytest.raises(BatchError, match=says) as caught:
             call([good, {**good, **entry}])
         assert "\n" not in str(caught.value)
-    assert engine.evaluate([good]) == engine.evaluate([{**good, **dict.fromkeys(entry)}])  # None is as good as absent
+    assert engine.evaluate([good]) == engine.evaluate([{**good, **dict.fromkeys(entry)}])  # None counts as absent
 
 
 def test_redundant_batch_entries_are_accepted(engine: Engine) -> None:
@@ -81,7 +81,7 @@ def test_redundant_batch_entries_are_accepted(engine: Engine) -> None:
 
 
 def packed(lengths: tuple[int, ...]) -> dict[str, Any]:
-    """As the collators of TRL and transformers have it: one row of several samples, told apart in three ways."""
+    """One row of several samples as collators of TRL and transformers give it, with the boundaries in three forms."""
     each = batch(1, sum(lengths), 5)
     begins = torch.tensor([0, *lengths]).cumsum(0)
     each["position_ids"] = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
@@ -109,7 +109,7 @@ def test_packing_entries_that_match_positions_are_accepted(engine: Engine, shape
 
 
 def test_entries_read_inside_the_model_are_accepted() -> None:
-    """GPT-2 has token types; its attention mask is a parameter; a kernel's options are read by the kernel alone."""
+    """GPT-2 has token types and an attention mask as parameters; only the kernel reads a kernel's options."""
     model = tiny_model("gpt2")
     typed = [{**batch(2, 8, 0), "token_type_ids": torch.randint(0, VOCAB, (2, 8))}]
     loss, expected = stock_gradients(model, typed)
@@ -121,7 +121,7 @@ def test_entries_read_inside_the_model_are_accepted() -> None:
 
 
 def test_attention_kernel_flags_are_passed_on() -> None:
-    """`is_causal=False` is asked for by name in the sdpa kernel, behind two functions that take whatever comes."""
+    """The sdpa kernel has a parameter `is_causal`, behind two functions with `**kwargs`."""
     model = tiny_model()
     both_ways = {**batch(2, 8, 0), "is_causal": False, "attention_mask": None}
     with Engine.from_model(model, precision="fp32", verify=False) as engine, torch.no_grad():
@@ -131,7 +131,7 @@ def test_attention_kernel_flags_are_passed_on() -> None:
 
 
 def test_unused_masks_are_accepted_if_they_hide_only_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An xLSTM reads no mask, and what is behind a token does not touch it."""
+    """An xLSTM reads no mask, and later tokens do not influence a token."""
     measurement_cache.forget(profile)
     monkeypatch.setattr(profile, "profile_layer", lambda *_: LayerProfile())  # half a minute, and not asked about here
     with Engine.from_model(twin_of(AutoConfig.for_model("xlstm"), 0), precision="fp32", verify=False) as engine:
@@ -172,7 +172,7 @@ def test_only_flash_attention_reads_sequence_boundaries() -> None:
 
 
 class Advantage(LogProbLoss):
-    """A policy loss, with an entry of its own."""
+    """A policy loss with its own entry."""
 
     own = ("advantages",)
 
@@ -214,7 +214,7 @@ def test_a_step_takes_any_iterable_of_mappings(engine: Engine) -> None:
     ("given", "says"),
     [
         (None, "step: expected a list of micro-batches, not None"),
-        (5, "step: expected a list of micro-batches, not a int"),
+        (5, "step: expected a list of micro-batches, not an int"),
         ("batches", "step: expected a list of micro-batches, not a str"),
         (torch.ones(2, 8, dtype=torch.long), "step: expected a list of micro-batches, not a Tensor"),
         ([None], "micro-batch 0: is None, not a mapping of names to tensors; give a dict with input_ids"),
@@ -279,7 +279,7 @@ def test_a_torch_device_names_a_device() -> None:
 
 
 def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Parameters that decay, and those that do not, as every trainer has them."""
+    """Parameters with and without weight decay, as in every trainer."""
     parameters = dict(model.named_parameters())
     norms = [parameter for name, parameter in parameters.items() if "norm" in name]
     others = [parameter for name, parameter in parameters.items() if "norm" not in name]

@@ -1,4 +1,4 @@
-"""Bad input and failures: one typed error each, the state as it was, and never a hang."""
+"""Bad input and failures raise one typed error, leave the state unchanged, and never hang."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ def test_a_refused_engine_releases_its_memory(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_returned_logits_belong_to_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the memory that ops take is that of their stream, which uses it again whoever still reads it."""
+    """On a GPU an op's memory belongs to its stream, which reuses it even if another stream still reads it."""
     with Engine.from_model(tiny_model(), "sim:3", "fp32", verify=False) as engine:
         made: list[Tensor] = []
         head = engine._ported.head

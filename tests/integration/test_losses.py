@@ -1,4 +1,4 @@
-"""Losses of the user's own give the loss and every gradient of plain autograd, and whole logits never exist."""
+"""Custom losses equal plain autograd in loss and every gradient, and the full logits never exist."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def engine_of(model: PreTrainedModel, device: str = "cpu", **changes: Any) -> En
 
 
 def stock_log_probs(model: PreTrainedModel, each: dict[str, Tensor]) -> Tensor:
-    """float32[batch, length] at the places of the labels, with a graph; 0 where there is no target."""
+    """float32[batch, length] at the positions of the labels, with a graph; 0 where there is no target."""
     inputs = {key: each[key] for key in ("input_ids", "attention_mask") if key in each}
     logits = model(**inputs, use_cache=False).logits[:, :-1].float()
     labels = each["labels"][:, 1:]
@@ -84,7 +84,7 @@ def without_reference(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def pairs(count: int, length: int, seed: int) -> dict[str, Tensor]:
-    """`count` pairs with prompts of two tokens and answers of several lengths, padded on the right."""
+    """`count` pairs with prompts of two tokens and answers of different lengths, padded on the right."""
     made = batch(2 * count, length, seed)
     ids, labels = made["input_ids"], made["labels"]
     mask = torch.ones_like(ids)
@@ -113,7 +113,7 @@ def test_cross_entropy_as_a_loss_of_log_probabilities_is_cross_entropy(family: s
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (0.5, 0.0, 2.0)])
 def test_the_router_auxiliary_loss_weight_is_the_callers(weights: tuple[float, ...]) -> None:
-    """And is told for each micro-batch, with what the loss reports of it."""
+    """It is also reported for each micro-batch, with the loss's own metrics."""
     model, batches = tiny_model("mixtral-balanced"), unequal_batches(3)
     tokens = sum(int(target_mask(each).sum()) for each in batches)
     routers = [model(**each, use_cache=False).aux_loss for each in batches]
@@ -153,7 +153,7 @@ def test_log_probabilities_equal_the_stock_models_in_micro_batch_order() -> None
 
 
 def stock_dpo(log_probs: Tensor, reference: Tensor, each: dict[str, Tensor], loss: DPO) -> tuple[Tensor, Tensor]:
-    """Losses and margins of the rewards by pair, written down plainly."""
+    """A plain reference: losses and reward margins for each pair."""
     policy, base = log_probs.sum(1), reference.sum(1)
     counts = (each["labels"][:, 1:] != -100).sum(1)
     losses, margins = [], []
@@ -174,7 +174,7 @@ def stock_dpo(log_probs: Tensor, reference: Tensor, each: dict[str, Tensor], los
     ids=["sigmoid", "smooth", "ipo"],
 )
 def test_preference_steps_equal_a_plain_pytorch_loop(loss: DPO, family: str) -> None:
-    """Loss, every gradient and what is reported, of a policy that has moved away from its reference."""
+    """Loss, every gradient and the metrics, of a policy that differs from its reference."""
     plain, reference = tiny_model(family), tiny_model(family)
     batches = [pairs(2, 12, 0), pairs(1, 9, 1)]
     with torch.no_grad():
@@ -283,7 +283,7 @@ def answers(count: int, length: int, seed: int) -> dict[str, Tensor]:
 
 
 def trls_kto(log_probs: Tensor, reference: Tensor, each: dict[str, Tensor], loss: KTO) -> Tensor:
-    """What TRL's own trainer makes of a batch of a device, given what the model and the reference say of each token."""
+    """The loss of TRL's own trainer for a batch, given the log-probabilities of model and reference."""
     from trl import KTOTrainer
 
     rows, mismatched = slice(None, None, loss.rows), slice(1, None, 2)
@@ -319,7 +319,7 @@ def trls_kto(log_probs: Tensor, reference: Tensor, each: dict[str, Tensor], loss
     ids=["kto", "weighted", "apo"],
 )
 def test_kto_losses_equal_trls(loss: KTO) -> None:
-    """Loss, every gradient and what is reported; the KL term is each micro-batch's own."""
+    """Loss, every gradient and the metrics; each micro-batch has its own KL term."""
     plain, reference = tiny_model(), tiny_model()
     batches = [answers(4, 12, 0), answers(4, 9, 1)]
     with torch.no_grad():
@@ -356,7 +356,8 @@ def test_kto_losses_equal_trls(loss: KTO) -> None:
 
 
 def test_ktos_kl_estimate_is_per_micro_batch_without_gradient() -> None:
-    """A mean of each, 0 at least, so how answers are cut changes it; mismatched rows train nothing."""
+    """It is a mean over each micro-batch, at least 0, so it depends on how answers are divided; mismatched rows have no
+    gradient."""
     log_probs = torch.zeros(4, 3)
     log_probs[:, 1] = torch.tensor([-1.0, 3.0, -2.0, -9.0])
     batch = {"labels": torch.ones(4, 3, dtype=torch.int64), REFERENCE: torch.zeros(4),
@@ -383,7 +384,7 @@ def sigmoid(value: float) -> float:
 
 
 class Distillation(LogitsLoss):
-    """The divergence from a teacher's probabilities, which come with the micro-batch."""
+    """The divergence from a teacher's probabilities, which are in the micro-batch."""
 
     own = ("teacher",)
 
@@ -460,7 +461,7 @@ def test_random_heads_draw_the_same_in_both_passes() -> None:
 
 
 class _Largest(TorchDispatchMode):
-    """Remembers the most elements that a tensor with the vocabulary as its last dimension had."""
+    """Records the largest number of elements in a tensor whose last dimension is the vocabulary."""
 
     rows = 0
 

@@ -1,4 +1,4 @@
-"""Waits inside a layer's code: the same bits, whoever reorders what, and nothing used before it has come."""
+"""Layers that wait for weights shard by shard give the same bits in any order of streams, and read no shard early."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ ROWS: dict[str, tuple[tuple[Keep, ...], ...]] = {
 
 THOROUGH = settings.default.max_examples > 100
 SMALL = 300 if THOROUGH else 1000
-"""Bytes of a small shard; the time that a schedule takes grows with the square of their number."""
+"""Bytes of a small shard. A schedule takes time with the square of their number."""
 DRAWN = settings.default.max_examples // 8 if THOROUGH else 1
-"""Policies drawn at random, a comparison of which is made on the cpu and on the simulator."""
+"""Number of random policies, each compared on the cpu and on the simulated device."""
 
 
 FP32 = Numerics("fp32", loss_chunk_tokens=5)
@@ -66,7 +66,7 @@ def engine(
 
 
 def results(made: Engine, micro_batches: int = 3) -> dict[str, Tensor]:
-    """Gradients, the loss of a step, that of its weights, and these."""
+    """Gradients, the loss of a step, and loss and weights after it."""
     batches = unequal_batches(micro_batches)
     found = {f"gradient {name}": gradient for name, gradient in made.gradients(batches).items()}
     found["losses"] = torch.tensor([made.step(batches).loss, made.evaluate(batches)], dtype=torch.float64)
@@ -94,7 +94,7 @@ def plainest(precision: Precision, update: str, family: str, micro_batches: int,
     chunk=st.sampled_from([0, 4]),
     seed=st.integers(0, 10**6),
 )
-def test_gates_change_no_bit(
+def test_waiting_for_shards_changes_no_bit(
     family: str,
     precision: Precision,
     rows: str,
@@ -106,7 +106,7 @@ def test_gates_change_no_bit(
     chunk: int,
     seed: int,
 ) -> None:
-    """Whatever else the policy says, slabs and chunks of tokens included."""
+    """Under random policies, token chunks included."""
     policy = Policy(
         weight_slots=slots,
         grad_slots=slots,
@@ -128,7 +128,7 @@ PHASED = Policy(wait_for="shard", shard_nbytes=2048, weight_slots=1)
 
 
 def openmp_threads() -> int:
-    """Threads that an OpenMP loop of the calling thread would use; asking torch would set them first."""
+    """Threads that an OpenMP loop of the calling thread would use. (Asking torch would set them first.)"""
     with open("/proc/self/maps") as maps:
         library = next((line.split()[-1] for line in maps if "libgomp" in line or "libiomp" in line), None)
     if library is None:
@@ -148,7 +148,7 @@ def openmp_threads() -> int:
 def test_model_code_uses_the_configured_number_of_threads(
     rows: str, caller: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """OpenMP counts for each thread by itself. The count decides about speed and, by the order of sums, about bits."""
+    """OpenMP has a count for each thread. It determines speed and, by the order of sums, bits."""
     found: set[tuple[str, int]] = set()
     layer = PortedModel.layer
 
@@ -169,7 +169,7 @@ def test_model_code_uses_the_configured_number_of_threads(
                     stepping = threading.Thread(target=made.step, args=(unequal_batches(2),))
                     stepping.start()
                     stepping.join()
-            assert len({name for name, _ in found}) == 2, "calls in phases, and calls in one piece"
+            assert len({name for name, _ in found}) == 2, "both calls in phases and calls in one piece"
             assert {threads for _, threads in found} == {count}
     finally:
         torch.set_num_threads(before)
@@ -194,8 +194,8 @@ def test_a_layer_computes_while_shards_arrive_and_gradients_leave(rows: str) -> 
 
 
 @pytest.mark.parametrize("rows", ["graphs", "inputs"])
-def test_ungated_weight_reads_are_detected(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has not come is NaN on the simulated device."""
+def test_weights_read_without_waiting_are_detected(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that have not arrived are NaN on the simulated device."""
     monkeypatch.setattr(ResumableCall, "before_reads", lambda self, ranges: None)
     with (
         engine("sim:1", replace(PHASED, activations_by_layer=ROWS[rows]), "llama") as made,
@@ -208,7 +208,7 @@ def test_ungated_weight_reads_are_detected(rows: str, monkeypatch: pytest.Monkey
     "family", ["llama-tied", "mixtral", *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama", "gpt2"))]
 )
 def test_a_ring_place_is_filled_by_one_shard(family: str) -> None:
-    """On the virtual clock, where a shard takes a second and nothing else takes any."""
+    """On the virtual clock, where a shard takes one second and everything else no time."""
     shards = SimDevice(6, cost=lambda task: float(task.name.startswith("FETCH")))
     policy = replace(PHASED, shard_nbytes=1000)
     expected = plainest("fp32", "next_forward", family, 1)
@@ -222,7 +222,7 @@ def test_a_ring_place_is_filled_by_one_shard(family: str) -> None:
 
 
 def test_models_that_build_masks_with_vmap_train() -> None:
-    """Tensors inside a transformation lie nowhere themselves; those that they stand for do."""
+    """Tensors inside a transformation have no memory; the tensors they wrap do."""
     fields = {**KINDS["gemma3_text"], "sliding_window": 4, "use_bidirectional_attention": True}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3_text", **fields)).train()
@@ -249,7 +249,7 @@ def test_a_failure_inside_a_call_is_raised_and_leaves_nothing_behind(at: str) ->
 
 
 def a_step_fails_and_is_done_again(policy: Policy, at: str) -> None:
-    """A failure at this op is told, ends the call under way, and costs nothing but the step."""
+    """A failure at this op is raised, ends the running call, and loses nothing but the step."""
     batches = unequal_batches(2)
     with engine("cpu", replace(PHASED, wait_for="unit"), "llama") as made:
         expected = [made.step(batches).loss for _ in range(2)]
@@ -274,7 +274,7 @@ def a_step_fails_and_is_done_again(policy: Policy, at: str) -> None:
     ],
 )
 def test_a_call_releases_its_step(rows: str, at: str) -> None:
-    """Slots and activations are let go of at once, without the collector of cycles; of a step that fails, slots."""
+    """Slots and activations are freed at once, without the garbage collector; after a failed step, slots are."""
     device = SimDevice(5, faults=[Fault("raise", at)] if at else [])
     with engine(device, replace(PHASED, activations_by_layer=ROWS[rows]), "llama") as made:
         gc.collect()
@@ -288,7 +288,7 @@ def test_a_call_releases_its_step(rows: str, at: str) -> None:
             assert not any(each() is not None for each in slots)
         finally:
             gc.enable()
-    assert at or not found, "a failure is told with the frames that it left, which hold their step"
+    assert at or not found, "a failure is raised with its frames, which refer to the step"
 
 
 def test_failure_to_start_a_thread_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,8 +308,8 @@ def test_failure_to_start_a_thread_is_a_typed_error(monkeypatch: pytest.MonkeyPa
 def test_ctrl_c_in_the_middle_of_a_call_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = ResumableCall.run_phase
 
-    def run_phase(self: ResumableCall, held: object) -> None:
-        honest(self, held)  # type: ignore[arg-type]
+    def run_phase(self: ResumableCall, lease: object) -> None:
+        honest(self, lease)  # type: ignore[arg-type]
         if self._phase == 1:
             raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""WaitFor inside the products of experts: the first expert is at work before the last one's shard has come."""
+"""Experts wait for their own shards: the first expert runs before the last one's shard has arrived."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def results(made: Engine) -> dict[str, Tensor]:
         ("gpt-oss", "grouped_mm", "graph"),
     ],
 )
-def test_shard_gates_change_no_bit(kind: str, experts: str, keeps: str) -> None:
+def test_waiting_for_shards_changes_no_bit(kind: str, experts: str, keeps: str) -> None:
     with engine("cpu", kind, experts, "unit", keeps) as made:
         expected = results(made)
     with engine("sim:3", kind, experts, "shard", keeps) as made:
@@ -78,7 +78,7 @@ def test_shard_gates_change_no_bit(kind: str, experts: str, keeps: str) -> None:
     ],
 )
 def test_unused_shards_delay_nothing(keeps: str) -> None:
-    """The last phases of a forward are those of experts that nobody reads; what it keeps is declared with the last."""
+    """The last phases of a forward are of experts that are not used, but the last declares the outputs to keep."""
     found = []
     for device, wait_for in (("cpu", "unit"), ("sim:3", "shard")):
         model = tiny_model("mixtral", num_local_experts=16)
@@ -89,23 +89,23 @@ def test_unused_shards_delay_nothing(keeps: str) -> None:
     assert equal(*found)
 
 
-def come_by(device: SimDevice) -> int:
-    """Shards of the second layer that have come."""
+def arrived(device: SimDevice) -> int:
+    """Number of shards of the second layer that have arrived."""
     return sum(name.startswith("FETCH u2") for name in device.order)
 
 
 def test_a_loop_over_experts_waits_for_one_expert_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slice is a view, and a view is what it covers."""
+    """A slice reads only the elements it spans."""
     device, honest, seen = SimDevice(temperament="late"), _ReadWatcher._on_read, list[int]()
 
-    def meet(self: _ReadWatcher, func: Any, tensors: Sequence[Tensor]) -> None:
+    def on_read(self: _ReadWatcher, func: Any, tensors: Sequence[Tensor]) -> None:
         honest(self, func, tensors)
         if func is functional.linear and tensors[1].shape == (96, 32):  # of one expert
-            seen.append(come_by(device))
+            seen.append(arrived(device))
 
     with engine(device, "mixtral", "eager", "shard") as made:
-        monkeypatch.setattr(_ReadWatcher, "_on_read", meet)
+        monkeypatch.setattr(_ReadWatcher, "_on_read", on_read)
         made.evaluate(unequal_batches(1))
-    there = [come for come in seen if come]
-    assert there[0] < come_by(device) - 3
-    assert len(set(there)) > 2
+    counts = [count for count in seen if count]
+    assert counts[0] < arrived(device) - 3
+    assert len(set(counts)) > 2

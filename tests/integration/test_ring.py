@@ -1,4 +1,4 @@
-"""One slot and a read-ahead in place of whole slots: the same bits, less memory, and nothing used that is given up."""
+"""One slot and a read-ahead buffer instead of whole slots: same bits, less memory, no read after release."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_ring_of_shards_changes_no_bit(
     resident: bool,
     seed: int,
 ) -> None:
-    """Whatever else the policy says: dropout, router losses, slabs, chunks and weights that stay on the device too."""
+    """Under random policies: with dropout, router losses, token chunks, and weights that stay on the device."""
     placements = (IN_HOST, IN_HOST, Placement(weights="device"), IN_HOST, IN_HOST) if resident else ()
     policy = Policy(
         shard_nbytes=shard,
@@ -104,7 +104,7 @@ def test_the_ring_holds_one_unit_and_the_read_ahead() -> None:
 
 
 def test_shards_are_fetched_into_places_freed_by_the_running_layer() -> None:
-    """Of an adversary that lets the device compute only when nothing else can run."""
+    """On a device that computes only when nothing else can run."""
     device = SimDevice(temperament="starve")
     device._starved = "compute"
     with engine(device, replace(RING, activations_by_layer=(("input",),)), "llama") as made:
@@ -129,7 +129,7 @@ def test_a_ring_place_is_filled_by_one_shard() -> None:
 
 
 @pytest.mark.parametrize("rows", ["graphs", "inputs"])
-def test_ungated_weight_reads_are_detected(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_read_without_waiting_are_detected(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ResumableCall, "before_reads", lambda self, ranges: None)
     with (
         engine("sim:1", replace(RING, activations_by_layer=ROWS[rows]), "llama") as made,
@@ -196,7 +196,7 @@ def test_an_engine_switches_gates_on_and_off_between_steps() -> None:
     ],
 )
 def test_a_tied_head_reloads_the_embedding_beside_its_weights(rows: str, wait_for: WaitFor) -> None:
-    """All of them in one memory: what reads one of the two is not told to wait for the other."""
+    """All of them in one buffer: an op that reads one does not wait for the other."""
     batches, kept = unequal_batches(2), ROWS[rows]
     with engine("cpu", Policy(shares_memory=True), "llama-tied") as made:
         expected = [made.step(batches).loss for _ in range(3)], made.master_weights()
@@ -210,7 +210,7 @@ def test_a_tied_head_reloads_the_embedding_beside_its_weights(rows: str, wait_fo
     assert fetched.count(0) == 2 * len(layout_of(made.structure.units[0]).shards(2000 // 4))
 
 
-def test_a_gated_layer_is_still_one_call() -> None:
+def test_a_layer_that_waits_for_shards_is_still_one_call() -> None:
     with engine("sim:4", RING, "llama") as made:
         made.step(unequal_batches(1))
         ops = next(iter(made._schedules.known.values())).ops

@@ -1,4 +1,4 @@
-"""Whatever the policy, whatever trains, and wherever a step is broken off: done again, it gives the same bits."""
+"""A step that fails or is interrupted anywhere gives the same bits when repeated, under any policy."""
 
 from __future__ import annotations
 
@@ -84,11 +84,11 @@ def random_policy(draw: random.Random, plain: Policy, units: int) -> Policy:
 
 
 def interrupted_after(turns: int) -> Callable[[ResumableCall, object], None]:
-    """`ResumableCall.run_phase` with Ctrl-C behind so many of them."""
+    """`ResumableCall.run_phase` with Ctrl-C after this number of turns."""
     honest, left = ResumableCall.run_phase, [turns]
 
-    def run_phase(self: ResumableCall, held: object) -> None:
-        honest(self, held)  # type: ignore[arg-type]
+    def run_phase(self: ResumableCall, lease: object) -> None:
+        honest(self, lease)  # type: ignore[arg-type]
         left[0] -= 1
         if left[0] == 0:
             raise KeyboardInterrupt
@@ -97,7 +97,7 @@ def interrupted_after(turns: int) -> Callable[[ResumableCall, object], None]:
 
 
 def break_off(made: Engine, device: SimDevice, step: int, draw: random.Random) -> bool:
-    """Begin a step, and have an op fail or a user interrupt it; whether it was."""
+    """Begin a step and make an op fail or a user interrupt it. Returns whether it was aborted."""
     if draw.random() < 0.5:
         kind = "pending step" if made._sink.pending else "step"
         schedule = made._schedules.get(kind, made._checked(data(step), None, None, trains=True)[1])  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ def break_off(made: Engine, device: SimDevice, step: int, draw: random.Random) -
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("first", range(0, 40, 8))
 def test_aborted_and_repeated_steps_change_no_bit(first: int, tmp_path: Path) -> None:
-    """With everything random that no number depends on, and another policy taken up between steps."""
+    """Everything that must not change results is random, also the policy between steps."""
     for seed in range(first, first + 8):
         draw, device = random.Random(seed), SimDevice(seed)
         family, frozen = draw.choice(FAMILIES), draw.choice(list(FROZEN))
