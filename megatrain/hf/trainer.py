@@ -11,7 +11,7 @@ callback. Any other change after the engine was created is refused at the next s
 Processes started by a launcher share the model, instead of using `DistributedDataParallel`: each has its own batches,
 as in a stock trainer, and its part of the state. All must make the same calls that read or write weights.
 
-There are two differences to a stock run: a loss or gradient that is not finite raises `NonFinite` and nothing is
+Two things differ from a stock run: a loss or gradient that is not finite raises `NonFinite` and nothing is
 updated; dropout and the noise of `neftune_noise_alpha` draw other random numbers.
 """
 
