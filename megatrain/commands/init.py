@@ -27,9 +27,9 @@ SEQUENCE_LENGTH = 4096
 TOKENS_PER_STEP = 65_536
 """Tokens per step to try first; halved until they fit into memory and suit the size of the data."""
 STEPS, EPOCHS = 1000, 3
-"""Peak learning rate for plain text, and for samples."""
+"""Most steps over plain text, and epochs over samples or less text."""
 ENOUGH_STEPS = 100
-"""Fewest steps in the epochs over samples: with few samples the tokens per step are reduced."""
+"""Fewest steps in these epochs: with little data the tokens per step are reduced."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,8 @@ def write_recipe(answers: Answers, target: Path) -> Plan:
     if not answers.data:
         raise ConfigError("is empty", where="--data", fix="name a file, a folder, or a data set on the hub")
     is_chat = _is_chat(answers)
-    tokenizer = "bytes" if answers.from_scratch else ""
-    tokens = about_tokens(answers.data, tokenizer) if is_chat and answers.steps is None else None
-    plan = _planned(answers, tokens)
+    tokens = about_tokens(answers.data, "bytes" if answers.from_scratch else "")
+    plan = _planned(answers, tokens if answers.steps is None else None)
     _write(recipe_text(answers, plan, is_chat=is_chat, tokens=tokens), target)
     return plan
 
@@ -180,18 +179,19 @@ def recipe_text(answers: Answers, plan: Plan, *, is_chat: bool, tokens: int | No
 
 def _length(answers: Answers, plan: Plan, tokens: int | None, *, is_chat: bool) -> tuple[int, str, str]:
     """The approximate number of steps, the line with the key that sets it, and a comment with the time."""
-    if answers.steps is not None or not is_chat:
+    each = plan.question.tokens_per_step
+    passes = None if tokens is None else -(-EPOCHS * tokens // each)
+    if answers.steps is not None or (not is_chat and (passes is None or passes > STEPS)):
         steps = answers.steps or STEPS
-        return (
-            steps,
-            f"steps: {steps}",
-            f"{counted(steps, 'step')} take{'s' * (steps == 1)} {duration(plan.seconds * steps)}",
-        )
+        takes = "take" if steps > 1 else "takes"
+        if tokens is not None:
+            takes = f"{'are' if steps > 1 else 'is'} about {steps * each / tokens:.2g} epochs and {takes}"
+        return steps, f"steps: {steps}", f"{counted(steps, 'step')} {takes} {duration(plan.seconds * steps)}"
     key = f"epochs: {EPOCHS}  # passes over the data; or `steps`"
-    if tokens is None:
+    if passes is None:
         return STEPS, key, f"how long {EPOCHS} epochs take depends on the size of the data"
-    steps = -(-EPOCHS * tokens // plan.question.tokens_per_step)
-    return steps, key, f"{EPOCHS} epochs are about {counted(steps, 'step')} and take {duration(plan.seconds * steps)}"
+    takes = f"about {counted(passes, 'step')} and take {duration(plan.seconds * passes)}"
+    return passes, key, f"{EPOCHS} epochs are {takes}"
 
 
 def _planned(answers: Answers, tokens: int | None) -> Plan:

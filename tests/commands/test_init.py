@@ -86,6 +86,27 @@ def test_the_default_step_is_a_hundredth_of_three_epochs(tmp_path: Path, samples
     )
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "key", "takes"),
+    [
+        (20_000, "epochs: 3", "3 epochs are about 118 steps"),
+        (400 << 20, "steps: 1000", "1,000 steps are about 0.16 epochs"),
+    ],
+)
+def test_little_text_is_read_three_times_and_much_for_a_thousand_steps(
+    tmp_path: Path, nbytes: int, key: str, takes: str
+) -> None:
+    """A fresh model has the tokenizer of bytes, a token for each."""
+    with (tmp_path / "text.txt").open("w") as file:
+        file.write("text\n")
+        file.truncate(nbytes)
+    answers = Answers(sizes(tmp_path), (str(tmp_path / "text.txt"),), from_scratch=True, hardware="rtx-4090")
+    write_recipe(answers, tmp_path / "new.yaml")
+    text = (tmp_path / "new.yaml").read_text()
+    assert f"  {key}" in text
+    assert takes in text
+
+
 def test_init_neither_overwrites_nor_writes_configs_that_do_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
