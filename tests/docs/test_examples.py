@@ -8,14 +8,16 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer
 import yaml
 from transformers import AutoModelForCausalLM
 
 from megatrain import Engine
-from megatrain.cli import main
+from megatrain.cli import app, main
 from megatrain.config import describe_keys, load_config
 from tests.run.test_chats import chats
 from tests.run.test_recipes import TINY
@@ -84,6 +86,30 @@ def test_documented_commands_run_without_touching_existing_runs(
     assert tree(finished) == before
     written = {path.parent.parent.name for path in tmp_path.glob("runs/*/model/config.json")} - {"quickstart"}
     assert len(written) == len(commands)
+
+
+def typed() -> set[str]:
+    """The command lines of `megatrain` in all documents but the log, and in the notes of configurations and images."""
+    paths = [
+        ROOT / "README.md",
+        *(path for folder in ("docs", "docker", "configs") for path in (ROOT / folder).rglob("*.*")),
+    ]
+    text = "\n".join(
+        path.read_text() for path in paths if path.suffix in (".md", ".yaml", ".Dockerfile") and path.stem != "log"
+    )
+    lines = re.findall(
+        r"^[#$ ]*(?:docker run .* )?(megatrain(?:-cpu)? [a-z]+ .*)", text.replace("\\\n", " "), re.MULTILINE
+    )
+    return {*lines, *re.findall(r"`(megatrain [a-z]+ [^`]+)`", text)}
+
+
+def test_documented_commands_have_the_options_of_today() -> None:
+    command: Any = typer.main.get_command(app)
+    lines = typed()
+    assert len(lines) > 40
+    for line in lines:
+        _, verb, *words = shlex.split(line.partition(" < ")[0], comments=True)
+        command.commands[verb].make_context(verb, words)  # raises for an option or argument that there is not
 
 
 @pytest.mark.slow

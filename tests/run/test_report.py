@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -305,6 +306,21 @@ def test_several_runs_are_compared_on_one_page(tmp_path: Path, capsys: pytest.Ca
     assert [trace["name"] for trace in drawn["loss"]["data"]] == ["x/a", "y/a"]
     assert drawn["tokens"]["data"][1]["customdata"][0].startswith("token ")
     assert not (first / "report.html").exists()
+
+
+def test_the_commands_of_the_guide_write_the_pages_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "reports.md").read_text()
+    (block,) = re.findall(r"```text\n(.*?)```", guide, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    for name in ("start", "second"):
+        run(Path("runs") / name, *EVERYTHING)
+    for line in block.splitlines():
+        with pytest.raises(SystemExit) as left:
+            main(shlex.split(line, comments=True)[1:])
+        assert left.value.code == 0
+    written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.html")}
+    assert written == {"runs/start/report.html", "start.html", "runs/start/comparison.html"}
+    assert all(Path(path).name in block for path in written)
 
 
 def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
