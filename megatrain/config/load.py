@@ -255,7 +255,8 @@ def _nearest(key: str) -> str:
     known = [each.key for each in describe_keys()] + list(Config.model_fields)
     siblings = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}
     elsewhere = {one.rpartition(".")[2]: one for one in known}
-    for names, cutoff in ((siblings, 0.6), (elsewhere, FAR)):
+    joined = {one.replace(".", "_"): one for one in known}
+    for names, cutoff in ((joined, 1.0), (siblings, 0.6), (elsewhere, FAR)):
         if nearest := difflib.get_close_matches(name, names, n=1, cutoff=cutoff):
             return f"did you mean {names[nearest[0]]}?"
     return f"the keys of {section or 'the file'} are {', '.join(siblings)}"

@@ -172,6 +172,8 @@ OTHER_TRAINERS = {
     "output_dir": "output.folder",
     "per_device_train_batch_size": "train.micro_batch_size",
     "save_steps": "checkpoint.every",
+    "save_every": "checkpoint.every",
+    "use_cpu": "train.device=cpu",
     "save_total_limit": "checkpoint.keep_last",
     "seq_len": "data.sequence_length",
     "train_batch_size": "train.global_batch_size",
