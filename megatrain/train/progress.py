@@ -149,7 +149,8 @@ def describe_policy(numerics: Numerics, policy: Policy) -> list[str]:
         counted(policy.host_threads, "host thread") if policy.host_threads else "all host threads",
     ]
     if policy.streamed_updates:
-        share = f"{policy.streamed_updates:.0%} of the layers whose state is in host memory"
+        share = "all" if policy.streamed_updates == 1 else f"{policy.streamed_updates:.0%} of the"
+        share += " layers whose state is in host memory"
         phrases.append(f"{share} are updated on the device, through which it passes")
     if policy.micro_batches_per_round:
         phrases.append(f"{counted(policy.micro_batches_per_round, 'micro-batch')} in each round")
