@@ -52,7 +52,8 @@ def timeline_content(ops: Sequence[DrawnOp], units: Sequence[str], called: Mappi
 def timeline(kinds: Iterable[str], identity: str) -> str:
     """HTML for a timeline and the legend of `kinds`. identity: id of the element with the page's data."""
     return (
-        "<p>Zoom with the wheel or + and -, move by dragging or with the arrow keys, double-click or 0 to reset.</p>"
+        "<p>Zoom with the wheel, two fingers or + and -, move by dragging or with the arrow keys, double-click or 0 to "
+        "reset.</p>"
         f'<canvas id="time" tabindex="0" role="img" data-source="{escape(identity)}" '
         'aria-label="Ops of the step, a lane for each stream"></canvas>'
         f'<p id="op" aria-live="polite">&nbsp;</p><ul class="legend">{legend(kinds)}</ul>'
@@ -79,7 +80,8 @@ TIMELINE = """
   const [KIND, STREAM, UNIT, MICRO, SHARD, NBYTES, START, END] = [0, 1, 2, 3, 4, 5, 6, 7];
   const lanes = timeline.streams.map((_, lane) => timeline.ops.filter(op => op[STREAM] === lane));
   const whole = Math.max(timeline.seconds, 1e-12);
-  let from = 0, span = whole, drag = null;
+  const held = new Map();  // pointer -> where it is
+  let from = 0, span = whole;
 
   // In a lane ops follow each other, so the first that ends after a time is found by halving.
   const firstAfter = (lane, time) => {
@@ -157,12 +159,17 @@ TIMELINE = """
     event.preventDefault(); zoom(event.deltaY > 0 ? 1.25 : 0.8, event.offsetX);
   }, { passive: false });
   canvas.addEventListener("pointerdown", event => {
-    drag = { x: event.offsetX, from }; canvas.setPointerCapture(event.pointerId);
+    held.set(event.pointerId, event.offsetX); canvas.setPointerCapture(event.pointerId);
+    tell(event.offsetX, event.offsetY);  // a finger does not hover
   });
-  for (const end of ["pointerup", "pointercancel"]) canvas.addEventListener(end, () => { drag = null; });
+  for (const end of ["pointerup", "pointercancel"]) canvas.addEventListener(end, event => held.delete(event.pointerId));
   canvas.addEventListener("pointermove", event => {
-    if (drag) show(drag.from - (event.offsetX - drag.x) / width() * span, span);
-    else tell(event.offsetX, event.offsetY);
+    const x = event.offsetX, before = held.get(event.pointerId);
+    if (before === undefined) { tell(x, event.offsetY); return; }
+    held.set(event.pointerId, x);
+    const other = [...held].find(([id]) => id !== event.pointerId);
+    if (other) zoom(Math.max(1, Math.abs(before - other[1])) / Math.max(1, Math.abs(x - other[1])), other[1]);
+    else show(from - (x - before) / width() * span, span);
   });
   canvas.addEventListener("dblclick", () => show(0, whole));
   canvas.addEventListener("keydown", event => {

@@ -146,10 +146,17 @@ const hover = told.textContent;
 calls.length = 0; for (let k = 0; k < 30; k++) turn(-1);
 calls.length = 0; turn(-1); const zoomed = boxes();
 calls.length = 0; on.keydown({ key: "0", preventDefault() {} }); const back = boxes();
-calls.length = 0; on.pointerdown({ offsetX: 500, pointerId: 1 }); on.pointermove({ offsetX: 400, offsetY: 5 });
+calls.length = 0; on.pointerdown({ offsetX: 500, pointerId: 1 }); on.pointermove({ offsetX: 400, pointerId: 1 });
 const drawn = calls.filter(([name]) => name === "fillRect");
+calls.length = 0; on.pointermove({ offsetX: 500, pointerId: 1 }); on.keydown({ key: "0", preventDefault() {} });
+on.pointerdown({ offsetX: 400, pointerId: 2 }); calls.length = 0; on.pointermove({ offsetX: 84, pointerId: 2 });
+const pinched = boxes(); on.pointerup({ pointerId: 1 }); on.pointerup({ pointerId: 2 });
+calls.length = 0; on.keydown({ key: "0", preventDefault() {} });
+const widest = calls.filter(([name]) => name === "fillRect").sort((one, other) => other[3] - one[3])[0];
+on.pointerdown({ offsetX: widest[1] + widest[3] / 2, offsetY: widest[2] + 1, pointerId: 3 });
+const touched = told.textContent;
 const edges = drawn.every(([, left, , wide]) => left >= 84 && left + wide <= 1085);
-console.log(JSON.stringify({ first, zoomed, back, hover, edges, ticks, ops: timeline.ops.length,
+console.log(JSON.stringify({ first, zoomed, back, hover, edges, ticks, pinched, touched, ops: timeline.ops.length,
   seconds: (performance.now() - began) / 1000 }));
 """
 
@@ -179,9 +186,11 @@ def test_the_timeline_works_with_ten_thousand_ops(tmp_path: Path) -> None:
     assert found["ops"] >= 10_000
     assert 50 < found["first"] == found["back"] <= 1001 * lanes  # a box for each pixel of a lane at most
     assert 0 < found["zoomed"] < found["first"]
+    assert 0 < found["pinched"] < found["first"], "two fingers that part"
     assert found["edges"]
     assert 4 <= len(found["ticks"]) == len(set(found["ticks"])) <= 12
     assert all(re.fullmatch(r"0|[\d.]{1,4} (s|ms|us)", each) for each in found["ticks"]), "round numbers"
     first = min((row for row in few["ops"] if row[1] == 0), key=lambda row: row[6])
     assert found["hover"].startswith(few["kinds"][first[0]]["name"]) or found["hover"] == "\u00a0"
+    assert re.fullmatch(r"[A-Z]+ u\d+.* written, .* from .*", found["touched"]), "an op under a finger"
     assert found["seconds"] < 5
