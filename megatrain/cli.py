@@ -328,6 +328,7 @@ def _verify(
 ) -> None:
     """Compare loss and all gradients with the stock code's. Uses a small model of the same architecture."""
     _quiet_threads()
+    _refuse_absent(model)
     from rich.console import Console
 
     from megatrain.commands.verify import run_verification
@@ -357,13 +358,15 @@ def _generate(
 ) -> None:
     """Continue a text, or chat, with a model of any size. It streams through the device."""
     _quiet_threads()
+    if system and not chat:
+        raise ConfigError("needs --chat", where="--system", fix="add --chat")
+    precision = _precision(precision)
+    _refuse_absent(folder)
     from rich.console import Console
 
     from megatrain.commands.generate import GenerationModel, Sampling, run_chat, run_generation
     from megatrain.train.progress import loading
 
-    if system and not chat:
-        raise ConfigError("needs --chat", where="--system", fix="add --chat")
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
 
     def heard(text: str) -> None:
@@ -373,7 +376,7 @@ def _generate(
         generator = GenerationModel(
             folder,
             device=device,
-            precision=_precision(precision),
+            precision=precision,
             trust_remote_code=trust_remote_code,
             progress=progress,
             notice=_tell,
@@ -405,13 +408,20 @@ def _export(
 ) -> None:
     """Write a model as a Hugging Face folder, and upload it if asked. The folder is complete or not there."""
     _quiet_threads()
+    if target is None and push is None:
+        raise ConfigError("is missing", where="TARGET", fix="name the folder to write, or give --push")
+    precision = _precision(precision)
+    _refuse_absent(source)
+    if target is not None:
+        from megatrain.run.existing_run import holds_model
+        from megatrain.system.paths import usable_path
+
+        holds_model(usable_path(target), overwrite=overwrite)
     from rich.console import Console
 
     from megatrain.commands.export import push_export, run_export
     from megatrain.train.progress import loading
 
-    if target is None and push is None:
-        raise ConfigError("is missing", where="TARGET", fix="name the folder to write, or give --push")
     if push is not None:
         from megatrain.run.push import refuse_push
 
@@ -421,7 +431,7 @@ def _export(
             written = run_export(
                 source,
                 target,
-                precision=_precision(precision),
+                precision=precision,
                 overwrite=overwrite,
                 merge=merge,
                 trust_remote_code=trust_remote_code,
@@ -478,6 +488,13 @@ def _probe(
         opened.close()
     save_hardware(hardware, target)
     typer.echo(f"{target}: {hardware.name}")
+
+
+def _refuse_absent(model: str) -> None:
+    """Raise the error for a model that can be neither a path nor on the hub, before anything slow is imported."""
+    from megatrain.system.paths import refuse_absent_model
+
+    refuse_absent_model(model, f"model {model}")
 
 
 def _messages(first: str) -> Iterator[str]:

@@ -13,6 +13,7 @@ from megatrain.checkpoint import export_units
 from megatrain.data import load_tokenizer, save_tokenizer
 from megatrain.errors import DataError, ExportError
 from megatrain.model import AdaptedSource, Progress, Source, listed, model_named, port_model, pretrained_source
+from megatrain.run.existing_run import holds_model
 from megatrain.run.history import CONFIG
 from megatrain.run.push import push
 from megatrain.spec import Precision, UnitSpec
@@ -41,9 +42,7 @@ def run_export(
     model, and if `merge` does not match whether `source` is an adapter.
     """
     there = usable_path(target, where="TARGET", error=ExportError, to_write="folder")
-    if (there / "config.json").exists():
-        if not overwrite:
-            raise ExportError("already holds a model", where=str(there), fix="use another folder, or --overwrite")
+    if holds_model(there, overwrite=overwrite):
         notice(f"replacing the model in {there}")
     name = model_named(source)
     pretrained = pretrained_source(name, trust_remote_code=trust_remote_code)

@@ -365,7 +365,8 @@ class TrainSection(Section):
     sample_every: NonNegativeInt = 0
     """Steps between text samples; 0: at the end only."""
     sample_prompts: Annotated[Names, Field(min_length=1)] = ("",)
-    """Prompts for text samples; with chat data, questions to answer. "" starts a new document."""
+    """Prompts for text samples; with chat data, questions to answer. "" starts a new document, or with chats and other
+    samples, asks the first of them (held out, if any are)."""
     sample_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = 200
     """Tokens per text sample; 0: no samples."""
     sample_temperature: NonNegativeFloat = 0.8

@@ -97,6 +97,14 @@ class Corpus:
             return batch_of([every[0].row(number) for number in range(self.loader.micro_batch)])
         return next(evaluation_batches(every[0], self.loader.micro_batch))
 
+    def first_prompt(self) -> list[int]:
+        """The ids before the first trained token of `first_batch`; none for plain text."""
+        if not self.example:
+            return []
+        batch = self.first_batch()
+        ids: list[int] = batch["input_ids"][0, : int((batch["labels"][0] == -100).cumprod(0).sum())].tolist()
+        return ids
+
 
 @dataclass(frozen=True)
 class Validation:

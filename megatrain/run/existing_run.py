@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from megatrain.checkpoint.listing import checkpoints, step_of
 from megatrain.config import Config
-from megatrain.errors import ConfigError, counted
+from megatrain.errors import ConfigError, ExportError, counted
 from megatrain.run.history import METRICS, status_of
 from megatrain.system.atomic import vanish
 from megatrain.system.locks import Claim
@@ -69,6 +69,15 @@ def check_overwriting(config: Config, taken: Checkpoint | None, say: Say) -> Non
         say(f"output.overwrite=true: replacing {' and '.join(goes.names)} in {goes.where}{metrics}")
     elif goes.has_metrics:
         say(f"replacing the metrics of an earlier run in {config.folder}")
+
+
+def holds_model(folder: Path, *, overwrite: bool) -> bool:
+    """Whether there is a model in the folder that an export is written to. Raises `ExportError` if it must stay."""
+    if not (folder / "config.json").exists():
+        return False
+    if not overwrite:
+        raise ExportError("already holds a model", where=str(folder), fix="use another folder, or --overwrite")
+    return True
 
 
 def has_model(config: Config) -> bool:

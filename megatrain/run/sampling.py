@@ -75,10 +75,14 @@ def sample_of(
 ) -> Sampled:
     """The model's continuation of `prompt`, or its answer if chats are trained.
 
-    When the sequence length is reached, generation continues from the second half of the text.
+    Without a prompt it begins a document, or answers the first sample (held out, if any are): what is trained on
+    answers alone has learnt to begin nothing. When the sequence length is reached, generation continues from the second
+    half of the text.
     """
     end, window = end_of_text_id(tokenizer), corpus.window
-    if corpus.chats is not None and prompt:
+    if not prompt and (first := corpus.first_prompt()):
+        ids, prompt = first, str(tokenizer.decode(first))
+    elif corpus.chats is not None and prompt:
         ids = corpus.chats.prompt_ids(prompt)
     else:
         ids = [end, *encode_text(tokenizer, prompt).tolist()]

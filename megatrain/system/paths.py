@@ -162,10 +162,12 @@ def refuse_absent_model(name: str, where: str) -> None:
     path = usable_path(name, where="model", error=ModelError)
     if path.exists() or (may_be_hub_name(name) and not name.endswith(".json")):
         return
-    nearest = nearest_path(path)
-    fix = f"did you mean {nearest}?" if nearest else "give a Hugging Face folder, or a hub name"
+    fix = "give a Hugging Face folder, or a hub name"
+    if nearest := nearest_path(path):
+        fix = f"did you mean {nearest}?"
     if HUB_NAME.fullmatch(name) and path.parent.name and path.parent.is_dir():
-        fix = f"the folder {path.parent} exists but has no {path.name}; for the hub's, start in another directory"
+        has = fix if nearest else f"the folder {path.parent} exists but has no {path.name};"
+        fix = f"{has} for the hub's, start in another directory"
     raise ModelError("no such folder or file", where=where, fix=fix)
 
 

@@ -87,6 +87,35 @@ def test_the_installed_command_is_the_one_that_runs_as_a_module() -> None:
     assert project["scripts"] == {"megatrain": "megatrain.__main__:main"}
 
 
+def test_generate_export_and_verify_tell_mistakes_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "chat").mkdir(parents=True)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.json").touch()
+    absent = "model runs/chta: no such folder or file; did you mean runs/chat? "
+    absent += "for the hub's, start in another directory"
+    told = {
+        "generate runs/chta --prompt x": absent,
+        "export runs/chta out": absent,
+        "verify runs/chta": absent,
+        "export runs/chat old": "old: already holds a model; use another folder, or --overwrite",
+        "export runs/chat out --precision fp16": "--precision: unknown precision 'fp16'; use bf16 or fp32",
+        "generate runs/chat --system x": "--system: needs --chat; add --chat",
+    }
+    code = """
+import sys
+from megatrain import cli
+for command in sys.argv[1:]:
+    try:
+        cli.main(command.split())
+    except SystemExit as left:
+        assert left.code == 2, left.code
+assert "torch" not in sys.modules
+"""
+    command = [sys.executable, "-c", code, *told]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stderr.splitlines()) == (0, [f"error: {line}" for line in told.values()])
+
+
 def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "megatrain", "trian"], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (2, "error: unknown command 'trian'; did you mean 'train'?\n")

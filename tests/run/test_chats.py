@@ -80,7 +80,8 @@ def test_a_chat_run_shows_its_label_masks_and_uses_its_template(tmp_path: Path) 
     found = losses(tmp_path / "run")
     assert found[-1] < found[0]
     events = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [each["prompt"] for each in events if each["event"] == "sampled"][-2:] == ["3?", ""]
+    prompts = [each["prompt"] for each in events if each["event"] == "sampled"][-2:]
+    assert prompts == ["3?", "30?\n"], "without a prompt, the sample that is held out is asked"
     heard: list[str] = []
     how = Sampling(4, temperature=0)
     generator = GenerationModel(str(tmp_path / "run"), precision="fp32")
