@@ -18,6 +18,7 @@ from megatrain.data import Schema, require_source
 from megatrain.data.sample_formats import Format
 from megatrain.errors import ConfigError, DeviceError, MegaTrainError
 from megatrain.plan import load_hardware
+from megatrain.plan.question import MOST_TOKENS
 from megatrain.spec.device_name import parse_device
 from megatrain.system.paths import nearest_folder, refuse_absent_model
 from megatrain.train.metrics import refuse_missing
@@ -36,12 +37,14 @@ def keys_named() -> Iterator[None]:
 
 @keys_named()
 def refuse_mistakes(config: Config) -> None:
-    """Raise a `MegaTrainError` for a tracker that is not installed, an unknown or missing device, a folder that is not
-    writable, keys that do not fit the data's format, and a missing model or missing data."""
+    """Raise a `MegaTrainError` for a tracker that is not installed, an unknown or missing device, an unknown machine,
+    too many tokens per step, a folder that is not writable, keys that do not fit the data's format, and a missing model
+    or missing data."""
     refuse_missing(config.output.trackers)
     parse_device(config.train.device)
     if config.train.hardware is not None:
         load_hardware(config.train.hardware)
+    _refuse_huge_steps(config)
     _refuse_unwritable(config)
     _refuse_absent_driver(config.train.device)
     for name in (config.model.path, config.model.config):
@@ -61,6 +64,14 @@ def schema_of(config: Config) -> Schema:
     schema = Schema(chosen, data.columns, data.tags)
     schema.refuse_unused()
     return schema
+
+
+def _refuse_huge_steps(config: Config) -> None:
+    """Raise `ConfigError` for more tokens per step than a plan takes."""
+    rows, length = config.train.sequences, config.data.sequence_length
+    if rows * length > MOST_TOKENS:
+        what = f"{rows:,} sequences of {length:,} tokens are more than the {MOST_TOKENS:,} tokens that a step may have"
+        raise ConfigError(what, where="train.global_batch_size", fix=f"give {max(1, MOST_TOKENS // length):,} or less")
 
 
 def _refuse_absent_driver(device: str) -> None:
