@@ -15,11 +15,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatrain.checkpoint.manifest import Check, full_check, read_manifest
+from megatrain.checkpoint.listing import checkpoints
+from megatrain.checkpoint.manifest import MANIFEST, Check, full_check, read_manifest
 from megatrain.checkpoint.run_state import read_training
 from megatrain.checkpoint.save import OPTIMIZER
 from megatrain.errors import CheckpointError, DamagedCheckpoint, first_line
-from megatrain.system.paths import usable_path
+from megatrain.system.paths import missing, usable_path
 
 
 class Checkpoint:
@@ -80,8 +81,19 @@ class Checkpoint:
 
 def open_checkpoint(folder: str | Path, check: Check = full_check) -> Checkpoint:
     """Open a checkpoint for reading. Raises `DamagedCheckpoint`, naming the first fault, if `check` finds any."""
-    folder = usable_path(folder, error=CheckpointError).resolve()
-    if damages := check(folder):
+    named = usable_path(folder, error=CheckpointError)
+    if not named.exists():
+        raise missing(named, DamagedCheckpoint)
+    if damages := check(folder := named.resolve()):
+        if inside := _inside(folder):
+            raise DamagedCheckpoint("holds checkpoints, and is none", where=str(folder), fix=f"name {inside[0]}")
         more = f" (and {len(damages) - 1:,} more)" if len(damages) > 1 else ""
         raise DamagedCheckpoint(f"{damages[0]}{more}", where=str(folder), fix="go on from an older one")
     return Checkpoint(folder)
+
+
+def _inside(folder: Path) -> list[Path]:
+    """The checkpoints in a folder of them, or of a run."""
+    if not folder.is_dir() or (folder / MANIFEST).exists():
+        return []
+    return checkpoints(folder) or checkpoints(folder / "checkpoints")
