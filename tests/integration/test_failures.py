@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from megatrain import AdamW, Engine, Numerics, Policy
 from megatrain.device.cpu import CpuDevice
 from megatrain.device.sim import SimDevice
 from megatrain.errors import BatchError, ConfigError, DeviceError, ModelError, NonFinite, PlanError, StreamFailed
+from megatrain.spec import Placement
+from megatrain.spec.policy import UpdateTime
 from megatrain.train.optimizer_sink import OptimizerSink
 from tests.tiny import VOCAB, batch, equal, tiny_model, unequal_batches
 
@@ -123,6 +126,33 @@ def test_a_loss_function_that_returns_nan_is_told_from_the_model(device: str) ->
         with pytest.raises(NonFinite, match="the loss is nan, and finite when computed again; nothing was"):
             engine.step(unequal_batches(1), loss_fn=loss)
         assert engine.step(unequal_batches(1), loss_fn=loss).tokens
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("max_grad_norm", [1.0, None])
+def test_looking_for_the_cause_of_a_nonfinite_loss_leaves_no_trace(
+    device: str, max_grad_norm: float | None, tmp_path: Path
+) -> None:
+    """Of all state on the disk, with dropout, with updates that waited to be applied."""
+
+    def broken(log_probs: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        return log_probs.sum() * float("nan")
+
+    on_disk = Placement(weights="disk", low_bits="disk", moments="disk", gradients="disk")
+    update: UpdateTime = "next_forward" if max_grad_norm else "during_backward"
+    policy = Policy(placements=(on_disk,) * 5, shares_memory=device == "cpu", update=update)
+    found = []
+    for fails in (False, True):
+        model = tiny_model(attention_dropout=0.3)
+        adamw = AdamW(lr=0.1)
+        with Engine.from_model(model, device, "bf16", adamw, max_grad_norm, policy, disk=tmp_path) as engine:
+            for _ in range(2):
+                engine.step(unequal_batches())
+                if fails:
+                    with pytest.raises(NonFinite, match="what all modules return is finite"):
+                        engine.step(unequal_batches(3), loss_fn=broken)
+            found.append(engine.master_weights())
+    assert equal(*found)
 
 
 @pytest.mark.parametrize("device", DEVICES)
