@@ -75,7 +75,7 @@ class NonfiniteCauses:
         if first := min(((*found, rank) for rank, found in enumerate(told) if found), default=None):
             _, name, rank = first
             return f", first not finite: {name}" + (f" on rank {rank}" if self._world.size > 1 else "")
-        return ", and finite when computed again" if is_finite else ", but what all modules return is finite"
+        return ", and finite when computed again" if is_finite else ", although the outputs of all modules are finite"
 
     @contextmanager
     def _uncompiled(self) -> Iterator[None]:
