@@ -53,7 +53,7 @@ class Answers:
 def write_recipe(answers: Answers, target: Path) -> Plan:
     """Plan for `answers`, write the configuration to `target`, and return the plan.
 
-    Raises `ConfigError` if `target` exists, `DataError` if data does not or cannot be read, and the planner's errors,
+    Raises `ConfigError` if `target` exists, `DataError` if data is missing or unreadable, and the planner's errors,
     e.g. `DoesNotFit` if one sequence does not fit.
     """
     _refuse_existing(target)
