@@ -3,7 +3,7 @@
     python -m bench.measured_models
 
 To be run when the code that measures, or the library, gives other figures: `tests/plan/test_measured_models.py` says so
-of three of them (slow). About ten minutes on one core.
+of three of them (slow). About two minutes on one core.
 """
 
 from __future__ import annotations

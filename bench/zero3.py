@@ -262,7 +262,7 @@ def in_memory(plan: Plan) -> Taken:
     bandwidth = question.hardware.device_bandwidth or float("inf")
     slow = replace(question.hardware, shares_memory=True, norm_bandwidth=None, optimizer_bandwidth=())
     hardware = replace(slow, host_bandwidth=bandwidth, fetch_bandwidth=bandwidth, grad_bandwidth=bandwidth)
-    resident = replace(question, hardware=hardware)
+    resident = replace(question, hardware=hardware, model=_with_device_attention(question.model))
     plain = replace(plan.policy, placements=(), activations_by_layer=(), update="next_forward")
     plain = replace(plain, shares_memory=True, transfer="pinned")
     stores = question.model.units[1].profile.outputs.chosen_nbytes > 0
@@ -280,6 +280,14 @@ def in_memory(plan: Plan) -> Taken:
             found.append(Taken("in memory", words, taken.seconds + passes, taken.busy["compute"], nbytes, 0))
     quickest = best(found, plan)
     return quickest if quickest.fits else replace(quickest, device_nbytes=min(each.device_nbytes for each in found))
+
+
+def _with_device_attention(model: ModelSpec) -> ModelSpec:
+    """Without what a cpu, which alone computes in host memory, has no fused kernel for."""
+    others = [tuple(each for each in unit.profile.others if each[0] != "cpu") for unit in model.units]
+    profiles = [replace(unit.profile, others=kept) for unit, kept in zip(model.units, others, strict=True)]
+    units = [replace(unit, profile=profile) for unit, profile in zip(model.units, profiles, strict=True)]
+    return replace(model, units=tuple(units))
 
 
 # What is shown -------------------------------------------------------------------------------------------------------

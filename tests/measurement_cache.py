@@ -136,6 +136,7 @@ def _shared(key: Hashable, measure: Callable[[], ModelSpec]) -> ModelSpec:
         known: ModelSpec = pickle.loads(file.read_bytes())
         return known
     found = measure()
+    file.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(file) as draft:
         draft.write_bytes(pickle.dumps(found))
     return found

@@ -84,9 +84,13 @@ class Question:
     parts: float = 1.0
     """Sequences in a step of all ranks over those of this question, which is for one of them if they are several
     (`ranks.question_of_one`); its model, machine and limits are then the share of one rank, too."""
+    asked_model: ModelSpec | None = field(default=None, compare=False, repr=False)
+    """The model as it was asked about, if on this machine it is another: a cpu may have no fused kernel for its
+    attention."""
 
     def __post_init__(self) -> None:
         if self.hardware.shares_memory:
+            object.__setattr__(self, "asked_model", self.asked_model or self.model)
             object.__setattr__(self, "model", self.model.on_a_cpu())
         if not 1 <= self.length <= self.tokens_per_step:
             what = f"{self.tokens_per_step:,} tokens per step of sequences of {self.length:,}"

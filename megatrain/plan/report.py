@@ -377,7 +377,7 @@ def as_content(outlook: Outlook, swept: Sweep | None = None) -> dict[str, Any]:
     plan = outlook.plan
     question = plan.question
     return {
-        "model": as_fields(question.model),
+        "model": as_fields(question.asked_model or question.model),
         "hardware": asdict(question.hardware),
         "question": {
             "tokens_per_step": whole_tokens(plan),

@@ -181,6 +181,16 @@ def test_a_saved_spec_is_planned_again_without_the_model(config: str, tmp_path: 
     assert first.read_text() == second.read_text()
 
 
+@pytest.mark.usefixtures("plan_alone")
+def test_a_spec_saved_on_a_cpu_is_the_models_and_not_a_cpus(tmp_path: Path) -> None:
+    """A cpu has no fused kernel for attention with dropout."""
+    files = {name: tmp_path / f"{name}.json" for name in ("cpu-server", "rtx-4090")}
+    for name, file in files.items():
+        shown("gpt2", hardware=name, json_file=str(file), **FEW)
+    models = [json.loads(file.read_text())["model"] for file in files.values()]
+    assert models[0] == models[1]
+
+
 @pytest.mark.parametrize("path", [None, "org/model"])
 def test_a_run_config_is_distinguished_from_a_model(path: str | None, tmp_path: Path) -> None:
     tree = {"model": {"path": path} if path else {"config": {}}, "data": {}, "train": {}}
