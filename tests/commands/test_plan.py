@@ -109,7 +109,7 @@ def test_a_run_config_can_be_planned_for_ranks(config: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"ranks": 8}, "ranks: 8 ranks on each machine, and NVIDIA RTX 4090, 128 GB host has one GPU"),
+        ({"ranks": 8}, "ranks: 8 ranks on each machine, and NVIDIA RTX 4090, 128 GiB host has one GPU"),
         ({"ranks": 4, "nodes": 3}, "nodes: 4 ranks cannot be divided evenly among 3 machines"),
         ({"ranks": 2, "nodes": 2}, "the bandwidth to other machines is unknown"),
         ({"ranks": 2, "sweeps": True}, "--sweep: works for one rank only"),
