@@ -353,6 +353,9 @@ def _normalized(name: str) -> str:
 def _nearest_machines(name: str) -> str:
     names = {_normalized(each): each for each in machine_names()}
     within = [each for each in names if name and (name in each or each in name)]
+    if len(name) > 3:  # `gb10`, `rtx4070`, `xeon`: what the machine is built of
+        texts = {_plain(key): _plain(" ".join((*devices, there.name))) for key, (devices, there) in _library().items()}
+        within += [each for each, text in texts.items() if name in text]
     nearest = [*within, *difflib.get_close_matches(name, names, n=3, cutoff=0.5)]
     if nearest:
         return f"did you mean {' or '.join([names[each] for each in dict.fromkeys(nearest)][:3])}?"

@@ -106,7 +106,9 @@ def test_machines_are_found_by_any_spelling_and_driver_name() -> None:
     [
         ("h20", "h200 or gh200"),
         ("a100", "did you mean a100-sxm or a100-pcie"),
-        ("rtx4070", "rtx-4090"),
+        ("rtx4070", "laptop or rtx-4090"),
+        ("gb10", "did you mean dgx-spark"),
+        ("xeon", r"did you mean cpu-server\?"),
         ("tpu-v5", "the machines"),
     ],
 )
