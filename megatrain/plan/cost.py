@@ -395,9 +395,7 @@ def contention(model: ModelSpec, numerics: Numerics, hardware: Hardware) -> Cont
     }
 
     def dram_nbytes(op: Op) -> float:
-        if op.kind in CALLS:
-            return 0.0
-        if op.kind in ("UPDATE", "NORM") and op.stream != "host":
+        if op.kind in CALLS or (op.kind in ("UPDATE", "NORM") and op.stream != "host"):
             return 0.0
         if op.kind == "UPDATE":
             return update_nbytes(layout_of(model.units[op.unit]), numerics)
@@ -407,9 +405,14 @@ def contention(model: ModelSpec, numerics: Numerics, hardware: Hardware) -> Cont
             return shared_sum_nbytes(op) if op.kind == "REDUCE" else 0.0
         if op.kind in COLLECTIVES and hardware.link_route == "host":
             return through_host_nbytes(hardware, model.ranks, op)
-        return DRAM_PASSES.get(op.kind, 0) * op.nbytes
+        return 0.0 if _within_device(op) else DRAM_PASSES.get(op.kind, 0) * op.nbytes
 
     return Contention(host_dram_bandwidth(hardware), dram_nbytes, duplex, link_shares(hardware))
+
+
+def _within_device(op: Op) -> bool:
+    """Whether a copy crosses no bus, as those of state that stays on the device."""
+    return op.reads[0].buffer.startswith("device/") and op.writes[0].buffer.startswith("device/")
 
 
 def recompute_seconds(
@@ -458,7 +461,7 @@ class _Prices:
         """Seconds of a copy, a collective, a norm or an update."""
         match op.kind:
             case "FETCH" | "RELOAD" | "GRAD" | "OFFLOAD":
-                if op.reads[0].buffer.startswith("device/") and op.writes[0].buffer.startswith("device/"):
+                if _within_device(op):
                     return self._launch + 2 * op.nbytes / self._copies
                 return len(op.reads) * self._launch + op.nbytes / self._bus[op.stream == "grad"] + self._cast(op)
             case "PLACE":

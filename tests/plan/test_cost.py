@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 
 from bench.shapes import llama_shape
 from megatrain.plan import (
+    Question,
     attention_seconds,
+    contention,
     cost,
     duplex_bandwidths,
+    find_plan,
     machine,
     machine_names,
     op_seconds,
@@ -148,6 +151,17 @@ def test_expert_dispatch_is_priced_by_tokens_per_expert(kind: str) -> None:
 
 def test_the_plans_error_range_covers_both_sides() -> None:
     assert MEASURED_OVER_PLANNED[0] < 1 < MEASURED_OVER_PLANNED[1]
+
+
+def test_copies_within_the_device_take_nothing_of_host_memory() -> None:
+    """Gradients of state that stays on the device."""
+    hardware = replace(machine("h200"), host_dram_bandwidth=1e9)
+    plan = find_plan(Question(llama_shape("small", 4, 1024, vocabulary=8000), hardware, 1024, 1024))
+    assert all(placement.on_device for placement in plan.policy.placements)
+    copies = [op for op in plan.timeline.schedule.ops if op.kind == "GRAD"]
+    shared = contention(plan.question.model, plan.numerics, hardware)
+    assert copies
+    assert not any(shared.dram_nbytes(op) for op in copies)
 
 
 def test_the_optimizer_pass_is_priced_by_its_threads() -> None:
