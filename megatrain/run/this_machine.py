@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatrain.errors import PlanError, counted
 from megatrain.plan import available_host_nbytes, available_threads, load_hardware
+from megatrain.plan.cost import optimizer_bandwidth
 from megatrain.plan.host_resources import processor_name
 from megatrain.plan.machines import machine_of_device
 from megatrain.spec import Hardware, Precision
@@ -69,7 +70,18 @@ def described_machine(device: Device) -> Hardware | None:
     """The built-in machine with this device, if there is one."""
     model = str(getattr(device, "model", ""))
     known = machine_of_device(model)
-    return known and replace(known, name=f"{model}, not probed")
+    return known and _with_threads(replace(known, name=f"{model}, not probed"), available_threads())
+
+
+def _with_threads(known: Hardware, threads: int) -> Hardware:
+    """A described machine with an optimizer pass on no more threads than there are here."""
+    if not known.optimizer_bandwidth or threads >= known.optimizer_bandwidth[-1][0]:
+        return known
+    source = dict(known.sources)["optimizer_bandwidth"]
+    sources = dict(known.sources) | {"host_bandwidth": f"{source}, {counted(threads, 'thread')} here"}
+    rate = optimizer_bandwidth(known, threads)
+    rows = (*(row for row in known.optimizer_bandwidth if row[0] < threads), (threads, rate))
+    return replace(known, host_bandwidth=rate, optimizer_bandwidth=rows, sources=tuple(sources.items()))
 
 
 def _rough(device: Device, precision: Precision) -> Hardware:
@@ -82,7 +94,7 @@ def _rough(device: Device, precision: Precision) -> Hardware:
     host_bandwidth = min(threads * THREAD_BANDWIDTH, MOST_BANDWIDTH)
     bus = host_bandwidth / 2 if device.shares_memory else BUS_BANDWIDTH
     cpu = f"{counted(threads, 'thread')} of {processor_name()}"
-    assumed = "assumed; `megatrain probe` measures it"
+    assumed = "assumed until `megatrain probe` measures it"
     rates = ("fetch_bandwidth", "grad_bandwidth", "host_bandwidth", "device_bandwidth")
     return Hardware(
         name=f"{cpu if device.shares_memory else getattr(device, 'model', device.name)}, not probed",

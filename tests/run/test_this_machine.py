@@ -15,7 +15,7 @@ from megatrain.commands import plan
 from megatrain.device import Device, matmul_flops
 from megatrain.device.cpu import CpuDevice
 from megatrain.errors import DeviceError, PlanError
-from megatrain.plan import available_host_nbytes, machine, save_hardware
+from megatrain.plan import available_host_nbytes, machine, optimizer_bandwidth, save_hardware
 from megatrain.plan.machines import machine_of_device
 from megatrain.run.this_machine import probed_machine, this_machine
 
@@ -73,6 +73,17 @@ def test_probes_of_other_devices_are_ignored(probed: Path) -> None:
     assert found.name == "NVIDIA H200, not probed"
     assert found.products == machine("h200").products
     assert (found.flops, found.device_nbytes) == (machine("h200").flops, FREE)
+
+
+def test_a_described_machine_updates_on_the_threads_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rented GPU often comes with fewer cores than its machine has."""
+    monkeypatch.setattr(megatrain.run.this_machine, "available_threads", lambda: 6)
+    whole, found = machine("h200"), this_machine(card(), "bf16")
+    assert found.host_bandwidth == optimizer_bandwidth(found, 0) == optimizer_bandwidth(whole, 6)
+    assert found.host_bandwidth < whole.host_bandwidth / 4
+    assert "6 threads here" in dict(found.sources)["host_bandwidth"]
+    monkeypatch.setattr(megatrain.run.this_machine, "available_threads", lambda: 96)
+    assert this_machine(card(), "bf16").host_bandwidth == whole.host_bandwidth
 
 
 def test_unknown_machines_are_described_by_one_matmul(cpu: CpuDevice) -> None:
