@@ -42,6 +42,7 @@ from megatrain.plan import (
     upgrades,
 )
 from megatrain.plan.estimates import gc_paused
+from megatrain.plan.machines import divides_one_memory
 from megatrain.plan.measured_models import built_in, known_name, known_names, measured_file, recall, remember
 from megatrain.plan.question import MOST_TOKENS
 from megatrain.plan.report import (
@@ -438,6 +439,10 @@ def _limits(machine: Hardware, memories: Mapping[str, str | None], *, is_this_on
         if is_this_one and nbytes and 0 < there[tier] < nbytes:
             what = f"{amount(nbytes)} of {tier} memory are asked for, but this machine has {amount(there[tier])}"
             raise ConfigError(what, where=f"--{tier}-memory", fix="give less, or name another machine with --hardware")
+    total = machine.device_nbytes + machine.host_nbytes
+    if divides_one_memory(machine) and total < sum(found[tier] or there[tier] for tier in ("device", "host")):
+        what = f"device and host of {machine.name}, have parts of one memory, of which there are {amount(total)}"
+        raise ConfigError(what, where="--device-memory", fix="give --host-memory too, so that both are no more")
     return Limits(found["device"], found["host"], found["disk"])
 
 
@@ -543,8 +548,9 @@ def _asked(question: Question, machine: str) -> list[tuple[str, str]]:
         for tier in there
         if (asked := question.limits.of(tier)) and asked != there[tier]
     ]
-    source = dict(hardware.sources).get("device_nbytes", "")
-    return [("device memory", source), *rows] if source.startswith("assumed") else rows
+    if divides_one_memory(hardware):
+        rows.insert(0, ("device memory", dict(hardware.sources)["device_nbytes"]))
+    return rows
 
 
 def _disk_tier(plan: Plan) -> list[tuple[str, str]]:
@@ -552,7 +558,7 @@ def _disk_tier(plan: Plan) -> list[tuple[str, str]]:
     if not any(placement.uses_disk for placement in plan.policy.placements):
         return []
     sources = dict(plan.question.hardware.sources)
-    return [("disk tier", sources.get("disk_read_bandwidth", "assumed speed; `megatrain probe` measures it"))]
+    return [("disk tier", sources.get("disk_read_bandwidth", "a speed assumed until `megatrain probe` measures it"))]
 
 
 def show(console: Console, outlook: Outlook, facts: Sequence[tuple[str, str]]) -> None:

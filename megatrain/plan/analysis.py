@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain, count
 from math import ceil, inf
 from typing import Any
@@ -25,7 +25,7 @@ from megatrain.plan.cost import (
     step_flops,
 )
 from megatrain.plan.estimates import estimate, examine, gc_paused, seconds_on
-from megatrain.plan.machines import machine, machine_names
+from megatrain.plan.machines import divides_one_memory, machine, machine_names
 from megatrain.plan.question import MOST_TOKENS, Choice, Estimate, Plan, Question, usable_nbytes
 from megatrain.plan.ranks import OF_CORES, SHARED
 from megatrain.plan.search import faster_plan, fits, survey
@@ -480,43 +480,71 @@ def hiding(plan: Plan) -> Hiding | None:
     """The smallest step, in whole sequences of all ranks, that hides transfers and the optimizer behind compute.
 
     `None` if no step up to `MOST_TOKENS` does, and on a device that shares memory, where nothing overlaps. The policy
-    is the plan's, in one round; if kept graphs do not fit, it recomputes.
+    is the plan's, in one round; if kept graphs do not fit, it recomputes. All steps but the plan's own are estimated.
     """
-    question = plan.question
+    question, waits = plan.question, plan.timeline.stall_seconds()
     if question.hardware.shares_memory:
         return None
+    own, is_hidden = question.sequences, waits < HIDDEN_STALL * plan.seconds
+    estimated = cache(partial(_hidden_at, plan))
+    rows = _hidden_from(own, question.length, lambda rows: estimated(rows).stall_share)
+    if is_hidden and (rows is None or rows > own):
+        return Hiding(round(question.parts * own * question.length), waits / plan.seconds, fits=True)
+    beside = 0.0
+    if not is_hidden and rows is not None and rows <= own:  # each step waits for as long as the estimate left out here
+        beside = waits - estimated(own).stall_share * estimated(own).seconds
+        rows = _hidden_from(own, question.length, lambda rows: estimated(rows).with_waits(beside))
+    if rows is None:
+        return None
+    found = estimated(rows)
+    asked = replace(question, tokens_per_step=rows * question.length)
+    tokens = round(question.parts * asked.tokens_per_step)
+    return Hiding(tokens, found.with_waits(beside), found.fits or fits(asked))
 
-    @cache
-    def at(rows: int) -> Hiding:
-        tokens = rows * question.length
-        asked = replace(question, tokens_per_step=tokens)
-        micro_batch = min(plan.micro_batch, rows)
-        choice, found = _fitting(asked, plan.choice.change(micro_batches_per_round=0), micro_batch)
-        instant = estimate(replace(asked, hardware=_instant(question.hardware)), choice, micro_batch)
-        return Hiding(tokens, max(0.0, 1.0 - instant.seconds / found.seconds), found.fits(asked.budgets()))
 
-    low, rows = 0, question.sequences  # sequences that are too few (or 0), and enough
-    while at(rows).stall_share >= HIDDEN_STALL:
-        if 2 * rows * question.length > MOST_TOKENS:
+@dataclass(frozen=True, slots=True)
+class _Waits:
+    """An estimated step: its seconds, the share of them in which compute waits, and whether it fits."""
+
+    seconds: float
+    stall_share: float
+    fits: bool
+
+    def with_waits(self, seconds: float) -> float:
+        """The share with so many seconds more of waiting."""
+        return (self.stall_share * self.seconds + seconds) / (self.seconds + seconds)
+
+
+def _hidden_at(plan: Plan, rows: int) -> _Waits:
+    """A step of so many sequences."""
+    asked = replace(plan.question, tokens_per_step=rows * plan.question.length)
+    micro_batch = min(plan.micro_batch, rows)
+    choice, found = _fitting(asked, plan.choice.change(micro_batches_per_round=0), micro_batch)
+    instant = estimate(replace(asked, hardware=_instant(asked.hardware)), choice, micro_batch)
+    return _Waits(found.seconds, max(0.0, 1.0 - instant.seconds / found.seconds), found.fits(asked.budgets()))
+
+
+def _hidden_from(rows: int, length: int, stall_share: Callable[[int], float]) -> int | None:
+    """The fewest sequences with which compute hardly waits, searched for from `rows` on; `None` where none do."""
+    low = 0  # sequences that are too few (or 0); `rows` are enough
+    while stall_share(rows) >= HIDDEN_STALL:
+        if 2 * rows * length > MOST_TOKENS:
             return None
         low, rows = rows, 2 * rows
     for guesses in count():
         if rows - low <= 1:
-            break
-        middle = _interpolated(low, rows, at) if guesses < MOST_GUESSES else (low + rows) // 2
-        low, rows = (low, middle) if at(middle).stall_share < HIDDEN_STALL else (middle, rows)
-    found = at(rows)
-    asked = replace(question, tokens_per_step=found.tokens_per_step)
-    any_fits = found.fits or fits(asked)
-    return replace(found, tokens_per_step=round(question.parts * found.tokens_per_step), fits=any_fits)
+            return rows
+        middle = _interpolated(low, rows, stall_share) if guesses < MOST_GUESSES else (low + rows) // 2
+        low, rows = (low, middle) if stall_share(middle) < HIDDEN_STALL else (middle, rows)
+    raise AssertionError
 
 
-def _interpolated(low: int, rows: int, at: Callable[[int], Hiding]) -> int:
+def _interpolated(low: int, rows: int, stall_share: Callable[[int], float]) -> int:
     """The number of sequences between `low` and `rows` with a stall of about `HIDDEN_STALL`. The seconds of waiting
     hardly depend on the step, so their share is about inverse to its size."""
     if low == 0:
-        return max(1, min(rows // 2, round(rows * at(rows).stall_share / HIDDEN_STALL)))
-    first, last = (each * (at(each).stall_share - HIDDEN_STALL) for each in (low, rows))
+        return max(1, min(rows // 2, round(rows * stall_share(rows) / HIDDEN_STALL)))
+    first, last = (each * (stall_share(each) - HIDDEN_STALL) for each in (low, rows))
     return min(rows - 1, max(low + 1, ceil(low + (rows - low) * first / (first - last))))
 
 
@@ -630,11 +658,12 @@ def _upgrades(question: Question, uses_disk: bool) -> dict[str, Callable[[Questi
     else:
         changes = {"twice the host memory": _twice_the_host, "twice the bus": _twice("bus")}
         changes["twice the host's bandwidth"] = _twice("host memory")
+        changes["twice the device's flops"] = _twice("compute")
+    if not hardware.computes_in_host_memory and not divides_one_memory(hardware):
         whole = limit is not None and limit < usable_nbytes(hardware.device_nbytes)
         bigger = hardware.device_nbytes if whole else _next_device_size(max(hardware.device_nbytes, limit or 0))
         name = f"{'all ' if whole else ''}{bigger / GB:,.3g} GB of device memory"
         changes[name] = lambda question: _with_device_memory(question, bigger)
-        changes["twice the device's flops"] = _twice("compute")
     if uses_disk:
         changes["twice the disk"] = _twice("disk")
     if question.model.ranks > 1 and question.overrides.get("delivery") != "shared":

@@ -157,6 +157,11 @@ def machine_of_device(device_name: str) -> Hardware | None:
     return next((described for names, described in _library().values() if device_name in names), None)
 
 
+def divides_one_memory(hardware: Hardware) -> bool:
+    """Whether its device and its host have parts of one memory, whose sizes are assumed (DGX Spark)."""
+    return dict(hardware.sources).get("device_nbytes", "").startswith("assumed")
+
+
 def load_hardware(source: str | Path) -> Hardware:
     """A machine of the library by its name, or from a hardware file by its path.
 
@@ -354,8 +359,8 @@ def _nearest_machines(name: str) -> str:
     names = {_normalized(each): each for each in machine_names()}
     within = [each for each in names if name and (name in each or each in name)]
     if len(name) > 3:  # `gb10`, `rtx4070`, `xeon`: what the machine is built of
-        texts = {_plain(key): _plain(" ".join((*devices, there.name))) for key, (devices, there) in _library().items()}
-        within += [each for each, text in texts.items() if name in text]
+        known = ((key, " ".join((*devices, there.name))) for key, (devices, there) in _library().items())
+        within += [_normalized(key) for key, text in known if name in _normalized(text)]
     nearest = [*within, *difflib.get_close_matches(name, names, n=3, cutoff=0.5)]
     if nearest:
         return f"did you mean {' or '.join([names[each] for each in dict.fromkeys(nearest)][:3])}?"

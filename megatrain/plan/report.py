@@ -14,6 +14,7 @@ from typing import Any
 from megatrain.errors import counted
 from megatrain.plan.analysis import BILLION, GB, Outlook, Sweep, Upgrade
 from megatrain.plan.cost import MEASURED_OVER_PLANNED
+from megatrain.plan.machines import divides_one_memory
 from megatrain.plan.question import Plan
 from megatrain.plan.spec_file import as_fields
 from megatrain.schedule import Schedule, Use
@@ -257,7 +258,7 @@ def _limit(outlook: Outlook) -> str:
     share = first.chain_seconds / outlook.plan.seconds
     causes = ", ".join(f"{share:.1%} for {name}" for name, share in outlook.stalls.items() if share >= MIN_STALL_SHOWN)
     waits = f"compute waits {outlook.stall_share:.1%}{f' ({causes})' if causes else ''}"
-    return f"{first.name}, {share:.1%} of the step; {waits}"
+    return f"{first.name}, {share:.1%} of the critical path; {waits}"
 
 
 def hiding_line(outlook: Outlook) -> str:
@@ -289,6 +290,8 @@ def sensitivity_rows(outlook: Outlook) -> list[tuple[str, str, str]]:
     """(resource, streams that use it and the shares of the step in which they do, effect of 10% more of it)"""
     rows = []
     for each in outlook.sensitivities:
+        if not each.busy and abs(each.saved) < MIN_SAVED_SHOWN:
+            continue
         busy = ", ".join(f"{'' if name == each.resource else f'{name} '}{share:.1%}" for name, share in each.busy)
         if abs(each.saved) < MIN_SAVED_SHOWN:
             effect = "no change"
@@ -357,9 +360,10 @@ def configuration(plan: Plan) -> dict[str, dict[str, Any]]:
     if hardware.slots_in_host:  # as `ranks.question_of_one` divides it
         del totals["device"]
         shared["host"] *= 2
-    memory = {
-        tier: _exact(shared[tier] * nbytes) for tier in totals if 0 < (nbytes := limits.of(tier) or 0) <= totals[tier]
-    }
+    given = {tier: nbytes for tier in totals if 0 < (nbytes := limits.of(tier) or 0) <= totals[tier]}
+    if divides_one_memory(hardware):  # a run would take each to be as large as what is free
+        given = {tier: question.budgets()[tier] for tier in ("device", "host")} | given
+    memory = {tier: _exact(shared[tier] * nbytes) for tier, nbytes in given.items()}
     tree = {"data": {"sequence_length": question.length}, "train": train}
     tree |= {"memory": memory} if memory else {}
     return tree | ({"disk": {"folders": ["FOLDER-ON-A-FAST-DRIVE"]}} if plan.nbytes.get("disk") else {})

@@ -524,6 +524,17 @@ def test_memory_that_was_asked_for_is_told_as_it_was_asked(saved: str) -> None:
     assert re.search(r"host memory +512 GB as asked; the described machine has 2.19 TB", told)
 
 
+@pytest.mark.usefixtures("plan_alone")
+def test_a_memory_that_device_and_host_divide_is_told_and_divided(saved: str) -> None:
+    told = shown(saved, hardware="dgx-spark", **FEW)
+    assert re.search(r"device memory +assumed: 32 GiB of the 128 GB are taken for the device", told)
+    assert "memory: {device: 33285996544, host: 93415538688}" in told
+    told = shown(saved, hardware="dgx-spark", device_memory="60GB", host_memory="60GB", **FEW)
+    assert 'memory: {device: "60GB", host: "60GB"}' in told
+    with pytest.raises(ConfigError, match=r"--device-memory: .* one memory, of which there are 129 GB; give --host-me"):
+        shown(saved, hardware="dgx-spark", device_memory="60GB", **FEW)
+
+
 def test_an_unknown_model_suggests_the_nearest_name(config: str) -> None:
     with pytest.raises(ModelError, match=r"did you mean \S*tiny-llama\?") as caught:
         find_model(str(Path(config).parents[1] / "tiny-lama"), "bf16")

@@ -256,6 +256,17 @@ def test_transfers_that_always_or_never_hide_are_stated() -> None:
     assert "nothing to hide" in hiding_line(without_upgrades(shared))
 
 
+@pytest.mark.parametrize("sequences", [4, 8, 16])
+def test_steps_that_hide_transfers_are_told_as_their_replays_wait(sequences: int) -> None:
+    """Estimates are off beside a disk and for streamed updates; the plan's own step is replayed."""
+    model = llama_shape("small", 8, 2048, vocabulary=8000)
+    for limits in (Limits(), Limits(device_nbytes=2 * 10**9, host_nbytes=4 * 10**9)):
+        plan = find_plan(Question(model, machine("laptop"), sequences * 4096, 4096, limits=limits))
+        found = hiding(plan)
+        is_hidden = plan.timeline.stall_seconds() < 0.02 * plan.seconds
+        assert is_hidden == (found is not None and found.tokens_per_step <= sequences * 4096)
+
+
 def test_tokens_that_hide_transfers_but_do_not_fit_are_marked() -> None:
     plan = planned(4 * LENGTH, fetch_bandwidth=BUS * 0.1)
     limits = Limits(device_nbytes=2 * plan.nbytes["device"], host_nbytes=round(1.05 * plan.nbytes["host"]))
@@ -480,7 +491,8 @@ def test_upgrades_and_sweeps_are_relative_to_the_plan() -> None:
         assert upgrade.ratio is not None
         assert upgrade.ratio >= 1 - 1e-9
         assert upgrade.tokens_per_second == pytest.approx(plan.tokens_per_second * upgrade.ratio, rel=1e-12)
-    assert found["twice the host memory"].ratio == 1
+    more = find_plan(replace(plan.question, limits=Limits(device_nbytes=4 * 10**9, host_nbytes=6 * 10**8)))
+    assert found["twice the host memory"].ratio == pytest.approx(plan.seconds / more.seconds)
     swept = sweep(plan)
     here = swept.host_nbytes.index(3 * 10**8), swept.device_nbytes.index(4 * 10**9)
     assert swept.tokens_per_second[here[0]][here[1]] == pytest.approx(plan.tokens_per_second, rel=1e-12)

@@ -276,6 +276,17 @@ def test_the_memory_named_in_a_refusal_is_the_smallest_that_plans(
     assert high == least
 
 
+@pytest.mark.parametrize(("limits", "helps"), [((6, 0), "host"), ((6, 2), "disk")])
+def test_a_refusal_names_the_limit_that_is_in_the_way(limits: tuple[int, int], helps: str) -> None:
+    """Of the user's own limits, on a machine that has more."""
+    host, disk = (10**9 * each for each in limits)
+    model = llama_shape("1B", 12, 2048, vocabulary=32_000)
+    machine_ = replace(machine("rtx-4090"), disk_nbytes=10**12 if disk else None)
+    question = Question(model, machine_, 512, 512, clips=False, limits=Limits(10**9, host, disk))
+    with pytest.raises(DoesNotFit, match=rf"all of the machine's {helps} memory \(no memory.{helps}\) would fit"):
+        find_plan(question)
+
+
 def test_refusals_of_several_tiers_name_enough_of_each() -> None:
     asked = budgeted(budgeted(question(BALANCED, saves=True), "host", 1), "device", 1)
     found = re.search(r"provide ([\d,]+) bytes of device memory, ([\d,]+) bytes of host memory", refusal(asked))
