@@ -26,6 +26,7 @@ from megatrain.plan import (
     Choice,
     Plan,
     Question,
+    advised,
     examine,
     find_plan,
     hiding,
@@ -259,9 +260,10 @@ def published(names: Sequence[str] = ("7B", "14B", "32B")) -> list[str]:
 
 def example() -> list[str]:
     """One plan in full: what upgrades buy where something is short."""
-    rows = ["| machine | limit | share of the step | upgrade | gain |", "|---|---|---|---|---|"]
+    rows = ["| machine | limit | share of the critical path | upgrade | gain |", "|---|---|---|---|---|"]
     for name in ("laptop", "rtx-4090", "h200"):
-        outlook = look(find_plan(Question(llama_shape("8B", 32, 4096), with_enough_host(name), 4096, 512)))
+        question = Question(llama_shape("8B", 32, 4096), with_enough_host(name), 4096, 512)
+        outlook = advised(look(find_plan(question)))
         first = outlook.loads[0]
         best = max(outlook.upgrades, key=lambda upgrade: upgrade.ratio or 0.0)
         share = first.chain_seconds / outlook.plan.seconds

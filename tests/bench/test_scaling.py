@@ -106,6 +106,11 @@ def test_tables_go_between_their_marks() -> None:
         scaling.filled(text, {})
 
 
+def test_the_example_has_a_limit_and_an_upgrade_of_each_machine() -> None:
+    _, _, *rows = scaling.example()
+    assert [row.split(" | ")[0] for row in rows] == ["| laptop", "| rtx-4090", "| h200"]
+
+
 def test_the_page_has_every_table_and_every_plot() -> None:
     page = (DOCS / "planning.md").read_text()
     tables = re.findall(r"<!-- bench\.scaling: (\w+) -->\n\|.*?\n<!-- end -->", page, flags=re.DOTALL)
