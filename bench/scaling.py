@@ -21,6 +21,7 @@ from typing import Any
 from bench.plots import Axis, Line, linear, plot
 from bench.shapes import llama_shape
 from bench.zero3 import compare
+from megatrain.amounts import amount, duration
 from megatrain.errors import DoesNotFit
 from megatrain.plan import (
     Choice,
@@ -38,7 +39,6 @@ from megatrain.plan import (
     step_flops,
     survey,
 )
-from megatrain.plan.report import amount, duration
 from megatrain.spec import Hardware, ModelSpec, Numerics, Policy
 
 LENGTH = 4096

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from megatrain import AdamW, Engine
+from megatrain.amounts import amount, duration
 from megatrain.config import let_idle_threads_sleep
 from megatrain.device.cpu import CpuDevice
 from megatrain.memory import Disk
@@ -33,7 +34,6 @@ from megatrain.model import FreshSource, port_model
 from megatrain.plan import Plan, Question, available_threads, find_plan, loads
 from megatrain.plan.host_resources import available_disk_nbytes
 from megatrain.plan.question import RESERVE_NBYTES
-from megatrain.plan.report import amount, duration
 from megatrain.run.this_machine import this_machine
 from megatrain.spec import Limits, ModelSpec
 from megatrain.spec.limits import parse_nbytes

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatrain.amounts import amount, duration
 from megatrain.commands.plan import LENGTH, TOKENS_PER_STEP, find_hardware, find_model
 from megatrain.errors import MegaTrainError
 from megatrain.plan import (
@@ -38,7 +39,6 @@ from megatrain.plan import (
     step_flops,
 )
 from megatrain.plan.estimates import coarse, cut, shallow
-from megatrain.plan.report import amount, duration
 from megatrain.plan.search_space import ATTENTION, CHOSEN
 from megatrain.schedule import Access, Op, Schedule, replay
 from megatrain.schedule.build import Builder

@@ -40,12 +40,6 @@ LONGEST_LINE = 300
 """Maximum characters of another library's message; some list every model that they know."""
 
 
-def counted(number: int, noun: str) -> str:
-    """`1 token`, `2,000 micro-batches`."""
-    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{ending}"
-
-
 def first_line(error: BaseException) -> str:
     """Another library's exception in one line without a full stop; its type's name if it has no text.
 

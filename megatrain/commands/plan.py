@@ -22,7 +22,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatrain.errors import ConfigError, DeviceError, DoesNotFit, ModelError, PlanError, counted
+from megatrain.amounts import amount, counted, duration
+from megatrain.amounts import rate as _rate
+from megatrain.errors import ConfigError, DeviceError, DoesNotFit, ModelError, PlanError
 from megatrain.plan import (
     Outlook,
     Plan,
@@ -46,10 +48,8 @@ from megatrain.plan.machines import divides_one_memory
 from megatrain.plan.measured_models import built_in, known_name, known_names, measured_file, recall, remember
 from megatrain.plan.question import MOST_TOKENS
 from megatrain.plan.report import (
-    amount,
     as_content,
     configuration,
-    duration,
     free_rows,
     hiding_line,
     rate_lines,
@@ -62,7 +62,6 @@ from megatrain.plan.report import (
     whole_tokens,
     without_gain,
 )
-from megatrain.plan.report import rate as _rate
 from megatrain.run.this_machine import described_machine, probed_machine, this_machine
 from megatrain.spec import Hardware, Limits, ModelSpec, Precision
 from megatrain.spec.limits import parse_nbytes

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, NoReturn, TextIO
 
 import numpy as np
 
+from megatrain.amounts import counted
 from megatrain.data.compressed_files import (
     COMPRESSIONS,
     DamagedData,
@@ -45,7 +46,7 @@ from megatrain.data.tokenizer import (
     tokenizer_identity,
     vocabulary_size,
 )
-from megatrain.errors import DataError, counted
+from megatrain.errors import DataError
 from megatrain.system.locks import alone
 from megatrain.system.paths import missing, usable_path
 

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from megatrain.errors import counted
+from megatrain.amounts import amount, counted, duration, flops, rate, tokens
 from megatrain.plan.analysis import BILLION, GB, Outlook, Sweep, Upgrade
 from megatrain.plan.cost import MEASURED_OVER_PLANNED
 from megatrain.plan.machines import divides_one_memory
@@ -98,56 +98,6 @@ def tier_name(plan: Plan, tier: str) -> str:
     """The name of a tier in output. Ranks that compute in host memory divide it."""
     in_parts = plan.question.hardware.slots_in_host and tier in IN_PARTS
     return IN_PARTS[tier] if in_parts else tier
-
-
-# Amounts -----------------------------------------------------------------------------------------------------------
-
-
-def _three_digits(number: float) -> str:
-    """About three digits, with thousands separators."""
-    return f"{number:,.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
-
-
-def _scaled(number: float, units: tuple[tuple[float, str], ...]) -> str:
-    size, unit = next(((size, unit) for size, unit in units if number >= size * 0.9995), units[-1])
-    return f"{_three_digits(number / size)} {unit}"
-
-
-def amount(nbytes: float) -> str:
-    """Bytes in words: `1.47 TB`."""
-    if nbytes < 1000:
-        return f"{nbytes:,.0f} B"
-    return _scaled(nbytes, ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")))
-
-
-def duration(seconds: float) -> str:
-    """`7.28 s`, `94.0 s`, `41.0 days`: in the largest unit of which there are at least two."""
-    for size, unit in ((31_557_600.0, "years"), (86_400.0, "days"), (3_600.0, "hours"), (60.0, "minutes")):
-        if seconds >= 2 * size:
-            return f"{_three_digits(seconds / size)} {unit}"
-    return _scaled(seconds, ((1.0, "s"), (1e-3, "ms")))
-
-
-def rate(per_second: float) -> str:
-    """A rate without its unit: `2,034`, `10.4`."""
-    return _three_digits(per_second)
-
-
-def tokens(count: float) -> str:
-    """A number of tokens: `1T`, `65,536`."""
-    for size, unit in ((1e12, "T"), (1e9, "B")):
-        if count >= size:
-            return f"{count / size:,.4g}{unit}"
-    return f"{count:,.0f}"
-
-
-def flops(per_second: float) -> str:
-    """Floating-point operations per second: `153 TFLOP/s`."""
-    return (
-        f"{_three_digits(per_second / 1e12)} TFLOP/s"
-        if per_second >= 1e10
-        else f"{_three_digits(per_second / 1e9)} GFLOP/s"
-    )
 
 
 # Rows --------------------------------------------------------------------------------------------------------------
@@ -304,9 +254,9 @@ def sensitivity_rows(outlook: Outlook) -> list[tuple[str, str, str]]:
 def rate_lines(outlook: Outlook) -> list[str]:
     """A line for each decisive rate, with its value and the first words of its source."""
     lines = []
-    for rate in outlook.decisive_rates:
-        value = flops(rate.per_second) if rate.unit == "FLOP" else f"{amount(rate.per_second)}/s"
-        lines.append(f"limited by: {rate.name}, {value} ({_first_clause(rate.source)})")
+    for each in outlook.decisive_rates:
+        value = flops(each.per_second) if each.unit == "FLOP" else f"{amount(each.per_second)}/s"
+        lines.append(f"limited by: {each.name}, {value} ({_first_clause(each.source)})")
     return lines
 
 

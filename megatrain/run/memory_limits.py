@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megatrain.amounts import amount
 from megatrain.config import DiskSection, MemorySection
 from megatrain.device.probe_disk import disk_speed
 from megatrain.errors import ConfigError, DeviceError, DiskError
@@ -13,7 +14,6 @@ from megatrain.memory import Disk
 from megatrain.model import InFiles, listed
 from megatrain.plan import Plan, written_nbytes_per_day
 from megatrain.plan.host_resources import available_disk_nbytes, lies_in_memory
-from megatrain.plan.report import amount
 from megatrain.spec import Hardware, Limits
 from megatrain.spec.limits import parse_nbytes
 

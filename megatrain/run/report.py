@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from megatrain.amounts import amount, duration
 from megatrain.errors import ExportError
 from megatrain.html import (
     TIMELINE,
@@ -33,7 +34,6 @@ from megatrain.html import (
     table,
     timeline,
 )
-from megatrain.plan.report import amount, duration
 from megatrain.run.history import HeldOut, History, Note, read_history
 from megatrain.system.paths import written_whole
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor, nn
 
+from megatrain.amounts import amount
 from megatrain.checkpoint import Checkpoint, ExportOptions, open_checkpoint
 from megatrain.device import Device, matmul_flops, open_device, timed
 from megatrain.dist import ALONE, World
@@ -46,7 +47,6 @@ from megatrain.model import (
 )
 from megatrain.optim import AdamW, warm_up
 from megatrain.plan import available_host_nbytes, step_flops
-from megatrain.plan.report import amount
 from megatrain.schedule import Schedule, Timeline
 from megatrain.spec import Limits, ModelSpec, Numerics, Policy, Precision, Work
 from megatrain.spec.fields import checked

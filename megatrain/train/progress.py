@@ -22,8 +22,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from megatrain.errors import counted
-from megatrain.plan.report import amount
+from megatrain.amounts import amount, counted
 from megatrain.spec import NOT_OFFLOADED, ModelSpec, Numerics, Placement, Policy
 from megatrain.train.events import (
     Compiled,

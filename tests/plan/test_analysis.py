@@ -10,6 +10,7 @@ from itertools import chain
 import pytest
 
 from bench.shapes import llama_shape
+from megatrain.amounts import amount, duration, tokens
 from megatrain.errors import DoesNotFit
 from megatrain.plan import (
     Choice,
@@ -36,16 +37,13 @@ from megatrain.plan.analysis import RESOURCES, Upgrade, decisive_rates, free_cha
 from megatrain.plan.cost import MEASURED_OVER_PLANNED
 from megatrain.plan.ranks import question_of_one
 from megatrain.plan.report import (
-    amount,
     as_content,
     configuration,
-    duration,
     free_rows,
     hiding_line,
     rate_lines,
     sensitivity_rows,
     summary_rows,
-    tokens,
     upgrade_rows,
     warning_rows,
     without_gain,

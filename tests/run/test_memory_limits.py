@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from megatrain import Engine, Policy
+from megatrain.amounts import amount
 from megatrain.config import Config
 from megatrain.device import open_device
 from megatrain.errors import ConfigError, DoesNotFit
 from megatrain.memory import Disk, scratch_files
 from megatrain.model import port_model
 from megatrain.plan import Question, available_threads
-from megatrain.plan.report import amount
 from megatrain.run import memory_limits
 from megatrain.run import training as run_module
 from megatrain.run.ranks import Ranks

@@ -1,0 +1,56 @@
+"""Formats amounts for people: bytes, durations, rates and counts."""
+
+from __future__ import annotations
+
+
+def _three_digits(number: float) -> str:
+    """About three digits, with thousands separators."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
+
+
+def _scaled(number: float, units: tuple[tuple[float, str], ...]) -> str:
+    size, unit = next(((size, unit) for size, unit in units if number >= size * 0.9995), units[-1])
+    return f"{_three_digits(number / size)} {unit}"
+
+
+def amount(nbytes: float) -> str:
+    """Bytes in words: `1.47 TB`."""
+    if nbytes < 1000:
+        return f"{nbytes:,.0f} B"
+    return _scaled(nbytes, ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")))
+
+
+def duration(seconds: float) -> str:
+    """`7.28 s`, `94.0 s`, `41.0 days`: in the largest unit of which there are at least two."""
+    for size, unit in ((31_557_600.0, "years"), (86_400.0, "days"), (3_600.0, "hours"), (60.0, "minutes")):
+        if seconds >= 2 * size:
+            return f"{_three_digits(seconds / size)} {unit}"
+    return _scaled(seconds, ((1.0, "s"), (1e-3, "ms")))
+
+
+def rate(per_second: float) -> str:
+    """A rate without its unit: `2,034`, `10.4`."""
+    return _three_digits(per_second)
+
+
+def tokens(count: float) -> str:
+    """A number of tokens: `1T`, `65,536`."""
+    for size, unit in ((1e12, "T"), (1e9, "B")):
+        if count >= size:
+            return f"{count / size:,.4g}{unit}"
+    return f"{count:,.0f}"
+
+
+def flops(per_second: float) -> str:
+    """Floating-point operations per second: `153 TFLOP/s`."""
+    return (
+        f"{_three_digits(per_second / 1e12)} TFLOP/s"
+        if per_second >= 1e10
+        else f"{_three_digits(per_second / 1e9)} GFLOP/s"
+    )
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 token`, `2,000 micro-batches`."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"
