@@ -364,9 +364,31 @@ def _hub_rows(name: str, split: str, subset: str | None, folder: str | None) -> 
         return
 
     def load(library: ModuleType) -> Any:
-        return library.load_dataset(name, subset, data_dir=folder, split=split, streaming=True)
+        return _as_local(library, name, subset, split, data_dir=folder)
 
     yield from _dataset_rows(name, load)
+
+
+def _as_local(library: ModuleType, name: str, subset: str | None, split: str, **options: Any) -> Any:
+    """Load a data set as a stream, with its files read like local ones: a cell is a text, so that 007 is not 7, and so
+    is a whole text file. Columns whose types the data set's card declares have these."""
+    builder, more = library.load_dataset_builder(name, subset, **options), dict[str, Any]()
+    files = (builder.config.data_files or {}).get(split)
+    if builder.name == "text":
+        more["sample_by"] = "document"
+    elif builder.name == "csv" and files and not builder.info.features:
+        columns = _header(files[0], builder.config.sep)
+        more["features"] = library.Features(dict.fromkeys(columns, library.Value("string")))
+        more["keep_default_na"] = False
+    return library.load_dataset(name, subset, split=split, streaming=True, **options, **more)
+
+
+def _header(file: str, delimiter: str) -> list[str]:
+    """The names of the columns of a CSV file, given its path or its place on the hub."""
+    import fsspec  # type: ignore[import-untyped]
+
+    with fsspec.open(file, "rt", compression="infer", encoding="utf-8-sig", newline="") as text:
+        return next(csv.reader(text, delimiter=delimiter), [])
 
 
 def _downloaded(library: ModuleType, name: str, subset: str | None, folder: str | None, split: str) -> Any:
@@ -465,13 +487,12 @@ class RowStream:
             return _saved(library, path, self._split)
         if not path.exists() and self.commit is None:
             return _downloaded(library, self.name, self._subset, self._folder, self._split)
+        options = {"data_dir": self._folder, "revision": self.commit}
         if path.is_dir():
-            options |= {"data_files": None if self._pattern == "*" else self._pattern}
-        else:
-            options |= {"data_dir": self._folder, "revision": self.commit}
-        data = library.load_dataset(self.name, self._subset, **options)
+            options = {"data_files": None if self._pattern == "*" else self._pattern}
+        data = _as_local(library, self.name, self._subset, self._split, **options)
         if data.info.builder_name == "text":
-            what, fix = "is plain text, of which each line would be a sample", "leave data.streaming out"
+            what, fix = "is plain text, of which each file would be a sample", "leave data.streaming out"
             raise DataError(what, where=self.name, fix=fix)
         return data
 
@@ -504,7 +525,7 @@ def _datasets_library(name: str) -> ModuleType:
 
 def _register_zstd() -> None:
     """Let `datasets` stream `.zst` files through pyarrow; by itself it needs another package for them."""
-    from fsspec import compression  # type: ignore[import-untyped]
+    from fsspec import compression
 
     if "zstd" not in compression.compr:
         compression.register_compression("zstd", lambda file, mode="rb", **_: zstd_reader(file), "zst")

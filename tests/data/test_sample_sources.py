@@ -8,7 +8,6 @@ import json
 import random
 import sys
 import time
-import types
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from megatrain.data.read_rows import LeftOut
 from megatrain.data.sample_formats import Sample, Schema
 from megatrain.data.sample_sources import Source, read_samples
 from megatrain.errors import DataError, SampleError
+from tests.hub import Hub
 
 ROWS = [{"prompt": f"q{number}", "completion": "é🎉\u2028"} for number in range(3)]
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -345,21 +345,15 @@ def test_a_hub_name_without_a_network_fails_on_one_line_after_one_request(monkey
     assert len(asked) == 1
 
 
-def test_a_hub_name_is_streamed_where_the_hub_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[object] = []
-
-    def load_dataset(name: str, subset: str | None, **options: object) -> list[dict[str, str]]:
-        seen.append((name, subset, options))
-        return ROWS
-
-    monkeypatch.setattr(
-        huggingface_hub.HfApi, "dataset_info", lambda self, name, timeout: types.SimpleNamespace(sha="a")
-    )
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+def test_a_split_of_a_subset_is_read_from_the_hub(hub: Hub) -> None:
+    rows = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    card = "---\nconfigs:\n- config_name: small\n  data_files: [{split: test, path: small/test.jsonl}]\n"
+    card += "- config_name: large\n  data_files: [{split: train, path: large.jsonl}]\n---\n"
+    hub.publish("organisation/data", {"README.md": card.encode(), "small/test.jsonl": rows, "large.jsonl": rows * 9})
     samples, left_out = read(Source("organisation/data", split="test", subset="small", limit=2))
     assert [sample.origin for sample in samples] == ["organisation/data[0]", "organisation/data[1]"]
-    assert seen == [("organisation/data", "small", {"data_dir": None, "split": "test", "streaming": True})]
     assert left_out.counts == {"beyond the first 2 or more": 1}
+    assert not any("large" in each for each in hub.asked if "resolve" in each), "nothing is fetched to be counted"
 
 
 def test_a_missing_optional_package_refuses_only_its_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import types
 from collections import Counter
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import datasets
-import huggingface_hub
 import pytest
 
 from megatrain.data import EncodeOptions, Encoder, Loader, Source, StreamRows, load_tokenizer, stream_rows
@@ -157,7 +154,7 @@ def test_sources_that_cannot_stream_are_named(tmp_path: Path) -> None:
         stream(tmp_path / "a.csv")
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "a.txt").write_text("one\ntwo\n")
-    with pytest.raises(DataError, match="plain: is plain text, of which each line would be a sample"):
+    with pytest.raises(DataError, match="plain: is plain text, of which each file would be a sample"):
         stream(tmp_path / "plain")
     source, encoder = Source(str(folder(tmp_path / "a")), split="x"), Encoder(TOKENIZER)
     with pytest.raises(DataError, match=r"cannot be read .*; check the network, the files, the split and the subset"):
@@ -174,31 +171,3 @@ def test_sources_that_cannot_stream_are_named(tmp_path: Path) -> None:
     kept = stream(tmp_path / "bad.jsonl", bad="leave_out")
     assert [text(kept.row(index)) for index in range(8)] == ["abc"] * 8
     assert sum(kept.statistics.left_out.counts.values()) == 1
-
-
-def test_a_resumed_run_reads_the_same_dataset_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if the hub has a newer commit by then."""
-    commits = {"old": folder(tmp_path / "old"), "new": folder(tmp_path / "new", word="m")}
-    library, head, asked = datasets.load_dataset, ["old"], []
-
-    def load_dataset(name: str, *more: Any, revision: str, data_dir: None, **how: Any) -> Any:
-        asked.append(revision)
-        return library(str(commits[revision]), **how)
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    info = lambda self, name, timeout: types.SimpleNamespace(sha=head[0])  # noqa: E731
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", info)
-    going = Loader(stream("organisation/data"), micro_batch=2, micro_batches=1, seed=5)
-    steps(going, 9)
-    state, rest = going.state_dict(), steps(going, 4)
-    head[0] = "new"
-    again = Loader(stream("organisation/data"), micro_batch=2, micro_batches=1, seed=5)
-    assert steps(again, 1) != rest[:1]
-    again.load_state_dict(state)
-    assert steps(again, 4) == rest
-    rows = stream("organisation/data")
-    rows.row(0)
-    rows.use_commit("old")
-    assert "n" in text(rows.row(0))
-    head[0] = "old"
-    assert asked == ["old", "new", "old", "new", "old"]

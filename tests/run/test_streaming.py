@@ -68,22 +68,24 @@ def test_text_without_rows_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_ranks_stream_rank_zeros_revision_and_split_micro_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hub moves on before it answers the second."""
     config = streamed(tmp_path, "run", 1)
+    commits = [
+        hub.publish("organisation/data", {path.name: path.read_bytes() for path in (tmp_path / "rows").iterdir()}),
+        hub.publish("organisation/data", {"train.jsonl": b'{"text": "another"}\n' * 30}),
+    ]
     data = config.data.model_copy(update={"sources": ("organisation/data",), "packing": "grouped"})
     config = config.model_copy(update={"data": data})
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "train.jsonl").write_text('{"text": "another"}\n' * 30)
     library, here, one = datasets.load_dataset, threading.local(), threading.Lock()
 
-    def load_dataset(*_: Any, revision: str = "rows", data_dir: None, **how: Any) -> Any:
+    def load_dataset(*named: Any, **how: Any) -> Any:
         with one:  # of two threads: the library's progress bars are made for one, and ranks are processes
-            return library(str(tmp_path / revision), **how)
+            return library(*named, **how)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(read_rows, "commit_or_download", lambda _: "new" if here.rank else "rows")
+    monkeypatch.setattr(read_rows, "commit_or_download", lambda _: commits[here.rank])
 
     def first_step(world: World) -> Any:
         here.rank = world.rank
