@@ -24,6 +24,7 @@ import numpy as np
 from megatrain.plan.cost import DRAM, Calibration, host_dram_bandwidth, recompute_seconds, unit_cost_key
 from megatrain.plan.placement import PARTS, spread
 from megatrain.plan.question import Choice, CostKey, Estimate, Question
+from megatrain.schedule.replay import DISK_STREAMS
 from megatrain.spec import NOT_OFFLOADED, SAVED_BY, Keep, Numerics, Policy, Work
 
 KINDS: tuple[Keep, ...] = get_args(Keep)
@@ -164,6 +165,10 @@ class Mixtures:
         shares = self._question.hardware.shares_memory
         return _estimate(self._costs, np.array([counts]) / PARTS, self._found, shares)
 
+    def estimate_rows(self, rows: ActivationRows) -> Estimate:
+        """The estimate of rows, which have whole layers instead of sixteenths."""
+        return _estimate(self._costs, _shares(rows), self._found, self._question.hardware.shares_memory)
+
 
 def offloads_outputs(counts: Counts) -> bool:
     """Whether any layer of a mixture offloads outputs of its ops."""
@@ -187,9 +192,14 @@ class MixtureOption:
 
 def estimate_rows(question: Question, choice: Choice, work: Work, found: Estimate) -> Estimate:
     """The estimate of a policy with `activations_by_layer`. found: of the same policy, keeping inputs."""
-    entries = [keep for row in choice.policy.activations_by_layer for keep in row]
-    parts = np.array([[entries.count(kind) / len(entries) for kind in KINDS]])
+    parts = _shares(choice.policy.activations_by_layer)
     return _estimate(kind_costs(question, choice, work), parts, found, question.hardware.shares_memory)
+
+
+def _shares(rows: ActivationRows) -> Any:
+    """float[1, kinds]: the share of each kind."""
+    entries = [keep for row in rows for keep in row]
+    return np.array([[entries.count(kind) / len(entries) for kind in KINDS]])
 
 
 def _estimate(costs: KindCosts, parts: Any, found: Estimate, shares: bool) -> Estimate:
@@ -216,15 +226,18 @@ def _sum(busy: Mapping[str, float], more: Mapping[str, float]) -> dict[str, floa
 def _bytes_and_seconds(costs: KindCosts, parts: Any, found: Estimate, shares: bool) -> tuple[Any, Any, Any]:
     """For each mixture: bytes that it adds on the device and on the host, and seconds of the step.
 
-    parts: float[mixtures, kinds], the share of the layers for each kind.
+    parts: float[mixtures, kinds], the share of the layers for each kind. The disk has the whole step, as in
+    `estimates.with_placements`.
     """
     device = parts @ np.array(costs.device) + (parts > 0) @ np.array(costs.slots)
     host = parts @ np.array(costs.host) - (parts > 0) @ np.array(costs.slots) + (device if shares else 0.0)
-    late = {stream: found.late.get(stream, 0.0) for stream in found.busy}
-    early = {stream: spent - late[stream] for stream, spent in found.busy.items()}
+    late = {stream: found.late.get(stream, 0.0) for stream in found.busy if shares or stream not in DISK_STREAMS}
+    early = {stream: found.busy[stream] - spent for stream, spent in late.items()}
+    disk = 0.0 if shares else max(found.busy.get(stream, 0.0) for stream in DISK_STREAMS)
     forward, backward = _added(costs, parts)
-    rest = max(0.0, found.seconds - max(early.values()) - max(late.values()))
-    return device, host, _pass_seconds(early, forward, shares) + _pass_seconds(late, backward, shares) + rest
+    rest = max(0.0, found.seconds - max(max(early.values()) + max(late.values()), disk))
+    passes = _pass_seconds(early, forward, shares) + _pass_seconds(late, backward, shares)
+    return device, host, np.maximum(passes, disk) + rest
 
 
 def _pass_seconds(busy: Mapping[str, float], added: Mapping[str, Any], shares: bool) -> Any:

@@ -701,17 +701,21 @@ def placement_seconds(
             late[stream] += count * seconds  # type: ignore[assignment]
     shares = {"fetch": 0.5, "grad": 1.0, **({} if policy.update == "next_forward" else {"host": 1.0, "compute": 1.0})}
     all_late = {**late, **{stream: share * found.get(stream, 0.0) for stream, share in shares.items()}}
-    return _with_dram(found, hardware, policy), _with_dram(all_late, hardware, policy)
+    whole, behind = _with_dram(found, hardware, policy), _with_dram(all_late, hardware, policy)
+    ways = zip(("read", "write"), duplex_disk_bandwidths(hardware), disk_bandwidths(hardware), strict=True)
+    (ended, *_), (spent, way, share) = sorted((found.get(way, 0.0), way, both / one) for way, both, one in ways)
+    if spent and not hardware.shares_memory:  # the way that takes longer has its full rate once the other has ended
+        whole[way] = ended + (spent - ended) * share
+        behind[way] = behind.get(way, 0.0) * whole[way] / spent
+    return whole, behind
 
 
 def _with_dram(added: Mapping[str, float], hardware: Hardware, policy: Policy) -> dict[str, float]:
     """`added`, with the entry `DRAM` for the bytes that these streams move in host memory."""
     if hardware.shares_memory:
         return dict(added)
-    (fetching, leaving), (reading, writing) = (
-        bus_bandwidths(hardware, policy.transfer),
-        duplex_disk_bandwidths(hardware),
-    )
+    fetching, leaving = bus_bandwidths(hardware, policy.transfer)
+    reading, writing = duplex_disk_bandwidths(hardware)
     packing, optimizer = 2 * packing_bandwidth(hardware), optimizer_bandwidth(hardware, policy.host_threads)
     rates = {"fetch": fetching, "grad": leaving, "pack": packing, "unpack": packing, "host": optimizer}
     rates |= {"read": 2 * reading, "write": 2 * writing}

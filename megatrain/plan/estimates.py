@@ -19,6 +19,7 @@ from itertools import product
 from math import ceil, gcd, inf, isqrt, lcm, log2
 
 from megatrain.plan.activation_plan import (
+    ActivationRows,
     Counts,
     MixtureOption,
     estimate_rows,
@@ -90,11 +91,10 @@ def fitted(question: Question, budgets: Mapping[str, int], option: MixtureOption
     """
     plans: list[Plan] = []
     mixtures = option.mixtures
-    counts, layers, tried = option.counts, len(question.model.layers), set[Counts]()
-    entries = _row_entries(question, option)
+    counts, tried = option.counts, set[Counts]()
     while counts not in tried and len(tried) < FIT_ATTEMPTS:
         tried.add(counts)
-        mixture = option.choice.change(activations_by_layer=rows_of(counts, layers, entries))
+        mixture = option.choice.change(activations_by_layer=mixture_rows(question, option, counts))
         if not mixture.policy.offloads and "offload_slots" not in question.overrides:
             mixture = mixture.change(offload_slots=DEFAULTS.offload_slots)
         plans.append(examine(question, mixture, option.micro_batch))
@@ -108,11 +108,12 @@ def fitted(question: Question, budgets: Mapping[str, int], option: MixtureOption
     return plans
 
 
-def _row_entries(question: Question, option: MixtureOption) -> int:
-    """Entries of each row of `activations_by_layer`: a divisor of the micro-batches, so that repeated rows keep the
-    shares of the mixture."""
+def mixture_rows(question: Question, option: MixtureOption, counts: Counts) -> ActivationRows:
+    """`activations_by_layer` of a mixture. The entries of a row are a divisor of the micro-batches, so that repeated
+    rows keep its shares."""
     count = len(cut(question, option.micro_batch).tokens)
-    return gcd(option.choice.policy.micro_batches_per_round or count, MOST_MICRO_BATCHES)
+    entries = gcd(option.choice.policy.micro_batches_per_round or count, MOST_MICRO_BATCHES)
+    return rows_of(counts, len(question.model.layers), entries)
 
 
 def _build(model: ModelSpec, choice: Choice, work: Work) -> tuple[Schedule, dict[str, int]]:

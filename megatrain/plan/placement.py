@@ -201,6 +201,24 @@ def with_more_on_disk(
     return [spill(model, numerics, policy, room, saves=saves, targets=targets) for room in rooms if room < now]
 
 
+def with_less_on_disk(
+    model: ModelSpec,
+    numerics: Numerics,
+    policy: Policy,
+    more: int,
+    *,
+    saves: bool = False,
+    targets: SpillTargets = ANYWHERE,
+) -> Policy:
+    """The policy with at most `more` bytes of its spilled state back in host memory."""
+    placements = tuple(
+        each if each.on_device else Placement("device" if each.weights == "device" else "host")
+        for each in policy.placements
+    )
+    room = host_nbytes(model, numerics, policy, saves) + more
+    return spill(model, numerics, replace(policy, placements=placements), room, saves=saves, targets=targets)
+
+
 def all_on_disk(model: ModelSpec, numerics: Numerics, policy: Policy) -> Policy:
     """The policy with everything spilled, to the disk or to the model's files, that may be spilled."""
     placements = list(policy.placements or (IN_HOST,) * len(model.units))

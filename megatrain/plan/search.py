@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from megatrain.errors import DoesNotFit
 from megatrain.plan.activation_plan import ActivationRows, MixtureOption, Mixtures
 from megatrain.plan.advice import changes
-from megatrain.plan.estimates import coarse, estimate, examine, fitted, gc_paused, sizes, with_placements
+from megatrain.plan.estimates import coarse, estimate, examine, fitted, gc_paused, mixture_rows, sizes, with_placements
 from megatrain.plan.placement import (
     PARTS,
     SpillTargets,
@@ -32,6 +32,7 @@ from megatrain.plan.placement import (
     resident_placements,
     state_numerics,
     state_policy,
+    with_less_on_disk,
     with_more_on_disk,
 )
 from megatrain.plan.question import Candidate, Choice, Estimate, Plan, Question
@@ -443,13 +444,38 @@ class Search:
                 self._mixtures[placed, size] = Mixtures(self.question, placed, coarse(self.question, size), found)
             mixtures = self._mixtures[placed, size]
             best = [*mixtures.best(self.budgets, 1), *mixtures.best(self.budgets, 1, outputs_stay=True)]
-            options += [MixtureOption(each, size, of, mixtures, placed) for each, of in dict.fromkeys(best)]
+            there = [MixtureOption(each, size, of, mixtures, placed) for each, of in dict.fromkeys(best)]
+            options += [self._with_host_filled(each) for each in there]
         options.sort(key=lambda each: (_rounded(each.seconds), each.micro_batch, each.counts))
         distinct: dict[Hashable, MixtureOption] = {}
         for each in options:
             choice = each.choice.change(placements=())
             distinct.setdefault((f"{each.seconds:.4g}", each.micro_batch, each.counts, choice), each)
         return list(distinct.values())
+
+    def _with_host_filled(self, option: MixtureOption) -> MixtureOption:
+        """The mixture with spilled state brought back into the host memory that it leaves, if that is faster."""
+        choice, size = option.choice, option.micro_batch
+        if "placements" in self._overrides or not any(each.uses_drive for each in choice.policy.placements):
+            return option
+        taken = option.mixtures.estimate_rows(mixture_rows(self.question, option, option.counts))
+        left = self.budgets["host"] - taken.nbytes["host"]
+        state = state_numerics(choice.numerics), state_policy(choice.policy)
+        asked: dict[str, Any] = {"saves": self.question.saves, "targets": self._spill_targets}
+        placed = choice.change(placements=with_less_on_disk(self.question.model, *state, left, **asked).placements)
+        if left <= 0 or placed == choice:
+            return option
+        if (placed, size) not in self._mixtures:
+            base = self._host_estimate(choice.change(placements=()), size)
+            found = with_placements(self.question, placed, size, base)
+            self._mixtures[placed, size] = Mixtures(self.question, placed, coarse(self.question, size), found)
+        mixtures = self._mixtures[placed, size]
+        filled = MixtureOption(mixtures.estimate(option.counts).seconds, size, option.counts, mixtures, placed)
+        return min(option, filled, key=lambda each: each.seconds)
+
+    @property
+    def _spill_targets(self) -> SpillTargets:
+        return SpillTargets(self.budgets["disk"] > 0, self._files)
 
     def _mixture_bases(self, choice: Choice, micro_batch: int) -> Iterator[Candidate]:
         """The policies whose layers mixtures are applied to: all keep inputs. Like `choice` and lean, with similar
@@ -474,9 +500,8 @@ class Search:
         found, model = self._host_estimate(like, micro_batch), self.question.model
         steps = 0 if "placements" in self._overrides else PARTS
         placed = self._place(like, found)
-        targets = SpillTargets(self.budgets["disk"] > 0, self._files)
         state = state_numerics(placed.numerics), state_policy(placed.policy)
-        more = with_more_on_disk(model, *state, steps, saves=self.question.saves, targets=targets)
+        more = with_more_on_disk(model, *state, steps, saves=self.question.saves, targets=self._spill_targets)
         yield from ((placed.change(placements=each.placements), found) for each in more)
         if self._placement_may_gain(like, micro_batch):
             room = self.budgets["device"] - found.nbytes["device"]

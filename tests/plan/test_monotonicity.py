@@ -13,6 +13,7 @@ import pytest
 
 from bench.elastic import executed_seconds
 from bench.shapes import llama_shape
+from megatrain.commands.plan import find_model
 from megatrain.errors import DoesNotFit
 from megatrain.plan import Plan, Question, find_plan, machine
 from megatrain.plan.analysis import RESOURCES, with_more
@@ -60,6 +61,19 @@ def slower_with_more(seed: int, seconds: Callable[[Plan], float] = attrgetter("s
     ratio = seconds(after) / seconds(before)
     may = SLOWER_FOR_FEWER_WRITES if after.written_nbytes < before.written_nbytes else SLOWER
     return f"seed {seed}: {ratio:.3f} with {factor} x {name}" if ratio > may else ""
+
+
+def test_offloaded_inputs_beside_weights_in_files_leave_no_host_memory_idle() -> None:
+    """Of the host, a fixed grid of sixteenths of a large model is too coarse a part."""
+    model = find_model("Qwen/Qwen3-235B-A22B", "bf16", adapter="lora:16")
+    layer, rates = 2 * model.units[1].numel, []
+    for gigabytes in (120, 136):
+        limits = Limits(host_nbytes=gigabytes * 10**9, disk_nbytes=0)
+        plan = find_plan(Question(model, machine("rtx-4090"), 65536, 4096, limits=limits))
+        assert any(placement.weights == "file" for placement in plan.policy.placements)
+        assert plan.nbytes["host"] > gigabytes * 10**9 - 1.1 * layer
+        rates.append(plan.tokens_per_second)
+    assert rates[0] < rates[1]
 
 
 @pytest.mark.slow

@@ -78,6 +78,28 @@ def test_a_resident_tied_embedding_saves_the_second_fetch(ahead: int, tied: bool
     assert (fetched[1] < fetched[0]) == (tied and ahead > 0)
 
 
+def test_reads_go_at_their_full_rate_once_writes_have_ended() -> None:
+    """And from the start where nothing is written, as for weights in files."""
+    model, moments = small_spec(4), Placement(moments="disk")
+    slow = Hardware("slow", 1 << 40, 1 << 40, fetch_bandwidth=1.0, grad_bandwidth=1.0, flops=1.0, host_bandwidth=1.0)
+    drive = replace(slow, disk_read_bandwidth=8.0, disk_write_bandwidth=4.0)
+    drive = replace(drive, disk_duplex_read_bandwidth=4.0, disk_duplex_write_bandwidth=2.0)
+    nbytes = 8 * model.units[1].numel
+    policy = Policy(placements=(IN_HOST, moments, *(IN_HOST,) * 4))
+    whole, late = placement_seconds(model, Numerics(), policy, drive)
+    assert whole["read"] == nbytes / 4
+    assert whole["write"] == nbytes / 4 + (nbytes / 2) / 4  # what is left when all has been read
+    assert late.get("write", 0.0) == 0.0
+    names = {param.name for unit in model.units for param in unit.params}
+    frozen = [
+        replace(unit, params=tuple(replace(param, trainable=False) for param in unit.params)) for unit in model.units
+    ]
+    base = replace(model, units=tuple(frozen)).with_in_files(names)
+    only_read = Policy(placements=(IN_HOST, Placement("file"), *(IN_HOST,) * 4))
+    weights = 2 * base.units[1].numel
+    assert placement_seconds(base, Numerics(), only_read, drive)[0]["read"] == pytest.approx(weights / 8)
+
+
 def test_resident_layers_are_spread_evenly() -> None:
     assert spread(list(range(12)), 3) == [3, 7, 11]
     for count in range(1, 13):
