@@ -76,4 +76,10 @@ def is_downloaded(name: str) -> bool:
     """Whether the cache of `datasets` may hold `name`, without importing `datasets`, which takes seconds."""
     from huggingface_hub import constants
 
-    return os.path.isdir(os.path.join(constants.HF_HOME, "datasets", name.replace("/", "___")))
+    folder = Path(os.environ.get("HF_DATASETS_CACHE") or os.path.join(constants.HF_HOME, "datasets"))
+    return folder.is_dir() and any(_letters(each.name) == _letters(name) for each in folder.iterdir())
+
+
+def _letters(name: str) -> str:
+    """What `Org/TinyTexts` has in common with the name of its folder, `Org___tiny_texts`."""
+    return name.replace("/", "").replace("_", "").lower()

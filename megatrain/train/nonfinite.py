@@ -62,14 +62,19 @@ class NonfiniteCauses:
         return list(dict.fromkeys(name for of_rank in told for name in of_rank))
 
     def _source(self, forward: Callable[[], object]) -> str:
-        """Where a non-finite loss comes from, in words; nothing if the loss cannot be computed again."""
+        """Where a non-finite loss comes from, in words; nothing if the loss cannot be computed again. With several
+        ranks, raises what fails on one of them."""
         outputs, is_finite = Outputs(self._streamer.ported), True
         try:
             with outputs.watched(), self._uncompiled():
                 forward()
-        except NonFinite:
+        except NonFinite as again:
+            if not again.of_loss:  # some units were updated, on all ranks
+                return ""
             is_finite = False
         except MegaTrainError:
+            if self._world.size > 1:  # the others are in the forward pass, as when a step fails
+                raise
             return ""
         told = self._world.exchange("outputs that are not finite", outputs.first_nonfinite())
         if first := min(((*found, rank) for rank, found in enumerate(told) if found), default=None):

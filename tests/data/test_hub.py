@@ -116,16 +116,20 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monkey
     over.set()
 
 
-def test_an_earlier_download_is_read_without_asking_the_hub_again(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.publish("org/texts", shards("jsonl"))
-    datasets.load_dataset("org/texts", split="train")
+@pytest.mark.parametrize("name", ["org/texts", "Org/TinyTexts-V2", "Org/ABCTexts_en"])
+def test_an_earlier_download_is_read_without_asking_the_hub_again(
+    hub: Hub, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a name with capitals, of which `datasets` calls its folder otherwise."""
+    hub.publish(name, shards("jsonl"))
+    datasets.load_dataset(name, split="train")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(data_hub, "TIMEOUT_SECONDS", 0.5)
     hub.asked.clear()
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
-    assert [row.fields["text"] for row in read_rows("org/texts", LeftOut())] == TEXTS
-    rows = stream()
+    assert [row.fields["text"] for row in read_rows(name, LeftOut())] == TEXTS
+    rows = stream(name)
     assert Counter(text(rows.row(index)) for index in range(COUNT)) == Counter(TEXTS)
     assert hub.asked == slept == []
 

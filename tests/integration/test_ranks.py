@@ -323,6 +323,47 @@ def test_a_nonfinite_loss_of_finite_weights_names_module_and_rank_on_all() -> No
     assert "on rank 1, first not finite: the output of model.layers.1.mlp.down_proj on rank 1; " in line
 
 
+def fails_first(world: World, policy: Policy, clip: float | None, then: Exception | None = None) -> list[str]:
+    """What two steps of a rank raise, if on rank 1 the first loss is nan. then: raised there by the call after it."""
+    calls = 0
+
+    def loss(log_probs: Tensor, batch: Any) -> Tensor:
+        nonlocal calls
+        calls += world.rank
+        if calls == 2 and then is not None:
+            raise then
+        return -log_probs.sum() * (math.nan if calls == 1 else 1.0)
+
+    lines = []
+    how: dict[str, Any] = {"precision": "fp32", "policy": policy, "max_grad_norm": clip, "verify": False}
+    with MAKING:
+        engine = Engine.from_model(tiny_model("llama"), world=world, **how)
+    with engine:
+        for _ in range(2):
+            try:
+                engine.step(batches_of(2)[world.rank :: world.size], loss_fn=loss)
+            except MegaTrainError as error:
+                lines.append(f"{type(error).__name__}: {error}")
+                if not isinstance(error, NonFinite):  # an end, after which others do not wait for this rank
+                    break
+    return lines
+
+
+def test_a_loss_is_not_computed_again_where_units_were_updated() -> None:
+    """Nothing is said then about modules, of which none has run."""
+    first, second = together(worlds(2), lambda world: fails_first(world, AT_ONCE, None))
+    assert first == second
+    assert first[0].startswith("NonFinite: the loss is nan on rank 1; units before it have been updated")
+
+
+def test_a_rank_that_fails_as_a_loss_is_computed_again_says_so() -> None:
+    """Else it would be a step ahead of the others, which wait for it in the forward pass."""
+    first, second = together(worlds(2), lambda world: fails_first(world, SHARDS, 1.0, RuntimeError("of a user")))
+    assert len(first) == len(second) == 1
+    assert first[0].startswith("RankError: ")
+    assert "of a user" in second[0]
+
+
 def test_invalid_micro_batches_on_one_rank_are_reported_on_all() -> None:
     batches = batches_of(3)
     batches[2]["input_ids"][0, 0] = 96
