@@ -6,7 +6,6 @@ does not answer. So a name is looked up here before a library loads it.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -76,7 +75,7 @@ def is_downloaded(name: str) -> bool:
     """Whether the cache of `datasets` may hold `name`, without importing `datasets`, which takes seconds."""
     from huggingface_hub import constants
 
-    folder = Path(os.environ.get("HF_DATASETS_CACHE") or os.path.join(constants.HF_HOME, "datasets"))
+    folder = Path(constants.HF_HOME, "datasets")
     return folder.is_dir() and any(_letters(each.name) == _letters(name) for each in folder.iterdir())
 
 

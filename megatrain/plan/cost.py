@@ -405,14 +405,9 @@ def contention(model: ModelSpec, numerics: Numerics, hardware: Hardware) -> Cont
             return shared_sum_nbytes(op) if op.kind == "REDUCE" else 0.0
         if op.kind in COLLECTIVES and hardware.link_route == "host":
             return through_host_nbytes(hardware, model.ranks, op)
-        return 0.0 if _within_device(op) else DRAM_PASSES.get(op.kind, 0) * op.nbytes
+        return 0.0 if op.is_within_device else DRAM_PASSES.get(op.kind, 0) * op.nbytes
 
     return Contention(host_dram_bandwidth(hardware), dram_nbytes, duplex, link_shares(hardware))
-
-
-def _within_device(op: Op) -> bool:
-    """Whether a copy crosses no bus, as those of state that stays on the device."""
-    return op.reads[0].buffer.startswith("device/") and op.writes[0].buffer.startswith("device/")
 
 
 def recompute_seconds(
@@ -461,7 +456,7 @@ class _Prices:
         """Seconds of a copy, a collective, a norm or an update."""
         match op.kind:
             case "FETCH" | "RELOAD" | "GRAD" | "OFFLOAD":
-                if _within_device(op):
+                if op.is_within_device:
                     return self._launch + 2 * op.nbytes / self._copies
                 return len(op.reads) * self._launch + op.nbytes / self._bus[op.stream == "grad"] + self._cast(op)
             case "PLACE":

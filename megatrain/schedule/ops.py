@@ -181,6 +181,11 @@ class Op(NamedTuple):
         read, wrote = (sum(access.stop - access.start for access in side) for side in (self.reads, self.writes))
         return self.kind, self.unit, self.shard, read, wrote
 
+    @property
+    def is_within_device(self) -> bool:
+        """Whether it is a copy that crosses no bus, such as that of a gradient to state on the device."""
+        return self.reads[0].buffer.startswith("device/") and self.writes[0].buffer.startswith("device/")
+
 
 @dataclass(frozen=True)
 class Schedule:
