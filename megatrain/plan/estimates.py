@@ -22,6 +22,7 @@ from megatrain.plan.activation_plan import (
     ActivationRows,
     Counts,
     MixtureOption,
+    bound_to_passes,
     estimate_rows,
     offloads_outputs,
     round_count,
@@ -298,10 +299,7 @@ def _added_by_placements(
 def _lower_bound(busy: Mapping[str, float], late: Mapping[str, float]) -> float:
     """Seconds that a step takes at least: those of the busiest stream of each pass, since the passes do not overlap.
     The disk reads ahead and writes behind, so it has the whole step."""
-    first, second = (
-        max((spent for stream, spent in part.items() if stream not in DISK_STREAMS), default=0.0)
-        for part in (_difference(busy, late), late)
-    )
+    first, second = (max(part.values()) for part in bound_to_passes(_difference(busy, late), late))
     return max(first + second, *(busy.get(stream, 0.0) for stream in DISK_STREAMS))
 
 
