@@ -35,6 +35,12 @@ from megatrain.spec import Hardware, Precision
 HIDDEN_STALL = 0.02
 """Transfers count as hidden if compute waits for less than this share of the step."""
 
+MOST_REPLAYED_CALLS = 4096
+"""Calls of units in the largest step that is replayed to find out when transfers hide."""
+
+REPLAYED_PARTS = 4
+"""The step that is then found is too large by one part in so many at the most."""
+
 MOST_GUESSES = 6
 """Interpolations in the search for the smallest step that hides transfers, before it goes on by bisection."""
 
@@ -153,6 +159,8 @@ class Hiding:
     stall_share: float
     fits: bool
     """With this plan's policy or another."""
+    takes_more: bool = False
+    """Transfers are not hidden yet: it is the largest step that was looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -480,59 +488,76 @@ def hiding(plan: Plan) -> Hiding | None:
     """The smallest step, in whole sequences of all ranks, that hides transfers and the optimizer behind compute.
 
     `None` if no step up to `MOST_TOKENS` does, and on a device that shares memory, where nothing overlaps. The policy
-    is the plan's, in one round; if kept graphs do not fit, it recomputes. All steps but the plan's own are estimated.
+    is the plan's, in one round; if kept graphs do not fit, it recomputes.
+
+    Steps are estimated. If the plan's own step waits where its estimate does not, as beside a drive, they are replayed,
+    up to `MOST_REPLAYED_CALLS`; if even the last of these waits, the result says that it takes more.
     """
     question, waits = plan.question, plan.timeline.stall_seconds()
     if question.hardware.shares_memory:
         return None
     own, is_hidden = question.sequences, waits < HIDDEN_STALL * plan.seconds
-    estimated = cache(partial(_hidden_at, plan))
-    rows = _hidden_from(own, question.length, lambda rows: estimated(rows).stall_share)
+    estimated = _estimated_step(plan, own)
+    missed = waits - estimated.stall_share * estimated.seconds
+    replays = not is_hidden and (estimated.stall_share < HIDDEN_STALL or missed >= HIDDEN_STALL * plan.seconds)
+    step = cache(partial(_replayed_step if replays else _estimated_step, plan))
+    most = MOST_TOKENS // question.length
+    if replays:
+        most = min(most, max(2 * own, plan.micro_batch * MOST_REPLAYED_CALLS // len(question.model.units)))
+    low, first, parts = (own, 2 * own, REPLAYED_PARTS) if replays else (0, own, None)
+    rows = _hidden_from(low, min(first, most), most, lambda rows: step(rows).stall_share, parts)
     if is_hidden and (rows is None or rows > own):
         return Hiding(round(question.parts * own * question.length), waits / plan.seconds, fits=True)
-    beside = 0.0
-    if not is_hidden and rows is not None and rows <= own:  # each step waits for as long as the estimate left out here
-        beside = waits - estimated(own).stall_share * estimated(own).seconds
-        rows = _hidden_from(own, question.length, lambda rows: estimated(rows).with_waits(beside))
-    if rows is None:
+    if rows is None and not replays:
         return None
-    found = estimated(rows)
-    asked = replace(question, tokens_per_step=rows * question.length)
-    tokens = round(question.parts * asked.tokens_per_step)
-    return Hiding(tokens, found.with_waits(beside), found.fits or fits(asked))
+    found, asked = step(rows or most), replace(question, tokens_per_step=(rows or most) * question.length)
+    tokens, fitting = round(question.parts * asked.tokens_per_step), found.fits or fits(asked)
+    return Hiding(tokens, found.stall_share, fitting, takes_more=rows is None)
 
 
 @dataclass(frozen=True, slots=True)
-class _Waits:
-    """An estimated step: its seconds, the share of them in which compute waits, and whether it fits."""
+class _Step:
+    """Seconds of a step, the share of them in which compute waits, and whether it fits."""
 
     seconds: float
     stall_share: float
     fits: bool
 
-    def with_waits(self, seconds: float) -> float:
-        """The share with so many seconds more of waiting."""
-        return (self.stall_share * self.seconds + seconds) / (self.seconds + seconds)
 
-
-def _hidden_at(plan: Plan, rows: int) -> _Waits:
+def _estimated_step(plan: Plan, rows: int) -> _Step:
     """A step of so many sequences."""
+    asked, choice, micro_batch, found = _with_sequences(plan, rows)
+    instant = estimate(replace(asked, hardware=_instant(asked.hardware)), choice, micro_batch)
+    return _Step(found.seconds, max(0.0, 1.0 - instant.seconds / found.seconds), found.fits(asked.budgets()))
+
+
+def _replayed_step(plan: Plan, rows: int) -> _Step:
+    """A step of so many sequences."""
+    asked, choice, micro_batch, _ = _with_sequences(plan, rows)
+    found = examine(asked, choice, micro_batch)
+    return _Step(found.seconds, found.timeline.stall_seconds() / found.seconds, found.taken.fits(asked.budgets()))
+
+
+def _with_sequences(plan: Plan, rows: int) -> tuple[Question, Choice, int, Estimate]:
+    """The plan for a step of so many sequences, in one round: question, choice, micro-batch size and estimate."""
     asked = replace(plan.question, tokens_per_step=rows * plan.question.length)
     micro_batch = min(plan.micro_batch, rows)
     choice, found = _fitting(asked, plan.choice.change(micro_batches_per_round=0), micro_batch)
-    instant = estimate(replace(asked, hardware=_instant(asked.hardware)), choice, micro_batch)
-    return _Waits(found.seconds, max(0.0, 1.0 - instant.seconds / found.seconds), found.fits(asked.budgets()))
+    return asked, choice, micro_batch, found
 
 
-def _hidden_from(rows: int, length: int, stall_share: Callable[[int], float]) -> int | None:
-    """The fewest sequences with which compute hardly waits, searched for from `rows` on; `None` where none do."""
-    low = 0  # sequences that are too few (or 0); `rows` are enough
+def _hidden_from(low: int, rows: int, most: int, stall_share: Callable[[int], float], parts: int | None) -> int | None:
+    """The fewest sequences, up to `most`, with which compute hardly waits; `None` where none do.
+
+    low: sequences that are too few, or 0. rows: where the search begins. parts: the result may be too high by one part
+    in so many; `None`: it is exact.
+    """
     while stall_share(rows) >= HIDDEN_STALL:
-        if 2 * rows * length > MOST_TOKENS:
+        if rows == most:
             return None
-        low, rows = rows, 2 * rows
+        low, rows = rows, min(most, 2 * rows)
     for guesses in count():
-        if rows - low <= 1:
+        if rows - low <= (1 if parts is None else max(1, rows // parts)):
             return rows
         middle = _interpolated(low, rows, stall_share) if guesses < MOST_GUESSES else (low + rows) // 2
         low, rows = (low, middle) if stall_share(middle) < HIDDEN_STALL else (middle, rows)

@@ -298,7 +298,7 @@ def _added_by_placements(
 
 def _lower_bound(busy: Mapping[str, float], late: Mapping[str, float]) -> float:
     """Seconds that a step takes at least: those of the busiest stream of each pass, since the passes do not overlap.
-    The disk reads ahead and writes behind, so it has the whole step."""
+    The disk has the whole step for what is not bound to a pass (`bound_to_passes`)."""
     first, second = (max(part.values()) for part in bound_to_passes(_difference(busy, late), late))
     return max(first + second, *(busy.get(stream, 0.0) for stream in DISK_STREAMS))
 

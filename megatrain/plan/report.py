@@ -220,7 +220,8 @@ def hiding_line(outlook: Outlook) -> str:
         return "no number of tokens per step hides the transfers"
     fits = "" if found.fits else ", more than fits here"
     step = counted(found.tokens_per_step, "token")
-    return f"transfers and updates hide behind compute from {step} per step on{fits}"
+    start = f"only with more than {step} per step" if found.takes_more else f"from {step} per step on"
+    return f"transfers and updates hide behind compute {start}{fits}"
 
 
 def _files(plan: Plan) -> str:

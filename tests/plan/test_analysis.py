@@ -265,6 +265,32 @@ def test_steps_that_hide_transfers_are_told_as_their_replays_wait(sequences: int
         assert is_hidden == (found is not None and found.tokens_per_step <= sequences * 4096)
 
 
+def test_a_step_beside_a_drive_hides_transfers_where_its_replay_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimates leave out waits for the drive; steps that are too long to replay are told to be more."""
+    model, limits = (
+        llama_shape("small", 8, 2048, vocabulary=8000),
+        Limits(device_nbytes=2 * 10**9, host_nbytes=4 * 10**9),
+    )
+    plan = find_plan(Question(model, machine("laptop"), 4 * 4096, 4096, limits=limits))
+    found = hiding(plan)
+    assert found is not None
+    assert not found.takes_more
+    rows = found.tokens_per_step // 4096
+
+    def waits(rows: int) -> float:
+        asked = replace(plan.question, tokens_per_step=rows * 4096)
+        step = examine(asked, plan.choice.change(micro_batches_per_round=0), min(plan.micro_batch, rows))
+        return step.timeline.stall_seconds() / step.seconds
+
+    assert waits(rows) < 0.02 <= waits(rows - max(1, rows // 4))
+    monkeypatch.setattr("megatrain.plan.analysis.MOST_REPLAYED_CALLS", 1)
+    found = hiding(plan)
+    assert found is not None
+    assert found.takes_more
+    assert found.tokens_per_step == 8 * 4096
+    assert waits(8) >= 0.02
+
+
 def test_tokens_that_hide_transfers_but_do_not_fit_are_marked() -> None:
     plan = planned(4 * LENGTH, fetch_bandwidth=BUS * 0.1)
     limits = Limits(device_nbytes=2 * plan.nbytes["device"], host_nbytes=round(1.05 * plan.nbytes["host"]))
