@@ -33,9 +33,9 @@ from safetensors.torch import save_file
 
 from bench.tiers import VOCABULARY, shape
 from megatrain import AdamW, Engine, Policy
-from megatrain.amounts import amount, duration
 from megatrain.config import let_idle_threads_sleep
 from megatrain.device.cpu import CpuDevice
+from megatrain.formatting import amount, duration
 from megatrain.memory.model_files import ModelFiles
 from megatrain.model import FreshSource
 from megatrain.spec import Placement

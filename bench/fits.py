@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.scaling import filled, most_tokens_that_fit
-from megatrain.amounts import amount
 from megatrain.commands.plan import LENGTH, TOKENS_PER_STEP, find_model
 from megatrain.errors import DoesNotFit
+from megatrain.formatting import amount
 from megatrain.plan import Plan, Question, find_plan, machine
 from megatrain.plan.analysis import hiding
 from megatrain.spec import Hardware, Limits, ModelSpec

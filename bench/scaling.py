@@ -21,8 +21,8 @@ from typing import Any
 from bench.plots import Axis, Line, linear, plot
 from bench.shapes import llama_shape
 from bench.zero3 import compare
-from megatrain.amounts import amount, duration
 from megatrain.errors import DoesNotFit
+from megatrain.formatting import amount, duration
 from megatrain.plan import (
     Choice,
     Plan,

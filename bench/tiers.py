@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from megatrain import AdamW, Engine
-from megatrain.amounts import amount, duration
 from megatrain.config import let_idle_threads_sleep
 from megatrain.device.cpu import CpuDevice
+from megatrain.formatting import amount, duration
 from megatrain.memory import Disk
 from megatrain.model import FreshSource, port_model
 from megatrain.plan import Plan, Question, available_threads, find_plan, loads

@@ -24,9 +24,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatrain.amounts import amount, duration
 from megatrain.commands.plan import LENGTH, TOKENS_PER_STEP, find_hardware, find_model
 from megatrain.errors import MegaTrainError
+from megatrain.formatting import amount, duration
 from megatrain.plan import (
     Choice,
     Plan,

@@ -24,8 +24,8 @@ except ModuleNotFoundError:  # `make gpu` asks for torch, transformers, numba an
     settings = None  # type: ignore[assignment,misc]
 
 if TYPE_CHECKING:
+    from tests.fake_hub import Hub
     from tests.fork_server import Preloaded
-    from tests.hub import Hub
 
 # Before any test module imports the libraries that read them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -164,7 +164,7 @@ def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preloaded]:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     """A hub on this machine, which this process takes for the only one, with caches of its own."""
-    from tests.hub import Hub, settings_for
+    from tests.fake_hub import Hub, settings_for
 
     with Hub() as found:
         for module, name, value in settings_for(found.endpoint, tmp_path_factory.mktemp("hub")):

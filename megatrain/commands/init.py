@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatrain.amounts import amount, counted, duration
 from megatrain.commands.plan import adapter_keys, find_hardware, find_model
 from megatrain.config import load_config
 from megatrain.config.other_trainers import translate
 from megatrain.data import about_tokens, begins_with_text, holds_samples, require_source, source_called
 from megatrain.data.sample_formats import Schema
 from megatrain.errors import ConfigError, DataError, DeviceError
+from megatrain.formatting import amount, counted, duration
 from megatrain.plan import Plan, Question, find_plan, fits, load_hardware
 from megatrain.spec import Limits, Precision
 from megatrain.system.paths import usable_path, written_whole

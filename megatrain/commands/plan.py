@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatrain.amounts import amount, counted, duration
-from megatrain.amounts import rate as _rate
 from megatrain.errors import ConfigError, DeviceError, DoesNotFit, ModelError, PlanError
+from megatrain.formatting import amount, counted, duration
+from megatrain.formatting import rate as _rate
 from megatrain.plan import (
     Outlook,
     Plan,
@@ -440,8 +440,9 @@ def _limits(machine: Hardware, memories: Mapping[str, str | None], *, is_this_on
             raise ConfigError(what, where=f"--{tier}-memory", fix="give less, or name another machine with --hardware")
     total = machine.device_nbytes + machine.host_nbytes
     if divides_one_memory(machine) and total < sum(found[tier] or there[tier] for tier in ("device", "host")):
-        what = f"device and host of {machine.name}, have parts of one memory, of which there are {amount(total)}"
-        raise ConfigError(what, where="--device-memory", fix="give --host-memory too, so that both are no more")
+        given, other = ("device", "host") if memories["device"] is not None else ("host", "device")
+        what = f"device and host of {machine.name} divide one memory of {amount(total)}"
+        raise ConfigError(what, where=f"--{given}-memory", fix=f"give --{other}-memory too, so that both are no more")
     return Limits(found["device"], found["host"], found["disk"])
 
 

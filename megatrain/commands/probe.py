@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatrain.amounts import counted
 from megatrain.device import Device
 from megatrain.device.host_memory import binds
 from megatrain.device.probe import (
@@ -35,6 +34,7 @@ from megatrain.device.probe import (
 )
 from megatrain.device.probe_disk import disk_speed, refuse_unwritable
 from megatrain.errors import DeviceError
+from megatrain.formatting import counted
 from megatrain.optim import AdamW, sum_of_squares, update_split
 from megatrain.plan.host_resources import (
     available_disk_nbytes,

@@ -24,7 +24,6 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.amounts import counted
 from megatrain.data.assistant_turns import Span
 from megatrain.data.chat import EMPTY_ANSWER, ChatTemplate, MarkedText, TrainOn, choose_template, mark_chat, prompt_text
 from megatrain.data.messages import Message
@@ -40,6 +39,7 @@ from megatrain.data.tokenizer import (
     vocabulary_size,
 )
 from megatrain.errors import SampleError
+from megatrain.formatting import counted
 
 FORMAT = 1  # part of an encoder's identity: raise it when the same sample would give other tokens or targets
 BATCH_CHARACTERS = 1 << 20  # tokenised in one call, which the tokenizer spreads over its threads

@@ -31,7 +31,7 @@ from megatrain.data.compressed_files import (
     without_compression,
     zstd_reader,
 )
-from megatrain.data.hub import commit_or_download
+from megatrain.data.hub_lookup import commit_or_download
 from megatrain.data.json_text import MalformedJson, list_elements, parse_json
 from megatrain.data.text_sources import SourceFile, find_files
 from megatrain.errors import DataError, SampleError, first_line
@@ -359,12 +359,12 @@ def _not_utf8(error: UnicodeDecodeError, place: str) -> DataError:
 
 def _hub_rows(name: str, split: str, subset: str | None, folder: str | None) -> Iterator[Row]:
     """The rows of a data set on the hub, streamed; if the hub does not answer, of an earlier download."""
-    if commit_or_download(name) is None:
-        yield from _dataset_rows(name, lambda library: _downloaded(library, name, subset, folder, split))
-        return
+    commit = commit_or_download(name)
 
     def load(library: ModuleType) -> Any:
-        return _as_local(library, name, subset, split, data_dir=folder)
+        if commit is None:
+            return _downloaded(library, name, subset, folder, split)
+        return _as_local(library, name, subset, split, data_dir=folder, revision=commit)
 
     yield from _dataset_rows(name, load)
 

@@ -28,7 +28,6 @@ from typing import Any, NamedTuple, NoReturn, TextIO
 
 import numpy as np
 
-from megatrain.amounts import counted
 from megatrain.data.compressed_files import (
     COMPRESSIONS,
     DamagedData,
@@ -47,6 +46,7 @@ from megatrain.data.tokenizer import (
     vocabulary_size,
 )
 from megatrain.errors import DataError
+from megatrain.formatting import counted
 from megatrain.system.locks import alone
 from megatrain.system.paths import missing, usable_path
 

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.data.hub import TIMEOUT_SECONDS, answer
 from megatrain.data.token_files import TokenArray
 from megatrain.errors import DataError, first_line
+from megatrain.system import hub
 from megatrain.system.paths import may_be_hub_name, missing, nearest_path, refuse_unreadable_in, usable_path
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ def _from_pretrained(name: str, *, local: bool) -> Tokenizer:
 def _require_reachable(name: str) -> None:
     """Ask the hub once whether `name` exists, since `from_pretrained` would retry for most of a minute."""
     try:
-        answer(lambda api: api.model_info(name, timeout=TIMEOUT_SECONDS))
+        hub.ask_hub(lambda api: api.model_info(name, timeout=hub.TIMEOUT_SECONDS))
     except Exception as error:  # the client's network errors have no other common base
         nearest = "bytes" if difflib.get_close_matches(name.lower(), ["bytes"]) else nearest_path(Path(name))
         fix = f"did you mean {nearest}?" if nearest else "name a local tokenizer folder, or `bytes`"

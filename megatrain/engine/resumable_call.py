@@ -1,4 +1,4 @@
-"""Runs a layer's call resumably: it pauses at weights that are still being copied and continues when they arrive.
+"""Runs a layer's call so that it can pause at weights that are still being copied, and resume when they arrive.
 
 A call that the schedule has cut into phases (`schedule.passes.phases`) runs on its own thread, which alternates with
 the thread that runs ops: each phase is an op, and runs until the call needs something that only a later phase declares.

@@ -60,7 +60,7 @@ def definitions(rows: Sequence[tuple[str, str]]) -> str:
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table. Columns with words are aligned left, and long words wrap."""
-    words = [any(row[at][:1].isalpha() or row[at][:1] in ("/", ".") for row in rows) for at in range(len(heads))]
+    words = [any(_is_words(row[at]) for row in rows) for at in range(len(heads))]
     head = "".join(f"<th{_class(text, of)}>{escape(text)}</th>" for text, of in zip(heads, words, strict=True))
     body = "".join(
         "<tr>"
@@ -69,6 +69,10 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         for row in rows
     )
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _is_words(text: str) -> bool:
+    return text not in ("nan", "inf") and (text[:1].isalpha() or text[:1] in ("/", "."))
 
 
 def _class(text: str, words: bool) -> str:

@@ -2,20 +2,20 @@
 
 If the hub is unreachable, the library retries for half a minute and prints a line each time. So the hub is asked
 here first, once and with a short timeout; if it does not answer, the library is told to look on this machine only.
-Tokenizers are resolved the same way by `data.tokenizer`.
+`data.tokenizer` resolves tokenizers.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from functools import cache
 from pathlib import Path
 
-from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from megatrain.errors import ModelError, first_line
+from megatrain.system import hub
 from megatrain.system.paths import (
     read_json,
     refuse_absent_model,
@@ -26,9 +26,6 @@ from megatrain.system.paths import (
 
 ADAPTER = "adapter_config.json"
 """What peft writes instead of a config.json."""
-
-PATIENCE_SECONDS = 2.5
-"""How long the hub may take to answer, including DNS and proxies."""
 
 SERVER_ERROR = 500
 
@@ -115,24 +112,12 @@ def _why_unreachable(name: str) -> str:
 
     Raises `HFValidationError` if `name` cannot be a hub name.
     """
-    said: list[str | HFValidationError] = []
-
-    def ask() -> None:
-        try:
-            HfApi().model_info(name, timeout=PATIENCE_SECONDS)
-        except HFValidationError as error:
-            said.append(error)
-        except HfHubHTTPError as error:
-            said.append(first_line(error) if error.response.status_code >= SERVER_ERROR else "")
-        except Exception as error:  # the client's network errors have no other common base
-            said.append(first_line(error))
-        else:
-            said.append("")
-
-    asking = threading.Thread(target=ask, daemon=True)  # name resolution has no timeout
-    asking.start()
-    asking.join(PATIENCE_SECONDS)
-    answer = said[0] if said else f"no answer in {PATIENCE_SECONDS:g} s"
-    if isinstance(answer, HFValidationError):
-        raise answer
-    return answer
+    try:
+        hub.ask_hub(lambda api: api.model_info(name, timeout=hub.TIMEOUT_SECONDS))
+    except HFValidationError:
+        raise
+    except HfHubHTTPError as error:
+        return first_line(error) if error.response.status_code >= SERVER_ERROR else ""
+    except Exception as error:  # the client's network errors have no other common base
+        return str(error) if isinstance(error, TimeoutError) else first_line(error)
+    return ""

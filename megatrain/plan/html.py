@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from megatrain.amounts import amount
+from megatrain.formatting import amount
 from megatrain.html import TIMELINE, DrawnOp, bar, definitions, document, section, table, timeline, timeline_content
 from megatrain.plan.analysis import Outlook, Sweep, stream_words
 from megatrain.plan.report import (

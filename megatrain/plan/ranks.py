@@ -14,6 +14,7 @@ from math import inf
 from typing import Any
 
 from megatrain.errors import PlanError
+from megatrain.formatting import counted
 from megatrain.plan.cost import disk_bandwidths, host_dram_bandwidth, optimizer_bandwidth, packing_bandwidth
 from megatrain.plan.machines import machine, machine_names
 from megatrain.plan.question import Plan, Question
@@ -39,7 +40,7 @@ def ranks_on_each(ranks: int, nodes: int) -> int:
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise PlanError(f"{count!r} is not valid", where=name, fix="give 1 or more")
     if ranks % nodes:
-        what = f"{ranks} rank{'s' * (ranks > 1)} cannot be divided evenly among {nodes} machines"
+        what = f"{counted(ranks, 'rank')} cannot be divided evenly among {nodes} machines"
         raise PlanError(what, where="nodes", fix=f"give a divisor of {ranks}, or {nodes} ranks for each")
     return ranks // nodes
 
@@ -65,9 +66,8 @@ def question_of_one(question: Question, ranks: int, here: int) -> Question:
     if micro_batch is not None:
         count, size = -(-question.sequences // micro_batch), micro_batch
     if count < ranks or (micro_batch is None and count % ranks):
-        what = f"{count:,} {'sequence' if micro_batch is None else 'micro-batch'}"
-        what += ("s" if micro_batch is None else "es") * (count > 1)
-        what += f" per step cannot be divided evenly among {ranks} ranks"
+        noun = "sequence" if micro_batch is None else "micro-batch"
+        what = f"{counted(count, noun)} per step cannot be divided evenly among {ranks} ranks"
         raise PlanError(what, where="tokens_per_step", fix=f"give a multiple of {ranks}, or fewer ranks")
     own = -(-count // ranks) * size
     return replace(

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from megatrain.amounts import amount, counted, duration, flops, rate, tokens
+from megatrain.formatting import amount, counted, duration, flops, rate, tokens
 from megatrain.plan.analysis import BILLION, GB, Outlook, Sweep, Upgrade
 from megatrain.plan.cost import MEASURED_OVER_PLANNED
 from megatrain.plan.machines import divides_one_memory

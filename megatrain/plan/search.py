@@ -629,7 +629,7 @@ class Search:
     @property
     def _device_may_hold_state(self) -> bool:
         """Whether weights, or the whole state of units, may stay on the device between steps."""
-        return not (self.question.hardware.shares_memory or self.question.hardware.slots_in_host)
+        return not self.question.hardware.computes_in_host_memory
 
     @property
     def _most_layer_parts(self) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from megatrain.amounts import duration
 from megatrain.errors import ConfigError
+from megatrain.formatting import duration
 from megatrain.html import Curve, chart, chart_scripts, document, marked, section, smoothed, table
 from megatrain.run.history import History, config_of, read_history
 from megatrain.run.report import DATA, smoothing_window, write_page

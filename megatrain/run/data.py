@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from megatrain.amounts import counted
 from megatrain.config import Config, DataSection, TrainSection, called
 from megatrain.data import (
     Batch,
@@ -63,6 +62,7 @@ from megatrain.data.text_sources import STDLIB
 from megatrain.dist import ALONE, World
 from megatrain.dist.world import refuse_unlike
 from megatrain.errors import ConfigError, DataError, ModelError
+from megatrain.formatting import counted
 from megatrain.model import only_single_rows, why_not_packable
 from megatrain.plan import Plan
 from megatrain.run.early_checks import schema_of

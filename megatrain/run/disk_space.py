@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
-from megatrain.amounts import amount
 from megatrain.checkpoint import Checkpoint, checkpoints
 from megatrain.config import Config
 from megatrain.errors import ConfigError
+from megatrain.formatting import amount
 from megatrain.plan.host_resources import available_disk_nbytes
 from megatrain.spec import ModelSpec
 from megatrain.system.paths import nearest_folder

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.amounts import counted
 from megatrain.checkpoint.listing import checkpoints, step_of
 from megatrain.config import Config
 from megatrain.errors import ConfigError, ExportError
+from megatrain.formatting import counted
 from megatrain.run.history import METRICS, status_of
 from megatrain.system.atomic import vanish
 from megatrain.system.locks import Claim

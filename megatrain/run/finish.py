@@ -11,12 +11,12 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from megatrain.amounts import amount, counted
 from megatrain.checkpoint import lowest_scored
 from megatrain.config import Config
 from megatrain.data import Batch, Tokenizer, save_tokenizer
 from megatrain.engine import DTYPES
 from megatrain.errors import ConfigError, ExportError
+from megatrain.formatting import amount, counted
 from megatrain.model import load_trained
 from megatrain.run.history import CONFIG, read_history
 from megatrain.spec import Precision

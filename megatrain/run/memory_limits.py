@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatrain.amounts import amount
 from megatrain.config import DiskSection, MemorySection
 from megatrain.device.probe_disk import disk_speed
 from megatrain.errors import ConfigError, DeviceError, DiskError
+from megatrain.formatting import amount
 from megatrain.memory import Disk
 from megatrain.model import InFiles, listed
 from megatrain.plan import Plan, written_nbytes_per_day

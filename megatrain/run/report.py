@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from megatrain.amounts import amount, duration
 from megatrain.errors import ExportError
+from megatrain.formatting import amount, duration
 from megatrain.html import (
     TIMELINE,
     ChartEvent,

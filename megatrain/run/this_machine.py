@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.amounts import counted
 from megatrain.errors import PlanError
+from megatrain.formatting import counted
 from megatrain.plan import available_host_nbytes, available_threads, load_hardware
 from megatrain.plan.cost import optimizer_bandwidth
 from megatrain.plan.host_resources import processor_name

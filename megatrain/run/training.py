@@ -34,12 +34,12 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from megatrain.amounts import counted
 from megatrain.checkpoint import Checkpoint, Retention
 from megatrain.config import AdapterSection, Config, TrainSection, save_config, seconds_to_stop
 from megatrain.data import Loader, Tokenizer, load_tokenizer, save_tokenizer, vocabulary_size
 from megatrain.device import Device, open_device
 from megatrain.errors import ConfigError, MegaTrainError
+from megatrain.formatting import counted
 from megatrain.model import (
     AdaptedSource,
     FreshSource,

@@ -1,7 +1,7 @@
 """`Limits`: how much a run may use of each tier. Affects what is refused and where state is placed, but no numbers.
 
 Amounts are parsed as people write them: `24GB`, `1.5 TB`, `80GiB`, or a share of what exists, `80%` (the reverse
-is `amounts.amount`).
+is `formatting.amount`).
 """
 
 from __future__ import annotations

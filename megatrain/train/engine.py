@@ -15,7 +15,6 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor, nn
 
-from megatrain.amounts import amount
 from megatrain.checkpoint import Checkpoint, ExportOptions, open_checkpoint
 from megatrain.device import Device, matmul_flops, open_device, timed
 from megatrain.dist import ALONE, World
@@ -31,6 +30,7 @@ from megatrain.engine import (
 )
 from megatrain.engine.batch import check_arguments, check_mapping, model_entries
 from megatrain.errors import CheckpointError, ConfigError, DoesNotFit, ModelError, PlanError
+from megatrain.formatting import amount
 from megatrain.memory import Disk, Ledger, Pool, SharedMemory, Store
 from megatrain.model import (
     Fills,
@@ -483,6 +483,7 @@ class Engine:
         refuse_other_shapes(weights, self.structure)
         self._settle()
         self._saver.wait()
+        self._causes.weights_replaced()
         for name in self._store.names():  # unit by unit
             if name in weights:
                 self._store.write_master(name, weights[name])

@@ -1,5 +1,4 @@
-"""On a loss or gradient that is not finite, find out where it comes from: weights that contain NaN or infinity
-already, or else the first module that returns them.
+"""Finds the source of a NaN or infinite loss or gradient: non-finite weights, or the first module that returns one.
 
 A step whose loss is finite costs nothing for it: modules are looked at in a second forward pass over the same
 micro-batches.
@@ -18,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from megatrain.engine import Streamer
 from megatrain.errors import MegaTrainError, NonFinite
 from megatrain.memory import Store
-from megatrain.model import PortedModel
+from megatrain.model import PortedModel, listed
 from megatrain.model.ports import tensors_in
 
 MOST_NAMED = 3
@@ -48,8 +47,7 @@ class NonfiniteCauses:
             yield
         except NonFinite as error:
             if bad := [] if self._sound_at == steps else self._bad_weights():
-                more = f" and {len(bad) - MOST_NAMED:,} more" if len(bad) > MOST_NAMED else ""
-                what = f"{error.what}, and some weights are not finite either: {', '.join(bad[:MOST_NAMED])}{more}"
+                what = f"{error.what}, and some weights are not finite either: {listed(bad, MOST_NAMED)}"
                 fix = "start from other weights: these are damaged, or from a diverged run"
                 raise NonFinite(what, where=error.where, fix=fix, parameters=bad) from error
             self._sound_at = steps
@@ -64,7 +62,7 @@ class NonfiniteCauses:
     def _source(self, forward: Callable[[], object]) -> str:
         """Where a non-finite loss comes from, in words; nothing if the loss cannot be computed again. With several
         ranks, raises what fails on one of them."""
-        outputs, is_finite = Outputs(self._streamer.ported), True
+        outputs, is_finite = ModuleValues(self._streamer.ported), True
         try:
             with outputs.watched(), self._uncompiled():
                 forward()
@@ -93,7 +91,7 @@ class NonfiniteCauses:
             self._streamer.numerics = numerics
 
 
-class Outputs:
+class ModuleValues:
     """Whether inputs and outputs of the modules of a model are finite, in the order in which they run."""
 
     def __init__(self, ported: PortedModel) -> None:

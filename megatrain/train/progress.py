@@ -22,7 +22,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from megatrain.amounts import amount, counted
+from megatrain.formatting import amount, counted
 from megatrain.spec import NOT_OFFLOADED, ModelSpec, Numerics, Placement, Policy
 from megatrain.train.events import (
     Compiled,

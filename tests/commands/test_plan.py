@@ -531,8 +531,10 @@ def test_a_memory_that_device_and_host_divide_is_told_and_divided(saved: str) ->
     assert "memory: {device: 33285996544, host: 93415538688}" in told
     told = shown(saved, hardware="dgx-spark", device_memory="60GB", host_memory="60GB", **FEW)
     assert 'memory: {device: "60GB", host: "60GB"}' in told
-    with pytest.raises(ConfigError, match=r"--device-memory: .* one memory, of which there are 129 GB; give --host-me"):
+    with pytest.raises(ConfigError, match=r"^--device-memory: .* divide one memory of 129 GB; give --host-memory too"):
         shown(saved, hardware="dgx-spark", device_memory="60GB", **FEW)
+    with pytest.raises(ConfigError, match=r"^--host-memory: .* divide one memory of .*; give --device-memory too"):
+        shown(saved, hardware="dgx-spark", host_memory="110GB", **FEW)
 
 
 def test_an_unknown_model_suggests_the_nearest_name(config: str) -> None:

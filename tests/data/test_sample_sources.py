@@ -21,7 +21,7 @@ from megatrain.data.read_rows import LeftOut
 from megatrain.data.sample_formats import Sample, Schema
 from megatrain.data.sample_sources import Source, read_samples
 from megatrain.errors import DataError, SampleError
-from tests.hub import Hub
+from tests.fake_hub import Hub
 
 ROWS = [{"prompt": f"q{number}", "completion": "é🎉\u2028"} for number in range(3)]
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}

@@ -1,4 +1,4 @@
-"""Guides on data, validation, preferences, generating and sharing: what they show runs, as printed, at tiny size."""
+"""Examples in the guides on data, validation, preferences, generation and sharing run as printed, on tiny models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatrain.cli import main
 from megatrain.data import load_tokenizer
 from tests.docs.test_examples import blocks
-from tests.hub import Hub
+from tests.fake_hub import Hub
 from tests.run.test_chats import chats
 from tests.run.test_lm_eval import harness  # noqa: F401
 from tests.run.test_recipes import TINY

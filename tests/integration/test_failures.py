@@ -94,6 +94,19 @@ def test_a_nonfinite_loss_of_finite_weights_names_the_first_module(device: str, 
         assert equal(engine.master_weights(), before)
 
 
+def test_weights_set_after_a_failed_step_are_looked_at_again() -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(1e6)
+        model.lm_head.weight[5] = 3e38
+    with Engine.from_model(model, precision="fp32") as engine:
+        with pytest.raises(NonFinite, match="first not finite: the output of lm_head"):
+            engine.step(unequal_batches())
+        engine.set_weights({"model.norm.weight": torch.full((32,), torch.nan)})
+        with pytest.raises(NonFinite, match=r"some weights are not finite either: model\.norm\.weight"):
+            engine.step(unequal_batches())
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_attention_that_returns_nan_is_told_from_the_module_behind_it(
     device: str, monkeypatch: pytest.MonkeyPatch

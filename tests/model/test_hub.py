@@ -17,6 +17,7 @@ from transformers import AutoConfig
 from megatrain.errors import ModelError
 from megatrain.model import PretrainedSource, hub, load_causal_lm
 from megatrain.model.architecture import read_config
+from megatrain.system import hub as system_hub
 from tests.tiny import tiny_model
 
 NAME = "nobody/nothing-here"
@@ -52,7 +53,7 @@ def test_an_unresponsive_hub_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
         answers.wait(120)  # in a resolver, say, that knows no timeout
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
-    monkeypatch.setattr(hub, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(system_hub, "TIMEOUT_SECONDS", 0.1)
     began = time.monotonic()
     for _ in range(2):
         with pytest.raises(ModelError, match=r"is unreachable \(no answer in 0.1 s\)"):

@@ -10,8 +10,8 @@ from itertools import chain
 import pytest
 
 from bench.shapes import llama_shape
-from megatrain.amounts import amount, duration, tokens
 from megatrain.errors import DoesNotFit
+from megatrain.formatting import amount, duration, tokens
 from megatrain.plan import (
     Choice,
     Outlook,

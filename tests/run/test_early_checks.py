@@ -16,7 +16,7 @@ from megatrain.run import disk_space, early_checks
 from megatrain.run.early_checks import refuse_mistakes
 from megatrain.run.existing_run import refuse_early
 from megatrain.train.engine import Engine
-from tests.hub import Hub
+from tests.fake_hub import Hub
 from tests.run.test_training import configuration, train
 
 SLOW = ("torch", "transformers", "numba", "datasets", "rich")

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from megatrain import Engine, Policy
-from megatrain.amounts import amount
 from megatrain.config import Config
 from megatrain.device import open_device
 from megatrain.errors import ConfigError, DoesNotFit
+from megatrain.formatting import amount
 from megatrain.memory import Disk, scratch_files
 from megatrain.model import port_model
 from megatrain.plan import Question, available_threads

@@ -15,7 +15,7 @@ from megatrain.cli import main
 from megatrain.data import load_tokenizer
 from megatrain.errors import ExportError
 from megatrain.run.push import push
-from tests.hub import ADDRESS, Hub
+from tests.fake_hub import ADDRESS, Hub
 from tests.run.test_training import configuration, train
 from tests.tiny import tiny_model
 

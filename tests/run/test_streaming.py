@@ -20,8 +20,8 @@ from megatrain.data import load_tokenizer, read_rows, stream_rows
 from megatrain.dist import ALONE, World
 from megatrain.errors import ConfigError
 from megatrain.run.data import open_corpus
+from tests.fake_hub import Hub, settings_for
 from tests.fork_server import Preloaded
-from tests.hub import Hub, settings_for
 from tests.integration import killed_run
 from tests.ranks import together, worlds
 from tests.run.test_resume import config_of, weights

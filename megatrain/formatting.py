@@ -1,4 +1,4 @@
-"""Formats amounts for people: bytes, durations, rates and counts."""
+"""Formats byte sizes, durations, rates and counts as people read them."""
 
 from __future__ import annotations
 
@@ -43,11 +43,7 @@ def tokens(count: float) -> str:
 
 def flops(per_second: float) -> str:
     """Floating-point operations per second: `153 TFLOP/s`."""
-    return (
-        f"{_three_digits(per_second / 1e12)} TFLOP/s"
-        if per_second >= 1e10
-        else f"{_three_digits(per_second / 1e9)} GFLOP/s"
-    )
+    return _scaled(per_second, ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s")))
 
 
 def counted(number: int, noun: str) -> str:

@@ -1,4 +1,4 @@
-"""Data sets on a hub, read by the endpoints that libraries ask: streams, revisions, lost connections, no network."""
+"""Data sets on a local fake Hub: streaming, revisions, dropped connections, and no network."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from huggingface_hub import HfApi, constants
 from pyarrow import parquet
 
 from megatrain.data import EncodeOptions, Encoder, Loader, Source, StreamRows, load_tokenizer, stream_rows
-from megatrain.data import hub as data_hub
 from megatrain.data.packing import Row
 from megatrain.data.read_rows import LeftOut, RowStream, read_rows
 from megatrain.errors import DataError
-from tests.hub import Hub
+from megatrain.system import hub as system_hub
+from tests.fake_hub import Hub
 
 WINDOW = 24
 ENCODER = Encoder(load_tokenizer("bytes"), EncodeOptions(max_tokens=WINDOW))
@@ -95,6 +95,14 @@ def test_shards_of_any_kind_stream_and_resume_at_the_exact_row(hub: Hub, ending:
         assert steps(again, 3) == found[at : at + 3]
 
 
+def test_rows_are_of_the_commit_that_was_looked_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the data set is changed between the two."""
+    commit = hub.publish("org/texts", shards("jsonl"))
+    hub.publish("org/texts", shards("jsonl", ["later"] * COUNT))
+    monkeypatch.setattr("megatrain.data.read_rows.commit_or_download", lambda name: commit)
+    assert sorted(row.fields["text"] for row in read_rows("org/texts", LeftOut())) == sorted(TEXTS)
+
+
 def test_names_of_no_data_set_are_refused_after_one_request(hub: Hub) -> None:
     told = r"^org/txts: the Hugging Face hub has no data set of this name, or keeps it private; correct the name, or"
     for read in (lambda: stream("org/txts"), lambda: next(read_rows("org/txts", LeftOut()))):
@@ -107,7 +115,7 @@ def test_names_of_no_data_set_are_refused_after_one_request(hub: Hub) -> None:
 def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if a DNS server does not answer, which the timeouts of the client do not cover."""
     over = threading.Event()
-    monkeypatch.setattr(data_hub, "TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(system_hub, "TIMEOUT_SECONDS", 0.1)
     monkeypatch.setattr(HfApi, "dataset_info", lambda *_, **__: over.wait(60))
     monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: over.wait(60))
     for load in (lambda: stream("org/texts"), lambda: load_tokenizer("org/texts")):
@@ -124,7 +132,7 @@ def test_an_earlier_download_is_read_without_asking_the_hub_again(
     hub.publish(name, shards("jsonl"))
     datasets.load_dataset(name, split="train")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(data_hub, "TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(system_hub, "TIMEOUT_SECONDS", 0.5)
     hub.asked.clear()
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)

@@ -1,4 +1,4 @@
-"""A hub on this machine: speaks the endpoints by which data sets are listed and read, and models uploaded.
+"""A local fake Hugging Face Hub: the endpoints for listing and reading data sets and for uploading models.
 
 Clients take its address from HF_ENDPOINT as they are imported. Where they are imported already, `settings_for` says
 what to set.

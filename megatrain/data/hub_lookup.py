@@ -1,52 +1,17 @@
-"""Asks the Hugging Face hub about data sets and tokenizers: once, within a few seconds.
-
-If the hub cannot be reached, the libraries retry for half a minute, and their timeouts do not cover a DNS server that
-does not answer. So a name is looked up here before a library loads it.
-"""
+"""Looks up data sets on the Hugging Face Hub: the latest commit, or whether there is an earlier download."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from megatrain.errors import DataError, first_line
+from megatrain.system import hub
 from megatrain.system.paths import nearest_path
-
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
-
-TIMEOUT_SECONDS = 5.0
-"""How long the hub may take to answer, including DNS and proxies."""
-
-
-def answer(ask: Callable[[HfApi], Any]) -> Any:
-    """The hub's answer to `ask`, which is called with a client. Raises what `ask` raises, or `TimeoutError`."""
-    import huggingface_hub
-
-    found: list[Any] = []
-    failed: list[Exception] = []
-
-    def call() -> None:
-        try:
-            found.append(ask(huggingface_hub.HfApi()))
-        except Exception as error:  # the client's errors have no common base but this
-            failed.append(error)
-
-    asking = threading.Thread(target=call, daemon=True)
-    asking.start()
-    asking.join(TIMEOUT_SECONDS)
-    if failed:
-        raise failed[0]
-    if not found:
-        raise TimeoutError(f"no answer in {TIMEOUT_SECONDS:g} s")
-    return found[0]
 
 
 def commit_of(name: str) -> str:
-    """The latest commit of a data set. Raises as `answer` does."""
-    info = answer(lambda api: api.dataset_info(name, timeout=TIMEOUT_SECONDS))
+    """The latest commit of a data set. Raises as `ask_hub` does."""
+    info = hub.ask_hub(lambda api: api.dataset_info(name, timeout=hub.TIMEOUT_SECONDS))
     return str(info.sha)
 
 
