@@ -179,9 +179,10 @@ def files_cells(plan: Plan | None) -> str:
     buffers = plan.timeline.schedule.buffers.values()
     there = amount(sum(buffer.nbytes for buffer in buffers if buffer.tier == "file"))
     found = hiding(plan)
-    hidden = (
-        "never" if found is None else f"{found.tokens_per_step:,} tokens{'' if found.fits else ', which do not fit'}"
-    )
+    hidden = "never"
+    if found is not None:
+        more = "more than " if found.takes_more else ""
+        hidden = f"{more}{found.tokens_per_step:,} tokens{'' if found.fits else ', which do not fit'}"
     speed, tokens = f"{plan.tokens_per_second:,.0f}", f"{sum(plan.work.tokens):,}"
     return f"{speed} | {tokens} | {there} | {amount(plan.read_from_files_nbytes)} | {hidden}"
 

@@ -63,6 +63,7 @@ def slower_with_more(seed: int, seconds: Callable[[Plan], float] = attrgetter("s
     return f"seed {seed}: {ratio:.3f} with {factor} x {name}" if ratio > may else ""
 
 
+@pytest.mark.slow
 def test_offloaded_inputs_beside_weights_in_files_leave_no_host_memory_idle() -> None:
     """Of the host, a fixed grid of sixteenths of a large model is too coarse a part."""
     model = find_model("Qwen/Qwen3-235B-A22B", "bf16", adapter="lora:16")
