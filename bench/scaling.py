@@ -163,7 +163,7 @@ def knees(names: Sequence[str] = ()) -> list[str]:
         )
         weights, update = formula(hardware)
         found = hiding(plan)
-        there = "never" if found is None else f"{found.tokens_per_step:,}"
+        there = "never" if found is None else f"{'over ' if found.takes_more else ''}{found.tokens_per_step:,}"
         rows.append(f"| {name} | {weights:,.0f} | {update:,.0f} | {max(weights, update):,.0f} | {there} |")
     return rows
 

@@ -24,7 +24,6 @@ import numpy as np
 from megatrain.plan.cost import DRAM, Calibration, host_dram_bandwidth, recompute_seconds, unit_cost_key
 from megatrain.plan.placement import PARTS, spread
 from megatrain.plan.question import Choice, CostKey, Estimate, Question
-from megatrain.schedule.replay import DISK_STREAMS
 from megatrain.spec import NOT_OFFLOADED, SAVED_BY, Keep, Numerics, Policy, Work
 
 KINDS: tuple[Keep, ...] = get_args(Keep)
@@ -226,28 +225,16 @@ def _sum(busy: Mapping[str, float], more: Mapping[str, float]) -> dict[str, floa
 def _bytes_and_seconds(costs: KindCosts, parts: Any, found: Estimate, shares: bool) -> tuple[Any, Any, Any]:
     """For each mixture: bytes that it adds on the device and on the host, and seconds of the step.
 
-    parts: float[mixtures, kinds], the share of the layers for each kind. The disk has the whole step for what is
-    not bound to a pass, as in `estimates.with_placements`.
+    parts: float[mixtures, kinds], the share of the layers for each kind. The disk is charged to each pass, like all
+    streams: replays wait for it more than a step's sum says.
     """
     device = parts @ np.array(costs.device) + (parts > 0) @ np.array(costs.slots)
     host = parts @ np.array(costs.host) - (parts > 0) @ np.array(costs.slots) + (device if shares else 0.0)
     late = {stream: found.late.get(stream, 0.0) for stream in found.busy}
     early = {stream: spent - late[stream] for stream, spent in found.busy.items()}
-    disk = 0.0 if shares else max(found.busy.get(stream, 0.0) for stream in DISK_STREAMS)
-    if not shares:
-        early, late = bound_to_passes(early, late)
     forward, backward = _added(costs, parts)
-    rest = max(0.0, found.seconds - max(max(early.values()) + max(late.values()), disk))
-    passes = _pass_seconds(early, forward, shares) + _pass_seconds(late, backward, shares)
-    return device, host, np.maximum(passes, disk) + rest
-
-
-def bound_to_passes(early: Mapping[str, float], late: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of streams in each pass. Of the disk's, only reads of weights are in them, which both passes make; other
-    state is read ahead and written behind."""
-    weights = min(early.get("read", 0.0), late.get("read", 0.0))
-    first, second = ({stream: part[stream] for stream in part if stream not in DISK_STREAMS} for part in (early, late))
-    return first | {"read": weights}, second | {"read": weights}
+    rest = max(0.0, found.seconds - max(early.values()) - max(late.values()))
+    return device, host, _pass_seconds(early, forward, shares) + _pass_seconds(late, backward, shares) + rest
 
 
 def _pass_seconds(busy: Mapping[str, float], added: Mapping[str, Any], shares: bool) -> Any:

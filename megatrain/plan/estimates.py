@@ -22,7 +22,6 @@ from megatrain.plan.activation_plan import (
     ActivationRows,
     Counts,
     MixtureOption,
-    bound_to_passes,
     estimate_rows,
     offloads_outputs,
     round_count,
@@ -298,9 +297,19 @@ def _added_by_placements(
 
 def _lower_bound(busy: Mapping[str, float], late: Mapping[str, float]) -> float:
     """Seconds that a step takes at least: those of the busiest stream of each pass, since the passes do not overlap.
-    The disk has the whole step for what is not bound to a pass (`bound_to_passes`)."""
-    first, second = (max(part.values()) for part in bound_to_passes(_difference(busy, late), late))
+    The disk has the whole step for what is not bound to a pass (`_bound_to_passes`)."""
+    first, second = (max(part.values()) for part in _bound_to_passes(_difference(busy, late), late))
     return max(first + second, *(busy.get(stream, 0.0) for stream in DISK_STREAMS))
+
+
+def _bound_to_passes(
+    early: Mapping[str, float], late: Mapping[str, float]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of streams in each pass. Of the disk's, only reads of weights are in them, which both passes make; other
+    state is read ahead and written behind."""
+    weights = min(early.get("read", 0.0), late.get("read", 0.0))
+    first, second = ({stream: part[stream] for stream in part if stream not in DISK_STREAMS} for part in (early, late))
+    return first | {"read": weights}, second | {"read": weights}
 
 
 def _difference(whole: Mapping[str, float], part: Mapping[str, float]) -> dict[str, float]:

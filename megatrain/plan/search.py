@@ -459,11 +459,12 @@ class Search:
         if "placements" in self._overrides or not any(each.uses_drive for each in choice.policy.placements):
             return option
         taken = option.mixtures.estimate_rows(mixture_rows(self.question, option, option.counts))
-        left = self.budgets["host"] - taken.nbytes["host"]
+        if (left := self.budgets["host"] - taken.nbytes["host"]) <= 0:
+            return option
         state = state_numerics(choice.numerics), state_policy(choice.policy)
         asked: dict[str, Any] = {"saves": self.question.saves, "targets": self._spill_targets}
         placed = choice.change(placements=with_less_on_disk(self.question.model, *state, left, **asked).placements)
-        if left <= 0 or placed == choice:
+        if placed == choice:
             return option
         if (placed, size) not in self._mixtures:
             base = self._host_estimate(choice.change(placements=()), size)
