@@ -454,9 +454,10 @@ class Search:
         return list(distinct.values())
 
     def _with_host_filled(self, option: MixtureOption) -> MixtureOption:
-        """The mixture with spilled state brought back into the host memory that it leaves, if that is faster."""
+        """The mixture with weights brought back from files into the host memory that it leaves, if that is faster. For
+        state on the disk alone, the grid of `_mixture_bases` is fine enough."""
         choice, size = option.choice, option.micro_batch
-        if "placements" in self._overrides or not any(each.uses_drive for each in choice.policy.placements):
+        if "placements" in self._overrides or all(each.weights != "file" for each in choice.policy.placements):
             return option
         taken = option.mixtures.estimate_rows(mixture_rows(self.question, option, option.counts))
         if (left := self.budgets["host"] - taken.nbytes["host"]) <= 0:
