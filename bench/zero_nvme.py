@@ -46,7 +46,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from bench.step import LENGTH, SEQUENCES, SHAPE, _resident
-from megatrain.spec import Numerics
+from megatrain.spec import Numerics, Part
 
 if TYPE_CHECKING:
     from megatrain.plan import Plan
@@ -282,13 +282,11 @@ def planned(spec: ModelSpec, settings: Settings, folder: Path, nbytes: int) -> P
 
 def headline(plan: Plan) -> dict[str, Any]:
     """What a plan has chosen, in short."""
-    from megatrain.plan.placement import FIELDS
-
     policy = plan.policy
     kept = Counter(policy.activations_by_layer[0] if policy.activations_by_layer else (policy.activations,))
     for row in policy.activations_by_layer[1:]:
         kept.update(row)
-    placements = {part: sum(getattr(placement, part) == "disk" for placement in policy.placements) for part in FIELDS}
+    placements = {part.value: sum(each.tier(part) == "disk" for each in policy.placements) for part in Part}
     return {
         "layers_keep": dict(kept),
         "units_with_their_on_disk": placements,
