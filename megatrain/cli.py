@@ -423,7 +423,7 @@ def _export(
     from megatrain.train.progress import loading
 
     if push is not None:
-        from megatrain.run.push import refuse_push
+        from megatrain.run.push_to_hub import refuse_push
 
         refuse_push(push, "--push")
     if target is not None:

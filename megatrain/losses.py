@@ -26,7 +26,7 @@ from torch.nn import functional
 from megatrain.data import packing
 from megatrain.engine import LogitsLoss, LogProbLoss, LossFn, MicroBatch, Summed, Sums, target_mask
 from megatrain.errors import BatchError, ConfigError
-from megatrain.spec.fields import Bounds, check_fields
+from megatrain.spec.validate_fields import Bounds, check_fields
 
 REFERENCE = packing.REFERENCE
 """Micro-batch entry: per row, the reference model's summed log-probability of the targets, float32[batch]."""

@@ -15,7 +15,7 @@ from megatrain.errors import DataError, ExportError
 from megatrain.model import AdaptedSource, Progress, Source, listed, model_named, port_model, pretrained_source
 from megatrain.run.existing_run import holds_model
 from megatrain.run.history import CONFIG
-from megatrain.run.push import push
+from megatrain.run.push_to_hub import push
 from megatrain.spec import Precision, UnitSpec
 from megatrain.system.paths import usable_path
 from megatrain.train.progress import printable

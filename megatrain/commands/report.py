@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatrain.run.comparison import write_comparison
+from megatrain.run.compare_runs import write_comparison
 from megatrain.run.report import write_report
 from megatrain.system.paths import usable_path
 

@@ -38,12 +38,12 @@ from megatrain.data.compressed_files import kind_of
 from megatrain.data.encode import EncodedSample, Encoder, Statistics, try_to_render
 from megatrain.data.encoding_processes import encode_in_processes
 from megatrain.data.hub_lookup import commit_of
+from megatrain.data.kto import BAD, GOOD, MISMATCHED
 from megatrain.data.preferences import whole_pairs
 from megatrain.data.read_rows import JSON_LINES, SEPARATED, Bad, LeftOut
 from megatrain.data.sample_formats import Sample
 from megatrain.data.sample_sources import Source, read_samples
 from megatrain.data.token_files import TokenArray, TokenFile, open_tokens, write_tokens
-from megatrain.data.unpaired import BAD, GOOD, MISMATCHED
 from megatrain.errors import DataError
 from megatrain.system.locks import alone
 from megatrain.system.paths import usable_path

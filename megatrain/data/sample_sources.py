@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from megatrain.data.kto import read_unpaired, with_mismatched
 from megatrain.data.preferences import read_pair
 from megatrain.data.read_rows import LeftOut, Row, read_rows
 from megatrain.data.sample_formats import LabelCheck, Sample, Schema, detect_schema, read_sample
-from megatrain.data.unpaired import read_unpaired, with_mismatched
 from megatrain.errors import DataError, SampleError
 from megatrain.system.paths import usable_path
 

@@ -36,7 +36,7 @@ from megatrain.optim import kernels
 from megatrain.optim.clip import sum_of_squares
 from megatrain.optim.kernels import F32, U16, Segment, check_arrays, cut, run
 from megatrain.optim.split_master import bf16_to_f32, join, reference_join, reference_split, split
-from megatrain.spec.fields import Bounds, check_fields, checked
+from megatrain.spec.validate_fields import Bounds, check_fields, checked
 
 _DTYPES: dict[str, tuple[type, ...]] = {
     "hi": (np.uint16,),

@@ -25,7 +25,7 @@ from difflib import get_close_matches
 from typing import Annotated, Protocol
 
 from megatrain.errors import ConfigError
-from megatrain.spec.fields import Bounds, check_fields
+from megatrain.spec.validate_fields import Bounds, check_fields
 
 Steps = Annotated[int, Bounds(0, 1 << 60)]
 

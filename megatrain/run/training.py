@@ -70,7 +70,7 @@ from megatrain.run.lm_eval_tasks import Tasks
 from megatrain.run.memory_limits import describe_disk, describe_files, describe_memory, open_disk, refuse_wear
 from megatrain.run.objective import loss_of, take_up_reference, without_reference
 from megatrain.run.planner_inputs import question_of
-from megatrain.run.push import push, refuse_push
+from megatrain.run.push_to_hub import push, refuse_push
 from megatrain.run.ranks import Ranks, StopsInTime, joined
 from megatrain.run.replan import Replanner, foreseen
 from megatrain.run.report import write_report

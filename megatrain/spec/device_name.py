@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, cast
 
 from megatrain.errors import DeviceError
-from megatrain.spec.fields import shown
+from megatrain.spec.validate_fields import shown
 
 DeviceKind = Literal["cpu", "cuda", "sim"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from megatrain.errors import ConfigError, PlanError
-from megatrain.spec.fields import Bounds, check_fields, shown
+from megatrain.spec.validate_fields import Bounds, check_fields, shown
 
 Nbytes = Annotated[int, Bounds(0, 1 << 60)]
 

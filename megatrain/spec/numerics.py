@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Literal
 
 from megatrain.errors import PlanError
-from megatrain.spec.fields import Bounds, check_fields
+from megatrain.spec.validate_fields import Bounds, check_fields
 from megatrain.spec.work import Tokens
 
 Precision = Literal["bf16", "fp32"]

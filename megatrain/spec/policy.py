@@ -8,10 +8,10 @@ from enum import StrEnum
 from typing import Annotated, Literal
 
 from megatrain.errors import PlanError
-from megatrain.spec.fields import Bounds, check_fields
 from megatrain.spec.limits import Nbytes
 from megatrain.spec.model import ModelSpec
 from megatrain.spec.numerics import Numerics
+from megatrain.spec.validate_fields import Bounds, check_fields
 
 ActivationPlan = Literal["keep", "recompute"]
 Keep = Literal["graph", "chosen", "attention", "input", "offload_chosen", "offload_attention", "offload", "drop"]

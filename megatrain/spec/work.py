@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megatrain.errors import PlanError
-from megatrain.spec.fields import Bounds, check_fields
+from megatrain.spec.validate_fields import Bounds, check_fields
 
 Batching = Literal["uniform", "padded", "packed"]
 """Sequences of one length without a mask; padded ones with masks; packed ones with positions."""

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megatrain.checkpoint import Earlier, ParamState, PlannedCheckpoint, step_folder, write_checkpoint
 from megatrain.checkpoint.manifest import FileSum
-from megatrain.checkpoint.places import Places
+from megatrain.checkpoint.rank_byte_ranges import RankByteRanges
 from megatrain.device.worker import OwningProcess
 from megatrain.dist import ALONE, World
 from megatrain.errors import CheckpointError, DamagedCheckpoint, MegaTrainError, typed_line
@@ -38,8 +38,8 @@ from megatrain.model import PortedModel
 from megatrain.schedule import Buffer, Use
 from megatrain.spec import Numerics, Policy
 from megatrain.system.paths import usable_path
-from megatrain.train.gathered_files import Agree, follow_gathered, gathered, write_together
-from megatrain.train.shared_files import SharedFiles
+from megatrain.train.write_from_all_ranks import SharedFiles
+from megatrain.train.write_from_rank_zero import Agree, follow_gathered, gathered, write_together
 
 SPARE = "host/checkpoint"
 VERSIONS = ("megatrain", "torch", "transformers", "numpy")
@@ -108,7 +108,7 @@ class Saver:
     def __init__(self, ported: PortedModel, store: Store, world: World = ALONE) -> None:
         self._ported, self._store, self._world = ported, store, world
         self._planned: PlannedCheckpoint | None = None
-        self._places: Places | None = None
+        self._ranges: RankByteRanges | None = None
         """Byte ranges of each rank's share in the planned files."""
         self._doubt = ""
         """Why the ranks no longer write together."""
@@ -161,7 +161,7 @@ class Saver:
         order = self._order(policy)
         if self._planned is None or self._planned.order != order:
             self._planned = PlannedCheckpoint(self._ported, order=order)
-            self._places = Places(self._planned, self._store.layouts)
+            self._ranges = RankByteRanges(self._planned, self._store.layouts)
         self.reserve()
         save = Save(step, nbytes=self._planned.nbytes)
         self._gives_up, self._wanted, self._handed = False, None, None
@@ -306,9 +306,9 @@ class Saver:
             name = agree(lambda: "" if staging is None else staging.name)[0]
             target = step_folder(usable_path(folder, error=CheckpointError).resolve(), save.step)
             here, earlier = target.with_name(name), self._earlier_in(target.parent)
-            assert self._places is not None
+            assert self._ranges is not None
             once = frozenset(filter(self._store.on_device, planned.order))
-            of = planned, self._places, self._store.owned, partial(self._announced, save), once, progress, target
+            of = planned, self._ranges, self._store.owned, partial(self._announced, save), once, progress, target
             files = SharedFiles(self._world, agree, *of)
             save.streamed = self._doubt or files.why_not(here)
             if save.streamed:

@@ -49,11 +49,10 @@ from megatrain.optim import AdamW, warm_up
 from megatrain.plan import available_host_nbytes, step_flops
 from megatrain.schedule import Schedule, Timeline
 from megatrain.spec import Limits, ModelSpec, Numerics, Policy, Precision, Work
-from megatrain.spec.fields import checked
 from megatrain.spec.layout import Ownership
+from megatrain.spec.validate_fields import checked
 from megatrain.train.async_save import Save, Saver
 from megatrain.train.events import StepOutput
-from megatrain.train.gathered_files import export_together
 from megatrain.train.nonfinite import NonfiniteCauses
 from megatrain.train.one_call_at_a_time import Turn, one_at_a_time
 from megatrain.train.optimizer_sink import GradientCollector, OptimizerSink
@@ -88,6 +87,7 @@ from megatrain.train.restore import (
 from megatrain.train.schedule_cache import Kind, Schedules, budgets
 from megatrain.train.step_inputs import checked_micro_batches
 from megatrain.train.timeline_file import Trace
+from megatrain.train.write_from_rank_zero import export_together
 
 
 class Engine:

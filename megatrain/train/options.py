@@ -30,8 +30,8 @@ from megatrain.plan.placement import host_nbytes, spill, spill_to_fit
 from megatrain.plan.refinements import fit_lock_limit
 from megatrain.schedule.passes.state_buffers import state_name, state_nbytes
 from megatrain.spec import IN_HOST, Limits, ModelSpec, Numerics, Part, Policy, Precision, Work
-from megatrain.spec.fields import Bounds, checked, shown
 from megatrain.spec.layout import layout_of
+from megatrain.spec.validate_fields import Bounds, checked, shown
 from megatrain.system.paths import usable_path
 from megatrain.train.schedule_cache import budgets, refuse_contradictions
 

@@ -10,7 +10,7 @@ from typing import Annotated
 from megatrain.errors import ConfigError
 from megatrain.plan import stalls
 from megatrain.schedule import Timeline, chrome_trace
-from megatrain.spec.fields import Bounds, checked
+from megatrain.spec.validate_fields import Bounds, checked
 from megatrain.system.paths import usable_path
 
 TRACE = "trace.json"

@@ -19,7 +19,7 @@ from megatrain.html import ChartEvent, Curve, chart, chart_scripts, document, in
 from megatrain.html.charts import COLUMNS
 from megatrain.html.colours import CURVE_COLOURS, PART_COLOURS, luminance
 from megatrain.html.timeline import KIND_COLOURS
-from megatrain.run.comparison import write_comparison
+from megatrain.run.compare_runs import write_comparison
 from megatrain.run.report import write_report
 from megatrain.train.events import Evaluated
 from tests.html.browser import BROWSER, seen

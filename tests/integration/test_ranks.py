@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megatrain import AdamW, Engine, Policy
-from megatrain.checkpoint import full_check, ranges
+from megatrain.checkpoint import full_check, range_writer
 from megatrain.dist import ALONE, World
 from megatrain.engine import DTYPES
 from megatrain.engine.gradient_accumulation import GradientAccumulator
@@ -621,7 +621,7 @@ def test_unreliable_shared_writes_fall_back_to_rank_zero(tmp_path: Path, monkeyp
             assert full_check(save.wait(60)) == []
             streamed.append(save.streamed)
 
-    monkeypatch.setattr(ranges, "write_all", lose)
+    monkeypatch.setattr(range_writer, "write_all", lose)
     together(worlds(2), work)
     assert streamed == ["what the ranks had written together was not there afterwards"] * 2
 

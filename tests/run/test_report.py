@@ -18,7 +18,7 @@ from megatrain.errors import ConfigError, ExportError
 from megatrain.html import table
 from megatrain.plan import stalls
 from megatrain.plan.analysis import STREAM_WORDS
-from megatrain.run.comparison import write_comparison
+from megatrain.run.compare_runs import write_comparison
 from megatrain.run.history import read_history, timeline_in
 from megatrain.run.report import MOST_ROWS, render_report, write_report
 from megatrain.schedule import chrome_trace

@@ -16,7 +16,7 @@ from megatrain.optim import AdamW
 from megatrain.optim.lr_schedules import Constant, Cosine, Linear, WarmupStableDecay
 from megatrain.schedule import build_flush, build_forward, build_step, check
 from megatrain.spec import Limits, Numerics, Placement, Policy, Tier, Work
-from megatrain.spec.fields import Bounds, check_fields
+from megatrain.spec.validate_fields import Bounds, check_fields
 from tests.small import small_spec
 
 GOOD: list[Any] = [

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from megatrain.checkpoint import manifest
 from megatrain.checkpoint.direct_io import allocate, write_all
 from megatrain.checkpoint.manifest import FileSum, block_sum, file_sum
-from megatrain.checkpoint.places import OwnBytes
+from megatrain.checkpoint.rank_byte_ranges import OwnBytes
 from megatrain.checkpoint.safetensors_writer import Shard
 from megatrain.errors import CheckpointError
 

@@ -48,7 +48,7 @@ class _Moved(Exception):
     """The conversion does more than move elements."""
 
 
-class Places:
+class RankByteRanges:
     """The byte ranges in one planned checkpoint, computed on demand."""
 
     def __init__(self, planned: PlannedCheckpoint, layouts: Sequence[Layout]) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from megatrain.cli import main
 from megatrain.data import load_tokenizer
 from megatrain.errors import ExportError
-from megatrain.run.push import push
+from megatrain.run.push_to_hub import push
 from tests.fake_hub import ADDRESS, Hub
 from tests.run.test_training import configuration, train
 from tests.tiny import tiny_model

@@ -1,6 +1,6 @@
 """Checkpoints that all ranks write together: each writes its share of every unit at its own ranges of shared files.
 
-No state is sent between ranks, only names, checksums of pieces and blocks (`checkpoint.ranges`), and after each
+No state is sent between ranks, only names, checksums of pieces and blocks (`checkpoint.range_writer`), and after each
 part of the work that nothing has failed. Rank 0 creates the folder and all files; the others find it at the same
 path. Each rank compares the previous checkpoint's frozen files with its share, and they are linked if none
 differs. Only once all ranks have synced and verified their bytes does rank 0 write the manifest.
@@ -18,17 +18,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatrain.checkpoint import Earlier, PlannedCheckpoint, manifest, ranges
+from megatrain.checkpoint import Earlier, PlannedCheckpoint, manifest, range_writer
 from megatrain.checkpoint.manifest import FileSum
-from megatrain.checkpoint.places import OwnBytes, Places
-from megatrain.checkpoint.ranges import RangeWriter, Written
+from megatrain.checkpoint.range_writer import RangeWriter, Written
+from megatrain.checkpoint.rank_byte_ranges import OwnBytes, RankByteRanges
 from megatrain.checkpoint.safetensors_writer import Shard
 from megatrain.checkpoint.save import writing_to
 from megatrain.dist import World
 from megatrain.errors import CheckpointError
 from megatrain.memory import UnitState
 from megatrain.spec.layout import Ownership
-from megatrain.train.gathered_files import Agree
+from megatrain.train.write_from_rank_zero import Agree
 
 STATE_NBYTES = 12
 """Bytes per parameter: float32 master, m and v."""
@@ -43,7 +43,7 @@ class SharedFiles:
     world: World
     agree: Agree
     planned: PlannedCheckpoint
-    places: Places
+    ranges: RankByteRanges
     owned: Ownership
     read: Callable[[int], UnitState]
     """Reads this rank's share of a unit as float32, valid until the next is read."""
@@ -60,14 +60,14 @@ class SharedFiles:
 
         staging: this rank's path of the folder.
         """
-        if not all(self.agree(lambda: self.places.are_known)):
+        if not all(self.agree(lambda: self.ranges.are_known)):
             return "converting its tensors does more than move their elements"
-        nonce, first = os.urandom(ranges.NONCE_NBYTES), self.world.rank == 0
-        self.agree(lambda: ranges.make_probe(staging, self.world.size) if first else None)
-        nonces = self.agree(lambda: ranges.probe(staging, self.world.rank, nonce))
-        all_see = all(self.agree(lambda: ranges.sees(staging, nonces)))
+        nonce, first = os.urandom(range_writer.NONCE_NBYTES), self.world.rank == 0
+        self.agree(lambda: range_writer.make_probe(staging, self.world.size) if first else None)
+        nonces = self.agree(lambda: range_writer.probe(staging, self.world.rank, nonce))
+        all_see = all(self.agree(lambda: range_writer.sees(staging, nonces)))
         if first:
-            (staging / ranges.PROBE).unlink()
+            (staging / range_writer.PROBE).unlink()
         return "" if all_see else "the ranks do not share its folder"
 
     def write(
@@ -97,16 +97,16 @@ class SharedFiles:
         of_ranks = [[Written(*row) for row in rows] for rows in self._rows(np.array(writer.written, np.uint64), 4)]
         sums = self._sums(staging, files, of_ranks, doubt)
         all_sums = [row[0] for rows in self._rows(np.array(sums, np.uint64), 1) for row in rows]
-        return {**linked, **ranges.file_sums(files, all_sums)}
+        return {**linked, **range_writer.file_sums(files, all_sums)}
 
     def _created(self, staging: Path, files: Sequence[Shard]) -> None:
         with writing_to(self.target):
-            ranges.create(staging, files)
+            range_writer.create(staging, files)
 
     def _begin(self, writer: RangeWriter, files: Sequence[Shard]) -> None:
         with writing_to(self.target):
             for shard in files:
-                writer.write(ranges.header_of(shard))
+                writer.write(range_writer.header_of(shard))
             writer.settle()
 
     def _write(self, writer: RangeWriter, units: Sequence[int], done: Callable[[int], object]) -> None:
@@ -140,7 +140,7 @@ class SharedFiles:
     ) -> list[int]:
         """Checksums of this rank's blocks, with agreements in between. Only a mismatch casts doubt on the folder,
         not a stop."""
-        blocks = [ranges.dealt_blocks(files, rank, self.world.size) for rank in range(self.world.size)]
+        blocks = [range_writer.dealt_blocks(files, rank, self.world.size) for rank in range(self.world.size)]
         mine, nbytes = blocks[self.world.rank], sum(each.nbytes for each in of_ranks[self.world.rank])
         at_once, sums = max(1, AT_ONCE_NBYTES // self.world.size // manifest.BLOCK_NBYTES), list[int]()
 
@@ -150,7 +150,9 @@ class SharedFiles:
             nonlocal failure
             try:
                 with writing_to(self.target):
-                    sums.extend(ranges.sums_of_blocks(staging, files, some, of_ranks, lambda: self.progress(nbytes)))
+                    sums.extend(
+                        range_writer.sums_of_blocks(staging, files, some, of_ranks, lambda: self.progress(nbytes))
+                    )
             except CheckpointError as error:
                 failure = error
             return failure is not None
@@ -169,14 +171,16 @@ class SharedFiles:
         """The frozen files that are unchanged since the previous checkpoint, which rank 0 has linked."""
         frozen = {shard.name: shard for shard in self.planned.frozen_weights}
         known = {} if earlier is None else {each: earlier.sum_of(each, frozen[each].nbytes) for each in frozen}
-        names = [each for each, there in known.items() if there and self.once.isdisjoint(self.places.units_in([each]))]
+        names = [each for each, there in known.items() if there and self.once.isdisjoint(self.ranges.units_in([each]))]
         mine = earlier.folder.name if earlier is not None else "", names
         before, names = self.agree(lambda: mine)[0]
         if not names:
             return {}
-        pieces = [ranges.header_of(frozen[each]) for each in names] if self.world.rank == 0 else []
-        own = (piece for _, own in self._units(self.places.units_in(names)) for piece in own if piece.file in names)
-        differ = self.agree(lambda: sorted(ranges.differing(staging.parent / before, itertools.chain(pieces, own))))
+        pieces = [range_writer.header_of(frozen[each]) for each in names] if self.world.rank == 0 else []
+        own = (piece for _, own in self._units(self.ranges.units_in(names)) for piece in own if piece.file in names)
+        differ = self.agree(
+            lambda: sorted(range_writer.differing(staging.parent / before, itertools.chain(pieces, own)))
+        )
         same = [each for each in names if not any(each in of for of in differ)]
 
         def link() -> dict[str, tuple[int, str]]:
@@ -188,7 +192,7 @@ class SharedFiles:
 
     def _units(self, units: Iterable[int]) -> Iterator[tuple[int, Iterator[OwnBytes]]]:
         for unit in units:
-            yield unit, self.places.own(unit, self.read(unit), self.owned)
+            yield unit, self.ranges.own(unit, self.read(unit), self.owned)
 
     def _rows(self, own: NDArray[np.uint64], width: int) -> list[list[list[int]]]:
         """All ranks' rows, from this rank's uint64[n, width], for any n."""

@@ -25,20 +25,20 @@ from megatrain.checkpoint import (
     full_check,
     hard_links,
     manifest,
-    places,
-    ranges,
+    range_writer,
+    rank_byte_ranges,
     write_checkpoint,
 )
 from megatrain.checkpoint.manifest import FileSum
-from megatrain.checkpoint.places import OwnBytes, Places
+from megatrain.checkpoint.rank_byte_ranges import OwnBytes, RankByteRanges
 from megatrain.dist import World
 from megatrain.errors import MegaTrainError, RankError
 from megatrain.memory import UnitState
 from megatrain.model import port_model
 from megatrain.spec.layout import Layout, Ownership, layout_of
-from megatrain.train import shared_files
-from megatrain.train.gathered_files import Agree, write_together
-from megatrain.train.shared_files import SharedFiles
+from megatrain.train import write_from_all_ranks
+from megatrain.train.write_from_all_ranks import SharedFiles
+from megatrain.train.write_from_rank_zero import Agree, write_together
 from tests.integration.test_ranks import files_in
 from tests.ranks import together, worlds
 from tests.saved import save, units_of
@@ -53,7 +53,7 @@ MOST = 3 * 1024
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which most are written by several ranks, which hear of each other often."""
     monkeypatch.setattr(manifest, "BLOCK_NBYTES", BLOCK)
-    monkeypatch.setattr(shared_files, "AT_ONCE_NBYTES", 1 << 16)
+    monkeypatch.setattr(write_from_all_ranks, "AT_ONCE_NBYTES", 1 << 16)
     monkeypatch.setattr(hard_links, "SMALLEST", 1)
 
 
@@ -103,7 +103,7 @@ class Rank:
             target = folder / f"step-{step:08}"
             here = target.with_name(agree(lambda: staging.name if staging else "")[0])
             read, progress = self.states.__getitem__, lambda nbytes: None
-            of = Places(self.planned, self.layouts), self.owned, read, frozenset[int](), progress, target
+            of = RankByteRanges(self.planned, self.layouts), self.owned, read, frozenset[int](), progress, target
             files = SharedFiles(self.world, agree, self.planned, *of)
             self.why = files.why_not(here)
             if self.why:
@@ -212,11 +212,11 @@ def test_conversions_that_compute_have_no_file_ranges(what: str, monkeypatch: py
         return found
 
     layouts = [layout_of(unit) for unit in planned.spec.over(2).units]
-    assert Places(planned, layouts).are_known
+    assert RankByteRanges(planned, layouts).are_known
     if what == "too many":
-        monkeypatch.setattr(places, "MOST_NUMBERED", 1000)
+        monkeypatch.setattr(rank_byte_ranges, "MOST_NUMBERED", 1000)
     monkeypatch.setattr(planned.written, "tensors", tensors)
-    assert not Places(planned, layouts).are_known
+    assert not RankByteRanges(planned, layouts).are_known
 
 
 def failing(size: int, folder: Path) -> list[tuple[str, int]]:
@@ -244,14 +244,14 @@ def test_a_full_disk_on_one_rank_is_reported_on_all_and_leaves_nothing(
 
 
 def test_an_abandoned_save_does_not_disable_shared_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = ranges.sums_of_blocks
+    honest = range_writer.sums_of_blocks
 
     def sums_of_blocks(*given: Any) -> list[int]:
         if threading.current_thread().name == "rank 1":
             raise RuntimeError("given up")
         return honest(*given)
 
-    monkeypatch.setattr(ranges, "sums_of_blocks", sums_of_blocks)
+    monkeypatch.setattr(range_writer, "sums_of_blocks", sums_of_blocks)
 
     def work(world: World) -> tuple[str, int]:
         rank = Rank(world, planned_of("llama"), 2)
@@ -287,9 +287,9 @@ def test_a_rank_dying_during_a_save_leaves_the_previous_checkpoint(
 
 def spoil_unit(monkeypatch: pytest.MonkeyPatch, failure: BaseException | None) -> None:
     """Rank 1 fails in the midst of what it writes, or leaves a piece out."""
-    honest = Places.own
+    honest = RankByteRanges.own
 
-    def own(self: Places, unit: int, state: UnitState, owned: Ownership) -> Iterator[OwnBytes]:
+    def own(self: RankByteRanges, unit: int, state: UnitState, owned: Ownership) -> Iterator[OwnBytes]:
         for number, piece in enumerate(honest(self, unit, state, owned)):
             if owned.rank == 1 and unit == 2 and number == 3:
                 if failure is None:
@@ -297,14 +297,14 @@ def spoil_unit(monkeypatch: pytest.MonkeyPatch, failure: BaseException | None) -
                 raise failure
             yield piece
 
-    monkeypatch.setattr(Places, "own", own)
+    monkeypatch.setattr(RankByteRanges, "own", own)
 
 
 @pytest.mark.parametrize("spoilt", ["lost", "flipped", "elsewhere", "left out"])
 def test_lost_writes_are_found_before_the_manifest_is_written(
     spoilt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest, number = ranges.write_all, itertools.count()
+    honest, number = range_writer.write_all, itertools.count()
 
     def write(file: int, data: memoryview, start: int) -> None:
         if next(number) != 20:
@@ -317,7 +317,7 @@ def test_lost_writes_are_found_before_the_manifest_is_written(
 
     if spoilt == "left out":
         spoil_unit(monkeypatch, None)
-    monkeypatch.setattr(ranges, "write_all", write)
+    monkeypatch.setattr(range_writer, "write_all", write)
     told = failing(2, tmp_path)
     assert all("safetensors holds between byte" in line and doubts == 1 for line, doubts in told)
     assert not list(tmp_path.iterdir())
