@@ -33,7 +33,7 @@ def install_recorders(model: PreTrainedModel) -> bool:
     inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     for module in inner:
         output_capturing.maybe_install_capturing_hooks(module)
-    return any(ROUTERS in (output_capturing._CAN_RECORD_REGISTRY.get(module) or ()) for module in inner)
+    return any(ROUTERS in (module._can_record_outputs or ()) for module in inner)
 
 
 @contextmanager

@@ -56,8 +56,8 @@ COMPARED: tuple[dict[str, Any], ...] = (
 
 def test_the_option_table_covers_the_installed_libraries() -> None:
     both = [each.name for each in fields(SFTConfig)]
-    assert sorted(OPTIONS) == sorted(both)
-    assert set(TRAINING) == {each.name for each in fields(TrainingArguments)}
+    assert set(both) <= set(OPTIONS)  # an older library has fewer
+    assert {each.name for each in fields(TrainingArguments)} <= set(TRAINING)
     assert not set(TRAINING) & set(SFT)
 
 
@@ -90,6 +90,8 @@ def test_options_handled_by_the_engine_match_the_stock_trainer() -> None:
 
 @pytest.mark.parametrize("changes", COMPARED, ids=["sizes, optimizer and logs", "smoothing and the best model"])
 def test_options_match_the_stock_trainer(tmp_path: Path, changes: dict[str, Any]) -> None:
+    known = {each.name for each in fields(TrainingArguments)}  # an older library has fewer
+    changes = {name: value for name, value in changes.items() if name in known}
     (stock, _), (ours, _) = (run(kind, tmp_path / kind.__name__, **changes) for kind in (Trainer, StreamedTrainer))
     names = ("step", "loss", "grad_norm", "learning_rate", "eval_loss", "num_input_tokens_seen", "epoch")
     mine, theirs = history(ours, *names), history(stock, *names)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, masking_utils
 
 import megatrain
 from megatrain.data import EncodedSample, Loader, PackedRows, SampleFile, SampleRows
@@ -36,6 +36,10 @@ ATTENTION: dict[str, dict[str, Any]] = {
     },
     "learned positions": {"model_type": "gpt2", **KINDS["gpt2"]},
 }  # fmt: skip
+
+
+MIXES_CHUNKS = not hasattr(masking_utils, "packed_sequence_compatibility_function")
+"""An older transformers divides packed rows into chunks, not their samples."""
 
 
 def model_of(fields: dict[str, Any], attention: str) -> PreTrainedModel:
@@ -73,6 +77,8 @@ def one_epoch(rows: PackedRows | SampleRows, size: int) -> list[Batch]:
     ],
 )
 def test_packed_and_unpacked_gradients_are_equal(samples: SampleFile, kind: str, kernel: str) -> None:
+    if kind == "chunked" and MIXES_CHUNKS:
+        pytest.skip("this transformers mixes them, and they are refused")
     model = model_of(ATTENTION[kind], kernel)
     every = np.arange(len(samples))
     packed = PackedRows(samples, every, WINDOW, 0)
@@ -151,7 +157,8 @@ def test_models_that_mix_packed_samples_are_reported(fields: dict[str, Any], rea
 @pytest.mark.parametrize("kind", ATTENTION)
 def test_models_that_separate_packed_samples_are_accepted(kind: str) -> None:
     model = model_of(ATTENTION[kind], "sdpa")
-    assert why_not_packable(model.config, type(model), "sdpa") == ""
+    reason = why_not_packable(model.config, type(model), "sdpa")
+    assert (reason == "") == (kind != "chunked" or not MIXES_CHUNKS), reason
 
 
 def test_flash_attention_requires_single_rows() -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from bench.measured_models import measured
 from megatrain.model.known_models import known_models
 from megatrain.plan.measured_models import built_in, known_name, known_names
+
+CONSTRAINTS = (Path(__file__).parents[2] / "constraints.txt").read_text().split()
+IS_PINNED = f"torch=={torch.__version__.partition('+')[0]}" in CONSTRAINTS
 
 
 def test_every_built_in_model_has_measurements() -> None:
@@ -27,6 +33,7 @@ def test_stored_measurements_have_the_models_parameters(name: str) -> None:
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B")),
     ],
 )
+@pytest.mark.skipif(not IS_PINNED, reason="what layers allocate differs by version of PyTorch")
 def test_stored_measurements_equal_new_ones(name: str) -> None:
     """Where it is not, `python -m bench.measured_models` writes it anew."""
     assert built_in(name) == measured(name)

@@ -19,7 +19,7 @@ from megatrain.train.engine import Engine
 from tests.fake_hub import Hub
 from tests.run.test_training import configuration, train
 
-SLOW = ("torch", "transformers", "numba", "datasets", "rich")
+SLOW = ("torch", "transformers", "numba", "datasets")
 TELL = """
 import sys
 from megatrain import cli
