@@ -30,7 +30,7 @@ traceback means a bug of ours. Errors of other libraries are summarised in one l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 _NAMED = (KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError, RuntimeError)
 """Exceptions whose text means little without their type's name."""
@@ -115,7 +115,14 @@ class PlanError(MegaTrainError):
 
 
 class DoesNotFit(PlanError):
-    """A policy needs more memory than a tier has; nothing has been allocated."""
+    """A policy needs more memory than a tier has; nothing has been allocated.
+
+    needed: tier -> the exact number of bytes, which the text rounds up.
+    """
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "", needed: Mapping[str, int] | None = None) -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.needed = dict(needed or {})
 
 
 class ScheduleError(MegaTrainError):

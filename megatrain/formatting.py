@@ -20,6 +20,21 @@ def amount(nbytes: float) -> str:
     return _scaled(nbytes, ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")))
 
 
+def at_least(nbytes: int) -> str:
+    """An amount that is needed, rounded up: a limit of what this says is enough."""
+    return amount(-(-nbytes // _third_digit(nbytes)) * _third_digit(nbytes))
+
+
+def at_most(nbytes: int) -> str:
+    """An amount that is available, rounded down."""
+    return amount(nbytes - nbytes % _third_digit(nbytes))
+
+
+def _third_digit(number: int) -> int:
+    """The value of a one in the third digit: 100,000,000 for 21 billion."""
+    return int(10 ** max(0, len(str(number)) - 3))
+
+
 def duration(seconds: float) -> str:
     """`7.28 s`, `94.0 s`, `41.0 days`: in the largest unit of which there are at least two."""
     for size, unit in ((31_557_600.0, "years"), (86_400.0, "days"), (3_600.0, "hours"), (60.0, "minutes")):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatrain.checkpoint.safetensors_writer import Shard, ShardWriter, plan_shards, write_index
 from megatrain.errors import ExportError
+from megatrain.formatting import at_least, at_most
 from megatrain.model import PortedModel, Written, written_of, written_parameters
 from megatrain.spec import Precision
 from megatrain.system.atomic import appearing
@@ -238,7 +239,7 @@ def _refuse_too_little_space(target: Path, shards: list[Shard]) -> None:
     free = shutil.disk_usage(target.parent).free
     if free < needed:
         raise ExportError(
-            f"needs {needed:,} bytes, and {free:,} are free",
+            f"needs {at_least(needed)}, and {at_most(free)} are free",
             where=str(target),
             fix="free some space, or choose another folder",
         )

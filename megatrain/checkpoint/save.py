@@ -35,6 +35,7 @@ from megatrain.checkpoint.manifest import MANIFEST, FileSum, Manifest, sum_of
 from megatrain.checkpoint.run_state import TRAINING, write_training
 from megatrain.checkpoint.safetensors_writer import Shard, ShardFile, ShardWriter, plan_front_to_back, write_index
 from megatrain.errors import CheckpointError
+from megatrain.formatting import at_least, at_most
 from megatrain.model import PortedModel, Written, WrittenTensor, written_of
 from megatrain.spec import ModelSpec, ParamSpec
 from megatrain.system.atomic import appearing
@@ -335,4 +336,4 @@ def _refuse_too_little_space(target: Path, needed: int) -> None:
     """An existing checkpoint stays until the new one is complete, so its space does not count as free."""
     free = shutil.disk_usage(target.parent).free
     if free < needed:
-        raise OSError(errno.ENOSPC, f"needs {needed:,} bytes, and {free:,} are free")
+        raise OSError(errno.ENOSPC, f"needs {at_least(needed)}, and {at_most(free)} are free")

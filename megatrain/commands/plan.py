@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatrain.errors import ConfigError, DeviceError, DoesNotFit, ModelError, PlanError
-from megatrain.formatting import amount, counted, duration
+from megatrain.formatting import amount, at_least, at_most, counted, duration
 from megatrain.formatting import rate as _rate
 from megatrain.plan import (
     Outlook,
@@ -436,12 +436,12 @@ def _limits(machine: Hardware, memories: Mapping[str, str | None], *, is_this_on
     found = {tier: _nbytes(tier, text, there[tier]) for tier, text in memories.items()}
     for tier, nbytes in found.items():
         if is_this_one and nbytes and 0 < there[tier] < nbytes:
-            what = f"{amount(nbytes)} of {tier} memory are asked for, but this machine has {amount(there[tier])}"
+            what = f"{at_least(nbytes)} of {tier} memory are asked for, but this machine has {at_most(there[tier])}"
             raise ConfigError(what, where=f"--{tier}-memory", fix="give less, or name another machine with --hardware")
     total = machine.device_nbytes + machine.host_nbytes
     if divides_one_memory(machine) and total < sum(found[tier] or there[tier] for tier in ("device", "host")):
         given, other = ("device", "host") if memories["device"] is not None else ("host", "device")
-        what = f"device and host of {machine.name} divide one memory of {amount(total)}"
+        what = f"device and host of {machine.name} divide one memory of {at_most(total)}"
         raise ConfigError(what, where=f"--{given}-memory", fix=f"give --{other}-memory too, so that both are no more")
     return Limits(found["device"], found["host"], found["disk"])
 

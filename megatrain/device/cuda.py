@@ -38,6 +38,7 @@ from megatrain.device.worker import (
     worker_of,
 )
 from megatrain.errors import DeviceError, MegaTrainError, OutOfDeviceMemory
+from megatrain.formatting import at_least, at_most
 
 COPIES = ("fetch", "grad")
 LINK = "link"
@@ -261,7 +262,7 @@ class CudaDevice:
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
         except torch.OutOfMemoryError as error:
             raise OutOfDeviceMemory(
-                f"{nbytes:,} bytes for {owner} do not fit into {self.free_nbytes():,} free bytes",
+                f"{at_least(nbytes)} for {owner} do not fit into the {at_most(self.free_nbytes())} that are free",
                 where=self.name,
                 fix="use fewer slots, smaller micro-batches, or a smaller model",
             ) from error

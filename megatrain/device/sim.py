@@ -32,6 +32,7 @@ from megatrain.device.base import Event, Interval, OnTheHost, Stream, Task, Work
 from megatrain.device.race_check import Clock, RaceDetector, joined
 from megatrain.device.worker import as_foreground_error, raise_first
 from megatrain.errors import BrokenPromise, Deadlock, DeviceError, MegaTrainError, OutOfDeviceMemory
+from megatrain.formatting import amount, at_least, at_most
 from megatrain.spec.contention import NO_CONTENTION, Contention, StreamClock, TimedTask
 
 POISON = 0xFF
@@ -176,9 +177,9 @@ class SimDevice(OnTheHost):
     def allocate(self, nbytes: int, owner: str) -> Tensor:
         used = sum(self._owners.values())
         if self.capacity is not None and used + nbytes > self.capacity:
-            table = ", ".join(f"{name} {size:,}" for name, size in self._owners.items()) or "nothing"
+            table = ", ".join(f"{name} {amount(size)}" for name, size in self._owners.items()) or "nothing"
             raise OutOfDeviceMemory(
-                f"{nbytes:,} bytes for {owner} do not fit in {self.capacity:,} bytes of device memory",
+                f"{at_least(nbytes)} for {owner} do not fit in {at_most(self.capacity)} of device memory",
                 where=self.name,
                 fix=f"it holds: {table}",
             )
@@ -202,7 +203,7 @@ class SimDevice(OnTheHost):
         nbytes = memory.numel()
         after = sum(self.locked.values()) + nbytes
         if self.lockable_nbytes is not None and after > self.lockable_nbytes:
-            what = f"{nbytes:,} bytes for {owner} make {after:,} page-locked, but {self.lockable_nbytes:,} are allowed"
+            what = f"with {owner}, {at_least(after)} are page-locked, and {at_most(self.lockable_nbytes)} are allowed"
             raise DeviceError(what, where=self.name, fix="use a policy with transfer='staged' or 'pageable'")
         self.locked[memory.data_ptr()] = nbytes
 

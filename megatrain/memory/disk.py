@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megatrain.device.worker import OwningProcess
 from megatrain.errors import CorruptRegion, DiskError, DiskFull
+from megatrain.formatting import amount, at_least, at_most
 from megatrain.memory.disk_faults import DiskFault, FaultPlan
 from megatrain.memory.io_queue import Bytes, Reads, Region, Traffic, Writes
 from megatrain.memory.scratch_files import Block, ScratchFile, Space, as_disk_error, lay_out
@@ -225,8 +226,9 @@ class Disk:
             growth[file.device] += after.nbytes - before.nbytes
             if growth[file.device] and growth[file.device] > (free := file.free_nbytes()):
                 more = f" and {len(labels) - 1} more" if labels[1:] else ""
+                needed = at_least(growth[file.device])
                 raise DiskFull(
-                    f"{labels[0]}{more} need {growth[file.device]:,} bytes of disk, of which {free:,} are free",
+                    f"{labels[0]}{more} need {needed} of disk, of which {at_most(free)} are free",
                     where=str(file.folder),
                     fix="free space there, give a folder on another drive, or keep less on the disk",
                 )
@@ -244,7 +246,7 @@ class Disk:
                 for each, length, longer in grown:
                     with suppress(OSError):
                         each.resize(longer, length)
-                what = f"cannot allocate {after.nbytes - before.nbytes:,} bytes more"
+                what = f"cannot allocate {amount(after.nbytes - before.nbytes)} more"
                 raise as_disk_error(error, what, str(file.folder)) from error
 
 

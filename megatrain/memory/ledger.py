@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from megatrain.errors import DoesNotFit
+from megatrain.formatting import amount, at_least, at_most
 from megatrain.schedule import Buffer, nbytes_by_use
 
 
@@ -31,10 +32,12 @@ class Ledger:
             counted = ("host", "device") if self.one_memory and tier == "host" else (tier,)
             needed = sum(buffer.nbytes for buffer in after.values() if buffer.tier in counted)
             if needed > budget:
+                lacks = f"{at_least(needed - budget)} more than its budget of {at_most(budget)}"
                 raise DoesNotFit(
-                    f"needs {needed:,} bytes of {tier} memory, {needed - budget:,} more than its budget of {budget:,}",
+                    f"needs {at_least(needed)} of {tier} memory, {lacks}",
                     where="memory",
                     fix=f"it would hold {_in_words(after.values(), tier)}",
+                    needed={tier: needed},
                 )
 
     def enter(self, buffer: Buffer) -> None:
@@ -57,4 +60,4 @@ class Ledger:
 
 def _in_words(buffers: Iterable[Buffer], tier: str) -> str:
     uses = {use: nbytes for (of, use), nbytes in nbytes_by_use(buffers).items() if of == tier}
-    return ", ".join(f"{use} {nbytes:,}" for use, nbytes in uses.items())
+    return ", ".join(f"{use} {amount(nbytes)}" for use, nbytes in uses.items())

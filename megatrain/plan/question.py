@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from megatrain.errors import PlanError
+from megatrain.formatting import at_most
 from megatrain.plan.cost import Calibration
 from megatrain.schedule import Timeline
 from megatrain.schedule.passes.state_buffers import save_nbytes
@@ -121,8 +122,8 @@ class Question:
         """The budget of a tier, and where it comes from, in words."""
         limit, total = next((limit, total) for name, limit, total in self._limits() if name == tier)
         if limit is not None:
-            return f"the {total:,} available" if limit == total else f"its budget of {limit:,}"
-        return f"the {usable_nbytes(total):,} usable of {total:,}"
+            return f"the {at_most(total)} available" if limit == total else f"its budget of {at_most(limit)}"
+        return f"the {at_most(usable_nbytes(total))} usable of {at_most(total)}"
 
     def _limits(self) -> list[tuple[str, int | None, int]]:
         """(tier, the user's limit in bytes, bytes of the machine)"""

@@ -21,6 +21,7 @@ from math import inf
 from typing import Any, TypeVar
 
 from megatrain.errors import DoesNotFit
+from megatrain.formatting import amount, at_least
 from megatrain.plan.activation_plan import ActivationRows, MixtureOption, Mixtures
 from megatrain.plan.advice import changes
 from megatrain.plan.estimates import coarse, estimate, examine, fitted, gc_paused, mixture_rows, sizes, with_placements
@@ -257,13 +258,14 @@ class Search:
         slots, _ = self.leanest_plans
         least = min(self.leanest_plans, key=lambda each: max(each.taken.short(self.budgets).values()))
         tier = max(short := least.taken.short(self.budgets), key=lambda name: short[name])
-        saves = f" ({least.save_nbytes:,} of them for checkpoints)" if tier == "host" and least.save_nbytes else ""
+        saves = f" ({amount(least.save_nbytes)} of it for checkpoints)" if tier == "host" and least.save_nbytes else ""
         disk = ", even with state on the disk" if tier == "host" and least.nbytes["disk"] else ""
         return DoesNotFit(
-            f"needs at least {least.nbytes[tier]:,} bytes of {tier} memory{saves}{disk}, "
-            f"{short[tier]:,} more than {self.question.limit(tier)}",
+            f"needs at least {at_least(least.nbytes[tier])} of {tier} memory{saves}{disk}, "
+            f"{at_least(short[tier])} more than {self.question.limit(tier)}",
             where=f"plan for {self.question.model.name} on {self.question.hardware.name}",
             fix=self._nearest_change(least.taken, slots.nbytes.get("device", 0) - least.nbytes.get("device", 0)),
+            needed=least.nbytes,
         )
 
     def _nearest_change(self, least: Estimate, freed: int) -> str:
@@ -277,7 +279,7 @@ class Search:
             may_fit = all(number <= (freed if tier == "device" else 0) for tier, number in short.items())
             if may_fit and any(each.taken.fits(search.budgets) for each in search.leanest_plans):
                 return f"{words} would fit"
-        needed = [f"{least.nbytes[tier]:,} bytes of {tier} memory" for tier in self.budgets if least.nbytes[tier]]
+        needed = [f"{at_least(least.nbytes[tier])} of {tier} memory" for tier in self.budgets if least.nbytes[tier]]
         return f"provide {', '.join(needed)}, or choose a smaller model"
 
     def _micro_batch_sizes(self) -> list[int]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatrain.checkpoint import Checkpoint, checkpoints
 from megatrain.config import Config
 from megatrain.errors import ConfigError
-from megatrain.formatting import amount
+from megatrain.formatting import at_least, at_most
 from megatrain.plan.host_resources import available_disk_nbytes
 from megatrain.spec import ModelSpec
 from megatrain.system.paths import nearest_folder
@@ -40,7 +40,7 @@ def refuse_full_disk(config: Config, spec: ModelSpec, taken: Checkpoint | None) 
             free += sum(_nbytes_in(path) for path in checkpoints(config.checkpoints))
         if free < needed:
             names = " and ".join(name for _, _, name, _ in on_one_disk)
-            what = f"has {amount(free)} free, but about {amount(needed)} are needed for {names}"
+            what = f"has {at_most(free)} free, but about {at_least(needed)} are needed for {names}"
             raise ConfigError(what, where=str(folder), fix=f"free some space, or choose another {key}")
 
 

@@ -16,7 +16,7 @@ from megatrain.config import Config
 from megatrain.data import Batch, Tokenizer, save_tokenizer
 from megatrain.engine import DTYPES
 from megatrain.errors import ConfigError, ExportError
-from megatrain.formatting import amount, counted
+from megatrain.formatting import at_least, at_most, counted
 from megatrain.model import load_trained
 from megatrain.run.history import CONFIG, read_history
 from megatrain.spec import Precision
@@ -100,7 +100,7 @@ def verify_trained(config: Config, engine: Engine, batch: Batch, saved: Path, co
     needed = 4 * engine.structure.numel + LOGITS * batch["input_ids"].numel() * engine.structure.vocab_size
     left = min(engine.world.exchange("free memory", engine.host_nbytes_left()))
     if needed > left:
-        what = f"that takes {amount(needed)} of host memory, but {amount(left)} are left"
+        what = f"that takes {at_least(needed)} of host memory, but {at_most(left)} are left"
         said = f"the saved model was not reloaded to compare its loss: {what}"
         console.print(Text(said, "yellow"), soft_wrap=True)
         return

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 
 from megatrain.config import DiskSection, MemorySection
 from megatrain.device.probe_disk import disk_speed
 from megatrain.errors import ConfigError, DeviceError, DiskError
-from megatrain.formatting import amount
+from megatrain.formatting import amount, at_least, at_most
 from megatrain.memory import Disk
 from megatrain.model import InFiles, listed
 from megatrain.plan import Plan, written_nbytes_per_day
@@ -67,7 +68,7 @@ def refuse_wear(plan: Plan, disk: DiskSection) -> None:
     found = plan.question.hardware.sharing_ranks * written_nbytes_per_day(plan)
     if found > most:
         raise ConfigError(
-            f"the plan writes {amount(found)} to the disk per day, but {amount(most)} are allowed",
+            f"the plan writes {at_least(ceil(found))} to the disk per day, but {at_most(most)} are allowed",
             where="disk.max_write_per_day",
             fix="give more host memory, more tokens per step (each step writes once), or a higher limit",
         )

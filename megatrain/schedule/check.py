@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from megatrain.errors import ScheduleError
+from megatrain.formatting import at_least, at_most
 from megatrain.schedule.contents import Content, Gradient
 from megatrain.schedule.deps import unordered
 from megatrain.schedule.ops import Access, Op, Schedule, Use
@@ -46,7 +47,7 @@ def check(schedule: Schedule, capacity: Mapping[Tier, int] | None = None) -> Non
         peak = schedule.peak_nbytes(tier)
         if peak > nbytes:
             raise ScheduleError(
-                f"{tier} memory peaks at {peak:,} bytes", where="schedule", fix=f"its capacity is {nbytes:,} bytes"
+                f"{tier} memory peaks at {at_least(peak)}", where="schedule", fix=f"its capacity is {at_most(nbytes)}"
             )
 
 

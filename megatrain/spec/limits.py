@@ -33,8 +33,8 @@ class Limits:
         return {"device": self.device_nbytes, "host": self.host_nbytes, "disk": self.disk_nbytes}[tier]
 
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
-    f"{letter}I": 1 << 10 * power for power, letter in enumerate("KMGT", 1)
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15} | {
+    f"{letter}I": 1 << 10 * power for power, letter in enumerate("KMGTP", 1)
 }
 _LEAST, _MOST = 10**6, 1e18
 
@@ -44,11 +44,11 @@ def parse_nbytes(text: str, where: str, there: int | None = None) -> int:
     written = text.strip().upper()
     if there is not None and (share := re.fullmatch(r"(\d+(?:\.\d*)?)\s*%", written)) and 0 < float(share[1]) <= 100:
         return int(float(share[1]) / 100 * there)
-    match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMGT]?I?)B?", written)
+    match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMGTP]?I?)B?", written)
     unit = _UNITS.get(match[2]) if match else None
     if match is None or unit is None or not _LEAST <= (nbytes := float(match[1]) * unit) <= _MOST:
         share_too = "" if there is None else " or 80%"
         raise ConfigError(
             f"{shown(text)} is not an amount of memory", where=where, fix=f"give one such as 24GB{share_too} or 1.5TB"
         )
-    return int(nbytes)
+    return round(nbytes)  # 2.01 * 10**6 is less than 2,010,000

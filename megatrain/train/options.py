@@ -20,6 +20,7 @@ from megatrain.dist import ALONE, World
 from megatrain.dist.processes import join
 from megatrain.engine import DTYPES
 from megatrain.errors import ConfigError, DiskError, DoesNotFit, PlanError
+from megatrain.formatting import at_least, at_most
 from megatrain.memory import Disk
 from megatrain.memory.model_files import ModelFiles, extents_of
 from megatrain.model import AdaptedSource, PortedModel, Source, port_model, require_compiler
@@ -189,8 +190,9 @@ def _placed(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy:
     placed = spill_to_fit(spec, numerics, policy, budget - beside)
     if placed is None:
         least = host_nbytes(spec, numerics, spill(spec, numerics, policy, 0), saves=False) + beside
-        what = f"needs at least {least:,} bytes of host memory, even with state on the disk"
-        raise DoesNotFit(f"{what}, {least - budget:,} more than its budget of {budget:,}", where="host memory")
+        what = f"needs at least {at_least(least)} of host memory, even with state on the disk"
+        lacks = f"{at_least(least - budget)} more than its budget of {at_most(budget)}"
+        raise DoesNotFit(f"{what}, {lacks}", where="host memory", needed={"host": least})
     return policy if all(placement == IN_HOST for placement in placed.placements) else placed
 
 

@@ -366,7 +366,7 @@ def test_invalid_memory_amounts_are_refused(text: str) -> None:
         (
             {"device_memory": "6GB", "host_memory": "10GB", "disk_memory": "0", **FEW},
             DoesNotFit,
-            "bytes of host memory",
+            "B of host memory",
         ),
         (
             {"tokens_per_step": 100, "length": 200},
@@ -531,7 +531,7 @@ def test_a_memory_that_device_and_host_divide_is_told_and_divided(saved: str) ->
     assert "memory: {device: 33285996544, host: 93415538688}" in told
     told = shown(saved, hardware="dgx-spark", device_memory="60GB", host_memory="60GB", **FEW)
     assert 'memory: {device: "60GB", host: "60GB"}' in told
-    with pytest.raises(ConfigError, match=r"^--device-memory: .* divide one memory of 129 GB; give --host-memory too"):
+    with pytest.raises(ConfigError, match=r"^--device-memory: .* divide one memory of 128 GB; give --host-memory too"):
         shown(saved, hardware="dgx-spark", device_memory="60GB", **FEW)
     with pytest.raises(ConfigError, match=r"^--host-memory: .* divide one memory of .*; give --device-memory too"):
         shown(saved, hardware="dgx-spark", host_memory="110GB", **FEW)

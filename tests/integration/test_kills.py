@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megatrain.spec.limits import parse_nbytes
 from tests.fork_server import Child, Preloaded
 from tests.integration.killed_run import run
 from tests.tiny import BYTE_LLAMA
@@ -89,9 +90,9 @@ def least_host(preloaded: Preloaded, folder: Path, disk: bool) -> int:
     """Bytes of host memory with which a run just fits, its state on the disk or its base in files: what a refusal
     names."""
     said = ran(preloaded, configuration(folder, "refused", 1000, disk), (2,)).said
-    named = re.search(r"needs at least ([\d,]+) bytes of host memory", said)
+    named = re.search(r"needs at least (\S+ [MG]B) of host memory", said)
     assert named is not None, said
-    return int(named[1].replace(",", ""))
+    return parse_nbytes(named[1], "host")
 
 
 def survive(

@@ -90,7 +90,7 @@ def test_budgets_are_exact_and_checked_before_allocating(tier: str) -> None:
         engine.step(unequal_batches())
     device = SimDevice()
     with (
-        pytest.raises(DoesNotFit, match=f"{tier} memory, 1 more than its budget"),
+        pytest.raises(DoesNotFit, match=f"{tier} memory, 1 B more than its budget"),
         Engine.from_model(tiny_model(), device, policy=Policy(), limits=short) as engine,
     ):
         engine.step(unequal_batches())
@@ -98,7 +98,7 @@ def test_budgets_are_exact_and_checked_before_allocating(tier: str) -> None:
 
 
 def test_device_out_of_memory_is_a_typed_error_listing_owners() -> None:
-    with pytest.raises(DoesNotFit, match=r"device memory, .* more than its budget of 30,000; it would hold"):
+    with pytest.raises(DoesNotFit, match=r"device memory, .* more than its budget of 30.0 kB; it would hold"):
         Engine.from_model(tiny_model(), SimDevice(capacity=30_000))
 
 

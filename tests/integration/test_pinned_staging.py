@@ -54,7 +54,7 @@ def test_beyond_the_pinning_limit_staging_buffers_or_pageable_copies_are_used() 
             assert equal(results(made), expected)
             assert sum(device.locked.values()) <= limit
     with pytest.raises(
-        DeviceError, match=r"make [\d,]+ page-locked, but 1,000 are allowed; use a policy with transfer"
+        DeviceError, match=r"\S+ [kM]B are page-locked, and 1.00 kB are allowed; use a policy with transfer"
     ):
         small(SimDevice(1, lockable=1000), Policy())
 

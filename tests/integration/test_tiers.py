@@ -278,7 +278,7 @@ def test_a_third_of_the_memory_and_a_folder_give_the_same_numbers(device: str, t
         assert sum(nbytes for (tier, _), nbytes in table.items() if tier in tiers) <= state // 3
         assert table["disk", "optimizer state"] > 0
         assert equal(results(made), expected)
-    with pytest.raises(DoesNotFit, match=r"needs at least .* bytes of host memory, even with state on the disk"):
+    with pytest.raises(DoesNotFit, match=r"needs at least .* of host memory, even with state on the disk"):
         deep(Limits(host_nbytes=1000))
 
 

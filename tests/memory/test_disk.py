@@ -241,7 +241,7 @@ def test_too_small_a_disk_is_refused_before_allocating(tmp_path: Path, monkeypat
     with pytest.raises(DiskFull) as raised:
         disk.provide({"a": (800_000, "moments of layer 0"), "b": (300_000, "moments of layer 1")})
     assert str(raised.value) == (
-        f"{tmp_path / '1'}: moments of layer 0 and 1 more need 1,105,920 bytes of disk, of which 1,048,576 are free; "
+        f"{tmp_path / '1'}: moments of layer 0 and 1 more need 1.11 MB of disk, of which 1.04 MB are free; "
         "free space there, give a folder on another drive, or keep less on the disk"
     )
     assert disk.nbytes() == 0
@@ -294,7 +294,7 @@ def test_a_partially_failed_allocation_is_rolled_back(tmp_path: Path, monkeypatc
         allocate(file, start, nbytes)
 
     monkeypatch.setattr(scratch_files, "_ALLOCATE", refuse)
-    with pytest.raises(DiskFull, match=r"1: cannot allocate 4,096 bytes more \(No space left"):
+    with pytest.raises(DiskFull, match=r"1: cannot allocate 4.10 kB more \(No space left"):
         disk.provide({"b": (2 * SECTOR, "b")})
     assert [os.fstat(file.number).st_size for file in disk._files] == [SECTOR, SECTOR]
     assert disk.nbytes() == 2 * SECTOR

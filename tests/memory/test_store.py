@@ -148,7 +148,7 @@ def test_buffers_grow_and_are_reused() -> None:
 def test_a_refused_allocation_records_nothing() -> None:
     pool = Pool(CpuDevice(), Ledger({"host": 10}))
     pool.provide([Buffer("host/a", "host", 6, Use.NORMS)])
-    with pytest.raises(DoesNotFit, match="needs 11 bytes of host memory, 1 more than its budget of 10"):
+    with pytest.raises(DoesNotFit, match="needs 11 B of host memory, 1 B more than its budget of 10 B"):
         pool.provide([Buffer("host/b", "host", 5, Use.NORMS)])
     assert pool.ledger.nbytes("host") == 6
 
@@ -156,7 +156,7 @@ def test_a_refused_allocation_records_nothing() -> None:
 def test_device_buffers_count_against_the_host_where_there_is_one_memory() -> None:
     buffers = [Buffer("host/a", "host", 6, Use.NORMS), Buffer("device/b", "device", 5, Use.NORMS)]
     Ledger({"host": 10}).require(buffers)
-    with pytest.raises(DoesNotFit, match="needs 11 bytes of host memory"):
+    with pytest.raises(DoesNotFit, match="needs 11 B of host memory"):
         Ledger({"host": 10}, one_memory=True).require(buffers)
 
 

@@ -258,7 +258,7 @@ def test_shared_weights_stay_in_memory_with_state_on_disk() -> None:
     assert plan.nbytes["disk"]
     assert all(placement.weights in ("host", "device") for placement in plan.policy.placements)
     less = replace(question, hardware=replace(here, host_nbytes=1 << 30))
-    with pytest.raises(DoesNotFit, match="bytes of host memory, even with state on the disk"):
+    with pytest.raises(DoesNotFit, match="B of host memory, even with state on the disk"):
         find_plan(question_of_one(less, 4, 4))
 
 

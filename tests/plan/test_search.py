@@ -14,10 +14,12 @@ import pytest
 
 from bench.shapes import llama_shape
 from megatrain.errors import DoesNotFit, PlanError
+from megatrain.formatting import at_least
 from megatrain.plan import Choice, Plan, Question, examine, find_plan, machine, search
 from megatrain.plan.placement import ON_DEVICE
 from megatrain.plan.search import KNOBS
 from megatrain.spec import IN_HOST, SAVED_BY, Hardware, Limits, ModelSpec, Numerics, Placement, Policy
+from megatrain.spec.limits import parse_nbytes
 
 
 def llama(layers: int = 4) -> ModelSpec:
@@ -113,7 +115,7 @@ def test_plans_that_do_not_fit_state_the_shortfall_and_a_remedy(tier: str) -> No
     short = budgeted(asked, tier, find_plan(asked).nbytes[tier] // 50)
     with pytest.raises(DoesNotFit) as caught:
         find_plan(short)
-    assert f"bytes of {tier} memory" in str(caught.value)
+    assert f"B of {tier} memory" in str(caught.value)
     assert "more than its budget of" in str(caught.value)
     assert caught.value.fix
 
@@ -170,7 +172,7 @@ def test_only_the_overflow_of_host_and_disk_is_on_the_device() -> None:
         assert plan.taken.fits({"device": DRIVE.device_nbytes, "host": host, "disk": disk})
         assert any(placement.on_device for placement in plan.policy.placements)
     short = budgeted(budgeted(budgeted(asked, "device", 1_500_000), "host", host), "disk", 0)
-    assert "needs at least" in refusal(short)
+    assert "needs at least" in str(refusal(short))
 
 
 @pytest.mark.slow
@@ -213,13 +215,13 @@ def budgeted(asked: Question, tier: str, nbytes: int) -> Question:
     return replace(asked, limits=limits)
 
 
-def refusal(asked: Question) -> str:
-    """Why nothing fits; empty where something does."""
+def refusal(asked: Question) -> DoesNotFit | None:
+    """Why nothing fits; `None` where something does."""
     try:
         find_plan(asked)
     except DoesNotFit as error:
-        return str(error)
-    return ""
+        return error
+    return None
 
 
 REFUSALS: list[tuple[str, str, dict[str, Any]]] = [
@@ -235,12 +237,14 @@ QUICK_REFUSALS = (REFUSALS[0], REFUSALS[3], *REFUSALS[5:])
 """One of each tier, and of each kind of machine."""
 
 
-def refused(tier: str, machine: str, changes: dict[str, Any]) -> tuple[Question, int, str]:
-    """A question, the least number of bytes of that tier that its refusal names, and how it says so."""
+def refused(tier: str, machine: str, changes: dict[str, Any]) -> tuple[Question, int]:
+    """A question, and the least number of bytes of that tier that its refusal names."""
     asked = question({**MACHINES, "drive": DRIVE}[machine], **changes)
-    said = re.search(rf"needs at least ([\d,]+) bytes of {tier} memory", refusal(budgeted(asked, tier, 1)))
-    assert said is not None
-    return asked, int(said[1].replace(",", "")), said[0]
+    said = refusal(budgeted(asked, tier, 1))
+    assert said
+    least = said.needed[tier]
+    assert f"needs at least {at_least(least)} of {tier} memory" in str(said)
+    return asked, least
 
 
 @pytest.mark.parametrize(
@@ -252,9 +256,11 @@ def refused(tier: str, machine: str, changes: dict[str, Any]) -> tuple[Question,
     ],
 )
 def test_the_memory_named_in_a_refusal_is_exactly_enough(tier: str, machine: str, changes: dict[str, Any]) -> None:
-    asked, least, said = refused(tier, machine, changes)
+    asked, least = refused(tier, machine, changes)
     for budget in (least // 2, least - 1):
-        assert said in refusal(budgeted(asked, tier, budget))
+        said = refusal(budgeted(asked, tier, budget))
+        assert said
+        assert said.needed[tier] == least
     assert not refusal(budgeted(asked, tier, least))
 
 
@@ -264,14 +270,14 @@ def test_the_memory_named_in_a_refusal_is_the_smallest_that_plans(
     tier: str, machine: str, changes: dict[str, Any]
 ) -> None:
     """Found by bisection: below it every budget is refused with the same number, from it on each is enough."""
-    asked, least, said = refused(tier, machine, changes)
+    asked, least = refused(tier, machine, changes)
     low, high = 1, 2 * least  # refused, and planned
     assert not refusal(budgeted(asked, tier, high))
     while high - low > 1:
         middle = (low + high) // 2
         told = refusal(budgeted(asked, tier, middle))
         assert bool(told) == (middle < least), (middle, least, told)
-        assert not told or said in told
+        assert not told or told.needed[tier] == least
         low, high = (middle, high) if told else (low, middle)
     assert high == least
 
@@ -288,10 +294,11 @@ def test_a_refusal_names_the_limit_that_is_in_the_way(limits: tuple[int, int], h
 
 
 def test_refusals_of_several_tiers_name_enough_of_each() -> None:
+    """Typed again as it says them."""
     asked = budgeted(budgeted(question(BALANCED, saves=True), "host", 1), "device", 1)
-    found = re.search(r"provide ([\d,]+) bytes of device memory, ([\d,]+) bytes of host memory", refusal(asked))
-    assert found is not None
-    device, host = (int(number.replace(",", "")) for number in found.groups())
+    said = re.search(r"provide (\S+ [MG]B) of device memory, (\S+ [MG]B) of host memory", str(refusal(asked)))
+    assert said is not None
+    device, host = (parse_nbytes(amount, "a limit") for amount in said.groups())
     assert not refusal(budgeted(budgeted(asked, "host", host), "device", device))
 
 

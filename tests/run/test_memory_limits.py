@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +14,7 @@ from megatrain import Engine, Policy
 from megatrain.config import Config
 from megatrain.device import open_device
 from megatrain.errors import ConfigError, DoesNotFit
-from megatrain.formatting import amount
+from megatrain.formatting import amount, at_least, at_most
 from megatrain.memory import Disk, scratch_files
 from megatrain.model import port_model
 from megatrain.plan import Question, available_threads
@@ -84,7 +83,7 @@ def test_half_the_memory_gives_the_same_numbers(tmp_path: Path, device: str, mon
 
 
 def test_without_a_disk_the_remedy_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DoesNotFit, match=r"needs at least .* bytes of host memory"):
+    with pytest.raises(DoesNotFit, match=r"needs at least .* of host memory"):
         run(tmp_path, memory={"host": HOST})
     assert not (tmp_path / "run").exists()
 
@@ -132,11 +131,10 @@ def test_plans_reserve_exactly_what_saves_need(tmp_path: Path, precision: Precis
             )
 
 
-def least_in(error: BaseException, tier: str) -> int:
+def least_in(error: DoesNotFit, tier: str) -> int:
     """The bytes that a refusal says are needed."""
-    found = re.search(rf"needs at least ([\d,]+) bytes of {tier} memory", str(error))
-    assert found is not None, error
-    return int(found[1].replace(",", ""))
+    assert f"needs at least {at_least(error.needed[tier])} of {tier} memory" in str(error)
+    return error.needed[tier]
 
 
 @pytest.mark.parametrize(
@@ -167,13 +165,14 @@ def test_the_budget_named_in_a_refusal_is_exactly_enough(
             output={"verify_export": False},
         )
 
-    with pytest.raises(DoesNotFit, match=r"more than its budget of 1,000;") as caught:
+    with pytest.raises(DoesNotFit, match=r"more than its budget of 1.00 kB;") as caught:
         train(within(1000))
     least = least_in(caught.value, tier)
     saves = tier == "host" and every > 0 and (precision == "bf16" or bool(disk))
-    assert ("of them for checkpoints" in str(caught.value)) == saves
+    assert ("of it for checkpoints" in str(caught.value)) == saves
     for less in (least // 2, least - 1):
-        with pytest.raises(DoesNotFit, match=f"{least - less:,} more than its budget of {less:,};") as caught:
+        said = f"{at_least(least - less)} more than its budget of {at_most(less)};"
+        with pytest.raises(DoesNotFit, match=said) as caught:
             train(within(less))
         assert least_in(caught.value, tier) == least
     told = " ".join(train(within(least)).split())
