@@ -44,7 +44,6 @@ from megatrain.plan import (
     upgrades,
 )
 from megatrain.plan.estimates import gc_paused
-from megatrain.plan.machines import divides_one_memory
 from megatrain.plan.measured_models import built_in, known_name, known_names, measured_file, recall, remember
 from megatrain.plan.question import MOST_TOKENS
 from megatrain.plan.report import (
@@ -439,7 +438,7 @@ def _limits(machine: Hardware, memories: Mapping[str, str | None], *, is_this_on
             what = f"{at_least(nbytes)} of {tier} memory are asked for, but this machine has {at_most(there[tier])}"
             raise ConfigError(what, where=f"--{tier}-memory", fix="give less, or name another machine with --hardware")
     total = machine.device_nbytes + machine.host_nbytes
-    if divides_one_memory(machine) and total < sum(found[tier] or there[tier] for tier in ("device", "host")):
+    if machine.divided_memory and total < sum(found[tier] or there[tier] for tier in ("device", "host")):
         given, other = ("device", "host") if memories["device"] is not None else ("host", "device")
         what = f"device and host of {machine.name} divide one memory of {at_most(total)}"
         raise ConfigError(what, where=f"--{given}-memory", fix=f"give --{other}-memory too, so that both are no more")
@@ -548,8 +547,8 @@ def _asked(question: Question, machine: str) -> list[tuple[str, str]]:
         for tier in there
         if (asked := question.limits.of(tier)) and asked != there[tier]
     ]
-    if divides_one_memory(hardware):
-        rows.insert(0, ("device memory", dict(hardware.sources)["device_nbytes"]))
+    if hardware.divided_memory:
+        rows.insert(0, ("device memory", dict(hardware.sources).get("device_nbytes", "a part of the host's")))
     return rows
 
 

@@ -25,7 +25,7 @@ from megatrain.plan.cost import (
     step_flops,
 )
 from megatrain.plan.estimates import estimate, examine, gc_paused, seconds_on
-from megatrain.plan.machines import divides_one_memory, machine, machine_names
+from megatrain.plan.machines import machine, machine_names
 from megatrain.plan.question import MOST_TOKENS, Choice, Estimate, Plan, Question, usable_nbytes
 from megatrain.plan.ranks import OF_CORES, SHARED
 from megatrain.plan.search import faster_plan, fits, survey
@@ -685,7 +685,7 @@ def _upgrades(question: Question, uses_disk: bool) -> dict[str, Callable[[Questi
         changes = {"twice the host memory": _twice_the_host, "twice the bus": _twice("bus")}
         changes["twice the host's bandwidth"] = _twice("host memory")
         changes["twice the device's flops"] = _twice("compute")
-    if not hardware.computes_in_host_memory and not divides_one_memory(hardware):
+    if not hardware.computes_in_host_memory and not hardware.divided_memory:
         whole = limit is not None and limit < usable_nbytes(hardware.device_nbytes)
         bigger = hardware.device_nbytes if whole else _next_device_size(max(hardware.device_nbytes, limit or 0))
         name = f"{'all ' if whole else ''}{bigger / GB:,.3g} GB of device memory"

@@ -131,7 +131,8 @@ _TABLES: dict[str, tuple[str, Any, dict[str, _Number]]] = {  # key -> field, typ
     ),
 }
 _WITH_PRECISION = ("products", "attention", "elementwise")
-_OTHER_KEYS = ("name", "shares_memory", "link_route", "sources")
+_FLAGS = ("shares_memory", "divided_memory")
+_OTHER_KEYS = ("name", *_FLAGS, "link_route", "sources")
 _KEYS = (*_OTHER_KEYS, *_NUMBERS, *_TABLES)
 _OBSOLETE_KEYS = ("watts",)
 """Keys that earlier versions wrote. They are ignored."""
@@ -155,11 +156,6 @@ def machine(name: str) -> Hardware:
 def machine_of_device(device_name: str) -> Hardware | None:
     """The machine of the library with a device of this name, as its driver reports it, or `None`."""
     return next((described for names, described in _library().values() if device_name in names), None)
-
-
-def divides_one_memory(hardware: Hardware) -> bool:
-    """Whether its device and its host have parts of one memory, whose sizes are assumed (DGX Spark)."""
-    return dict(hardware.sources).get("device_nbytes", "").startswith("assumed")
 
 
 def load_hardware(source: str | Path) -> Hardware:
@@ -209,15 +205,14 @@ def _read(content: Any, where: str) -> Hardware:
         raise _missing(missing, f"{where}: ", "run `megatrain probe`, or add")
     if not isinstance(content["name"], str) or not content["name"].strip() or not content["name"].isprintable():
         raise PlanError(f"{content['name']!r} is not a name", where=f"{where}: name", fix="give one line of text")
-    if not isinstance(content.get("shares_memory", False), bool):
-        raise PlanError(
-            f"{content['shares_memory']!r} is not valid", where=f"{where}: shares_memory", fix="use true or false"
-        )
+    flags = {key: content[key] for key in _FLAGS if key in content}
+    for key, value in flags.items():
+        if not isinstance(value, bool):
+            raise PlanError(f"{value!r:.40} is not valid", where=f"{where}: {key}", fix="use true or false")
     if (route := content.get("link_route", "direct")) not in get_args(LinkRoute):
         fix = f"use {', '.join(get_args(LinkRoute))}"
         raise PlanError(f"{route!r:.40} is not valid", where=f"{where}: link_route", fix=fix)
-    values: dict[str, Any] = {"name": content["name"], "shares_memory": content.get("shares_memory", False)}
-    values["link_route"] = route
+    values: dict[str, Any] = {"name": content["name"], "link_route": route, **flags}
     for key, (field, number) in _NUMBERS.items():
         if key in content:
             values[field] = number.read(content[key], f"{where}: {key}")
@@ -308,6 +303,7 @@ def _parsed(text: str, where: str) -> Any:
 def _content(hardware: Hardware) -> dict[str, Any]:
     """The content of a hardware file. Unknown rates are left out."""
     content: dict[str, Any] = {"name": hardware.name, "shares_memory": hardware.shares_memory}
+    content |= {"divided_memory": True} if hardware.divided_memory else {}
     content["link_route"] = hardware.link_route
     for key, (field, _) in _NUMBERS.items():
         if (value := getattr(hardware, field)) is not None:
@@ -327,7 +323,7 @@ def _values(row: Any) -> tuple[Any, ...]:
 
 def _keys_with_sources() -> dict[str, str]:
     """Key in a file -> field of `Hardware`, for all that may have a source."""
-    others = {"name": "name", "shares_memory": "shares_memory", "link_route": "link_route"}
+    others = {key: key for key in ("name", *_FLAGS, "link_route")}
     tables = {key: field for key, (field, _, _) in _TABLES.items()}
     return others | {key: field for key, (field, _) in _NUMBERS.items()} | tables
 

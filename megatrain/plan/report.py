@@ -14,7 +14,6 @@ from typing import Any
 from megatrain.formatting import amount, counted, duration, flops, rate, tokens
 from megatrain.plan.analysis import BILLION, GB, Outlook, Sweep, Upgrade
 from megatrain.plan.cost import MEASURED_OVER_PLANNED
-from megatrain.plan.machines import divides_one_memory
 from megatrain.plan.question import Plan
 from megatrain.plan.spec_file import as_fields
 from megatrain.schedule import Schedule, Use
@@ -312,7 +311,7 @@ def configuration(plan: Plan) -> dict[str, dict[str, Any]]:
         del totals["device"]
         shared["host"] *= 2
     given = {tier: nbytes for tier in totals if 0 < (nbytes := limits.of(tier) or 0) <= totals[tier]}
-    if divides_one_memory(hardware):  # a run would take each to be as large as what is free
+    if hardware.divided_memory:  # a run would take each to be as large as what is free
         given = {tier: question.budgets()[tier] for tier in ("device", "host")} | given
     memory = {tier: _exact(shared[tier] * nbytes) for tier, nbytes in given.items()}
     tree = {"data": {"sequence_length": question.length}, "train": train}

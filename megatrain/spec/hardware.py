@@ -90,6 +90,8 @@ class Hardware:
     """The device computes in host memory; fetch and grad bandwidths are those of copies within it."""
     slots_in_host: bool = False
     """As above, for several ranks, each of which still has weight slots."""
+    divided_memory: bool = False
+    """`device_nbytes` and `host_nbytes` are two parts of one memory (DGX Spark), and their sizes a choice."""
     flops_fp32: float | None = None
     peak_flops: float | None = None
     """The manufacturer's dense bf16 FLOPs per second; `flops` is what is achieved."""

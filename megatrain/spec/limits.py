@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Annotated
 
 from megatrain.errors import ConfigError, PlanError
@@ -36,7 +37,7 @@ class Limits:
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15} | {
     f"{letter}I": 1 << 10 * power for power, letter in enumerate("KMGTP", 1)
 }
-_LEAST, _MOST = 10**6, 1e18
+_LEAST, _MOST = 10**6, 10**18
 
 
 def parse_nbytes(text: str, where: str, there: int | None = None) -> int:
@@ -46,9 +47,9 @@ def parse_nbytes(text: str, where: str, there: int | None = None) -> int:
         return int(float(share[1]) / 100 * there)
     match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMGTP]?I?)B?", written)
     unit = _UNITS.get(match[2]) if match else None
-    if match is None or unit is None or not _LEAST <= (nbytes := float(match[1]) * unit) <= _MOST:
+    if match is None or unit is None or not _LEAST <= (nbytes := Decimal(match[1]) * unit) <= _MOST:
         share_too = "" if there is None else " or 80%"
         raise ConfigError(
             f"{shown(text)} is not an amount of memory", where=where, fix=f"give one such as 24GB{share_too} or 1.5TB"
         )
-    return round(nbytes)  # 2.01 * 10**6 is less than 2,010,000
+    return int(nbytes)

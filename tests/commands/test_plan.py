@@ -430,7 +430,7 @@ def test_memory_overrides_are_noted_and_impossible_ones_refused(
     monkeypatch.setattr(megatrain.run.this_machine, "PROBED", tmp_path / "hardware.json")
     save_hardware(machine("laptop"), tmp_path / "hardware.json")
     with pytest.raises(
-        ConfigError, match=r"--host-memory: 4.00 TB of host memory are asked for, but this machine has 30.1"
+        ConfigError, match=r"--host-memory: 4.00 TB of host memory are asked for, but this machine has 30.0"
     ):
         shown(saved, hardware=None, host_memory="4TB")
 
@@ -535,6 +535,17 @@ def test_a_memory_that_device_and_host_divide_is_told_and_divided(saved: str) ->
         shown(saved, hardware="dgx-spark", device_memory="60GB", **FEW)
     with pytest.raises(ConfigError, match=r"^--host-memory: .* divide one memory of .*; give --device-memory too"):
         shown(saved, hardware="dgx-spark", host_memory="110GB", **FEW)
+
+
+@pytest.mark.usefixtures("plan_alone")
+@pytest.mark.parametrize(("name", "is_divided"), [("dgx-spark", True), ("rtx-4090", False)])
+def test_whether_device_and_host_divide_one_memory_is_no_matter_of_sources(
+    name: str, is_divided: bool, saved: str, tmp_path: Path
+) -> None:
+    assumed = replace(machine(name), sources=(("device_nbytes", "assumed: what a friend says"),))
+    for index, hardware in enumerate((assumed, replace(assumed, sources=()))):
+        save_hardware(hardware, path := tmp_path / f"{index}.json")
+        assert ("memory: {device: " in shown(saved, hardware=str(path), **FEW)) == is_divided
 
 
 def test_an_unknown_model_suggests_the_nearest_name(config: str) -> None:

@@ -134,6 +134,7 @@ MACHINES = st.builds(
     flops=RATES,
     host_bandwidth=BANDWIDTHS,
     shares_memory=st.booleans(),
+    divided_memory=st.booleans(),
     flops_fp32=st.none() | RATES,
     products=st.lists(st.builds(ProductRate, PRECISIONS, COUNTS, COUNTS, COUNTS, RATES), max_size=3).map(tuple),
     attention=st.lists(st.builds(AttentionRate, PRECISIONS, COUNTS, COUNTS, RATES, RATES), max_size=3).map(tuple),
@@ -173,7 +174,9 @@ ANYTHING = st.recursive(
     ),
     max_leaves=6,
 )
-SOME_KEYS = st.sampled_from([*KEYS, "name", "products", "optimizer_by_threads", "sources", "shares_memory"])
+SOME_KEYS = st.sampled_from(
+    [*KEYS, "name", "products", "optimizer_by_threads", "sources", "shares_memory", "divided_memory"]
+)
 
 
 @given(st.dictionaries(SOME_KEYS, ANYTHING, max_size=4))
@@ -222,6 +225,7 @@ def test_absurd_figures_are_refused_by_name(tmp_path: Path, key: str, value: Any
         ({"products": [{"precision": "bf16", "m": 1}]}, r"products\[0\].k, n, flops_per_second: are missing"),
         ({"name": " "}, "name: ' ' is not a name"),
         ({"shares_memory": 1}, "shares_memory: 1 is not valid"),
+        ({"divided_memory": "no"}, "divided_memory: 'no' is not valid; use true or false"),
         ({"link_route": ["bus"]}, r"link_route: .'bus'. is not valid; use direct, bus, host"),
         ({"devices": 0}, "devices: 0 is out of range"),
         ({"host_byte": 300}, "unknown key 'host_byte'; did you mean 'host_bytes'?"),
