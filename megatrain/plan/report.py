@@ -23,7 +23,7 @@ MIN_STALL_SHOWN = 0.005
 """Share of the step. What compute waits for less is not named."""
 
 MIN_SAVED_SHOWN = 0.001
-"""Share of the step. A resource whose increase saves less "changes nothing"."""
+"""Share of the step. More of a resource that saves less, or makes the replay longer, is "no gain"."""
 
 MIN_GAIN_SHOWN = 0.01
 """An upgrade that gains less has no row of its own."""
@@ -240,14 +240,11 @@ def sensitivity_rows(outlook: Outlook) -> list[tuple[str, str, str]]:
     """(resource, streams that use it and the shares of the step in which they do, effect of 10% more of it)"""
     rows = []
     for each in outlook.sensitivities:
-        if not each.busy and abs(each.saved) < MIN_SAVED_SHOWN:
+        gains = each.saved >= MIN_SAVED_SHOWN
+        if not each.busy and not gains:
             continue
         busy = ", ".join(f"{'' if name == each.resource else f'{name} '}{share:.1%}" for name, share in each.busy)
-        if abs(each.saved) < MIN_SAVED_SHOWN:
-            effect = "no change"
-        else:
-            effect = f"{abs(each.saved):.1%} {'less' if each.saved > 0 else 'more'}"
-        rows.append((each.resource, busy, effect))
+        rows.append((each.resource, busy, f"{each.saved:.1%} less" if gains else "no gain"))
     return rows
 
 

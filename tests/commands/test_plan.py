@@ -141,7 +141,7 @@ def test_a_config_plan_shows_every_section(config: str, tmp_path: Path) -> None:
             "tokens per second by memory",
             "hide behind compute from",
             "planned, not measured",
-            "no change",
+            "no gain",
             "less than 1% each: ",
         ),
         "eager",
