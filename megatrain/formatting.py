@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+SECONDS_PER_DAY = 86_400.0
+
 
 def _three_digits(number: float) -> str:
     """About three digits, with thousands separators."""
@@ -37,7 +39,7 @@ def _third_digit(number: int) -> int:
 
 def duration(seconds: float) -> str:
     """`7.28 s`, `94.0 s`, `41.0 days`: in the largest unit of which there are at least two."""
-    for size, unit in ((31_557_600.0, "years"), (86_400.0, "days"), (3_600.0, "hours"), (60.0, "minutes")):
+    for size, unit in ((31_557_600.0, "years"), (SECONDS_PER_DAY, "days"), (3_600.0, "hours"), (60.0, "minutes")):
         if seconds >= 2 * size:
             return f"{_three_digits(seconds / size)} {unit}"
     return _scaled(seconds, ((1.0, "s"), (1e-3, "ms")))

@@ -45,7 +45,6 @@ from megatrain.plan import (
 )
 from megatrain.plan.estimates import gc_paused
 from megatrain.plan.measured_models import built_in, known_name, known_names, measured_file, recall, remember
-from megatrain.plan.question import MOST_TOKENS
 from megatrain.plan.report import (
     as_content,
     configuration,
@@ -58,12 +57,12 @@ from megatrain.plan.report import (
     upgrade_rows,
     use_rows,
     warning_rows,
-    whole_tokens,
     without_gain,
 )
 from megatrain.run.this_machine import described_machine, probed_machine, this_machine
 from megatrain.spec import Hardware, Limits, ModelSpec, Precision
 from megatrain.spec.limits import parse_nbytes
+from megatrain.spec.work import refuse_huge_step
 from megatrain.system.paths import read_json, read_text, usable_path, written_whole
 
 if TYPE_CHECKING:
@@ -250,7 +249,7 @@ def _length_of(run: Config, plan: Plan) -> str:
     from megatrain.data import about_tokens
 
     held = about_tokens(run.data.sources, run.tokenizer, run.data.pattern)
-    tokens = whole_tokens(plan)
+    tokens = plan.question.tokens_of_all
     epoch = None if held is None else held * (1 - run.data.validation_fraction) / tokens
     steps, epochs = run.train.steps, run.train.epochs
     if steps is None:
@@ -408,9 +407,8 @@ def _refuse_numbers(length: int | None, tokens_per_step: int | None, memories: M
     if length is not None and length < 1:
         raise ConfigError(f"{length} is too small", where="--sequence-length", fix="give 1 or more")
     tokens = (length or 1) if tokens_per_step is None else tokens_per_step
-    if tokens > MOST_TOKENS:
-        what, fix = f"{tokens:,} tokens per step are too many", f"give {MOST_TOKENS:,} or less"
-        raise ConfigError(what, where="--sequence-length" if tokens_per_step is None else "--tokens-per-step", fix=fix)
+    where = "--sequence-length" if tokens_per_step is None else "--tokens-per-step"
+    refuse_huge_step(tokens, where, ConfigError)
     if tokens < (length or 1):
         what = f"{tokens:,} tokens per step are less than one sequence of {length or 1:,}"
         raise ConfigError(what, where="--tokens-per-step", fix="give at least the tokens of one sequence")
@@ -455,24 +453,35 @@ def _length(spec: ModelSpec, length: int | None, tokens_per_step: int | None) ->
     return length
 
 
-def _planned(question: Question, *, may_shrink: bool, has_shrunk: bool = False) -> Plan:
+def _planned(question: Question, *, may_shrink: bool) -> Plan:
     """The plan; with fewer tokens per step if the default does not fit and the user gave no number."""
-    one = replace(question, tokens_per_step=question.length)
+    asked, one = question, replace(question, tokens_per_step=question.length)
     if may_shrink and question.sequences > 1 and not fits(question) and not fits(one):
-        question, has_shrunk = one, True  # what would make more sequences fit is not looked for
-    try:
-        return find_plan(question)
-    except DoesNotFit as error:
-        while may_shrink and question.sequences > 1:
-            question = replace(question, tokens_per_step=question.sequences // 2 * question.length)
-            if question.sequences == 1 or fits(question):  # if not even one sequence fits, its error is raised
-                return _planned(question, may_shrink=True, has_shrunk=True)
-        tokens = round(question.parts * question.sequences * question.length)
-        step = f" with {counted(tokens, 'token')} per step" if has_shrunk else ""
-        helps = {each.name: each.tokens_per_second for each in upgrades(question, None) if each.tokens_per_second}
-        words = [f"{name} would make it fit ({_rate(speed)} tokens/s{step})" for name, speed in helps.items()]
-        fix = f"{error.fix}; {' or '.join(words) or 'no single upgrade makes it fit'}"
-        raise DoesNotFit(error.what, where=f"{error.where}{_each_of(question)}", fix=fix) from error
+        question = one  # what would make more sequences fit is not looked for
+    while True:
+        try:
+            return find_plan(question)
+        except DoesNotFit as error:
+            if not may_shrink or question.sequences == 1:
+                raise _with_upgrades(error, question, has_shrunk=question is not asked) from error
+        question = _shrunk(question)
+
+
+def _shrunk(question: Question) -> Question:
+    """With a half, a quarter, ... of the sequences, until they fit by their estimate; or with one."""
+    while True:
+        question = replace(question, tokens_per_step=question.sequences // 2 * question.length)
+        if question.sequences == 1 or fits(question):
+            return question
+
+
+def _with_upgrades(error: DoesNotFit, question: Question, *, has_shrunk: bool) -> DoesNotFit:
+    """The refusal of a question, with the upgrades of the machine that would make it fit."""
+    step = f" with {counted(question.tokens_of_all, 'token')} per step" if has_shrunk else ""
+    helps = {each.name: each.tokens_per_second for each in upgrades(question, None) if each.tokens_per_second}
+    words = [f"{name} would make it fit ({_rate(speed)} tokens/s{step})" for name, speed in helps.items()]
+    fix = f"{error.fix}; {' or '.join(words) or 'no single upgrade makes it fit'}"
+    return DoesNotFit(error.what, where=f"{error.where}{_each_of(question)}", fix=fix, needed=error.needed)
 
 
 def _each_of(question: Question) -> str:

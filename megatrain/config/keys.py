@@ -33,6 +33,7 @@ from pydantic.fields import FieldInfo
 
 from megatrain.errors import ConfigError
 from megatrain.spec import Keep, UpdateTime
+from megatrain.spec.work import MOST_TOKENS
 from megatrain.system.paths import usable_path
 
 
@@ -98,9 +99,6 @@ Trackers = Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Str
 Weights = Annotated[tuple[PositiveFloat, ...], Strict(False)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
 
-
-MOST_TOKENS = 1 << 26
-"""Most tokens in one step, as for a plan (`plan.question`)."""
 
 USUAL_SEQUENCES = 8
 """Default sequences per step."""

@@ -16,6 +16,7 @@ from itertools import chain, count
 from math import ceil, inf
 from typing import Any
 
+from megatrain.formatting import SECONDS_PER_DAY
 from megatrain.plan.cost import (
     attention_seconds,
     disk_bandwidths,
@@ -26,11 +27,12 @@ from megatrain.plan.cost import (
 )
 from megatrain.plan.estimates import estimate, examine, gc_paused, seconds_on
 from megatrain.plan.machines import machine, machine_names
-from megatrain.plan.question import MOST_TOKENS, Choice, Estimate, Plan, Question, usable_nbytes
+from megatrain.plan.question import Choice, Estimate, Plan, Question, usable_nbytes
 from megatrain.plan.ranks import OF_CORES, SHARED
 from megatrain.plan.search import faster_plan, fits, survey
 from megatrain.schedule import Timeline
 from megatrain.spec import Hardware, Precision
+from megatrain.spec.work import MOST_TOKENS
 
 HIDDEN_STALL = 0.02
 """Transfers count as hidden if compute waits for less than this share of the step."""
@@ -54,11 +56,7 @@ MIN_DECISIVE_SAVING = 0.02
 """Share of the step. A rate of the machine is decisive if `MORE_BY` of it saves more than this."""
 
 MIN_GAIN_SHOWN = 0.01
-"""A free change that gains less is not shown."""
-
-BILLION = 1_000_000_000
-
-SECONDS_PER_DAY = 86_400.0
+"""A free change that gains less is not shown, and an upgrade has no row of its own."""
 
 DISK_KINDS: tuple[str, ...] = ("READ", "WRITE")
 """Kinds of ops that use the disk tier."""
@@ -254,7 +252,7 @@ class Outlook:
 
     @property
     def seconds_per_billion_tokens(self) -> float:
-        return BILLION / self.plan.tokens_per_second
+        return 1e9 / self.plan.tokens_per_second
 
     @property
     def written_nbytes_per_day(self) -> float:
@@ -508,12 +506,12 @@ def hiding(plan: Plan) -> Hiding | None:
     low, first, parts = (own, 2 * own, REPLAYED_PARTS) if replays else (0, own, None)
     rows = _hidden_from(low, min(first, most), most, lambda rows: step(rows).stall_share, parts)
     if is_hidden and (rows is None or rows > own):
-        return Hiding(round(question.parts * own * question.length), waits / plan.seconds, fits=True)
+        return Hiding(question.tokens_of_all, waits / plan.seconds, fits=True)
     if rows is None and not replays:
         return None
     found, asked = step(rows or most), replace(question, tokens_per_step=(rows or most) * question.length)
-    tokens, fitting = round(question.parts * asked.tokens_per_step), found.fits or fits(asked)
-    return Hiding(tokens, found.stall_share, fitting, takes_more=rows is None)
+    fitting = found.fits or fits(asked)
+    return Hiding(asked.tokens_of_all, found.stall_share, fitting, takes_more=rows is None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -639,8 +637,8 @@ def _free_changes(question: Question) -> dict[str, Question]:
     """Name of a free change -> the changed question."""
     changes, twice = {}, 2 * question.sequences * question.length
     if twice <= MOST_TOKENS:
-        name = f"{round(question.parts * twice):,} tokens per step, in twice the sequences"
-        changes[name] = replace(question, tokens_per_step=twice)
+        changed = replace(question, tokens_per_step=twice)
+        changes[f"{changed.tokens_of_all:,} tokens per step, in twice the sequences"] = changed
     if question.clips:
         changes["no gradient clipping (max_grad_norm: null)"] = replace(question, clips=False)
     return changes
@@ -665,7 +663,7 @@ def upgrades(question: Question, plan: Plan | None) -> tuple[Upgrade, ...]:
         better = faster_plan(asked, inf if today is None else WORTH_A_SEARCH * today) if more_memory else None
         seconds += [] if better is None else [better.seconds]
         best = min(seconds, default=None)
-        rate = None if best is None else question.parts * question.sequences * question.length / best
+        rate = None if best is None else question.tokens_of_all / best
         found.append(Upgrade(name, rate, None if plan is None or best is None else plan.seconds / best))
     return tuple(found)
 

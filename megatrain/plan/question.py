@@ -16,9 +16,7 @@ from megatrain.plan.cost import Calibration
 from megatrain.schedule import Timeline
 from megatrain.schedule.passes.state_buffers import save_nbytes
 from megatrain.spec import Batching, Hardware, Limits, ModelSpec, Numerics, Policy, Precision, Work
-
-MOST_TOKENS = 1 << 26
-"""Most tokens in one step."""
+from megatrain.spec.work import refuse_huge_step
 
 RESERVE_NBYTES = 1 << 30
 """Memory of each tier that is left to the driver, kernels, fragmentation and the process itself."""
@@ -96,9 +94,7 @@ class Question:
         if not 1 <= self.length <= self.tokens_per_step:
             what = f"{self.tokens_per_step:,} tokens per step of sequences of {self.length:,}"
             raise PlanError(what, where="tokens_per_step", fix="give at least one sequence's tokens")
-        if self.tokens_per_step > MOST_TOKENS:
-            what = f"{self.tokens_per_step:,} tokens per step are more than anyone trains with"
-            raise PlanError(what, where="tokens_per_step", fix=f"give {MOST_TOKENS:,} or less")
+        refuse_huge_step(self.tokens_per_step, "tokens_per_step")
         size = self.overrides.get("micro_batch", 1)
         if not isinstance(size, int) or size < 1:
             raise PlanError(
@@ -113,6 +109,11 @@ class Question:
     def sequences(self) -> int:
         """Sequences per step."""
         return -(-self.tokens_per_step // self.length)
+
+    @property
+    def tokens_of_all(self) -> int:
+        """Tokens in a step of all ranks, in whole sequences."""
+        return round(self.parts * self.sequences * self.length)
 
     def budgets(self) -> dict[str, int]:
         """Tier -> bytes that a run may use. A device that shares memory with the host has no entry."""
@@ -213,7 +214,7 @@ class Plan:
     @property
     def tokens_per_second(self) -> float:
         """Of all ranks."""
-        return self.question.parts * sum(self.work.tokens) / self.seconds
+        return self.question.tokens_of_all / self.seconds
 
     @property
     def written_nbytes(self) -> int:

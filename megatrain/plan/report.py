@@ -11,8 +11,8 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from megatrain.formatting import amount, counted, duration, flops, rate, tokens
-from megatrain.plan.analysis import BILLION, GB, Outlook, Sweep, Upgrade
+from megatrain.formatting import SECONDS_PER_DAY, amount, counted, duration, flops, rate, tokens
+from megatrain.plan.analysis import GB, MIN_GAIN_SHOWN, Outlook, Sweep, Upgrade
 from megatrain.plan.cost import MEASURED_OVER_PLANNED
 from megatrain.plan.question import Plan
 from megatrain.plan.spec_file import as_fields
@@ -24,9 +24,6 @@ MIN_STALL_SHOWN = 0.005
 
 MIN_SAVED_SHOWN = 0.001
 """Share of the step. More of a resource that saves less, or makes the replay longer, is "no gain"."""
-
-MIN_GAIN_SHOWN = 0.01
-"""An upgrade that gains less has no row of its own."""
 
 SHORTEST_LIFE_DAYS = 365.0
 """If a drive would wear out sooner, the plan shows a warning."""
@@ -108,7 +105,7 @@ def warning_rows(outlook: Outlook) -> list[tuple[str, str]]:
     if days is None or days > SHORTEST_LIFE_DAYS:
         return []
     written = amount(_of_machine(outlook.plan, outlook.written_nbytes_per_day))
-    return [("warning", f"{written} written to disk per day: the drive's endurance lasts {duration(days * 86_400)}")]
+    return [("warning", f"{written} written to disk per day: {_endurance(days)}")]
 
 
 def summary_rows(outlook: Outlook) -> list[tuple[str, str]]:
@@ -117,11 +114,12 @@ def summary_rows(outlook: Outlook) -> list[tuple[str, str]]:
     hardware = plan.question.hardware
     stated = (hardware.peak_flops, hardware.peak_flops_fp32)
     peak = "the maker's peak" if outlook.peak_flops in stated else "what large products reach"
-    count, seconds = float(BILLION), outlook.seconds_per_billion_tokens
+    count, seconds = 1e9, outlook.seconds_per_billion_tokens
     if outlook.token_budget is not None and outlook.run_seconds is not None:
         count, seconds = outlook.token_budget, outlook.run_seconds
+    step_tokens = counted(plan.question.tokens_of_all, "token")
     rows = [
-        ("step", f"{duration(plan.seconds)} for {counted(whole_tokens(plan), 'token')} in {_micro_batches(plan)}"),
+        ("step", f"{duration(plan.seconds)} for {step_tokens} in {_micro_batches(plan)}"),
         ("speed", f"{rate(plan.tokens_per_second)} tokens/s{_uncertainty(plan)}"),
         *_rank_rows(plan),
         ("MFU", f"{outlook.mfu:.1%}: {flops(outlook.flops_per_second)} useful of {peak}, {flops(outlook.peak_flops)}"),
@@ -133,11 +131,6 @@ def summary_rows(outlook: Outlook) -> list[tuple[str, str]]:
     if outlook.written_nbytes_per_day and not warning_rows(outlook):
         rows.append(("disk", _disk(outlook)))
     return rows
-
-
-def whole_tokens(plan: Plan) -> int:
-    """Tokens per step of all ranks."""
-    return round(plan.question.parts * sum(plan.work.tokens))
 
 
 def _of_machine(plan: Plan, amount_of_one: float) -> float:
@@ -232,8 +225,14 @@ def _files(plan: Plan) -> str:
 
 def _disk(outlook: Outlook) -> str:
     written, days = outlook.written_nbytes_per_day, outlook.drive_days
-    wear = "its endurance is unknown" if days is None else f"the drive's endurance lasts {duration(days * 86_400)}"
-    return f"{amount(_of_machine(outlook.plan, written))} written per day; {wear}"
+    return f"{amount(_of_machine(outlook.plan, written))} written per day; {_endurance(days)}"
+
+
+def _endurance(days: float | None) -> str:
+    """How long the drive lasts."""
+    if days is None:
+        return "its endurance is unknown"
+    return f"the drive's endurance lasts {duration(days * SECONDS_PER_DAY)}"
 
 
 def sensitivity_rows(outlook: Outlook) -> list[tuple[str, str, str]]:
@@ -331,7 +330,7 @@ def as_content(outlook: Outlook, swept: Sweep | None = None) -> dict[str, Any]:
         "model": as_fields(question.asked_model or question.model),
         "hardware": asdict(question.hardware),
         "question": {
-            "tokens_per_step": whole_tokens(plan),
+            "tokens_per_step": plan.question.tokens_of_all,
             "ranks": question.model.ranks,
             "nodes": question.model.ranks // question.hardware.sharing_ranks,
             "length": question.length,

@@ -18,8 +18,8 @@ from megatrain.data import Schema, require_source
 from megatrain.data.sample_formats import Format
 from megatrain.errors import ConfigError, DeviceError, MegaTrainError
 from megatrain.plan import load_hardware
-from megatrain.plan.question import MOST_TOKENS
 from megatrain.spec.device_name import parse_device
+from megatrain.spec.work import refuse_huge_step
 from megatrain.system.paths import nearest_folder, refuse_absent_model
 from megatrain.train.metrics import refuse_missing
 
@@ -68,10 +68,8 @@ def schema_of(config: Config) -> Schema:
 
 def _refuse_huge_steps(config: Config) -> None:
     """Raise `ConfigError` for more tokens per step than a plan takes."""
-    rows, length = config.train.sequences, config.data.sequence_length
-    if rows * length > MOST_TOKENS:
-        what = f"{rows:,} sequences of {length:,} tokens are more than the {MOST_TOKENS:,} tokens that a step may have"
-        raise ConfigError(what, where="train.global_batch_size", fix=f"give {max(1, MOST_TOKENS // length):,} or less")
+    length = config.data.sequence_length
+    refuse_huge_step(config.train.sequences * length, "train.global_batch_size", ConfigError, each=length)
 
 
 def _refuse_absent_driver(device: str) -> None:

@@ -57,7 +57,6 @@ from megatrain.model import Progress as LoadingProgress
 from megatrain.model.hub import located
 from megatrain.optim import AdamW, lr_schedule
 from megatrain.plan import Plan, find_plan
-from megatrain.plan.report import whole_tokens
 from megatrain.run import resume
 from megatrain.run.data import Corpus, open_corpus, shortened
 from megatrain.run.disk_space import refuse_full_disk
@@ -462,7 +461,7 @@ def _show(
         ("attention", engine.structure.attention),
         ("verified", "no: " + engine.checked.why if engine.checked.state == "unchecked" else "against the stock code"),
         *corpus.facts,
-        ("step", f"{batches} of {rows}, {counted(whole_tokens(plan), 'token')}"),
+        ("step", f"{batches} of {rows}, {counted(plan.question.tokens_of_all, 'token')}"),
         ("length", _length(steps, corpus.loader)),
         *([("ranks", f"{world.size}, each with 1/{world.size} of the state")] if world.size > 1 else []),
         ("device", f"{train.device}, {engine.peak_flops() / 1e12:.2f} TFLOP/s measured in {train.precision}"),

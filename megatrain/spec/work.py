@@ -5,12 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megatrain.errors import PlanError
+from megatrain.errors import MegaTrainError, PlanError
 from megatrain.spec.validate_fields import Bounds, check_fields
 
 Batching = Literal["uniform", "padded", "packed"]
 """Sequences of one length without a mask; padded ones with masks; packed ones with positions."""
 Tokens = Annotated[int, Bounds(1, 1 << 60)]
+
+MOST_TOKENS = 1 << 26
+"""Most tokens in one step."""
+
+
+def refuse_huge_step(tokens: int, where: str, error: type[MegaTrainError] = PlanError, *, each: int = 1) -> None:
+    """Raise `error` for a step of more than `MOST_TOKENS`. each: tokens of one of what is counted at `where`."""
+    if tokens > MOST_TOKENS:
+        fix = f"give {max(1, MOST_TOKENS // each):,} or less"
+        raise error(f"{tokens:,} tokens per step are too many", where=where, fix=fix)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from megatrain.formatting import SECONDS_PER_DAY
+
 MAX_EXPONENT = 709.0
 """Largest exponent of e that fits a float."""
 
@@ -82,7 +84,7 @@ class Stepped:
     @property
     def written_nbytes_per_day(self) -> float:
         """Bytes that a day of such steps writes to the disk tier, to compare with its drives' endurance."""
-        return self.written_nbytes / self.seconds * 86_400
+        return self.written_nbytes / self.seconds * SECONDS_PER_DAY
 
     @property
     def flops_per_second(self) -> float:

@@ -48,7 +48,8 @@ def test_early_checks_import_no_slow_library(tmp_path: Path) -> None:
         "data.format=sharegtp": "data.format",
         "train.device=tpu": "train.device: 'tpu' is not a device",
         "train.hardware=h300": "train.hardware: unknown machine 'h300'",
-        "train.micro_batch_size=99000000": "train.global_batch_size: 198,000,000 sequences of 32 tokens are more",
+        "train.micro_batch_size=99000000": "train.global_batch_size: 6,336,000,000 tokens per step are too many; "
+        "give 2,097,152 or less",
         "train.stps=3": "unknown key train.stps; did you mean train.steps?",
         f"output.folder={tmp_path}/corpus.txt/run": "corpus.txt is not a folder",
         f"output.folder={tmp_path}/old": "old: holds a finished run: the model of 2 steps",
