@@ -20,6 +20,8 @@ from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
 ADDRESS = "http://127.0.0.1"
+PAUSE_SECONDS = 0.01
+"""Between looks whether the server is to end: a test waits for it."""
 LARGE = (".parquet", ".safetensors", ".gz", ".zst")
 """What the hub keeps as large files, which it sends from another address."""
 OF_DATA_SET = re.compile(
@@ -48,7 +50,7 @@ class Hub:
     def __enter__(self) -> Self:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.endpoint = f"{ADDRESS}:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(PAUSE_SECONDS,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import random
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from megatrain.dist import ALONE, World
 from megatrain.dist.processes import join, name_of_start
@@ -62,14 +65,21 @@ def test_broadcast_values_reach_all_ranks(texts: list[str], longer: int) -> None
     assert found == [values] * len(texts)
 
 
-def test_a_rank_knows_how_long_it_waited_for_a_slower_one() -> None:
-    def meet(world: World) -> float:
-        time.sleep(0.3 * world.rank)
-        world.exchange("a test", 0)
-        return world.waited_seconds
+def test_a_rank_knows_how_long_it_waited_for_a_slower_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [5.0]
 
-    quick, slow = together(worlds(2), meet)
-    assert quick - slow > 0.1
+    class Slow:
+        def all_gather(self, whole: Tensor, own: Tensor) -> None:
+            now[0] += 7.0
+            whole.view(2, -1).copy_(own)
+
+    monkeypatch.setattr("megatrain.dist.world.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    host: Any = Slow()
+    world = World(0, 2, host)
+    world.exchange("a test", 0)
+    now[0] += 3.0  # its own work
+    world.exchange("a test", 1)
+    assert world.waited_seconds == 14.0
     assert World().waited_seconds == 0
 
 

@@ -342,7 +342,8 @@ def fails_first(world: World, policy: Policy, clip: float | None, then: Exceptio
                 engine.step(batches_of(2)[world.rank :: world.size], loss_fn=loss)
             except MegaTrainError as error:
                 lines.append(f"{type(error).__name__}: {error}")
-                if not isinstance(error, NonFinite):  # an end, after which others do not wait for this rank
+                if not isinstance(error, NonFinite):
+                    world.close()  # as at the end of a process, so that others do not wait for this rank
                     break
     return lines
 
