@@ -8,9 +8,7 @@ import json
 import threading
 import time
 from collections import Counter
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pyarrow
@@ -18,23 +16,16 @@ import pytest
 from huggingface_hub import HfApi, constants
 from pyarrow import parquet
 
-from megatrain.data import EncodeOptions, Encoder, Loader, Source, StreamRows, load_tokenizer, stream_rows
-from megatrain.data.packing import Row
+from megatrain.data import load_tokenizer
 from megatrain.data.read_rows import LeftOut, RowStream, read_rows
 from megatrain.errors import DataError
 from megatrain.system import hub as system_hub
+from tests.data.streams import loader, small_blocks, steps, stream, text  # noqa: F401  # a fixture
 from tests.fake_hub import Hub
 
-WINDOW = 24
-ENCODER = Encoder(load_tokenizer("bytes"), EncodeOptions(max_tokens=WINDOW))
+pytestmark = pytest.mark.usefixtures("small_blocks")
 COUNT, SHARDS = 41, 3
 TEXTS = [f"n{number}:" + "x" * (number % 13) for number in range(COUNT)]
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("READ_ROWS", 3), ("BLOCK_ROWS", 8), ("BLOCK_SEQUENCES", 2)):
-        monkeypatch.setattr(stream_rows, name, value)
 
 
 def json_lines(texts: list[str]) -> bytes:
@@ -63,34 +54,18 @@ def shards(ending: str, texts: list[str] = TEXTS) -> dict[str, bytes]:
     return {"README.md": b"---\nlicense: mit\n---\n# Texts\n", **files}
 
 
-def stream(name: str = "org/texts") -> StreamRows:
-    return StreamRows(Source(name), ENCODER, "grouped", window=WINDOW, micro_batch=2, seed=5)
-
-
-def loader(name: str = "org/texts") -> Loader:
-    return Loader(stream(name), micro_batch=2, micro_batches=2, seed=5)
-
-
-def steps(found: Loader, count: int) -> list[list[dict[str, list[Any]]]]:
-    return [[{name: part.tolist() for name, part in each.items()} for each in step] for step in islice(found, count)]
-
-
-def text(row: Row) -> str:
-    return bytes(row.ids[:-1].tolist()).decode()
-
-
 @pytest.mark.parametrize("ending", WRITERS)
 def test_shards_of_any_kind_stream_and_resume_at_the_exact_row(hub: Hub, ending: str) -> None:
     hub.publish("org/texts", shards(ending))
-    rows = stream()
+    rows = stream("org/texts")
     assert Counter(text(rows.row(index)) for index in range(COUNT)) == Counter(TEXTS)
-    going = loader()
+    going = loader("org/texts")
     states, found = [], []
     for _ in range(16):
         states.append(json.dumps(going.state_dict()))
         found += steps(going, 1)
     for at in (0, 3, 5, 9, 13):
-        again = loader()
+        again = loader("org/texts")
         again.load_state_dict(json.loads(states[at]))
         assert steps(again, 3) == found[at : at + 3]
 
@@ -149,32 +124,32 @@ def test_lost_connections_are_made_again_and_no_row_is_lost(
     hub.publish("org/texts", shards(ending))
     monkeypatch.setattr(time, "sleep", lambda _: None)
     hub.drops = 4
-    rows = stream()
+    rows = stream("org/texts")
     assert Counter(text(rows.row(index)) for index in range(COUNT)) == Counter(TEXTS)
     assert hub.drops == 0
     hub.drops = 10**6
     with pytest.raises(DataError, match=r"^org/texts: cannot be read \(.*; check the network, the files"):
-        [stream().row(index) for index in range(COUNT)]
+        [stream("org/texts").row(index) for index in range(COUNT)]
 
 
 def test_a_resumed_stream_reads_the_revision_that_it_began_with(hub: Hub) -> None:
     old = hub.publish("org/texts", shards("jsonl"))
-    going = loader()
+    going = loader("org/texts")
     steps(going, 5)
     state, rest = going.state_dict(), steps(going, 4)
     assert state["places"][0]["commit"] == old
     hub.publish("org/texts", shards("jsonl", [text.replace("n", "m") for text in TEXTS]))
-    assert steps(loader(), 9)[5:] != rest
-    again = loader()
+    assert steps(loader("org/texts"), 9)[5:] != rest
+    again = loader("org/texts")
     again.load_state_dict(state)
     assert steps(again, 4) == rest
-    rows = stream()
+    rows = stream("org/texts")
     assert "m" in text(rows.row(0))
     rows.use_commit(old)
     assert "n" in text(rows.row(0))
     del hub.data_sets["org/texts"][old]
     with pytest.raises(DataError, match=r"^org/texts: cannot be read "):
-        loader().load_state_dict(state)
+        loader("org/texts").load_state_dict(state)
 
 
 @pytest.mark.parametrize(("ending", "between"), [("csv", ","), ("tsv.gz", "\t")])

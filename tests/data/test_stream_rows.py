@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megatrain.data import EncodeOptions, Encoder, Loader, Source, StreamRows, load_tokenizer, stream_rows
-from megatrain.data.packing import Row
+from megatrain.data import Encoder, Loader, Source, StreamRows
 from megatrain.data.stream_rows import Packing
 from megatrain.errors import DataError, SampleError
+from tests.data.streams import TOKENIZER, WINDOW, loader, small_blocks, steps, stream, text  # noqa: F401  # a fixture
 
-WINDOW = 24
-TOKENIZER = load_tokenizer("bytes")
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("READ_ROWS", 3), ("BLOCK_ROWS", 8), ("BLOCK_SEQUENCES", 2), ("CACHED_STARTS", 5)):
-        monkeypatch.setattr(stream_rows, name, value)
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def folder(path: Path, count: int = 47, word: str = "n") -> Path:
@@ -33,24 +24,6 @@ def folder(path: Path, count: int = 47, word: str = "n") -> Path:
         lines = (json.dumps({"text": text, "note": None if part else 1}) for text in texts)
         (path / f"train-{part}.jsonl").write_text("\n".join(lines) + "\n")
     return path
-
-
-def stream(path: Path | str, how: Packing = "grouped", seed: int = 5, **more: Any) -> StreamRows:
-    options = EncodeOptions(max_tokens=None if how == "windows" else WINDOW)
-    encoder = Encoder(TOKENIZER, options)
-    return StreamRows(Source(str(path)), encoder, how, window=WINDOW, micro_batch=2, seed=seed, **more)
-
-
-def loader(path: Path, how: Packing = "grouped", **more: Any) -> Loader:
-    return Loader(stream(path, how), **{"micro_batch": 2, "micro_batches": 2, "seed": 5, **more})
-
-
-def steps(found: Loader, count: int) -> list[list[dict[str, list[Any]]]]:
-    return [[{name: part.tolist() for name, part in each.items()} for each in step] for step in islice(found, count)]
-
-
-def text(row: Row) -> str:
-    return bytes(row.ids[:-1].tolist()).decode()
 
 
 def test_each_epoch_has_every_sample_once_in_a_new_order(tmp_path: Path) -> None:
