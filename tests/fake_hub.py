@@ -86,6 +86,7 @@ def settings_for(endpoint: str, cache: Path) -> list[tuple[ModuleType, str, Any]
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or a body waits 40 ms for the client to acknowledge its headers
     hub: Hub
 
     def log_message(self, *_: Any) -> None:
