@@ -87,8 +87,8 @@ def speak(
 
 
 class TextStream(TextStreamer):
-    """Passes the new text of one row to `heard` whenever words are complete; the last call may pass an empty
-    string."""
+    """Passes the new text of one row to `heard` as it is decoded, at the latest when a word is complete. A call may
+    pass an empty string."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, heard: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)

