@@ -24,6 +24,7 @@ from megatrain.config import Config, save_config
 from megatrain.device import Device
 from megatrain.dist import World
 from megatrain.dist import processes as of_processes
+from megatrain.dist import watch as of_watch
 from megatrain.errors import ConfigError, RankError
 from megatrain.optim import AdamW
 from megatrain.run import ranks as of_ranks
@@ -41,8 +42,13 @@ from tests.small import small_spec
 ROOT = Path(__file__).parents[2]
 
 
+HURRY = 5
+"""How many times as fast as time a hurried clock goes. A rank's clock takes no more for one look at it."""
+
+
 def begin(preloaded: Preloaded, ranks: int, config: Config, *overrides: str, seconds: float = 600.0) -> list[Child]:
-    """Ranks that nothing looks after but they themselves, and that wait for each other for so long."""
+    """Ranks that nothing looks after but they themselves, and that wait for each other for so long, by a clock that
+    hurries once there is a file `hurry` beside the run."""
     path = config.folder.parent / "config.yaml"
     save_config(config, path)
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -50,13 +56,17 @@ def begin(preloaded: Preloaded, ranks: int, config: Config, *overrides: str, sec
     for rank in range(ranks):
         numbers = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
         environment = meeting | {name: str(number) for name, number in numbers.items()}
-        found.append(preloaded.start(patient, seconds, "train", str(path), *overrides, environment=environment))
+        how = seconds, config.folder.parent / "hurry"
+        found.append(preloaded.start(patient, *how, "train", str(path), *overrides, environment=environment))
     return found
 
 
-def patient(seconds: float, *arguments: str) -> None:
-    """A command whose rank waits for the others for so long."""
+def patient(seconds: float, hurry: Path, *arguments: str) -> None:
+    """A command whose rank waits for the others for so long; see `begin`."""
     of_processes.SECONDS = seconds
+    hurried = SimpleNamespace(**vars(time))
+    hurried.monotonic = lambda: time.monotonic() * (HURRY if hurry.exists() else 1)
+    of_watch.time = cast(Any, hurried)
     command_line(*arguments)
 
 
@@ -364,6 +374,7 @@ def test_a_stalled_rank_is_named_within_the_timeout_and_a_second(
             assert all(rank.poll() is None for rank in ranks), [rank.said for rank in ranks]
             time.sleep(0.05)
         ranks[victim].send_signal(signal.SIGSTOP)
+        (tmp_path / "hurry").touch()
         for number, rank in enumerate(ranks):
             if number != victim:
                 assert rank.wait(60) != 0
