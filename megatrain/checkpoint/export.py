@@ -17,6 +17,7 @@ from megatrain.errors import ExportError
 from megatrain.formatting import at_least, at_most
 from megatrain.model import PortedModel, Written, written_of, written_parameters
 from megatrain.spec import Precision
+from megatrain.spec.validate_fields import checked
 from megatrain.system.atomic import appearing
 from megatrain.system.paths import usable_path
 
@@ -146,6 +147,7 @@ def export_units(
     It is advanced only after the previous unit has been written, so a generator may reuse its memory.
     """
     target = usable_path(folder, error=ExportError, to_write="folder").resolve()
+    checked(precision, Precision, ExportError, "precision")
     _refuse_foreign(target)
     written = written_of(ported, _WRITTEN_DTYPES[precision])
     nbytes = shard_nbytes if ported.adapter is None else 1 << 62  # `peft` reads one file

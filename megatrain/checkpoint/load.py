@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatrain.checkpoint.listing import checkpoints
 from megatrain.checkpoint.manifest import MANIFEST, Check, full_check, read_manifest
-from megatrain.checkpoint.run_state import read_training
+from megatrain.checkpoint.run_state import TRAINING, read_training
 from megatrain.checkpoint.save import OPTIMIZER
 from megatrain.errors import CheckpointError, DamagedCheckpoint, first_line
 from megatrain.system.paths import missing, usable_path
@@ -87,6 +87,9 @@ def open_checkpoint(folder: str | Path, check: Check = full_check) -> Checkpoint
     if damages := check(folder := named.resolve()):
         if inside := _inside(folder):
             raise DamagedCheckpoint("holds checkpoints, and is none", where=str(folder), fix=f"name {inside[0]}")
+        if (folder / "config.json").exists() and not any((folder / name).exists() for name in (MANIFEST, TRAINING)):
+            fix = "train it as a new model, by Engine.from_pretrained or model.path"
+            raise DamagedCheckpoint("is a model without a state of training", where=str(folder), fix=fix)
         more = f" (and {len(damages) - 1:,} more)" if len(damages) > 1 else ""
         raise DamagedCheckpoint(f"{damages[0]}{more}", where=str(folder), fix="go on from an older one")
     return Checkpoint(folder)

@@ -268,13 +268,15 @@ def _check_positions(model: ModelSpec, batch: MicroBatch, where: str) -> None:
     ids, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
     rows, length = ids.shape
     unchecked = mask is None or isinstance(mask, Mapping) or hasattr(mask, "kv_num_blocks")  # flex_attention's
-    if not unchecked and not (isinstance(mask, Tensor) and (mask.dim() == 4 or mask.shape == ids.shape)):
-        what = f"attention_mask is {_dtype_and_shape(mask)}, and input_ids {_dtype_and_shape(ids)}"
-        raise BatchError(what, where=where, fix="give a tensor [batch, length], 1 for tokens and 0 for padding")
-    same_length = isinstance(positions, Tensor) and positions.dim() > 1 and positions.shape[-1] == length
-    if positions is not None and not (same_length and (positions.dim() > 2 or len(positions) in (1, rows))):
+    if not unchecked:
+        _check_mask(mask, ids, where)
+    fits = isinstance(positions, Tensor) and positions.dim() > 1 and positions.shape[-1] == length
+    integers = isinstance(positions, Tensor) and positions.dtype in (torch.int64, torch.int32)
+    if positions is not None and not (fits and integers and (positions.dim() > 2 or len(positions) in (1, rows))):
         what = f"position_ids is {_dtype_and_shape(positions)}, and input_ids {_dtype_and_shape(ids)}"
         raise BatchError(what, where=where, fix="give an integer tensor [batch, length]")
+    if isinstance(positions, Tensor) and positions.min() < 0:
+        raise BatchError(f"position_ids contains {int(positions.min())}", where=where, fix="give positions from 0 on")
     needed = int(positions.max()) + 1 if isinstance(positions, Tensor) else length  # fewer than `length` if packed
     if model.max_positions is not None and needed > model.max_positions:
         has = f"the model has {model.max_positions:,} positions"
@@ -284,8 +286,33 @@ def _check_positions(model: ModelSpec, batch: MicroBatch, where: str) -> None:
         raise BatchError(f"{length} tokens long, but {has}", where=where, fix="use a shorter window")
 
 
+def _check_mask(mask: object, ids: Tensor, where: str) -> None:
+    """Raise `BatchError` unless a mask is 0 and 1 in the shape of `ids`, or bool or float[batch, heads, length, length]
+    as attention kernels take it."""
+    rows, length = ids.shape
+    if isinstance(mask, Tensor) and mask.shape == ids.shape:
+        odd = mask[(mask != 0) & (mask != 1)]
+        if odd.numel():
+            what = f"attention_mask contains {odd[0].item():g}"
+            fix = "give 1 for tokens and 0 for padding; separate packed samples by position_ids"
+            raise BatchError(what, where=where, fix=fix)
+        return
+    fits = isinstance(mask, Tensor) and mask.dim() == 4 and len(mask) in (1, rows) and mask.shape[2] == length
+    if isinstance(mask, Tensor) and fits and (mask.dtype == torch.bool or mask.is_floating_point()):
+        return
+    what = f"attention_mask is {_dtype_and_shape(mask)}, and input_ids {_dtype_and_shape(ids)}"
+    raise BatchError(what, where=where, fix="give a tensor [batch, length], 1 for tokens and 0 for padding")
+
+
 def _dtype_and_shape(value: object) -> str:
     return f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else _type_name(value)
+
+
+def _fix_for_missing(key: str, batch: MicroBatch) -> str:
+    others = [str(name) for name, other in batch.items() if name not in REQUIRED and other is not None]
+    if near := get_close_matches(key, others, n=1):
+        return f"did you mean {near[0]!r}?"
+    return "to train on every token, give labels=input_ids" if key == "labels" else ""
 
 
 def check_inputs(model: ModelSpec, batch: MicroBatch, where: str) -> None:
@@ -296,13 +323,12 @@ def check_inputs(model: ModelSpec, batch: MicroBatch, where: str) -> None:
             raise BatchError(f"{key} {what}", where=where, fix="give a dense tensor on the cpu or the device")
     for key in REQUIRED:
         value = batch.get(key)
+        if value is None:
+            raise BatchError(f"has no {key}", where=where, fix=_fix_for_missing(key, batch))
         if not isinstance(value, Tensor) or value.dim() != 2 or value.dtype not in (torch.int64, torch.int32):
             found = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             what = f"{key} must be an int64 or int32 tensor [batch, length], not {found}"
-            near = get_close_matches(
-                key, [str(name) for name, other in batch.items() if name not in REQUIRED and other is not None], n=1
-            )
-            raise BatchError(what, where=where, fix=f"did you mean {near[0]!r}?" if near and value is None else "")
+            raise BatchError(what, where=where)
     ids, labels = batch["input_ids"], batch["labels"]
     if ids.shape != labels.shape:
         raise BatchError(f"labels {list(labels.shape)} and input_ids {list(ids.shape)} differ in shape", where=where)

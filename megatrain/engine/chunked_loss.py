@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.batch import MicroBatch, count_targets
-from megatrain.errors import BatchError, LossError
+from megatrain.errors import BatchError, LossError, typed_line
 from megatrain.schedule.passes.workspace import LOSS_BLOCK_NUMEL
 
 # Custom losses --------------------------------------------------------------------------------------------------------
@@ -141,8 +141,7 @@ def measure(loss_fn: LossFn | None, chunked: ChunkedHead, batch: MicroBatch) -> 
         return MicroBatchLoss(cross_entropy_loss(chunked))
     if isinstance(loss_fn, LogitsLoss):
         return _by_logits(loss_fn, chunked, batch, None)
-    found = loss_fn(_log_probs_at_labels(chunked, batch), _to_device(batch, chunked.hidden.device))
-    loss, sums = _check_returned(found, loss_fn)
+    loss, sums = _called(loss_fn, _log_probs_at_labels(chunked, batch), _to_device(batch, chunked.hidden.device))
     return MicroBatchLoss(loss.double(), None, sums)
 
 
@@ -154,7 +153,7 @@ def differentiate(loss_fn: LossFn | None, chunked: ChunkedHead, batch: MicroBatc
         return _by_logits(loss_fn, chunked, batch, scale)
     leaf = _log_probs_at_labels(chunked, batch).requires_grad_()
     with torch.enable_grad():
-        loss, sums = _check_returned(loss_fn(leaf, _to_device(batch, chunked.hidden.device)), loss_fn, needs_graph=True)
+        loss, sums = _called(loss_fn, leaf, _to_device(batch, chunked.hidden.device), needs_graph=True)
         (gradient,) = torch.autograd.grad(loss * scale, leaf)
     chunked.rewind()
     for_hidden = backward_from_log_probs(chunked, gradient.roll(-1, dims=1).flatten())
@@ -177,9 +176,7 @@ def _by_logits(loss_fn: LogitsLoss, chunked: ChunkedHead, batch: MicroBatch, sca
         at = chunk.positions // length, chunk.positions % length + 1
         own = {key: batch[key][at[0].to(batch[key].device), at[1].to(batch[key].device)] for key in loss_fn.own}
         own = {key: value.to(device, non_blocking=True) for key, value in own.items()}
-        loss, found = _check_returned(
-            loss_fn(logits.float(), chunk.targets, **own), loss_fn, needs_graph=scale is not None
-        )
+        loss, found = _called(loss_fn, logits.float(), chunk.targets, needs_graph=scale is not None, **own)
         total.add_(loss.detach().double())
         for name, value in found.items():
             sums[name] = sums[name] + value if name in sums else value
@@ -199,12 +196,24 @@ def _by_logits(loss_fn: LogitsLoss, chunked: ChunkedHead, batch: MicroBatch, sca
     return MicroBatchLoss(total, backward(chunked, gradient_of), sums)
 
 
-def _check_returned(
-    returned: Returned, loss_fn: LossFn, *, needs_graph: bool = False
+MISTAKES = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError)
+"""What a loss function with a mistake raises."""
+
+
+def _called(
+    loss_fn: Callable[..., Returned], *inputs: Any, needs_graph: bool = False, **own: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and the sums to report, as float64 scalars. Raises `LossError` unless it is a scalar with a graph."""
-    loss, sums = returned if isinstance(returned, tuple) else (returned, {})
+    """The loss and the sums to report, as float64 scalars. Raises `LossError` if the function raises, or unless the
+    loss is a scalar with a graph."""
     where = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    try:
+        returned = loss_fn(*inputs, **own)
+    except torch.OutOfMemoryError:
+        raise
+    except MISTAKES as error:
+        given = "the logits and labels of some tokens" if isinstance(loss_fn, LogitsLoss) else "log_probs and batch"
+        raise LossError(typed_line(error), where=where, fix=f"it is called with {given}") from error
+    loss, sums = returned if isinstance(returned, tuple) else (returned, {})
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise LossError(f"returned {shape}, not a scalar", where=where, fix="return the sum of the losses")

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from transformers import PreTrainedModel
 
 from megatrain.errors import ModelError
+from megatrain.spec.validate_fields import checked
 
 
 def freeze_parameters(model: PreTrainedModel, patterns: Sequence[str]) -> None:
@@ -16,6 +17,7 @@ def freeze_parameters(model: PreTrainedModel, patterns: Sequence[str]) -> None:
 
     Raises `ModelError`, with the nearest name, for a pattern that matches none.
     """
+    patterns = checked(patterns, tuple[str, ...], ModelError, "freeze")
     parameters = dict(model.named_parameters())
     for pattern in patterns:
         matching = [name for name in parameters if fnmatchcase(name, pattern)]

@@ -71,6 +71,9 @@ def speak(
         if attention_mask.shape != input_ids.shape:
             what = f"attention_mask is {list(attention_mask.shape)}, but input_ids are {list(input_ids.shape)}"
             raise BatchError(what, where=WHERE)
+        if ended := (attention_mask[:, -1] == 0).nonzero().flatten().tolist():
+            what = f"attention_mask hides the end of row {ended[0]}"
+            raise BatchError(what, where=WHERE, fix="pad on the left (tokenizer.padding_side = 'left')")
         options["attention_mask"] = attention_mask.to(device)
     if not kind._supports_default_dynamic_cache():
         options["use_cache"] = False  # a cache of its own kind, which the layers do not update in place

@@ -141,6 +141,8 @@ def refuse_other_kinds(model: nn.Module) -> None:
     """Raise `ModelError` for anything but a causal language model of transformers."""
     where = f"model {type(model).__name__}"
     if not isinstance(model, PreTrainedModel):
+        if any(isinstance(getattr(model, name, None), PreTrainedModel) for name in ("_orig_mod", "module")):
+            raise ModelError("wraps a transformers model", where=where, fix="pass the model in it")
         raise ModelError("not a transformers model", where=where, fix="pass an AutoModelForCausalLM")
     if getattr(model.config, "is_encoder_decoder", False):
         raise ModelError("an encoder-decoder, not a causal language model", where=where, fix="use a decoder-only model")

@@ -58,6 +58,10 @@ def usable_path(
     Raises `error` for a string that cannot be a path (empty, with a zero byte, too long), a path that cannot be reached
     (a folder without permission, circular links), and, with `to_write`, something else in its place or in its way.
     """
+    if not isinstance(named, str | os.PathLike):
+        in_memory = hasattr(named, "forward")  # type: ignore[unreachable]  # from Python, anything may come
+        fix = "a model in memory goes to Engine.from_model" if in_memory else "name a file or a folder"
+        raise error(f"is a {type(named).__name__}, not a path", where=where, fix=fix)
     text = os.fspath(named)
     place = ": ".join(part for part in (where, shown(text)) if part)
     if what := _not_a_path(text):

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -37,11 +37,13 @@ from megatrain.memory import Store, UnitState
 from megatrain.model import PortedModel
 from megatrain.schedule import Buffer, Use
 from megatrain.spec import Numerics, Policy
+from megatrain.spec.validate_fields import Bounds, checked
 from megatrain.system.paths import usable_path
 from megatrain.train.write_from_all_ranks import SharedFiles
 from megatrain.train.write_from_rank_zero import Agree, follow_gathered, gathered, write_together
 
 SPARE = "host/checkpoint"
+StepNumber = Annotated[int, Bounds(0)]
 VERSIONS = ("megatrain", "torch", "transformers", "numpy")
 
 
@@ -156,6 +158,8 @@ class Saver:
         Raises `ExportError` for a model that cannot be written, and `DoesNotFit` without memory for the largest unit;
         the `Save` reports later failures.
         """
+        step = checked(step, StepNumber, CheckpointError, "step")
+        score = checked(score, float | None, CheckpointError, "score")
         self.wait()
         self._store.settle()
         order = self._order(policy)
@@ -166,7 +170,7 @@ class Saver:
         save = Save(step, nbytes=self._planned.nbytes)
         self._gives_up, self._wanted, self._handed = False, None, None
         self._unwritten, self.current = frozenset(order), save
-        arguments = (save, Path(folder), self._planned, training, score, write_more, then)
+        arguments = (save, usable_path(folder, error=CheckpointError), self._planned, training, score, write_more, then)
         thread = threading.Thread(target=self._write, args=arguments, name="megatrain-save", daemon=True)
         try:
             thread.start()

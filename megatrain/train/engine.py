@@ -54,7 +54,7 @@ from megatrain.spec.validate_fields import checked
 from megatrain.train.async_save import Save, Saver
 from megatrain.train.events import StepOutput
 from megatrain.train.nonfinite import NonfiniteCauses
-from megatrain.train.one_call_at_a_time import Turn, one_at_a_time
+from megatrain.train.one_call_at_a_time import TakesTurns, Turn, one_at_a_time
 from megatrain.train.optimizer_sink import GradientCollector, OptimizerSink
 from megatrain.train.options import (
     EngineOptions,
@@ -90,7 +90,7 @@ from megatrain.train.timeline_file import Trace
 from megatrain.train.write_from_rank_zero import export_together
 
 
-class Engine:
+class Engine(TakesTurns):
     """Trains a causal language model whose state is in host memory. Construct it with `Engine.from_model` and the
     like."""
 
@@ -99,7 +99,7 @@ class Engine:
         self.world = world = options.get("world") or ALONE
         ported.share(world.size)
         self.structure: ModelSpec = ported.structure
-        self.optimizer, self.max_grad_norm = optimizer_of(options, self.structure), options.get("max_grad_norm", 1.0)
+        optimizer, max_grad_norm = optimizer_of(options, self.structure), options.get("max_grad_norm", 1.0)
         self.numerics, self.limits = numerics_of(options), limits_of(options)
         policy, fits = policy_of(options, device, self.structure), options.get("policy", "auto") == "auto"
         self._ported, self._device, self._disk = ported, device, disk_of(options, policy)
@@ -110,7 +110,7 @@ class Engine:
         owned = Ownership(world.rank, max(1, policy.shard_nbytes // self.numerics.weight_nbytes))
         self._store = Store(self.structure, self.numerics, policy, self._pool, owned, world.together)
         self._schedules = Schedules(ported, self._store, self.numerics, policy, device, world, fits_activations=fits)
-        how = self.structure, self.numerics, policy, self.optimizer, self.max_grad_norm, device
+        how = self.structure, self.numerics, policy, optimizer, max_grad_norm, device
         try:
             self._schedules.get(self._main_kind, Work((1,)))
             self._sink = OptimizerSink(*how, owned, world)
@@ -163,9 +163,8 @@ class Engine:
         refuse_other_kinds(model)
         options: EngineOptions = {"device": device, "precision": precision, "numerics": numerics, "policy": policy}
         options |= {"optimizer": optimizer, "max_grad_norm": max_grad_norm, "limits": limits, "disk": disk}
-        options = checked_options({**options, "seed": seed, "verify": verify, "world": world})
-        source = ModelSource(model)  # type: ignore[arg-type]  # everything but a PreTrainedModel has been refused
-        return cls.from_source(source, **options)
+        options |= {"seed": seed, "verify": verify, "world": world}
+        return cls.from_source(ModelSource(model), **options)  # type: ignore[arg-type]  # no other kind is left
 
     @classmethod
     def from_pretrained(
@@ -339,7 +338,7 @@ class Engine:
         Raises `ConfigError` if the sets of parameters that decay, or share a learning rate, would change.
         """
         refuse_other_groups(self.optimizer, optimizer)
-        self.optimizer = self._sink.optimizer = optimizer
+        self._sink.optimizer = optimizer
 
     @one_at_a_time
     def gradients(
@@ -466,6 +465,7 @@ class Engine:
 
         `None` if the policy places it elsewhere. The view is valid until another policy is adopted.
         """
+        refuse_unknown(name, self.structure, "weight_view")
         self._flush()
         return self._store.view(name)
 
@@ -505,8 +505,7 @@ class Engine:
             self._store.settle()
 
     def save_adapter(self, folder: str | Path, **options: Unpack[ExportOptions]) -> Path:
-        """Write the adapter as `peft` does, so that `PeftModel.from_pretrained` loads it; `save_pretrained` does the
-        same if there is an adapter. Raises `ModelError` if there is none."""
+        """As `save_pretrained`, which writes an adapter as `peft` does; raises `ModelError` if there is none."""
         if self._ported.adapter is None:
             raise ModelError("has no adapter", where=self.structure.name, fix="call save_pretrained")
         return self.save_pretrained(folder, **options)
@@ -588,10 +587,8 @@ class Engine:
 
     @one_at_a_time
     def prepare(self, work: Work) -> Schedule:
-        """Choose a plan for this work, build and check its schedule, and allocate its memory, without running anything.
-
-        Returns the schedule of a step without pending updates (of a forward pass if nothing trains).
-        """
+        """Choose a plan for this work, build and check its schedule (a forward pass's if nothing trains), and allocate
+        its memory, without running anything. Returns the schedule of a step without pending updates."""
         return self._schedules.get(self._main_kind, checked(work, Work, PlanError, "work"))
 
     # What it is, and what it takes -----------------------------------------------------------------------------------
@@ -606,6 +603,16 @@ class Engine:
         """The model's transformers config, as it is saved. Changing what shapes the computation has no effect any
         more."""
         return self._ported.skeleton.config
+
+    @property
+    def optimizer(self) -> AdamW:
+        """The hyperparameters of the next step; change them with `set_optimizer`."""
+        return self._sink.optimizer
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The norm to which gradients are clipped."""
+        return self._sink.max_grad_norm
 
     def memory_table(self) -> dict[tuple[str, str], int]:
         """(tier, use) -> bytes held now, without activations inside layers."""
@@ -650,10 +657,7 @@ class Engine:
         return sum(self.world.exchange("operations per second", matmul_flops(self._device, self._streamer.dtype)))
 
     def trace(self, path: str | Path, steps: int = 3) -> None:
-        """Record the ops of the next steps, and write them as a trace for Perfetto.
-
-        The first step from now is omitted, since it builds schedules and warms up.
-        """
+        """Write the ops of the next steps as a trace for Perfetto, without the next one, which warms up."""
         self._trace = Trace(path, steps)
 
     def run_ops_in(self, region: Callable[[], AbstractContextManager[object]]) -> None:
@@ -690,10 +694,7 @@ class Engine:
         return self._saver
 
     def under_way(self) -> tuple[list[tuple[str, str, float]], float]:
-        """(op, stream, seconds so far) of each running op, and the seconds since any op began or ended.
-
-        May be called from any thread.
-        """
+        """(op, stream, seconds so far) of each running op, and seconds since any began or ended; on any thread."""
         return self._streamer.under_way()
 
     def __repr__(self) -> str:
@@ -707,10 +708,8 @@ class Engine:
         return f"<Engine of {self.structure.name}: {numel:,} parameters{frozen}, {how}, {state}>"
 
     def close(self) -> None:
-        """Stop the workers and free the memory; pending updates are dropped with the weights.
-
-        In a forked child this does nothing: the engine's resources belong to the process that made it.
-        """
+        """Stop the workers and free the memory; pending updates are dropped with the weights. In a forked child this
+        does nothing: the engine's resources belong to the process that made it."""
         if self._turn.is_closed or self._turn.process.is_elsewhere:
             return
         with self._turn.of("close"):

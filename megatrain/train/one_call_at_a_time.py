@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, NoReturn, ParamSpec, SupportsIndex, TypeVar
 
 from megatrain.device.worker import OwningProcess
 from megatrain.errors import DeviceError
@@ -50,10 +50,14 @@ class Turn:
             self._lock.release()
 
 
-class TakesTurns(Protocol):
-    """Has a `Turn`."""
+class TakesTurns:
+    """Has a `Turn`, and is neither copied nor pickled, since a copy would not take turns with the original."""
 
     _turn: Turn
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        fix = "write its weights with save_pretrained, or a checkpoint with save"
+        raise DeviceError("cannot be copied or pickled", where=WHERE, fix=fix)
 
 
 S = TypeVar("S", bound=TakesTurns)

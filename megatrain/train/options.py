@@ -85,7 +85,9 @@ def checked_options(options: EngineOptions) -> EngineOptions:
             what = f"{shown(norm)} is not a norm to clip to"
             raise ConfigError(what, where="max_grad_norm", fix="give a number above 0, or None not to clip")
         found["max_grad_norm"] = number  # infinity is allowed: reports the norm without clipping
-    refuse_other_optimizers(found.get("optimizer"))
+    if (optimizer := found.get("optimizer")) is not None:
+        refuse_other_optimizers(optimizer)
+    found["world"] = checked(found.get("world"), World | None, ConfigError, "world")
     if isinstance(disk := found.get("disk", ()) or (), str | Path):
         found["disk"] = [disk]
     elif not isinstance(disk, Disk):
@@ -95,7 +97,7 @@ def checked_options(options: EngineOptions) -> EngineOptions:
 
 def refuse_other_optimizers(optimizer: object) -> None:
     """Raise `ConfigError` for anything but our `AdamW`, with a call that gives the same settings if there is one."""
-    if optimizer is None or isinstance(optimizer, AdamW):
+    if isinstance(optimizer, AdamW):
         return
     if isinstance(optimizer, type):
         what = f"{optimizer.__name__} is a class"
@@ -139,7 +141,9 @@ def optimizer_of(options: EngineOptions, spec: ModelSpec) -> AdamW:
 
 
 def refuse_other_groups(before: AdamW, now: AdamW) -> None:
-    """Raise `ConfigError` if the parameters that decay, or have their own learning rate, would change."""
+    """Raise `ConfigError` for anything but our `AdamW`, or if the parameters that decay, or have their own learning
+    rate, would change."""
+    refuse_other_optimizers(now)
     if now.no_decay != before.no_decay:
         raise ConfigError("other parameters would decay than before", where="no_decay", fix="leave it as it was")
     patterns = [[pattern for pattern, _ in each.learning_rates] for each in (before, now)]

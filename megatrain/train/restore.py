@@ -25,6 +25,7 @@ from megatrain.model.weight_sources import in_files_of
 from megatrain.optim import AdamW
 from megatrain.spec import ModelSpec, Numerics, Policy
 from megatrain.spec.model import FileBytes
+from megatrain.spec.validate_fields import checked
 from megatrain.train.async_save import as_json, versions
 from megatrain.train.optimizer_sink import OptimizerSink
 
@@ -191,11 +192,16 @@ def refuse_unknown(name: str, spec: ModelSpec, where: str) -> None:
 
 def refuse_other_shapes(weights: Mapping[str, Tensor], spec: ModelSpec) -> None:
     """Raise `ModelError` for weights that are not parameters of the model, in its shapes."""
-    shapes = {param.name: param.shape for unit in spec.units for param in unit.params}
+    checked(weights, Mapping, ModelError, "set_weights")
+    shapes, where = {param.name: param.shape for unit in spec.units for param in unit.params}, f"model {spec.name}"
     for name, value in weights.items():
+        if not isinstance(value, Tensor) or value.is_meta:
+            what = "has no values (meta device)" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
+            raise ModelError(f"the new {name} {what}", where=where, fix="give a tensor")
         if tuple(value.shape) != shapes.get(name):
-            what = f"has no parameter {name} of shape {list(value.shape)}"
-            raise ModelError(what, where=f"model {spec.name}")
+            near = get_close_matches(str(name), shapes, n=1, cutoff=0.0)
+            fix = f"it has {list(shapes[name])}" if name in shapes else f"did you mean {near[0]!r}?"
+            raise ModelError(f"has no parameter {name} of shape {list(value.shape)}", where=where, fix=fix)
 
 
 def weights_in(checkpoint: Checkpoint, ported: PortedModel, trust_remote_code: bool) -> Fills:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from megatrain import AdamW, Engine, LogProbLoss, Policy
+from megatrain import AdamW, Engine, LogitsLoss, LogProbLoss, Policy
 from megatrain.engine import LossFn, MicroBatch
 from megatrain.errors import (
     BatchError,
@@ -21,6 +24,7 @@ from megatrain.errors import (
     ConfigError,
     DamagedCheckpoint,
     DeviceError,
+    ExportError,
     LossError,
     MegaTrainError,
     ModelError,
@@ -221,7 +225,7 @@ def test_a_step_takes_any_iterable_of_mappings(engine: Engine) -> None:
         ([batch(1, 4, 0), [batch(1, 4, 0)]], "micro-batch 1: is a list, not a mapping"),
         ([torch.ones(2, 8, dtype=torch.long)], "micro-batch 0: is a Tensor, not a mapping"),
         ((each for each in ()), "step: a step needs at least one micro-batch"),
-        ([{}], "input_ids must be an int64 or int32 tensor"),
+        ([{}], "has no input_ids"),
         ([{"input_ids": torch.ones(1, 4, dtype=torch.long), "label": None, "lables": 1}], "did you mean 'lables'"),
         ([{"input_ids": [[3, 4]], "labels": [[3, 4]]}], "input_ids must be .* not list"),
         ([{"input_ids": np.ones((1, 4), np.int64), "labels": np.ones((1, 4))}], "input_ids must be .* not ndarray"),
@@ -243,6 +247,27 @@ def test_a_step_takes_any_iterable_of_mappings(engine: Engine) -> None:
             "position_ids go up to 1,003, but the model",
         ),
         (
+            [{**batch(1, 4, 0), "attention_mask": torch.tensor([[1, 1, 2, 2]])}],
+            "contains 2; .* position_ids",
+        ),
+        ([{**batch(1, 4, 0), "attention_mask": torch.tensor([[-1e9, 0, 0, 0]])}], "attention_mask contains -1e.09"),
+        (
+            [{**batch(1, 4, 0), "attention_mask": torch.ones(1, 1, 4, 4).long()}],
+            r"torch.int64\[1, 1, 4",
+        ),
+        (
+            [{**batch(2, 4, 0), "attention_mask": torch.ones(2, 1, 3, 4) > 0}],
+            r"torch.bool\[2, 1, 3, 4",
+        ),
+        (
+            [{**batch(2, 4, 0), "attention_mask": torch.ones(3, 1, 4, 4) > 0}],
+            r"torch.bool\[3, 1, 4, 4",
+        ),
+        ([{**batch(1, 4, 0), "position_ids": torch.ones(1, 4) > 0}], r"position_ids is torch.bool\[1, 4\]"),
+        ([{**batch(1, 4, 0), "position_ids": torch.arange(4.0)[None]}], r"position_ids is torch.float32\[1, 4\]"),
+        ([{**batch(1, 4, 0), "position_ids": torch.arange(4)[None] - 1}], "position_ids contains -1; give"),
+        ([{"input_ids": torch.ones(1, 4, dtype=torch.long)}], "has no labels; .* labels=input_ids"),
+        (
             [{**batch(1, 4, 0), "input_ids": torch.ones(1, 4, dtype=torch.long).to_sparse()}],
             "input_ids is torch.sparse",
         ),
@@ -254,6 +279,11 @@ def test_invalid_micro_batches_are_refused(engine: Engine, given: Any, says: str
     assert "\n" not in str(caught.value)
 
 
+class _Halves(LogitsLoss):
+    def __call__(self, logits: Tensor, labels: Tensor, **own: Tensor) -> Tensor:
+        return logits.sum() * (1 // 0)
+
+
 @pytest.mark.parametrize(
     ("loss", "says"), [(DPO, r"DPO is not a loss .* create an instance: DPO\(\)"), ("nll", "a str is not a loss")]
 )
@@ -261,6 +291,23 @@ def test_invalid_losses_are_refused(engine: Engine, loss: Any, says: str) -> Non
     for call in (engine.step, engine.gradients, engine.measure):
         with pytest.raises(LossError, match=says):
             call(unequal_batches(), loss_fn=loss)
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (torch.nn.functional.cross_entropy, "cross_entropy: TypeError: .* not dict; it is called with"),
+        (lambda log_probs, batch: batch["weight"] * log_probs, "<lambda>: KeyError: 'weight'; it is called with"),
+        (lambda log_probs, batch: -log_probs.mul_(2).sum(), "<lambda>: RuntimeError: .* in-place"),
+        (_Halves(), "_Halves: ZeroDivisionError: .*; it is called with the logits and labels of some"),
+    ],
+)
+def test_a_loss_that_raises_is_named_with_what_it_is_called_with(engine: Engine, loss: Any, says: str) -> None:
+    before = engine.master_weights()
+    with pytest.raises(LossError, match=says) as caught:
+        engine.step(unequal_batches(), loss_fn=loss)
+    assert caught.value.__cause__ is not None
+    assert equal(engine.master_weights(), before)
 
 
 # Arguments of an engine -----------------------------------------------------------------------------------------------
@@ -331,6 +378,7 @@ def test_torch_optimizers_are_refused_with_an_equivalent(make: Callable[[torch.n
         ({"policy": {"weight_slots": 1}}, PlanError, "policy: {'weight_slots': 1} is not a policy"),
         ({"policy": "fast"}, PlanError, "policy: 'fast' is not a policy; give a megatrain.Policy, or 'auto'"),
         ({"precision": ["bf16"]}, PlanError, "precision: must be bf16 or fp32"),
+        ({"world": 2}, ConfigError, "world: 2 is not valid; use a World"),
         ({"disk": 5}, ConfigError, "disk: 5 is not valid"),
         ({"disk": [None]}, ConfigError, r"disk\[0\]: None is not valid"),
         (
@@ -349,6 +397,46 @@ def test_arguments_of_wrong_types_are_refused_by_name(wrong: dict[str, Any], err
 def test_misspelt_options_suggest_the_nearest_name() -> None:
     with pytest.raises(TypeError, match="no option 'max_grad_nrom'; did you mean 'max_grad_norm'"):
         Engine.from_config(tiny_model().config.to_dict(), max_grad_nrom=1.0)  # type: ignore[call-arg]
+
+
+def test_an_engine_is_neither_copied_nor_pickled(engine: Engine, tmp_path: Path) -> None:
+    for call in (copy.copy, copy.deepcopy, pickle.dumps, lambda each: torch.save(each, tmp_path / "engine.pt")):
+        with pytest.raises(DeviceError, match=r"engine: cannot be copied or pickled; .* save_pretrained"):
+            call(engine)
+    assert engine.evaluate(unequal_batches()) > 0
+
+
+def test_hyperparameters_are_not_set_by_assignment(engine: Engine) -> None:
+    """It would have no effect, or half of one."""
+    for name, value in (("optimizer", AdamW(lr=1.0)), ("max_grad_norm", 3.0)):
+        with pytest.raises(AttributeError, match="has no setter"):
+            setattr(engine, name, value)
+    with pytest.raises(ConfigError, match=r"optimizer: a torch\.optim\.AdamW cannot update"):
+        engine.set_optimizer(torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="optimizer: None is not an optimizer"):
+        engine.set_optimizer(None)  # type: ignore[arg-type]
+
+
+def test_what_is_no_model_is_refused_with_what_to_pass() -> None:
+    model, makes = tiny_model(), Engine.from_model
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own modules
+        compiled = torch.compile(model)
+    cases: list[tuple[Callable[[Any], object], Any, str]] = [
+        (makes, compiled, "model OptimizedModule: wraps a transformers model; pass the model in it"),
+        (makes, torch.nn.DataParallel(model), "model DataParallel: wraps a transformers model; pass the model in it"),
+        (makes, "gpt2", "model str: not a transformers model; pass an AutoModelForCausalLM"),
+        (Engine.from_pretrained, model, "is a LlamaForCausalLM, not a path; .* Engine.from_model"),
+        (Engine.from_pretrained, None, "is a NoneType, not a path; name a file or a folder"),
+        (
+            lambda given: Engine.from_config(model.config, freeze=given),
+            "*embed*",
+            "freeze: .*embed.* is not valid",
+        ),
+    ]
+    for call, given, says in cases:
+        with pytest.raises(MegaTrainError, match=says):
+            call(given)
 
 
 def test_a_single_folder_is_a_folder_for_the_disk(tmp_path: Path) -> None:
@@ -384,6 +472,35 @@ def test_engine_query_arguments_are_checked(engine: Engine, tmp_path: Path) -> N
         (lambda: ours.generate(ids, [[1] * 4]), BatchError, "generate: attention_mask is no"),
         (lambda: ours.step(unequal_batches(), lr="1e-3"), ConfigError, "lr: '1e-3' is not valid"),
         (lambda: ours.logits([ids]), BatchError, "logits: is a list, not a mapping"),
+        (
+            lambda: ours.weight_view("lm_head"),
+            ModelError,
+            "weight_view: no parameter is called 'lm_head'",
+        ),
+        (
+            lambda: ours.generate(ids, torch.tensor([[1, 1, 1, 0]])),
+            BatchError,
+            "hides the end of row 0; pad on the",
+        ),
+        (lambda: ours.save(tmp_path, step=-1), CheckpointError, "step: -1 is not valid; use a whole number"),
+        (lambda: ours.save(tmp_path, step="last"), CheckpointError, "step: 'last' is not valid"),
+        (lambda: ours.save(tmp_path, score="0.5"), CheckpointError, "score: '0.5' is not valid"),
+        (lambda: ours.save_pretrained(None), ExportError, "is a NoneType, not a path"),
+        (lambda: ours.save_pretrained(tmp_path / "x", precision="fp16"), ExportError, "precision: 'fp16' is not valid"),
+        (lambda: ours.set_weights(None), ModelError, "set_weights: None is not valid; use a Mapping"),
+        (lambda: ours.set_weights(tiny_model()), ModelError, "set_weights: .* is not valid; use a Mapping"),
+        (
+            lambda: ours.set_weights({"lm_head.weight": np.zeros((96, 32))}),
+            ModelError,
+            "is a ndarray; give a tensor",
+        ),
+        (lambda: ours.set_weights({"lm_head.weight": torch.zeros(96, 32, device="meta")}), ModelError, "has no values"),
+        (lambda: ours.set_weights({"lm_head.weight": torch.zeros(9)}), ModelError, r"shape \[9\]; it has \[96, 32\]"),
+        (
+            lambda: ours.set_weights({"lm_head": torch.zeros(9)}),
+            ModelError,
+            "has no parameter lm_head .*lm_head.weight",
+        ),
     ]
     before = engine.master_weights()
     for call, error, says in cases:
@@ -391,6 +508,14 @@ def test_engine_query_arguments_are_checked(engine: Engine, tmp_path: Path) -> N
             call()
         assert "\n" not in str(caught.value)
     assert equal(engine.master_weights(), before)
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_export_in_place_of_a_checkpoint_is_named(engine: Engine, tmp_path: Path) -> None:
+    engine.save_pretrained(tmp_path / "model")
+    for call in (engine.restore, Engine.from_checkpoint):
+        with pytest.raises(DamagedCheckpoint, match=r"is a model without a state of training; .*from_pretrained"):
+            call(tmp_path / "model")
 
 
 def test_an_engine_can_restore_an_earlier_checkpoint(tmp_path: Path) -> None:
