@@ -546,6 +546,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = _refuse(str(error))
     except _MalformedCommand as error:
         code = _refuse(getattr(error, "format_message", error.__str__)())
+    except MemoryError:
+        code = _refuse("out of memory: the system gave no more; free some, or raise the process's limit")
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     sys.exit(code if isinstance(code, int) else 0)

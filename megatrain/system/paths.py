@@ -231,11 +231,10 @@ def read_bytes(path: str | Path) -> bytes:
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     refuse_special(path)
-    with open(path, "rb") as file:
-        content = file.read(LARGEST_NBYTES + 1)  # not `st_size`, which is 0 for files of /proc
-    if len(content) > LARGEST_NBYTES:
+    if found.st_size > LARGEST_NBYTES:
         raise OSError(errno.EFBIG, f"larger than {LARGEST_NBYTES >> 30} GiB", str(path))
-    return content
+    with open(path, "rb") as file:
+        return file.read()  # not `st_size` bytes, which are 0 for files of /proc
 
 
 def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict") -> str:

@@ -255,6 +255,7 @@ def test_every_key_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (NonFinite("3 steps in a row\nnot finite", where="step 7"), 2, "error: step 7: 3 steps in a row not finite\n"),
         (KeyboardInterrupt(), 130, ""),
+        (MemoryError(), 2, "error: out of memory: the system gave no more; free some, or raise the process's limit\n"),
         (None, 0, ""),
     ],
 )

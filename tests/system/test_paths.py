@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -118,6 +119,18 @@ def test_what_is_too_large_is_not_read_whole(tmp_path: Path, monkeypatch: pytest
             call()
     with pytest.raises(IsADirectoryError):
         read_bytes(tmp_path)
+
+
+def test_a_small_file_takes_little_memory_to_read(tmp_path: Path) -> None:
+    """Also where a process may reserve little (`ulimit -v`, or a system that does not overcommit)."""
+    (tmp_path / "a.json").write_bytes(b"12")
+    tracemalloc.start()
+    try:
+        assert read_json(tmp_path / "a.json") == 12
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert b"MemTotal" in read_bytes("/proc/meminfo")  # whose size is told as 0
 
 
 def test_a_folder_for_a_library_holds_nothing_that_never_ends(tmp_path: Path) -> None:
