@@ -481,14 +481,7 @@ def _with_upgrades(error: DoesNotFit, question: Question, *, has_shrunk: bool) -
     helps = {each.name: each.tokens_per_second for each in upgrades(question, None) if each.tokens_per_second}
     words = [f"{name} would make it fit ({_rate(speed)} tokens/s{step})" for name, speed in helps.items()]
     fix = f"{error.fix}; {' or '.join(words) or 'no single upgrade makes it fit'}"
-    return DoesNotFit(error.what, where=f"{error.where}{_each_of(question)}", fix=fix, needed=error.needed)
-
-
-def _each_of(question: Question) -> str:
-    """Whose bytes a refusal is about, of several ranks."""
-    ranks, in_host = question.model.ranks, question.hardware.slots_in_host
-    halves = ", whose device memory is half of its host memory" if in_host else ""
-    return f", each of {ranks} ranks{halves}" if ranks > 1 else ""
+    return DoesNotFit(error.what, where=error.where, fix=fix, needed=error.needed)
 
 
 def _is_configuration(where: str, model: Any) -> ModelError:

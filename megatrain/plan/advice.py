@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from megatrain.formatting import at_least
 from megatrain.plan.estimates import memory_table
 from megatrain.plan.question import Question, usable_nbytes
-from megatrain.plan.ranks import FIXED
+from megatrain.plan.ranks import FIXED, limits_of_machine
 from megatrain.spec import ModelSpec, Numerics, Policy, Work
 
 KEPT_OVERRIDES = ("micro_batch", "host_threads")
@@ -48,6 +49,23 @@ def changes(question: Question) -> Iterator[tuple[str, Question]]:
         yield "no clipping (max_grad_norm=null)", unclipped
         for tokens in fewer:
             yield f"{tokens:,} tokens per step without clipping", replace(unclipped, tokens_per_step=tokens)
+
+
+def each_of(question: Question) -> str:
+    """Whose bytes a refusal is about, of several ranks."""
+    ranks, in_host = question.model.ranks, question.hardware.slots_in_host
+    halves = ", whose device memory is half of its host memory" if in_host else ""
+    return f", each of {ranks} ranks{halves}" if ranks > 1 else ""
+
+
+def provide(question: Question, nbytes: Mapping[str, int]) -> str:
+    """What to have so that a plan fits that takes so much of each tier, where no change of the question helps."""
+    needed = limits_of_machine(question, {tier: nbytes[tier] for tier in question.budgets() if nbytes[tier]})
+    names = {tier: f"{tier} memory" for tier in needed}
+    if question.model.ranks > 1:
+        names = {tier: f"{tier} memory on each machine" for tier in needed} | {"device": "memory on each device"}
+    amounts = [f"{at_least(needed[tier])} of {names[tier]}" for tier in needed]
+    return f"provide {', '.join(amounts)}, or choose a smaller model"
 
 
 def _halves(number: int) -> Iterator[int]:

@@ -81,6 +81,17 @@ def question_of_one(question: Question, ranks: int, here: int) -> Question:
     )
 
 
+def limits_of_machine(question: Question, of_one: Mapping[str, int]) -> dict[str, int]:
+    """Tier -> bytes of a machine, as users limit them, of which `question_of_one` gives a rank so many.
+
+    of_one: tier -> bytes of one rank.
+    """
+    hardware, found = question.hardware, dict(of_one)
+    if hardware.slots_in_host:
+        found["host"] = 2 * max(found.pop(tier, 0) for tier in ("host", "device"))
+    return {tier: nbytes if tier == "device" else hardware.sharing_ranks * nbytes for tier, nbytes in found.items()}
+
+
 def by_delivery(question: Question, search: Callable[[Question], Plan]) -> Plan:
     """The faster of the plans that `search` finds for each `Policy.delivery`.
 

@@ -15,6 +15,7 @@ from megatrain.formatting import SECONDS_PER_DAY, amount, counted, duration, flo
 from megatrain.plan.analysis import GB, MIN_GAIN_SHOWN, Outlook, Sweep, Upgrade
 from megatrain.plan.cost import MEASURED_OVER_PLANNED
 from megatrain.plan.question import Plan
+from megatrain.plan.ranks import limits_of_machine
 from megatrain.plan.spec_file import as_fields
 from megatrain.schedule import Schedule, Use
 from megatrain.spec import Hardware
@@ -302,21 +303,20 @@ def configuration(plan: Plan) -> dict[str, dict[str, Any]]:
     if not hardware.computes_in_host_memory:
         train["device"] = "cuda:0"
     totals = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
-    shared = {"device": 1, "host": hardware.sharing_ranks, "disk": hardware.sharing_ranks}
-    if hardware.slots_in_host:  # as `ranks.question_of_one` divides it
-        del totals["device"]
-        shared["host"] *= 2
     given = {tier: nbytes for tier in totals if 0 < (nbytes := limits.of(tier) or 0) <= totals[tier]}
     if hardware.divided_memory:  # a run would take each to be as large as what is free
         given = {tier: question.budgets()[tier] for tier in ("device", "host")} | given
-    memory = {tier: _exact(shared[tier] * nbytes) for tier, nbytes in given.items()}
+    memory = {tier: _exact(nbytes) for tier, nbytes in limits_of_machine(question, given).items()}
     tree = {"data": {"sequence_length": question.length}, "train": train}
     tree |= {"memory": memory} if memory else {}
     return tree | ({"disk": {"folders": ["FOLDER-ON-A-FAST-DRIVE"]}} if plan.nbytes.get("disk") else {})
 
 
 def _exact(nbytes: int) -> str | int:
-    return nbytes if nbytes % GB else f"{nbytes // GB}GB"
+    """In whole megabytes, or quarters of a GiB, where that is no rounding."""
+    if nbytes % 10**6 == 0:
+        return f"{nbytes / GB:.12g}GB"
+    return nbytes if nbytes % (1 << 28) else f"{nbytes / (1 << 30):.12g}GiB"
 
 
 # For programs ------------------------------------------------------------------------------------------------------

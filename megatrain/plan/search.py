@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from megatrain.errors import DoesNotFit
 from megatrain.formatting import amount, at_least
 from megatrain.plan.activation_plan import ActivationRows, MixtureOption, Mixtures
-from megatrain.plan.advice import changes
+from megatrain.plan.advice import changes, each_of, provide
 from megatrain.plan.estimates import coarse, estimate, examine, fitted, gc_paused, mixture_rows, sizes, with_placements
 from megatrain.plan.placement import (
     PARTS,
@@ -263,7 +263,7 @@ class Search:
         return DoesNotFit(
             f"needs at least {at_least(least.nbytes[tier])} of {tier} memory{saves}{disk}, "
             f"{at_least(short[tier])} more than {self.question.limit(tier)}",
-            where=f"plan for {self.question.model.name} on {self.question.hardware.name}",
+            where=f"plan for {self.question.model.name} on {self.question.hardware.name}{each_of(self.question)}",
             fix=self._nearest_change(least.taken, slots.nbytes.get("device", 0) - least.nbytes.get("device", 0)),
             needed=least.nbytes,
         )
@@ -279,8 +279,7 @@ class Search:
             may_fit = all(number <= (freed if tier == "device" else 0) for tier, number in short.items())
             if may_fit and any(each.taken.fits(search.budgets) for each in search.leanest_plans):
                 return f"{words} would fit"
-        needed = [f"{at_least(least.nbytes[tier])} of {tier} memory" for tier in self.budgets if least.nbytes[tier]]
-        return f"provide {', '.join(needed)}, or choose a smaller model"
+        return provide(self.question, least.nbytes)
 
     def _micro_batch_sizes(self) -> list[int]:
         sequences = self.question.sequences

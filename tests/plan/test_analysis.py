@@ -400,6 +400,9 @@ def test_the_suggested_config_matches_the_question() -> None:
     limits = Limits(host_nbytes=64 * 10**9, device_nbytes=(24 << 30) + 1, disk_nbytes=0)
     limited = replace(plan, question=replace(plan.question, limits=limits))
     assert configuration(limited)["memory"] == {"device": (24 << 30) + 1, "host": "64GB"}
+    limits = Limits(host_nbytes=(63 << 30) + (1 << 29), device_nbytes=5_950_000_000)
+    limited = replace(plan, question=replace(plan.question, limits=limits))
+    assert configuration(limited)["memory"] == {"device": "5.95GB", "host": "63.5GiB"}
     beyond = replace(plan.question, limits=Limits(host_nbytes=10**14))  # another machine than this
     assert "memory" not in configuration(replace(plan, question=beyond))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,7 +10,7 @@ import pytest
 
 from bench.shapes import llama_shape
 from megatrain.errors import DoesNotFit, PlanError
-from megatrain.plan import Choice, Question, contention, examine, find_plan, machine, op_seconds, question_of_one
+from megatrain.plan import Choice, Plan, Question, contention, examine, find_plan, machine, op_seconds, question_of_one
 from megatrain.plan.analysis import RESOURCES, look, sensitivities, with_more
 from megatrain.plan.cost import link_shares, optimizer_bandwidth
 from megatrain.plan.estimates import seconds_on
@@ -21,6 +22,7 @@ from megatrain.schedule.passes.state_buffers import state_nbytes
 from megatrain.spec import Hardware, Limits, ModelSpec, Numerics, Policy, Work
 from megatrain.spec.hardware import AttentionRate, ProductRate
 from megatrain.spec.layout import layout_of
+from megatrain.spec.limits import parse_nbytes
 
 SMALL = llama_shape("small", 6, 1024, vocabulary=8000)
 PLAIN = Hardware("plain", 8 << 30, 32 << 30, 1e10, 1e10, 1e13, 4e10, devices=4, link_bandwidth=4e9)
@@ -260,6 +262,33 @@ def test_shared_weights_stay_in_memory_with_state_on_disk() -> None:
     less = replace(question, hardware=replace(here, host_nbytes=1 << 30))
     with pytest.raises(DoesNotFit, match="B of host memory, even with state on the disk"):
         find_plan(question_of_one(less, 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "nodes", "tiers"),
+    [
+        ("4x-rtx-4090", 4, 1, ["device", "host"]),
+        ("8x-h100", 16, 2, ["device", "host"]),
+        ("cpu-server", 2, 1, ["host"]),
+    ],
+)
+def test_the_memory_that_a_refusal_names_is_enough_when_typed(
+    name: str, ranks: int, nodes: int, tiers: list[str]
+) -> None:
+    """Limits are those of a machine, whose ranks divide them."""
+
+    def planned(**limits: int) -> Plan:
+        question = Question(SMALL, machine(name), ranks * 1024, 1024, limits=Limits(**limits, disk_nbytes=0))
+        return find_plan(question_of_one(question, ranks, ranks // nodes))
+
+    with pytest.raises(DoesNotFit, match=rf"each of {ranks} ranks.*: needs at least") as caught:
+        planned(**dict.fromkeys((f"{tier}_nbytes" for tier in tiers), 1 << 22))
+    said = re.findall(r"(\S+ [MG]B) of (?:memory on each (device)|(host) memory on each machine)", caught.value.fix)
+    typed = {device or host: parse_nbytes(amount, "a limit") for amount, device, host in said}
+    assert sorted(typed) == tiers
+    assert planned(**{f"{tier}_nbytes": nbytes for tier, nbytes in typed.items()})
+    with pytest.raises(DoesNotFit):
+        planned(**{f"{tier}_nbytes": nbytes * 9 // 10 for tier, nbytes in typed.items()})
 
 
 TOGETHER = [
