@@ -76,7 +76,6 @@ def pytest_collection_finish() -> None:
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
     _counted[0] = _cpu_seconds()
-    gc.collect()
     gc.enable()
     gc.freeze()  # the libraries stay; each collection that a trainer asks for would go through them again
     gc.set_threshold(100_000, 20, 100)  # of 700 objects, the usual, collections take a twelfth of all CPU time
@@ -137,6 +136,14 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     probe.SIZES = {**probe.SIZES, "cpu": 64}
     this_machine.PROBED = _folder_of_all(tmp_path_factory) / "hardware.json"
     measured_models.FOLDER = parity.CACHE = _folder_of_all(tmp_path_factory)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen_after_each_file() -> Iterator[None]:
+    """What a file leaves behind is gone through once, and not by each collection in files after it."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

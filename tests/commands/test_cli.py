@@ -18,6 +18,7 @@ import megatrain
 from megatrain import cli
 from megatrain.cli import _messages
 from megatrain.errors import NonFinite
+from tests import early
 from tests.bad_paths import FOR_A_FILE, FOR_A_FOLDER, KINDS, bad_path
 
 SLOW = ("torch", "transformers", "numpy", "pydantic", "rich", "numba")
@@ -101,19 +102,7 @@ def test_generate_export_and_verify_tell_mistakes_before_torch_is_imported(tmp_p
         "export runs/chat out --precision fp16": "--precision: unknown precision 'fp16'; use bf16 or fp32",
         "generate runs/chat --system x": "--system: needs --chat; add --chat",
     }
-    code = """
-import sys
-from megatrain import cli
-for command in sys.argv[1:]:
-    try:
-        cli.main(command.split())
-    except SystemExit as left:
-        assert left.code == 2, left.code
-assert "torch" not in sys.modules
-"""
-    command = [sys.executable, "-c", code, *told]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert (done.returncode, done.stderr.splitlines()) == (0, [f"error: {line}" for line in told.values()])
+    assert early.told([*told], tmp_path, slow=["torch"]) == [f"error: {line}" for line in told.values()]
 
 
 def test_the_package_runs_as_a_module() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from megatrain import cli
 from megatrain.commands.init import Answers, write_recipe, write_translation
 from megatrain.config import load_config
 from megatrain.errors import ConfigError, DoesNotFit
+from tests import early
 from tests.run.test_chats import chats
 from tests.run.test_recipes import TINY
 from tests.run.test_training import TEXT, train
@@ -151,21 +150,11 @@ def test_a_file_that_cannot_be_read_gets_no_recipe(
 def test_mistakes_are_told_before_torch_is_imported(tmp_path: Path) -> None:
     chats(tmp_path / "chats.jsonl")
     (tmp_path / "old.yaml").touch()
-    script = """
-import sys
-from megatrain import cli
-try:
-    cli.main(sys.argv[1:])
-except SystemExit:
-    assert "torch" not in sys.modules
-"""
-    for target, data, told in (
-        ("old.yaml", "chats.jsonl", "old.yaml: already exists; name another file, or remove it"),
-        ("new.yaml", "chat.jsonl", "chat.jsonl: no such file or folder; did you mean chats.jsonl?"),
-    ):
-        command = [sys.executable, "-c", script, "init", target, "--model", "org/model", "--data", data]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert done.stderr == f"error: {told}\n"
+    commands = [f"init {files}" for files in ("old.yaml --data chats.jsonl", "new.yaml --data chat.jsonl")]
+    assert early.told([f"{each} --model org/model" for each in commands], tmp_path, slow=["torch"]) == [
+        "error: old.yaml: already exists; name another file, or remove it",
+        "error: chat.jsonl: no such file or folder; did you mean chats.jsonl?",
+    ]
     assert not (tmp_path / "new.yaml").exists()
 
 

@@ -261,9 +261,10 @@ def test_transfers_that_always_or_never_hide_are_stated() -> None:
     assert "nothing to hide" in hiding_line(without_upgrades(shared))
 
 
-@pytest.mark.parametrize("sequences", [4, 8, 16])
+@pytest.mark.parametrize("sequences", [4, *(pytest.param(each, marks=pytest.mark.slow) for each in (8, 16))])
 def test_steps_that_hide_transfers_are_told_as_their_replays_wait(sequences: int) -> None:
-    """Estimates are off beside a disk and for streamed updates; the plan's own step is replayed."""
+    """Estimates are off beside a disk and for streamed updates; the plan's own step is replayed. It hides them without
+    limits alone."""
     model = llama_shape("small", 8, 2048, vocabulary=8000)
     for limits in (Limits(), Limits(device_nbytes=2 * 10**9, host_nbytes=4 * 10**9)):
         plan = find_plan(Question(model, machine("laptop"), sequences * 4096, 4096, limits=limits))

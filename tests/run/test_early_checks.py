@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +14,12 @@ from megatrain.run import disk_space, early_checks
 from megatrain.run.early_checks import refuse_mistakes
 from megatrain.run.existing_run import refuse_early
 from megatrain.train.engine import Engine
+from tests import early
 from tests.fake_hub import Hub
 from tests.run.test_training import configuration, train
 
-SLOW = ("torch", "transformers", "numba", "datasets")
-TELL = """
-import sys
-from megatrain import cli
-config, *mistakes = sys.argv[1:]
-for mistake in mistakes:
-    try:
-        cli.main(["train", config, *mistake.split()])
-    except SystemExit as left:
-        assert left.code == 2, left.code
-loaded = set({slow!r}) & set(sys.modules)
-assert not loaded, loaded
-"""
-
 
 def test_early_checks_import_no_slow_library(tmp_path: Path) -> None:
-    """All in one process: had one of them loaded torch, it would be there at the end."""
     save_config(configuration(tmp_path), tmp_path / "config.yaml")
     (tmp_path / "old" / "model").mkdir(parents=True)
     (tmp_path / "old" / "status.json").write_text(json.dumps({"step": 2}))
@@ -55,10 +39,8 @@ def test_early_checks_import_no_slow_library(tmp_path: Path) -> None:
         f"output.folder={tmp_path}/old": "old: holds a finished run: the model of 2 steps",
         f"resume={tmp_path}/gone": "gone: there is no such checkpoint",
     }
-    command = [sys.executable, "-c", TELL.format(slow=SLOW), str(tmp_path / "config.yaml"), *told]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    for line, words in zip(done.stderr.splitlines(), told.values(), strict=True):
+    lines = early.told([f"train {tmp_path}/config.yaml {mistake}" for mistake in told], tmp_path)
+    for line, words in zip(lines, told.values(), strict=True):
         assert line.startswith("error: ")
         assert words in line
 
@@ -71,16 +53,8 @@ def absent(name):
     raise OSError(f"{name}: cannot open shared object file")
 ctypes.CDLL = absent
 """
-    command = [
-        sys.executable,
-        "-c",
-        without + TELL.format(slow=SLOW),
-        str(tmp_path / "config.yaml"),
-        "train.device=cuda:0",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("error: cuda:0: this machine has no CUDA driver (libcuda.so.1); set train.device=cpu")
+    (line,) = early.told([f"train {tmp_path}/config.yaml train.device=cuda:0"], tmp_path, before=without)
+    assert line.startswith("error: cuda:0: this machine has no CUDA driver (libcuda.so.1); set train.device=cpu")
 
 
 def test_valid_configs_pass(tmp_path: Path) -> None:

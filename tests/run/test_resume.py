@@ -635,7 +635,7 @@ def test_epochs_end_as_planned_and_can_be_extended(tmp_path: Path) -> None:
 def test_epochs_restart_with_new_data(tmp_path: Path) -> None:
     train(config_of(tmp_path, "run", train={"steps": 3}))
     more = tmp_path / "more.txt"
-    more.write_text("other words, and more of them\n" * 300)
+    more.write_text("other words, and more of them\n" * 100)
     changed = config_of(
         tmp_path, "run", "auto", accept_changes=True, train={"steps": None, "epochs": 0.5}, data={"sources": str(more)}
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,12 +23,12 @@ from tests.tiny import tiny_model
 
 
 class SlowEngine:
-    """Saves take `seconds`; then what is to follow is called."""
+    """Each save takes the next of `seconds`, or the last; then what is to follow is called."""
 
     world = ALONE
 
-    def __init__(self, seconds: float = 0.0) -> None:
-        self.seconds, self.saved = seconds, list[int]()
+    def __init__(self, *seconds: float) -> None:
+        self.seconds, self.saved = list(seconds or (0.0,)), list[int]()
         self.saver = SimpleNamespace(wait=self._wait, abandon=self._abandon)
         self._given_up = threading.Event()
         self._thread: threading.Thread | None = None
@@ -39,8 +38,10 @@ class SlowEngine:
         save = Save(step)
         self._given_up.clear()
 
+        seconds = self.seconds.pop(0) if len(self.seconds) > 1 else self.seconds[0]
+
         def write() -> None:
-            if self._given_up.wait(self.seconds):
+            if self._given_up.wait(seconds):
                 save.end(None, CheckpointError("was given up"))
                 return
             then(folder / str(step))
@@ -75,13 +76,24 @@ def made(engine: SlowEngine, folder: Path) -> Checkpoints:
     return Checkpoints(cast(Engine, engine), folder, Retention(), Feed(NoData()), {})
 
 
-def test_the_end_waits_a_bounded_time_for_two_saves(tmp_path: Path) -> None:
-    engine = SlowEngine(2.0)
+def test_the_end_waits_a_bounded_time_for_two_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the end of the first save 60 s have passed, so that 0.1 s of 60.1 are left for the second."""
+    engine, waited = SlowEngine(0.0, 600.0), list[float]()
     checkpoints = made(engine, tmp_path)
     assert checkpoints.save(2) is None
-    began = time.monotonic()
-    told = checkpoints.finish(3, timeout=2.5)
-    assert time.monotonic() - began < 3.9  # both take 4
+    wait = Save.wait
+
+    def counted(save: Save, timeout: float | None = None) -> Path:
+        if timeout is not None:
+            waited.append(timeout)
+            now[0] += 60.0
+        return wait(save, timeout)
+
+    now = [100.0]
+    monkeypatch.setattr(Save, "wait", counted)
+    monkeypatch.setattr("megatrain.train.checkpoints.time", SimpleNamespace(monotonic=lambda: now[0]))
+    told = checkpoints.finish(3, timeout=60.1)
+    assert waited == [pytest.approx(60.1), pytest.approx(0.1)]
     assert [type(event) for event in told] == [Saved, Warned]
     assert "the deadline has come before step 3 was saved; the newest checkpoint is that of step 2" in str(told[1])
     assert engine.saved == [2]
