@@ -128,8 +128,10 @@ def _train(
     from rich.console import Console
 
     from megatrain.run.training import run_training
+    from megatrain.run.unfailing_output import UnfailingOutput
 
-    run_training(checked, Console(highlight=False))
+    output: Any = sys.stdout and UnfailingOutput(sys.stdout, _tell)  # none where it was closed
+    run_training(checked, Console(file=output, highlight=False))
 
 
 def _refuse_early(config: Config) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode
 
 from megatrain.engine.gradient_accumulation import GradientAccumulator
 from megatrain.model import is_wrapped
@@ -112,6 +112,11 @@ class GradientsInPlace(TorchFunctionMode):
         super().__init__()
         self._names = {id(leaf): name for name, leaf in weights if leaf.dim() == 2}
         self._target = target
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the stack of modes as it was before, also after Ctrl-C in the middle of torch's own pop or push."""
+        while self in _get_current_function_mode_stack():
+            _pop_mode()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

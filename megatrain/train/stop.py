@@ -1,5 +1,5 @@
-"""Stops a run on Ctrl-C or SIGTERM: the first signal asks for a stop after the current step, the second exits at
-once.
+"""Stops a run on Ctrl-C, SIGTERM or a hangup: the first signal asks for a stop after the current step, the second exits
+at once. (Not a second hangup: a closed terminal may send several. Under `nohup` all are ignored.)
 
 The handler only takes note, because an interrupted step is lost. If a machine will be taken away a fixed time
 after the signal, a step may take too long: with a deadline, it is interrupted (`OutOfTime`) when a last checkpoint
@@ -12,12 +12,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+HANGUP: int | None = getattr(signal, "SIGHUP", None)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, *(() if HANGUP is None else (HANGUP,)))
 NOTICE = b"\nstopping after this step; once more to leave at once, without saving\n"
 SOONEST = 0.01
 """Earliest interrupt after the signal, in seconds."""
@@ -43,11 +44,12 @@ class StopSignals:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        self._previous = {number: signal.signal(number, self._note) for number in SIGNALS}
+        ignored = {HANGUP} if HANGUP is not None and signal.getsignal(HANGUP) is signal.SIG_IGN else set()
+        self._previous = {number: signal.signal(number, self._note) for number in SIGNALS if number not in ignored}
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore()
+        self._restore(self._previous)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -84,9 +86,12 @@ class StopSignals:
         return max(0.0, self._requested_at + self.deadline_seconds - time.monotonic())
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:  # another hangup
+            return
         self.requested, self._requested_at = True, time.monotonic()
-        self._restore()
-        os.write(2, NOTICE)  # not `print`: the signal may have interrupted one
+        self._restore(self._previous.keys() - {HANGUP})
+        with suppress(OSError):  # the terminal may be gone
+            os.write(2, NOTICE)  # not `print`: the signal may have interrupted one
         if self._armed:
             self._set_alarm()
 
@@ -100,6 +105,6 @@ class StopSignals:
         if self._armed and self._inside:
             raise OutOfTime
 
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+    def _restore(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            signal.signal(number, self._previous[number])

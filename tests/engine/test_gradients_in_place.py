@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -127,3 +129,26 @@ def test_autograd_accumulates_in_place_with_the_same_bits(
     monkeypatch.setattr(Streamer, "_gradients_in_place", lambda self, trained, target: nullcontext())
     expected = gradients()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("pops", [0, 1])
+def test_ctrl_c_within_torchs_own_bookkeeping_of_modes_stays_one(pops: int) -> None:
+    """Python functions of torch pop the mode for a moment; an interrupt there left it popped."""
+    model, wanted = tiny_model(), False
+
+    def interrupt(*_: object) -> None:
+        if wanted:
+            for _ in range(pops):
+                torch.overrides._pop_mode()
+            raise KeyboardInterrupt
+
+    model.model.layers[1].register_forward_pre_hook(interrupt)
+    with Engine.from_model(model, verify=False) as engine, Engine.from_model(tiny_model(), verify=False) as other:
+        for each in (engine, other):
+            each.step(unequal_batches())
+        wanted = True
+        with pytest.raises(KeyboardInterrupt):
+            engine.step(unequal_batches())
+        assert torch.overrides._get_current_function_mode_stack() == []
+        wanted = False
+        assert engine.step(unequal_batches()) == replace(other.step(unequal_batches()), stall_seconds=ANY)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import time
 
@@ -17,6 +19,32 @@ def test_the_first_signal_is_acknowledged(number: int, capfd: pytest.CaptureFixt
         signal.raise_signal(number)
         assert stop.requested
     assert capfd.readouterr().err == NOTICE.decode()
+
+
+def test_several_hangups_are_one_and_none_under_nohup() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    with StopSignals() as stop:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGHUP)
+        assert stop.requested
+    assert signal.getsignal(signal.SIGHUP) == before
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_is_noted_without_a_terminal_to_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "write", gone)
+    with StopSignals() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.requested
 
 
 def test_the_second_ctrl_c_exits_immediately() -> None:
