@@ -45,6 +45,7 @@ from megatrain.losses import LossFn
 from megatrain.model import PretrainedSource, base_of
 from megatrain.optim import AdamW
 from megatrain.spec import Numerics, Precision
+from megatrain.spec.validate_fields import checked, shown
 from megatrain.train.engine import Engine
 from megatrain.train.options import EngineOptions, launched_world
 
@@ -84,6 +85,7 @@ class Streamed:
         refuse_keywords(keywords)
         if args is not None:
             refuse_arguments(args)
+        checked(engine_options, Mapping | None, ConfigError, "engine_options")
         self.loss_fn, self._options = loss_fn, dict(engine_options or {})
         self._engine: Engine | None = None
         self._snapshot: Snapshot = {}
@@ -443,8 +445,13 @@ def streamed(kind: type) -> Any:
     """A subclass of the trainer class `kind` that trains through the engine.
 
     kind: `transformers.Trainer` or `trl.SFTTrainer`, for example.
-    Raises `ConfigError` for a class with its own loss or training step.
+    Raises `ConfigError` for anything but a trainer class, and for one with its own loss or training step.
     """
+    if not (isinstance(kind, type) and issubclass(kind, Trainer)):
+        what, fix = f"{shown(kind)} is not a trainer class", "give the class: streamed(SFTTrainer)(model=..., ...)"
+        raise ConfigError(what, where="streamed", fix=fix)
+    if issubclass(kind, Streamed):
+        return kind
     made = type(f"Streamed{kind.__name__}", (Streamed, kind), {"__doc__": Streamed.__doc__, "__module__": __name__})
     refuse_class(made)
     return made

@@ -384,6 +384,15 @@ def test_unsupported_options_are_refused(tmp_path: Path, changes: dict[str, Any]
         run(StreamedTrainer, tmp_path, **changes)
 
 
+@pytest.mark.parametrize("given", ["SFTTrainer", dict, object(), None])
+def test_only_trainer_classes_are_streamed(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"streamed: .* is not a trainer class; give the class"):
+        streamed(given)
+    assert streamed(StreamedTrainer) is StreamedTrainer
+    with pytest.raises(ConfigError, match="engine_options: 'disk' is not valid; use a Mapping"):
+        StreamedTrainer(engine_options="disk")
+
+
 def test_a_trainer_with_a_custom_loss_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"OwnLoss\.compute_loss would not be run.*loss_fn"):
         streamed(OwnLoss)
