@@ -760,7 +760,7 @@ def sweep(plan: Plan) -> Sweep:
             with_less = [rates[row - 1][column] if row else None, rates[row][column - 1] if column else None]
             rates[row].append(max([*known, *(rate for rate in with_less if rate is not None)], default=None))
     here = rates[hosts.index(present["host"])][devices.index(present["device"]) if "device" in tiers else 0]
-    scale = plan.tokens_per_second / here if here else float(question.sequences * question.length)
+    scale = plan.tokens_per_second / here if here else float(question.tokens_of_all)
     scaled = tuple(tuple(None if rate is None else scale * rate for rate in row) for row in rates)
     return Sweep(devices, hosts, scaled)
 
