@@ -34,22 +34,26 @@ class Conflicts:
         reads of its own stream: whatever follows it follows them too.
         """
         found: set[int] = set()
-        stream = op.stream
-        for writes, accesses in ((False, op.reads), (True, op.writes)):
-            for access in accesses:
-                buffer, start, stop, _ = access
-                records, hidden = self._records[buffer], set[int]()
-                for place, (first, last, earlier, of, wrote) in enumerate(records):
-                    if first < stop and start < last:
-                        if writes or wrote:
-                            found.add(earlier)
-                        if start <= first and last <= stop and (writes or (not wrote and of == stream)):
-                            hidden.add(place)
-                if len(hidden) == len(records):
-                    records.clear()
-                elif hidden:
-                    records[:] = [record for place, record in enumerate(records) if place not in hidden]
-                records.append((start, stop, index, stream, writes))
+        stream, known = op.stream, self._records
+        for buffer, start, stop, _ in op.reads:
+            records = known[buffer]
+            hides = False
+            for first, last, earlier, of, wrote in [each for each in records if each[0] < stop and start < each[1]]:
+                if wrote:
+                    found.add(earlier)
+                elif of == stream and start <= first and last <= stop:
+                    hides = True
+            if hides:
+                records[:] = [
+                    each for each in records if each[4] or each[3] != stream or each[0] < start or stop < each[1]
+                ]
+            records.append((start, stop, index, stream, False))
+        for buffer, start, stop, _ in op.writes:
+            records = known[buffer]
+            if touched := [each for each in records if each[0] < stop and start < each[1]]:
+                found.update([each[2] for each in touched])
+                records[:] = [each for each in records if each[0] < start or stop < each[1]]
+            records.append((start, stop, index, stream, True))
         found.discard(index)
         return found
 
@@ -63,20 +67,21 @@ def conflicts(ops: Sequence[Op]) -> list[set[int]]:
 
 def derive_waits(schedule: Schedule) -> Schedule:
     """The same schedule with `waits` filled in."""
-    ops = schedule.ops
+    streams = [op.stream for op in schedule.ops]
     clocks: list[Clock] = []
     last_of_stream: dict[str, int] = {}
     waits: list[tuple[int, ...]] = []
-    for index, needed in enumerate(conflicts(ops)):
-        stream = ops[index].stream
+    for index, needed in enumerate(conflicts(schedule.ops)):
+        stream = streams[index]
         previous = last_of_stream.get(stream)
         clock: Clock = {} if previous is None else {**clocks[previous], stream: previous}
         chosen = []
-        for earlier in sorted(needed, reverse=True):
-            if clock.get(ops[earlier].stream, -1) < earlier:
+        missing = [earlier for earlier in needed if clock.get(streams[earlier], -1) < earlier]
+        for earlier in sorted(missing, reverse=True):
+            if clock.get(streams[earlier], -1) < earlier:
                 chosen.append(earlier)
                 join(clock, clocks[earlier])
-                clock[ops[earlier].stream] = earlier
+                clock[streams[earlier]] = earlier
         clocks.append(clock)
         waits.append(tuple(chosen[::-1]))
         last_of_stream[stream] = index
