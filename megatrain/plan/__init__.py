@@ -13,6 +13,7 @@ from megatrain.plan.analysis import (
     upgrades,
     written_nbytes_per_day,
 )
+from megatrain.plan.changed_questions import fits, survey
 from megatrain.plan.cost import (
     Calibration,
     attention_seconds,
@@ -32,7 +33,7 @@ from megatrain.plan.machines import load_hardware, machine, machine_names, save_
 from megatrain.plan.question import Choice, Plan, Question
 from megatrain.plan.ranks import question_of_one, ranks_on_each, share_of
 from megatrain.plan.report import peak_table
-from megatrain.plan.search import find_plan, fits, survey
+from megatrain.plan.search import find_plan
 from megatrain.plan.spec_file import read_model
 
 __all__ = [

@@ -17,6 +17,7 @@ from math import ceil, inf
 from typing import Any
 
 from megatrain.formatting import SECONDS_PER_DAY
+from megatrain.plan.changed_questions import faster_plan, fits, survey
 from megatrain.plan.cost import (
     attention_seconds,
     disk_bandwidths,
@@ -29,7 +30,6 @@ from megatrain.plan.estimates import estimate, examine, gc_paused, seconds_on
 from megatrain.plan.machines import machine, machine_names
 from megatrain.plan.question import Choice, Estimate, Plan, Question, usable_nbytes
 from megatrain.plan.ranks import OF_CORES, SHARED
-from megatrain.plan.search import faster_plan, fits, survey
 from megatrain.schedule import Timeline
 from megatrain.spec import Hardware, Precision
 from megatrain.spec.work import MOST_TOKENS
@@ -620,7 +620,7 @@ def free_changes(plan: Plan) -> tuple[Upgrade, ...]:
     for name, change in _free_changes(question).items():
         asked = replace(change, overrides={**change.overrides, "micro_batch": plan.micro_batch})
         if _uses_disk(plan) or plan.policy.streamed_updates:
-            better = faster_plan(asked, inf)
+            better = faster_plan(asked, inf, plan)
             gained = plan.seconds / better.seconds if better else 0.0
         else:
             (estimated,) = survey(asked, [asked.budgets()])
@@ -654,13 +654,13 @@ def upgrades(question: Question, plan: Plan | None) -> tuple[Upgrade, ...]:
     own = [] if plan is None else [plan]
     if plan is not None and plan.policy.streamed_updates and "streamed_updates" not in question.overrides:
         own.append(examine(question, plan.choice.change(streamed_updates=0.0), plan.micro_batch))
-    today = estimate(question, own[-1].choice, own[-1].micro_batch).seconds if own else None
+    today = estimate(question, own[-1].choice, own[-1].micro_batch).seconds if own else inf
     found = []
     for name, change in _upgrades(question, _uses_disk(plan)).items():
         asked = change(question)
         seconds = [seconds_on(each, asked) for each in own]
         more_memory = asked.budgets() != question.budgets()
-        better = faster_plan(asked, inf if today is None else WORTH_A_SEARCH * today) if more_memory else None
+        better = faster_plan(asked, WORTH_A_SEARCH * today, plan) if more_memory else None
         seconds += [] if better is None else [better.seconds]
         best = min(seconds, default=None)
         rate = None if best is None else question.tokens_of_all / best

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import product
@@ -67,6 +66,7 @@ from megatrain.plan.search_space import (
     PLACEMENT_STEP,
     ROUND_SIZES,
     SLOWER_FOR_FEWER_WRITES,
+    SPARING_REPLAYS,
     UNIFORM,
     WORTH_A_CLIMB,
     WORTH_A_REPLAY,
@@ -88,10 +88,13 @@ PlacedEstimate = tuple[Estimate, Choice] | None
 
 
 class Search:
-    """A search for the fastest plan of one question. Caches all estimates."""
+    """A search for the fastest plan of one question. Caches all estimates.
 
-    def __init__(self, question: Question) -> None:
-        self.question, self.budgets = question, question.budgets()
+    sparing: replay fewer of the candidates, for a plan that is not going to run.
+    """
+
+    def __init__(self, question: Question, *, sparing: bool = False) -> None:
+        self.question, self.budgets, self._sparing = question, question.budgets(), sparing
         self._prices: dict[Candidate, Estimate] = {}
         self._host_estimates: dict[Candidate, Estimate] = {}
         """With all state in host memory."""
@@ -161,16 +164,31 @@ class Search:
         for _ in range(MOST_CORRECTIONS):
             found = self._best_candidate_and_tier()
             candidate = found or self.leanest()
-            plans = [examine(self.question, *each) for each in self.placed_candidates(*candidate)]
+            plans = self._replays(self.placed_candidates(*candidate))
             usual = min(plan.seconds for plan in plans)
             plans += [*self._resident_plans(*candidate), *self._mixture_plans(*candidate, usual)] if found else []
-            plans += self._uniform_plans(min(plans, key=lambda plan: plan.seconds)) if found else []
-            now = [plan for plan in plans if plan.taken.fits(self.budgets)]
+            plans += self._uniform_plans(plans) if found else []
+            now = self._fitting(plans)
             fitting += now
             if bool(now) == bool(found):  # the replay agrees with the estimate
                 break
             self._correct_estimates(candidate, plans[0])
         return _prefer_fewer_writes(fitting)
+
+    def _replays(self, candidates: Iterable[Candidate], known: Iterable[Plan] = ()) -> list[Plan]:
+        """Replays of these candidates, without those whose busiest stream alone takes longer than what
+        `_prefer_fewer_writes` would take instead: the fastest that fits, of these and the `known` plans."""
+        plans: list[Plan] = []
+        fastest = min((plan.seconds for plan in self._fitting(known)), default=inf)
+        for each in candidates:
+            least = max(estimate(self.question, *each).busy.values(), default=0.0)
+            if least <= SLOWER_FOR_FEWER_WRITES * fastest:
+                plans.append(examine(self.question, *each))
+                fastest = min([fastest, *(plan.seconds for plan in self._fitting(plans[-1:]))])
+        return plans
+
+    def _fitting(self, plans: Iterable[Plan]) -> list[Plan]:
+        return [plan for plan in plans if plan.taken.fits(self.budgets)]
 
     def _best_candidate_and_tier(self) -> Candidate | None:
         """`best_candidate`; also sets `_starts_on_disk`."""
@@ -418,14 +436,17 @@ class Search:
     def _mixture_plans(self, choice: Choice, micro_batch: int, usual: float) -> list[Plan]:
         """Replays of the most promising mixtures of what layers keep, if they may be faster than `usual` seconds."""
         plans: list[Plan] = []
-        options = self._mixture_options(choice, micro_batch)
-        others = [option for option in options[MIXTURE_REPLAYS:] if not option.offloads_outputs]
-        for option in options[:MIXTURE_REPLAYS] + others[:MIXTURE_REPLAYS]:
+        options, most = (
+            self._mixture_options(choice, micro_batch),
+            SPARING_REPLAYS if self._sparing else MIXTURE_REPLAYS,
+        )
+        others = [option for option in options[most:] if not option.offloads_outputs]
+        for option in options[:most] + others[:most]:
             best = min(plans, key=lambda plan: plan.seconds, default=None)
             waits = best is None or best.timeline.busy_seconds("compute") < COMPUTE_BOUND * best.seconds
             if option.seconds < (NEARLY_AS_FAST if waits else 1.0) * min(usual, best.seconds if best else inf):
                 found = fitted(self.question, self.budgets, option)
-                plans += [plan for plan in found if plan.taken.fits(self.budgets)]
+                plans += self._fitting(found)
         if plans:
             fastest = min(plans, key=lambda plan: plan.seconds)
             start = fastest.choice, fastest.micro_batch
@@ -514,12 +535,16 @@ class Search:
                     placements = resident_placements(model, layer_parts, weight_parts)
                     yield self._place(like.change(placements=placements), found), found
 
-    def _uniform_plans(self, best: Plan) -> list[Plan]:
-        """Where compute waits, replays of the best plans in which all layers keep the same."""
+    def _uniform_plans(self, known: list[Plan]) -> list[Plan]:
+        """Where compute waits in the fastest of the `known` plans, replays of the best plans in which all layers keep
+        the same."""
+        best = min(known, key=lambda plan: plan.seconds)
         plans: list[Plan] = []
         for search, found in self._uniform_candidates(best.timeline.busy_seconds("compute"), best.seconds):
-            plans += [examine(self.question, *each) for each in search.placed_candidates(*found)]
-            plans += search._resident_plans(*found)
+            if self._sparing and search.price(*found).seconds >= best.seconds:
+                continue
+            plans += self._replays(search.placed_candidates(*found), [*known, *plans])
+            plans += [] if self._sparing else search._resident_plans(*found)
         return plans
 
     def _uniform_candidates(self, busy: float, seconds: float) -> Iterator[tuple[Search, Candidate]]:
@@ -736,14 +761,18 @@ def find_plan(question: Question) -> Plan:
     Raises `DoesNotFit`, naming the tier that is short, by how many bytes, and the nearest question that fits.
     """
     with gc_paused():
-        return by_delivery(question, lambda asked: within_lock_limit(asked, lambda each: _fastest(Search(each))))
+        return by_delivery(question, lambda asked: within_lock_limit(asked, lambda each: fastest(Search(each))))
 
 
-def _fastest(search: Search) -> Plan:
-    """The best plan of the search, with all refinements. Raises `DoesNotFit`."""
+def fastest(search: Search, *, reads_ahead: bool = True) -> Plan:
+    """The best plan of the search, with all refinements. Raises `DoesNotFit`.
+
+    reads_ahead: whether a read-ahead is tried where something fits without.
+    """
     question, budgets = search.question, search.question.budgets()
     if plan := search.best_plan():
-        return streaming_updates(with_read_ahead(waiting_for_shards(plan), search.best_estimate, search.best_plan))
+        plan = waiting_for_shards(plan)
+        return streaming_updates(with_read_ahead(plan, search.best_estimate, search.best_plan) if reads_ahead else plan)
     slots, read_ahead = search.leanest_plans
     freed = slots.nbytes.get("device", 0) - read_ahead.nbytes.get("device", 0)
     if read_ahead.taken.fits(budgets):
@@ -752,47 +781,3 @@ def _fastest(search: Search) -> Plan:
         search.set_budgets(budgets)
         raise search.refusal()
     return plan
-
-
-def faster_plan(question: Question, seconds: float) -> Plan | None:
-    """The fastest plan that fits, or `None` if there is none or its estimate is not below `seconds`."""
-    search = Search(question)
-    with gc_paused():
-        estimated = _best_estimate(search, question.budgets()) if seconds < inf else None
-        if seconds < inf and (estimated is None or estimated.seconds >= seconds):
-            return None
-        with suppress(DoesNotFit):
-            return within_lock_limit(question, lambda asked: _fastest(search if asked is question else Search(asked)))
-    return None
-
-
-def fits(question: Question) -> bool:
-    """Whether any policy fits by its estimate, with slots or with a read-ahead."""
-    with gc_paused():
-        search = Search(question)
-        return search.may_fit() or _leanest_estimate(search, search.budgets) is not None
-
-
-def survey(question: Question, budgets: Iterable[Mapping[str, int]]) -> list[Estimate | None]:
-    """The estimate of the fastest plan for each of several budgets (tier -> bytes), `None` where nothing fits.
-
-    Faster than a search for each: estimates with all state in host memory are shared, and nothing is replayed whole.
-    Compute waits for units, and a read-ahead is tried only where nothing else fits.
-    """
-    search = Search(question)
-    found: list[Estimate | None] = []
-    with gc_paused():
-        for each in budgets:
-            found.append(_best_estimate(search, {**question.budgets(), **each}))
-    return found
-
-
-def _best_estimate(search: Search, budgets: Mapping[str, int]) -> Estimate | None:
-    return search.best_estimate(budgets) or _leanest_estimate(search, budgets)
-
-
-def _leanest_estimate(search: Search, budgets: Mapping[str, int]) -> Estimate | None:
-    """The estimate of the leanest choice with a read-ahead, if that fits."""
-    choice, micro_batch = search.placed_candidates(*search.leanest())[0]
-    taken = estimate(search.question, with_leanest_read_ahead(search.question, choice), micro_batch)
-    return taken if taken.fits(budgets) else None

@@ -1,0 +1,74 @@
+"""Answers questions that differ in one thing from one that has a plan: faster than a search for each.
+
+What such a plan is for is its speed, not to run. So it has the plan's number of disk staging buffers, and a read-ahead
+only if the plan has one; and fewer candidates are replayed. It may miss a faster plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from math import inf
+
+from megatrain.errors import DoesNotFit
+from megatrain.plan.estimates import estimate, gc_paused
+from megatrain.plan.question import Estimate, Plan, Question
+from megatrain.plan.refinements import with_leanest_read_ahead, within_lock_limit
+from megatrain.plan.search import Search, fastest
+
+
+def faster_plan(question: Question, seconds: float, like: Plan | None) -> Plan | None:
+    """A fast plan that fits, or `None` if there is none or its estimate is not below `seconds`.
+
+    like: the plan of the question that was changed, or `None` if nothing fits that; the search is thorough then.
+    """
+    reads_ahead = like is None or like.policy.read_ahead_nbytes > 0
+    if like is not None and any(each.uses_drive for each in like.policy.placements):
+        staged = {"disk_staging_slots": like.policy.disk_staging_slots}
+        question = replace(question, overrides={**staged, **question.overrides})
+    search = Search(question, sparing=like is not None)
+    with gc_paused():
+        estimated = _best_estimate(search, question.budgets()) if seconds < inf else None
+        if seconds < inf and (estimated is None or estimated.seconds >= seconds):
+            return None
+
+        def find(asked: Question) -> Plan:
+            own = search if asked is question else Search(asked, sparing=like is not None)
+            return fastest(own, reads_ahead=reads_ahead)
+
+        with suppress(DoesNotFit):
+            return within_lock_limit(question, find)
+    return None
+
+
+def fits(question: Question) -> bool:
+    """Whether any policy fits by its estimate, with slots or with a read-ahead."""
+    with gc_paused():
+        search = Search(question)
+        return search.may_fit() or _leanest_estimate(search, search.budgets) is not None
+
+
+def survey(question: Question, budgets: Iterable[Mapping[str, int]]) -> list[Estimate | None]:
+    """The estimate of the fastest plan for each of several budgets (tier -> bytes), `None` where nothing fits.
+
+    Faster than a search for each: estimates with all state in host memory are shared, and nothing is replayed whole.
+    Compute waits for units, and a read-ahead is tried only where nothing else fits.
+    """
+    search = Search(question)
+    found: list[Estimate | None] = []
+    with gc_paused():
+        for each in budgets:
+            found.append(_best_estimate(search, {**question.budgets(), **each}))
+    return found
+
+
+def _best_estimate(search: Search, budgets: Mapping[str, int]) -> Estimate | None:
+    return search.best_estimate(budgets) or _leanest_estimate(search, budgets)
+
+
+def _leanest_estimate(search: Search, budgets: Mapping[str, int]) -> Estimate | None:
+    """The estimate of the leanest choice with a read-ahead, if that fits."""
+    choice, micro_batch = search.placed_candidates(*search.leanest())[0]
+    taken = estimate(search.question, with_leanest_read_ahead(search.question, choice), micro_batch)
+    return taken if taken.fits(budgets) else None
