@@ -76,6 +76,8 @@ class _Staging:
         self._content = {name: part.content for name, part in staged.items()}
         self._holds: dict[str, str] = {}
         """Buffer -> the name whose bytes it holds."""
+        self._where: dict[str, str] = {}
+        """The reverse: name -> buffer."""
         self._last_use: dict[str, int] = {}
         self._last_write: dict[str, int] = {}
         self._earliest = 0
@@ -98,7 +100,7 @@ class _Staging:
         names = self._names[index]
         if not names:
             return op
-        slots = {name: slot for slot, name in self._holds.items() if name in names}
+        slots = {name: self._where[name] for name in names if name in self._where}
         read = {access.buffer for access in op.reads}
         for name in names:
             if name not in slots:
@@ -112,8 +114,11 @@ class _Staging:
                 self._content[access.buffer] = access.content
                 if access.content != USED and self._is_whole(access.buffer, index):
                     self._after[index].append(self._copy(access.buffer, slots[access.buffer], inward=False))
-        reads, writes = ([self._led(access, slots) for access in side] for side in (op.reads, op.writes))
-        return op._replace(reads=tuple(reads), writes=tuple(writes))
+        reads, writes = (
+            tuple([Access(slots[each[0]], *each[1:]) if each[0] in slots else each for each in side])
+            for side in (op.reads, op.writes)
+        )
+        return Op(op.kind, op.stream, op.unit, op.micro, op.shard, reads, writes, op.share)
 
     def _is_whole(self, name: str, now: int) -> bool:
         """Whether the op at `now` is the last in a run of ops that write the name."""
@@ -128,7 +133,8 @@ class _Staging:
         places = [self._staged[name].region, *(source.buffer for source in self._staged[name].sources)]
         written = max(self._last_write.get(place, -1) for place in places)  # by an op that is already placed
         self._earliest = max(self._earliest, self._last_use.get(slot, -1) + 1, written + 1)
-        self._holds[slot] = name
+        self._where.pop(self._holds.get(slot, name), None)
+        self._holds[slot], self._where[name] = name, slot
         return slot
 
     def _copy(self, name: str, slot: str, *, inward: bool) -> Op:
@@ -146,6 +152,3 @@ class _Staging:
         uses = self._uses[self._holds[slot]] if slot in self._holds else []
         following = bisect_right(uses, now)
         return uses[following] if following < len(uses) else float("inf")
-
-    def _led(self, access: Access, slots: Mapping[str, str]) -> Access:
-        return access._replace(buffer=slots[access.buffer]) if access.buffer in slots else access
