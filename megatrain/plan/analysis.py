@@ -491,12 +491,12 @@ def hiding(plan: Plan) -> Hiding | None:
     Steps are estimated. If the plan's own step waits where its estimate does not, or more beside a drive, they are
     replayed, up to `MOST_REPLAYED_CALLS`; if even the last of these waits, the result says that it takes more.
     """
-    question, waits = plan.question, plan.timeline.stall_seconds()
+    question, stalled = plan.question, plan.timeline.stall_seconds()
     if question.hardware.shares_memory:
         return None
-    own, is_hidden = question.sequences, waits < HIDDEN_STALL * plan.seconds
+    own, is_hidden = question.sequences, stalled < HIDDEN_STALL * plan.seconds
     estimated = _estimated_step(plan, own)
-    missed = waits - estimated.stall_share * estimated.seconds
+    missed = stalled - estimated.stall_share * estimated.seconds
     is_off = any(each.uses_drive for each in plan.policy.placements) and missed >= HIDDEN_STALL * plan.seconds
     replays = not is_hidden and (is_off or estimated.stall_share < HIDDEN_STALL)
     step = cache(partial(_replayed_step if replays else _estimated_step, plan))
@@ -504,9 +504,10 @@ def hiding(plan: Plan) -> Hiding | None:
     if replays:
         most = min(most, max(2 * own, plan.micro_batch * MOST_REPLAYED_CALLS // len(question.model.units)))
     low, first, parts = (own, 2 * own, REPLAYED_PARTS) if replays else (0, own, None)
-    rows = _hidden_from(low, min(first, most), most, lambda rows: step(rows).stall_share, parts)
+    waits = _surely_waits(plan) if replays else lambda rows: False
+    rows = _hidden_from(low, min(first, most), most, lambda rows: step(rows).stall_share, parts, waits)
     if is_hidden and (rows is None or rows > own):
-        return Hiding(question.tokens_of_all, waits / plan.seconds, fits=True)
+        return Hiding(question.tokens_of_all, stalled / plan.seconds, fits=True)
     if rows is None and not replays:
         return None
     found, asked = step(rows or most), replace(question, tokens_per_step=(rows or most) * question.length)
@@ -537,6 +538,16 @@ def _replayed_step(plan: Plan, rows: int) -> _Step:
     return _Step(found.seconds, found.timeline.stall_seconds() / found.seconds, found.taken.fits(asked.budgets()))
 
 
+def _surely_waits(plan: Plan) -> Callable[[int], bool]:
+    """Whether compute waits in a step of so many sequences, since another stream alone is busy for much longer."""
+
+    def waits(rows: int) -> bool:
+        *_, found = _with_sequences(plan, rows)
+        return (1 - 2 * HIDDEN_STALL) * max(found.busy.values()) > found.busy.get("compute", 0.0)
+
+    return waits
+
+
 def _with_sequences(plan: Plan, rows: int) -> tuple[Question, Choice, int, Estimate]:
     """The plan for a step of so many sequences, in one round: question, choice, micro-batch size and estimate."""
     asked = replace(plan.question, tokens_per_step=rows * plan.question.length)
@@ -545,13 +556,20 @@ def _with_sequences(plan: Plan, rows: int) -> tuple[Question, Choice, int, Estim
     return asked, choice, micro_batch, found
 
 
-def _hidden_from(low: int, rows: int, most: int, stall_share: Callable[[int], float], parts: int | None) -> int | None:
+def _hidden_from(
+    low: int,
+    rows: int,
+    most: int,
+    stall_share: Callable[[int], float],
+    parts: int | None,
+    surely_waits: Callable[[int], bool],
+) -> int | None:
     """The fewest sequences, up to `most`, with which compute hardly waits; `None` where none do.
 
     low: sequences that are too few, or 0. rows: where the search begins. parts: the result may be too high by one part
     in so many; `None`: it is exact.
     """
-    while stall_share(rows) >= HIDDEN_STALL:
+    while surely_waits(rows) or stall_share(rows) >= HIDDEN_STALL:
         if rows == most:
             return None
         low, rows = rows, min(most, 2 * rows)
