@@ -541,10 +541,10 @@ class Search:
         best = min(known, key=lambda plan: plan.seconds)
         plans: list[Plan] = []
         for search, found in self._uniform_candidates(best.timeline.busy_seconds("compute"), best.seconds):
-            if self._sparing and search.price(*found).seconds >= best.seconds:
+            if self._sparing and search._full_estimate(*found).seconds >= best.seconds:
                 continue
             plans += self._replays(search.placed_candidates(*found), [*known, *plans])
-            plans += [] if self._sparing else search._resident_plans(*found)
+            plans += search._resident_plans(*found)
         return plans
 
     def _uniform_candidates(self, busy: float, seconds: float) -> Iterator[tuple[Search, Candidate]]:
