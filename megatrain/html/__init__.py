@@ -4,8 +4,7 @@ The contents of pages come from `plan.html` and `run.report`. All text is escape
 """
 
 from megatrain.html.charts import ChartEvent, Curve, chart, chart_scripts, marked, smoothed
-from megatrain.html.colours import ink_on
-from megatrain.html.elements import bar, definitions, document, section, table
+from megatrain.html.elements import bar, definitions, document, ink_on, section, table
 from megatrain.html.timeline import TIMELINE, DrawnOp, timeline, timeline_content
 
 __all__ = [

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain.html.colours import CURVE_COLOURS
+from megatrain.html.elements import CURVE_COLOURS
 
 COLUMNS = 800
 """Most points of a curve."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from megatrain.html.colours import OTHER_COLOUR, ink_on
+from megatrain.html.elements import OTHER_COLOUR, ink_on
 
 KIND_COLOURS = {
     "FORWARD": "#5ec962",

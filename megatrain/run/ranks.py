@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -27,8 +28,7 @@ from megatrain.dist.world import refuse_unlike
 from megatrain.errors import ConfigError, RankError
 from megatrain.plan import Plan, Question, available_threads, find_plan, question_of_one
 from megatrain.plan.ranks import lacking_links
-from megatrain.run.link_bandwidth import with_links
-from megatrain.spec import Placement
+from megatrain.spec import Hardware, Placement
 from megatrain.train.events import Ended, Event, Resumed, Saved, Skipped, Stepped
 from megatrain.train.options import threads_of
 
@@ -39,6 +39,15 @@ T = TypeVar("T")
 
 OWN = ("data.cache", "data.workers")
 """Keys that may differ between machines."""
+
+LINK_NBYTES: Mapping[str, int] = {"cuda": 256 << 20, "cpu": 16 << 20}
+"""Device type -> bytes that each rank sends, including to itself: about a float32 shard, and less where CPUs copy."""
+
+FEW_NBYTES = 4096
+"""Small size, for the fixed cost of a collective, in bytes per part."""
+
+TIMES = 3
+"""Timed exchanges, of which the fastest counts."""
 
 
 @dataclass(frozen=True)
@@ -247,3 +256,37 @@ def own_of(world: World, batches: Sequence[T]) -> Sequence[T]:
 
 def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def with_links(hardware: Hardware, world: World, device: Device, here: int) -> Hardware:
+    """`hardware` with link bandwidths measured by a few timed all-to-alls. Collective.
+
+    Gradients are summed by all-to-alls, which are most of a step's traffic. All-gathers are not timed. Collectives are
+    assumed to use the bus unless they are faster than it. here: number of ranks on each machine.
+    """
+    size = world.size
+    part = LINK_NBYTES.get(device.torch_device.type, LINK_NBYTES["cpu"]) // size
+    few, many = (_exchange_seconds(world, device, nbytes) for nbytes in (FEW_NBYTES, part))
+    carrying = max(many - few, 0.01 * many)
+    found: dict[str, Any] = {"link_bandwidth": max(1, here - 1) * part / carrying, "link_seconds": few}
+    found["node_bandwidth"] = here * (size - here) * part / carrying if size > here else None
+    told = "measured: an all-to-all among the ranks of this run"
+    own = max(1, here - 1) * part / carrying > hardware.fetch_bandwidth
+    route = "links of its own, which are quicker than the bus" if own else "the bus, which is quicker than the link"
+    sources = dict(hardware.sources) | dict.fromkeys(found, told) | {"link_route": f"assumed: {route}"}
+    return replace(hardware, **found, link_route="direct" if own else "bus", sources=tuple(sources.items()))
+
+
+def _exchange_seconds(world: World, device: Device, nbytes: int) -> float:
+    """Seconds of an all-to-all of `nbytes` from each rank to each: the best of several, on the slowest rank."""
+    assert world.device is not None
+    sent, received = (torch.zeros(world.size * nbytes, dtype=torch.uint8, device=device.torch_device) for _ in range(2))
+    taken = []
+    for _ in range(1 + TIMES):  # the first opens connections
+        world.exchange("timing the link", nbytes)
+        device.synchronize()
+        begin = time.perf_counter()
+        world.device.all_to_all(received, sent)
+        device.synchronize()
+        taken.append(time.perf_counter() - begin)
+    return max(world.exchange("the link's seconds", min(taken[1:])))

@@ -18,10 +18,11 @@ from megatrain.schedule.ops import (
     Schedule,
     Use,
     nbytes_by_use,
+    show_op,
+    show_schedule,
 )
 from megatrain.schedule.passes.phases import calls_in, whole
 from megatrain.schedule.replay import Timeline, chrome_trace, replay
-from megatrain.schedule.show import show_op, show_schedule
 
 __all__ = [
     "CALLS",

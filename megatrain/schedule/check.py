@@ -24,9 +24,8 @@ from megatrain.errors import ScheduleError
 from megatrain.formatting import at_least, at_most
 from megatrain.schedule.contents import Content, Gradient
 from megatrain.schedule.deps import unordered
-from megatrain.schedule.ops import Access, Op, Schedule, Use
+from megatrain.schedule.ops import Access, Op, Schedule, Use, show_schedule
 from megatrain.schedule.passes.phases import calls_in
-from megatrain.schedule.show import show_schedule
 from megatrain.spec import Tier
 
 BACKWARD = ("LOSS", "BACKWARD")

@@ -17,7 +17,7 @@ from plotly import graph_objects
 
 from megatrain.html import ChartEvent, Curve, chart, chart_scripts, document, ink_on, smoothed
 from megatrain.html.charts import COLUMNS
-from megatrain.html.colours import CURVE_COLOURS, PART_COLOURS, luminance
+from megatrain.html.elements import CURVE_COLOURS, PART_COLOURS, luminance
 from megatrain.html.timeline import KIND_COLOURS
 from megatrain.run.compare_runs import write_comparison
 from megatrain.run.report import write_report

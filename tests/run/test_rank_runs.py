@@ -33,9 +33,8 @@ from megatrain.model import port_model
 from megatrain.plan import Plan, share_of
 from megatrain.run import training
 from megatrain.run.data import open_corpus
-from megatrain.run.link_bandwidth import NBYTES, with_links
 from megatrain.run.objective import FILE, loss_of, take_up_reference
-from megatrain.run.ranks import Ranks
+from megatrain.run.ranks import LINK_NBYTES, Ranks, with_links
 from megatrain.spec import Hardware, Limits
 from tests.rank_processes import RankProcesses
 from tests.ranks import together, worlds
@@ -143,7 +142,7 @@ def test_undescribed_links_are_measured_by_all_ranks(here: int, seconds: float) 
         assert carrier is not None
 
         def slow(received: torch.Tensor, sent: torch.Tensor) -> None:
-            time.sleep(seconds * sent.numel() / NBYTES["cpu"])
+            time.sleep(seconds * sent.numel() / LINK_NBYTES["cpu"])
             type(carrier).all_to_all(carrier, received, sent)  # type: ignore[arg-type]
 
         with MAKING:
@@ -155,7 +154,7 @@ def test_undescribed_links_are_measured_by_all_ranks(here: int, seconds: float) 
     assert first == second
     rate = first.link_bandwidth if here == 2 else first.node_bandwidth
     assert rate is not None
-    assert 0.5 < rate * seconds / (NBYTES["cpu"] / 2) < 1.2  # half of what each sends is for the other
+    assert 0.5 < rate * seconds / (LINK_NBYTES["cpu"] / 2) < 1.2  # half of what each sends is for the other
     assert (first.node_bandwidth is None) == (here == 2)
     sources = dict(first.sources)
     assert sources["link_bandwidth"].startswith("measured")
