@@ -26,6 +26,7 @@ from megatrain.data.read_rows import (
     TEXTS,
     LeftOut,
     Row,
+    is_saved,
     read_rows,
     refuse_missing,
     without_docs,
@@ -59,7 +60,7 @@ def holds_samples(name: str, schema: Schema | None = None, pattern: str = "*") -
     if _entry_of(name) is not None or kind_of(path) in (*TABLES, *SEPARATED) or says_samples:
         return True
     if path.is_dir():
-        return _is_saved(path) or _folder_holds_samples(path, schema, pattern)
+        return _is_data_set(path) or _folder_holds_samples(path, schema, pattern)
     if path.is_file():
         if schema.format == "auto" and kind_of(path) not in (".json", *JSON_LINES):
             _require_text(path, schema)
@@ -112,7 +113,7 @@ def is_of_hub(name: str) -> bool:
 
 def has_splits(name: str) -> bool:
     """Whether the source called `name` may have several splits: on the hub, or saved by `datasets`."""
-    return is_of_hub(name) or _is_saved(usable_path(name, error=DataError))
+    return is_of_hub(name) or _is_data_set(usable_path(name, error=DataError))
 
 
 def begins_with_text(source: Source) -> bool:
@@ -131,8 +132,8 @@ def _entry_of(name: str) -> tuple[str, str] | None:
     return (path, entry) if found and Path(path).name == DATASET_INFO else None
 
 
-def _is_saved(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json", DATASET_INFO))
+def _is_data_set(folder: Path) -> bool:
+    return is_saved(folder) or (folder / DATASET_INFO).is_file()
 
 
 def _folder_holds_samples(folder: Path, schema: Schema, pattern: str) -> bool:

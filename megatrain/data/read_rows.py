@@ -114,7 +114,7 @@ def read_rows(
     """
     path = usable_path(name, error=DataError)
     if path.is_dir():
-        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        if is_saved(path):
             yield from _dataset_rows(name, lambda library: _saved(library, path, split))
             return
         yield from _folder_rows(path, left_out, pattern)
@@ -134,6 +134,11 @@ def refuse_missing(name: str) -> None:
     path = usable_path(name, error=DataError)
     if not path.exists() and (kind_of(path) in SUFFIXES or not may_be_hub_name(name)):
         raise missing(path, DataError)
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether `datasets` has saved a data set in `folder`."""
+    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def without_docs(files: Sequence[SourceFile]) -> list[SourceFile]:
@@ -186,7 +191,7 @@ def _without_copies(files: Sequence[SourceFile], left_out: LeftOut) -> Iterator[
     seen: set[str] = set()
     for file in files:
         if file.nbytes and len(same_size[file.nbytes]) > 1:
-            digest = _digest(file.path)
+            digest = file_digest(file.path)
             if digest in seen:
                 left_out.add("file that repeats another", str(file.path))
                 continue
@@ -194,12 +199,18 @@ def _without_copies(files: Sequence[SourceFile], left_out: LeftOut) -> Iterator[
         yield file
 
 
-def _digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file. Raises `DataError` if it cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise DataError(error.strerror or str(error), where=str(path), fix="make it readable") from error
+        raise unreadable(error, path) from error
+
+
+def unreadable(error: OSError, path: Path) -> DataError:
+    """The error for a file, or for a folder with one, that the system refuses to read."""
+    return DataError(error.strerror or str(error), where=str(error.filename or path), fix="make it readable")
 
 
 def _file_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
@@ -220,7 +231,7 @@ def _file_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
 
 def _parsed(path: Path, left_out: LeftOut) -> Iterator[Row]:
     if kind_of(path) in TABLES:
-        return _dataset_rows(str(path), lambda library: _table(library, path))
+        return _dataset_rows(str(path), lambda library: _streamed(library, path, "train"))
     if kind_of(path) in JSON_LINES:
         return _json_lines(path, left_out)
     if kind_of(path) in SEPARATED:
@@ -401,8 +412,9 @@ def _downloaded(library: ModuleType, name: str, subset: str | None, folder: str 
         library.config.HF_HUB_OFFLINE = was_offline
 
 
-def _table(library: ModuleType, path: Path) -> Any:
-    return library.load_dataset(TABLES[kind_of(path)], data_files=glob.escape(str(path)), split="train", streaming=True)
+def _streamed(library: ModuleType, path: Path, split: str) -> Any:
+    data_files = glob.escape(str(path))
+    return library.load_dataset(STREAMABLE[kind_of(path)], data_files=data_files, split=split, streaming=True)
 
 
 def _saved(library: ModuleType, path: Path, split: str) -> Any:
@@ -415,16 +427,27 @@ def _saved(library: ModuleType, path: Path, split: str) -> Any:
 def _dataset_rows(name: str, load: Callable[[ModuleType], Any]) -> Iterator[Row]:
     """The rows of the data set that `load` returns. load: called with the module `datasets`."""
     library = _datasets_library(name)
-    try:
+    with _as_data_error(name, "check the file, or its split and subset"):
         for number, fields in enumerate(load(library)):
             yield Row(_without_nulls(fields), name, f"{name}[{number}]")
-    except Exception as error:  # `datasets` passes on whatever its readers and its network client raise
-        what = f"cannot be read ({first_line(error)})"
-        raise DataError(what, where=name, fix="check the file, or its split and subset") from error
+
+
+@contextmanager
+def _as_data_error(name: str, fix: str) -> Iterator[None]:
+    """In the block, whatever `datasets`, its readers and its network client raise becomes a `DataError`."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"cannot be read ({first_line(error)})", where=name, fix=fix) from error
 
 
 STREAMABLE = {**TABLES, ".json": "json", **dict.fromkeys(JSON_LINES, "json")}
 """Suffix of a file that can be streamed -> its builder in `datasets`."""
+
+
+READABLE = "check the network, the files, the split and the subset"
 
 
 class RowStream:
@@ -452,11 +475,11 @@ class RowStream:
 
     def rows_from(self, number: int, state: Mapping[str, Any] | None) -> Iterator[Row]:
         """Row `number` and those after it in an epoch. state: `state()` at that row, or None for the first row."""
-        with self._as_data_error():
+        with _as_data_error(self.name, READABLE):
             self._data.load_state_dict(dict(state or self._beginning))
             rows = enumerate(self._data, start=number)
         while True:
-            with self._as_data_error():
+            with _as_data_error(self.name, READABLE):
                 row = next(rows, None)
             if row is None:
                 return
@@ -470,24 +493,23 @@ class RowStream:
     def _open(self) -> tuple[Any, Mapping[str, Any]]:
         """(the data set, its state at the first row)."""
         library = _datasets_library(self.name)
-        with self._as_data_error():
+        with _as_data_error(self.name, READABLE):
             data = self._load(library)
             data = data.to_iterable_dataset() if isinstance(data, library.Dataset) else data
             return data, data.state_dict()
 
     def _load(self, library: ModuleType) -> Any:
         path = usable_path(self.name, error=DataError)
-        options = {"split": self._split, "streaming": True}
         if path.is_file():
             if kind_of(path) not in STREAMABLE:
                 fix = f"leave data.streaming out, or name a folder, a data set on the hub or {', '.join(STREAMABLE)}"
                 raise DataError("is not a file that can be streamed", where=self.name, fix=fix)
-            return library.load_dataset(STREAMABLE[kind_of(path)], data_files=glob.escape(str(path)), **options)
-        if path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            return _streamed(library, path, self._split)
+        if path.is_dir() and is_saved(path):
             return _saved(library, path, self._split)
         if not path.exists() and self.commit is None:
             return _downloaded(library, self.name, self._subset, self._folder, self._split)
-        options = {"data_dir": self._folder, "revision": self.commit}
+        options: dict[str, Any] = {"data_dir": self._folder, "revision": self.commit}
         if path.is_dir():
             options = {"data_files": None if self._pattern == "*" else self._pattern}
         data = _as_local(library, self.name, self._subset, self._split, **options)
@@ -495,18 +517,6 @@ class RowStream:
             what, fix = "is plain text, of which each file would be a sample", "leave data.streaming out"
             raise DataError(what, where=self.name, fix=fix)
         return data
-
-    @contextmanager
-    def _as_data_error(self) -> Iterator[None]:
-        """Turn whatever `datasets` and its network client raise into a `DataError`."""
-        try:
-            yield
-        except DataError:
-            raise
-        except Exception as error:
-            what = f"cannot be read ({first_line(error)})"
-            fix = "check the network, the files, the split and the subset"
-            raise DataError(what, where=self.name, fix=fix) from error
 
 
 def _datasets_library(name: str) -> ModuleType:

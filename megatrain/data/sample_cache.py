@@ -40,7 +40,7 @@ from megatrain.data.encoding_processes import encode_in_processes
 from megatrain.data.hub_lookup import commit_of
 from megatrain.data.kto import BAD, GOOD, MISMATCHED
 from megatrain.data.preferences import whole_pairs
-from megatrain.data.read_rows import JSON_LINES, SEPARATED, Bad, LeftOut
+from megatrain.data.read_rows import JSON_LINES, SEPARATED, Bad, LeftOut, file_digest, unreadable
 from megatrain.data.sample_formats import Sample
 from megatrain.data.sample_sources import Source, read_samples
 from megatrain.data.token_files import TokenArray, TokenFile, open_tokens, write_tokens
@@ -313,13 +313,13 @@ def _content(source: Source) -> object:
     """What identifies the content of `source`: digests of its files, or the commit of a data set on the hub."""
     path = usable_path(source.name, error=DataError)
     if path.is_file():
-        return [kind_of(path), _digest(path)]
+        return [kind_of(path), file_digest(path)]
     if path.is_dir():
         try:
             files = sorted(file for file in path.rglob("*") if file.is_file())
         except OSError as error:
-            raise _unreadable(error, path) from error
-        return [[str(file.relative_to(path)), _digest(file)] for file in files]
+            raise unreadable(error, path) from error
+        return [[str(file.relative_to(path)), file_digest(file)] for file in files]
     if path.exists():
         return source.name
     try:
@@ -327,15 +327,3 @@ def _content(source: Source) -> object:
     except Exception:  # no common base; reading it reports the error
         commit = None
     return [source.name, commit]
-
-
-def _digest(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise _unreadable(error, path) from error
-
-
-def _unreadable(error: OSError, path: Path) -> DataError:
-    return DataError(error.strerror or str(error), where=str(error.filename or path), fix="make it readable")
