@@ -1,4 +1,4 @@
-"""Fault injection for the disk tier: makes the system call of one request fail.
+"""Failures of the disk tier: makes the system call of one request fail.
 
 A request is the transfer of one block. Only the system call is replaced, so everything around it (continued
 transfers, checksums, errors, the state left behind) is the real code.
@@ -10,18 +10,16 @@ import errno
 import mmap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-DiskFaultKind = Literal["read", "write", "short", "full", "flip", "slow"]
-Direction = Literal["read", "write"]
-DISK_FAULTS: tuple[DiskFaultKind, ...] = ("read", "write", "short", "full", "flip", "slow")
+from megatrain.memory.scratch_files import Call, Calls, Direction
 
-Call = Callable[[int, Sequence[memoryview], int, int], int]
-"""`os.preadv` or `os.pwritev`: (file, views, place, flags) -> bytes transferred."""
+DiskFaultKind = Literal["read", "write", "short", "full", "flip", "slow"]
+DISK_FAULTS: tuple[DiskFaultKind, ...] = ("read", "write", "short", "full", "flip", "slow")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +50,15 @@ class DiskFault:
                 return self.on
 
 
-class FaultPlan:
+def failing(*faults: DiskFault) -> Calls:
+    """The system calls of a `Disk` on which these faults happen."""
+    return _FaultPlan(faults).call
+
+
+class _FaultPlan:
     """Counts requests and decides which of them fail."""
 
-    def __init__(self, faults: Sequence[DiskFault] = ()) -> None:
+    def __init__(self, faults: Sequence[DiskFault]) -> None:
         self._left = list(faults)
         self._requests: dict[tuple[Direction, str | None], int] = {}
         self._lock = threading.Lock()

@@ -29,9 +29,8 @@ from torch import Tensor
 from megatrain.device.worker import OwningProcess
 from megatrain.errors import CorruptRegion, DiskError, DiskFull
 from megatrain.formatting import amount, at_least, at_most
-from megatrain.memory.disk_faults import DiskFault, FaultPlan
 from megatrain.memory.io_queue import Bytes, Reads, Region, Traffic, Writes
-from megatrain.memory.scratch_files import Block, ScratchFile, Space, as_disk_error, lay_out
+from megatrain.memory.scratch_files import Block, Calls, ScratchFile, Space, as_disk_error, lay_out, system_calls
 from megatrain.spec.hardware import SECTOR
 
 BLOCK_NBYTES = 4 << 20
@@ -42,7 +41,7 @@ class Disk:
     """Regions in `folders`, divided in proportion to `shares` (bandwidths, or any positive numbers).
 
     Reads and writes move blocks of `block_nbytes` (a multiple of 4096), `depth` at a time in each folder. `direct`:
-    whether they bypass the page cache, in all folders. `faults`: for tests.
+    whether they bypass the page cache, in all folders. `calls`: the system call of each block; tests let some fail.
 
     Raises `DiskError` for a folder that is missing or not writable.
     """
@@ -55,7 +54,7 @@ class Disk:
         block_nbytes: int = BLOCK_NBYTES,
         depth: int = DEPTH,
         checksums: bool = True,
-        faults: Sequence[DiskFault] = (),
+        calls: Calls = system_calls,
     ) -> None:
         self._shares = list(shares) if shares is not None else [1.0] * len(folders)
         _check_arguments(folders, self._shares, block_nbytes, depth)
@@ -65,9 +64,8 @@ class Disk:
         self._spaces = [Space() for _ in folders]
         self._regions: dict[str, Region] = {}
         self._lock = threading.Lock()
-        plan = FaultPlan(faults)
-        self._reads = Reads(self._files, block_nbytes, depth, plan)
-        self._writes = Writes(self._files, block_nbytes, depth, plan)
+        self._reads = Reads(self._files, block_nbytes, depth, calls)
+        self._writes = Writes(self._files, block_nbytes, depth, calls)
         self._process = OwningProcess()
         self._finalizer = weakref.finalize(self, _let_go, self._process, self._files, (self._reads, self._writes))
 
@@ -156,10 +154,6 @@ class Disk:
                 room[file.device] += space.unused_nbytes
                 part[file.device] += share / total
             return int(min(room[device] / part[device] for device in room))
-
-    def capacity_nbytes(self) -> int:
-        """Approximate bytes of regions that fit, including the existing ones."""
-        return self.nbytes() + self.free_nbytes()
 
     @property
     def read_nbytes(self) -> int:

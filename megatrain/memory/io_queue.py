@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 
 from megatrain.errors import CorruptRegion, DiskError
 from megatrain.memory.checksum import checksum
-from megatrain.memory.disk_faults import FaultPlan
-from megatrain.memory.scratch_files import Block, ScratchFile, as_disk_error
+from megatrain.memory.scratch_files import Block, Calls, ScratchFile, as_disk_error
 from megatrain.spec.hardware import SECTOR, whole_sectors
 
 Bytes = NDArray[np.uint8]
@@ -182,9 +181,9 @@ class Traffic(ABC):
 class _ScratchTraffic(Traffic):
     """Transfers of scratch files."""
 
-    def __init__(self, files: Sequence[ScratchFile], block_nbytes: int, depth: int, faults: FaultPlan) -> None:
+    def __init__(self, files: Sequence[ScratchFile], block_nbytes: int, depth: int, calls: Calls) -> None:
         super().__init__(len(files), block_nbytes, depth)
-        self._files, self._faults = files, faults
+        self._files, self._call_of = files, calls
 
     @abstractmethod
     def _transfer(self, region: Region, index: int, passage: _Passage) -> None:
@@ -221,7 +220,7 @@ class Writes(_ScratchTraffic):
             passage.load()
         if region.sums is not None:
             region.sums[index] = checksum(passage.pieces)
-        call = self._faults.call("write", region.name, os.pwritev)
+        call = self._call_of("write", region.name, os.pwritev)
         self._files[block.file].write(passage.views, block.place, call)
 
 
@@ -233,7 +232,7 @@ class Reads(_ScratchTraffic):
     def _transfer(self, region: Region, index: int, passage: _Passage) -> None:
         block = region.blocks[index]
         file = self._files[block.file]
-        file.read(passage.views, block.place, self._faults.call("read", region.name, os.preadv))
+        file.read(passage.views, block.place, self._call_of("read", region.name, os.preadv))
         if region.sums is not None and region.sums[index] != checksum(passage.pieces):
             raise CorruptRegion(
                 f"bytes {block.start:,} to {block.start + block.nbytes:,} are not what was written in {file.folder}",

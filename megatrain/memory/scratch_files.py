@@ -12,11 +12,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 from megatrain.errors import DiskError, DiskFull
-from megatrain.memory.disk_faults import Call
 from megatrain.spec.hardware import SECTOR, whole_sectors
+
+Direction = Literal["read", "write"]
+
+Call = Callable[[int, Sequence[memoryview], int, int], int]
+"""`os.preadv` or `os.pwritev`: (file, views, place, flags) -> bytes transferred."""
+
+Calls = Callable[[Direction, str, Call], Call]
+"""(direction, name of a region, the system call) -> the call that transfers the region's next block."""
+
+
+def system_calls(direction: Direction, region: str, call: Call) -> Call:
+    """The system's own."""
+    return call
+
 
 # Where bytes lie ------------------------------------------------------------------------------------------------------
 #

@@ -17,13 +17,13 @@ from megatrain import AdamW, Engine, Policy
 from megatrain.device.sim import SimDevice
 from megatrain.errors import CorruptRegion, DiskError, DoesNotFit
 from megatrain.memory import Disk
-from megatrain.memory.disk_faults import DiskFault
 from megatrain.plan import Question, contention, find_plan, op_seconds
 from megatrain.schedule import Op, Schedule
 from megatrain.spec import Hardware, Limits, Numerics, Part, Placement, Precision, Work
 from megatrain.spec.hardware import whole_sectors
 from megatrain.spec.layout import layout_of
 from tests.adapted import adapted
+from tests.disk_faults import DiskFault, failing
 from tests.tiny import batch, equal, tiny_model, unequal_batches
 
 UNITS = 5  # of the tiny model: prologue, three layers, epilogue
@@ -302,7 +302,7 @@ def _storm(seeds: range, folder: Path, family: str = "llama") -> int:
         shared = replace(policy, shares_memory=True)
         device = "cpu" if seed % 2 else f"sim:{seed}"
         placed = shared if device == "cpu" else policy
-        with engine(device, "bf16", placed, Disk([folder], faults=[fault]), family) as made:
+        with engine(device, "bf16", placed, Disk([folder], calls=failing(fault)), family) as made:
             found: list[float] = []
             while len(found) < 3:
                 try:
@@ -338,7 +338,7 @@ def test_data_damaged_on_disk_is_never_used(tmp_path: Path) -> None:
     policy = usual("next_forward", shares_memory=True, placements=SPLITS["moments"])
     model, optimizer = tiny_model(), AdamW(lr=1e-2)
     with Engine.from_model(
-        model, "cpu", "bf16", optimizer, 0.5, policy, verify=False, disk=Disk([tmp_path], faults=[fault])
+        model, "cpu", "bf16", optimizer, 0.5, policy, verify=False, disk=Disk([tmp_path], calls=failing(fault))
     ) as made:
         with pytest.raises(CorruptRegion, match=r"moments of .*layers\.1"):
             for _ in range(4):
@@ -364,7 +364,7 @@ def test_stale_state_is_not_taken_for_current(tmp_path: Path) -> None:
     faults = [DiskFault("write", "disk/moments/1", "write"), DiskFault("read", "disk/moments/0", "read")]
     with engine("cpu", "fp32", plain, tmp_path) as straight:
         expected = [straight.step(unequal_batches(2)).loss for _ in range(4)]
-    disk = Disk([tmp_path], faults=faults)
+    disk = Disk([tmp_path], calls=failing(*faults))
     made = Engine.from_model(
         tiny_model(),
         "cpu",

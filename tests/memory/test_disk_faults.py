@@ -11,8 +11,8 @@ import pytest
 from megatrain.errors import CorruptRegion, DiskError, DiskFull
 from megatrain.memory import io_queue
 from megatrain.memory.disk import Disk
-from megatrain.memory.disk_faults import DISK_FAULTS, DiskFault
 from megatrain.spec.hardware import SECTOR
+from tests.disk_faults import DISK_FAULTS, DiskFault, failing
 
 NBYTES = 7 * SECTOR + 100
 OTHER, VALUE, NEW = (np.full(NBYTES, value, np.uint8) for value in (1, 2, 3))
@@ -20,7 +20,7 @@ OTHER, VALUE, NEW = (np.full(NBYTES, value, np.uint8) for value in (1, 2, 3))
 
 def disk_with(folder: Path, *faults: DiskFault) -> Disk:
     """Two regions, of which only `other` is written; 4 requests each."""
-    disk = Disk([folder], block_nbytes=2 * SECTOR, depth=2, faults=faults)
+    disk = Disk([folder], block_nbytes=2 * SECTOR, depth=2, calls=failing(*faults))
     disk.provide({"other": (NBYTES, "moments of layer 2"), "region": (NBYTES, "moments of layer 3")})
     disk.write("other", OTHER)
     return disk
@@ -62,7 +62,7 @@ def test_a_failed_write_invalidates_its_region_until_rewritten(
 @pytest.mark.parametrize("after", [1, 2], ids=["of all", "of the first part"])
 def test_a_partial_rewrite_restores_only_its_own_part(after: int, tmp_path: Path) -> None:
     """Two requests for all of it, one for its first part; the one or the other fails."""
-    disk, first = Disk([tmp_path], faults=[DiskFault("write", "region", after=after)]), 2 * SECTOR
+    disk, first = Disk([tmp_path], calls=failing(DiskFault("write", "region", after=after))), 2 * SECTOR
     disk.provide({"region": (NBYTES, "weights of layer 3")}, kept={"region": NBYTES - first})
     with pytest.raises(DiskError, match="injected"):
         disk.write("region", VALUE)
@@ -116,7 +116,7 @@ def test_a_bit_flipped_on_write_is_detected_until_rewritten(block: int, tmp_path
 
 
 def test_without_checksums_a_flipped_bit_is_not_detected(tmp_path: Path) -> None:
-    disk = Disk([tmp_path], checksums=False, faults=[DiskFault("flip", "region")])
+    disk = Disk([tmp_path], checksums=False, calls=failing(DiskFault("flip", "region")))
     disk.provide({"region": (NBYTES, "x")})
     disk.write("region", VALUE)
     assert np.count_nonzero(content(disk, "region") != VALUE) == 1

@@ -11,11 +11,11 @@ import pytest
 
 from megatrain import AdamW, Engine, Policy
 from megatrain.memory import Disk
-from megatrain.memory.disk_faults import DiskFault
 from megatrain.plan import Calibration, Plan
 from megatrain.run import replan
 from megatrain.run.replan import MAY_CHANGE, MAY_FOLLOW, Replanner
 from megatrain.spec import Numerics, Placement, WaitFor, Work
+from tests.disk_faults import DiskFault, failing
 from tests.run.test_training import configuration, train
 from tests.tiny import tiny_model, unequal_batches
 
@@ -37,7 +37,7 @@ def test_a_disk_filling_up_does_not_end_a_run(refuses: bool, tmp_path: Path, mon
     plan = finds(better, monkeypatch)
     faults = [DiskFault("full", "disk/moments/3")] if refuses else []
     losses = []
-    for disk in (Disk([tmp_path]), Disk([tmp_path], faults=faults)):
+    for disk in (Disk([tmp_path]), Disk([tmp_path], calls=failing(*faults))):
         with Engine.from_model(
             tiny_model(), "cpu", "fp32", AdamW(lr=1e-2), 0.5, usual, 4, False, disk, numerics=NUMERICS
         ) as engine:
