@@ -223,21 +223,6 @@ def _short(value: object) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def reference_reduce(terms: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Slow reference for `World.reduce`: the `own` of each rank. terms: of each rank, float32[ranks * n]."""
-    each = len(terms[0]) // len(terms)
-    found = []
-    for rank in range(len(terms)):
-        values = []
-        for place in range(rank * each, (rank + 1) * each):
-            total = terms[0][place]
-            for other in terms[1:]:
-                total = total + other[place]
-            values.append(total)
-        found.append(torch.stack(values).to(dtype))
-    return found
-
-
 def _summed(own: Tensor, parts: Sequence[Tensor]) -> Tensor:
     """Set `own` to the sum of the parts, each float32[n], in order, using the first as accumulator.
 

@@ -362,15 +362,6 @@ def _softmax_gradient(work: Tensor, targets: Tensor, scale: float) -> Tensor:
     return (total.squeeze(-1).log() - exponents).sum(dtype=torch.float64)
 
 
-def reference_cross_entropy(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """`cross_entropy`, slow and plain: autograd through `torch.nn.functional.cross_entropy` on float32 logits."""
-    leaf = logits.detach().float().requires_grad_()
-    with torch.enable_grad():
-        loss = torch.nn.functional.cross_entropy(leaf, targets, reduction="sum")
-        (gradient,) = torch.autograd.grad(loss * scale, leaf)
-    return loss.detach().double(), gradient.to(logits.dtype)
-
-
 def cross_entropy_loss(chunked: ChunkedHead) -> Tensor:
     """Cross-entropy summed over all targets, a float64 scalar."""
     total = torch.zeros((), dtype=torch.float64, device=chunked.hidden.device)

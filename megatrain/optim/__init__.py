@@ -1,7 +1,7 @@
 """The optimizer's arithmetic on numpy arrays in host memory: AdamW, the split float32 master, norms, learning rates.
 
     split_master.py   a float32 master as its bfloat16 bits and the 16 bits below them
-    adamw.py          hyperparameters, the fused update and its reference
+    adamw.py          hyperparameters, the fused update
     clip.py           sum of squares of a gradient, and the clipping factor
     lr_schedules.py   learning-rate schedules
     kernels.py        argument checks, blocks, threads, and the compiled loops; the only module that imports numba

@@ -14,8 +14,8 @@ ours stay the same.
 
 The factors are computed in float64 and rounded to float32 once per step; everything else is float32, one rounding per
 operation. `update_split` works on the split master (`split_master.py`): with bfloat16 gradients it reads 14 bytes per
-parameter and writes 12. `reference_update` and `reference_update_split` define the result bit for bit, for any number
-of threads. The passes hold no state and may run concurrently on disjoint arrays.
+parameter and writes 12. `reference_update` in `tests/references.py` defines the result bit for bit, for any number of
+threads. The passes hold no state and may run concurrently on disjoint arrays.
 
 Not supported: AMSGrad, `maximize`, sparse gradients.
 """
@@ -35,7 +35,7 @@ from megatrain.errors import ConfigError, NonFinite
 from megatrain.optim import kernels
 from megatrain.optim.clip import sum_of_squares
 from megatrain.optim.kernels import F32, U16, Segment, check_arrays, cut, run
-from megatrain.optim.split_master import bf16_to_f32, join, reference_join, reference_split, split
+from megatrain.optim.split_master import join, split
 from megatrain.spec.validate_fields import Bounds, check_fields, checked
 
 _DTYPES: dict[str, tuple[type, ...]] = {
@@ -215,42 +215,6 @@ def update_fp32(
     check_arrays({"weight": weight, "m": m, "v": v}, {"grad": grad}, _DTYPES)
     blocks = cut(segments, weight.size)
     run(kernels.adamw_fp32, weight, m, v, grad, scalars.packed(), blocks=blocks, threads=threads)
-
-
-def reference_update(
-    weight: F32, m: F32, v: F32, grad: U16 | F32, scalars: StepScalars, segments: Sequence[Segment]
-) -> None:
-    """Slow reference for `update_fp32`: one rounding per line, in the order of the fused pass."""
-    for start, stop, decays in segments:
-        part = slice(start, stop)
-        g = bf16_to_f32(grad[part].view(np.uint16)) if grad.dtype == np.uint16 else grad[part]
-        with np.errstate(all="ignore"):  # overflow and underflow are valid results, as in the fused pass
-            g = g * scalars.grad_scale
-            way = g - m[part]
-            if scalars.rest1 < np.float32(0.5):
-                m[part] = m[part] + scalars.rest1 * way
-            else:
-                m[part] = g + (scalars.rest1 - np.float32(1)) * way
-            kept_v = scalars.b2 * v[part]
-            new_v = scalars.rest2 * g
-            new_v = new_v * g
-            v[part] = kept_v + new_v
-            root = np.sqrt(v[part])
-            root = root * scalars.root_scale
-            root = root + scalars.eps
-            change = scalars.step_size * m[part]
-            change = change / root
-            kept_weight = weight[part] * (scalars.decay if decays else np.float32(1))
-            weight[part] = kept_weight - change
-
-
-def reference_update_split(
-    hi: U16, lo: U16, m: F32, v: F32, grad: U16 | F32, scalars: StepScalars, segments: Sequence[Segment]
-) -> None:
-    """Slow reference for `update_split`: join, update, split."""
-    weight = reference_join(hi, lo)
-    reference_update(weight, m, v, grad, scalars, segments)
-    hi[:], lo[:] = reference_split(weight)
 
 
 def warm_up() -> None:

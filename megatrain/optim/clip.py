@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from megatrain.errors import ConfigError, NonFinite
 from megatrain.optim import kernels
 from megatrain.optim.kernels import F32, U16, check_arrays, cut, run, whole
-from megatrain.optim.split_master import bf16_to_f32
 
 F64 = NDArray[np.float64]
 
@@ -61,12 +60,6 @@ def _block_sums(grad: U16 | F32, blocks: NDArray[np.int64], threads: int) -> F64
     sums = np.empty(len(blocks), np.float64)
     run(kernels.block_sums, grad, sums, blocks=blocks, threads=threads)
     return sums
-
-
-def reference_sum_of_squares(grad: U16 | F32) -> float:
-    """Slow reference for `sum_of_squares`."""
-    values = bf16_to_f32(grad.view(np.uint16)) if grad.dtype == np.uint16 else grad
-    return math.fsum(np.square(values.astype(np.float64)))
 
 
 def clip_scale(total_norm: float, max_norm: float) -> float:

@@ -150,7 +150,7 @@ if hasattr(os, "register_at_fork"):
 #
 # Every operation is float32, rounded once, in the order written here. There is no fast-math flag, hence no fused
 # multiply-add and no approximate root or quotient, and denormals are kept. LLVM vectorizes the loops.
-# `adamw.reference_update` is the same in numpy, and a test holds the two bit-equal.
+# `reference_update` in `tests/references.py` is the same in numpy, and a test holds the two bit-equal.
 #
 # All compiled code lives in this one file because numba's cache recompiles a kernel only if the file that defines it
 # changes, not if a function that it calls from another file does.
@@ -278,7 +278,7 @@ def join(hi: Any, lo: Any, out: Any, blocks: Any, counter: Any) -> None:
 
 @compiled
 def adamw_split(hi: Any, lo: Any, m: Any, v: Any, grad: Any, scalars: Any, blocks: Any, counter: Any) -> None:
-    """`adamw.reference_update_split`, fused. `scalars` is `StepScalars.packed()`, float32[8]."""
+    """One step on a split master. `scalars` is `StepScalars.packed()`, float32[8]."""
     decay, step_size, root_scale, eps = scalars[0], scalars[1], scalars[2], scalars[3]
     rest1, b2, rest2, grad_scale = scalars[4], scalars[5], scalars[6], scalars[7]
     from_m, share = _lerp(rest1)
@@ -304,7 +304,7 @@ def adamw_split(hi: Any, lo: Any, m: Any, v: Any, grad: Any, scalars: Any, block
 
 @compiled
 def adamw_fp32(weight: Any, m: Any, v: Any, grad: Any, scalars: Any, blocks: Any, counter: Any) -> None:
-    """`adamw.reference_update`, fused. `scalars` is `StepScalars.packed()`, float32[8]."""
+    """One step on a float32 weight. `scalars` is `StepScalars.packed()`, float32[8]."""
     decay, step_size, root_scale, eps = scalars[0], scalars[1], scalars[2], scalars[3]
     rest1, b2, rest2, grad_scale = scalars[4], scalars[5], scalars[6], scalars[7]
     from_m, share = _lerp(rest1)

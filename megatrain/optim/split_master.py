@@ -58,29 +58,6 @@ def join_into(hi: U16, lo: U16, out: F32, threads: int = 1) -> None:
     run(kernels.join, hi, lo, out, blocks=cut(whole(out.size), out.size), threads=threads)
 
 
-def reference_split(master: F32) -> tuple[U16, U16]:
-    """Slow reference for `split`."""
-    u = master.view(np.uint32)
-    hi = (u + np.uint32(0x8000)) >> np.uint32(16)
-    lo = u & np.uint32(0xFFFF)
-    return hi.astype(np.uint16), lo.astype(np.uint16)
-
-
-def reference_join(hi: U16, lo: U16) -> F32:
-    """Slow reference for `join`."""
-    carry = lo >> np.uint16(15)
-    upper = (hi - carry).astype(np.uint32)  # modulo 2**16
-    return ((upper << np.uint32(16)) | lo).view(np.float32)
-
-
 def bf16_to_f32(bits: U16) -> F32:
     """Convert bfloat16 `bits` to float32; exact."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def f32_to_bf16(x: F32) -> U16:
-    """Round `x` to bfloat16 bits, ties to even and every NaN to 0x7fc0, as torch does."""
-    u = x.view(np.uint32)
-    odd = (u >> np.uint32(16)) & np.uint32(1)
-    rounded = ((u + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(np.uint16)
-    return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)

@@ -3,7 +3,7 @@ ops.
 
 If Triton can run, adjacent parameters with equal decay are updated by one kernel (`device_adamw_triton`), after it
 has been compared bit for bit with the fallback: single torch operations, in chunks that stay in the device's
-cache. Every operation rounds once, in the order of `reference_update`, and none is fused with its neighbour (no
+cache. Every operation rounds once, in the order of `optim.adamw`, and none is fused with its neighbour (no
 `addcmul` or `alpha=`), so if the device divides with correct rounding the result equals the host's. Roots are
 computed in float64 and rounded, which gives the correctly rounded float32 root (Figueroa, 1995); float32 roots of
 math libraries often are not.

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from megatrain.dist import ALONE, World
 from megatrain.dist.processes import join, name_of_start
-from megatrain.dist.world import reference_reduce
 from megatrain.errors import RankError
 from tests.ranks import together, worlds
+from tests.references import reference_reduce
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -18,7 +18,6 @@ from megatrain.engine.chunked_loss import (
     cross_entropy,
     cross_entropy_loss,
     cross_entropy_loss_and_gradient,
-    reference_cross_entropy,
 )
 from megatrain.engine.gradient_accumulation import GradientAccumulator
 from megatrain.engine.weights import BoundWeights, UnitBinder, save_weights_by_name
@@ -26,6 +25,7 @@ from megatrain.memory import Ledger, Pool
 from megatrain.schedule import build_step
 from megatrain.spec import ModelSpec, Numerics, ParamSpec, Policy, UnitSpec, Work
 from megatrain.spec.layout import layout_of
+from tests.references import reference_cross_entropy
 
 UNIT = UnitSpec("layer", "layer", (ParamSpec("l.a", (6, 5)), ParamSpec("l.b", (7,)), ParamSpec("l.c", (5, 4))))
 LAYOUT = layout_of(UNIT)

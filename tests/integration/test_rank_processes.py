@@ -16,10 +16,10 @@ import torch
 
 from megatrain import AdamW, Engine, Policy
 from megatrain.dist import ALONE, World
-from megatrain.dist.world import reference_reduce
 from megatrain.spec import Numerics
 from tests.integration.test_ranks import SHARDS, Trained, batches_of, files_in, of_rank, same, saved_again
 from tests.rank_processes import RankProcesses
+from tests.references import reference_reduce
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.slow

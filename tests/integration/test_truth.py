@@ -10,9 +10,9 @@ import torch
 
 from megatrain import AdamW, Engine, LogProbLoss, Policy
 from megatrain.engine import MicroBatch
-from megatrain.optim.adamw import reference_update
 from megatrain.optim.split_master import split
 from megatrain.spec import Numerics, Placement
+from tests.references import reference_update
 from tests.tiny import (
     FAMILIES,
     batch,
