@@ -45,6 +45,15 @@ def duration(seconds: float) -> str:
     return _scaled(seconds, ((1.0, "s"), (1e-3, "ms")))
 
 
+def clock(seconds: float) -> str:
+    """`0:07`, `3:41`, `2:03:15`, `4 d 2:03:15`: for a time that changes while it is shown."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    text = f"{hour}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+    return f"{days} d {text}" if days else text
+
+
 def rate(per_second: float) -> str:
     """A rate without its unit: `2,034`, `10.4`."""
     return _three_digits(per_second)
@@ -67,3 +76,9 @@ def counted(number: int, noun: str) -> str:
     """`1 token`, `2,000 micro-batches`."""
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number:,} {noun}{ending}"
+
+
+def counted_epochs(number: float, digits: int = 3) -> str:
+    """Passes over the data: `1 epoch`, `2.5 epochs`."""
+    text = f"{float(f'{number:.{digits}g}'):,g}"
+    return f"{text} epoch{'' if text == '1' else 's'}"

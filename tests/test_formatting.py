@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatrain.formatting import at_least, at_most
+from megatrain.formatting import at_least, at_most, clock, counted_epochs
 from megatrain.spec.limits import parse_nbytes
 
 
@@ -31,3 +31,19 @@ def test_an_amount_that_is_typed_again_is_enough_and_no_more_than_a_hundredth_mo
             if 10**6 <= nbytes < 9 * 10**17:
                 assert nbytes <= parse_nbytes(at_least(nbytes), "here") <= 1.01 * nbytes
                 assert parse_nbytes(at_most(max(nbytes, 10**6)), "here") <= nbytes
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00"), (59.6, "1:00"), (3_600, "1:00:00"), (86_399, "23:59:59"), (90_061, "1 d 1:01:01")],
+)
+def test_a_clock_counts_seconds(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(1, "1 epoch"), (0.9996, "1 epoch"), (0.996, "0.996 epochs"), (2.5, "2.5 epochs"), (2345.6, "2,350 epochs")],
+)
+def test_one_epoch_is_no_plural(number: float, text: str) -> None:
+    assert counted_epochs(number) == text

@@ -18,7 +18,7 @@ from megatrain.config.other_trainers import translate
 from megatrain.data import about_tokens, begins_with_text, holds_samples, require_source, source_called
 from megatrain.data.sample_formats import Schema
 from megatrain.errors import ConfigError, DataError, DeviceError
-from megatrain.formatting import amount, counted, duration
+from megatrain.formatting import amount, counted, counted_epochs, duration
 from megatrain.plan import Plan, Question, find_plan, fits, load_hardware
 from megatrain.spec import Limits, Precision
 from megatrain.system.paths import usable_path, written_whole
@@ -185,7 +185,7 @@ def _length(answers: Answers, plan: Plan, tokens: int | None, *, is_chat: bool) 
         steps = answers.steps or STEPS
         takes = "take" if steps > 1 else "takes"
         if tokens is not None:
-            takes = f"{'are' if steps > 1 else 'is'} about {steps * each / tokens:.2g} epochs and {takes}"
+            takes = f"{'are' if steps > 1 else 'is'} about {counted_epochs(steps * each / tokens, 2)} and {takes}"
         return steps, f"steps: {steps}", f"{counted(steps, 'step')} {takes} {duration(plan.seconds * steps)}"
     key = f"epochs: {EPOCHS}  # passes over the data; or `steps`"
     if passes is None:

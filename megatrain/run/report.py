@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from megatrain.errors import ExportError
-from megatrain.formatting import amount, duration
+from megatrain.formatting import amount, counted, counted_epochs, duration
 from megatrain.html import (
     TIMELINE,
     ChartEvent,
@@ -104,7 +104,7 @@ def _summary(run: History, now: float) -> list[tuple[str, str]]:
         waits = (run.total("data_seconds") + run.total("stall_seconds")) / seconds
         rows.append(("MFU", f"{mfu:.0%} of the measured peak; compute waited {waits:.1%} of the time"))
         if last := run.last_losses():
-            mean = f"{sum(last) / len(last):.4f} over the last {len(last):,} steps"
+            mean = f"{sum(last) / len(last):.4f} over the last {counted(len(last), 'step')}"
             rows.append(("loss", f"{columns['loss'][0]:.4f} at first, {mean}"))
     if run.evaluated:
         rows.append(("validation", _held_out(run.evaluated[-1])))
@@ -253,7 +253,7 @@ def _epochs(run: History) -> str:
     done = run.columns["epoch"][-1] if run.columns["epoch"] else math.nan
     if not math.isfinite(done):
         return ""
-    return f" = {done:.3g} epochs" if math.isnan(run.epochs) else f" = {done:.3g} of {run.epochs:.3g} epochs"
+    return f" = {counted_epochs(done)}" if math.isnan(run.epochs) else f" = {done:.3g} of {counted_epochs(run.epochs)}"
 
 
 # Inside ------------------------------------------------------------------------------------------------------------

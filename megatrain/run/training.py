@@ -39,7 +39,7 @@ from megatrain.config import AdapterSection, Config, TrainSection, save_config, 
 from megatrain.data import Loader, Tokenizer, load_tokenizer, save_tokenizer, vocabulary_size
 from megatrain.device import Device, open_device
 from megatrain.errors import ConfigError, MegaTrainError
-from megatrain.formatting import counted
+from megatrain.formatting import counted, counted_epochs
 from megatrain.model import (
     AdaptedSource,
     FreshSource,
@@ -301,7 +301,7 @@ def _length(steps: int, loader: Loader) -> str:
     if epochs is None:
         return counted(steps, "step")
     rows = sum(len(source) for source in loader.sources)
-    whole = f"{counted(steps, 'step')} = {epochs:.3g} epochs of {counted(rows, 'row')}"
+    whole = f"{counted(steps, 'step')} = {counted_epochs(epochs)} of {counted(rows, 'row')}"
     passes = loader.passes(steps)
     if len(passes) == 1:
         return whole

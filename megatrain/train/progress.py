@@ -22,7 +22,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from megatrain.formatting import amount, counted
+from megatrain.formatting import amount, clock, counted, duration
 from megatrain.spec import NOT_OFFLOADED, ModelSpec, Numerics, Placement, Policy
 from megatrain.train.events import (
     Compiled,
@@ -251,7 +251,7 @@ def line_fields(event: Stepped, recent: Sequence[Stepped | Skipped], losses: Seq
         Field(f"stall {stalled / seconds:3.0%}", 7),
         *([Field(f"slowest rank {event.slowest[0]} {event.slowest[1]:.2f}x", 8)] if event.slowest else []),
         Field(tiers, 8),
-        Field(f"{duration(left)} left", 2),
+        Field(f"{clock(left)} left", 2),
     ]
 
 
@@ -399,12 +399,3 @@ def metric(number: float) -> str:
         power += 1
     digits = 0 if power == 0 or abs(number) >= 99.95 else 1 if abs(number) >= 9.995 else 2
     return f"{number:.{digits}f}{' kMBT'[power].strip()}"
-
-
-def duration(seconds: float) -> str:
-    """0:07, 3:41, 2:03:15, 4 d 2:03:15."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    clock = f"{hour}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
-    return f"{days} d {clock}" if days else clock
