@@ -141,6 +141,9 @@ def _refuse_early(config: Config) -> None:
 
     refuse_mistakes(config)
     refuse_early(config)
+    for name in (config.model.path, config.model.config):
+        if isinstance(name, str) and config.resume is None:
+            _refuse_absent(name)
 
 
 def _become_torchrun(ranks: int, *arguments: str) -> NoReturn:
@@ -493,10 +496,10 @@ def _probe(
 
 
 def _refuse_absent(model: str) -> None:
-    """Raise the error for a model that can be neither a path nor on the hub, before anything slow is imported."""
-    from megatrain.system.paths import refuse_absent_model
+    """Raise the error for a model that is neither on this machine nor on the hub, before anything slow is imported."""
+    from megatrain.plan.measured_models import refuse_absent
 
-    refuse_absent_model(model, f"model {model}")
+    refuse_absent(model)
 
 
 def _messages(first: str) -> Iterator[str]:

@@ -168,6 +168,15 @@ def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preloaded]:
     Preloaded.spent, _counted[0] = 0.0, sum(os.times()[:4])  # no cost of the last test
 
 
+def forget_hub() -> None:
+    """What a new process does not know: answers of the hub."""
+    from megatrain.data.hub_lookup import commit_or_download
+    from megatrain.system.hub import look_up_model
+
+    commit_or_download.cache_clear()
+    look_up_model.cache_clear()
+
+
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     """A hub on this machine, which this process takes for the only one, with caches of its own."""
@@ -177,7 +186,9 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactor
         for module, name, value in settings_for(found.endpoint, tmp_path_factory.mktemp("hub")):
             monkeypatch.setattr(module, name, value)
         monkeypatch.setenv("HF_TOKEN", "hf_of_someone")
+        forget_hub()
         yield found
+        forget_hub()
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ so a laptop can plan for any machine. The default machine is this one as `megatr
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import shlex
@@ -23,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatrain.errors import ConfigError, DeviceError, DoesNotFit, ModelError, PlanError
-from megatrain.formatting import amount, at_least, at_most, counted, duration
+from megatrain.formatting import amount, at_least, at_most, counted, counted_epochs, duration
 from megatrain.formatting import rate as _rate
 from megatrain.plan import (
     Outlook,
@@ -44,7 +43,15 @@ from megatrain.plan import (
     upgrades,
 )
 from megatrain.plan.estimates import gc_paused
-from megatrain.plan.measured_models import built_in, known_name, known_names, measured_file, recall, remember
+from megatrain.plan.measured_models import (
+    built_in,
+    known_name,
+    measured_file,
+    names_in,
+    nearest_models,
+    recall,
+    remember,
+)
 from megatrain.plan.report import (
     as_content,
     configuration,
@@ -255,11 +262,11 @@ def _length_of(run: Config, plan: Plan) -> str:
     if steps is None:
         assert epochs is not None  # one of the two
         if epoch is None:
-            return f"{epochs:g} epochs; how long depends on the size of the data"
+            return f"{counted_epochs(epochs)}; how long depends on the size of the data"
         steps = max(1, round(epochs * epoch))
-        words = f"{epochs:g} epochs = about {counted(steps, 'step')}"
+        words = f"{counted_epochs(epochs)} = about {counted(steps, 'step')}"
     else:
-        words = counted(steps, "step") + ("" if epoch is None else f" = about {steps / epoch:.2g} epochs")
+        words = counted(steps, "step") + ("" if epoch is None else f" = about {counted_epochs(steps / epoch, 2)}")
     return f"{words}, estimated from file sizes; takes {duration(plan.seconds * steps)}"
 
 
@@ -322,7 +329,7 @@ def _cached_config(name: str) -> Path | None:
     """Path of a model's config.json in the local hub cache."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    if f"models--{name.replace('/', '--')}" not in _names_in(HF_HUB_CACHE):
+    if f"models--{name.replace('/', '--')}" not in names_in(HF_HUB_CACHE):
         return None  # saves importing the hub library, which is slow
     from huggingface_hub import try_to_load_from_cache
 
@@ -369,7 +376,7 @@ def _library_config(source: str | Mapping[str, Any], known: str | None, *, trust
         named = model_named(str(path)) if exists else source
         return read_config(named, where=where, trust_remote_code=trust_remote_code)
     except ModelError as error:
-        if exists or not (near := _nearest_models(source)):
+        if exists or not (near := nearest_models(source)):
             raise
         raise ModelError(error.what, where=where, fix=f"did you mean {' or '.join(near)}?") from error
 
@@ -498,26 +505,6 @@ def _content(path: Path, where: str) -> Any:
             raise _is_configuration(where, None) from error
         what = f"cannot be read ({getattr(error, 'strerror', None) or 'not JSON'})"
         raise ModelError(what, where=where, fix="give a folder, a config.json or a saved plan") from error
-
-
-def _nearest_models(source: str) -> list[str]:
-    """Similar names among files beside `source`, models in the local hub cache, and built-in models."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    path = usable_path(source)
-    near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, _names_in(path.parent), 2, 0.7)]
-    cached = [name for name in _names_in(HF_HUB_CACHE) if name.startswith("models--")]
-    names = [name.removeprefix("models--").replace("--", "/") for name in cached]
-    names += known_names()
-    return [*near, *difflib.get_close_matches(source, names, n=2, cutoff=0.6)]
-
-
-def _names_in(folder: str | Path) -> list[str]:
-    """Names in a folder; empty if it does not exist or cannot be listed."""
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []
 
 
 # What is shown -----------------------------------------------------------------------------------------------------

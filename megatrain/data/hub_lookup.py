@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 from megatrain.errors import DataError, first_line
@@ -9,21 +10,17 @@ from megatrain.system import hub
 from megatrain.system.paths import nearest_path
 
 
-def commit_of(name: str) -> str:
-    """The latest commit of a data set. Raises as `ask_hub` does."""
-    info = hub.ask_hub(lambda api: api.dataset_info(name, timeout=hub.TIMEOUT_SECONDS))
-    return str(info.sha)
-
-
+@cache
 def commit_or_download(name: str) -> str | None:
     """The latest commit of a data set, or `None` if the hub does not provide it but an earlier download exists.
 
-    Raises `DataError` if there is neither.
+    A process looks up a data set once, so it checks, caches and reads the same commit. Raises `DataError` if there is
+    neither.
     """
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
-        return commit_of(name)
+        return str(hub.ask_hub(lambda api: api.dataset_info(name, timeout=hub.TIMEOUT_SECONDS)).sha)
     except Exception as error:
         if is_downloaded(name):
             return None

@@ -8,13 +8,11 @@ here first, once and with a short timeout; if it does not answer, the library is
 from __future__ import annotations
 
 import os
-from functools import cache
 from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from megatrain.errors import ModelError, first_line
+from megatrain.errors import ModelError
 from megatrain.system import hub
 from megatrain.system.paths import (
     read_json,
@@ -26,8 +24,6 @@ from megatrain.system.paths import (
 
 ADAPTER = "adapter_config.json"
 """What peft writes instead of a config.json."""
-
-SERVER_ERROR = 500
 
 
 def model_named(source: str | Path) -> str:
@@ -51,7 +47,7 @@ def model_named(source: str | Path) -> str:
 
 def is_local(source: str | Path) -> bool:
     """Whether to look for a model on this machine only: its path exists, or the hub is unreachable."""
-    return os.path.exists(source) or bool(_why_unreachable(str(source)))
+    return os.path.exists(source) or not hub.look_up_model(str(source))[0]
 
 
 def located(source: str | Path, *, where: str, revision: str | None = None) -> str:
@@ -64,7 +60,7 @@ def located(source: str | Path, *, where: str, revision: str | None = None) -> s
     path, text = usable_path(source, where="model", error=ModelError), str(source)
     if not path.exists():
         refuse_absent_model(text, where)
-        _refuse_absent(text, where, revision)
+        hub.refuse_absent_model(text, where, revision)
         return text
     try:
         refuse_special(path)
@@ -95,29 +91,3 @@ def _no_model(folder: Path, where: str) -> ModelError:
         fix = "give that model, with this folder as its adapter; or merge them: megatrain export FOLDER OUT --merge"
         return ModelError(f"holds a LoRA adapter{base}, not a whole model", where=where, fix=fix)
     return ModelError("holds no config.json", where=where, fix="give the folder of a Hugging Face model, or of a run")
-
-
-def _refuse_absent(text: str, where: str, revision: str | None) -> None:
-    cached = try_to_load_from_cache(text, "config.json", revision=revision)
-    if (reason := _why_unreachable(text)) and not isinstance(cached, str):
-        version = f" at revision {revision}" if revision else ""
-        what = f"neither a local folder nor in the local cache{version}, and the Hugging Face hub is unreachable"
-        what += f" ({reason})"
-        raise ModelError(what, where=where, fix="give a local Hugging Face folder, or correct the name or the network")
-
-
-@cache
-def _why_unreachable(name: str) -> str:
-    """Why the hub does not answer about `name`, in one line; empty if it answers, even with a refusal.
-
-    Raises `HFValidationError` if `name` cannot be a hub name.
-    """
-    try:
-        hub.ask_hub(lambda api: api.model_info(name, timeout=hub.TIMEOUT_SECONDS))
-    except HFValidationError:
-        raise
-    except HfHubHTTPError as error:
-        return first_line(error) if error.response.status_code >= SERVER_ERROR else ""
-    except Exception as error:  # the client's network errors have no other common base
-        return str(error) if isinstance(error, TimeoutError) else first_line(error)
-    return ""

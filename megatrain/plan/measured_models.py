@@ -9,6 +9,7 @@ Models are measured by the room `model`.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import os
@@ -22,7 +23,8 @@ from zipfile import ZipFile
 from megatrain.errors import ModelError
 from megatrain.plan.spec_file import as_fields, read_model
 from megatrain.spec import ModelSpec
-from megatrain.system.paths import read_json, written_whole
+from megatrain.system import hub
+from megatrain.system.paths import read_json, refuse_absent_model, usable_path, written_whole
 
 BUILT_IN = Path(__file__).parent / "measured_models.zip"
 
@@ -54,6 +56,40 @@ def known_name(name: str) -> str | None:
         if len(found) == 1:
             return found[0]
     return None
+
+
+def refuse_absent(source: str) -> None:
+    """Raise `ModelError` for a model that is neither on this machine nor on the hub, with similar names."""
+    where = f"model {source}"
+    refuse_absent_model(source, where)
+    if usable_path(source, where="model", error=ModelError).exists():
+        return
+    try:
+        hub.refuse_absent_model(source, where)
+    except ModelError as error:
+        if near := nearest_models(source):
+            error.fix = f"did you mean {' or '.join(near)}?"
+        raise
+
+
+def nearest_models(source: str) -> list[str]:
+    """Similar names among files beside `source`, models in the local hub cache, and built-in models."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    path = usable_path(source)
+    near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, names_in(path.parent), 2, 0.7)]
+    cached = [name for name in names_in(HF_HUB_CACHE) if name.startswith("models--")]
+    names = [name.removeprefix("models--").replace("--", "/") for name in cached]
+    names += known_names()
+    return [*near, *difflib.get_close_matches(source, names, n=2, cutoff=0.6)]
+
+
+def names_in(folder: str | Path) -> list[str]:
+    """Names in a folder; empty if it does not exist or cannot be listed."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
 
 
 def _without_variant(name: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import os
 import platform
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from megatrain.cli import _messages
 from megatrain.errors import NonFinite
 from tests import early
 from tests.bad_paths import FOR_A_FILE, FOR_A_FOLDER, KINDS, bad_path
+from tests.fake_hub import ADDRESS, Hub
 
 SLOW = ("torch", "transformers", "numpy", "pydantic", "rich", "numba")
 
@@ -103,6 +106,44 @@ def test_generate_export_and_verify_tell_mistakes_before_torch_is_imported(tmp_p
         "generate runs/chat --system x": "--system: needs --chat; add --chat",
     }
     assert early.told([*told], tmp_path, slow=["torch"]) == [f"error: {line}" for line in told.values()]
+
+
+@pytest.mark.parametrize("is_reachable", [False, True])
+def test_a_typo_in_a_hub_name_is_told_with_the_near_name_before_torch_is_imported(
+    tmp_path: Path, is_reachable: bool
+) -> None:
+    (tmp_path / "chats.txt").write_text("hello")
+    run: dict[str, object] = {"model": {"path": "gpt2"}}
+    run |= {"data": {"sources": ["chats.txt"], "tokenizer": "bytes", "sequence_length": 8}}
+    (tmp_path / "run.yaml").write_text(
+        json.dumps({**run, "train": {"steps": 1}, "output": {"folder": "run", "trackers": []}})
+    )
+    commands = ["generate qwen/Qwen3-8", "export qwen/Qwen3-8 out", "train run.yaml model.path=qwen/Qwen3-8"]
+    code = """
+import sys
+from megatrain import cli
+for command in sys.argv[1:]:
+    try:
+        cli.main(command.split())
+    except SystemExit as left:
+        assert left.code == 2, left.code
+assert "torch" not in sys.modules
+"""
+    with Hub() as hub:
+        endpoint = hub.endpoint if is_reachable else f"{ADDRESS}:9"
+        environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
+        command = [sys.executable, "-c", code, *commands]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+        asked = [each for each in hub.asked if "harness" not in each]
+    why = "hub has no model of this name" if is_reachable else "hub is unreachable"
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(commands), done.stderr
+    for line in lines:
+        assert line.startswith("error: model qwen/Qwen3-8: ")
+        assert why in line
+        assert "did you mean Qwen/Qwen3-8B" in line
+    assert asked == ["GET /api/models/qwen/Qwen3-8"] * is_reachable
 
 
 def test_the_package_runs_as_a_module() -> None:
@@ -212,6 +253,7 @@ def test_unreasonable_numbers_are_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("m").mkdir()
     code, _, err = run(capsys, *arguments)
     assert code == 2
     assert says in err

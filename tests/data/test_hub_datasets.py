@@ -16,10 +16,13 @@ import pytest
 from huggingface_hub import HfApi, constants
 from pyarrow import parquet
 
-from megatrain.data import load_tokenizer
+from megatrain.data import Schema, load_tokenizer, require_source
 from megatrain.data.read_rows import LeftOut, RowStream, read_rows
+from megatrain.data.sample_cache import _content
+from megatrain.data.sample_sources import Source
 from megatrain.errors import DataError
 from megatrain.system import hub as system_hub
+from tests.conftest import forget_hub
 from tests.data.streams import loader, small_blocks, steps, stream, text  # noqa: F401  # a fixture
 from tests.fake_hub import Hub
 
@@ -76,6 +79,20 @@ def test_rows_are_of_the_commit_that_was_looked_up(hub: Hub, monkeypatch: pytest
     hub.publish("org/texts", shards("jsonl", ["later"] * COUNT))
     monkeypatch.setattr("megatrain.data.read_rows.commit_or_download", lambda name: commit)
     assert sorted(row.fields["text"] for row in read_rows("org/texts", LeftOut())) == sorted(TEXTS)
+
+
+def test_a_run_looks_a_data_set_up_once_and_reads_what_it_cached(hub: Hub, tmp_path: Path) -> None:
+    """Though a commit is published meanwhile, which a new process sees."""
+    for words in ("first", "second"):
+        hub.asked.clear()
+        commit = hub.publish("org/texts", shards("jsonl", [f"{words} {number}" for number in range(COUNT)]))
+        require_source("org/texts", Schema(), asks_hub=True)
+        hub.publish("org/texts", shards("jsonl", ["later"] * COUNT))
+        assert _content(Source("org/texts", Schema())) == ["org/texts", commit]
+        assert next(read_rows("org/texts", LeftOut())).fields["text"] == f"{words} 0"
+        stream("org/texts")
+        assert hub.asked.count("GET /api/datasets/org/texts") == 1
+        forget_hub()
 
 
 def test_names_of_no_data_set_are_refused_after_one_request(hub: Hub) -> None:
@@ -139,6 +156,7 @@ def test_a_resumed_stream_reads_the_revision_that_it_began_with(hub: Hub) -> Non
     state, rest = going.state_dict(), steps(going, 4)
     assert state["places"][0]["commit"] == old
     hub.publish("org/texts", shards("jsonl", [text.replace("n", "m") for text in TEXTS]))
+    forget_hub()
     assert steps(loader("org/texts"), 9)[5:] != rest
     again = loader("org/texts")
     again.load_state_dict(state)

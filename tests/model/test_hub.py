@@ -25,7 +25,7 @@ NAME = "nobody/nothing-here"
 
 @pytest.fixture(autouse=True)
 def _nothing_is_remembered() -> None:
-    hub._why_unreachable.cache_clear()
+    system_hub.look_up_model.cache_clear()
 
 
 def test_without_a_network_hub_names_fail_quickly_and_silently(
@@ -82,7 +82,7 @@ def test_cached_models_are_found_offline(tmp_path: Path, monkeypatch: pytest.Mon
     (cached / "refs" / "main").write_text(revision)
     tiny_model().save_pretrained(cached / "snapshots" / revision)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(hub, "_why_unreachable", lambda name: "no network")
+    monkeypatch.setattr(system_hub, "look_up_model", lambda name: (False, "no network"))
     assert read_config(NAME, where="here").model_type == "llama"
     assert len(PretrainedSource(NAME).model.state_dict()) > 4
 
