@@ -499,17 +499,11 @@ def replay_finding(model: StockModel, make_engine: MakeEngine, case: Case, setti
     return worst
 
 
-def full_report(
-    config: StockConfig,
-    make_engine: MakeEngine,
-    attention: str | None = None,
-    kind: type[StockModel] | None = None,
-) -> Report:
+def full_report(config: StockConfig, make_engine: MakeEngine, attention: str | None = None) -> Report:
     """Every case in every setting on a twin of `config`, dropout replay, and the router auxiliary loss if it has one.
 
-    attention: the attention kernel; by default the config's. kind: the model's class; by default that of
-    `AutoModelForCausalLM`. Raises `ModelError` for a model without a twin or that the engine refuses, and for a kernel
-    that the model lacks or that does not exist on the CPU, where both run.
+    attention: the attention kernel; by default the config's. Raises `ModelError` for a model without a twin or that the
+    engine refuses, and for a kernel that the model lacks or that does not exist on the CPU, where both run.
     """
     if attention is not None:
         where = where_of(config)
@@ -517,17 +511,17 @@ def full_report(
         if attention not in CPU_KERNELS:
             fix = f"use attention={' or '.join(CPU_KERNELS)}"
             raise ModelError(f"is compared on the CPU, which has no attention={attention}", where=where, fix=fix)
-    small = shrink(config, kind)
+    small = shrink(config)
     kernel = attention or config._attn_implementation
-    still = twin_from(with_dropout(small, 0.0), 0, kernel, kind)
+    still = twin_from(with_dropout(small, 0.0), 0, kernel)
     report = compare(still, make_engine, full_cases(still), full_settings())
     extra, left_out = [], []
     if dropout_rates(small):
-        moving = twin_from(with_dropout(small, 0.2), 0, kernel, kind)
+        moving = twin_from(with_dropout(small, 0.2), 0, kernel)
         extra.append(replay_finding(moving, make_engine, full_cases(moving)[-1], full_settings()))
     if getattr(small, "output_router_logits", None) is False:
         small.output_router_logits = True
-        routed = twin_from(with_dropout(small, 0.0), 0, kernel, kind)
+        routed = twin_from(with_dropout(small, 0.0), 0, kernel)
         try:
             worst = compare(routed, make_engine, short_cases(routed), full_settings(), enough=1).worst
             extra.append(replace(worst, group=ROUTERS))
