@@ -122,7 +122,7 @@ def test_the_simulators_capacity_is_enforced() -> None:
     device = SimDevice(capacity=100)
     device.allocate(60, "weights")
     assert device.free_nbytes() == 40
-    with pytest.raises(OutOfDeviceMemory, match=r"41 bytes for grads .* it holds: weights 60"):
+    with pytest.raises(OutOfDeviceMemory, match=r"41 B for grads .* it holds: weights 60 B"):
         device.allocate(41, "grads")
 
 

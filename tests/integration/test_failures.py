@@ -31,7 +31,7 @@ def good() -> dict[str, Tensor]:
     ("broken", "says"),
     [
         ([], "at least one micro-batch"),
-        ([{"input_ids": torch.zeros(2, 8, dtype=torch.long)}], "labels must be an int64 or int32 tensor"),
+        ([{"input_ids": torch.zeros(2, 8, dtype=torch.long)}], "has no labels; to train on every token"),
         ([{**good(), "labels": torch.zeros(2, 7, dtype=torch.long)}], "differ in shape"),
         ([{**good(), "input_ids": torch.zeros(8, dtype=torch.long)}], r"\[batch, length\]"),
         ([{**good(), "input_ids": torch.rand(2, 8)}], "int64 or int32 tensor"),
