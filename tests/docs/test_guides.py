@@ -124,6 +124,23 @@ def test_preferences_are_trained_as_shown() -> None:
 
 @pytest.mark.slow  # three runs and ten commands
 @pytest.mark.filterwarnings("ignore:Use .content:DeprecationWarning")  # how the hub's client uploads
+@pytest.mark.parametrize("adapter", [None, {"type": "lora", "r": 2}], ids=["all", "adapter"])
+def test_runs_their_models_and_exports_chat(
+    adapter: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("train", written({"data": {"sources": "data/chats.jsonl"}} | ({"adapter": adapter} if adapter else {})))
+    run("export", "run", "exported", *(["--merge"] if adapter else []))
+    capsys.readouterr()
+    answers = []
+    for folder in ("run", "run/model", "exported"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("1?\nand 2?\n"))
+        run("generate", folder, "--chat", "--system", "be brief", "--temperature", "0", "--max-new-tokens", "4")
+        answers.append(capsys.readouterr().out)
+    assert all(answers)
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.slow
 def test_models_of_runs_are_asked_and_shared_as_shown(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
