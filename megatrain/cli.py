@@ -416,8 +416,8 @@ def _export(
     if target is None and push is None:
         raise ConfigError("is missing", where="TARGET", fix="name the folder to write, or give --push")
     precision = _precision(precision)
-    _refuse_absent(source)
     if target is not None:
+        _refuse_absent(source)
         from megatrain.run.existing_run import holds_model
         from megatrain.system.paths import usable_path
 
