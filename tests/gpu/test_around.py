@@ -99,7 +99,7 @@ def test_an_oversized_policy_is_refused_and_the_device_stays_usable() -> None:
     wide = tiny_model(hidden_size=1024, intermediate_size=4096)
     with pytest.raises(MegaTrainError) as raised:
         Engine.from_model(wide, "cuda:0", "bf16", policy=Policy(weight_slots=4), verify=False)
-    assert isinstance(raised.value, OutOfDeviceMemory) or "bytes" in str(raised.value)
+    assert isinstance(raised.value, OutOfDeviceMemory) or "of device memory" in str(raised.value)
     del hog
     torch.cuda.empty_cache()
     with small() as engine:
