@@ -127,10 +127,10 @@ def _train(
     let_idle_threads_sleep()
     from rich.console import Console
 
+    from megatrain.run.tolerant_output import TolerantOutput
     from megatrain.run.training import run_training
-    from megatrain.run.unfailing_output import UnfailingOutput
 
-    output: Any = sys.stdout and UnfailingOutput(sys.stdout, _tell)  # none where it was closed
+    output: Any = sys.stdout and TolerantOutput(sys.stdout, _tell)  # none where it was closed
     run_training(checked, Console(file=output, highlight=False))
 
 

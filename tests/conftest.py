@@ -170,8 +170,8 @@ def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preloaded]:
 
 def forget_hub() -> None:
     """What a new process does not know: answers of the hub."""
-    from megatrain.data.hub_lookup import commit_or_download
-    from megatrain.system.hub import look_up_model
+    from megatrain.data.hub_datasets import commit_or_download
+    from megatrain.system.hub_client import look_up_model
 
     commit_or_download.cache_clear()
     look_up_model.cache_clear()

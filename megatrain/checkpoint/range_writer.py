@@ -1,4 +1,4 @@
-"""Files that several ranks write together, each its own byte ranges, and their checksums.
+"""Lets several ranks write one file together, each its own byte ranges, and computes the file's checksums.
 
 A block, the unit of checksums, may be written by several ranks. Each rank keeps a checksum of every piece that it has
 written, computed from memory. Once all have written and synced, the blocks are divided among the ranks: a rank reads

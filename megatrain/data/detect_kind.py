@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatrain.data.compressed_files import kind_of, open_bytes
 from megatrain.data.dataset_info import read_dataset_info
-from megatrain.data.hub_lookup import commit_or_download
+from megatrain.data.hub_datasets import commit_or_download
 from megatrain.data.json_text import parse_json
 from megatrain.data.read_rows import (
     DATASET_INFO,

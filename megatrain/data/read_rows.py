@@ -31,7 +31,7 @@ from megatrain.data.compressed_files import (
     without_compression,
     zstd_reader,
 )
-from megatrain.data.hub_lookup import commit_or_download
+from megatrain.data.hub_datasets import commit_or_download
 from megatrain.data.json_text import MalformedJson, list_elements, parse_json
 from megatrain.data.text_sources import SourceFile, find_files
 from megatrain.errors import DataError, SampleError, first_line

@@ -37,7 +37,7 @@ import numpy.typing as npt
 from megatrain.data.compressed_files import kind_of
 from megatrain.data.encode import EncodedSample, Encoder, Statistics, try_to_render
 from megatrain.data.encoding_processes import encode_in_processes
-from megatrain.data.hub_lookup import commit_or_download
+from megatrain.data.hub_datasets import commit_or_download
 from megatrain.data.kto import BAD, GOOD, MISMATCHED
 from megatrain.data.preferences import whole_pairs
 from megatrain.data.read_rows import JSON_LINES, SEPARATED, Bad, LeftOut, file_digest, unreadable

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from megatrain.data.token_files import TokenArray
 from megatrain.errors import DataError, first_line
-from megatrain.system import hub
+from megatrain.system import hub_client
 from megatrain.system.paths import may_be_hub_name, missing, nearest_path, refuse_unreadable_in, usable_path
 
 if TYPE_CHECKING:
@@ -272,9 +272,11 @@ def _from_pretrained(name: str, *, local: bool) -> Tokenizer:
 def _require_reachable(name: str) -> None:
     """Ask the hub once whether `name` exists, since `from_pretrained` would retry for most of a minute."""
     try:
-        hub.ask_hub(lambda api: api.model_info(name, timeout=hub.TIMEOUT_SECONDS))
-    except Exception as error:  # the client's network errors have no other common base
+        reason = hub_client.look_up_model(name)[1]
+    except ValueError as error:  # it cannot be a name on the hub
+        reason = first_line(error)
+    if reason:
         nearest = "bytes" if difflib.get_close_matches(name.lower(), ["bytes"]) else nearest_path(Path(name))
         fix = f"did you mean {nearest}?" if nearest else "name a local tokenizer folder, or `bytes`"
         what = "neither a local folder nor in the local cache, and the Hugging Face hub did not provide it"
-        raise DataError(f"{what} ({first_line(error)})", where=name, fix=fix) from error
+        raise DataError(f"{what} ({reason})", where=name, fix=fix)

@@ -13,10 +13,10 @@ from pathlib import Path
 from huggingface_hub import try_to_load_from_cache
 
 from megatrain.errors import ModelError
-from megatrain.system import hub
+from megatrain.system import hub_client
 from megatrain.system.paths import (
     read_json,
-    refuse_absent_model,
+    refuse_impossible_model,
     refuse_special,
     refuse_unreadable_in,
     usable_path,
@@ -47,7 +47,7 @@ def model_named(source: str | Path) -> str:
 
 def is_local(source: str | Path) -> bool:
     """Whether to look for a model on this machine only: its path exists, or the hub is unreachable."""
-    return os.path.exists(source) or not hub.look_up_model(str(source))[0]
+    return os.path.exists(source) or not hub_client.look_up_model(str(source))[0]
 
 
 def located(source: str | Path, *, where: str, revision: str | None = None) -> str:
@@ -59,8 +59,8 @@ def located(source: str | Path, *, where: str, revision: str | None = None) -> s
     """
     path, text = usable_path(source, where="model", error=ModelError), str(source)
     if not path.exists():
-        refuse_absent_model(text, where)
-        hub.refuse_absent_model(text, where, revision)
+        refuse_impossible_model(text, where)
+        hub_client.refuse_absent_model(text, where, revision)
         return text
     try:
         refuse_special(path)

@@ -13,7 +13,6 @@ from megatrain.plan.analysis import (
     upgrades,
     written_nbytes_per_day,
 )
-from megatrain.plan.changed_questions import fits, survey
 from megatrain.plan.cost import (
     Calibration,
     attention_seconds,
@@ -35,6 +34,7 @@ from megatrain.plan.ranks import question_of_one, ranks_on_each, share_of
 from megatrain.plan.report import peak_table
 from megatrain.plan.search import find_plan
 from megatrain.plan.spec_file import read_model
+from megatrain.plan.what_if import fits, survey
 
 __all__ = [
     "Calibration",

@@ -17,7 +17,6 @@ from math import ceil, inf
 from typing import Any
 
 from megatrain.formatting import SECONDS_PER_DAY
-from megatrain.plan.changed_questions import faster_plan, fits, survey
 from megatrain.plan.cost import (
     attention_seconds,
     disk_bandwidths,
@@ -30,6 +29,7 @@ from megatrain.plan.estimates import estimate, examine, gc_paused, seconds_on
 from megatrain.plan.machines import machine, machine_names
 from megatrain.plan.question import Choice, Estimate, Plan, Question, usable_nbytes
 from megatrain.plan.ranks import OF_CORES, SHARED
+from megatrain.plan.what_if import faster_plan, fits, survey
 from megatrain.schedule import Timeline
 from megatrain.spec import Hardware, Precision
 from megatrain.spec.work import MOST_TOKENS

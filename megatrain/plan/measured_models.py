@@ -23,8 +23,8 @@ from zipfile import ZipFile
 from megatrain.errors import ModelError
 from megatrain.plan.spec_file import as_fields, read_model
 from megatrain.spec import ModelSpec
-from megatrain.system import hub
-from megatrain.system.paths import read_json, refuse_absent_model, usable_path, written_whole
+from megatrain.system import hub_client
+from megatrain.system.paths import read_json, refuse_impossible_model, usable_path, written_whole
 
 BUILT_IN = Path(__file__).parent / "measured_models.zip"
 
@@ -61,11 +61,11 @@ def known_name(name: str) -> str | None:
 def refuse_absent(source: str) -> None:
     """Raise `ModelError` for a model that is neither on this machine nor on the hub, with similar names."""
     where = f"model {source}"
-    refuse_absent_model(source, where)
+    refuse_impossible_model(source, where)
     if usable_path(source, where="model", error=ModelError).exists():
         return
     try:
-        hub.refuse_absent_model(source, where)
+        hub_client.refuse_absent_model(source, where)
     except ModelError as error:
         if near := nearest_models(source):
             error.fix = f"did you mean {' or '.join(near)}?"

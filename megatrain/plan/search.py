@@ -436,10 +436,8 @@ class Search:
     def _mixture_plans(self, choice: Choice, micro_batch: int, usual: float) -> list[Plan]:
         """Replays of the most promising mixtures of what layers keep, if they may be faster than `usual` seconds."""
         plans: list[Plan] = []
-        options, most = (
-            self._mixture_options(choice, micro_batch),
-            SPARING_REPLAYS if self._sparing else MIXTURE_REPLAYS,
-        )
+        options = self._mixture_options(choice, micro_batch)
+        most = SPARING_REPLAYS if self._sparing else MIXTURE_REPLAYS
         others = [option for option in options[most:] if not option.offloads_outputs]
         for option in options[:most] + others[:most]:
             best = min(plans, key=lambda plan: plan.seconds, default=None)

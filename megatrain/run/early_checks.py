@@ -20,7 +20,7 @@ from megatrain.errors import ConfigError, DeviceError, MegaTrainError
 from megatrain.plan import load_hardware
 from megatrain.spec.device_name import parse_device
 from megatrain.spec.work import refuse_huge_step
-from megatrain.system.paths import nearest_folder, refuse_absent_model
+from megatrain.system.paths import nearest_folder, refuse_impossible_model
 from megatrain.train.metrics import refuse_missing
 
 
@@ -49,7 +49,7 @@ def refuse_mistakes(config: Config) -> None:
     _refuse_absent_driver(config.train.device)
     for name in (config.model.path, config.model.config):
         if isinstance(name, str) and config.resume is None:
-            refuse_absent_model(name, f"model {name}")
+            refuse_impossible_model(name, f"model {name}")
     schema = schema_of(config)
     for name in (*config.data.sources, *config.data.validation.values()):
         require_source(name, schema, asks_hub=True)

@@ -161,7 +161,7 @@ def may_be_hub_name(name: str) -> bool:
     return bool(HUB_NAME.fullmatch(name)) and not (slash and Path(folder).is_dir())
 
 
-def refuse_absent_model(name: str, where: str) -> None:
+def refuse_impossible_model(name: str, where: str) -> None:
     """Raise `ModelError` for a model name that is not an existing path and cannot be a name on the hub."""
     path = usable_path(name, where="model", error=ModelError)
     if path.exists() or (may_be_hub_name(name) and not name.endswith(".json")):

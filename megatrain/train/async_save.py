@@ -39,8 +39,8 @@ from megatrain.schedule import Buffer, Use
 from megatrain.spec import Numerics, Policy
 from megatrain.spec.validate_fields import Bounds, checked
 from megatrain.system.paths import usable_path
-from megatrain.train.write_from_all_ranks import SharedFiles
-from megatrain.train.write_from_rank_zero import Agree, follow_gathered, gathered, write_together
+from megatrain.train.save_from_all_ranks import SharedFiles
+from megatrain.train.save_from_rank_zero import Agree, follow_gathered, gathered, write_together
 
 SPARE = "host/checkpoint"
 StepNumber = Annotated[int, Bounds(0)]

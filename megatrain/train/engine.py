@@ -84,10 +84,10 @@ from megatrain.train.restore import (
     refuse_unknown,
     weights_in,
 )
+from megatrain.train.save_from_rank_zero import export_together
 from megatrain.train.schedule_cache import Kind, Schedules, budgets
 from megatrain.train.step_inputs import checked_micro_batches
 from megatrain.train.timeline_file import Trace
-from megatrain.train.write_from_rank_zero import export_together
 
 
 class Engine(TakesTurns):

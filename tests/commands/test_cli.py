@@ -20,7 +20,7 @@ import megatrain
 from megatrain import cli
 from megatrain.cli import _messages
 from megatrain.errors import NonFinite
-from tests import early
+from tests import before_torch_import
 from tests.bad_paths import FOR_A_FILE, FOR_A_FOLDER, KINDS, bad_path
 from tests.fake_hub import ADDRESS, Hub
 
@@ -105,7 +105,7 @@ def test_generate_export_and_verify_tell_mistakes_before_torch_is_imported(tmp_p
         "export runs/chat out --precision fp16": "--precision: unknown precision 'fp16'; use bf16 or fp32",
         "generate runs/chat --system x": "--system: needs --chat; add --chat",
     }
-    assert early.told([*told], tmp_path, slow=["torch"]) == [f"error: {line}" for line in told.values()]
+    assert before_torch_import.told([*told], tmp_path, slow=["torch"]) == [f"error: {line}" for line in told.values()]
 
 
 @pytest.mark.parametrize("is_reachable", [False, True])

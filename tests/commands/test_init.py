@@ -14,7 +14,7 @@ from megatrain import cli
 from megatrain.commands.init import Answers, write_recipe, write_translation
 from megatrain.config import load_config
 from megatrain.errors import ConfigError, DoesNotFit
-from tests import early
+from tests import before_torch_import
 from tests.run.test_chats import chats
 from tests.run.test_recipes import TINY
 from tests.run.test_training import TEXT, train
@@ -151,7 +151,7 @@ def test_mistakes_are_told_before_torch_is_imported(tmp_path: Path) -> None:
     chats(tmp_path / "chats.jsonl")
     (tmp_path / "old.yaml").touch()
     commands = [f"init {files}" for files in ("old.yaml --data chats.jsonl", "new.yaml --data chat.jsonl")]
-    assert early.told([f"{each} --model org/model" for each in commands], tmp_path, slow=["torch"]) == [
+    assert before_torch_import.told([f"{each} --model org/model" for each in commands], tmp_path, slow=["torch"]) == [
         "error: old.yaml: already exists; name another file, or remove it",
         "error: chat.jsonl: no such file or folder; did you mean chats.jsonl?",
     ]

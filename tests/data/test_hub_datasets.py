@@ -21,9 +21,9 @@ from megatrain.data.read_rows import LeftOut, RowStream, read_rows
 from megatrain.data.sample_cache import _content
 from megatrain.data.sample_sources import Source
 from megatrain.errors import DataError
-from megatrain.system import hub as system_hub
+from megatrain.system import hub_client
 from tests.conftest import forget_hub
-from tests.data.streams import loader, small_blocks, steps, stream, text  # noqa: F401  # a fixture
+from tests.data.streamed_datasets import loader, small_blocks, steps, stream, text  # noqa: F401  # a fixture
 from tests.fake_hub import Hub
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
@@ -107,7 +107,7 @@ def test_names_of_no_data_set_are_refused_after_one_request(hub: Hub) -> None:
 def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if a DNS server does not answer, which the timeouts of the client do not cover."""
     over = threading.Event()
-    monkeypatch.setattr(system_hub, "TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(hub_client, "TIMEOUT_SECONDS", 0.1)
     monkeypatch.setattr(HfApi, "dataset_info", lambda *_, **__: over.wait(60))
     monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: over.wait(60))
     for load in (lambda: stream("org/texts"), lambda: load_tokenizer("org/texts")):
@@ -124,7 +124,7 @@ def test_an_earlier_download_is_read_without_asking_the_hub_again(
     hub.publish(name, shards("jsonl"))
     datasets.load_dataset(name, split="train")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(system_hub, "TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(hub_client, "TIMEOUT_SECONDS", 0.5)
     hub.asked.clear()
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)

@@ -11,7 +11,7 @@ import pytest
 from megatrain.data import Encoder, Loader, Source, StreamRows
 from megatrain.data.stream_rows import Packing
 from megatrain.errors import DataError, SampleError
-from tests.data.streams import TOKENIZER, WINDOW, loader, small_blocks, steps, stream, text  # noqa: F401  # a fixture
+from tests.data.streamed_datasets import TOKENIZER, WINDOW, loader, small_blocks, steps, stream, text  # noqa: F401  # a fixture
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 

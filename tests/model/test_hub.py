@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from megatrain.errors import ModelError
 from megatrain.model import PretrainedSource, hub, load_causal_lm
 from megatrain.model.architecture import read_config
-from megatrain.system import hub as system_hub
+from megatrain.system import hub_client
 from tests.tiny import tiny_model
 
 NAME = "nobody/nothing-here"
@@ -25,7 +25,7 @@ NAME = "nobody/nothing-here"
 
 @pytest.fixture(autouse=True)
 def _nothing_is_remembered() -> None:
-    system_hub.look_up_model.cache_clear()
+    hub_client.look_up_model.cache_clear()
 
 
 def test_without_a_network_hub_names_fail_quickly_and_silently(
@@ -53,7 +53,7 @@ def test_an_unresponsive_hub_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
         answers.wait(120)  # in a resolver, say, that knows no timeout
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
-    monkeypatch.setattr(system_hub, "TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(hub_client, "TIMEOUT_SECONDS", 0.1)
     began = time.monotonic()
     for _ in range(2):
         with pytest.raises(ModelError, match=r"is unreachable \(no answer in 0.1 s\)"):
@@ -82,7 +82,7 @@ def test_cached_models_are_found_offline(tmp_path: Path, monkeypatch: pytest.Mon
     (cached / "refs" / "main").write_text(revision)
     tiny_model().save_pretrained(cached / "snapshots" / revision)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(system_hub, "look_up_model", lambda name: (False, "no network"))
+    monkeypatch.setattr(hub_client, "look_up_model", lambda name: (False, "no network"))
     assert read_config(NAME, where="here").model_type == "llama"
     assert len(PretrainedSource(NAME).model.state_dict()) > 4
 

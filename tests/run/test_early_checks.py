@@ -14,7 +14,7 @@ from megatrain.run import disk_space, early_checks
 from megatrain.run.early_checks import refuse_mistakes
 from megatrain.run.existing_run import refuse_early
 from megatrain.train.engine import Engine
-from tests import early
+from tests import before_torch_import
 from tests.fake_hub import Hub
 from tests.run.test_training import configuration, train
 
@@ -39,7 +39,7 @@ def test_early_checks_import_no_slow_library(tmp_path: Path) -> None:
         f"output.folder={tmp_path}/old": "old: holds a finished run: the model of 2 steps",
         f"resume={tmp_path}/gone": "gone: there is no such checkpoint",
     }
-    lines = early.told([f"train {tmp_path}/config.yaml {mistake}" for mistake in told], tmp_path)
+    lines = before_torch_import.told([f"train {tmp_path}/config.yaml {mistake}" for mistake in told], tmp_path)
     for line, words in zip(lines, told.values(), strict=True):
         assert line.startswith("error: ")
         assert words in line
@@ -53,7 +53,7 @@ def absent(name):
     raise OSError(f"{name}: cannot open shared object file")
 ctypes.CDLL = absent
 """
-    (line,) = early.told([f"train {tmp_path}/config.yaml train.device=cuda:0"], tmp_path, before=without)
+    (line,) = before_torch_import.told([f"train {tmp_path}/config.yaml train.device=cuda:0"], tmp_path, before=without)
     assert line.startswith("error: cuda:0: this machine has no CUDA driver (libcuda.so.1); set train.device=cpu")
 
 

@@ -36,9 +36,9 @@ from megatrain.errors import MegaTrainError, RankError
 from megatrain.memory import UnitState
 from megatrain.model import port_model
 from megatrain.spec.layout import Layout, Ownership, layout_of
-from megatrain.train import write_from_all_ranks
-from megatrain.train.write_from_all_ranks import SharedFiles
-from megatrain.train.write_from_rank_zero import Agree, write_together
+from megatrain.train import save_from_all_ranks
+from megatrain.train.save_from_all_ranks import SharedFiles
+from megatrain.train.save_from_rank_zero import Agree, write_together
 from tests.integration.test_ranks import files_in
 from tests.ranks import together, worlds
 from tests.saved import save, units_of
@@ -53,7 +53,7 @@ MOST = 3 * 1024
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which most are written by several ranks, which hear of each other often."""
     monkeypatch.setattr(manifest, "BLOCK_NBYTES", BLOCK)
-    monkeypatch.setattr(write_from_all_ranks, "AT_ONCE_NBYTES", 1 << 16)
+    monkeypatch.setattr(save_from_all_ranks, "AT_ONCE_NBYTES", 1 << 16)
     monkeypatch.setattr(hard_links, "SMALLEST", 1)
 
 

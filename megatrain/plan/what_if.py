@@ -1,7 +1,7 @@
-"""Answers questions that differ in one thing from one that has a plan: faster than a search for each.
+"""What if the machine or the step were changed? Plans for the changed question, more cheaply than a first plan.
 
-What such a plan is for is its speed, not to run. So it has the plan's number of disk staging buffers, and a read-ahead
-only if the plan has one; and fewer candidates are replayed. It may miss a faster plan.
+Only the speed of such a plan is used; it never runs. So it keeps the known plan's number of disk staging buffers, has a
+read-ahead only if that has one, and fewer candidates are replayed. It may miss a faster plan.
 """
 
 from __future__ import annotations

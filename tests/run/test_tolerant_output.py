@@ -11,7 +11,7 @@ from rich.console import Console
 
 from megatrain import cli
 from megatrain.run import training
-from megatrain.run.unfailing_output import UnfailingOutput
+from megatrain.run.tolerant_output import TolerantOutput
 
 
 class _Failing(io.StringIO):
@@ -25,17 +25,17 @@ class _Failing(io.StringIO):
 
 def test_lost_output_is_told_once_and_a_closed_pipe_ends_the_run() -> None:
     told: list[str] = []
-    output: Any = UnfailingOutput(_Failing(OSError(28, "No space left on device")), told.append)
+    output: Any = TolerantOutput(_Failing(OSError(28, "No space left on device")), told.append)
     console = Console(file=output)
     for _ in range(3):
         console.print("step 1")
     assert told == ["output cannot be written (No space left on device); the run goes on without it"]
     written = io.StringIO()
-    output = UnfailingOutput(written, told.append)
+    output = TolerantOutput(written, told.append)
     Console(file=output).print("step 2")
     assert (written.getvalue(), len(told)) == ("step 2\n", 1)
     with pytest.raises(BrokenPipeError):
-        UnfailingOutput(_Failing(BrokenPipeError(32, "Broken pipe")), told.append).write("step 1")
+        TolerantOutput(_Failing(BrokenPipeError(32, "Broken pipe")), told.append).write("step 1")
 
 
 def test_a_run_goes_on_when_its_log_is_on_a_full_disk(

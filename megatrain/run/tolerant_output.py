@@ -1,4 +1,4 @@
-"""A terminal or log file whose failure does not end a run: its text is lost, and training goes on.
+"""Output of a run that tolerates failing writes, to a full disk or a closed terminal: text is lost, training goes on.
 
 A log on a full disk, or a terminal that has gone while the run goes on (`nohup`, `disown`), would otherwise end a run
 of weeks by an `OSError` in the line that reports a step. A closed pipe still ends it, as it ends any program.
@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 
-class UnfailingOutput:
+class TolerantOutput:
     """A text stream that loses what cannot be written; `tell` gets the first failure as a line."""
 
     def __init__(self, stream: TextIO, tell: Callable[[str], object]) -> None:
@@ -40,6 +40,3 @@ class UnfailingOutput:
                 self._failed = True
                 with suppress(OSError):
                     self._tell(f"output cannot be written ({error.strerror or error}); the run goes on without it")
-
-
-__all__ = ["UnfailingOutput"]

@@ -28,7 +28,7 @@ from megatrain.dist import World
 from megatrain.errors import CheckpointError
 from megatrain.memory import UnitState
 from megatrain.spec.layout import Ownership
-from megatrain.train.write_from_rank_zero import Agree
+from megatrain.train.save_from_rank_zero import Agree
 
 STATE_NBYTES = 12
 """Bytes per parameter: float32 master, m and v."""

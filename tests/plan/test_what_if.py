@@ -11,8 +11,8 @@ import pytest
 from bench.shapes import llama_shape
 from megatrain.plan import Plan, Question, estimate, examine, find_plan, machine
 from megatrain.plan import search as search_module
-from megatrain.plan.changed_questions import faster_plan
 from megatrain.plan.question import Candidate, Choice
+from megatrain.plan.what_if import faster_plan
 from megatrain.spec import Limits
 
 MODEL = llama_shape("1B", 8, 2048, feed_forward=8192, vocabulary=64_000)

@@ -1,4 +1,4 @@
-"""Mistakes that the command line tells before it has imported a slow library."""
+"""Checks that the command line reports mistakes before it imports a slow library such as torch."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from megatrain.errors import DataError, first_line
-from megatrain.system import hub
+from megatrain.system import hub_client
 from megatrain.system.paths import nearest_path
 
 
@@ -20,7 +20,7 @@ def commit_or_download(name: str) -> str | None:
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
-        return str(hub.ask_hub(lambda api: api.dataset_info(name, timeout=hub.TIMEOUT_SECONDS)).sha)
+        return str(hub_client.ask_hub(lambda api: api.dataset_info(name, timeout=hub_client.TIMEOUT_SECONDS)).sha)
     except Exception as error:
         if is_downloaded(name):
             return None

@@ -1,4 +1,4 @@
-"""Sends one request to the Hugging Face Hub, without retries and with a short timeout.
+"""Asks the Hugging Face Hub about a model or a data set: one request, without retries and with a short timeout.
 
 If the Hub cannot be reached, the libraries retry for half a minute, and their timeouts do not cover a DNS server that
 does not answer. So a name is looked up here before a library loads it.
@@ -46,7 +46,7 @@ def ask_hub(request: Callable[[HfApi], Any]) -> Any:
 
 
 def refuse_absent_model(name: str, where: str, revision: str | None = None) -> None:
-    """Raise `ModelError` for a model that neither the local cache nor the Hub has, or keeps private."""
+    """Raise `ModelError` for a name that is no local path and that neither the local cache nor the Hub has."""
     from huggingface_hub import try_to_load_from_cache
 
     cached = (try_to_load_from_cache(name, file, revision=revision) for file in ("config.json", "adapter_config.json"))

@@ -3,7 +3,7 @@
 All ranks repeatedly agree that nothing has failed, so all end with the same failure and none waits for one that
 has ended. If only rank 0 can write, it gathers all ranks' shards one unit at a time over the host's network; each
 rank then briefly has a whole unit in memory. If all ranks reach the same files, each writes its own ranges
-(`write_from_all_ranks`).
+(`save_from_all_ranks`).
 """
 
 from __future__ import annotations
