@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,21 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 def test_the_version_is_defined_once() -> None:
     assert version("megatrain") == megatrain.__version__
     assert f"## {megatrain.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_guide_to_installing_names_the_packages_versions_extras_and_files() -> None:
+    text = (ROOT / "docs" / "guides" / "install.md").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest = dict(each.split(">=") for each in project["dependencies"])
+    assert (
+        f"Python {project['requires-python'][2:]} or newer, PyTorch {oldest['torch']} or newer, "
+        f"transformers {oldest['transformers']} or newer." in text
+    )
+    (extras,) = re.findall(r"Extras: (.*)\.$", text, re.MULTILINE)
+    for_us = {"dev", "cuda", "docs"}
+    assert set(re.findall(r"`(\w+)`", extras)) == set(project["optional-dependencies"]) - for_us
+    assert [ROOT / name for name in sorted(re.findall(r"docker build -f (\S+)", text))] == DOCKERFILES
+    assert (ROOT / ".devcontainer").is_dir()
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
