@@ -78,7 +78,10 @@ class NonfiniteCauses:
         if first := min(((*found, rank) for rank, found in enumerate(told) if found), default=None):
             _, name, rank = first
             return f", first not finite: {name}" + (f" on rank {rank}" if self._world.size > 1 else "")
-        return ", and finite when computed again" if is_finite else ", although the outputs of all modules are finite"
+        if not is_finite:
+            return ", although the outputs of all modules are finite"
+        compiled = self._streamer.numerics.kernels == "compile"
+        return ", and finite when computed again" + (" without compiling" if compiled else "")
 
     @contextmanager
     def _uncompiled(self) -> Iterator[None]:

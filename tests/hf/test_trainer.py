@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -360,6 +361,20 @@ def test_a_nonfinite_loss_names_the_first_module_in_training_and_evaluation(tmp_
         run(StreamedTrainer, tmp_path / "a", model)
     with pytest.raises(NonFinite, match=f"^evaluation: {says}"):
         run(StreamedTrainer, tmp_path / "b", model, eval_on_start=True, neftune_noise_alpha=5.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+def test_a_nonfinite_loss_of_compiled_layers_names_the_first_module(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(1e6)
+        model.model.layers[1].mlp.down_proj.weight[5] = 3e38  # its output overflows
+    says = r"the loss is (nan|inf), first not finite: the output of model\.layers\.1\.mlp\.down_proj; "
+    for prefix, changes in (("", {}), ("evaluation: ", {"eval_on_start": True})):
+        with pytest.raises(NonFinite, match=f"^{prefix}{says}"):
+            run(StreamedTrainer, tmp_path, model, torch_compile=True, **changes)
 
 
 class OwnLoss(Trainer):

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megatrain import AdamW, Engine, Policy
-from megatrain.errors import ModelError, PlanError
+from megatrain.errors import ModelError, NonFinite, PlanError
 from megatrain.model import spent
 from megatrain.spec import Numerics
-from tests.tiny import batch, equal, relative_error, stock_gradients, tiny_model
+from tests.tiny import batch, equal, relative_error, stock_gradients, tiny_model, unequal_batches
 
 STEP = [batch(2, 12, 0), batch(2, 12, 1)]
 
@@ -74,3 +74,36 @@ def test_compiled_layers_give_the_stock_models_gradients_whatever_the_schedule(p
     for name, gradient in expected.items():
         assert relative_error(found[name], gradient) < tolerance, name
         assert relative_error(kept[name], found[name]) < tolerance, name
+
+
+class NanIfCompiled(torch.nn.Module):
+    """What a broken compiled kernel would do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * float("nan") if torch.compiler.is_compiling() else torch.nn.functional.silu(x)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the compiler imports
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_a_nonfinite_loss_of_compiled_layers_names_the_first_module(shares_memory: bool) -> None:
+    """Layers are compiled again afterwards; kernels that alone give what is not finite are told from the model."""
+    torch._dynamo.reset()
+    numerics, policy = Numerics("fp32", kernels="compile"), Policy(shares_memory=shares_memory)
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(1e6)
+        model.model.layers[1].mlp.down_proj.weight[5] = 3e38  # its output overflows
+    with Engine.from_model(model, numerics=numerics, policy=policy, verify=False) as made:
+        for call in (made.step, made.evaluate):
+            with pytest.raises(NonFinite, match=r"first not finite: the output of model\.layers\.1\.mlp\.down_proj; "):
+                call(unequal_batches())
+        assert made.numerics == numerics
+    broken = tiny_model("llama")
+    broken.model.layers[1].mlp.act_fn = NanIfCompiled()
+    with Engine.from_model(broken, numerics=numerics, policy=policy, verify=False) as made:
+        for _ in range(2):
+            with pytest.raises(NonFinite, match="the loss is nan, and finite when computed again without compiling; "):
+                made.step(unequal_batches())

@@ -18,6 +18,7 @@ from megatrain.errors import BatchError, ConfigError, DeviceError, ModelError, N
 from megatrain.spec import Placement
 from megatrain.spec.policy import UpdateTime
 from megatrain.train.optimizer_sink import OptimizerSink
+from tests.adapted import adapted
 from tests.tiny import VOCAB, batch, equal, tiny_model, unequal_batches
 
 DEVICES = ["cpu", "sim:3"]
@@ -91,6 +92,36 @@ def test_a_nonfinite_loss_of_finite_weights_names_the_first_module(device: str, 
         assert not caught.value.parameters
         with pytest.raises(NonFinite, match=f"first not finite: the output of {module}"):
             engine.evaluate(unequal_batches())
+        assert equal(engine.master_weights(), before)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("targets", "parameter", "says"),
+    [
+        (["q_proj"], "mlp.down_proj.weight", "mlp.down_proj"),
+        ("all-linear", "mlp.down_proj.base_layer.weight", "mlp.down_proj.base_layer"),
+        ("all-linear", "mlp.down_proj.lora_A.default.weight", "mlp.down_proj.lora_A.default"),
+        ("all-linear", "mlp.down_proj.lora_B.default.weight", "mlp.down_proj.lora_B.default"),
+    ],
+)
+def test_a_nonfinite_loss_under_an_adapter_names_the_first_module(
+    device: str, targets: Any, parameter: str, says: str
+) -> None:
+    """Of the frozen model, or of the adapter itself."""
+    model = adapted("llama", target_modules=targets)
+    layer = model.base_model.model.model.layers[1]
+    with torch.no_grad():
+        for name, weight in layer.named_parameters():
+            if name.startswith("mlp.up_proj") and "lora" not in name:
+                weight.mul_(1e6)
+        layer.get_parameter(parameter)[:] = 3e38  # its output overflows
+    with Engine.from_model(model, device, "fp32", AdamW(lr=0.1), verify=False) as engine:
+        before = engine.master_weights()
+        for call in (engine.step, engine.evaluate):
+            with pytest.raises(NonFinite, match=f"first not finite: the output of model.layers.1.{says}; ") as caught:
+                call(unequal_batches())
+            assert not caught.value.parameters
         assert equal(engine.master_weights(), before)
 
 
