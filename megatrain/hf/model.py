@@ -269,6 +269,13 @@ class LazyModel:
         self._loaded.clear()
         return changed
 
+    def refuse_before_step(self) -> None:
+        """Raise `ModelError` between the engine's update and the optimizer's `step`: the state is of the next step."""
+        if self.engine_is_ahead:
+            what = "its weights have been updated already, and gradients are not kept"
+            fix = "read, evaluate and save from on_optimizer_step on"
+            raise ModelError(what, where="the trainer's model, before the optimizer's step", fix=fix)
+
     def _is_changed(self, name: str, now: Tensor) -> bool:
         """Whether values were written or replaced since they were read. (The engine's may have changed by a step.)"""
         address, of_copy = self._loaded.get(name, (0, None))
@@ -278,10 +285,7 @@ class LazyModel:
         LazyParameter.make_lazy(parameter, partial(self._read, name, parameter.dtype, parameter.device))
 
     def _read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self.engine_is_ahead:
-            what = "its weights have been updated already, and gradients are not kept"
-            fix = "read weights from on_optimizer_step on"
-            raise ModelError(what, where="the trainer's model, before the optimizer's step", fix=fix)
+        self.refuse_before_step()
         assert self._engine is not None
         view = self._engine.weight_view(name)
         if view is not None and view.dtype == dtype and device.type == "cpu":

@@ -65,6 +65,7 @@ class Streamed:
     state: Any
     optimizer: Any
     accelerator: Any
+    callback_handler: Any
     model_accepts_loss_kwargs: bool
     neftune_noise_alpha: float | None
     current_gradient_accumulation_steps: int
@@ -112,6 +113,9 @@ class Streamed:
             raise ConfigError(what, where="StreamedTrainer", fix="give loss_fn, see megatrain.losses")
         self._lazy_model = LazyModel(self._base, self.model)
         self.accelerator.device_placement = False  # only the engine copies to the device
+        for callback in self.callback_handler.callbacks:
+            if hasattr(callback, "jit_manager"):  # the library's own, which saves on SIGTERM
+                callback.on_pre_optimizer_step = _leave_to_step_end
         not_wrapped = partial(self.accelerator.prepare_model, evaluation_mode=True)
         self.accelerator.prepare_model = not_wrapped  # no DDP: the engine sums gradients over ranks
 
@@ -170,6 +174,7 @@ class Streamed:
     def _sync_model(self) -> None:
         """Apply to the engine what has been changed in the model, or raise `ConfigError` if that is not possible."""
         engine = self.engine
+        self._lazy_model.refuse_before_step()
         refuse_changes(self._snapshot, snapshot_of(self._base))
         for kind, before in self._configs.items():
             of_model, of_engine = getattr(self._base, kind), getattr(engine, kind)
@@ -407,6 +412,10 @@ class Streamed:
         self._sync_weights()
         self.engine.flush()
         self.engine.fill(PretrainedSource(best))
+
+
+def _leave_to_step_end(*_: Any, **__: Any) -> None:
+    """Save no checkpoint before the optimizer's step, which the engine has made already."""
 
 
 def _replace_folder(made: Path, folder: Path) -> None:

@@ -480,3 +480,51 @@ def test_reading_weights_does_not_undo_a_step(tmp_path: Path) -> None:
     assert torch.equal(saved["lm_head.weight"], trainer.engine.master("lm_head.weight"))
     twin = copy.deepcopy(trainer.model)
     assert torch.equal(twin.lm_head.weight, saved["lm_head.weight"])
+
+
+@pytest.mark.parametrize("call", ["evaluate", "save_model"])
+def test_evaluating_or_saving_before_the_optimizers_step_is_refused(tmp_path: Path, call: str) -> None:
+    """The state is that of the step that the trainer has not counted yet."""
+
+    class Early(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            getattr(found[0], call)()
+
+    found: list[Any] = []
+    args = arguments(tmp_path, eval_strategy="no", save_strategy="no", max_steps=1)
+    data = {"train_dataset": rows(4, 1), "eval_dataset": rows(3, 2)}
+    found.append(StreamedTrainer(model=tiny_model(), args=args, callbacks=[Early()], **data, **QUICK))
+    with pytest.raises(ModelError, match=r"weights have been updated already.*from on_optimizer_step on"):
+        found[0].train()
+
+
+class Terminated(TrainerCallback):
+    """In place of a SIGTERM in the fourth step, and the seconds that the library waits after it."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 3:
+            self.jit.jit_manager.is_checkpoint_requested = True
+
+    jit: Any = None
+
+
+@pytest.mark.parametrize("kind", [StreamedTrainer, pytest.param(Trainer, marks=pytest.mark.slow)])
+def test_a_checkpoint_on_sigterm_resumes_to_the_whole_run(tmp_path: Path, kind: type) -> None:
+    def made(**more: Any) -> Any:
+        args = arguments(tmp_path, eval_strategy="no", save_strategy="no", enable_jit_checkpoint=True, max_steps=8)
+        more |= QUICK if kind is StreamedTrainer else {}
+        return kind(model=tiny_model(), args=args, train_dataset=rows(18, 1), **more)
+
+    whole, cut = made(), made(callbacks=[terminated := Terminated()])
+    whole.train()
+    (terminated.jit,) = (each for each in cut.callback_handler.callbacks if hasattr(each, "jit_manager"))
+    cut.train()
+    (kept,) = tmp_path.glob("checkpoint-*")
+    again = made()
+    again.train(resume_from_checkpoint=str(kept))
+    found, expected = (
+        {entry["step"]: entry["loss"] for entry in history(each, "step", "loss") if "loss" in entry}
+        for each in (again, whole)
+    )
+    assert len(found) >= 7  # a checkpoint at a step's end comes before its log
+    assert expected | found == expected
