@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -50,8 +52,39 @@ COMPARED: tuple[dict[str, Any], ...] = (
         "max_grad_norm": 0.0, "remove_unused_columns": False, "load_best_model_at_end": True, "save_steps": 2,
         "use_cache": True, "activation_checkpointing": True, "label_names": ["labels"], "torch_empty_cache_steps": 1,
     },
+    {
+        "max_steps": 4, "eval_steps": 2, "train_sampling_strategy": "group_by_length", "length_column_name": "size",
+        "dataloader_num_workers": 1, "dataloader_prefetch_factor": 3,
+        "dataloader_multiprocessing_context": "fork", "dataloader_in_order": False, "dataloader_pin_memory": False,
+        "skip_memory_metrics": False, "eval_delay": 3, "logging_steps": 2, "log_level": "error", "do_train": True,
+    },
+    {
+        "max_steps": 4, "eval_steps": 2, "save_strategy": "best", "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss", "greater_is_better": True, "train_sampling_strategy": "sequential",
+        "logging_strategy": "steps", "eval_strategy": "steps",
+    },
+    {"max_steps": 4, "eval_steps": 2, "full_determinism": True},
 )  # fmt: skip
 """Settings under which a stock and a streamed run have the same logs."""
+
+MEASURED: tuple[dict[str, Any], ...] = (
+    {"include_for_metrics": ["inputs", "loss"], "eval_accumulation_steps": 1},
+    {"include_for_metrics": ["loss"], "batch_eval_metrics": True},
+    {"eval_do_concat_batches": False, "eval_use_gather_object": True},
+)
+"""Settings under which metrics are computed from the same values."""
+
+ELSEWHERE = {
+    "other tests": "bf16 bf16_full_eval enable_jit_checkpoint neftune_noise_alpha torch_compile torch_compile_backend",
+    "tests of whole scripts and of their ranks": "output_dir resume_from_checkpoint ignore_data_skip use_cpu "
+    "accelerator_config save_on_each_node ddp_backend ddp_timeout restore_callback_states_from_checkpoint",
+    "what the library's own callbacks and uploads read": "disable_tqdm report_to run_name project trackio_space_id "
+    "trackio_bucket_id trackio_static_space_id log_level_replica log_on_each_node push_to_hub hub_token "
+    "hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision",
+    "what scripts or the arguments themselves read": "do_eval do_predict local_rank tf32",
+    "PyTorch waits seconds for such workers to end": "dataloader_persistent_workers",
+}
+"""Options that are said to be the same as in the stock trainer and that no setting above has."""
 
 
 def test_the_option_table_covers_the_installed_libraries() -> None:
@@ -88,7 +121,38 @@ def test_options_handled_by_the_engine_match_the_stock_trainer() -> None:
     assert {name for name in read if OPTIONS[name].effect == "same"} <= compared
 
 
-@pytest.mark.parametrize("changes", COMPARED, ids=["sizes, optimizer and logs", "smoothing and the best model"])
+def test_each_option_that_is_the_same_is_compared() -> None:
+    compared = {name for changes in (*COMPARED, *MEASURED) for name in changes}
+    elsewhere = {name for names in ELSEWHERE.values() for name in names.split()}
+    same = {name for name, option in TRAINING.items() if option.effect == "same"}
+    assert elsewhere | (compared & same) == same
+    assert not elsewhere & compared
+
+
+@pytest.fixture
+def _determinism(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`full_determinism` is for the whole process, which takes it back here."""
+    for name in ("CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+        monkeypatch.delenv(name)
+    flags = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    yield
+    if torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = flags
+
+
+@pytest.mark.usefixtures("_determinism")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(COMPARED[0], id="sizes, optimizer and logs"),
+        pytest.param(COMPARED[1], id="smoothing and the best model"),
+        pytest.param(COMPARED[2], id="data by length"),
+        pytest.param(COMPARED[3], id="the best checkpoint"),
+        pytest.param(COMPARED[4], id="determinism", marks=pytest.mark.slow),  # torch imports its compiler for it
+    ],
+)
 def test_options_match_the_stock_trainer(tmp_path: Path, changes: dict[str, Any]) -> None:
     known = {each.name for each in fields(TrainingArguments)}  # an older library has fewer
     changes = {name: value for name, value in changes.items() if name in known}
@@ -97,6 +161,30 @@ def test_options_match_the_stock_trainer(tmp_path: Path, changes: dict[str, Any]
     mine, theirs = history(ours, *names), history(stock, *names)
     assert len(theirs) > 3
     assert mine == [pytest.approx(each, rel=1e-4) for each in theirs]
+
+
+@pytest.mark.parametrize("changes", MEASURED, ids=lambda changes: ", ".join(changes))
+def test_metrics_are_given_what_the_stock_trainer_gives(tmp_path: Path, changes: dict[str, Any]) -> None:
+    seen: dict[type, list[Any]] = {Trainer: [], StreamedTrainer: []}
+    for kind, given in seen.items():
+
+        def metric(found: Any, compute_result: bool | None = None, given: list[Any] = given) -> dict[str, float]:
+            parts = {name: getattr(found, name) for name in ("predictions", "label_ids", "inputs", "losses")}
+            given.append((compute_result, {name: summary(part) for name, part in parts.items()}))
+            return {"calls": len(given)}
+
+        run(kind, tmp_path / kind.__name__, max_steps=2, eval_steps=2, more={"compute_metrics": metric}, **changes)
+    assert seen[Trainer]
+    assert str(seen[StreamedTrainer]) == str(seen[Trainer])
+
+
+def summary(part: Any) -> Any:
+    """What values are like: kinds, shapes and roughly their sums."""
+    if isinstance(part, Mapping):
+        return {name: summary(each) for name, each in part.items()}
+    if part is None or isinstance(part, list | tuple):
+        return part and [summary(each) for each in part]
+    return type(part).__name__, tuple(part.shape), f"{float(abs(part).sum()):.3g}"
 
 
 @dataclass
