@@ -18,6 +18,7 @@ from megatrain.config.translation import (
     put_kto_weights,
     put_learning_rate,
     put_length,
+    put_model,
     put_optimizer,
     put_precision,
     put_rate_of_lora_b,
@@ -28,6 +29,7 @@ from megatrain.config.translation import (
     put_validation,
     rows_of_a_sample,
 )
+from megatrain.system.paths import usable_path
 
 DEFAULTS: dict[str, Any] = {
     "sequence_len": 512,
@@ -40,6 +42,7 @@ DEFAULTS: dict[str, Any] = {
     "rl_beta": 0.1,
     "simpo_gamma": 0.5,
     "val_set_size": 0.0,
+    "excess_length_strategy": "drop",
     "warmup_ratio": 0.03,
     "save_total_limit": 4,
     "output_dir": "model-out",
@@ -50,7 +53,7 @@ FORMATS = {"alpaca": "alpaca", "chat_template": "chat", "sharegpt": "sharegpt", 
 
 
 def read_axolotl(reader: Reader) -> None:
-    reader.put("model.path", reader.take("base_model"), "base_model")
+    put_model(reader, "base_model", "reinit_weights")
     if tokenizer := reader.take("tokenizer_config"):
         reader.put("data.tokenizer", tokenizer, "tokenizer_config")
     _objective_of_axolotl(reader)
@@ -60,6 +63,7 @@ def read_axolotl(reader: Reader) -> None:
     packs = reader.switch("sample_packing")
     if not prefers(reader) and reader.found.tree["data"].get("format") != "text":
         reader.put("data.packing", "best_fit" if packs else "grouped", "sample_packing")
+    _too_long_of_axolotl(reader)
     put_sizes(reader, "micro_batch_size", rows_of_a_sample(reader), reader.number("batch_size"))
     put_length(reader, "num_epochs")
     put_streaming(reader)
@@ -69,10 +73,13 @@ def read_axolotl(reader: Reader) -> None:
     put_attention(reader, "attention")
     put_saving(reader)
     put_validation(reader, "val_set_size")
-    asked = {"wandb": bool(reader.given.get("wandb_project")), "tensorboard": reader.switch("use_tensorboard")}
-    names = [name for name, is_asked in asked.items() if is_asked] + reader.texts(
-        "report_to", reader.take("report_to") or []
-    )
+    asked = {
+        "wandb": bool(reader.given.get("wandb_project")),
+        **{name: reader.switch(f"use_{name}") for name in ("tensorboard", "trackio")},
+    }
+    named = reader.texts("report_to", reader.take("report_to") or [])
+    names = [name for name, is_asked in asked.items() if is_asked] + named
+    reader.account("use_tensorboard", "use_trackio")
     put_trackers(reader, names, "report_to" if "report_to" in reader.said else "wandb_project")
     if push := reader.take("hub_model_id"):
         reader.put("output.push", push, "hub_model_id")
@@ -80,6 +87,15 @@ def read_axolotl(reader: Reader) -> None:
         reader.put("resume", "auto", "auto_resume_from_checkpoints")
     _adapter_of_axolotl(reader)
     _rates_of_axolotl(reader)
+
+
+def _too_long_of_axolotl(reader: Reader) -> None:
+    if reader.found.tree["data"].get("format") == "text":
+        return
+    what = reader.take("excess_length_strategy")
+    reader.put("data.too_long", "cut" if what == "truncate" else "drop", "excess_length_strategy")
+    if what == "raise":
+        reader.note("excess_length_strategy", "too long samples are dropped and counted")
 
 
 def _rates_of_axolotl(reader: Reader) -> None:
@@ -111,6 +127,7 @@ def _is_group(group: Any) -> bool:
 def _objective_of_axolotl(reader: Reader) -> None:
     objective, of_trl = reader.take("rl"), reader.mapping("trl")
     beta, alpha, gamma = reader.take("rl_beta"), reader.take("orpo_alpha"), reader.take("simpo_gamma")
+    losses, weights = reader.take("dpo_loss_type"), reader.take("dpo_loss_weights")
     for name in ("reward_model", "process_reward_model"):
         if reader.take(name):
             reader.refuse(name, "is not supported", "only language models are trained, no reward models")
@@ -131,6 +148,11 @@ def _objective_of_axolotl(reader: Reader) -> None:
         reader.put("train.simpo_gamma", gamma, "simpo_gamma")
     if objective == "ipo":
         reader.put("train.dpo_loss", "ipo", "rl")
+    if objective == "dpo" and losses is not None:
+        if losses not in ("sigmoid", "ipo", ["sigmoid"], ["ipo"]) or weights not in (None, [1.0]):
+            reader.refuse("dpo_loss_type", "is not supported", "one of sigmoid and ipo is, with a weight of 1")
+        reader.put("train.dpo_loss", losses if isinstance(losses, str) else losses[0], "dpo_loss_type")
+        reader.account("dpo_loss_weights")
     if objective == "simpo":
         reader.note("rl", "without the cross-entropy that TRL adds with weight cpo_alpha (1 by default)")
     if objective == "orpo":
@@ -159,6 +181,10 @@ def _validation_of_axolotl(reader: Reader) -> None:
         reader.put("data.validation_split", splits[0], "test_datasets")
     if len(splits) > 1:
         reader.found.left_out.append(f"test_datasets: all share one data.validation_split; {splits[0]} is used")
+    data = reader.found.tree["data"]
+    said = {key for _, keys in entries for key in keys if keys[key] != data.get(key.removeprefix("data."))}
+    for key in sorted(said - {"data.split"}):
+        reader.found.left_out.append(f"test_datasets: is read by the same {key} as datasets")
 
 
 def _entries(reader: Reader, name: str, given: Any) -> list[tuple[list[str], dict[str, Any]]]:
@@ -174,11 +200,20 @@ def _entry(reader: Reader, of: str, number: int, entry: Any) -> tuple[list[str],
     rest = {"path": entry} if isinstance(entry, str) else dict(entry)
     _refuse_odd(reader, of, number, rest)
     files, path = rest.pop("data_files", None), rest.pop("path", None)
+    if files and path not in LOADERS and not usable_path(str(path)).exists():
+        what = f"names files of a data set on the hub in entry {number}, which is not supported"
+        reader.refuse(of, what, "download them, and name them as data_files of `path: json`")
     sources = reader.texts(of, files) if files else [path]
     keys: dict[str, Any] = {}
     kind = rest.pop("type", None)
     where = f"{of}[{number}]"
-    if not prefers(reader) and isinstance(kind, str):
+    if isinstance(kind, dict):
+        rest |= kind
+        if not prefers(reader):
+            keys["data.format"] = "alpaca"
+    elif prefers(reader):
+        _read_pairs(reader, of, number, kind, rest, keys)
+    elif kind is not None:
         if (plain := kind.partition(".")[0].partition(":")[0]) not in FORMATS and of != "pretraining_dataset":
             fix = f"supported are {', '.join(FORMATS)}"
             reader.refuse(of, f"has the type {kind!r} in entry {number}, which is not supported", fix)
@@ -186,11 +221,6 @@ def _entry(reader: Reader, of: str, number: int, entry: Any) -> tuple[list[str],
         if plain == "alpaca":
             what = "rows become chats in the model's own template; Axolotl uses Alpaca's prompt text"
             reader.found.notes.append(f"{where}.type=alpaca: {what}")
-    elif isinstance(kind, dict):
-        rest |= kind
-    elif isinstance(kind, str) and not kind.startswith("chat_template"):
-        what = "the type is ignored; rows are read by their fields (prompt, chosen, rejected; completion, label)"
-        reader.found.notes.append(f"{where}.type={kind}: {what}")
     for theirs, ours in (("split", "data.split"), ("name", "data.subset")):
         if (value := rest.pop(theirs, None)) is not None:
             if "[" in str(value):
@@ -198,16 +228,37 @@ def _entry(reader: Reader, of: str, number: int, entry: Any) -> tuple[list[str],
                 reader.found.left_out.append(f"{where}.{theirs}={value}: {what}")
                 value = str(value).partition("[")[0]
             keys[ours] = value
-    if prefers(reader) and str(kind).startswith("chat_template"):
-        rest["field_prompt"] = rest.pop("field_messages", "messages")
     _columns(keys, rest)
-    rest.pop("ds_type", None)
-    if rest.pop("roles_to_train", ["assistant"]) not in (["assistant"], ["gpt"]):
-        reader.found.left_out.append(f"{where}.roles_to_train: data.train_on is assistant, last or all")
+    for name, meant in AS_HERE.items():
+        if rest.get(name) in meant:
+            del rest[name]
     for name, value in rest.items():
-        if value is not None and value is not False:
+        if name == "roles_to_train":
+            reader.found.left_out.append(f"{where}.roles_to_train: data.train_on is assistant, last or all")
+        elif value is not None and value is not False:
             reader.found.left_out.append(f"{where}.{name}={value}: no data.* key corresponds to it")
     return sources, keys
+
+
+def _read_pairs(
+    reader: Reader, of: str, number: int, kind: str | None, rest: dict[str, Any], keys: dict[str, Any]
+) -> None:
+    """Move what a type of preference data says of the columns to our `keys`, and of the messages to `rest`."""
+    style, _, rows = (kind or "").partition(".")
+    known = ANSWERS if reader.found.tree["train"]["objective"] == "kto" else PAIRS
+    if style in ("", "passthrough", "user_defined"):
+        return
+    if style == "chat_template" and rows in ("", "default"):
+        rest["field_prompt"] = rest.pop("field_messages", "messages")
+    elif style in ("chatml", "llama3") and rows in known:
+        keys["data.columns"] = dict(known[rows])
+        what = f"rows become chats in the model's own template; Axolotl writes them as {style}"
+        if rows == "default":
+            what += ", and takes a column input or question, too, if there is no prompt"
+        reader.found.notes.append(f"{of}[{number}].type={kind}: {what}")
+    elif (style, rows) not in (("chat_template", "argilla"), ("chat_template", "argilla_chat")):
+        fix = "leave it out to read columns prompt, chosen and rejected; for kto prompt, completion and label"
+        reader.refuse(of, f"has the type {kind!r} in entry {number}, which is not supported", fix)
 
 
 def _refuse_odd(reader: Reader, of: str, number: int, entry: Mapping[str, Any]) -> None:
@@ -232,6 +283,34 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
+LOADERS = ("arrow", "csv", "json", "parquet", "text")
+"""What `path` is if the data are local `data_files`."""
+AS_HERE: dict[str, tuple[Any, ...]] = {
+    "chat_template": ("tokenizer_default",),
+    "ds_type": LOADERS,
+    "message_field_training": ("train", "training"),
+    "roles_to_train": (["assistant"], ["gpt"]),
+    "train_on_eos": ("turn",),
+    "train_on_eot": ("turn",),
+}
+"""Keys of an entry -> the values that mean what is done here anyway."""
+PAIRS: dict[str, dict[str, str]] = {
+    "argilla": {"chosen": "chosen_response", "rejected": "rejected_response"},
+    "argilla_chat": {},
+    "default": {"instruction": "prompt"},
+    "intel": {"instruction": "question"},
+    "prompt_pairs": {"instruction": "prompt"},
+    "ultra": {},
+}
+"""Axolotl's preference types, without their `chatml.` or `llama3.` -> our data.columns."""
+ANSWERS: dict[str, dict[str, str]] = {
+    "argilla": {"output": "completion"},
+    "argilla_chat": {"messages": "completion"},
+    "intel": {"instruction": "question", "output": "completion"},
+    "prompt_pairs": {"instruction": "prompt", "output": "completion"},
+    "ultra": {"instruction": "prompt", "output": "completion"},
+}
+"""The same for rl: kto."""
 COLUMNS = {
     "field_messages": "messages",
     "field_tools": "tools",
@@ -270,8 +349,11 @@ def _columns(keys: dict[str, Any], rest: dict[str, Any]) -> None:
     if tags == {"role_tag": "from", "content_tag": "value"}:
         keys["data.format"], tags = "sharegpt", {}
         columns = {"conversations" if ours == "messages" else ours: name for ours, name in columns.items()}
-    if columns := {ours: name for ours, name in columns.items() if ours != name}:
+    columns = keys.get("data.columns", {}) | {ours: name for ours, name in columns.items() if ours != name}
+    if columns:
         keys["data.columns"] = columns
+    else:
+        keys.pop("data.columns", None)
     if tags:
         keys["data.tags"] = tags
 
@@ -288,6 +370,9 @@ def _agreed(reader: Reader, name: str, entries: Sequence[Mapping[str, Any]]) -> 
 
 
 def _template_of_axolotl(reader: Reader) -> None:
+    tokens = reader.given.get("special_tokens")
+    if isinstance(tokens, dict) and list(tokens) == ["pad_token"]:
+        reader.leave("special_tokens", "padding is masked, whatever its token")
     template, jinja = reader.take("chat_template"), reader.take("chat_template_jinja")
     if isinstance(jinja, str):
         if "{" in jinja:
@@ -296,7 +381,9 @@ def _template_of_axolotl(reader: Reader) -> None:
             reader.put("data.chat_template", jinja, "chat_template_jinja")
     elif template == "chatml":
         reader.put("data.chat_template", "chatml", "chat_template")
-    elif template is not None and template != "tokenizer_default":
+    elif template in (None, "tokenizer_default"):
+        reader.account("chat_template")
+    else:
         what = "the model's own template is used; for another, set data.chat_template to a file"
         reader.leave("chat_template", what)
 

@@ -16,6 +16,7 @@ from megatrain.config.translation import (
     put_kto_weights,
     put_learning_rate,
     put_length,
+    put_model,
     put_optimizer,
     put_precision,
     put_rate_of_lora_b,
@@ -50,7 +51,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def read_llama_factory(reader: Reader) -> None:
-    reader.put("model.path", reader.take("model_name_or_path"), "model_name_or_path")
+    put_model(reader, "model_name_or_path", "train_from_scratch")
     stage = _objective_of_stage(reader)
     _sources_of_llama_factory(reader)
     _packing_of_llama_factory(reader, stage)
@@ -86,8 +87,8 @@ def _objective_of_stage(reader: Reader) -> str:
     if stage not in ("pt", "sft", "dpo", "kto"):
         reader.refuse("stage", "is not supported", "pt, sft, dpo and kto are")
     reader.account("stage")
-    if stage in ("dpo", "kto") and loss not in ("orpo", "simpo") and reader.given.get("adapter_name_or_path"):
-        reader.put("train.dpo_reference", "base", "adapter_name_or_path")
+    if stage in ("dpo", "kto") and (stage == "kto" or loss not in ("orpo", "simpo")):
+        _reference_of_llama_factory(reader)
     if stage == "kto":
         reader.put("train.objective", "kto", "stage")
         reader.put("train.beta", beta, "pref_beta")
@@ -103,6 +104,18 @@ def _objective_of_stage(reader: Reader) -> str:
     if loss == "ipo":
         reader.put("train.dpo_loss", "ipo", "pref_loss")
     return str(stage)
+
+
+def _reference_of_llama_factory(reader: Reader) -> None:
+    """Put the reference model of dpo and kto. Raises `ConfigError` for any other than the model or its base."""
+    fix = "train.dpo_reference is the model that the run begins with, or the base below its adapter"
+    if reader.take("ref_model") not in (None, reader.said.get("model_name_or_path")):
+        reader.refuse("ref_model", "is another model than the one that is trained, which is not supported", fix)
+    reader.account("ref_model")
+    if reader.take("ref_model_adapters"):
+        reader.refuse("ref_model_adapters", "is not supported", fix)
+    if reader.given.get("adapter_name_or_path"):
+        reader.put("train.dpo_reference", "base", "adapter_name_or_path")
 
 
 def _sources_of_llama_factory(reader: Reader) -> None:
@@ -171,6 +184,9 @@ def _adapter_of_llama_factory(reader: Reader) -> None:
         return
     reader.put("adapter", {"type": "lora"}, "finetuning_type")
     if path is not None:
+        if reader.switch("create_new_adapter"):
+            fix = "merge the adapter with `megatrain export`, and name the result as model_name_or_path"
+            reader.refuse("create_new_adapter", "beside an adapter is not supported", fix)
         goes_on_from(reader, "adapter_name_or_path", path)
         return
     reader.put("adapter.r", rank, "lora_rank")

@@ -29,6 +29,9 @@ def translate(path: Path) -> Translation:
     elif "model_name_or_path" in given:
         reader = Reader(path, given, places, llama_factory.DEFAULTS)
         llama_factory.read_llama_factory(reader)
+    elif "train_dataset" in given:
+        fix = "give a file with the keys of LLaMA-Factory's examples/train_full"
+        raise ConfigError("is for LLaMA-Factory's v1, which is not supported", where=str(path), fix=fix)
     else:
         what = "is not a LLaMA-Factory or Axolotl YAML: it has neither model_name_or_path nor base_model"
         raise ConfigError(what, where=str(path), fix="give a file that one of them could train from")

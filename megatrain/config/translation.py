@@ -95,6 +95,19 @@ OF_PREFERENCES = tuple(
         "kto_undesirable_weight",
     )
 )
+OTHER_ADAMW = ("galore", "adopt", "apollo", "schedule_free", "stable", "grok")
+"""Optimizers with `adamw` in their names that compute other updates."""
+OTHER_RUNS = {
+    "diffusion": "trains a diffusion model",
+    "kd_trainer": "distils another model",
+    "lisa_n_layers": "trains some layers at a time",
+    "mixture_of_depths": "changes the model",
+    "relora": "merges and restarts adapters",
+    "relora_steps": "merges and restarts adapters",
+    "shift_attn": "changes the attention",
+    **dict.fromkeys(("use_asft_loss", "use_dft_loss", "use_eaft", "use_eaft_loss"), "trains with another loss"),
+}
+"""Switches of methods without which a run would be a different one -> what each does."""
 TRACKERS = ("tensorboard", "wandb", "trackio")
 UNSENT = "wandb writes to the run folder, for `wandb sync`; set output.trackers_online to send during the run"
 STEPS_ALONE = "{} counts steps; `megatrain train` says at its start how many steps an epoch has"
@@ -144,6 +157,9 @@ class Reader:
         self.came_from: dict[str, str] = {}
         self._taken: set[str] = set()
         self._accounted: set[str] = set()
+        for name in OTHER_RUNS.keys() & self.given.keys():
+            if self.given[name]:
+                self.refuse(name, f"{OTHER_RUNS[name]}, which is not supported", "remove it to train without")
 
     def take(self, name: str) -> Any:
         """Take the value of a key out of the file, or its default. Account for it with `put` or `leave` afterwards."""
@@ -187,6 +203,11 @@ class Reader:
         self.came_from[key] = self.places.get(names[0], str(self.path))
         self.account(*names)
 
+    def ours(self, key: str) -> Any:
+        """The value that our `key` has been given, `None` if none."""
+        section, _, name = key.partition(".")
+        return self.found.tree.get(section, {}).get(name) if name else self.found.tree.get(section)
+
     def account(self, *names: str) -> None:
         """Mark keys as translated: their meaning is in a key that was put."""
         self._accounted.update(names)
@@ -213,6 +234,8 @@ class Reader:
         silent = {name: value for name, value in self.defaults.items() if name not in self._taken}
         for name, value in (silent | self.given).items():
             key, is_switch, choice = _ours(name).partition("=")
+            if value is True and choice and self.ours(key) == choice:
+                self.account(name)  # another key says it too
             is_free = key in known and key not in self.came_from
             is_read = "adapter" in tree if key.startswith("adapter.") else key not in OF_PREFERENCES or prefers(self)
             if value is False or not is_free or not is_read:
@@ -261,6 +284,16 @@ def rows_of_a_sample(reader: Reader) -> int:
     return 2 if prefers(reader) else 1
 
 
+def put_model(reader: Reader, name: str, afresh: str) -> None:
+    """Put the model; afresh: the other trainer's switch for fresh weights."""
+    model = reader.take(name)
+    if reader.switch(afresh):
+        reader.put("model.config", model, name, afresh)
+        reader.put("data.tokenizer", model, name)
+    else:
+        reader.put("model.path", model, name)
+
+
 def put_kto_weights(reader: Reader, names: tuple[str, str], *, is_kto: bool) -> None:
     """Put the weights of good and bad answers; `names` are the other trainer's keys for them."""
     for name, ours in zip(names, ("desirable", "undesirable"), strict=True):
@@ -274,6 +307,7 @@ def put_sizes(reader: Reader, name: str, rows: int, together: float | None = Non
     size, count = reader.number(name), reader.number("gradient_accumulation_steps")
     if together:
         count = max(1, together // size)
+        reader.account("batch_size")
     if reader.found.tree["train"].get("objective") == "kto":
         reader.put("train.micro_batch_size", size * rows, name)
         reader.put("train.gradient_accumulation_steps", count, "gradient_accumulation_steps")
@@ -308,12 +342,15 @@ def put_streaming(reader: Reader) -> None:
 
 def put_learning_rate(reader: Reader, name: str) -> None:
     shape, more = str(reader.take(name)), reader.mapping("lr_scheduler_kwargs")
+    decay = more.pop("decay_type", "cosine") if shape == "warmup_stable_decay" else "linear"
     steps, ratio, rate = (reader.number(each) for each in ("warmup_steps", "warmup_ratio", "learning_rate"))
     if rate is None:
         reader.refuse("learning_rate", "is required", "give a number")
     reader.put("train.learning_rate", rate, "learning_rate")
     if shape in SCHEDULERS:
         reader.put("train.lr_scheduler", SCHEDULERS[shape], name)
+        if decay != "linear":
+            reader.note(name, f"the decay is linear here, {decay} there")
     else:
         reader.leave(
             name, f"train.lr_scheduler is {', '.join(dict.fromkeys(SCHEDULERS.values()))}; it is left at cosine"
@@ -342,7 +379,7 @@ def _put_shape(reader: Reader, more: dict[str, Any], rate: float) -> None:
         reader.put("train.decay_steps", decay, "lr_scheduler_kwargs")
     if more:
         reader.leave("lr_scheduler_kwargs", f"nothing reads {', '.join(more)}")
-    elif given:
+    else:
         reader.account("lr_scheduler_kwargs")
 
 
@@ -364,7 +401,7 @@ def add_rates(reader: Reader, rates: Mapping[str, float], *names: str) -> None:
 
 def put_optimizer(reader: Reader, name: str) -> None:
     kind = str(reader.take(name))
-    if "adamw" not in kind:
+    if "adamw" not in kind or any(word in kind for word in OTHER_ADAMW):
         reader.leave(
             name, "AdamW is the only optimizer here, with the betas below; the learning rate may not carry over"
         )
@@ -413,7 +450,9 @@ def put_attention(reader: Reader, name: str) -> None:
 
 def put_saving(reader: Reader) -> None:
     strategy, every = reader.take("save_strategy"), reader.number("save_steps")
-    if strategy == "no":
+    if strategy == "best":
+        reader.put("checkpoint.keep_best", 1, "save_strategy")
+    elif strategy in ("no", False):  # YAML reads an unquoted `no` as false
         reader.put("checkpoint.every", 0, "save_strategy")
     elif strategy == "epoch" or isinstance(every, float):
         name = "save_strategy" if strategy == "epoch" else "save_steps"
@@ -432,7 +471,7 @@ def put_saving(reader: Reader) -> None:
 def put_validation(reader: Reader, name: str) -> None:
     held, others = reader.number(name), "validation" in reader.found.tree["data"]
     strategy, every = reader.take("eval_strategy"), reader.number("eval_steps")
-    strategy = reader.take("evaluation_strategy") or strategy
+    strategy = strategy if (earlier := reader.take("evaluation_strategy")) is None else earlier
     if strategy == "steps" and every is None:
         every = reader.given.get("logging_steps")
     if not others and held is not None and 0 <= held < 1:
@@ -440,12 +479,13 @@ def put_validation(reader: Reader, name: str) -> None:
     elif held and not others:
         reader.leave(name, "is a number of samples; data.validation_fraction is a share and is left at its default")
     if not others and not held:
-        for each in ("eval_steps", "eval_strategy", "evals_per_epoch"):
+        for each in ("eval_steps", "eval_strategy", "evaluation_strategy", "evals_per_epoch"):
             reader.leave(each, "there is no validation data")
-    elif strategy == "no":
-        reader.put("train.eval_every", 0, "eval_strategy")
+    elif strategy in ("no", False):
+        reader.put("train.eval_every", 0, "eval_strategy", "evaluation_strategy")
     elif strategy == "epoch" or isinstance(every, float):
-        reader.leave("eval_strategy" if strategy == "epoch" else "eval_steps", STEPS_ALONE.format("train.eval_every"))
+        for each in ("eval_strategy", "evaluation_strategy") if strategy == "epoch" else ("eval_steps",):
+            reader.leave(each, STEPS_ALONE.format("train.eval_every"))
     elif every is not None:
         reader.put("train.eval_every", every, "eval_steps", "eval_strategy", "evaluation_strategy")
     if "evals_per_epoch" in reader.given:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Literal
 
 from megatrain.data.read_rows import Row
-from megatrain.data.sample_formats import Format, Sample, Schema, as_label, read_sample, require_fields
+from megatrain.data.sample_formats import FIELDS, Format, Sample, Schema, as_label, read_sample, require_fields
 from megatrain.errors import DataError, SampleError
 
 GOOD: Literal["desirable"] = "desirable"
@@ -30,7 +30,8 @@ ANSWER_FIELDS: tuple[tuple[str, Format], ...] = (
     ("completion", "completion"),
     ("instruction", "alpaca"),
 )
-"""(field, the format that a row with this field has), in the order in which they are tried."""
+"""(field, the format that a row with this field has), in the order in which they are tried; fields that data.columns
+names come first."""
 
 
 def read_unpaired(row: Row, schema: Schema) -> Sample:
@@ -41,6 +42,7 @@ def read_unpaired(row: Row, schema: Schema) -> Sample:
         what = f"{column!r} is {row.fields[column]!r}, not true or false"
         raise SampleError(what, reason="a label that is neither", where=row.place, fix="write true or false")
     kinds = [kind for name, kind in ANSWER_FIELDS if row.fields.get(schema.column(name)) is not None]
+    kinds.sort(key=lambda kind: not any(name in schema.columns for name in FIELDS[kind][0]))
     if not kinds:
         what = "a label and no answer"
         fix = f"add one of {', '.join(name for name, _ in ANSWER_FIELDS)}, or set data.columns"

@@ -313,6 +313,11 @@ def _read_sharegpt(row: Row, schema: Schema) -> Sample:
 def _read_completion(row: Row, schema: Schema) -> Sample:
     prompt, completion = (row.fields[schema.column(name)] for name in ("prompt", "completion"))
     if isinstance(prompt, str) and isinstance(completion, str):
+        for name in ("system", "tools"):
+            if row.fields.get(schema.column(name)):
+                what = f"{schema.column(name)!r} beside a prompt that is text, not messages, which has no place for it"
+                fix = "write the prompt as messages, or rename it to instruction and its answer to output"
+                raise SampleError(what, reason=f"{name} beside a text", where=row.place, fix=fix)
         return Sample(row.place, prompt=prompt, text=completion)
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion

@@ -137,6 +137,25 @@ def flat(found: Translation) -> dict[str, Any]:
         (AXOLOTL, {"eager_attention": True, "bf16": "auto", "cosine_min_lr_ratio": 0.2,
                    "auto_resume_from_checkpoints": True, "hub_model_id": "me/it"},
          {"model.attention": "eager", "train.precision": "bf16", "train.min_lr_ratio": 0.2, "output.push": "me/it"}),
+        (LLAMA_FACTORY, {"train_from_scratch": True},
+         {"model.path": None, "model.config": "org/model", "data.tokenizer": "org/model"}),
+        (LLAMA_FACTORY, {"save_strategy": False, "eval_strategy": False, "val_size": 0.1},
+         {"checkpoint.every": 0, "train.eval_every": 0}),
+        (LLAMA_FACTORY, {"stage": "dpo", "ref_model": "org/model"}, {"train.dpo_reference": None}),
+        (AXOLOTL, {"save_strategy": "best", "evaluation_strategy": "no", "val_set_size": 0.1},
+         {"checkpoint.keep_best": 1, "train.eval_every": 0, "data.too_long": "drop"}),
+        (AXOLOTL, {"excess_length_strategy": "truncate", "chat_template_kwargs": {"thinking": True},
+                   "use_trackio": True, "trackio_project_name": "mine"},
+         {"data.too_long": "cut", "data.chat_template_kwargs": {"thinking": True}, "output.trackers": ["trackio"],
+          "output.project": "mine"}),
+        (AXOLOTL, {"datasets": [{"path": "d", "type": {"field_instruction": "ask", "field_output": "text"}}]},
+         {"data.format": "alpaca", "data.columns": {"instruction": "ask", "output": "text"}}),
+        (AXOLOTL, {"rl": "dpo", "dpo_loss_type": ["ipo"], "datasets": [{"path": "d", "type": "chatml.intel"}]},
+         {"train.dpo_loss": "ipo", "data.columns": {"instruction": "question"}}),
+        (AXOLOTL, {"rl": "orpo", "datasets": [{"path": "d", "type": "chat_template.argilla"}]},
+         {"train.objective": "orpo", "data.columns": None}),
+        (AXOLOTL, {"rl": "kto", "datasets": [{"path": "d", "type": "llama3.ultra"}]},
+         {"data.columns": {"instruction": "prompt", "output": "completion"}}),
     ],
 )  # fmt: skip
 def test_translated_keys_keep_their_meaning(
@@ -161,6 +180,7 @@ NOISE: dict[str, Any] = {
     "resume_from_checkpoint": "last", "report_to": "swanlab", "pref_beta": 0.1, "made_up": 3, "made_up_too": False,
     "plot_loss": True, "load_in_4bit": True, "rope_scaling": "linear", "warmup_steps": 0, "logging_steps": None,
     "streaming": False, "do_eval": False, "lora_dropout": 0.0, "fp16": True, "optim_args": "a=b",
+    "tf32": True, "disable_shuffling": True, "evaluation_strategy": "epoch", "moe_aux_loss_coef": 0.01,
 }  # fmt: skip
 
 
@@ -213,6 +233,54 @@ def test_untranslated_keys_have_a_reason(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("base", "more"),
+    [
+        (LLAMA_FACTORY, {"group_by_length": True}),
+        (AXOLOTL, {"batch_size": 8, "micro_batch_size": 2}),
+        (AXOLOTL, {"use_tensorboard": True}),
+        (AXOLOTL, {"chat_template": "tokenizer_default"}),
+        (AXOLOTL, {"datasets": [{
+            "path": "d.jsonl", "ds_type": "json", "type": "chat_template", "train_on_eos": "turn",
+            "roles_to_train": ["assistant"], "message_field_training": "training",
+        }]}),
+    ],
+)  # fmt: skip
+def test_keys_that_are_heeded_are_not_reported_as_left_out(
+    tmp_path: Path, base: dict[str, Any], more: dict[str, Any]
+) -> None:
+    assert translated(tmp_path, base, **more).left_out == translated(tmp_path, base).left_out
+
+
+@pytest.mark.parametrize(
+    ("base", "more", "what"),
+    [
+        (LLAMA_FACTORY, {"optim": "galore_adamw"}, "optim=galore_adamw: AdamW is the only optimizer here"),
+        (AXOLOTL, {"optimizer": "q_galore_adamw8bit"}, "optimizer=q_galore_adamw8bit: AdamW is the only optimizer"),
+        (LLAMA_FACTORY, {"lr_scheduler_type": "warmup_stable_decay"}, "the decay is linear here, cosine there"),
+        (AXOLOTL, {"special_tokens": {"pad_token": "<pad>"}}, "padding is masked, whatever its token"),
+        (AXOLOTL, {"special_tokens": {"eos_token": "<end>"}}, "save a tokenizer that has these tokens"),
+        (AXOLOTL, {"excess_length_strategy": "raise"}, "too long samples are dropped and counted"),
+        (AXOLOTL, {"datasets": [{"path": "d", "type": "chat_template", "train_on_eos": "all"}]},
+         r"datasets\[0\].train_on_eos=all: no data"),
+        (AXOLOTL, {"datasets": [{"path": "d", "type": "chat_template", "roles_to_train": ["user"]}]},
+         r"datasets\[0\].roles_to_train: data.train_on is"),
+        (AXOLOTL, {"test_datasets": [{"path": "d", "type": "alpaca"}]},
+         "test_datasets: is read by the same data.format as datasets"),
+        (AXOLOTL, {"rl": "dpo", "datasets": [{"path": "d", "type": "llama3.default"}]},
+         "Axolotl writes them as llama3, and takes a column input or question, too"),
+    ],
+)  # fmt: skip
+def test_differences_in_meaning_are_told(tmp_path: Path, base: dict[str, Any], more: dict[str, Any], what: str) -> None:
+    found = translated(tmp_path, base, **more)
+    assert re.search(what, "\n".join((*found.left_out, *found.notes)))
+
+
+def test_files_beside_a_folder_are_local(tmp_path: Path) -> None:
+    sets = [{"path": str(tmp_path), "data_files": "a.jsonl", "type": "chat_template"}]
+    assert flat(translated(tmp_path, AXOLOTL, datasets=sets))["data.sources"] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize(
     ("base", "more", "what"),
     [
         (LLAMA_FACTORY, {"stage": "ppo"}, r"theirs.yaml:2: stage=ppo is not supported; pt, sft, dpo and kto"),
@@ -251,6 +319,20 @@ def test_untranslated_keys_have_a_reason(tmp_path: Path) -> None:
         (LLAMA_FACTORY, {"lora_target": True}, "lora_target=true is neither a name nor a list of names"),
         (AXOLOTL, {"report_to": {"wandb": 1}}, "report_to=.* is neither a name nor a list of names"),
         ({"model": {"path": "x"}}, {}, "is not a LLaMA-Factory or Axolotl YAML"),
+        ({"model": "org/model", "train_dataset": "d.yaml"}, {}, "is for LLaMA-Factory's v1, which is not supported"),
+        (LLAMA_FACTORY, {"mixture_of_depths": "convert"}, "mixture_of_depths=convert changes the model, which is not"),
+        (LLAMA_FACTORY, {"use_dft_loss": True}, "use_dft_loss=true trains with another loss, which is not supported"),
+        (LLAMA_FACTORY, {"stage": "dpo", "ref_model": "org/other"}, "ref_model=org/other is another model than the"),
+        (LLAMA_FACTORY, {"stage": "kto", "ref_model_adapters": "a"}, "ref_model_adapters=a is not supported"),
+        (LLAMA_FACTORY, {"adapter_name_or_path": "a", "create_new_adapter": True}, "beside an adapter is not supp"),
+        (AXOLOTL, {"relora": True}, "relora=true merges and restarts adapters, which is not supported; remove it"),
+        (AXOLOTL, {"diffusion": {"eps": 0.001}}, "diffusion=.* trains a diffusion model, which is not supported"),
+        (AXOLOTL, {"rl": "dpo", "dpo_loss_type": ["hinge"]}, "dpo_loss_type=.hinge. is not supported; one of sigmoid"),
+        (AXOLOTL, {"rl": "dpo", "dpo_loss_type": ["sigmoid", "ipo"]}, "dpo_loss_type=.* is not supported"),
+        (AXOLOTL, {"datasets": [{"path": "org/data", "data_files": "a.jsonl", "type": "completion"}]},
+         "names files of a data set on the hub in entry 0, which is not supported; download them"),
+        (AXOLOTL, {"rl": "dpo", "datasets": [{"path": "x", "type": "zephyr.nectar"}]},
+         "has the type 'zephyr.nectar' in entry 0, which is not supported; leave it out to read columns"),
     ],
 )  # fmt: skip
 def test_settings_that_would_change_the_run_are_refused(

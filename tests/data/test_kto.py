@@ -59,6 +59,12 @@ def test_kto_rows_get_a_mismatched_answer_to_their_prompt(tmp_path: Path, rows: 
     assert file.marks[::2].tolist() == [1, 0, 1]
 
 
+def test_text_is_a_chat_if_its_columns_are_named_as_instruction_and_output(tmp_path: Path) -> None:
+    rows = [{"prompt": ask, "completion": said, "label": True} for ask, said in (("1", "a"), ("2", "b"))]
+    schema = Schema("unpaired", {"instruction": "prompt", "output": "completion"})
+    assert texts(prepared(tmp_path, rows, schema))[0] == (f"u:1{EOS}a:a{EOS}", f"a{EOS}")
+
+
 def test_kto_takes_plain_text_and_the_last_answer_of_a_chat(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}+{n}=", "completion": f" {2 * n}", "label": n > 1} for n in range(1, 3)]
     both = [("1+1=", " 2"), ("1+1=", " 4"), ("2+2=", " 4"), ("2+2=", " 2")]

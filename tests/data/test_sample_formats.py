@@ -162,6 +162,8 @@ def test_columns_may_be_renamed() -> None:
         ({"messages": HELLO, "tools": 5}, "tools are int, not a list of objects"),
         ({"messages": [SYSTEM, *HELLO], "system": "s"}, "a system message, but also a column 'system'"),
         ({"messages": HELLO, "system": 5}, "'system' is int, not str"),
+        ({"prompt": "p", "completion": "c", "system": "s"}, "'system' beside a prompt that is text, not messages"),
+        ({"prompt": "p", "completion": "c", "tools": [TOOL]}, "'tools' beside a prompt that is text, not messages"),
         ({"conversations": [{"from": "human"}]}, "message 1 has no 'value'; set data.tags"),
         ({"conversations": [{"from": "robot", "value": "a"}]}, "message 1 has the role 'robot'; known are human"),
         ({"conversations": [{"from": ["human"], "value": "a"}]}, "message 1 has the role ['human']; known are human"),
