@@ -141,6 +141,7 @@ def test_runs_their_models_and_exports_chat(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")  # huggingface_hub's, of its own upload
 def test_models_of_runs_are_asked_and_shared_as_shown(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
