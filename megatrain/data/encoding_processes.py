@@ -5,7 +5,8 @@ worker processes, and their results and statistics are taken in order. An error 
 samples that precede it in the source.
 
 Workers are spawned, not forked, because this process has threads by then. Each imports what it needs, which takes a
-second, so data of a few batches is encoded in this process. Reading stays in this process; it is the smaller part.
+second, so data of a few batches is encoded in this process, and so is all data on a system without semaphores. Reading
+stays in this process; it is the smaller part.
 """
 
 from __future__ import annotations
@@ -85,15 +86,18 @@ def _in_this_process(batches: _Batches, encoder: Encoder, bad: Bad) -> Iterator[
 
 
 def _in_workers(batches: _Batches, encoder: Encoder, bad: Bad, processes: int) -> Iterator[tuple[int, _Encoded]]:
-    """`_in_this_process`, but encoded by worker processes."""
+    """`_in_this_process`, but encoded by worker processes, unless the system has no semaphores."""
     before = multiprocessing.active_children()
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _init_worker, (encoder,))
+    try:
+        pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _init_worker, (encoder,))
+    except OSError:  # semaphores are files in /dev/shm, which some containers lack
+        yield from _in_this_process(batches, encoder, bad)
+        return
     try:
         waiting: deque[tuple[int, Future[_Encoded]] | Exception] = deque()
         for batch in chain(batches, [None]):
             if isinstance(batch, list):
-                with _interrupts_blocked():
-                    waiting.append((_rows(batch), pool.submit(_encode_in_worker, batch, bad)))
+                waiting.append((_rows(batch), _submitted(pool, batch, bad)))
             elif batch is not None:
                 waiting.append(batch)
             while waiting and (batch is None or len(waiting) >= BATCHES_PER_PROCESS * processes):
@@ -111,6 +115,15 @@ def _in_workers(batches: _Batches, encoder: Encoder, bad: Bad, processes: int) -
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _submitted(pool: ProcessPoolExecutor, batch: list[Sample], bad: Bad) -> Future[_Encoded]:
+    try:
+        with _interrupts_blocked():
+            return pool.submit(_encode_in_worker, batch, bad)
+    except OSError as error:
+        what = f"a process to encode samples cannot be started ({error.strerror or error})"
+        raise DataError(what, fix="end other processes, or raise the limit on them (ulimit -u)") from error
 
 
 def _rows(batch: list[Sample]) -> int:

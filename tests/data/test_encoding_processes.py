@@ -76,6 +76,29 @@ def test_the_first_source_error_is_reported_from_any_process(monkeypatch: pytest
     assert outcome(3, broken(60, ()), "stop") == alone
 
 
+def test_samples_are_encoded_without_the_semaphores_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These are files in /dev/shm."""
+
+    def refuse(*_: object) -> None:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 500)
+    monkeypatch.setattr(several, "MIN_BATCHES", 2)
+    monkeypatch.setattr(several, "ProcessPoolExecutor", refuse)
+    assert outcome(2, samples(80)) == outcome(1, samples(80))
+
+
+def test_a_process_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 500)
+    monkeypatch.setattr(several, "MIN_BATCHES", 2)
+    monkeypatch.setattr(several.ProcessPoolExecutor, "submit", refuse)
+    told = "a process to encode samples cannot be started (Resource temporarily unavailable); end other processes"
+    assert outcome(2, samples(80))[3].startswith(told)
+
+
 def test_errors_are_the_same_from_a_worker_process() -> None:
     error = SampleError("what", reason="why", where="there", fix="so")
     again = pickle.loads(pickle.dumps(error))
