@@ -1,8 +1,8 @@
 """Check before planning that the disks have room for a run's files.
 
 Counts one checkpoint (float32 masters and two moments of the trained parameters) and the final model, per file system;
-files of an earlier run that will be replaced count as free. Each save checks again, exactly. Not counted: further
-checkpoints, which are skipped with a message if there is no room, and the disk tier.
+files of an earlier run that will be replaced count as free. Each save checks again, exactly. Further checkpoints, which
+are skipped with a message if there is no room, are warned of. Not counted: the disk tier.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ STATE_NBYTES = 12
 
 def refuse_full_disk(config: Config, spec: ModelSpec, taken: Checkpoint | None) -> None:
     """Raise `ConfigError` if there is no room for a checkpoint (if any are to be written) and the model."""
-    written = spec.numel if config.adapter is None else spec.trained_numel
-    needs = [(config.folder, written * (4 if config.output.precision == "fp32" else 2), "the model", "output.folder")]
+    needs = [(config.folder, _model_nbytes(config, spec), "the model", "output.folder")]
     if config.checkpoint.every:
         state = STATE_NBYTES * spec.trained_numel
         needs.insert(0, (config.checkpoints, state, "a checkpoint", "checkpoint.folder or output.folder"))
@@ -42,6 +41,28 @@ def refuse_full_disk(config: Config, spec: ModelSpec, taken: Checkpoint | None) 
             names = " and ".join(name for _, _, name, _ in on_one_disk)
             what = f"has {at_most(free)} free, but about {at_least(needed)} are needed for {names}"
             raise ConfigError(what, where=str(folder), fix=f"free some space, or choose another {key}")
+
+
+def lack_of_checkpoints(config: Config, spec: ModelSpec, steps: int) -> str:
+    """What to warn of if the disk has no room for all checkpoints that a run of `steps` holds at one time, else ""."""
+    how, folder = config.checkpoint, nearest_folder(config.checkpoints)
+    if not how.every:
+        return ""
+    kept = how.keep_last + how.keep_best + (steps // how.keep_every if how.keep_every else 0)
+    held = min(kept + 1, -(-steps // how.every))  # an old one stays until the new one is complete
+    room = available_disk_nbytes(folder) + sum(_nbytes_in(path) for path in checkpoints(config.checkpoints))
+    if folder.stat().st_dev == nearest_folder(config.folder).stat().st_dev:
+        room -= _model_nbytes(config, spec)
+    fits = max(0, room // (STATE_NBYTES * spec.trained_numel))
+    if fits >= held:
+        return ""
+    fix = "free some space" if kept == 1 else "free some space, or keep fewer (checkpoint.keep_last)"
+    return f"{config.checkpoints} has room for {fits} of the {held} checkpoints held at one time; {fix}"
+
+
+def _model_nbytes(config: Config, spec: ModelSpec) -> int:
+    written = spec.numel if config.adapter is None else spec.trained_numel
+    return written * (4 if config.output.precision == "fp32" else 2)
 
 
 def _nbytes_in(folder: Path) -> int:

@@ -17,6 +17,7 @@ from megatrain.train.engine import Engine
 from tests import before_torch_import
 from tests.fake_hub import Hub
 from tests.run.test_training import configuration, train
+from tests.small import small_spec
 
 
 def test_early_checks_import_no_slow_library(tmp_path: Path) -> None:
@@ -143,3 +144,26 @@ def test_a_disk_that_is_too_small_is_refused_before_the_weights_load(
     with pytest.raises(ConfigError, match=r"run: has .* free, but about .* are needed for the model"):
         train(configuration(tmp_path, checkpoint={"every": 0}))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "room", "told"),
+    [
+        ({"every": 1}, 3, ""),
+        ({"every": 1}, 2, "has room for 2 of the 3 checkpoints held at one time; free some space, or keep fewer"),
+        ({"every": 1, "keep_last": 1}, 1, "has room for 1 of the 2 checkpoints held at one time; free some space"),
+        ({"every": 1, "keep_every": 2}, 6, "has room for 6 of the 8 checkpoints"),
+        ({"every": 6}, 2, ""),
+        ({"every": 0}, 0, ""),
+    ],
+)
+def test_a_disk_without_room_for_all_checkpoints_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], room: int, told: str
+) -> None:
+    spec = small_spec()
+    nbytes = room * disk_space.STATE_NBYTES * spec.trained_numel + 4 * spec.numel
+    monkeypatch.setattr(disk_space, "available_disk_nbytes", lambda _: nbytes)
+    said = disk_space.lack_of_checkpoints(configuration(tmp_path, checkpoint=how), spec, 10)
+    assert said.startswith(f"{tmp_path}" if told else "")
+    assert told in said
+    assert bool(said) == bool(told)
