@@ -150,13 +150,18 @@ def render_marked(
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write a tokenizer into a model's folder so that transformers 4 and llama.cpp's converter read it, too.
 
-    transformers 5 writes its new name of the general class, which version 4 does not know (both know the old name), and
-    omits the SentencePiece model, the only file from which llama.cpp converts Gemma's vocabulary.
+    transformers 5 writes new names of the general class and of special tokens without a role, with which version 4
+    fails (both know the old ones), and omits the SentencePiece model, the only file from which llama.cpp converts
+    Gemma's vocabulary.
     """
     tokenizer.save_pretrained(folder)
     described = folder / "tokenizer_config.json"
-    if '"TokenizersBackend"' in (text := described.read_text("utf-8")):
-        described.write_text(text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'), "utf-8")
+    keys = json.loads(described.read_text("utf-8"))
+    if keys.get("tokenizer_class") == "TokenizersBackend":
+        keys["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(keys.get("extra_special_tokens"), list):
+        keys["additional_special_tokens"] = keys.pop("extra_special_tokens")
+    described.write_text(json.dumps(keys, indent=2, ensure_ascii=False) + "\n", "utf-8")
     pieces = Path(str(tokenizer.init_kwargs.get("vocab_file")))
     if pieces.name == SENTENCEPIECE_MODEL and pieces.is_file() and not (folder / SENTENCEPIECE_MODEL).exists():
         shutil.copyfile(pieces, folder / SENTENCEPIECE_MODEL)

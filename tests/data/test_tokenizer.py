@@ -23,6 +23,7 @@ from megatrain.data.tokenizer import (
     end_of_text_id,
     load_tokenizer,
     save_tokenizer,
+    special_tokens,
     tokenizer_identity,
     vocabulary_size,
 )
@@ -85,18 +86,24 @@ def test_a_saved_byte_tokenizer_is_loaded_again_from_any_model_folder(tmp_path: 
 
 
 def test_a_saved_tokenizer_loads_in_transformers_4_and_converters(tmp_path: Path) -> None:
-    """The class has the name that transformers 4 knows, too, and the SentencePiece model is saved."""
+    """Class and special tokens have the names that transformers 4 knows, too, and the SentencePiece model is saved."""
     (tmp_path / "from").mkdir()
     (tmp_path / "from" / "tokenizer.model").write_bytes(b"pieces")
-    word_tokenizer(eos_token="</s>").save_pretrained(tmp_path / "from")
+    tokenizer = word_tokenizer(eos_token="</s>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>", "<|é|>"]})
+    tokenizer.save_pretrained(tmp_path / "from")
     loaded = load_tokenizer(str(tmp_path / "from"))
     assert loaded.init_kwargs["vocab_file"] == str(tmp_path / "from" / "tokenizer.model")
     for _ in range(2):
         save_tokenizer(loaded, tmp_path / "to")
     described = json.loads((tmp_path / "to" / "tokenizer_config.json").read_text())
     assert described["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert described["additional_special_tokens"] == ["<|turn|>", "<|é|>"]
+    assert not isinstance(described.get("extra_special_tokens"), list)
     assert (tmp_path / "to" / "tokenizer.model").read_bytes() == b"pieces"
-    assert tokenizer_identity(load_tokenizer(str(tmp_path / "to"))) == tokenizer_identity(loaded)
+    again = load_tokenizer(str(tmp_path / "to"))
+    assert (tokenizer_identity(again), special_tokens(again)) == (tokenizer_identity(loaded), special_tokens(loaded))
+    assert again.all_special_tokens == loaded.all_special_tokens
 
 
 @given(st.lists(st.text(alphabet="aAbB éunkow<|>/s ")))
