@@ -553,6 +553,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = _refuse(getattr(error, "format_message", error.__str__)())
     except MemoryError:
         code = _refuse("out of memory: the system gave no more; free some, or raise the process's limit")
+    except RuntimeError as error:
+        if str(error) != "can't start new thread":
+            raise
+        code = _refuse("the system starts no more threads; end other processes, or raise their limit (ulimit -u, pids)")
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     sys.exit(code if isinstance(code, int) else 0)

@@ -17,9 +17,9 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from typing import TypeAlias
 
@@ -32,6 +32,9 @@ MIN_BATCHES = 8
 """Batches (about a megabyte of text each) from which on worker processes are used."""
 BATCHES_PER_PROCESS = 2
 """Batches that are submitted ahead, per worker process."""
+
+LOOK_SECONDS = 1.0
+"""Between looks at the pool while a result is waited for."""
 
 _Encoded: TypeAlias = tuple[list[EncodedSample], Statistics]
 _Batches: TypeAlias = Iterable[list[Sample] | Exception]
@@ -104,7 +107,7 @@ def _in_workers(batches: _Batches, encoder: Encoder, bad: Bad, processes: int) -
                 next_one = waiting.popleft()
                 if isinstance(next_one, Exception):
                     raise next_one
-                yield next_one[0], next_one[1].result()
+                yield next_one[0], _result(pool, next_one[1])
     except BrokenProcessPool as error:
         what, fix = "a process that encoded samples was killed", "free some host memory and start again"
         raise DataError(what, fix=fix) from error
@@ -114,16 +117,31 @@ def _in_workers(batches: _Batches, encoder: Encoder, bad: Bad, processes: int) -
                 process.terminate()
         raise
     finally:
-        pool.shutdown(cancel_futures=True)
+        with suppress(RuntimeError):  # it joins its own thread, also where that could not be started
+            pool.shutdown(cancel_futures=True)
 
 
 def _submitted(pool: ProcessPoolExecutor, batch: list[Sample], bad: Bad) -> Future[_Encoded]:
     try:
         with _interrupts_blocked():
             return pool.submit(_encode_in_worker, batch, bad)
-    except OSError as error:
-        what = f"a process to encode samples cannot be started ({error.strerror or error})"
-        raise DataError(what, fix="end other processes, or raise the limit on them (ulimit -u)") from error
+    except (OSError, RuntimeError) as error:  # no process, no thread
+        raise _not_started(str(getattr(error, "strerror", "") or error)) from error
+
+
+def _result(pool: ProcessPoolExecutor, future: Future[_Encoded]) -> _Encoded:
+    """The result, once it is there. Raises `DataError` if the pool's own thread has ended, as Python does not tell: it
+    does if it cannot start another."""
+    manager = getattr(pool, "_executor_manager_thread", None)
+    while not wait([future], LOOK_SECONDS).done:
+        if manager is not None and not manager.is_alive() and not future.done():
+            raise _not_started("no more threads")
+    return future.result()
+
+
+def _not_started(why: str) -> DataError:
+    what = f"a process to encode samples cannot be started ({why})"
+    return DataError(what, fix="end other processes, or raise the limit on them (ulimit -u)")
 
 
 def _rows(batch: list[Sample]) -> int:

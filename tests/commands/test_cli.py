@@ -287,9 +287,11 @@ def test_every_key_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (NonFinite("3 steps in a row\nnot finite", where="step 7"), 2, "error: step 7: 3 steps in a row not finite\n"),
         (KeyboardInterrupt(), 130, ""),
         (MemoryError(), 2, "error: out of memory: the system gave no more; free some, or raise the process's limit\n"),
+        (RuntimeError("can't start new thread"), 2, "error: the system starts no more threads; end other processes, or "
+         "raise their limit (ulimit -u, pids)\n"),
         (None, 0, ""),
     ],
-)
+)  # fmt: skip
 def test_the_exit_code_follows_how_the_run_ended(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

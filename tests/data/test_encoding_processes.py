@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import pickle
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +93,30 @@ def test_a_process_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatc
     def refuse(*_: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
+    def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
     monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 500)
     monkeypatch.setattr(several, "MIN_BATCHES", 2)
-    monkeypatch.setattr(several.ProcessPoolExecutor, "submit", refuse)
     told = "a process to encode samples cannot be started (Resource temporarily unavailable); end other processes"
-    assert outcome(2, samples(80))[3].startswith(told)
+    with monkeypatch.context() as processes:
+        processes.setattr(several.ProcessPoolExecutor, "submit", refuse)
+        assert outcome(2, samples(80))[3].startswith(told)
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    assert outcome(2, samples(80))[3].startswith("a process to encode samples cannot be started (can't start new thre")
+
+
+def test_a_pool_whose_thread_has_died_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dead(ThreadPoolExecutor):
+        def submit(self, *_: Any, **__: Any) -> Any:
+            self._executor_manager_thread = threading.Thread()  # it has not been started, or has ended
+            return Future[Any]()
+
+    monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 500)
+    monkeypatch.setattr(several, "MIN_BATCHES", 2)
+    monkeypatch.setattr(several, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(several, "ProcessPoolExecutor", lambda *_: Dead(1))
+    assert outcome(2, samples(80))[3].startswith("a process to encode samples cannot be started (no more threads)")
 
 
 def test_errors_are_the_same_from_a_worker_process() -> None:
