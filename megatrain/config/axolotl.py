@@ -64,6 +64,8 @@ def read_axolotl(reader: Reader) -> None:
     if not prefers(reader) and reader.found.tree["data"].get("format") != "text":
         reader.put("data.packing", "best_fit" if packs else "grouped", "sample_packing")
     _too_long_of_axolotl(reader)
+    if reader.given.get("shuffle_merged_datasets") is False:
+        reader.leave("shuffle_merged_datasets", "data is shuffled, by train.seed")
     put_sizes(reader, "micro_batch_size", rows_of_a_sample(reader), reader.number("batch_size"))
     put_length(reader, "num_epochs")
     put_streaming(reader)

@@ -154,11 +154,16 @@ def _packing_of_llama_factory(reader: Reader, stage: str) -> None:
     packs, apart = reader.switch("packing"), reader.switch("neat_packing")
     if prefers(reader):
         return
-    if packs or apart:
+    if stage == "pt":
+        if packs or "packing" not in reader.said:
+            reader.account("packing")  # text is cut into sequences here, too
+        else:
+            reader.leave("packing", "texts are cut into full sequences, without gaps between them")
+    elif packs or apart:
         reader.put("data.packing", "best_fit", "packing", "neat_packing")
         if not apart:
             reader.note("packing", "samples that share a sequence do not attend to each other here")
-    elif stage == "sft":
+    else:
         reader.put("data.packing", "grouped", "packing")
 
 
