@@ -120,8 +120,7 @@ def _train(
     if config is None:
         raise ConfigError("CONFIG is missing", where="megatrain train", fix="try configs/quickstart.yaml")
     checked = load_config(config, overrides or ())
-    if find_launch() is None:  # with several ranks only rank 0 looks for an earlier run's files, later
-        _refuse_early(checked)
+    _refuse_early(checked, alone=find_launch() is None)
     if ranks > 1:
         _become_torchrun(ranks, "train", config, *(overrides or ()))
     let_idle_threads_sleep()
@@ -134,16 +133,15 @@ def _train(
     run_training(checked, Console(file=output, highlight=False))
 
 
-def _refuse_early(config: Config) -> None:
-    """Raise the errors that can be found before torch is imported, which takes seconds."""
+def _refuse_early(config: Config, *, alone: bool) -> None:
+    """Raise the errors that can be found before torch is imported, which takes seconds. With several ranks only rank 0
+    looks for an earlier run's files, later."""
     from megatrain.run.early_checks import refuse_mistakes
     from megatrain.run.existing_run import refuse_early
 
     refuse_mistakes(config)
-    refuse_early(config)
-    for name in (config.model.path, config.model.config):
-        if isinstance(name, str) and config.resume is None:
-            _refuse_absent(name)
+    if alone:
+        refuse_early(config)
 
 
 def _become_torchrun(ranks: int, *arguments: str) -> NoReturn:

@@ -41,7 +41,13 @@ from megatrain.data.stream_rows import StreamRows
 from megatrain.data.text_sources import about_tokens, describe_tokens, prepare_tokens
 from megatrain.data.token_files import TokenFile, write_tokens
 from megatrain.data.token_windows import pack, split_windows, unused_tokens
-from megatrain.data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer, vocabulary_size
+from megatrain.data.tokenizer import (
+    Tokenizer,
+    load_tokenizer,
+    refuse_absent_tokenizer,
+    save_tokenizer,
+    vocabulary_size,
+)
 
 __all__ = [
     "Batch",
@@ -82,6 +88,7 @@ __all__ = [
     "prepare_samples",
     "prepare_tokens",
     "read_samples",
+    "refuse_absent_tokenizer",
     "require_source",
     "save_tokenizer",
     "source_called",

@@ -16,7 +16,7 @@ import difflib
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -26,7 +26,7 @@ import numpy.typing as npt
 from megatrain.data.token_files import TokenArray
 from megatrain.errors import DataError, first_line
 from megatrain.system import hub_client
-from megatrain.system.paths import may_be_hub_name, missing, nearest_path, refuse_unreadable_in, usable_path
+from megatrain.system.paths import may_be_hub_name, missing, refuse_unreadable_in, usable_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,6 +35,8 @@ Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
 
 END_OF_TEXT = "<|endoftext|>"
 SENTENCEPIECE_MODEL = "tokenizer.model"
+CACHED = ("tokenizer_config.json", "tokenizer.json", SENTENCEPIECE_MODEL, "config.json")
+"""Files of which the local cache has one if it may have the tokenizer."""
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -45,23 +47,24 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if name == "bytes":
         return _byte_tokenizer()
-    folder = usable_path(name, error=DataError)
-    if folder.is_dir():
+    if (folder := _local_folder(name)) is not None:
         try:
             refuse_unreadable_in(folder)
         except OSError as error:
             fix = "name a complete folder"
             raise DataError(error.strerror or str(error), where=str(error.filename), fix=fix) from error
         return _from_pretrained(str(folder), local=True)
-    if folder.is_file():
-        raise DataError("is a file, not a tokenizer folder", where=name, fix=f"name its folder: {folder.parent}")
-    if folder.exists() or not may_be_hub_name(name):
-        raise missing(folder, DataError)
     try:
         return _from_pretrained(name, local=True)
     except DataError:
         _require_reachable(name)
         return _from_pretrained(name, local=False)
+
+
+def refuse_absent_tokenizer(name: str, known: Iterable[str] = ()) -> None:
+    """Raise `DataError` for a name that `load_tokenizer` would not find, with similar names, also among `known`."""
+    if name != "bytes" and _local_folder(name) is None and not hub_client.is_cached(name, CACHED):
+        _require_reachable(name, known)
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> TokenArray:
@@ -218,6 +221,18 @@ def byte_alphabet() -> list[str]:
     return [chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)]
 
 
+def _local_folder(name: str) -> Path | None:
+    """The folder of that name; `None` for what may be a name on the hub. Raises `DataError` for anything else."""
+    folder = usable_path(name, error=DataError)
+    if folder.is_dir():
+        return folder
+    if folder.is_file():
+        raise DataError("is a file, not a tokenizer folder", where=name, fix=f"name its folder: {folder.parent}")
+    if folder.exists() or not may_be_hub_name(name):
+        raise missing(folder, DataError)
+    return None
+
+
 def _byte_tokenizer() -> Tokenizer:
     import tokenizers
     import transformers
@@ -274,14 +289,14 @@ def _from_pretrained(name: str, *, local: bool) -> Tokenizer:
     return tokenizer
 
 
-def _require_reachable(name: str) -> None:
+def _require_reachable(name: str, known: Iterable[str] = ()) -> None:
     """Ask the hub once whether `name` exists, since `from_pretrained` would retry for most of a minute."""
     try:
         reason = hub_client.look_up_model(name)[1]
     except ValueError as error:  # it cannot be a name on the hub
         reason = first_line(error)
     if reason:
-        nearest = "bytes" if difflib.get_close_matches(name.lower(), ["bytes"]) else nearest_path(Path(name))
-        fix = f"did you mean {nearest}?" if nearest else "name a local tokenizer folder, or `bytes`"
+        nearest = difflib.get_close_matches(name.lower(), ["bytes"]) or hub_client.nearest_names(name, known)
+        fix = f"did you mean {' or '.join(nearest)}?" if nearest else "name a local tokenizer folder, or `bytes`"
         what = "neither a local folder nor in the local cache, and the Hugging Face hub did not provide it"
-        raise DataError(f"{what} ({reason})", where=name, fix=fix)
+        raise DataError(f"{what} ({reason})", where=f"tokenizer {name}", fix=fix)

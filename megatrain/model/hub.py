@@ -13,6 +13,7 @@ from pathlib import Path
 from huggingface_hub import try_to_load_from_cache
 
 from megatrain.errors import ModelError
+from megatrain.model.known_models import known_models
 from megatrain.system import hub_client
 from megatrain.system.paths import (
     read_json,
@@ -60,7 +61,7 @@ def located(source: str | Path, *, where: str, revision: str | None = None) -> s
     path, text = usable_path(source, where="model", error=ModelError), str(source)
     if not path.exists():
         refuse_impossible_model(text, where)
-        hub_client.refuse_absent_model(text, where, revision)
+        hub_client.refuse_absent_model(text, where, revision, known_models())
         return text
     try:
         refuse_special(path)

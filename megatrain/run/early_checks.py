@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from importlib.metadata import version
 
 from megatrain.config import Config, TrainSection
-from megatrain.data import Schema, require_source
+from megatrain.data import Schema, refuse_absent_tokenizer, require_source
 from megatrain.data.sample_formats import Format
 from megatrain.errors import ConfigError, DeviceError, MegaTrainError
 from megatrain.plan import load_hardware
+from megatrain.plan.measured_models import known_names, refuse_absent
 from megatrain.spec.device_name import parse_device
 from megatrain.spec.work import refuse_huge_step
-from megatrain.system.paths import nearest_folder, refuse_impossible_model
+from megatrain.system.paths import nearest_folder
 from megatrain.train.metrics import refuse_missing
 
 
@@ -38,8 +39,8 @@ def keys_named() -> Iterator[None]:
 @keys_named()
 def refuse_mistakes(config: Config) -> None:
     """Raise a `MegaTrainError` for a tracker that is not installed, an unknown or missing device, an unknown machine,
-    too many tokens per step, a folder that is not writable, keys that do not fit the data's format, and a missing model
-    or missing data."""
+    too many tokens per step, a folder that is not writable, keys that do not fit the data's format, and a model,
+    tokenizer or data that is missing."""
     refuse_missing(config.output.trackers)
     parse_device(config.train.device)
     if config.train.hardware is not None:
@@ -49,7 +50,9 @@ def refuse_mistakes(config: Config) -> None:
     _refuse_absent_driver(config.train.device)
     for name in (config.model.path, config.model.config):
         if isinstance(name, str) and config.resume is None:
-            refuse_impossible_model(name, f"model {name}")
+            refuse_absent(name)
+    if config.data.tokenizer is not None:
+        refuse_absent_tokenizer(config.data.tokenizer, known_names())
     schema = schema_of(config)
     for name in (*config.data.sources, *config.data.validation.values()):
         require_source(name, schema, asks_hub=True)

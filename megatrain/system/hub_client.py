@@ -6,12 +6,16 @@ does not answer. So a name is looked up here before a library loads it.
 
 from __future__ import annotations
 
+import difflib
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.errors import ModelError, first_line
+from megatrain.system.paths import usable_path
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -45,21 +49,50 @@ def ask_hub(request: Callable[[HfApi], Any]) -> Any:
     return found[0]
 
 
-def refuse_absent_model(name: str, where: str, revision: str | None = None) -> None:
-    """Raise `ModelError` for a name that is no local path and that neither the local cache nor the Hub has."""
-    from huggingface_hub import try_to_load_from_cache
+def refuse_absent_model(name: str, where: str, revision: str | None = None, known: Iterable[str] = ()) -> None:
+    """Raise `ModelError` for a name that is no local path and that neither the local cache nor the Hub has.
 
-    cached = (try_to_load_from_cache(name, file, revision=revision) for file in ("config.json", "adapter_config.json"))
-    if any(isinstance(path, str) for path in cached):
+    known: names on the Hub of which it suggests similar ones, beside what is on this machine.
+    """
+    if is_cached(name, ("config.json", "adapter_config.json"), revision):
         return
     is_reachable, reason = look_up_model(name)
+    near = nearest_names(name, known) if reason else []
+    similar = f"did you mean {' or '.join(near)}?" if near else ""
     if not is_reachable:
         version = f" at revision {revision}" if revision else ""
         what = f"neither a local folder nor in the local cache{version}, and the Hugging Face hub is unreachable"
         what += f" ({reason})"
-        raise ModelError(what, where=where, fix="give a local Hugging Face folder, or correct the name or the network")
+        fix = similar or "give a local Hugging Face folder, or correct the name or the network"
+        raise ModelError(what, where=where, fix=fix)
     if reason:
-        raise ModelError(reason, where=where, fix="correct the name, or log in with `hf auth login`")
+        raise ModelError(reason, where=where, fix=similar or "correct the name, or log in with `hf auth login`")
+
+
+def is_cached(name: str, files: Iterable[str], revision: str | None = None) -> bool:
+    """Whether the local cache has one of these files of a model on the Hub."""
+    from huggingface_hub import try_to_load_from_cache
+
+    return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files)
+
+
+def nearest_names(name: str, known: Iterable[str] = ()) -> list[str]:
+    """Similar names among files beside `name`, models in the local cache, and `known` names on the Hub."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    path = usable_path(name)
+    near = [str(path.parent / each) for each in difflib.get_close_matches(path.name, names_in(path.parent), 2, 0.7)]
+    cached = [each for each in names_in(HF_HUB_CACHE) if each.startswith("models--")]
+    names = [each.removeprefix("models--").replace("--", "/") for each in cached]
+    return [*near, *difflib.get_close_matches(name, dict.fromkeys([*names, *known]), n=2, cutoff=0.6)]
+
+
+def names_in(folder: str | Path) -> list[str]:
+    """Names in a folder; empty if it does not exist or cannot be listed."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
 
 
 @cache

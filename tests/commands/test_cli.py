@@ -118,7 +118,10 @@ def test_a_typo_in_a_hub_name_is_told_with_the_near_name_before_torch_is_importe
     (tmp_path / "run.yaml").write_text(
         json.dumps({**run, "train": {"steps": 1}, "output": {"folder": "run", "trackers": []}})
     )
-    commands = ["generate qwen/Qwen3-8", "export qwen/Qwen3-8 out", "train run.yaml model.path=qwen/Qwen3-8"]
+    typo = "qwen/Qwen3-8"
+    commands = [f"generate {typo}", f"export {typo} out", f"train run.yaml model.path={typo}"]
+    commands += [f"train run.yaml model.path=null model.config=made.json data.tokenizer={typo}"]
+    (tmp_path / "made.json").write_text(json.dumps({"model_type": "llama"}))
     code = """
 import sys
 from megatrain import cli
@@ -135,15 +138,16 @@ assert "torch" not in sys.modules
         command = [sys.executable, "-c", code, *commands]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
         asked = [each for each in hub.asked if "harness" not in each]
-    why = "hub has no model of this name" if is_reachable else "hub is unreachable"
+    why = "hub has no model of this name" if is_reachable else "Connection refused"
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) == len(commands), done.stderr
     for line in lines:
-        assert line.startswith("error: model qwen/Qwen3-8: ")
+        assert line.startswith((f"error: model {typo}: ", f"error: tokenizer {typo}: "))
         assert why in line
         assert "did you mean Qwen/Qwen3-8B" in line
-    assert asked == ["GET /api/models/qwen/Qwen3-8"] * is_reachable
+    assert lines[-1].startswith("error: tokenizer")
+    assert asked == [f"GET /api/models/{typo}"] * is_reachable
 
 
 def test_the_package_runs_as_a_module() -> None:

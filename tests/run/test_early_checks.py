@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatrain.config import save_config
-from megatrain.errors import ConfigError, DataError, DeviceError
+from megatrain.errors import ConfigError, DataError, DeviceError, ModelError
 from megatrain.run import disk_space, early_checks
 from megatrain.run.early_checks import refuse_mistakes
 from megatrain.run.existing_run import refuse_early
@@ -83,6 +83,19 @@ def test_names_of_no_data_set_on_the_hub_are_refused(tmp_path: Path, hub: Hub) -
         (tmp_path / "dataset_info.json").write_text(json.dumps({"x": {"hf_hub_url": "org/absent"}}))
         with pytest.raises(DataError, match="org/absent: the Hugging Face hub has no data set of this name"):
             refuse_mistakes(configuration(tmp_path, data=data))
+
+
+TYPO = "qwen/Qwen3-8"
+NEAR = r"the Hugging Face hub has no model of this name.*; did you mean Qwen/Qwen3-8B"
+
+
+def test_a_typo_in_a_hub_name_is_told_with_the_near_name_in_python(tmp_path: Path, hub: Hub) -> None:
+    with pytest.raises(ModelError, match=f"^model {TYPO}: {NEAR}"):
+        train(configuration(tmp_path, model={"path": TYPO, "config": None}))
+    with pytest.raises(DataError, match=f"^tokenizer {TYPO}: .*{NEAR}"):
+        train(configuration(tmp_path, data={"tokenizer": TYPO}))
+    with pytest.raises(ModelError, match=f"^model {TYPO}: {NEAR}"):
+        Engine.from_pretrained(TYPO)
 
 
 def test_dataset_info_entries_with_missing_files_are_refused(tmp_path: Path) -> None:
