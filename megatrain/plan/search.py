@@ -103,6 +103,7 @@ class Search:
         """Key of `_correction_key` -> bytes by tier that a replay took beyond the estimate."""
         self._mixtures: dict[Candidate, Mixtures] = {}
         self._uniform_searches: dict[ActivationRows, Search] = {}
+        self._on_device: Search | None = None
         self._placements: dict[tuple[Policy, int, int, int, bool], tuple[Placement, ...]] = {}
         self._resident_sizes: dict[tuple[int, int], int] = {}
         self._resident_excess = 0
@@ -144,7 +145,12 @@ class Search:
         A whole replay decides whether a candidate fits. If that contradicts its estimate, all similar estimates are
         corrected by the difference and the search is repeated, up to `MOST_CORRECTIONS` times.
         """
-        return self._with_and_without_disk(dict(budgets or self.question.budgets()), self._best_plan)
+        within = dict(budgets or self.question.budgets())
+        plans = [self._with_and_without_disk(within, self._best_plan)]
+        if on_device := self._all_on_device(within):
+            found = on_device.best_plan(within)
+            plans += [replace(found, question=self.question)] if found else []
+        return _prefer_fewer_writes([*filter(None, plans)])
 
     def _with_and_without_disk(self, budgets: dict[str, int], find: Callable[[], Found | None]) -> Found | None:
         """The fastest that `find` finds within these budgets. If it began with state on the disk, it also searches
@@ -257,7 +263,10 @@ class Search:
 
     def best_estimate(self, budgets: Mapping[str, int]) -> Estimate | None:
         """The estimate of the fastest candidate within these budgets, or `None` if nothing fits."""
-        return self._with_and_without_disk(dict(budgets), self._best_estimate)
+        found = [self._with_and_without_disk(dict(budgets), self._best_estimate)]
+        if on_device := self._all_on_device(budgets):
+            found += [on_device.best_estimate(budgets)]
+        return min(filter(None, found), key=lambda each: each.seconds, default=None)
 
     def _best_estimate(self) -> Estimate | None:
         candidate = self._best_candidate_and_tier()
@@ -421,9 +430,7 @@ class Search:
         """The estimate of the candidate with the most promising placements or activation plan."""
         found = [self.price(choice, micro_batch)]
         if best_resident := self._best_resident(choice, micro_batch):
-            *some, whole = self._by_resident_layers(*best_resident)
-            found += [each[0] for each in some if each is not None]
-            found += [estimate(self.question, whole[1], micro_batch)] if whole else []
+            found += [each[0] for each in self._by_resident_layers(*best_resident) if each]
         options = self._mixture_options(choice, micro_batch)
         found += [option.mixtures.estimate(option.counts) for option in options[:1]]
         best = min(found, key=lambda each: each.seconds)
@@ -613,9 +620,8 @@ class Search:
         """Replays with state on the device where memory is spare.
 
         They start at the most promising number of resident layers and go on in both directions for as long as that
-        gains. All state on the device is always replayed: then prologue and epilogue are resident too, and an estimate
-        from layers in host memory is too high. If the most promising does not fit, all estimates are corrected by what
-        it took beyond its own, up to `FIT_ATTEMPTS` times.
+        gains. If the most promising does not fit, all estimates are corrected by what it took beyond its own, up to
+        `FIT_ATTEMPTS` times.
         """
         plans: list[Plan] = []
         for _ in range(FIT_ATTEMPTS):
@@ -635,9 +641,6 @@ class Search:
                     if now > best:
                         break
                     best = now
-            whole = estimates[-1]
-            if whole and all(plan.choice != whole[1] for _, plan in tried):
-                plans.append(examine(self.question, whole[1], micro_batch))
             plans += [plan for _, plan in tried]
             if not tried or tried[0][1].taken.fits(self.budgets):
                 break
@@ -645,6 +648,19 @@ class Search:
             self._resident_excess += max(1, plan.nbytes["device"] - estimated.nbytes["device"])
             self._resident_estimates.clear()
         return plans
+
+    def _all_on_device(self, budgets: Mapping[str, int]) -> Search | None:
+        """A search with all state on the device, or `None` if that cannot fit.
+
+        Estimates from layers in host memory are too high for it: prologue and epilogue are on the device, too.
+        """
+        may_hold = self._device_may_hold_state and self._most_layer_parts and "placements" not in self._overrides
+        if not may_hold or self._resident_nbytes(PARTS, 0) >= budgets["device"]:
+            return None
+        if self._on_device is None:
+            overrides = {**self.question.overrides, "placements": resident_placements(self.question.model, PARTS, 0)}
+            self._on_device = Search(replace(self.question, overrides=overrides), sparing=self._sparing)
+        return self._on_device
 
     def _placement_may_gain(self, choice: Choice, micro_batch: int) -> bool:
         """Whether state may be placed on the device, and compute alone does not limit the step."""
