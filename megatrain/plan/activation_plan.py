@@ -6,7 +6,8 @@ pass and back in the backward. A dropped input saves memory and costs compute.
 
 All of these are sums over layers, so a mixture is priced without a replay: each pass takes as long as its busiest
 stream, and whatever the step took beyond that before, it still takes. Every mixture of up to `MOST_KINDS` kinds, in
-sixteenths of the layers, is priced; there are no heuristics. `search` replays the best.
+sixteenths of the layers, is priced with the whole layers that it becomes; there are no heuristics. `search` replays the
+best.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import combinations, product
+from math import ceil, gcd
 from typing import Any, get_args
 
 import numpy as np
@@ -33,6 +35,12 @@ MOST_KINDS = 3
 
 BY_LAYER: tuple[Keep, ...] = ("drop", "graph")
 """Kinds that apply to all micro-batches of a layer."""
+
+BY_ENTRY: tuple[Keep, ...] = (*NOT_OFFLOADED, "chosen", "attention", "input")
+"""The other kinds, in the order in which they are spread."""
+
+MOST_ENTRIES = 4
+"""Entries of a row, each for every so many micro-batches."""
 
 OFFLOADED_OUTPUTS = [KINDS.index(kind) for kind in NOT_OFFLOADED if kind in SAVED_BY]
 """Indices in `KINDS` of the kinds that offload outputs."""
@@ -127,19 +135,22 @@ class Mixtures:
 
     def __init__(self, question: Question, choice: Choice, work: Work, found: Estimate) -> None:
         self._question, self._found = question, found
+        per_round = choice.policy.micro_batches_per_round or ceil(work.micro_batches * work.repeats)
+        self._layers, self._entries = len(question.model.layers), gcd(per_round, MOST_ENTRIES)
+        saves_outputs = question.model.units[1].profile.outputs.chosen_nbytes > 0
         shares = question.hardware.shares_memory
-        self._table = _grid(question.model.units[1].profile.outputs.chosen_nbytes > 0, shares)
+        self._table, self._parts = _grid(saves_outputs, shares, self._layers, self._entries)
         self._price(kind_costs(question, choice, work))
 
     def _price(self, costs: KindCosts) -> None:
         self._costs = costs
         shares = self._question.hardware.shares_memory
-        self.device, self.host, self.seconds = _bytes_and_seconds(costs, self._table / PARTS, self._found, shares)
+        self.device, self.host, self.seconds = _bytes_and_seconds(costs, self._parts, self._found, shares)
 
     def slowed(self, counts: Counts, seconds: float) -> Mixtures:
         """The same with slower offloading, so that the mixture of these counts takes `seconds`. It must offload some
         layers."""
-        spent = float(np.array(counts) / PARTS @ np.array(self._costs.offload))
+        spent = float(self._parts_of(counts)[0] @ np.array(self._costs.offload))
         factor = 1.0 + max(0.0, seconds - self.estimate(counts).seconds) / spent
         other = copy(self)
         other._price(replace(self._costs, offload=tuple(factor * each for each in self._costs.offload)))
@@ -161,12 +172,14 @@ class Mixtures:
 
     def estimate(self, counts: Counts) -> Estimate:
         """The estimate of one mixture."""
-        shares = self._question.hardware.shares_memory
-        return _estimate(self._costs, np.array([counts]) / PARTS, self._found, shares)
+        return _estimate(self._costs, self._parts_of(counts), self._found, self._question.hardware.shares_memory)
 
-    def estimate_rows(self, rows: ActivationRows) -> Estimate:
-        """The estimate of rows, which have whole layers instead of sixteenths."""
-        return _estimate(self._costs, _shares(rows), self._found, self._question.hardware.shares_memory)
+    def rows(self, counts: Counts) -> ActivationRows:
+        """`activations_by_layer` of one mixture."""
+        return rows_of(counts, self._layers, self._entries)
+
+    def _parts_of(self, counts: Counts) -> Any:
+        return _whole_parts(np.array([counts]), self._layers, self._entries)
 
 
 def offloads_outputs(counts: Counts) -> bool:
@@ -249,10 +262,11 @@ def _pass_seconds(busy: Mapping[str, float], added: Mapping[str, Any], shares: b
     return longest
 
 
-@lru_cache(maxsize=4)
-def _grid(saves_outputs: bool, shares: bool) -> Any:
-    """All mixtures, int[mixtures, kinds] in sixteenths. saves_outputs: whether layers have outputs to save; shares:
-    whether the device shares memory, so that nothing is offloaded."""
+@lru_cache(maxsize=16)
+def _grid(saves_outputs: bool, shares: bool, layers: int, entries: int) -> tuple[Any, Any]:
+    """All mixtures that differ in rows of so many layers and entries, int[mixtures, kinds] in sixteenths, and their
+    `_whole_parts`. saves_outputs: whether layers have outputs to save; shares: whether the device shares memory, so
+    that nothing is offloaded."""
     absent = {*(() if saves_outputs else SAVED_BY), *(NOT_OFFLOADED if shares else ())}
     usable = [place for place, kind in enumerate(KINDS) if kind not in absent]
     rows: list[list[int]] = []
@@ -264,7 +278,27 @@ def _grid(saves_outputs: bool, shares: bool) -> Any:
                     counts[place] = stop - start
                 if counts[KINDS.index("drop")] <= MOST_DROPPED:
                     rows.append(counts)
-    return np.array(rows)
+    table = np.array(rows)
+    _, distinct = np.unique(parts := _whole_parts(table, layers, entries), axis=0, return_index=True)
+    distinct.sort()
+    return table[distinct], parts[distinct]
+
+
+def _whole_parts(counts: Any, layers: int, entries: int) -> Any:
+    """float[mixtures, kinds]: the share of each kind in the rows that `rows_of` makes of counts."""
+    cells = np.zeros(counts.shape)
+    by_layer, by_entry = ([KINDS.index(kind) for kind in kinds] for kinds in (BY_LAYER, BY_ENTRY))
+    cells[:, by_layer] = entries * _spread_counts(counts[:, by_layer], layers, PARTS)
+    total, rest = layers * entries, PARTS - counts[:, by_layer].sum(axis=1)
+    free = total - cells.sum(axis=1)
+    cells[:, by_entry] = _spread_counts(counts[:, by_entry], free[:, None], np.maximum(1, rest)[:, None])
+    return cells / total
+
+
+def _spread_counts(counts: Any, places: Any, parts: Any) -> Any:
+    """Places of each kind, as `_spread_kinds` takes them: int or float[mixtures, kinds]."""
+    ends = np.cumsum(counts, axis=1)
+    return -(-ends * places // parts) + (-(ends - counts) * places // parts)
 
 
 def rows_of(counts: Counts, layers: int, entries: int = 1) -> ActivationRows:
@@ -277,7 +311,7 @@ def rows_of(counts: Counts, layers: int, entries: int = 1) -> ActivationRows:
     by_layer = _spread_kinds({kind: counts[KINDS.index(kind)] for kind in BY_LAYER}, every, PARTS)
     rest = PARTS - sum(counts[KINDS.index(kind)] for kind in BY_LAYER)
     cells = [(layer, entry) for layer in every if layer not in by_layer for entry in range(entries)]
-    each = {kind: counts[KINDS.index(kind)] for kind in (*NOT_OFFLOADED, "chosen", "attention", "input")}
+    each = {kind: counts[KINDS.index(kind)] for kind in BY_ENTRY}
     by_cell = _spread_kinds(each, cells, rest)
     return tuple(tuple(by_layer.get(layer) or by_cell[layer, entry] for entry in range(entries)) for layer in every)
 

@@ -16,16 +16,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
-from math import ceil, gcd, inf, isqrt, lcm, log2
+from math import ceil, inf, isqrt, lcm, log2
 
 from megatrain.plan.activation_plan import (
-    ActivationRows,
     Counts,
     MixtureOption,
     estimate_rows,
     offloads_outputs,
     round_count,
-    rows_of,
 )
 from megatrain.plan.cost import DRAM, contention, op_seconds, placement_seconds, unit_cost_key
 from megatrain.plan.placement import ON_DEVICE, state_numerics, state_policy
@@ -94,7 +92,7 @@ def fitted(question: Question, budgets: Mapping[str, int], option: MixtureOption
     counts, tried = option.counts, set[Counts]()
     while counts not in tried and len(tried) < FIT_ATTEMPTS:
         tried.add(counts)
-        mixture = option.choice.change(activations_by_layer=mixture_rows(question, option, counts))
+        mixture = option.choice.change(activations_by_layer=mixtures.rows(counts))
         if not mixture.policy.offloads and "offload_slots" not in question.overrides:
             mixture = mixture.change(offload_slots=DEFAULTS.offload_slots)
         plans.append(examine(question, mixture, option.micro_batch))
@@ -106,14 +104,6 @@ def fitted(question: Question, budgets: Mapping[str, int], option: MixtureOption
         for seconds, better in mixtures.best(left, 1, outputs_stay=not option.offloads_outputs):
             counts = better if not fits or seconds < WORTH_A_REPLAY * estimated.seconds else counts
     return plans
-
-
-def mixture_rows(question: Question, option: MixtureOption, counts: Counts) -> ActivationRows:
-    """`activations_by_layer` of a mixture. The entries of a row are a divisor of the micro-batches, so that repeated
-    rows keep its shares."""
-    count = len(cut(question, option.micro_batch).tokens)
-    entries = gcd(option.choice.policy.micro_batches_per_round or count, MOST_MICRO_BATCHES)
-    return rows_of(counts, len(question.model.layers), entries)
 
 
 def _build(model: ModelSpec, choice: Choice, work: Work) -> tuple[Schedule, dict[str, int]]:

@@ -23,7 +23,7 @@ from megatrain.errors import DoesNotFit
 from megatrain.formatting import amount, at_least
 from megatrain.plan.activation_plan import ActivationRows, MixtureOption, Mixtures
 from megatrain.plan.advice import changes, each_of, provide
-from megatrain.plan.estimates import coarse, estimate, examine, fitted, gc_paused, mixture_rows, sizes, with_placements
+from megatrain.plan.estimates import coarse, estimate, examine, fitted, gc_paused, sizes, with_placements
 from megatrain.plan.placement import (
     PARTS,
     SpillTargets,
@@ -486,7 +486,7 @@ class Search:
         choice, size = option.choice, option.micro_batch
         if "placements" in self._overrides or all(each.weights != "file" for each in choice.policy.placements):
             return option
-        taken = option.mixtures.estimate_rows(mixture_rows(self.question, option, option.counts))
+        taken = option.mixtures.estimate(option.counts)
         if (left := self.budgets["host"] - taken.nbytes["host"]) <= 0:
             return option
         state = state_numerics(choice.numerics), state_policy(choice.policy)

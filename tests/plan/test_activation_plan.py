@@ -79,6 +79,23 @@ def test_activation_rows_match_layer_counts(layers: int, entries: int, kinds: tu
         assert kind not in BY_LAYER or {0, entries}.issuperset(found), "all micro-batches or none"
 
 
+@pytest.mark.parametrize("layers", [2, 5, 16, 36])
+@pytest.mark.parametrize("sequences", [4, 16])
+def test_mixtures_are_priced_with_whole_layers(layers: int, sequences: int) -> None:
+    asked = replace(mixtures(MACHINE)[0], model=llama_shape("llama", layers, 64, vocabulary=512))
+    asked = replace(asked, tokens_per_step=sequences * asked.length)
+    choice = Choice(Numerics(), Policy())
+    found = Mixtures(asked, choice, coarse(asked, 4), estimate(asked, choice, 4))
+    every = [counts for _, counts in found.best({}, 10**6)]
+    assert len({found.rows(counts) for counts in every}) == len(every)
+    for counts in every[:: -(-len(every) // 200)]:
+        rows = found.rows(counts)
+        assert rows == rows_of(counts, layers, sequences // 4)
+        by_rows = estimate(asked, choice.change(activations_by_layer=rows), 4)
+        assert found.estimate(counts).seconds == pytest.approx(by_rows.seconds)
+        assert found.estimate(counts).nbytes == by_rows.nbytes
+
+
 def test_nothing_is_offloaded_on_shared_memory_devices() -> None:
     _, found = mixtures(replace(MACHINE, shares_memory=True))
     away = [KINDS.index(kind) for kind in NOT_OFFLOADED]
