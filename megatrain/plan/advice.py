@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatrain.formatting import at_least
+from megatrain.errors import DoesNotFit
+from megatrain.formatting import amount, at_least
 from megatrain.plan.estimates import memory_table
-from megatrain.plan.question import Question, usable_nbytes
+from megatrain.plan.question import Plan, Question, usable_nbytes
 from megatrain.plan.ranks import FIXED, limits_of_machine
 from megatrain.spec import ModelSpec, Numerics, Policy, Work
 
@@ -49,6 +50,22 @@ def changes(question: Question) -> Iterator[tuple[str, Question]]:
         yield "no clipping (max_grad_norm=null)", unclipped
         for tokens in fewer:
             yield f"{tokens:,} tokens per step without clipping", replace(unclipped, tokens_per_step=tokens)
+
+
+def refusal(least: Plan, fix: str) -> DoesNotFit:
+    """The error of a question of which not even the `least` plan fits. It names the tier that is short, by how many
+    bytes. fix: what would fit, in words."""
+    question = least.question
+    tier = max(short := least.taken.short(question.budgets()), key=lambda name: short[name])
+    saves = f" ({amount(least.save_nbytes)} of it for checkpoints)" if tier == "host" and least.save_nbytes else ""
+    disk = ", even with state on the disk" if tier == "host" and least.nbytes["disk"] else ""
+    return DoesNotFit(
+        f"needs at least {at_least(least.nbytes[tier])} of {tier} memory{saves}{disk}, "
+        f"{at_least(short[tier])} more than {question.limit(tier)}",
+        where=f"plan for {question.model.name} on {question.hardware.name}{each_of(question)}",
+        fix=fix,
+        needed=least.nbytes,
+    )
 
 
 def each_of(question: Question) -> str:

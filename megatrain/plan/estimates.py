@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -28,7 +28,7 @@ from megatrain.plan.activation_plan import (
 from megatrain.plan.cost import DRAM, contention, op_seconds, placement_seconds, unit_cost_key
 from megatrain.plan.placement import ON_DEVICE, state_numerics, state_policy
 from megatrain.plan.question import Choice, CostKey, Estimate, Plan, Question
-from megatrain.plan.search_space import FIT_ATTEMPTS, SLOW_OFFLOAD, WORTH_A_REPLAY
+from megatrain.plan.search_space import FIT_ATTEMPTS, SLOW_OFFLOAD, WORTH_A_MIXTURE
 from megatrain.schedule import Schedule, Timeline, build_step, nbytes_by_use, replay
 from megatrain.schedule.build import with_loss_chunks
 from megatrain.schedule.passes.state_buffers import Pending, save_nbytes, state_nbytes
@@ -102,7 +102,7 @@ def fitted(question: Question, budgets: Mapping[str, int], option: MixtureOption
             estimated = mixtures.estimate(counts)
         left = {tier: budget - plans[-1].nbytes[tier] + estimated.nbytes[tier] for tier, budget in budgets.items()}
         for seconds, better in mixtures.best(left, 1, outputs_stay=not option.offloads_outputs):
-            counts = better if not fits or seconds < WORTH_A_REPLAY * estimated.seconds else counts
+            counts = better if not fits or seconds < WORTH_A_MIXTURE * estimated.seconds else counts
     return plans
 
 
@@ -206,6 +206,15 @@ def seconds_on(plan: Plan, question: Question) -> float:
 def estimate(question: Question, choice: Choice, micro_batch: int) -> Estimate:
     """What `examine` would find, extrapolated from shallow versions of the model."""
     return _estimate(question.cost_key, _without_unused_slots(choice), micro_batch)
+
+
+def correction_key(choice: Choice, micro_batch: int) -> Hashable:
+    """What the error of an estimate, made from few layers and micro-batches, mostly depends on."""
+    return (
+        micro_batch,
+        choice.policy.micro_batches_per_round,
+        (choice.policy.activations, *choice.policy.activations_by_layer),
+    )
 
 
 def _without_unused_slots(choice: Choice) -> Choice:

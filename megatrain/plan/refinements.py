@@ -17,12 +17,14 @@ from megatrain.plan.cost import duplex_bandwidths, host_dram_bandwidth, optimize
 from megatrain.plan.estimates import estimate, examine, seconds_on
 from megatrain.plan.question import Candidate, Choice, Estimate, Plan, Question
 from megatrain.plan.search_space import (
+    FEWER_WRITES,
     FIT_ATTEMPTS,
     MIN_SHARD_NBYTES,
     READ_AHEAD_DIVISORS,
     READ_AHEAD_SHARDS,
     SHARD_COUNTS,
     SHARD_REPLAYS,
+    SLOWER_FOR_FEWER_WRITES,
     STREAMED_FACTORS,
     WORTH_A_READ_AHEAD,
     WORTH_A_REPLAY,
@@ -35,6 +37,19 @@ from megatrain.schedule.passes.pinned_staging import pinned_nbytes
 from megatrain.schedule.passes.state_buffers import MOMENTS_NBYTES
 from megatrain.spec import IN_HOST, ModelSpec, Numerics, Policy, Work
 from megatrain.spec.layout import layout_of
+
+# Fewer writes ---------------------------------------------------------------------------------------------------------
+
+
+def preferred(plans: list[Plan]) -> Plan | None:
+    """The fastest plan, or one that is nearly as fast and writes much less to the disk, to save its endurance."""
+    fastest = min(plans, key=lambda plan: float(f"{plan.seconds:.4g}"), default=None)
+    if fastest is None:
+        return None
+    most = SLOWER_FOR_FEWER_WRITES * fastest.seconds, FEWER_WRITES * fastest.written_nbytes
+    gentle = [plan for plan in plans if plan.seconds <= most[0] and plan.written_nbytes < most[1]]
+    return min(gentle, key=lambda plan: plan.written_nbytes, default=fastest)
+
 
 # One slot with a read-ahead -------------------------------------------------------------------------------------------
 #

@@ -20,10 +20,18 @@ from math import inf
 from typing import Any, TypeVar
 
 from megatrain.errors import DoesNotFit
-from megatrain.formatting import amount, at_least
-from megatrain.plan.activation_plan import ActivationRows, MixtureOption, Mixtures
-from megatrain.plan.advice import changes, each_of, provide
-from megatrain.plan.estimates import coarse, estimate, examine, fitted, gc_paused, sizes, with_placements
+from megatrain.plan.activation_plan import MixtureOption, Mixtures
+from megatrain.plan.advice import changes, provide, refusal
+from megatrain.plan.estimates import (
+    coarse,
+    correction_key,
+    estimate,
+    examine,
+    fitted,
+    gc_paused,
+    sizes,
+    with_placements,
+)
 from megatrain.plan.placement import (
     PARTS,
     SpillTargets,
@@ -39,6 +47,7 @@ from megatrain.plan.question import Candidate, Choice, Estimate, Plan, Question
 from megatrain.plan.ranks import by_delivery
 from megatrain.plan.refinements import (
     only_with_read_ahead,
+    preferred,
     streaming_updates,
     waiting_for_shards,
     with_leanest_read_ahead,
@@ -49,7 +58,6 @@ from megatrain.plan.search_space import (
     ATTENTION,
     COMPUTE_BOUND,
     DISK_STAGING_SLOTS,
-    FEWER_WRITES,
     FIT_ATTEMPTS,
     INPUT,
     KNOBS,
@@ -100,10 +108,9 @@ class Search:
         """With all state in host memory."""
         self._placed_estimates: dict[Candidate, Estimate] = {}
         self._estimate_corrections: dict[Hashable, dict[str, int]] = {}
-        """Key of `_correction_key` -> bytes by tier that a replay took beyond the estimate."""
+        """Key of `correction_key` -> bytes by tier that a replay took beyond the estimate."""
         self._mixtures: dict[Candidate, Mixtures] = {}
-        self._uniform_searches: dict[ActivationRows, Search] = {}
-        self._on_device: Search | None = None
+        self._narrower: dict[Hashable, Search] = {}
         self._placements: dict[tuple[Policy, int, int, int, bool], tuple[Placement, ...]] = {}
         self._resident_sizes: dict[tuple[int, int], int] = {}
         self._resident_excess = 0
@@ -145,12 +152,7 @@ class Search:
         A whole replay decides whether a candidate fits. If that contradicts its estimate, all similar estimates are
         corrected by the difference and the search is repeated, up to `MOST_CORRECTIONS` times.
         """
-        within = dict(budgets or self.question.budgets())
-        plans = [self._with_and_without_disk(within, self._best_plan)]
-        if on_device := self._all_on_device(within):
-            found = on_device.best_plan(within)
-            plans += [replace(found, question=self.question)] if found else []
-        return _prefer_fewer_writes([*filter(None, plans)])
+        return self._with_and_without_disk(dict(budgets or self.question.budgets()), self._best_plan)
 
     def _with_and_without_disk(self, budgets: dict[str, int], find: Callable[[], Found | None]) -> Found | None:
         """The fastest that `find` finds within these budgets. If it began with state on the disk, it also searches
@@ -171,19 +173,24 @@ class Search:
             found = self._best_candidate_and_tier()
             candidate = found or self.leanest()
             plans = self._replays(self.placed_candidates(*candidate))
-            usual = min(plan.seconds for plan in plans)
+            on_device = self._all_on_device(
+                *candidate, min((each.seconds for each in self._fitting(plans)), default=inf)
+            )
+            fitting += filter(None, [on_device and on_device.best_plan(self.budgets)])
+            usual = min(plan.seconds for plan in [*fitting, *plans])
             plans += [*self._resident_plans(*candidate), *self._mixture_plans(*candidate, usual)] if found else []
-            plans += self._uniform_plans(plans) if found else []
+            plans += self._uniform_plans([*fitting, *plans]) if found else []
             now = self._fitting(plans)
             fitting += now
             if bool(now) == bool(found):  # the replay agrees with the estimate
                 break
             self._correct_estimates(candidate, plans[0])
-        return _prefer_fewer_writes(fitting)
+        best = preferred(fitting)
+        return best and replace(best, question=self.question)  # some are of searches with further overrides
 
     def _replays(self, candidates: Iterable[Candidate], known: Iterable[Plan] = ()) -> list[Plan]:
         """Replays of these candidates, without those whose busiest stream alone takes longer than what
-        `_prefer_fewer_writes` would take instead: the fastest that fits, of these and the `known` plans."""
+        `preferred` would take instead: the fastest that fits, of these and the `known` plans."""
         plans: list[Plan] = []
         fastest = min((plan.seconds for plan in self._fitting(known)), default=inf)
         for each in candidates:
@@ -263,14 +270,11 @@ class Search:
 
     def best_estimate(self, budgets: Mapping[str, int]) -> Estimate | None:
         """The estimate of the fastest candidate within these budgets, or `None` if nothing fits."""
-        found = [self._with_and_without_disk(dict(budgets), self._best_estimate)]
-        if on_device := self._all_on_device(budgets):
-            found += [on_device.best_estimate(budgets)]
-        return min(filter(None, found), key=lambda each: each.seconds, default=None)
+        return self._with_and_without_disk(dict(budgets), self._best_estimate)
 
     def _best_estimate(self) -> Estimate | None:
         candidate = self._best_candidate_and_tier()
-        return None if candidate is None else self._full_estimate(*candidate)
+        return self._full_estimate(*candidate) if candidate else None
 
     @cached_property
     def leanest_plans(self) -> tuple[Plan, Plan]:
@@ -284,16 +288,8 @@ class Search:
         """The error that names the tier that is short, by how many bytes, and the nearest change that would fit."""
         slots, _ = self.leanest_plans
         least = min(self.leanest_plans, key=lambda each: max(each.taken.short(self.budgets).values()))
-        tier = max(short := least.taken.short(self.budgets), key=lambda name: short[name])
-        saves = f" ({amount(least.save_nbytes)} of it for checkpoints)" if tier == "host" and least.save_nbytes else ""
-        disk = ", even with state on the disk" if tier == "host" and least.nbytes["disk"] else ""
-        return DoesNotFit(
-            f"needs at least {at_least(least.nbytes[tier])} of {tier} memory{saves}{disk}, "
-            f"{at_least(short[tier])} more than {self.question.limit(tier)}",
-            where=f"plan for {self.question.model.name} on {self.question.hardware.name}{each_of(self.question)}",
-            fix=self._nearest_change(least.taken, slots.nbytes.get("device", 0) - least.nbytes.get("device", 0)),
-            needed=least.nbytes,
-        )
+        freed = slots.nbytes.get("device", 0) - least.nbytes.get("device", 0)
+        return refusal(least, self._nearest_change(least.taken, freed))
 
     def _nearest_change(self, least: Estimate, freed: int) -> str:
         """The first change of the question that makes it fit, least painful first, in words.
@@ -414,13 +410,13 @@ class Search:
         if key not in self._host_estimates:
             self._host_estimates[key] = estimate(self.question, choice, micro_batch)
         found = self._host_estimates[key]
-        more = self._estimate_corrections.get(_correction_key(choice, micro_batch))
+        more = self._estimate_corrections.get(correction_key(choice, micro_batch))
         return replace(found, nbytes={tier: n + more[tier] for tier, n in found.nbytes.items()}) if more else found
 
     def _correct_estimates(self, candidate: Candidate, plan: Plan) -> None:
         """Correct the bytes of all similar candidates by what this one took when it was replayed whole."""
         off = {tier: plan.nbytes[tier] - nbytes for tier, nbytes in self.price(*candidate).nbytes.items()}
-        key = _correction_key(*candidate)
+        key = correction_key(*candidate)
         before: Mapping[str, int] = self._estimate_corrections.get(key, {})
         self._estimate_corrections[key] = {tier: nbytes + before.get(tier, 0) for tier, nbytes in off.items()}
         for known in (self._prices, self._placed_estimates, self._mixtures, self._resident_estimates):
@@ -429,6 +425,8 @@ class Search:
     def _full_estimate(self, choice: Choice, micro_batch: int) -> Estimate:
         """The estimate of the candidate with the most promising placements or activation plan."""
         found = [self.price(choice, micro_batch)]
+        if on_device := self._all_on_device(choice, micro_batch, found[0].seconds):
+            found += filter(None, [on_device.best_estimate(self.budgets)])
         if best_resident := self._best_resident(choice, micro_batch):
             found += [each[0] for each in self._by_resident_layers(*best_resident) if each]
         options = self._mixture_options(choice, micro_batch)
@@ -467,9 +465,7 @@ class Search:
             is_placed = (base, size) in self._placed_estimates
             found = self._placed_estimates[base, size] if is_placed else self.price(base, size)
             placed = base if is_placed else self._place(base, self._host_estimate(base, size))
-            if (placed, size) not in self._mixtures:
-                self._mixtures[placed, size] = Mixtures(self.question, placed, coarse(self.question, size), found)
-            mixtures = self._mixtures[placed, size]
+            mixtures = self._mixtures_of(placed, size, found)
             best = [*mixtures.best(self.budgets, 1), *mixtures.best(self.budgets, 1, outputs_stay=True)]
             there = [MixtureOption(each, size, of, mixtures, placed) for each, of in dict.fromkeys(best)]
             options += [self._with_host_filled(each) for each in there]
@@ -479,6 +475,12 @@ class Search:
             choice = each.choice.change(placements=())
             distinct.setdefault((f"{each.seconds:.4g}", each.micro_batch, each.counts, choice), each)
         return list(distinct.values())
+
+    def _mixtures_of(self, placed: Choice, micro_batch: int, found: Estimate) -> Mixtures:
+        key = placed, micro_batch
+        if key not in self._mixtures:
+            self._mixtures[key] = Mixtures(self.question, placed, coarse(self.question, micro_batch), found)
+        return self._mixtures[key]
 
     def _with_host_filled(self, option: MixtureOption) -> MixtureOption:
         """The mixture with weights brought back from files into the host memory that it leaves, if that is faster. For
@@ -494,11 +496,8 @@ class Search:
         placed = choice.change(placements=with_less_on_disk(self.question.model, *state, left, **asked).placements)
         if placed == choice:
             return option
-        if (placed, size) not in self._mixtures:
-            base = self._host_estimate(choice.change(placements=()), size)
-            found = with_placements(self.question, placed, size, base)
-            self._mixtures[placed, size] = Mixtures(self.question, placed, coarse(self.question, size), found)
-        mixtures = self._mixtures[placed, size]
+        base = self._host_estimate(choice.change(placements=()), size)
+        mixtures = self._mixtures_of(placed, size, with_placements(self.question, placed, size, base))
         filled = MixtureOption(mixtures.estimate(option.counts).seconds, size, option.counts, mixtures, placed)
         return min(option, filled, key=lambda each: each.seconds)
 
@@ -565,9 +564,8 @@ class Search:
             fields: dict[str, Any] = {"activations_by_layer": rows}
             if rows == INPUT:  # the same as this, of which estimates are cached
                 fields = {"activations": "recompute", "activations_by_layer": ()}
-            overrides = {"micro_batches_per_round": 0, **self.question.overrides, **fields}
-            search = self._uniform_searches.setdefault(rows, Search(replace(self.question, overrides=overrides)))
-            search.set_budgets(self.budgets, files=self._files)
+            usual = {} if "micro_batches_per_round" in self._overrides else {"micro_batches_per_round": 0}
+            search = self._with_overrides(**usual, **fields)
             if found := search.best_candidate():
                 yield search, found
 
@@ -649,18 +647,31 @@ class Search:
             self._resident_estimates.clear()
         return plans
 
-    def _all_on_device(self, budgets: Mapping[str, int]) -> Search | None:
-        """A search with all state on the device, or `None` if that cannot fit.
+    def _all_on_device(self, choice: Choice, micro_batch: int, seconds: float) -> Search | None:
+        """A search with all state on the device, or `None` if that cannot fit, or hardly be faster than the candidate,
+        which takes so many seconds: it has as much to compute, and the updates, with less memory for activations.
 
-        Estimates from layers in host memory are too high for it: prologue and epilogue are on the device, too.
+        Estimates from layers in host memory are too high for it: prologue and epilogue are on the device, too. Its
+        weight slots are not used, and shards make hardly a difference.
         """
         may_hold = self._device_may_hold_state and self._most_layer_parts and "placements" not in self._overrides
-        if not may_hold or self._resident_nbytes(PARTS, 0) >= budgets["device"]:
+        if not may_hold or self._resident_nbytes(PARTS, 0) >= self.budgets["device"]:
             return None
-        if self._on_device is None:
-            overrides = {**self.question.overrides, "placements": resident_placements(self.question.model, PARTS, 0)}
-            self._on_device = Search(replace(self.question, overrides=overrides), sparing=self._sparing)
-        return self._on_device
+        placed = choice.change(placements=resident_placements(self.question.model, PARTS, 0))
+        found = with_placements(self.question, placed, micro_batch, self._host_estimate(choice, micro_batch))
+        if found.busy["compute"] >= WORTH_A_CLIMB * seconds:
+            return None
+        fixed = {name: self._start.get(name) for name in ("weight_slots", "shard_nbytes")}
+        return self._with_overrides(**fixed, placements=placed.policy.placements)
+
+    def _with_overrides(self, **fields: Any) -> Search:
+        """A search with further overrides, within the same budgets. Kept, with its estimates."""
+        key = tuple(fields.items())
+        if key not in self._narrower:
+            question = replace(self.question, overrides={**self.question.overrides, **fields})
+            self._narrower[key] = Search(question, sparing=self._sparing)
+        self._narrower[key].set_budgets(self.budgets, files=self._files)
+        return self._narrower[key]
 
     def _placement_may_gain(self, choice: Choice, micro_batch: int) -> bool:
         """Whether state may be placed on the device, and compute alone does not limit the step."""
@@ -748,25 +759,6 @@ class Search:
 
 def _rounded(seconds: float) -> float:
     return float(f"{seconds:.4g}")
-
-
-def _prefer_fewer_writes(plans: list[Plan]) -> Plan | None:
-    """The fastest plan, or one that is nearly as fast and writes much less to the disk, to save its endurance."""
-    fastest = min(plans, key=lambda plan: _rounded(plan.seconds), default=None)
-    if fastest is None:
-        return None
-    most = SLOWER_FOR_FEWER_WRITES * fastest.seconds, FEWER_WRITES * fastest.written_nbytes
-    gentle = [plan for plan in plans if plan.seconds <= most[0] and plan.written_nbytes < most[1]]
-    return min(gentle, key=lambda plan: plan.written_nbytes, default=fastest)
-
-
-def _correction_key(choice: Choice, micro_batch: int) -> Hashable:
-    """What the error of an estimate, made from few layers and micro-batches, mostly depends on."""
-    return (
-        micro_batch,
-        choice.policy.micro_batches_per_round,
-        (choice.policy.activations, *choice.policy.activations_by_layer),
-    )
 
 
 def find_plan(question: Question) -> Plan:

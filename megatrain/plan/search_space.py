@@ -95,6 +95,10 @@ NEARLY_AS_FAST = 1.02
 COMPUTE_BOUND = 0.97
 """If compute is busy for at least this share of the step, the step counts as limited by compute."""
 
+WORTH_A_MIXTURE = 0.9995
+"""Estimate of a mixture, relative to that of the one before, whose replay has corrected both: else it is not
+replayed. Replays gain more than that, since estimates leave out how long streams wait for each other."""
+
 SLOW_OFFLOAD = 1.01
 """Replay of a mixture over its estimate from which offloading is assumed to be slower than estimated."""
 
