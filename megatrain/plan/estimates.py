@@ -208,7 +208,7 @@ def estimate(question: Question, choice: Choice, micro_batch: int) -> Estimate:
     return _estimate(question.cost_key, _without_unused_slots(choice), micro_batch)
 
 
-def correction_key(choice: Choice, micro_batch: int) -> Hashable:
+def error_key(choice: Choice, micro_batch: int) -> Hashable:
     """What the error of an estimate, made from few layers and micro-batches, mostly depends on."""
     return (
         micro_batch,

@@ -22,16 +22,7 @@ from typing import Any, TypeVar
 from megatrain.errors import DoesNotFit
 from megatrain.plan.activation_plan import MixtureOption, Mixtures
 from megatrain.plan.advice import changes, provide, refusal
-from megatrain.plan.estimates import (
-    coarse,
-    correction_key,
-    estimate,
-    examine,
-    fitted,
-    gc_paused,
-    sizes,
-    with_placements,
-)
+from megatrain.plan.estimates import coarse, error_key, estimate, examine, fitted, gc_paused, sizes, with_placements
 from megatrain.plan.placement import (
     PARTS,
     SpillTargets,
@@ -108,7 +99,7 @@ class Search:
         """With all state in host memory."""
         self._placed_estimates: dict[Candidate, Estimate] = {}
         self._estimate_corrections: dict[Hashable, dict[str, int]] = {}
-        """Key of `correction_key` -> bytes by tier that a replay took beyond the estimate."""
+        """Key of `error_key` -> bytes by tier that a replay took beyond the estimate."""
         self._mixtures: dict[Candidate, Mixtures] = {}
         self._narrower: dict[Hashable, Search] = {}
         self._placements: dict[tuple[Policy, int, int, int, bool], tuple[Placement, ...]] = {}
@@ -173,10 +164,9 @@ class Search:
             found = self._best_candidate_and_tier()
             candidate = found or self.leanest()
             plans = self._replays(self.placed_candidates(*candidate))
-            on_device = self._all_on_device(
-                *candidate, min((each.seconds for each in self._fitting(plans)), default=inf)
-            )
-            fitting += filter(None, [on_device and on_device.best_plan(self.budgets)])
+            fastest = min((plan.seconds for plan in self._fitting(plans)), default=inf)
+            if on_device := self._all_on_device(*candidate, fastest):
+                fitting += filter(None, [on_device.best_plan(self.budgets)])
             usual = min(plan.seconds for plan in [*fitting, *plans])
             plans += [*self._resident_plans(*candidate), *self._mixture_plans(*candidate, usual)] if found else []
             plans += self._uniform_plans([*fitting, *plans]) if found else []
@@ -410,13 +400,13 @@ class Search:
         if key not in self._host_estimates:
             self._host_estimates[key] = estimate(self.question, choice, micro_batch)
         found = self._host_estimates[key]
-        more = self._estimate_corrections.get(correction_key(choice, micro_batch))
+        more = self._estimate_corrections.get(error_key(choice, micro_batch))
         return replace(found, nbytes={tier: n + more[tier] for tier, n in found.nbytes.items()}) if more else found
 
     def _correct_estimates(self, candidate: Candidate, plan: Plan) -> None:
         """Correct the bytes of all similar candidates by what this one took when it was replayed whole."""
         off = {tier: plan.nbytes[tier] - nbytes for tier, nbytes in self.price(*candidate).nbytes.items()}
-        key = correction_key(*candidate)
+        key = error_key(*candidate)
         before: Mapping[str, int] = self._estimate_corrections.get(key, {})
         self._estimate_corrections[key] = {tier: nbytes + before.get(tier, 0) for tier, nbytes in off.items()}
         for known in (self._prices, self._placed_estimates, self._mixtures, self._resident_estimates):
