@@ -517,19 +517,20 @@ def test_an_upgrade_is_found_if_nothing_fits() -> None:
 
 def test_upgrades_and_sweeps_are_relative_to_the_plan() -> None:
     """Where an estimate is far off the plan, its step replayed whole is what gains are relative to."""
-    model = llama_shape("small", 6, 1024, vocabulary=8000)
-    limits = Limits(device_nbytes=2 * 10**9, host_nbytes=6 * 10**8)
-    plan = find_plan(Question(model, machine("rtx-4090"), 8192, 1024, limits=limits, overrides={"micro_batch": 8}))
-    assert abs(estimate(plan.question, plan.choice, 8).seconds / plan.seconds - 1) > 0.03
+    model = llama_shape("small", 8, 1024, vocabulary=8000)
+    device, host = 8 * model.numel + 10**9, 3 * model.numel
+    limits, more_host = (Limits(device_nbytes=device, host_nbytes=nbytes) for nbytes in (host, 2 * host))
+    plan = find_plan(Question(model, machine("rtx-4090"), 4096, 1024, limits=limits, overrides={"micro_batch": 4}))
+    assert abs(estimate(plan.question, plan.choice, 4).seconds / plan.seconds - 1) > 0.03
     found = {upgrade.name: upgrade for upgrade in upgrades(plan.question, plan)}
     for upgrade in found.values():
         assert upgrade.ratio is not None
         assert upgrade.ratio >= 1 - 1e-9
         assert upgrade.tokens_per_second == pytest.approx(plan.tokens_per_second * upgrade.ratio, rel=1e-12)
-    more = find_plan(replace(plan.question, limits=Limits(device_nbytes=2 * 10**9, host_nbytes=12 * 10**8)))
+    more = find_plan(replace(plan.question, limits=more_host))
     assert found["twice the host memory"].ratio == pytest.approx(plan.seconds / more.seconds)
     swept = sweep(plan)
-    here = swept.host_nbytes.index(6 * 10**8), swept.device_nbytes.index(2 * 10**9)
+    here = swept.host_nbytes.index(host), swept.device_nbytes.index(device)
     assert swept.tokens_per_second[here[0]][here[1]] == pytest.approx(plan.tokens_per_second, rel=1e-12)
 
 
