@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.schedule import build_step, check
+from megatrain.schedule import Op, build_step, check, replay
 from megatrain.schedule.ops import Access, Buffer, Use
 from megatrain.schedule.passes.disk_staging import Staged
 from megatrain.schedule.passes.state_buffers import StateBuffers, state_nbytes
-from megatrain.spec import ModelSpec, Numerics, Placement, Policy, Work
+from megatrain.spec import IN_HOST, ModelSpec, Numerics, Placement, Policy, Work
 from tests.small import small_spec
 
 PLACES = st.sampled_from(["host", "disk"])
@@ -48,11 +48,12 @@ def test_op_bytes_equal_their_buffers(data: st.DataObject) -> None:
         assert all(buffers[slot].nbytes >= part.nbytes for slot in part.slots)
 
 
-def over_files(layers: int = 5) -> ModelSpec:
-    """Of each unit `a` trains and the others are frozen; of a layer `c`, and all of the ends, lies in files."""
+def over_files(layers: int = 5, in_host: tuple[str, ...] = ("a", "b")) -> ModelSpec:
+    """Of each unit `a` trains and the others are frozen. All but `in_host` of a layer, and all of the ends, lies in
+    files."""
     model = small_spec(layers=layers)
     units = (replace(u, params=tuple(replace(p, trainable=p.name[-1] == "a") for p in u.params)) for u in model.units)
-    names = {p.name for u in model.units for p in u.params if not p.name.endswith(("a", "b"))}
+    names = {p.name for u in model.units for p in u.params if not p.name.endswith(in_host)}
     return replace(model, units=tuple(units)).with_in_files(names)
 
 
@@ -86,3 +87,28 @@ def test_file_backed_weights_take_only_staging_memory(shard_nbytes: int, *, shar
         before = build_step(model, numerics, in_host, Work((4, 4)))
         host, host_before = (sum(b.nbytes for b in s.buffers.values() if b.tier == "host") for s in (schedule, before))
         assert host - host_before == foretold["host"] - plain["host"]
+
+
+def from_files(op: Op) -> bool:
+    """Whether it copies what a READ has just brought."""
+    return op.kind == "FETCH" and op.reads[0].buffer.startswith("host/file_staging")
+
+
+def test_shards_from_files_are_read_while_the_shard_before_is_copied() -> None:
+    """They take turns in the staging buffers, so a step takes hardly longer than its slower stream."""
+    policy = Policy(shard_nbytes=32, placements=(Placement("file"),) * 8)
+    schedule = build_step(over_files(6), Numerics("bf16"), policy, Work((4,)))
+    timeline = replay(schedule, lambda op: 1.0 if op.kind == "READ" else 0.9 * from_files(op))
+    assert timeline.busy_seconds("read") > 0.9 * timeline.seconds
+
+
+def test_reloads_do_not_wait_for_the_weights_of_the_next_layer() -> None:
+    """In the backward pass, a layer's four calls take longer than reading the next one, so compute does not wait."""
+    placements = (IN_HOST, *(Placement("file"),) * 12, IN_HOST)
+    policy = Policy(shard_nbytes=32, placements=placements, activations_by_layer=(("offload",),), offload_slots=2)
+    schedule = build_step(over_files(12, in_host=("a",)), Numerics("bf16"), policy, Work((4,) * 4))
+    shards = sum(op.kind == "READ" and op.unit == 6 for op in schedule.ops) // 2
+    prices = {"READ": 1.0, "BACKWARD": 1.2 * shards / 4}
+    timeline = replay(schedule, lambda op: prices.get(op.kind, 0.0))
+    starts = [start for op, start in zip(schedule.ops, timeline.starts, strict=True) if op.kind == "BACKWARD"]
+    assert timeline.busy_seconds("compute") > 0.95 * (timeline.seconds - starts[0])

@@ -1,12 +1,12 @@
 """Inserts copies through staging buffers for contents that are one tier further away than where ops use them.
 
 The builder writes ops as if everything were where it is used, with placeholder names. `stage` walks them in
-program order and gives each name a buffer when needed: the one whose content is needed again last (Belady, 1966).
-A copy in is placed as early as its buffer allows, but after the last write of its source, so its stream runs as
-far ahead as there are buffers; a copy out comes right after the op that changed the bytes, so reusing a buffer
-loses nothing. Waits follow from declared ranges, as for every op. State on the disk goes through host memory by
-READ and WRITE; offloaded activations go through the device by RELOAD and OFFLOAD (`recompute`); pageable memory
-goes through pinned memory by PACK and UNPACK (`pinned_staging`). The policy sets the number of buffers;
+program order and gives each name a buffer when needed: the one whose content is needed again last (Belady, 1966), or
+for shards the one unused longest. A copy in is placed as early as its buffer allows, but after the last write of its
+source, so its stream runs as far ahead as there are buffers; a copy out comes right after the op that changed the
+bytes, so reusing a buffer loses nothing. Waits follow from declared ranges, as for every op. State on the disk goes
+through host memory by READ and WRITE; offloaded activations go through the device by RELOAD and OFFLOAD (`recompute`);
+pageable memory goes through pinned memory by PACK and UNPACK (`pinned_staging`). The policy sets the number of buffers;
 `memory.disk` does the I/O.
 """
 
@@ -148,7 +148,12 @@ class _Staging:
         return Op(kind, stream, part.unit, part.micro, part.shard, reads=(here,), writes=(there,))
 
     def _next_use(self, slot: str, now: int) -> float:
-        """The next op that needs the buffer's content; infinite if there is none."""
-        uses = self._uses[self._holds[slot]] if slot in self._holds else []
+        """The next op that needs the buffer's content; infinite if there is none, and for shards.
+
+        All passes use the shards of a unit in the same order. Keeping those that the next pass needs first would leave
+        one buffer for all others, and copies into it and out of it would take turns.
+        """
+        held = self._holds.get(slot)
+        uses = self._uses[held] if held is not None and self._staged[held].shard < 0 else []
         following = bisect_right(uses, now)
         return uses[following] if following < len(uses) else float("inf")

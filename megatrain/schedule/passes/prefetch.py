@@ -86,6 +86,7 @@ class Prefetch:
         self._numerics, self._policy = slots.numerics, slots.policy
         self._slots, self._pinned_staging, self._ready = slots, pinned_staging, ready
         self._streamed, self._update = {*streamed}, update
+        self._reloads = slots.policy.offloads
         self._visits: list[Visit] = []
         self._uses: dict[int, list[int]] = defaultdict(list)
         """Unit -> the visits that use its weights."""
@@ -205,9 +206,24 @@ class Prefetch:
             start = stop
         if placed:
             declare(self._slots.buffers, Buffer(READ_AHEAD, "device", start, Use.READ_AHEAD, part=Part.WEIGHTS))
-        for shard in _as_given_up(order[len(placed) :], free):
-            self._put(visit, shard, places[shard.index], free[shard.index])
+        late = _as_given_up(order[len(placed) :], free)
+        for number, shard in enumerate(late):
+            position = self._among_reloads(visit, free[shard.index], number / len(late))
+            self._put(visit, shard, places[shard.index], position)
         return placed
+
+    def _among_reloads(self, visit: Visit, earliest: Position, share: float) -> Position:
+        """The position of a fetch for `visit`, given its earliest one and the share of the visit's fetches before it.
+
+        If an earlier backward visit reloads offloaded inputs or outputs, fetches are spread among its calls: one that
+        waits for the disk would block the reloads behind it in the queue of the stream.
+        """
+        index, behind = earliest
+        beside = self._visits[index]
+        is_alone = beside is visit or not beside.compute or beside.compute[0].kind != "BACKWARD"
+        if behind or is_alone or not self._reloads:
+            return earliest
+        return index, int(share * len(beside.compute))
 
     def _put(self, visit: Visit, shard: Shard, target: Access, earliest: Position) -> None:
         self._earliest = max(self._earliest, earliest)
