@@ -227,8 +227,11 @@ class Policy:
     @property
     def kept_shares(self) -> dict[str, float]:
         """What forwards keep -> share of the layers and micro-batches."""
-        rows = self.activations_by_layer or ((self.keep(0, 0),),)
-        return {keep: sum(row.count(keep) / len(row) for row in rows) / len(rows) for row in rows for keep in row}
+        rows, shares = self.activations_by_layer or ((self.keep(0, 0),),), dict[str, float]()
+        for row in rows:
+            for keep in row:
+                shares[keep] = shares.get(keep, 0.0) + 1 / (len(row) * len(rows))
+        return shares
 
     @property
     def offloads(self) -> bool:
