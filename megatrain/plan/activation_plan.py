@@ -220,7 +220,8 @@ def _estimate(costs: KindCosts, parts: Any, found: Estimate, shares: bool) -> Es
     added_nbytes = {"device": device, "host": host}
     nbytes = {tier: round(taken + added_nbytes.get(tier, 0.0)) for tier, taken in found.nbytes.items()}
     forward, backward = ({stream: float(value[0]) for stream, value in added.items()} for added in _added(costs, parts))
-    return Estimate(seconds, nbytes, _sum(_sum(found.busy, forward), backward), _sum(found.late, backward))
+    busy = _sum(_sum(found.busy, forward), backward)
+    return Estimate(seconds, nbytes, busy, _sum(found.late, backward), found.loss, found.movable)
 
 
 def _added(costs: KindCosts, parts: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -238,16 +239,17 @@ def _sum(busy: Mapping[str, float], more: Mapping[str, float]) -> dict[str, floa
 def _bytes_and_seconds(costs: KindCosts, parts: Any, found: Estimate, shares: bool) -> tuple[Any, Any, Any]:
     """For each mixture: bytes that it adds on the device and on the host, and seconds of the step.
 
-    parts: float[mixtures, kinds], the share of the layers for each kind. The disk is charged to each pass, like all
-    streams: replays wait for it more than a step's sum says.
+    parts: float[mixtures, kinds], the share of the layers for each kind. All of the disk's seconds are bound to their
+    pass: of mixtures, replays wait for it more than `Estimate.movable` says.
     """
     device = parts @ np.array(costs.device) + (parts > 0) @ np.array(costs.slots)
     host = parts @ np.array(costs.host) - (parts > 0) @ np.array(costs.slots) + (device if shares else 0.0)
-    late = {stream: found.late.get(stream, 0.0) for stream in found.busy}
-    early = {stream: spent - late[stream] for stream, spent in found.busy.items()}
+    bound = replace(found, movable=0.0)
+    early, late = bound.passes()
     forward, backward = _added(costs, parts)
-    rest = max(0.0, found.seconds - max(early.values()) - max(late.values()))
-    return device, host, _pass_seconds(early, forward, shares) + _pass_seconds(late, backward, shares) + rest
+    rest = max(0.0, found.seconds - bound.least_seconds())
+    passes = _pass_seconds(early, forward, shares) + _pass_seconds(late, backward, shares)
+    return device, host, passes + found.loss + rest
 
 
 def _pass_seconds(busy: Mapping[str, float], added: Mapping[str, Any], shares: bool) -> Any:

@@ -488,7 +488,7 @@ def hiding(plan: Plan) -> Hiding | None:
     `None` if no step up to `MOST_TOKENS` does, and on a device that shares memory, where nothing overlaps. The policy
     is the plan's, in one round; if kept graphs do not fit, it recomputes.
 
-    Steps are estimated. If the plan's own step waits where its estimate does not, or more beside a drive, they are
+    Steps are estimated. If the plan's own step waits where its estimate does not, or has state on a drive, they are
     replayed, up to `MOST_REPLAYED_CALLS`; if even the last of these waits, the result says that it takes more.
     """
     question, stalled = plan.question, plan.timeline.stall_seconds()
@@ -496,9 +496,8 @@ def hiding(plan: Plan) -> Hiding | None:
         return None
     own, is_hidden = question.sequences, stalled < HIDDEN_STALL * plan.seconds
     estimated = _estimated_step(plan, own)
-    missed = stalled - estimated.stall_share * estimated.seconds
-    is_off = any(each.uses_drive for each in plan.policy.placements) and missed >= HIDDEN_STALL * plan.seconds
-    replays = not is_hidden and (is_off or estimated.stall_share < HIDDEN_STALL)
+    uses_drive = any(each.uses_drive for each in plan.policy.placements)
+    replays = not is_hidden and (uses_drive or estimated.stall_share < HIDDEN_STALL)
     step = cache(partial(_replayed_step if replays else _estimated_step, plan))
     most = MOST_TOKENS // question.length
     if replays:

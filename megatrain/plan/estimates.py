@@ -148,16 +148,16 @@ class StepPrices:
         self._dram_nbytes = [self._shared.dram_nbytes(op) for op in schedule.ops]
         return replay_priced(schedule, self._seconds, self._dram_nbytes, self._shared)
 
-    def busy(self, timeline: Timeline) -> tuple[dict[str, float], dict[str, float]]:
-        """(busy, late) of the timeline that `replay` returned last: stream -> seconds that its ops take without
-        contention, of the whole step, and of the ops that start after a forward pass.
+    def busy(self, timeline: Timeline) -> tuple[dict[str, float], dict[str, float], float]:
+        """(busy, late, loss) of the timeline that `replay` returned last: stream -> seconds that its ops take without
+        contention, of the whole step, and of the ops that start after a forward pass; and those of the loss.
 
         The entry `DRAM` is what all bytes read from or written to host memory take at its full bandwidth.
         """
         busy, late = defaultdict[str, float](float), defaultdict[str, float](float)
         ops, starts, is_late = timeline.schedule.ops, timeline.starts, _in_backward(timeline)
         alone_each = self._seconds or [end - start for start, end in zip(starts, timeline.ends, strict=True)]
-        moved = self._dram_nbytes or [0.0] * len(ops)
+        moved, loss = self._dram_nbytes or [0.0] * len(ops), 0.0
         for op, start, alone, nbytes in zip(ops, starts, alone_each, moved, strict=True):
             in_memory = nbytes / self._shared.host_dram_bandwidth
             busy[op.stream] += alone
@@ -165,7 +165,8 @@ class StepPrices:
             starts_late = is_late(start)
             late[op.stream] += alone if starts_late else 0.0
             late[DRAM] += in_memory if starts_late else 0.0
-        return busy, late
+            loss += alone if op.kind == "LOSS" else 0.0
+        return busy, late, loss
 
 
 def _in_backward(timeline: Timeline) -> Callable[[float], bool]:
@@ -238,7 +239,7 @@ def _estimate(key: CostKey, choice: Choice, micro_batch: int) -> Estimate:
     if choice.policy.placements and not resident:
         found = estimate(question, choice.change(placements=()), micro_batch)
         return with_placements(question, choice, micro_batch, found)
-    seconds, nbytes, busy, late = 0.0, Counter[str](), Counter[str](), Counter[str]()
+    seconds, loss, nbytes, busy, late = 0.0, 0.0, Counter[str](), Counter[str](), Counter[str]()
     works = _works(question, choice, micro_batch)
     # With several rounds, layers wait for gradient slots, so added layers have to be a multiple of these.
     more = lcm(MORE, choice.policy.grad_slots) if len(works) > 1 else MORE
@@ -250,10 +251,12 @@ def _estimate(key: CostKey, choice: Choice, micro_batch: int) -> Estimate:
         seconds += weight * share * plan.seconds
         for tier, count in plan.nbytes.items() if work is works[-1][1] else ():
             nbytes[tier] += weight * count  # type: ignore[assignment]
-        for whole, part in zip((busy, late), prices.busy(plan.timeline), strict=True):
+        *parts, more_loss = prices.busy(plan.timeline)
+        loss += weight * share * more_loss
+        for whole, part in zip((busy, late), parts, strict=True):
             for stream, spent in part.items():
                 whole[stream] += weight * share * spent  # type: ignore[assignment]
-    return Estimate(seconds, {tier: round(count) for tier, count in nbytes.items()}, dict(busy), dict(late))
+    return Estimate(seconds, {tier: round(count) for tier, count in nbytes.items()}, dict(busy), dict(late), loss)
 
 
 def with_placements(question: Question, choice: Choice, micro_batch: int, found: Estimate) -> Estimate:
@@ -269,11 +272,19 @@ def with_placements(question: Question, choice: Choice, micro_batch: int, found:
     nbytes = {tier: count + more[tier] for tier, count in found.nbytes.items()}
     busy = {stream: found.busy.get(stream, 0.0) + change.get(stream, 0.0) for stream in {**found.busy, **change}}
     late = {stream: max(0.0, found.late.get(stream, 0.0) + change_late.get(stream, 0.0)) for stream in busy}
-    if shares:
-        seconds = found.seconds + sum(_disk_excess(part) for part in (_difference(busy, late), late))
-    else:
-        seconds = found.seconds + _lower_bound(busy, late) - _lower_bound(found.busy, found.late)
-    return Estimate(seconds, nbytes, busy, late)
+    placed = Estimate(found.seconds, nbytes, busy, late, found.loss, 0.0 if shares else _movable(choice.policy))
+    added = sum(map(_disk_excess, placed.passes())) if shares else placed.least_seconds() - found.least_seconds()
+    return replace(placed, seconds=found.seconds + added)
+
+
+def _movable(policy: Policy) -> float:
+    """The share of the disk's work in a pass that may as well be in the other one.
+
+    At the end of a pass the staging buffers hold some units of the next, on average half of what they can. What units
+    further away need is read later: so if all of many units are on the disk, each pass waits for its own part.
+    """
+    staged = sum(placement.uses_disk for placement in policy.placements)
+    return min(1.0, policy.disk_staging_slots / (2 * staged)) if staged else 0.0
 
 
 @lru_cache(maxsize=4096)
@@ -292,27 +303,6 @@ def _added_by_placements(
         sums = sum(4 * layout_of(unit).trained.size for unit, placement in placed if placement.on_device)
         nbytes |= {"device": nbytes["device"] + sums, "host": nbytes["host"] - sums}
     return nbytes, *placement_seconds(model, numerics, policy, question.hardware, rounds)
-
-
-def _lower_bound(busy: Mapping[str, float], late: Mapping[str, float]) -> float:
-    """Seconds that a step takes at least: those of the busiest stream of each pass, since the passes do not overlap.
-    The disk has the whole step for what is not bound to a pass (`_bound_to_passes`)."""
-    first, second = (max(part.values()) for part in _bound_to_passes(_difference(busy, late), late))
-    return max(first + second, *(busy.get(stream, 0.0) for stream in DISK_STREAMS))
-
-
-def _bound_to_passes(
-    early: Mapping[str, float], late: Mapping[str, float]
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of streams in each pass. Of the disk's, only reads of weights are in them, which both passes make; other
-    state is read ahead and written behind."""
-    weights = min(early.get("read", 0.0), late.get("read", 0.0))
-    first, second = ({stream: part[stream] for stream in part if stream not in DISK_STREAMS} for part in (early, late))
-    return first | {"read": weights}, second | {"read": weights}
-
-
-def _difference(whole: Mapping[str, float], part: Mapping[str, float]) -> dict[str, float]:
-    return {stream: spent - part[stream] for stream, spent in whole.items()}
 
 
 def _disk_excess(busy: Mapping[str, float]) -> float:

@@ -15,6 +15,7 @@ from megatrain.formatting import at_most
 from megatrain.plan.cost import Calibration
 from megatrain.schedule import Timeline
 from megatrain.schedule.passes.state_buffers import save_nbytes
+from megatrain.schedule.replay import DISK_STREAMS
 from megatrain.spec import Batching, Hardware, Limits, ModelSpec, Numerics, Policy, Precision, Work
 from megatrain.spec.work import refuse_huge_step
 
@@ -163,12 +164,32 @@ class Estimate:
     nbytes: tier -> peak bytes.
     busy: stream -> seconds in which it is busy.
     late: stream -> the part of these after the forward pass.
+    loss: seconds of compute between the passes, during which other streams have hardly anything to do.
+    movable: share of the disk's seconds in a pass that may as well be in the other one.
     """
 
     seconds: float
     nbytes: Mapping[str, int]
     busy: Mapping[str, float] = field(default_factory=dict)
     late: Mapping[str, float] = field(default_factory=dict)
+    loss: float = 0.0
+    movable: float = 0.0
+
+    @property
+    def disk_seconds(self) -> float:
+        return max(self.busy.get(stream, 0.0) for stream in DISK_STREAMS)
+
+    def passes(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Stream -> seconds that are bound to the forward pass without the loss, and those bound to the rest."""
+        bound = {stream: 1.0 - self.movable if stream in DISK_STREAMS else 1.0 for stream in self.busy}
+        late = {stream: share * self.late.get(stream, 0.0) for stream, share in bound.items()}
+        early = {stream: share * self.busy[stream] - late[stream] for stream, share in bound.items()}
+        return early | {"compute": early.get("compute", 0.0) - self.loss}, late
+
+    def least_seconds(self) -> float:
+        """Seconds that the step takes at least: those of the loss and of the busiest stream of each pass, which do not
+        overlap, and all of the disk's."""
+        return max(self.loss + sum(max(part.values(), default=0.0) for part in self.passes()), self.disk_seconds)
 
     def fits(self, budgets: Mapping[str, int]) -> bool:
         return all(self.nbytes[tier] <= budget for tier, budget in budgets.items())

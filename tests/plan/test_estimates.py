@@ -16,7 +16,7 @@ from megatrain.schedule import build_step
 from megatrain.schedule.build import with_loss_chunks
 from megatrain.schedule.ops import Use
 from megatrain.schedule.passes.state_buffers import Pending
-from megatrain.spec import Limits, ModelSpec, Numerics, ParamSpec, Policy, UnitSpec, Work
+from megatrain.spec import IN_HOST, Limits, ModelSpec, Numerics, ParamSpec, Placement, Policy, UnitSpec, Work
 
 ROOMY = replace(machine("h200"), host_nbytes=10**13, device_nbytes=10**12)
 
@@ -121,6 +121,21 @@ def test_a_survey_chooses_disk_state_per_budget() -> None:
     assert tight is not None
     assert tight.nbytes["disk"] > roomy.nbytes["disk"] == 0
     assert tight.seconds > roomy.seconds
+
+
+@pytest.mark.parametrize("update", ["next_forward", "during_backward"])
+@pytest.mark.parametrize("apart", [1, 3])
+@pytest.mark.parametrize("loss_chunk", [64, 4096])
+def test_estimates_beside_a_drive_are_near_their_replays(update: str, apart: int, loss_chunk: int) -> None:
+    """Each pass waits for its part of what is on the disk, of which hardly any is read during the loss."""
+    model = llama_shape("small", 24, 1024, vocabulary=32_000)
+    question = Question(model, replace(machine("rtx-4090"), disk_nbytes=10**13), 32 * 1024, 1024)
+    on_disk = Placement("disk", "disk", "disk", "disk")
+    placements = tuple(IN_HOST if unit % apart else on_disk for unit in range(26))
+    choice = Choice(Numerics(loss_chunk_tokens=loss_chunk), Policy(update=update, placements=placements))  # type: ignore[arg-type]
+    replayed = examine(question, choice, 4)
+    assert replayed.timeline.busy_seconds("read") > 0
+    assert estimate(question, choice, 4).seconds == pytest.approx(replayed.seconds, rel=0.13)
 
 
 TREE = [{"a": (number, str(number)), "b": [number, {"c": number}]} for number in range(3000)]

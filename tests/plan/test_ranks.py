@@ -218,7 +218,7 @@ def test_weights_stay_in_files_for_one_rank_and_never_for_several() -> None:
         for unit in SMALL.units
     ]
     base = replace(SMALL, units=tuple(units)).with_in_files(names)
-    tight = replace(machine("2x-rtx-5090"), host_nbytes=160 << 20, device_nbytes=360 << 20, disk_nbytes=1 << 40)
+    tight = replace(machine("2x-rtx-5090"), host_nbytes=150 << 20, device_nbytes=360 << 20, disk_nbytes=1 << 40)
     one, two = (find_plan(question_of_one(Question(base, tight, 2048, 1024), ranks, ranks)) for ranks in (1, 2))
     assert any(placement.weights == "file" for placement in one.policy.placements)
     assert all(placement.weights != "file" for placement in two.policy.placements)
