@@ -65,7 +65,6 @@ from megatrain.plan.search_space import (
     PLACEMENT_STEP,
     ROUND_SIZES,
     SLOWER_FOR_FEWER_WRITES,
-    SPARING_REPLAYS,
     UNIFORM,
     WORTH_A_CLIMB,
     WORTH_A_REPLAY,
@@ -82,18 +81,18 @@ Cost = tuple[float, ...]
 CostFunction = Callable[[Choice, int], Cost | None]
 """(choice, micro-batch) -> cost of this candidate, `None` if it does not fit."""
 
+Alternative = tuple[Estimate, Callable[[], list[Plan]]]
+"""The estimate of an alternative, and a function that returns replays of it."""
+
 PlacedEstimate = tuple[Estimate, Choice] | None
 """A choice with placements and its estimate; `None` if it does not fit."""
 
 
 class Search:
-    """A search for the fastest plan of one question. Caches all estimates.
+    """A search for the fastest plan of one question. Caches all estimates."""
 
-    sparing: replay fewer of the candidates, for a plan that is not going to run.
-    """
-
-    def __init__(self, question: Question, *, sparing: bool = False) -> None:
-        self.question, self.budgets, self._sparing = question, question.budgets(), sparing
+    def __init__(self, question: Question) -> None:
+        self.question, self.budgets = question, question.budgets()
         self._prices: dict[Candidate, Estimate] = {}
         self._host_estimates: dict[Candidate, Estimate] = {}
         """With all state in host memory."""
@@ -414,17 +413,26 @@ class Search:
 
     def _full_estimate(self, choice: Choice, micro_batch: int) -> Estimate:
         """The estimate of the candidate with the most promising placements or activation plan."""
-        found = [self.price(choice, micro_batch)]
-        if on_device := self._all_on_device(choice, micro_batch, found[0].seconds):
-            found += filter(None, [on_device.best_estimate(self.budgets)])
+        return min((found for found, _ in self.alternatives(choice, micro_batch)), key=lambda each: each.seconds)
+
+    def alternatives(self, choice: Choice, micro_batch: int) -> list[Alternative]:
+        """The candidate, and the same with other placements and activation plans that fit by their estimates."""
+        estimates = [(self.price(choice, micro_batch), self._place(choice, self._host_estimate(choice, micro_batch)))]
         if best_resident := self._best_resident(choice, micro_batch):
-            found += [each[0] for each in self._by_resident_layers(*best_resident) if each]
-        options = self._mixture_options(choice, micro_batch)
-        found += [option.mixtures.estimate(option.counts) for option in options[:1]]
-        best = min(found, key=lambda each: each.seconds)
-        uniform = self._uniform_candidates(best.busy.get("compute", 0.0), best.seconds)
-        others = [search._full_estimate(*candidate) for search, candidate in uniform]
-        return min([best, *others], key=lambda each: each.seconds)
+            estimates += [each for each in self._by_resident_layers(*best_resident) if each]
+        found: list[Alternative] = []
+        for each, placed in estimates:
+            found.append((each, partial(self._replays, [(placed, micro_batch)])))
+        on_device = self._all_on_device(choice, micro_batch, estimates[0][0].seconds)
+        if on_device and (promised := on_device.best_estimate(self.budgets)):
+            found.append((promised, lambda: list(filter(None, [on_device.best_plan(self.budgets)]))))
+        for option in self._mixture_options(choice, micro_batch):
+            replays = partial(fitted, self.question, self.budgets, option)
+            found.append((option.mixtures.estimate(option.counts), replays))
+        best = min((each for each, _ in found), key=lambda each: each.seconds)
+        for search, candidate in self._uniform_candidates(best.busy.get("compute", 0.0), best.seconds):
+            found += search.alternatives(*candidate)
+        return found
 
     # Activations ----------------------------------------------------------------------------------------------------
 
@@ -432,12 +440,10 @@ class Search:
         """Replays of the most promising mixtures of what layers keep, if they may be faster than `usual` seconds."""
         plans: list[Plan] = []
         options = self._mixture_options(choice, micro_batch)
-        most = SPARING_REPLAYS if self._sparing else MIXTURE_REPLAYS
-        others = [option for option in options[most:] if not option.offloads_outputs]
-        for option in options[:most] + others[:most]:
+        others = [option for option in options[MIXTURE_REPLAYS:] if not option.offloads_outputs]
+        for option in options[:MIXTURE_REPLAYS] + others[:MIXTURE_REPLAYS]:
             best = min(plans, key=lambda plan: plan.seconds, default=None)
-            waits = best is None or best.timeline.busy_seconds("compute") < COMPUTE_BOUND * best.seconds
-            if option.seconds < (NEARLY_AS_FAST if waits else 1.0) * min(usual, best.seconds if best else inf):
+            if option.seconds < NEARLY_AS_FAST * min(usual, best.seconds if best else inf):
                 found = fitted(self.question, self.budgets, option)
                 plans += self._fitting(found)
         if plans:
@@ -535,8 +541,6 @@ class Search:
         best = min(known, key=lambda plan: plan.seconds)
         plans: list[Plan] = []
         for search, found in self._uniform_candidates(best.timeline.busy_seconds("compute"), best.seconds):
-            if self._sparing and search._full_estimate(*found).seconds >= best.seconds:
-                continue
             plans += self._replays(search.placed_candidates(*found), [*known, *plans])
             plans += search._resident_plans(*found)
         return plans
@@ -632,10 +636,13 @@ class Search:
             plans += [plan for _, plan in tried]
             if not tried or tried[0][1].taken.fits(self.budgets):
                 break
-            estimated, plan = tried[0]
-            self._resident_excess += max(1, plan.nbytes["device"] - estimated.nbytes["device"])
-            self._resident_estimates.clear()
+            self._correct_resident_estimates(*tried[0])
         return plans
+
+    def _correct_resident_estimates(self, estimated: Estimate, plan: Plan) -> None:
+        """Correct all estimates with state on the device by what a plan takes beyond its own."""
+        self._resident_excess += max(1, plan.nbytes["device"] - estimated.nbytes["device"])
+        self._resident_estimates.clear()
 
     def _all_on_device(self, choice: Choice, micro_batch: int, seconds: float) -> Search | None:
         """A search with all state on the device, or `None` if that cannot fit, or hardly be faster than the candidate,
@@ -659,7 +666,7 @@ class Search:
         key = tuple(fields.items())
         if key not in self._narrower:
             question = replace(self.question, overrides={**self.question.overrides, **fields})
-            self._narrower[key] = Search(question, sparing=self._sparing)
+            self._narrower[key] = type(self)(question)
         self._narrower[key].set_budgets(self.budgets, files=self._files)
         return self._narrower[key]
 

@@ -83,9 +83,6 @@ OFFLOAD_SLOTS = 3
 MIXTURE_REPLAYS = 4
 """Mixtures that are replayed whole."""
 
-SPARING_REPLAYS = 2
-"""The same in a sparing search."""
-
 NEAR_SIZES = 4
 """Mixtures are tried with micro-batches up to this factor smaller or larger than the best without a mixture."""
 

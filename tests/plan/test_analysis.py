@@ -528,7 +528,7 @@ def test_upgrades_and_sweeps_are_relative_to_the_plan() -> None:
         assert upgrade.ratio >= 1 - 1e-9
         assert upgrade.tokens_per_second == pytest.approx(plan.tokens_per_second * upgrade.ratio, rel=1e-12)
     more = find_plan(replace(plan.question, limits=more_host))
-    assert found["twice the host memory"].ratio == pytest.approx(plan.seconds / more.seconds)
+    assert found["twice the host memory"].ratio == pytest.approx(plan.seconds / more.seconds, rel=0.01)
     swept = sweep(plan)
     here = swept.host_nbytes.index(host), swept.device_nbytes.index(device)
     assert swept.tokens_per_second[here[0]][here[1]] == pytest.approx(plan.tokens_per_second, rel=1e-12)
