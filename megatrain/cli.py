@@ -120,7 +120,8 @@ def _train(
     if config is None:
         raise ConfigError("CONFIG is missing", where="megatrain train", fix="try configs/quickstart.yaml")
     checked = load_config(config, overrides or ())
-    _refuse_early(checked, alone=find_launch() is None)
+    if find_launch() is None:  # ranks check after they have joined, so that all learn what is wrong on one of them
+        _refuse_early(checked)
     if ranks > 1:
         _become_torchrun(ranks, "train", config, *(overrides or ()))
     let_idle_threads_sleep()
@@ -133,15 +134,13 @@ def _train(
     run_training(checked, Console(file=output, highlight=False))
 
 
-def _refuse_early(config: Config, *, alone: bool) -> None:
-    """Raise the errors that can be found before torch is imported, which takes seconds. With several ranks only rank 0
-    looks for an earlier run's files, later."""
+def _refuse_early(config: Config) -> None:
+    """Raise the errors that can be found before torch is imported, which takes seconds."""
     from megatrain.run.early_checks import refuse_mistakes
     from megatrain.run.existing_run import refuse_early
 
     refuse_mistakes(config)
-    if alone:
-        refuse_early(config)
+    refuse_early(config)
 
 
 def _become_torchrun(ranks: int, *arguments: str) -> NoReturn:
