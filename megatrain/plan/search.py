@@ -775,7 +775,9 @@ def fastest(search: Search, *, reads_ahead: bool = True) -> Plan:
     question, budgets = search.question, search.question.budgets()
     if plan := search.best_plan():
         plan = waiting_for_shards(plan)
-        return streaming_updates(with_read_ahead(plan, search.best_estimate, search.best_plan) if reads_ahead else plan)
+        ahead = with_read_ahead(plan, search.best_estimate, search.best_plan) if reads_ahead else plan
+        plans = [plan] if ahead is plan else [ahead, plan]  # which of them streams updates better is known afterwards
+        return min(map(streaming_updates, plans), key=lambda each: each.seconds)
     slots, read_ahead = search.leanest_plans
     freed = slots.nbytes.get("device", 0) - read_ahead.nbytes.get("device", 0)
     if read_ahead.taken.fits(budgets):

@@ -6,10 +6,19 @@ import errno
 import os
 import signal
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from megatrain.train.stop import NOTICE, SIGNALS, OutOfTime, StopSignals
+
+
+@pytest.fixture(autouse=True)
+def hangups() -> Iterator[None]:
+    """SIGHUP as in a terminal, also where the tests run under nohup, which ignores it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
