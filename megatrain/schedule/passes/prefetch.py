@@ -1,7 +1,8 @@
 """Prefetch: decides which slot the weights of each visit go to, and when they are fetched.
 
 A *visit* is one unit's turn on the compute stream. Among several slots, the one whose content is needed again last is
-overwritten (Belady, 1966). With two slots for layers, each layer is fetched while the one before computes.
+overwritten (Belady, 1966). With two slots for layers, each layer is fetched while the one before computes; if that is
+a backward visit that reloads offloaded inputs or outputs, its calls and the fetches take turns.
 
 With `Policy.read_ahead_nbytes` there is one slot for all units, plus a ring of shards, the *read-ahead*. While a
 layer computes, the first shards of the next arrive in the read-ahead, and a PLACE on the compute stream copies each
