@@ -47,8 +47,6 @@ from megatrain.plan.measured_models import (
     built_in,
     known_name,
     measured_file,
-    names_in,
-    nearest_models,
     recall,
     remember,
 )
@@ -70,6 +68,7 @@ from megatrain.run.this_machine import described_machine, probed_machine, this_m
 from megatrain.spec import Hardware, Limits, ModelSpec, Precision
 from megatrain.spec.limits import parse_nbytes
 from megatrain.spec.work import refuse_huge_step
+from megatrain.system.hub_client import names_in
 from megatrain.system.paths import read_json, read_text, usable_path, written_whole
 
 if TYPE_CHECKING:
@@ -371,14 +370,8 @@ def _library_config(source: str | Mapping[str, Any], known: str | None, *, trust
     if known:
         return known_config(known)
     path = usable_path(source, where="model", error=ModelError)
-    exists, where = path.exists(), f"model {source}"
-    try:
-        named = model_named(str(path)) if exists else source
-        return read_config(named, where=where, trust_remote_code=trust_remote_code)
-    except ModelError as error:
-        if exists or not (near := nearest_models(source)):
-            raise
-        raise ModelError(error.what, where=where, fix=f"did you mean {' or '.join(near)}?") from error
+    named = model_named(str(path)) if path.exists() else source
+    return read_config(named, where=f"model {source}", trust_remote_code=trust_remote_code)
 
 
 def find_hardware(source: str | None, precision: Precision = "bf16") -> Hardware:

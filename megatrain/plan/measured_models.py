@@ -9,7 +9,6 @@ Models are measured by the room `model`.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
@@ -64,32 +63,7 @@ def refuse_absent(source: str) -> None:
     refuse_impossible_model(source, where)
     if usable_path(source, where="model", error=ModelError).exists():
         return
-    try:
-        hub_client.refuse_absent_model(source, where)
-    except ModelError as error:
-        if near := nearest_models(source):
-            error.fix = f"did you mean {' or '.join(near)}?"
-        raise
-
-
-def nearest_models(source: str) -> list[str]:
-    """Similar names among files beside `source`, models in the local hub cache, and built-in models."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    path = usable_path(source)
-    near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, names_in(path.parent), 2, 0.7)]
-    cached = [name for name in names_in(HF_HUB_CACHE) if name.startswith("models--")]
-    names = [name.removeprefix("models--").replace("--", "/") for name in cached]
-    names += known_names()
-    return [*near, *difflib.get_close_matches(source, names, n=2, cutoff=0.6)]
-
-
-def names_in(folder: str | Path) -> list[str]:
-    """Names in a folder; empty if it does not exist or cannot be listed."""
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []
+    hub_client.refuse_absent_model(source, where, known=known_names())
 
 
 def _without_variant(name: str) -> str:

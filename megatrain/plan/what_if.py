@@ -16,10 +16,7 @@ from megatrain.plan.estimates import estimate, gc_paused
 from megatrain.plan.question import Candidate, Estimate, Plan, Question
 from megatrain.plan.refinements import preferred, with_leanest_read_ahead, within_lock_limit
 from megatrain.plan.search import Search, fastest
-from megatrain.plan.search_space import FIT_ATTEMPTS
-
-WORTH_A_REPLAY = 0.98
-"""Estimate of an alternative, relative to the fastest replay: else a sparing search ends."""
+from megatrain.plan.search_space import FIT_ATTEMPTS, WORTH_A_SPARING_REPLAY
 
 
 class SparingSearch(Search):
@@ -32,7 +29,7 @@ class SparingSearch(Search):
         for _ in range(FIT_ATTEMPTS):
             all_fit = True
             for promised, replays in sorted(self.alternatives(*found), key=lambda each: each[0].seconds):
-                if best and promised.seconds >= WORTH_A_REPLAY * best.seconds:
+                if best and promised.seconds >= WORTH_A_SPARING_REPLAY * best.seconds:
                     break
                 now = self._fitting(replays())
                 fitting, all_fit = fitting + now, all_fit and bool(now)
