@@ -170,7 +170,7 @@ class Streamer:
 
     def _reports_of_all_ranks(self, step: StepState) -> list[MicroBatchReport]:
         """The reports of all ranks' micro-batches, in order. Raises `NonFinite`, with the same message on each rank."""
-        largest = {unit: found.tolist() for unit, found in step.largest.items()}
+        largest = {unit: torch.stack(found).amax(dim=0).tolist() for unit, found in step.largest.items()}
         names = {} if step.sink is None else step.sink.not_finite
         mine: Any = ([tuple(each) for each in _own_reports(step)], list(largest.items()), list(names.items()))
         received = self.world.exchange("losses", mine)
@@ -208,8 +208,7 @@ class Streamer:
             self.world.meet()
         else:
             largest = self.device.landing(self.world.reduce(target, received[0], sent))
-        so_far = step.largest.get(op.unit)
-        step.largest[op.unit] = largest if so_far is None else torch.maximum(so_far, largest)
+        step.largest.setdefault(op.unit, []).append(largest)
 
     def under_way(self) -> tuple[list[tuple[str, str, float]], float]:
         """(op, stream, seconds it has been running) of each busy stream; seconds since any op began or ended."""

@@ -113,8 +113,9 @@ class StepState:
     """Sum of the losses so far, float64 scalar on the device; `None` before the first LOSS."""
     terms: dict[int, list[Tensor]] = field(default_factory=dict)
     """Micro-batch -> the terms it has added to the loss, on the host; only with several ranks."""
-    largest: dict[int, Tensor] = field(default_factory=dict)
-    """Unit -> the largest magnitude in the gradient that each rank has sent, float32[ranks] on the host."""
+    largest: dict[int, list[Tensor]] = field(default_factory=dict)
+    """Unit -> for each shard of its gradient the largest magnitude that each rank has sent, float32[ranks] on the host;
+    valid when the step is done, since a device may still be copying them."""
     reported: dict[int, tuple[tuple[str, ...], Tensor]] = field(default_factory=dict)
     """Micro-batch -> names and values of the sums that the loss function reports, float64[names] on the host."""
     router_losses: dict[int, Tensor] = field(default_factory=dict)

@@ -25,6 +25,7 @@ from megatrain.checkpoint import full_check, range_writer
 from megatrain.dist import ALONE, World
 from megatrain.engine import DTYPES
 from megatrain.engine.gradient_accumulation import GradientAccumulator
+from megatrain.engine.ops import Streamer
 from megatrain.errors import BatchError, MegaTrainError, NonFinite, PlanError, RankError
 from megatrain.model import ModelSource, port_model
 from megatrain.spec import Numerics, Placement, Precision
@@ -397,6 +398,29 @@ def test_a_nonfinite_gradient_on_one_rank_stops_all() -> None:
     (line,) = set(together(worlds(3), work))
     assert "the gradient of rank 2 is not finite for lm_head.weight and 1 more" in line
     assert math.isfinite(trained(3, model, batches, steps=1).losses[0])
+
+
+def test_magnitudes_of_gradients_are_read_only_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU they are still on their way while later shards are reduced."""
+    on_their_way: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    reduce, reports = World.reduce, Streamer._reports_of_all_ranks
+
+    def late(self: World, *tensors: Tensor) -> Tensor:
+        largest = reduce(self, *tensors)
+        landed = torch.full_like(largest, math.nan)
+        on_their_way.setdefault(self.rank, []).append((landed, largest))
+        return landed
+
+    def after(self: Streamer, step: Any) -> Any:
+        for landed, largest in on_their_way.pop(self.world.rank, ()):
+            landed.copy_(largest)
+        return reports(self, step)
+
+    model, batches = tiny_model("llama"), batches_of(2)
+    at_once = trained(2, model, batches, steps=2).losses
+    monkeypatch.setattr(World, "reduce", late)
+    monkeypatch.setattr(Streamer, "_reports_of_all_ranks", after)
+    assert trained(2, model, batches, steps=2).losses == at_once
 
 
 @pytest.mark.parametrize("poisoned", ["input_layernorm", "self_attn.o_proj", "mlp.down_proj"])
