@@ -287,7 +287,7 @@ def _grid(saves_outputs: bool, shares: bool, layers: int, entries: int) -> tuple
 
 
 def _whole_parts(counts: Any, layers: int, entries: int) -> Any:
-    """float[mixtures, kinds]: the share of each kind in the rows that `rows_of` makes of counts."""
+    """float[mixtures, kinds]: the fraction of each kind in `rows_of(counts)`, which gives each layer a whole row."""
     cells = np.zeros(counts.shape)
     by_layer, by_entry = ([KINDS.index(kind) for kind in kinds] for kinds in (BY_LAYER, BY_ENTRY))
     cells[:, by_layer] = entries * _spread_counts(counts[:, by_layer], layers, PARTS)

@@ -165,7 +165,7 @@ class Estimate:
     busy: stream -> seconds in which it is busy.
     late: stream -> the part of these after the forward pass.
     loss: seconds of compute between the passes, during which other streams have hardly anything to do.
-    movable: share of the disk's seconds in a pass that may as well be in the other one.
+    movable: fraction of a pass's disk time that could be moved to the other pass, forward or backward.
     """
 
     seconds: float
@@ -180,7 +180,7 @@ class Estimate:
         return max(self.busy.get(stream, 0.0) for stream in DISK_STREAMS)
 
     def passes(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Stream -> seconds that are bound to the forward pass without the loss, and those bound to the rest."""
+        """Stream -> seconds that have to be in the forward pass, without the loss; and the same after the loss."""
         bound = {stream: 1.0 - self.movable if stream in DISK_STREAMS else 1.0 for stream in self.busy}
         late = {stream: share * self.late.get(stream, 0.0) for stream, share in bound.items()}
         early = {stream: share * self.busy[stream] - late[stream] for stream, share in bound.items()}

@@ -645,8 +645,8 @@ class Search:
         self._resident_estimates.clear()
 
     def _all_on_device(self, choice: Choice, micro_batch: int, seconds: float) -> Search | None:
-        """A search with all state on the device, or `None` if that cannot fit, or hardly be faster than the candidate,
-        which takes so many seconds: it has as much to compute, and the updates, with less memory for activations.
+        """A search with all state on the device, or `None` if that cannot fit or would hardly beat the candidate's
+        `seconds`: it has as much to compute, and the updates, with less memory for activations.
 
         Estimates from layers in host memory are too high for it: prologue and epilogue are on the device, too. Its
         weight slots are not used, and shards make hardly a difference.

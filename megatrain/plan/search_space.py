@@ -61,7 +61,7 @@ WORTH_A_REPLAY = 0.995
 """Estimate of an alternative, relative to the estimate without it: else it is not replayed whole."""
 
 WORTH_A_SPARING_REPLAY = 0.98
-"""Estimate of an alternative, relative to the fastest replay: else a sparing search ends (`what_if`)."""
+"""Estimated seconds of an alternative, relative to the fastest replay, below which a search in `what_if` goes on."""
 
 FIT_ATTEMPTS = 3
 """Replays of one alternative, each corrected by what the one before left unused or lacked."""

@@ -20,7 +20,7 @@ from megatrain.plan.search_space import FIT_ATTEMPTS, WORTH_A_SPARING_REPLAY
 
 
 class SparingSearch(Search):
-    """Replays alternatives in the order of their estimates, until none promises much more than the fastest."""
+    """Replays alternatives in the order of their estimates, and stops once none is estimated to be notably faster."""
 
     def _best_plan(self) -> Plan | None:
         if (found := self._best_candidate_and_tier()) is None:

@@ -43,8 +43,8 @@ def refuse_full_disk(config: Config, spec: ModelSpec, taken: Checkpoint | None) 
             raise ConfigError(what, where=str(folder), fix=f"free some space, or choose another {key}")
 
 
-def lack_of_checkpoints(config: Config, spec: ModelSpec, steps: int) -> str:
-    """What to warn of if the disk has no room for all checkpoints that a run of `steps` holds at one time, else ""."""
+def checkpoint_space_warning(config: Config, spec: ModelSpec, steps: int) -> str:
+    """The warning if the disk lacks room for all checkpoints that a run of `steps` steps keeps at one time, else ""."""
     how, folder = config.checkpoint, nearest_folder(config.checkpoints)
     if not how.every:
         return ""

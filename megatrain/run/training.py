@@ -59,7 +59,7 @@ from megatrain.optim import AdamW, lr_schedule
 from megatrain.plan import Plan, find_plan
 from megatrain.run import resume
 from megatrain.run.data import Corpus, open_corpus, shortened
-from megatrain.run.disk_space import lack_of_checkpoints, refuse_full_disk
+from megatrain.run.disk_space import checkpoint_space_warning, refuse_full_disk
 from megatrain.run.early_checks import keys_named, refuse_mistakes
 from megatrain.run.evaluation import Evaluation, Metric, evaluated, load_metrics, scored
 from megatrain.run.existing_run import MODEL, is_own, remove_others
@@ -476,7 +476,7 @@ def _show(
         console.print(Text("the first sample; trained text is green", "bold"))
         styled = ((printable(text), "green" if trained else "dim") for text, trained in shortened(corpus.example))
         console.print(Text.assemble(*styled), soft_wrap=True)
-    if lack := lack_of_checkpoints(config, ported.spec, steps):
+    if lack := checkpoint_space_warning(config, ported.spec, steps):
         warn(console, lack)
     return facts
 

@@ -176,7 +176,7 @@ def test_a_disk_without_room_for_all_checkpoints_is_warned_of(
     spec = small_spec()
     nbytes = room * disk_space.STATE_NBYTES * spec.trained_numel + 4 * spec.numel
     monkeypatch.setattr(disk_space, "available_disk_nbytes", lambda _: nbytes)
-    said = disk_space.lack_of_checkpoints(configuration(tmp_path, checkpoint=how), spec, 10)
+    said = disk_space.checkpoint_space_warning(configuration(tmp_path, checkpoint=how), spec, 10)
     assert said.startswith(f"{tmp_path}" if told else "")
     assert told in said
     assert bool(said) == bool(told)

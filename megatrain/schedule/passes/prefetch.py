@@ -214,7 +214,7 @@ class Prefetch:
         return placed
 
     def _among_reloads(self, visit: Visit, earliest: Position, share: float) -> Position:
-        """The position of a fetch for `visit`, given its earliest one and the share of the visit's fetches before it.
+        """Where a fetch for `visit` goes, no earlier than `earliest`. share: of the visit's fetches, those before it.
 
         If an earlier backward visit reloads offloaded inputs or outputs, fetches are spread among its calls: one that
         waits for the disk would block the reloads behind it in the queue of the stream.
