@@ -8,14 +8,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from megatrain.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from megatrain.errors import MegaTrainError
     from megatrain.losses import DPO, LogitsLoss, LogProbLoss
     from megatrain.optim import AdamW
     from megatrain.spec import Limits, Numerics, Policy
     from megatrain.train.engine import Engine, StepOutput
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "AdamW": "megatrain.optim",

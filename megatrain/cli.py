@@ -71,7 +71,7 @@ def _show_version(asked: bool) -> None:
     if asked:
         from importlib.metadata import PackageNotFoundError, version
 
-        from megatrain import __version__
+        from megatrain.version import __version__
 
         others = []
         for name in ("torch", "transformers"):

@@ -21,7 +21,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from megatrain.model import PortedModel, Written, WrittenTensor, written_of
 from megatrain.spec import ModelSpec, ParamSpec
 from megatrain.system.atomic import appearing
 from megatrain.system.paths import usable_path
+from megatrain.version import __version__
 
 OPTIMIZER = "optimizer"
 """The folder of moments inside a checkpoint."""
@@ -152,7 +152,7 @@ def write_checkpoint(
             if earlier is not None and share_instead(earlier, name, files[name], staging / name):
                 shared(files[name].nbytes)
         score = score if score is not None and math.isfinite(score) else None
-        (staging / MANIFEST).write_text(Manifest(step, score, version("megatrain"), files).text())
+        (staging / MANIFEST).write_text(Manifest(step, score, __version__, files).text())
     return target
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -23,6 +22,7 @@ from megatrain.spec import Precision
 from megatrain.train.checkpoints import found_by_first
 from megatrain.train.engine import Engine
 from megatrain.train.parity import adds_for_routers, stock_loss
+from megatrain.version import __version__
 
 TOLERANCE = {"bf16": 1e-2, "fp32": 1e-4}
 """Largest difference of two losses that rounding explains: relative to the loss, or to 1 if the loss is smaller, since
@@ -64,7 +64,7 @@ def save_trained(config: Config, engine: Engine, tokenizer: Tokenizer, target: P
         "precision": f"{train.precision} with exact float32 masters",
         **_losses(config, steps),
         "command": f"megatrain train {config.folder / CONFIG}",
-        "trained with": f"megatrain {version('megatrain')}",
+        "trained with": f"megatrain {__version__}",
     }
     return engine.save_pretrained(
         target, precision=config.output.precision, facts=facts, write_more=partial(save_tokenizer, tokenizer)

@@ -41,10 +41,11 @@ from megatrain.spec.validate_fields import Bounds, checked
 from megatrain.system.paths import usable_path
 from megatrain.train.save_from_all_ranks import SharedFiles
 from megatrain.train.save_from_rank_zero import Agree, follow_gathered, gathered, write_together
+from megatrain.version import __version__
 
 SPARE = "host/checkpoint"
 StepNumber = Annotated[int, Bounds(0)]
-VERSIONS = ("megatrain", "torch", "transformers", "numpy")
+LIBRARIES = ("torch", "transformers", "numpy")
 
 
 class _Abandoned(Exception):
@@ -399,8 +400,8 @@ def tensors_of(store: Store, unit: int, state: UnitState) -> dict[str, list[Tens
 
 def versions() -> dict[str, str]:
     """Versions of everything that affects numbers."""
-    found = {"python": platform.python_version()}
-    for name in VERSIONS:
+    found = {"python": platform.python_version(), "megatrain": __version__}
+    for name in LIBRARIES:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

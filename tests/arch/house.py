@@ -21,7 +21,7 @@ PACKAGE = "megatrain"
 
 # From the ground up. A module may import what is below its floor, and its own room.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "formatting"),
+    ("errors", "formatting", "version"),
     ("spec", "system"),
     ("schedule", "device", "optim", "model", "data", "dist", "html"),
     ("memory", "plan", "config"),
@@ -33,7 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__main__",),
 )
-TORCH_FREE = ("errors", "formatting", "spec", "system", "schedule", "plan", "optim", "html")
+TORCH_FREE = ("errors", "formatting", "version", "spec", "system", "schedule", "plan", "optim", "html")
 
 # Foreign name -> the rooms or modules that may use it, and why there.
 HOMES: dict[str, tuple[tuple[str, ...], str]] = {

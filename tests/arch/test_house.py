@@ -181,4 +181,4 @@ def test_a_wheel_has_every_file_of_the_package_and_says_that_its_types_count(our
     }
     assert others == shipped
     assert our_house.root / "megatrain" / "py.typed" in shipped
-    assert described["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "megatrain.__version__"}
+    assert described["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "megatrain.version.__version__"}
