@@ -27,13 +27,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from bench.gpu import checkpoint_layers, least_nbytes
+from bench.gpu import checkpoint_layers
 from megatrain import AdamW, Engine, Policy
 from megatrain.device.base import Event, Stream, Task, Work
 from megatrain.device.cpu import CpuDevice
 from megatrain.device.worker import HostEvent, WorkerStream
 from megatrain.engine import ops as engine_step
 from megatrain.spec import Placement
+from megatrain.spec.layout import layout_of
 from tests import standin_cuda
 from tests.kinds import KINDS
 from tests.tiny import unequal_batches
@@ -73,6 +74,16 @@ class Row:
     events: int
     op_calls: float
     op_microseconds: float
+
+
+def least_nbytes(engine: Engine) -> tuple[int, int]:
+    """Bytes that must cross the bus in a step that keeps no weights, to the device and back.
+
+    Each unit's weights on the way up, and on the way down but for the layers that still lie in slots; each gradient
+    once, in the weights' dtype.
+    """
+    weights = [engine.numerics.weight_nbytes * layout_of(unit).size for unit in engine.spec.units]
+    return sum(weights) + sum(weights[1 : -1 - engine.policy.weight_slots]), sum(weights)
 
 
 def model_of(kind: str, layers: int) -> PreTrainedModel:

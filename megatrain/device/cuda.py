@@ -215,15 +215,26 @@ class CudaDevice:
         self.node = _node(self.torch_device)
         """Its NUMA node, if there are several, from which host memory is allocated."""
         self._events = EventPool()
-        self._compute = ComputeStream(torch.cuda.Stream(self.torch_device), self._events)
-        streams = {name: torch.cuda.Stream(self.torch_device) for name in COPIES}
-        self._copies = {name: CopyStream(name, stream, self._events) for name, stream in streams.items()}
+        compute, *others = self._new_streams(1 + len(COPIES))
+        self._compute = ComputeStream(compute, self._events)
+        self._copies = {
+            name: CopyStream(name, stream, self._events) for name, stream in zip(COPIES, others, strict=True)
+        }
         self._workers = {"host": WorkerStream("host", self.node.processors if self.node else ())}
         self._mappings: dict[int, HostMapping] = {}
         self._closed = False
         self._finalizer = weakref.finalize(
             self, _shut, OwningProcess(), self._workers, self._copies, self._mappings, self.torch_device
         )
+
+    def _new_streams(self, count: int) -> list[torch.cuda.Stream]:
+        """The first of a process make its CUDA context, for which there must be memory."""
+        try:
+            return [torch.cuda.Stream(self.torch_device) for _ in range(count)]
+        except RuntimeError as error:
+            what = f"cannot be used: {str(error).splitlines()[0]}"
+            kind = OutOfDeviceMemory if "out of memory" in what else DeviceError
+            raise kind(what, where=self.name, fix="see with `nvidia-smi` which other processes use it") from error
 
     @property
     def timed(self) -> bool:
@@ -451,6 +462,7 @@ def _shut(
         stream.close()
     with suppress(RuntimeError):  # a broken GPU; its memory must be unlocked anyway
         torch.cuda.synchronize(device)
+        torch._C._cuda_clearCublasWorkspaces()  # tens of megabytes for each stream, which would stay
     for _, memory, pinned in mappings.values():
         _unpin(memory, pinned)
     mappings.clear()

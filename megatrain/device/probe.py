@@ -34,6 +34,8 @@ Shape = tuple[int, int, int]
 
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ROUNDS = 8
+FIRST_USE = 20
+"""The first run of a job, which loads or compiles its kernel, may take so many times its share of time."""
 MOST_RUNS = 20_000
 """Runs of a job in one round, if a single run is too short to time."""
 RUN_SECONDS = {"cpu": 0.003, "cuda": 0.25}
@@ -121,9 +123,10 @@ def _chosen(device: Device, measurement: Measurement, seconds: float) -> dict[An
     chosen: dict[Any, tuple[int, float]] = {}
     for key, job in measurement.jobs.items():
         try:
-            once = _run(device, job, 1, measurement.stream)  # the first use of a kernel may take longer
-            if once <= share or not chosen:
-                once = min(once, _run(device, job, 1, measurement.stream))
+            first = once = _run(device, job, 1, measurement.stream)
+            if first <= FIRST_USE * share or not chosen:
+                once = min(first, _run(device, job, 1, measurement.stream))
+                began += first - once  # what loading or compiling a kernel took does not count
         except OutOfDeviceMemory:
             if not chosen:
                 raise
@@ -255,11 +258,12 @@ def _kept_nbytes(layer: Callable[[], list[Tensor]]) -> int:
     def save(tensor: Tensor) -> Tensor:
         alive.append(tensor)  # so that no address is reused
         sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
+        return tensor.detach()  # an op that saves its own output would hold itself
 
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         for out in layer():
             save(out)
+    alive.clear()  # or the graph, which holds `save`, would hold itself
     return sum(sizes.values())
 
 

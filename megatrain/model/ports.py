@@ -90,6 +90,11 @@ def hidden_of(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output[0]
 
 
+def placeholder(parameter: Tensor, device: torch.device) -> Tensor:
+    """Zeros in a parameter's shape and dtype, without memory, which `Tensor.to` another device would give them."""
+    return torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+
+
 class PrologueDone(Exception):
     """Leaves the model's forward after the last port; never escapes `PortedModel`."""
 
@@ -366,7 +371,7 @@ class PortedModel:
                 for name, buffer in module._buffers.items():
                     if buffer is not None and not buffer.is_meta:
                         module._buffers[name] = buffer.to(device)
-        self.placeholders = {name: zero.to(device) for name, zero in self.placeholders.items()}
+        self.placeholders = {name: placeholder(zero, device) for name, zero in self.placeholders.items()}
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:

@@ -33,6 +33,7 @@ from megatrain.model.ports import (
     Port,
     PortedModel,
     Sides,
+    placeholder,
     reachable_leaves,
     split_hidden,
     takes,
@@ -192,7 +193,9 @@ def _take_apart(model: PreTrainedModel, stack: str, dtype: torch.dtype) -> Porte
     parent, _, attribute = stack.rpartition(".")
     setattr(skeleton.get_submodule(parent), attribute, nn.ModuleList(ports))
     nothing = ModelSpec(type(model).__name__, _placeholder_units(len(templates)), 1, 1)
-    placeholders = {name: _zeros(parameter) for name, parameter in skeleton.named_parameters()}
+    placeholders = {
+        name: placeholder(parameter, torch.device("cpu")) for name, parameter in skeleton.named_parameters()
+    }
     taken = arguments_of(skeleton, templates)
     return PortedModel(
         nothing, skeleton, templates, ports, stack, placeholders, routers_off=routers_off, arguments=taken
@@ -225,11 +228,6 @@ def _refuse_unrecorded(model: PreTrainedModel) -> None:
             where=type(model).__name__,
             fix="set output_router_logits=False in its config",
         )
-
-
-def _zeros(parameter: Tensor) -> Tensor:
-    """Zeros with a parameter's shape and dtype that take no memory."""
-    return torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
 
 
 def _placeholder_units(layers: int) -> tuple[UnitSpec, ...]:

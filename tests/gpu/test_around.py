@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,13 @@ import torch
 
 from bench.gpu import small_probe
 from megatrain import AdamW, Engine, Policy
+from megatrain.device import open_device
 from megatrain.engine import ops as engine_step
 from megatrain.errors import MegaTrainError, NonFinite, OutOfDeviceMemory, StreamFailed
 from megatrain.losses import DPO, with_reference
-from megatrain.spec import Numerics, Placement
+from megatrain.model import port_model
+from megatrain.plan import Question, find_plan, machine
+from megatrain.spec import Limits, Numerics, Placement
 from tests import standin_cuda
 from tests.tiny import batch, equal, stock_gradients, tiny_model, unequal_batches
 
@@ -106,16 +111,45 @@ def test_an_oversized_policy_is_refused_and_the_device_stays_usable() -> None:
         assert step(engine) > 0
 
 
+def test_a_device_without_memory_for_a_context_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in the manual.")
+
+    monkeypatch.setattr(torch.cuda, "Stream", full)
+    with pytest.raises(OutOfDeviceMemory, match="cannot be used: CUDA error: out of memory; see with `nvidia-smi`"):
+        open_device("cuda:0")
+
+
 def test_memory_is_freed_between_engines() -> None:
+    torch._C._cuda_clearCublasWorkspaces()  # of whoever came before
+    before = torch.cuda.memory_allocated()
     for _ in range(3):
         with small(placements=ON_DEVICE) as engine:
             step(engine)
         del engine
         gc.collect()
         torch.cuda.synchronize()
-        held = torch.cuda.memory_allocated()
-        assert held <= 64 << 20  # cuBLAS keeps a workspace for each stream
-    assert held == torch.cuda.memory_allocated()
+        assert torch.cuda.memory_allocated() <= before
+
+
+@pytest.mark.parametrize("share", [1.0, 0.8])
+def test_a_step_takes_the_device_memory_that_is_planned(share: float) -> None:
+    model = tiny_model(vocab_size=16_000, hidden_size=128)
+    question = Question(port_model(model, torch.bfloat16).spec, machine("h200"), 512, 64)
+    kept = find_plan(question).nbytes["device"]
+    plan = find_plan(replace(question, limits=Limits(device_nbytes=int(share * kept))))
+    ids = torch.randint(16_000, (question.sequences, 64))
+    batches = [{"input_ids": each, "labels": each} for each in ids.split(plan.micro_batch)]
+    how: Any = {"policy": plan.policy, "numerics": plan.numerics, "verify": False}
+    with Engine.from_model(model, "cuda:0", **how) as engine:
+        engine.step(batches)
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(2):
+            engine.step(batches)
+        found = torch.cuda.max_memory_allocated()
+    workspaces = 0 if standin_cuda.installed() else 2 * 32 << 20  # of cuBLAS, in no plan
+    planned = plan.nbytes["device"]
+    assert 0.97 * planned <= found <= 1.01 * planned + workspaces
 
 
 # State and losses ---------------------------------------------------------------------------------------------------
@@ -143,6 +177,7 @@ def test_preference_steps_match_the_cpu() -> None:
             )
             outs = [engine.step(given, loss_fn=DPO(0.5)) for _ in range(3)]
             results.append([value for out in outs for value in (out.loss, *out.metrics.values())])
+            del results[-1][4]  # accuracy before the first update: all pairs are ties, decided by the last bit
     assert results[1] == pytest.approx(results[0], rel=1e-3, abs=1e-5)
 
 
@@ -239,6 +274,6 @@ def test_only_the_named_device_is_touched(monkeypatch: pytest.MonkeyPatch, tmp_p
         words[1:1] = ["-m", "tests.standin_cuda"]
     elif torch.cuda.device_count() < 2:
         pytest.skip("needs two devices")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]))
     done = subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
