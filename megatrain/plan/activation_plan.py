@@ -139,7 +139,7 @@ class Mixtures:
         self._layers, self._entries = len(question.model.layers), gcd(per_round, MOST_ENTRIES)
         saves_outputs = question.model.units[1].profile.outputs.chosen_nbytes > 0
         shares = question.hardware.shares_memory
-        self._table, self._parts = _grid(saves_outputs, shares, self._layers, self._entries)
+        self._table, self._parts, self._outputs_stay = _grid(saves_outputs, shares, self._layers, self._entries)
         self._price(kind_costs(question, choice, work))
 
     def _price(self, costs: KindCosts) -> None:
@@ -161,13 +161,17 @@ class Mixtures:
     ) -> list[tuple[float, Counts]]:
         """(seconds, counts) of the `most` fastest mixtures that fit. outputs_stay: only of those without offloaded
         outputs."""
-        fit = ~self._table[:, OFFLOADED_OUTPUTS].any(axis=1) if outputs_stay else np.ones(len(self._table), dtype=bool)
+        fit = self._outputs_stay.copy() if outputs_stay else np.ones(len(self._table), dtype=bool)
         for tier, added in (("device", self.device), ("host", self.host)):
             if tier in budgets:
                 fit &= self._found.nbytes[tier] + added <= budgets[tier]
         places = np.flatnonzero(fit)
+        seconds = np.round(self.seconds[places], 12)
+        if most < len(places):  # only the fastest have to be sorted
+            fastest = seconds <= np.partition(seconds, most - 1)[most - 1]
+            places, seconds = places[fastest], seconds[fastest]
         size = self.device if not self._question.hardware.shares_memory else self.host
-        order = places[np.lexsort((size[places], np.round(self.seconds[places], 12)))][:most]
+        order = places[np.lexsort((size[places], seconds))][:most]
         return [(float(self.seconds[place]), tuple(int(n) for n in self._table[place])) for place in order]
 
     def estimate(self, counts: Counts) -> Estimate:
@@ -265,10 +269,10 @@ def _pass_seconds(busy: Mapping[str, float], added: Mapping[str, Any], shares: b
 
 
 @lru_cache(maxsize=16)
-def _grid(saves_outputs: bool, shares: bool, layers: int, entries: int) -> tuple[Any, Any]:
-    """All mixtures that differ in rows of so many layers and entries, int[mixtures, kinds] in sixteenths, and their
-    `_whole_parts`. saves_outputs: whether layers have outputs to save; shares: whether the device shares memory, so
-    that nothing is offloaded."""
+def _grid(saves_outputs: bool, shares: bool, layers: int, entries: int) -> tuple[Any, Any, Any]:
+    """All mixtures that differ in rows of so many layers and entries, int[mixtures, kinds] in sixteenths; their
+    `_whole_parts`; and whether all outputs stay, bool[mixtures]. saves_outputs: whether layers have outputs to save;
+    shares: whether the device shares memory, so that nothing is offloaded."""
     absent = {*(() if saves_outputs else SAVED_BY), *(NOT_OFFLOADED if shares else ())}
     usable = [place for place, kind in enumerate(KINDS) if kind not in absent]
     rows: list[list[int]] = []
@@ -283,7 +287,8 @@ def _grid(saves_outputs: bool, shares: bool, layers: int, entries: int) -> tuple
     table = np.array(rows)
     _, distinct = np.unique(parts := _whole_parts(table, layers, entries), axis=0, return_index=True)
     distinct.sort()
-    return table[distinct], parts[distinct]
+    table = table[distinct]
+    return table, parts[distinct], ~table[:, OFFLOADED_OUTPUTS].any(axis=1)
 
 
 def _whole_parts(counts: Any, layers: int, entries: int) -> Any:

@@ -13,10 +13,11 @@ and disk are full.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from itertools import product
+from typing import NamedTuple
 
 from megatrain.schedule.passes.state_buffers import save_nbytes, state_nbytes
 from megatrain.spec import IN_HOST, ModelSpec, Numerics, Placement, Policy, StateTier
@@ -26,6 +27,7 @@ PARTS = 16
 """State is put on the device in steps of this fraction of the layers, a sixteenth."""
 
 ON_DEVICE = Placement("device", "device", "device")
+WEIGHTS_ON_DEVICE = Placement("device")
 
 FIELDS = ("files", "moments", "low_bits", "gradients", "weights")
 """Order in which state is spilled: weights to the model's files, then fields of `Placement` to the disk."""
@@ -52,6 +54,10 @@ def state_policy(policy: Policy) -> Policy:
         grad_slots=1,
         offload_slots=1,
         host_threads=0,
+        wait_for="unit",
+        recompute_slots=None,
+        streamed_updates=0.0,
+        weight_slots=policy.weight_slots if policy.update == "during_backward" else 1,  # `staging_names` needs it then
     )
 
 
@@ -114,10 +120,20 @@ def spill(
         for among in ((layers, ends), (layers,))
         for each in _spill_in_order(model, numerics, policy, room, saves, among, targets)
     ]
-    fitting = [each for each in tried if host_nbytes(model, numerics, each, saves) <= room]
-    if fitting:
-        return min(fitting, key=lambda each: _sizes(model, numerics, each, saves)[1])
-    return min((policy, *tried), key=lambda each: host_nbytes(model, numerics, each, saves))
+    if fitting := [each for each in tried if each.in_host <= room]:
+        return replace(policy, placements=min(fitting, key=lambda each: each.on_disk).placements)
+    least = min(tried, key=lambda each: each.in_host, default=None)
+    if least is None or host_nbytes(model, numerics, policy, saves) <= least.in_host:
+        return policy
+    return replace(policy, placements=least.placements)
+
+
+class _Spilled(NamedTuple):
+    """Placements, and the bytes of state in host memory and on the disk."""
+
+    placements: tuple[Placement, ...]
+    in_host: int
+    on_disk: int
 
 
 def _spill_in_order(
@@ -128,22 +144,28 @@ def _spill_in_order(
     saves: bool,
     among: Sequence[list[int]],
     targets: SpillTargets,
-) -> Iterator[Policy]:
-    """The policy after each further part of a group of units is spilled, until it fits. The last part is spilled only
-    from as many units as necessary."""
+) -> Iterator[_Spilled]:
+    """The policy's placements after each further part of a group of units is spilled, until they fit. The last part is
+    spilled only from as many units as necessary."""
+    bare = replace(policy, placements=())
 
-    def fits(placements: Sequence[Placement]) -> bool:
-        return _sizes(model, numerics, policy, saves, tuple(placements))[0] <= room
+    def spilled(count: int) -> _Spilled:
+        chosen = _spill_some(placements, free, field, count)
+        return _Spilled(chosen, *_sizes(model, numerics, bare, saves, chosen))
 
-    placements = list(policy.placements or (IN_HOST,) * len(model.units))
+    placements = policy.placements or (IN_HOST,) * len(model.units)
     for field, units in product(_spillable_fields(model, numerics, policy, targets), among):
         free = [unit for unit in units if _may_spill(model, unit, placements[unit], field)]
-        some = partial(_spill_some, placements, free, field)
-        if fits(some(len(free))):
-            yield replace(policy, placements=tuple(_fewest(some, fits, len(free))))
+        found = spilled(len(free))
+        if found.in_host <= room:
+            low, high = 1, len(free)  # the fewest units with which it fits
+            while low < high:
+                middle = (low + high) // 2
+                low, high = (low, middle) if spilled(middle).in_host <= room else (middle + 1, high)
+            yield spilled(low)
             return
-        placements = some(len(free))
-        yield replace(policy, placements=tuple(placements))
+        yield found
+        placements = found.placements
 
 
 def place_state(
@@ -212,7 +234,7 @@ def with_less_on_disk(
 ) -> Policy:
     """The policy with at most `more` bytes of its spilled state back in host memory."""
     placements = tuple(
-        each if each.on_device else Placement("device" if each.weights == "device" else "host")
+        each if each.on_device else WEIGHTS_ON_DEVICE if each.weights == "device" else IN_HOST
         for each in policy.placements
     )
     room = host_nbytes(model, numerics, policy, saves) + more
@@ -230,21 +252,12 @@ def all_on_disk(model: ModelSpec, numerics: Numerics, policy: Policy) -> Policy:
     return replace(policy, placements=tuple(placements))
 
 
-def _fewest(
-    some: Callable[[int], list[Placement]], fits: Callable[[Sequence[Placement]], bool], most: int
-) -> list[Placement]:
-    """`some(count)` for the smallest count that fits, where `some(most)` is known to fit."""
-    low, high = 1, most
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(some(middle)) else (middle + 1, high)
-    return some(low)
-
-
-def _spill_some(placements: Sequence[Placement], free: Sequence[int], field: str, count: int) -> list[Placement]:
+def _spill_some(placements: Sequence[Placement], free: Sequence[int], field: str, count: int) -> tuple[Placement, ...]:
     """Placements with one field of `count` of the `free` units spilled."""
-    chosen = set(spread(free, count))
-    return [_spilled(placement, field) if unit in chosen else placement for unit, placement in enumerate(placements)]
+    found = list(placements)
+    for unit in spread(free, count):
+        found[unit] = _spilled(found[unit], field)
+    return tuple(found)
 
 
 def _may_spill(model: ModelSpec, unit: int, placement: Placement, field: str) -> bool:
@@ -286,6 +299,7 @@ def spread(units: Sequence[int], count: int) -> list[int]:
     return [units[place] for place in range(total) if (place + 1) * count // total > place * count // total]
 
 
+@lru_cache(maxsize=1024)
 def resident_placements(model: ModelSpec, layer_parts: int, weight_parts: int) -> tuple[Placement, ...]:
     """Placements with the whole state of `layer_parts` sixteenths of the layers on the device, and only the weights of
     `weight_parts` sixteenths of the others.
@@ -299,7 +313,7 @@ def resident_placements(model: ModelSpec, layer_parts: int, weight_parts: int) -
     for unit in chosen:
         placements[unit] = ON_DEVICE
     for unit in spread(others, -(-weight_parts * len(others) // PARTS)) if weight_parts and others else []:
-        placements[unit] = Placement("device")
+        placements[unit] = WEIGHTS_ON_DEVICE
     if PARTS in (layer_parts, weight_parts):
-        placements[0] = placements[-1] = ON_DEVICE if layer_parts == PARTS else Placement("device")
+        placements[0] = placements[-1] = ON_DEVICE if layer_parts == PARTS else WEIGHTS_ON_DEVICE
     return tuple(placements)

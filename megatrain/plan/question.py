@@ -33,9 +33,15 @@ class Choice:
 
     numerics: Numerics
     policy: Policy
+    _hash: int = field(init=False, repr=False, compare=False)
+    """A policy has a placement per unit, and a search looks each choice up several times."""
 
     def __post_init__(self) -> None:
         self.policy.refuse_contradictions(self.numerics)
+        object.__setattr__(self, "_hash", hash((self.numerics, self.policy)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def get(self, name: str) -> Any:
         """A field of the numerics or of the policy."""

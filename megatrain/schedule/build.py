@@ -13,6 +13,7 @@ step starts from `w3.old`, and `UPDATE u3` turns it into `w3`; a unit that is up
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache, partial
 
@@ -154,10 +155,13 @@ class Builder:
         for index, visit in enumerate(visits):
             _restore_early(visits[index - 1] if index else visit, visit)
         updates = [unit for unit in self.units if self.trained[unit].size] if self.pending == "all" else []
+        due: dict[int, list[int]] = defaultdict(list)
+        for unit in updates:
+            if unit not in self.streamed.units:
+                due[self._updated_at(unit)].append(unit)
         ops: list[Op] = []
         for index, visit in enumerate(visits):
-            there = (unit for unit in updates if unit not in self.streamed.units)
-            ops += [self._update(unit) for unit in there if self._updated_at(unit) == index]
+            ops += [self._update(unit) for unit in due[index]]
             ops += visit.ops()
         if not visits:
             ops = [self._update(unit) for unit in updates]

@@ -12,13 +12,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from megatrain.schedule.ops import Op, Schedule, Stream
+from megatrain.schedule.ops import STREAMS, Op, Schedule
 
-Clock = dict[str, int]
-"""Stream -> index of its last op known to have finished; missing means none."""
+Clock = list[int]
+"""For each of `STREAMS` the index of its last op known to have finished, -1 for none."""
 
-_Record = tuple[int, int, int, Stream, bool]
-"""Bytes [start, stop) touched by an op, with its index and stream, and whether it wrote."""
+PLACES = {stream: place for place, stream in enumerate(STREAMS)}
+"""Stream -> its place in a clock."""
+
+_Record = tuple[int, int, int, int, bool]
+"""Bytes [start, stop) touched by an op, with its index, the place of its stream, and whether it wrote."""
 
 
 class Conflicts:
@@ -27,88 +30,90 @@ class Conflicts:
     def __init__(self) -> None:
         self._records: dict[str, list[_Record]] = defaultdict(list)
 
-    def add(self, index: int, op: Op) -> set[int]:
-        """Record the accesses of `op`; returns the indices of earlier ops that conflict with it.
+    def add(self, index: int, op: Op) -> list[int]:
+        """Record the accesses of `op`; returns for each other stream the last op that conflicts with it, or -1.
 
         A write hides what it covers, since its own conflicts order it after that. A read hides earlier covered
         reads of its own stream: whatever follows it follows them too.
         """
-        found: set[int] = set()
-        stream, known = op.stream, self._records
+        found = [-1] * len(STREAMS)
+        place, known = PLACES[op.stream], self._records
         for buffer, start, stop, _ in op.reads:
             records = known[buffer]
             hides = False
-            for first, last, earlier, of, wrote in [each for each in records if each[0] < stop and start < each[1]]:
-                if wrote:
-                    found.add(earlier)
-                elif of == stream and start <= first and last <= stop:
-                    hides = True
+            for first, last, earlier, of, wrote in records:
+                if first < stop and start < last:
+                    if wrote:
+                        if found[of] < earlier:
+                            found[of] = earlier
+                    elif of == place and start <= first and last <= stop:
+                        hides = True
             if hides:
                 records[:] = [
-                    each for each in records if each[4] or each[3] != stream or each[0] < start or stop < each[1]
+                    each for each in records if each[4] or each[3] != place or each[0] < start or stop < each[1]
                 ]
-            records.append((start, stop, index, stream, False))
+            records.append((start, stop, index, place, False))
         for buffer, start, stop, _ in op.writes:
             records = known[buffer]
-            if touched := [each for each in records if each[0] < stop and start < each[1]]:
-                found.update([each[2] for each in touched])
+            hides = False
+            for first, last, earlier, of, _ in records:
+                if first < stop and start < last:
+                    if found[of] < earlier:
+                        found[of] = earlier
+                    hides = hides or (start <= first and last <= stop)
+            if hides:
                 records[:] = [each for each in records if each[0] < start or stop < each[1]]
-            records.append((start, stop, index, stream, True))
-        found.discard(index)
+            records.append((start, stop, index, place, True))
+        found[place] = -1
         return found
 
 
-def conflicts(ops: Sequence[Op]) -> list[set[int]]:
-    """For each op the earlier ops that it must follow, on any stream; together with stream order they imply all
-    others."""
+def conflicts(ops: Sequence[Op]) -> list[list[int]]:
+    """For each op and each other stream the last op there that it must follow, or -1; together with stream order these
+    imply all others."""
     seen = Conflicts()
     return [seen.add(index, op) for index, op in enumerate(ops)]
 
 
 def derive_waits(schedule: Schedule) -> Schedule:
     """The same schedule with `waits` filled in."""
-    streams = [op.stream for op in schedule.ops]
+    places = [PLACES[op.stream] for op in schedule.ops]
     clocks: list[Clock] = []
-    last_of_stream: dict[str, int] = {}
+    ends: list[Clock] = [[-1] * len(STREAMS) for _ in STREAMS]  # of each stream, once its last op has finished
     waits: list[tuple[int, ...]] = []
     for index, needed in enumerate(conflicts(schedule.ops)):
-        stream = streams[index]
-        previous = last_of_stream.get(stream)
-        clock: Clock = {} if previous is None else {**clocks[previous], stream: previous}
+        clock = ends[places[index]]
         chosen = []
-        missing = [earlier for earlier in needed if clock.get(streams[earlier], -1) < earlier]
-        for earlier in sorted(missing, reverse=True):
-            if clock.get(streams[earlier], -1) < earlier:
+        missing = [earlier for earlier, finished in zip(needed, clock, strict=True) if finished < earlier]
+        for earlier in sorted(missing, reverse=True) if missing else ():
+            if clock[places[earlier]] < earlier:
                 chosen.append(earlier)
-                join(clock, clocks[earlier])
-                clock[streams[earlier]] = earlier
+                clock = joined(clock, clocks[earlier])
+                clock[places[earlier]] = earlier
         clocks.append(clock)
         waits.append(tuple(chosen[::-1]))
-        last_of_stream[stream] = index
+        ends[places[index]] = clock[:]
+        ends[places[index]][places[index]] = index
     return replace(schedule, waits=tuple(waits))
 
 
-def join(clock: Clock, other: Clock) -> None:
-    """Make `clock` cover everything that `other` covers."""
-    for stream, index in other.items():
-        if clock.get(stream, -1) < index:
-            clock[stream] = index
+def joined(clock: Clock, other: Clock) -> Clock:
+    """A clock that covers what either covers."""
+    return [one if one > another else another for one, another in zip(clock, other, strict=True)]
 
 
 def unordered(schedule: Schedule) -> Iterable[tuple[int, int]]:
     """Pairs (earlier, later) of conflicting ops that this schedule's waits do not order."""
+    places = [PLACES[op.stream] for op in schedule.ops]
     clocks: list[Clock] = []
-    last_of_stream: dict[str, int] = {}
+    last_of_stream = [-1] * len(STREAMS)
     for index, needed in enumerate(conflicts(schedule.ops)):
-        stream = schedule.ops[index].stream
-        clock: Clock = {}
-        for earlier in (*schedule.waits[index], last_of_stream.get(stream, -1)):
+        clock = [-1] * len(STREAMS)
+        for earlier in (*schedule.waits[index], last_of_stream[places[index]]):
             if earlier >= 0:
-                join(clock, clocks[earlier])
-                earlier_stream = schedule.ops[earlier].stream
-                clock[earlier_stream] = max(clock.get(earlier_stream, -1), earlier)
+                clock = joined(clock, clocks[earlier])
+                clock[places[earlier]] = max(clock[places[earlier]], earlier)
         clocks.append(clock)
-        last_of_stream[stream] = index
-        for earlier in sorted(needed):
-            if clock.get(schedule.ops[earlier].stream, -1) < earlier:
-                yield earlier, index
+        last_of_stream[places[index]] = index
+        missing = [earlier for earlier, finished in zip(needed, clock, strict=True) if finished < earlier]
+        yield from ((earlier, index) for earlier in sorted(missing))

@@ -145,6 +145,14 @@ class Access(NamedTuple):
     def overlaps(self, other: Access) -> bool:
         return self.buffer == other.buffer and self.start < other.stop and other.start < self.stop
 
+    def between(self, start: int, stop: int) -> Access:
+        """Other bytes with the same content. A schedule has tens of thousands, and `_replace` takes longer."""
+        return Access(self.buffer, start, stop, self.content)
+
+    def holding(self, content: Content) -> Access:
+        """The same bytes with another content."""
+        return Access(self.buffer, self.start, self.stop, content)
+
 
 class Op(NamedTuple):
     """One piece of work on one stream. `unit` is always set; `micro` and `shard` if they apply, else -1.
@@ -172,8 +180,10 @@ class Op(NamedTuple):
     @property
     def nbytes(self) -> int:
         """For a copy, the bytes that cross the bus or reach the disk, which is its first write; 0 for other ops."""
-        copied = self.writes[: len(self.reads)] if self.kind in COPIES else ()
-        return sum([access.stop - access.start for access in copied])
+        if self.kind not in COPIES:
+            return 0
+        _, start, stop, _ = self.writes[0]
+        return stop - start if len(self.reads) == 1 else sum([w.stop - w.start for w in self.writes[: len(self.reads)]])
 
     @property
     def form(self) -> tuple[object, ...]:
@@ -234,7 +244,8 @@ class Schedule:
             for accesses in (op.reads, op.writes):
                 for name, _, _, _ in accesses:
                     if name in transient:
-                        first.setdefault(name, index)
+                        if name not in first:
+                            first[name] = index
                         last[name] = index
         return {name: (begin, last[name]) for name, begin in first.items()}
 

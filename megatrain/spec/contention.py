@@ -68,6 +68,8 @@ class StreamClock:
         """`id` of an unfinished task -> idle streams whose first task waits for it."""
         self._idle: set[str] = set()
         """Streams that may be able to start a task."""
+        self._known_speeds: dict[tuple[str, ...], dict[str, float]] = {}
+        """Busy streams -> `_beside_each_other`."""
         self._now = now
 
     def submit(self, piece: TimedTask) -> None:
@@ -106,7 +108,8 @@ class StreamClock:
                     later = min(later, piece.submitted)
                     continue
                 piece.began = self._now
-                piece.stalled = max(0.0, ready - max(self._free.get(stream, 0.0), piece.submitted))
+                due = max(self._free.get(stream, 0.0), piece.submitted)
+                piece.stalled = ready - due if ready > due else 0.0
                 self._under_way[stream] = _UnderWay(
                     piece, piece.dram_rate, self._now, piece.seconds, self._now + piece.seconds
                 )
@@ -120,8 +123,10 @@ class StreamClock:
             each = busy[stream]
             if speed != each.speed:
                 each.go_on(self._now, speed)
-        self._now = min([latest, *[each.ends for each in busy.values()]])
-        for each in [each for each in busy.values() if each.ends <= self._now]:
+            if each.ends < latest:
+                latest = each.ends
+        self._now = latest
+        for each in [each for each in busy.values() if each.ends <= latest]:
             self._end(each.piece.stream, each.piece)
 
     def _end(self, stream: str, piece: TimedTask) -> None:
@@ -132,19 +137,23 @@ class StreamClock:
         queue.popleft()
         if queue:
             self._idle.add(stream)
-        self._idle.update(self._blocked.pop(id(piece), ()))
+        if id(piece) in self._blocked:
+            self._idle.update(self._blocked.pop(id(piece)))
 
     def _speeds(self) -> dict[str, float]:
         """Speed of each busy stream, relative to running alone."""
         busy = self._under_way
-        speeds = self._beside_each_other(busy)
+        key = tuple(busy)
+        if key not in self._known_speeds:
+            self._known_speeds[key] = self._beside_each_other(busy)
+        speeds = self._known_speeds[key]
         wanted = 0.0
         for stream, speed in speeds.items():
             wanted += busy[stream].dram_rate * speed
-        if wanted > self._dram:
-            for stream in busy:
-                speeds[stream] *= self._dram / wanted if busy[stream].piece.dram_nbytes else 1.0
-        return speeds
+        if wanted <= self._dram:
+            return speeds
+        share = self._dram / wanted
+        return {stream: speed * share if busy[stream].dram_rate else speed for stream, speed in speeds.items()}
 
     def _beside_each_other(self, busy: Collection[str]) -> dict[str, float]:
         """The same without host memory: for streams of one device, which share its bus, its link and a drive."""

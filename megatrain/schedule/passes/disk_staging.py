@@ -66,7 +66,7 @@ class _Staging:
         self._uses: dict[str, list[int]] = defaultdict(list)
         self._changes: dict[str, set[int]] = defaultdict(set)
         """Name -> indices of the ops that write it."""
-        self._names = [self._names_of(op) for op in ops]
+        self._names = self._staged_names()
         """For each op, the staged names that it mentions, in order and without duplicates."""
         for index, op in enumerate(ops):
             for name in self._names[index]:
@@ -85,21 +85,30 @@ class _Staging:
         self._after: dict[int, list[Op]] = defaultdict(list)
 
     def ops(self) -> list[Op]:
-        placed = [self._place(index, op) for index, op in enumerate(self._ops)]
-        return [op for i, each in enumerate(placed) for op in (*self._before[i], each, *self._after[i])]
+        placed: list[Op] = []
+        for index, op in enumerate(self._ops):
+            for access in op.writes:
+                self._last_write[access.buffer] = index
+            placed.append(self._place(index, op) if self._names[index] else op)
+        found: list[Op] = []
+        for index, op in enumerate(placed):
+            found += self._before[index]
+            found.append(op)
+            found += self._after[index]
+        return found
 
-    def _names_of(self, op: Op) -> list[str]:
-        staged = self._staged
-        names = [access.buffer for access in op.reads if access.buffer in staged]
-        names += [access.buffer for access in op.writes if access.buffer in staged]
-        return list(dict.fromkeys(names)) if len(names) > 1 else names
+    def _staged_names(self) -> list[list[str]]:
+        staged, found = self._staged, list[list[str]]()
+        for op in self._ops:
+            names: list[str] = []
+            for access in (*op.reads, *op.writes):
+                if access.buffer in staged and access.buffer not in names:
+                    names.append(access.buffer)
+            found.append(names)
+        return found
 
     def _place(self, index: int, op: Op) -> Op:
-        for access in op.writes:
-            self._last_write[access.buffer] = index
         names = self._names[index]
-        if not names:
-            return op
         slots = {name: self._where[name] for name in names if name in self._where}
         read = {access.buffer for access in op.reads}
         for name in names:

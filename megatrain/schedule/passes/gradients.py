@@ -14,6 +14,7 @@ next, so terms are summed in the same order as in a single round. Updates are ma
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Literal
 
 from megatrain.schedule.contents import USED, Gradient
@@ -54,6 +55,8 @@ class Gradients:
             self.on_device[unit] = True
         self._layers = max((self._nbytes[layer] for layer in model.layers), default=0)
         self._terms = [0] * len(model.units)
+        self._sums: dict[int, Access] = {}
+        """Unit -> where its gradient is summed."""
 
     def is_whole(self, unit: int) -> bool:
         """Whether all terms of a unit's gradient have been added."""
@@ -63,13 +66,18 @@ class Gradients:
         """Another call adds to the gradient of `unit`: it reads the sum so far, and writes the next."""
         place = self.sum(unit)
         if self._terms[unit]:
-            reads.append(place._replace(content=Gradient(unit, terms=self._terms[unit])))
+            reads.append(place.holding(Gradient(unit, terms=self._terms[unit])))
         self._terms[unit] += 1
         terms = None if self.is_whole(unit) else self._terms[unit]
-        writes.append(place._replace(content=Gradient(unit, terms=terms)))
+        writes.append(place.holding(Gradient(unit, terms=terms)))
 
     def sum(self, unit: int) -> Access:
         """Where a unit's gradient is summed: in a slot, or in its final place."""
+        if unit not in self._sums:
+            self._sums[unit] = self._place_of_sum(unit)
+        return self._sums[unit]
+
+    def _place_of_sum(self, unit: int) -> Access:
         if self._at_home(unit):
             return self.landed(unit)
         kind, nbytes, tied = self._model.units[unit].kind, self._nbytes[unit], self._model.tied
@@ -86,7 +94,7 @@ class Gradients:
         """Where a unit's update reads its gradient."""
         nbytes = self._trained[unit].own_size * self._numerics.grad_nbytes
         if self._used_in_slot(unit):
-            return self.sum(unit)._replace(content=Gradient(unit, version))
+            return self.sum(unit).holding(Gradient(unit, version))
         tier: Tier = "device" if self.on_device[unit] else "host"
         waits = self._policy.update != "during_backward"
         name = state_name(tier, Part.GRADIENTS, unit) if waits else self._in_turns(unit, tier)
@@ -106,7 +114,7 @@ class Gradients:
         if stays or not self._trained[unit].size:
             return []
         content = Gradient(unit, terms=self._terms[unit])
-        total, each = self.sum(unit)._replace(content=content), self._each[unit]
+        total, each = self.sum(unit).holding(content), self._each[unit]
         tier: Tier = "device" if self._policy.placement(unit).on_device else "host"
         size = total.stop - total.start
         own = Buffer(f"{tier}/gradient_sums/{unit}", tier, size, Use.PARTIAL_GRADIENTS, part=Part.GRADIENTS, unit=unit)
@@ -115,7 +123,7 @@ class Gradients:
         ops = []
         for shard in self._shards(unit):
             start, stop = shard.start * each, shard.stop * each
-            inside = total._replace(start=total.start + start, stop=total.start + stop)
+            inside = total.between(total.start + start, total.start + stop)
             outside = self._pinned_staging.at("sums", unit, shard.index, Access(name, start, stop, content))
             read, write = (inside, outside) if kind == "GRAD" else (outside, inside)
             ops.append(Op(kind, stream, unit, shard=shard.index, reads=(read,), writes=(write,)))
@@ -130,8 +138,8 @@ class Gradients:
         crosses = not (self._policy.shares_memory or self.on_device[unit])
         ops = []
         for shard in self._shards(unit):
-            read = total._replace(start=total.start + shard.start * each, stop=total.start + shard.stop * each)
-            write = landed._replace(start=shard.start * out // ranks, stop=shard.stop * out // ranks)  # this rank's
+            read = total.between(total.start + shard.start * each, total.start + shard.stop * each)
+            write = landed.between(shard.start * out // ranks, shard.stop * out // ranks)  # this rank's
             writes = [self._pinned_staging.at("grad", unit, shard.index, write)]
             if each != out and crosses and ranks == 1:
                 writes.append(self._cast(write.stop - write.start))
@@ -157,11 +165,17 @@ class Gradients:
     def _in_turns(self, unit: int, tier: Tier) -> str:
         """A shared buffer for a gradient that is used as it lands: layers have a few, the ends one."""
         is_layer, tied, kind = self._model.units[unit].kind == "layer", self._model.tied, self._model.units[unit].kind
-        users = self._model.layers if is_layer else [unit] if tied else [0, self._model.epilogue]
-        number = unit % min(self._policy.grad_slots, len(users)) if is_layer else ""
-        nbytes = max(self._trained[user].own_size for user in users) * self._numerics.grad_nbytes
+        number = unit % self._slots if is_layer else ""
+        ends = [unit] if tied else [0, self._model.epilogue]
+        size = self._largest_layer if is_layer else max(self._trained[user].own_size for user in ends)
+        nbytes = size * self._numerics.grad_nbytes
         name = f"{tier}/landed_gradients/{kind if is_layer or tied else 'ends'}{number}"
         return declare(self._buffers, Buffer(name, tier, nbytes, Use.LANDED_GRADIENTS, part=Part.GRADIENTS))
+
+    @cached_property
+    def _largest_layer(self) -> int:
+        """Trained elements of the largest layer that this rank owns."""
+        return max(self._trained[layer].own_size for layer in self._model.layers)
 
     def _cast(self, nbytes: int) -> Access:
         """Device buffer in which a shard of a gradient is cast to the dtype that crosses the bus."""

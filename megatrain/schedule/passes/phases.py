@@ -86,7 +86,7 @@ def _phases(
     for phase, window in enumerate(windows):
         own = [access for access in call.reads if access.content == Weights(call.unit)]
         reads = [access for access in call.reads if not _is_gradient(access) and access not in own]
-        reads += [each._replace(start=each.start + a, stop=each.start + b) for each in own for a, b in window]
+        reads += [each.between(each.start + a, each.start + b) for each in own for a, b in window]
         writes = [access for access in call.writes if not _is_gradient(access)] if phase == count - 1 else []
         for total in (access for access in call.writes if _is_gradient(access) and phase >= sums_from):
             done = max(0, phase - turn)
@@ -182,13 +182,13 @@ def _sums(total: Access, left: Access | None, *, last: bool) -> list[Access]:
     """What a phase leaves of a gradient: `left` is complete, the rest not yet."""
     if left is None:
         return [total if last else _under_way(total, total.stop)]
-    complete = total._replace(start=left.start, stop=left.stop)
+    complete = total.between(left.start, left.stop)
     return [complete] if last else [complete, _under_way(total, left.start)]
 
 
 def _under_way(total: Access, stop: int) -> Access:
     assert isinstance(total.content, Gradient)
-    return total._replace(stop=stop, content=replace(total.content, changing=True))
+    return Access(total.buffer, total.start, stop, replace(total.content, changing=True))
 
 
 def _is_gradient(access: Access) -> bool:

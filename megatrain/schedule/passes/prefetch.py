@@ -154,13 +154,13 @@ class Prefetch:
 
     def _with_slots(self, op: Op, visit: Visit) -> Op:
         """The op with the slots of weights filled in."""
-        if not any(access.buffer == IN_SLOT for access in op.reads):
+        if IN_SLOT not in [access.buffer for access in op.reads]:
             return op
-        return op._replace(reads=tuple(self._in_slot(access, visit) for access in op.reads))
+        reads = tuple([self._in_slot(each, visit) if each.buffer == IN_SLOT else each for each in op.reads])
+        return Op(op.kind, op.stream, op.unit, op.micro, op.shard, reads, op.writes, op.share)
 
     def _in_slot(self, access: Access, visit: Visit) -> Access:
-        if access.buffer != IN_SLOT or not isinstance(access.content, Weights):
-            return access
+        assert isinstance(access.content, Weights)
         owner = access.content.unit
         slot = visit.slot if owner == visit.unit else self._slots.of(owner)[0]
         return self._slots.access(slot, access.start, access.stop, access.content)

@@ -138,6 +138,8 @@ class Activations:
         """Bytes of a layer's input, for each micro-batch."""
         self._known: dict[tuple[Use, int, int], Access] = {}
         """Cache of frequent accesses, by unit and micro-batch."""
+        self._workspaces: dict[tuple[int, int], int] = {}
+        """(unit, tokens of a micro-batch) -> `forward_nbytes`."""
         self._times: Counter[tuple[int, int]] = Counter()
         """How often each was recomputed."""
 
@@ -258,7 +260,7 @@ class Activations:
         """A forward's workspace; little beyond the graph if it keeps that."""
         if unit and not again and (unit, micro) in self._keeps and self.keeps_graph(unit, micro):
             return []
-        nbytes = forward_nbytes(self._model, self._numerics, self._policy, self._work, unit, self._work.tokens[micro])
+        nbytes = self._workspace_nbytes(unit, self._work.tokens[micro])
         keep = self._keeps.get((unit, micro))
         if keep in NOT_OFFLOADED and keep in SAVED_BY and not again:  # until they are in their slot
             nbytes += round(self._saved_nbytes(unit, micro) / self._work.repeats)
@@ -272,6 +274,12 @@ class Activations:
                 Scratch("made"),
             )
         ]
+
+    def _workspace_nbytes(self, unit: int, tokens: int) -> int:
+        if (unit, tokens) not in self._workspaces:
+            found = forward_nbytes(self._model, self._numerics, self._policy, self._work, unit, tokens)
+            self._workspaces[unit, tokens] = found
+        return self._workspaces[unit, tokens]
 
     def stored(self, layer: int, micro: int) -> Access:
         """The op outputs stored by a layer's forward; `offloaded` replaces the name of offloaded ones by a slot."""

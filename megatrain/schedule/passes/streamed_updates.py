@@ -90,7 +90,7 @@ class StreamedUpdates:
             found.append(self._update(unit, number, gradient, here[: len(new)], fresh, (stop - start) / size))
             if place is not None:
                 each = self._numerics.weight_nbytes
-                there = place._replace(start=place.start + start * each, stop=place.start + stop * each)
+                there = place.between(place.start + start * each, place.start + stop * each)
                 found.append(Op("PLACE", "grad", unit, shard=number, reads=(fresh[0],), writes=(there,)))
             found.append(Op("OFFLOAD", "grad", unit, shard=number, reads=tuple(fresh), writes=tuple(new)))
             self._pieces, number = self._pieces + 1, number + 1
@@ -100,11 +100,11 @@ class StreamedUpdates:
         self, unit: int, number: int, gradient: Access, here: Sequence[Access], fresh: Sequence[Access], share: float
     ) -> Op:
         """UPDATE of one piece, in place, with its share of the whole update's price."""
-        reads, writes = ([*state[:-2], state[-2]._replace(stop=state[-1].stop)] for state in (here, fresh))
+        reads, writes = ([*state[:-2], state[-2].between(state[-2].start, state[-1].stop)] for state in (here, fresh))
         elements = (gradient.stop - gradient.start) // self._numerics.grad_nbytes
         workspace = CHUNK_NBYTES * min(CHUNK, elements)
         beside = Buffer("device/update_workspace", "device", workspace, Use.UPDATE_WORKSPACE, arena=False)
-        writes += [gradient._replace(content=USED)]
+        writes += [gradient.holding(USED)]
         writes += [Access(declare(self._buffers, beside), 0, workspace, Scratch("update"))]
         norm = [] if here[0].content == Weights(unit, "old") else [self._state.norm(unit)]
         return Op(
@@ -128,7 +128,7 @@ class StreamedUpdates:
     def _gradient(self, unit: int, start: int, stop: int, version: str) -> Access:
         """Where elements [start, stop) of a unit's gradient wait for its update."""
         whole, each = self._gradients.landed(unit, version), self._numerics.grad_nbytes
-        return whole._replace(start=whole.start + start * each, stop=whole.start + stop * each)
+        return whole.between(whole.start + start * each, whole.start + stop * each)
 
 
 def _one_behind_the_other(slot: str, homes: Sequence[Access]) -> list[Access]:
@@ -136,5 +136,5 @@ def _one_behind_the_other(slot: str, homes: Sequence[Access]) -> list[Access]:
     found: list[Access] = []
     for home in homes:
         start = found[-1].stop if found else 0
-        found.append(home._replace(buffer=slot, start=start, stop=start + home.stop - home.start))
+        found.append(Access(slot, start, start + home.stop - home.start, home.content))
     return found

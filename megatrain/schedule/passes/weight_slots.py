@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from megatrain.schedule.contents import Content, Weights
@@ -96,14 +97,19 @@ class WeightSlots:
             self._sharing[name].append(name)
             return [name]
         if self.model.units[unit].kind == "layer":
-            users = list(self.model.layers)
-            names = [f"layer{number}" for number in range(min(self.policy.layer_slots, len(users)))]
+            names = [f"layer{number}" for number in range(min(self.policy.layer_slots, len(self.model.layers)))]
+            nbytes = self._largest_layer
         else:
             users = [unit] if self.model.tied else [0, self.model.epilogue]
             names = [self.model.units[unit].kind if self.model.tied else "ends"]
-        nbytes = max(self._nbytes(user) for user in users if not self.stays(user))
+            nbytes = max(self._nbytes(user) for user in users if not self.stays(user))
         behind = self._nbytes(0) if self.again_for_head() and unit == self.model.epilogue else 0
         return [self._declare(f"device/weight_slots/{name}", behind, nbytes) for name in names]
+
+    @cached_property
+    def _largest_layer(self) -> int:
+        """Bytes of the largest layer that uses a slot."""
+        return max(self._nbytes(layer) for layer in self.model.layers if not self.stays(layer))
 
     def _declare(self, slot: str, start: int, nbytes: int) -> str:
         buffer = RING if self.in_ring else slot
