@@ -1,15 +1,19 @@
-"""What the first hour on a GPU should answer: how fast, how close to what fits, how full, and was it planned right.
+"""Training on a GPU: how fast, how close to a model that fits, how full, and was it planned right.
 
-    python -m bench.gpu [--out FOLDER] [--seconds 600] [--sizes 160M,1.5B] [--again] [--dry]
+    python -m bench.gpu [--out FOLDER] [--seconds 600] [--sizes 160M,1.5B] [--contenders NAME,NAME] [--again] [--dry]
+    python -m bench.gpu --replan [--out FOLDER]
 
-The machine is probed. Then, for each size whose state fits into host memory, the engine streams the model, and beside
-it, with the same tokens, train: plain PyTorch with everything in device memory (float32 parameters, bfloat16 autocast,
-fused AdamW, clipping), as it is, with checkpointing, compiled, and both; and DeepSpeed ZeRO-3 with parameters and
-optimizer in host memory where it is installed. A contender that does not fit or is not there is told so.
+The machine is probed. Then, for each size whose state fits into host memory, the engine trains the model by the plan
+that `megatrain train` would make for this machine, once with all of the device's memory and once with 24 GB of it (an
+RTX 4090's), which a model must stream through. Beside it, with the same tokens, train: plain PyTorch with everything in
+device memory (float32 parameters, bfloat16 autocast, fused AdamW, clipping), as it is, with checkpointing, compiled,
+and both; and DeepSpeed ZeRO-3 with parameters and optimizer in host memory where it is installed. A contender that does
+not fit or is not there is told so.
 
 Each contender on each size is a part; its result is in `gpu.json` as soon as it is known, and a later call goes on with
 the parts that are not there (`--again` begins anew). No part starts after `--seconds`. `--dry` runs all of it at tiny
-sizes, for a machine on which speed means nothing. Nothing is printed that was not measured in a run, but for what is
+sizes, for a machine on which speed means nothing. `--replan` measures nothing: today's planner plans the steps in
+`gpu.json`, for the machine that was probed there. Nothing is printed that was not measured in a run, but for what is
 called planned.
 """
 
@@ -24,23 +28,22 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatrain.errors import typed_line
-from megatrain.plan import Choice
 from megatrain.schedule.ops import STREAMS
-from megatrain.spec.layout import layout_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from megatrain import Engine
     from megatrain.schedule import Schedule, Timeline
     from megatrain.spec import Hardware
 
@@ -81,11 +84,14 @@ DRY_SIZES = {"tiny": Size(64, 128, 2, 2, 2, 2, length=32, vocabulary=256)}
 STATE_NBYTES = 14
 """Per parameter in host memory: masters, moments and gradients of a bf16 engine."""
 HOST_SHARE = 0.8
-STREAMED = "megatrain"
-PLAIN = {"plain": {}, "plain, checkpointed": {"checkpoint"}, "plain, compiled": {"compile"}}
-PLAIN["plain, checkpointed and compiled"] = {"checkpoint", "compile"}
+STREAMED, IN_LITTLE = "megatrain", "megatrain in 24 GB"
+LITTLE_NBYTES = 24 * 10**9
+PLAIN: dict[str, set[str]] = {"plain": set(), "plain checkpointed": {"checkpoint"}, "plain compiled": {"compile"}}
+PLAIN["plain checkpointed and compiled"] = {"checkpoint", "compile"}
 ZERO = "deepspeed zero-3 offload"
-CONTENDERS = (STREAMED, *PLAIN, ZERO)
+CONTENDERS = (STREAMED, IN_LITTLE, *PLAIN, ZERO)
+FEWER = 4, 16
+"""Steps of so many times fewer tokens are measured too: with fewer tokens, copies and the optimizer decide."""
 WARM_UP, STEPS = 2, 3
 LEARNING_RATE = 1e-4
 
@@ -95,9 +101,9 @@ class Part:
     """One contender on one size. Of those that did not run, `why` alone. Seconds are of a step, the median.
 
     mfu: the step's necessary operations over the device's peak, or where nobody has stated it, over what it does in
-    large products. stalls: stream of the
-    engine -> share of the step that it was idle. in_nbytes, out_nbytes: over the bus in a step, and the least that
-    there are. planned_*: what the plan for this policy says.
+    large products. stalls: stream of the engine -> share of the step that it was idle. in_nbytes, out_nbytes: over the
+    bus in a step. busy: kind of op -> seconds of a step that its ops took, measured and planned. fewer: tokens of a
+    smaller step by the same policy -> its seconds, measured and planned. planned_*: what the plan says.
     """
 
     size: str
@@ -111,9 +117,9 @@ class Part:
     mfu: float = 0.0
     stalls: dict[str, float] = field(default_factory=dict)
     in_nbytes: int = 0
-    least_in_nbytes: int = 0
     out_nbytes: int = 0
-    least_out_nbytes: int = 0
+    busy: dict[str, tuple[float, float]] = field(default_factory=dict)
+    fewer: dict[int, tuple[float, float]] = field(default_factory=dict)
     device_peak_nbytes: int = 0
     host_peak_nbytes: int = 0
     planned_seconds: float = 0.0
@@ -122,15 +128,22 @@ class Part:
     loss: float = 0.0
 
 
-def batches(size: Size) -> Batches:
+def batches(size: Size, rows: int, sequences: int) -> Batches:
+    """Random sequences, the same for every contender, in micro-batches of `rows`."""
     generator = torch.Generator().manual_seed(0)
-    shape = size.rows, size.length
-    ids = [torch.randint(size.vocabulary, shape, generator=generator) for _ in range(size.count)]
-    return [{"input_ids": each, "labels": each} for each in ids]
+    ids = torch.randint(size.vocabulary, (sequences, size.length), generator=generator)
+    return [{"input_ids": each, "labels": each} for each in ids.split(rows)]
 
 
-def build(size: Size) -> PreTrainedModel:
-    """A fresh float32 model in host memory, initialised on the device because that is fast."""
+def on_device(size: Size) -> Batches:
+    """The batches of a step as the other contenders take them."""
+    return [
+        {key: value.cuda() for key, value in each.items()} for each in batches(size, size.rows, size.rows * size.count)
+    ]
+
+
+def build(size: Size, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A fresh model in host memory, initialised on the device, because that is fast, and then rounded to `dtype`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     fields: dict[str, Any] = {
@@ -146,7 +159,7 @@ def build(size: Size) -> PreTrainedModel:
     fits = torch.cuda.mem_get_info()[0] > 5 * size.parameters
     with torch.device("cuda" if fits else "cpu"):
         model = LlamaForCausalLM(LlamaConfig(**fields))
-    fresh: PreTrainedModel = model.cpu().train()
+    fresh: PreTrainedModel = torch.nn.Module.to(model, dtype).cpu().train()
     return fresh
 
 
@@ -179,35 +192,50 @@ def host_peak_nbytes(*, anew: bool = False) -> int:
     return int(found.split()[1]) * 1024
 
 
-def streamed(name: str, size: Size, hardware: Hardware) -> Part:
-    """MegaTrain, by the policy that it chooses itself."""
+def streamed(name: str, contender: str, size: Size, hardware: Hardware) -> Part:
+    """MegaTrain, by the plan that it makes for this machine."""
     import megatrain
-    from megatrain.plan import Question, examine
+    from megatrain.model import ModelSource, port_model
+    from megatrain.plan import Question, examine, find_plan
+    from megatrain.plan.host_resources import available_host_nbytes
+    from megatrain.spec import Limits
 
-    model = build(size)
-    with megatrain.Engine.from_model(model, "cuda:0", "bf16", megatrain.AdamW(lr=LEARNING_RATE)) as engine:
+    model = build(size, torch.bfloat16)  # whose copy takes a part of host memory, too
+    ported = port_model(model, torch.bfloat16)
+    limits = Limits(device_nbytes=LITTLE_NBYTES if contender == IN_LITTLE else None)
+    free = replace(hardware, host_nbytes=available_host_nbytes(), device_nbytes=torch.cuda.mem_get_info()[0])
+    question = Question(ported.spec, free, size.tokens, size.length, limits=limits)
+    plan = find_plan(question)
+    optimizer = megatrain.AdamW(lr=LEARNING_RATE)
+    how: Any = {"device": "cuda:0", "optimizer": optimizer, "policy": plan.policy, "numerics": plan.numerics}
+    with megatrain.Engine.from_source(ModelSource(model), ported=ported, limits=limits, **how) as engine:
         del model
         gc.collect()
-        work = batches(size)
+        work = batches(size, plan.micro_batch, question.sequences)
         seconds, loss, peak = timed(lambda: engine.step(work).loss)
         host = host_peak_nbytes()
         engine.record_timeline = True
         engine.step(work)
         timeline = engine.timeline
+        engine.record_timeline = False
         assert timeline is not None
-        question = Question(engine.spec, hardware, size.tokens, size.length)
-        plan = examine(question, Choice(engine.numerics, engine.policy), size.rows)
-        least_in, least_out = least_nbytes(engine)
+        fewer = {}
+        for tokens in sorted({size.tokens // each for each in FEWER if size.tokens // each >= size.length}):
+            smaller = replace(question, tokens_per_step=tokens)
+            rows = min(plan.micro_batch, smaller.sequences)
+            step = partial(engine.step, batches(size, rows, smaller.sequences))
+            taken = statistics.median(timed(lambda step=step: step().loss)[0])  # type: ignore[misc]
+            fewer[tokens] = taken, examine(smaller, plan.choice, rows).seconds
         return Part(
             name,
-            STREAMED,
-            policy=f"{engine.policy.activations}, {engine.policy.weight_slots} slots, by {engine.policy.wait_for}",
+            contender,
+            policy=str(engine.policy),
             **_speed(size, seconds, engine.step_flops(work), hardware),
             stalls=idle_shares(timeline),
             in_nbytes=bus_nbytes(timeline.schedule, ("FETCH", "RELOAD")),
-            least_in_nbytes=least_in,
             out_nbytes=bus_nbytes(timeline.schedule, ("GRAD", "OFFLOAD")),
-            least_out_nbytes=least_out,
+            busy=busy(timeline, plan.timeline),
+            fewer=fewer,
             device_peak_nbytes=peak,
             host_peak_nbytes=host,
             planned_seconds=plan.seconds,
@@ -215,6 +243,16 @@ def streamed(name: str, size: Size, hardware: Hardware) -> Part:
             planned_host_nbytes=plan.nbytes["host"],
             loss=loss,
         )
+
+
+def busy(measured: Timeline, planned: Timeline) -> dict[str, tuple[float, float]]:
+    """Kind of op -> seconds of all its ops."""
+    both: list[defaultdict[str, float]] = []
+    for timeline in (measured, planned):
+        both.append(defaultdict(float))
+        for op, start, end in zip(timeline.schedule.ops, timeline.starts, timeline.ends, strict=True):
+            both[-1][op.kind] += end - start
+    return {kind: (both[0][kind], both[1][kind]) for kind in sorted(both[0].keys() | both[1].keys())}
 
 
 def _speed(size: Size, seconds: Sequence[float], flops: float, hardware: Hardware) -> dict[str, Any]:
@@ -229,18 +267,8 @@ def _speed(size: Size, seconds: Sequence[float], flops: float, hardware: Hardwar
 
 
 def bus_nbytes(schedule: Schedule, kinds: Sequence[str]) -> int:
-    """What the ops of these kinds copy."""
-    return sum(op.nbytes for op in schedule.ops if op.kind in kinds)
-
-
-def least_nbytes(engine: Engine) -> tuple[int, int]:
-    """Bytes that must cross the bus in a step that keeps no weights, to the device and back.
-
-    Each unit's weights on the way up, and on the way down but for the layers that still lie in slots; each gradient
-    once, in the weights' dtype.
-    """
-    weights = [engine.numerics.weight_nbytes * layout_of(unit).size for unit in engine.spec.units]
-    return sum(weights) + sum(weights[1 : -1 - engine.policy.weight_slots]), sum(weights)
+    """What the ops of these kinds copy over the bus."""
+    return sum(op.nbytes for op in schedule.ops if op.kind in kinds and not op.is_within_device)
 
 
 def idle_shares(timeline: Timeline) -> dict[str, float]:
@@ -260,7 +288,7 @@ def plain(name: str, contender: str, size: Size, hardware: Hardware) -> Part:
     model = torch.nn.Module.cuda(source)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     forward: Any = torch.compile(model) if "compile" in ways else model
-    work = [{key: value.cuda() for key, value in each.items()} for each in batches(size)]
+    work = on_device(size)
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
@@ -317,7 +345,7 @@ def zero(name: str, size: Size, hardware: Hardware) -> Part:
         },
     }
     engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-    work = [{key: value.cuda() for key, value in each.items()} for each in batches(size)]
+    work = on_device(size)
 
     def step() -> float:
         total = torch.zeros((), device="cuda")
@@ -338,8 +366,8 @@ def measured(name: str, contender: str, size: Size, hardware: Hardware) -> Part:
     """The part; what stands in the way of one is told in it."""
     host_peak_nbytes(anew=True)
     try:
-        if contender == STREAMED:
-            return streamed(name, size, hardware)
+        if contender in (STREAMED, IN_LITTLE):
+            return streamed(name, contender, size, hardware)
         if contender == ZERO:
             return zero(name, size, hardware)
         return plain(name, contender, size, hardware)
@@ -379,17 +407,67 @@ def small_probe() -> Iterator[None]:
             table["cuda"] = value
 
 
+def recorded(found: Mapping[str, Any]) -> Hardware:
+    """The machine that was probed for `gpu.json`."""
+    from megatrain.spec import Hardware
+    from megatrain.spec.hardware import AttentionRate, DiskRate, ElementwiseRate, ProductRate
+
+    rows = {"products": ProductRate, "attention": AttentionRate, "elementwise": ElementwiseRate, "disk_rates": DiskRate}
+    fields = dict(found["hardware"])
+    for name, kind in rows.items():
+        fields[name] = tuple(kind(**each) for each in fields[name])
+    for name in ("optimizer_bandwidth", "sources"):
+        fields[name] = tuple(map(tuple, fields[name]))
+    return Hardware(**fields)
+
+
+def replanned(found: Mapping[str, Any]) -> Iterator[tuple[str, int, float, float, float]]:
+    """(part, tokens per step, seconds measured, planned then and planned now) of each step of the engine in `gpu.json`.
+    Each model is one on paper, and planned with all of the machine's host memory."""
+    from bench.shapes import llama_shape
+    from megatrain.plan import Question, examine, find_plan
+    from megatrain.spec import Limits
+
+    hardware = recorded(found)
+    for key, part in found["parts"].items():
+        if part["why"] or part["contender"] not in (STREAMED, IN_LITTLE):
+            continue
+        size = SIZES[part["size"]]
+        widths: Any = {"feed_forward": size.intermediate, "vocabulary": size.vocabulary, "key_value_heads": size.heads}
+        model = llama_shape(part["size"], size.layers, size.hidden, **widths)
+        limits = Limits(device_nbytes=LITTLE_NBYTES if part["contender"] == IN_LITTLE else None)
+        question = Question(model, hardware, size.tokens, size.length, limits=limits)
+        plan = find_plan(question)
+        yield key, size.tokens, part["seconds"], part["planned_seconds"], plan.seconds
+        for tokens, (measured, then) in part["fewer"].items():
+            smaller = replace(question, tokens_per_step=int(tokens))
+            now = examine(smaller, plan.choice, min(plan.micro_batch, smaller.sequences)).seconds
+            yield key, int(tokens), measured, then, now
+
+
 def show(part: Part) -> str:
     """A line."""
     if part.why:
         return f"{part.size:>5} {part.contender}: {part.why}"
     line = f"{part.size:>5} {part.contender}: {part.tokens_per_second:,.0f} tokens/s, MFU {part.mfu:.1%}"
     line += f", device {part.device_peak_nbytes / 1e9:.2f} GB, host {part.host_peak_nbytes / 1e9:.2f} GB"
-    if part.contender == STREAMED:
+    if part.planned_seconds:
         line += f", planned {part.planned_seconds / part.seconds:.2f}x of the measured time"
-        line += f", bus {part.in_nbytes / part.least_in_nbytes:.2f}x and {part.out_nbytes / part.least_out_nbytes:.2f}x"
-        line += f" of the least; compute idle {part.stalls.get('compute', 0.0):.0%}"
+        line += f", {part.in_nbytes / 1e9:.1f} GB in and {part.out_nbytes / 1e9:.1f} GB out a step"
+        line += f"; compute idle {part.stalls.get('compute', 0.0):.0%}"
+        for tokens, (measured, planned) in part.fewer.items():
+            line += f"\n      {tokens:,} tokens a step: {measured:.3f} s, planned {planned:.3f} s"
+        for kind, (measured, planned) in part.busy.items():
+            line += f"\n      {kind}: {measured:.3f} s, planned {planned:.3f} s"
     return line
+
+
+def chosen(parser: argparse.ArgumentParser, what: str, given: str | None, known: Iterable[str]) -> list[str]:
+    """Names with commas between them, or all that are known."""
+    names = list(known) if given is None else given.split(",")
+    if unknown := sorted(set(names) - set(known)):
+        parser.error(f"no {what} {', '.join(unknown)}; there are {', '.join(known)}")
+    return names
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -397,20 +475,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     parser.add_argument("--seconds", type=float, default=600.0, help="start no part after this long")
     parser.add_argument("--sizes", help="those of these names alone, with commas")
+    parser.add_argument("--contenders", help=f"those of these alone, with commas: {', '.join(CONTENDERS)}")
     parser.add_argument("--again", action="store_true", help="leave out what an earlier call has found")
     parser.add_argument("--dry", action="store_true", help="tiny sizes: does it all run?")
+    parser.add_argument("--replan", action="store_true", help="plan again what was measured")
     given = parser.parse_args(arguments)
+    if given.replan:
+        for key, tokens, took, then, now in replanned(json.loads((given.out / "gpu.json").read_text())):
+            print(f"{key}, {tokens:,} tokens: {took:.3f} s, planned {then:.3f} s then and {now:.3f} s now")
+        return 0
     if not torch.cuda.is_available():
         print("no CUDA device: nothing was measured")
         return 0
     began = time.monotonic()
     path = given.out / "gpu.json"
     sizes = DRY_SIZES if given.dry else SIZES
-    if given.sizes:
-        unknown = set(given.sizes.split(",")) - set(sizes)
-        if unknown:
-            parser.error(f"no size {', '.join(sorted(unknown))}; there are {', '.join(sizes)}")
-        sizes = {name: sizes[name] for name in given.sizes.split(",")}
+    sizes = {name: sizes[name] for name in chosen(parser, "size", given.sizes, sizes)}
+    contenders = chosen(parser, "contender", given.contenders, CONTENDERS)
     found: dict[str, Any] = {} if given.again or not path.exists() else json.loads(path.read_text())
     machine = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
     if found.get("machine") != machine:
@@ -421,7 +502,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if STATE_NBYTES * size.parameters > HOST_SHARE * hardware.host_nbytes:
             print(f"{name:>5}: its state does not fit into host memory")
             continue
-        for contender in CONTENDERS:
+        for contender in contenders:
             key = f"{name} {contender}"
             if key in found["parts"]:
                 continue

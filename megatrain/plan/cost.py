@@ -223,6 +223,11 @@ KERNELS, KERNELS_PER_PARAM = 12, 3
 """Kernels that a layer's forward launches: so many, and so many more for each parameter. Round numbers, which matter
 only if kernels are tiny."""
 
+HOST_LAUNCHES = 10
+"""Time in the smallest op that the host takes to submit a kernel of a layer to a GPU: for Python, the model's modules,
+autograd and the engine. From the only host measured, that of the H200 in `bench/results/gpu.json`, whose steps of few
+tokens it decides."""
+
 PROLOGUE_KERNELS = 400
 """Time of a prologue in kernel launches: before the first layer, the model's code makes masks and positions with many
 small ops and Python. A round number from Llama."""
@@ -395,6 +400,8 @@ def contention(model: ModelSpec, numerics: Numerics, hardware: Hardware) -> Cont
     }
 
     def dram_nbytes(op: Op) -> float:
+        if passes := DRAM_PASSES.get(op.kind):
+            return 0.0 if op.is_within_device else passes * op.nbytes
         if op.kind in CALLS or (op.kind in ("UPDATE", "NORM") and op.stream != "host"):
             return 0.0
         if op.kind == "UPDATE":
@@ -403,9 +410,8 @@ def contention(model: ModelSpec, numerics: Numerics, hardware: Hardware) -> Cont
             return sum(access.stop - access.start for access in op.reads)
         if op.stream == "shared":
             return shared_sum_nbytes(op) if op.kind == "REDUCE" else 0.0
-        if op.kind in COLLECTIVES and hardware.link_route == "host":
-            return through_host_nbytes(hardware, model.ranks, op)
-        return 0.0 if op.is_within_device else DRAM_PASSES.get(op.kind, 0) * op.nbytes
+        through_host = op.kind in COLLECTIVES and hardware.link_route == "host"
+        return through_host_nbytes(hardware, model.ranks, op) if through_host else 0.0
 
     return Contention(host_dram_bandwidth(hardware), dram_nbytes, duplex, link_shares(hardware))
 
@@ -458,7 +464,8 @@ class _Prices:
             case "FETCH" | "RELOAD" | "GRAD" | "OFFLOAD":
                 if op.is_within_device:
                     return self._launch + 2 * op.nbytes / self._copies
-                return len(op.reads) * self._launch + op.nbytes / self._bus[op.stream == "grad"] + self._cast(op)
+                casts = self._cast(op) if len(op.writes) > len(op.reads) else 0.0
+                return len(op.reads) * self._launch + op.nbytes / self._bus[op.stream == "grad"] + casts
             case "PLACE":
                 return self._launch + 2 * op.nbytes / self._copies
             case "PACK" | "UNPACK":
@@ -543,7 +550,8 @@ class _Prices:
         products = sum(self._product(param, tokens) for param in _multiplied(self.model, unit))
         attention, _ = self._attention(unit, tokens)
         computed = (1 - shares.get(kept, 0.0)) * products + (0.0 if kept else attention)
-        return computed + self._elementwise(unit, tokens)[0] + self._launches(unit) + self._dispatch(unit, tokens)
+        computed += self._elementwise(unit, tokens)[0] + self._dispatch(unit, tokens)
+        return self._submitted(computed, self._launches(unit))
 
     def _backward(self, index: int, unit: UnitSpec, tokens: int) -> float:
         """Products for the gradients of inputs and of trained weights, attention, elementwise ops, and sums of
@@ -555,7 +563,7 @@ class _Prices:
         _, attention = self._attention(unit, tokens)
         added = self._accumulation(index, unit) + self._chunks(unit, tokens)
         others = self._elementwise(unit, tokens)[1] + self._dispatch(unit, tokens)
-        return products + attention + others + added + 2 * self._launches(unit)
+        return self._submitted(products + attention + others + added, 2 * self._launches(unit))
 
     def _chunks(self, unit: UnitSpec, tokens: int) -> float:
         """Token-wise parts that run in chunks are recomputed, and sum the gradients of their weights in float32."""
@@ -606,6 +614,12 @@ class _Prices:
         """Bytes that autograd saves of a unit."""
         length = self.work.length or tokens
         return unit.profile.kept(max(1, tokens // length), length)
+
+    def _submitted(self, computed: float, launches: float) -> float:
+        """Seconds of kernels that take `computed` and `launches`, which a GPU runs while the host submits others."""
+        if self.hardware.computes_in_host_memory:
+            return computed + launches
+        return max(computed + launches, HOST_LAUNCHES * launches)
 
     def _launches(self, unit: UnitSpec) -> float:
         """Seconds of a layer's kernel launches in one forward."""

@@ -61,6 +61,9 @@ def gc_paused() -> Iterator[None]:
     try:
         yield
     finally:
+        if enabled and not gc.get_freeze_count():
+            gc.freeze()  # and back, which makes all objects old ones: else the next collection would traverse them
+            gc.unfreeze()
         if enabled:
             gc.enable()
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import product
 from math import prod
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.gpu import replanned
 from bench.shapes import llama_shape
 from megatrain.plan import (
     Question,
@@ -128,7 +131,8 @@ def layer_seconds(model: ModelSpec, hardware: Hardware, kind: str) -> float:
 
 
 @pytest.mark.parametrize("kind", ["FORWARD", "BACKWARD"])
-def test_expert_dispatch_is_priced_by_tokens_per_expert(kind: str) -> None:
+def test_expert_dispatch_is_priced_by_tokens_per_expert(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "HOST_LAUNCHES", 0)  # or a layer as small as this one takes as long with and without it
     dense = llama_shape("small", 4, 1024, vocabulary=4000)
 
     def dispatch(count: int, chosen: int) -> float:
@@ -147,6 +151,35 @@ def test_expert_dispatch_is_priced_by_tokens_per_expert(kind: str) -> None:
     one, eight = (dispatch(64, chosen) / recomputes - launches for chosen in (1, 8))
     assert one == pytest.approx(cost.DISPATCH_PASSES * 4096 * 1024 * 2 / 3e12)
     assert eight == pytest.approx(8 * one)
+
+
+@pytest.mark.parametrize("kind", ["FORWARD", "BACKWARD"])
+def test_a_gpu_computes_no_layer_quicker_than_the_host_submits_its_kernels(kind: str) -> None:
+    small = llama_shape("small", 4, 1024, vocabulary=4000)
+    times = 1 if kind == "FORWARD" else 3  # a recomputation, and a backward of twice the kernels
+    kernels = times * (cost.KERNELS + cost.KERNELS_PER_PARAM * len(small.units[1].params))
+
+    def seconds(hardware: Hardware, launch: float) -> float:
+        return layer_seconds(small, replace(hardware, launch_seconds=launch), kind)
+
+    free = seconds(PLAIN, 0.0)
+    slow = 10 * free / (cost.HOST_LAUNCHES * kernels)  # launches with which the host takes ten times as long
+    assert seconds(PLAIN, slow) == pytest.approx(10 * free)
+    assert seconds(PLAIN, slow / 1000) == pytest.approx(free + kernels * slow / 1000)
+    on_cpu = replace(PLAIN, shares_memory=True)
+    assert seconds(on_cpu, slow) == pytest.approx(seconds(on_cpu, 0.0) + kernels * slow, rel=1e-3)  # and one for sums
+
+
+@pytest.mark.parametrize("size", ["1.5B", pytest.param("7B", marks=pytest.mark.slow)])
+def test_plans_for_the_measured_gpu_come_within_15_percent(size: str) -> None:
+    found = json.loads(Path("bench/results/gpu.json").read_text())
+    found["parts"] = {key: part for key, part in found["parts"].items() if part["size"] == size}
+    steps = list(replanned(found))
+    assert len(steps) == {"1.5B": 6, "7B": 3}[size]
+    for key, tokens, measured, _, planned in steps:
+        part = found["parts"][key]
+        least, most = part["spread"] if tokens == part["tokens_per_step"] else (measured, measured)
+        assert 0.85 * least <= planned <= 1.15 * most, (key, tokens)
 
 
 def test_the_plans_error_range_covers_both_sides() -> None:
