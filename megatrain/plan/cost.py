@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -23,17 +23,14 @@ from megatrain.schedule import Op, Timeline, replay
 from megatrain.schedule.contents import LayerGraph, Saved
 from megatrain.schedule.ops import CALLS, COLLECTIVES
 from megatrain.schedule.passes.gradients import accumulator_nbytes
-from megatrain.schedule.passes.state_buffers import MOMENTS_NBYTES, units_alike
 from megatrain.schedule.passes.workspace import runs_in_chunks
 from megatrain.schedule.replay import DISK_STREAMS
 from megatrain.spec import (
-    IN_HOST,
     WEIGHT_NBYTES,
     Hardware,
     ModelSpec,
     Numerics,
     ParamSpec,
-    Placement,
     Policy,
     Precision,
     Transfer,
@@ -681,132 +678,3 @@ def unit_cost_key(unit: UnitSpec) -> tuple[object, ...]:
     """Equal for units that cost the same."""
     params = tuple((param.shape, param.active, param.trainable) for param in unit.params)
     return unit.kind, params, unit.profile
-
-
-# State placed elsewhere -----------------------------------------------------------------------------------------------
-#
-# Busy seconds that placements add to each stream of a step, compared to all state in host memory.
-#
-# These are sums of bytes over bandwidths, enough to tell which placements are worth a replay. Only the replay tells how
-# streams overlap.
-
-
-LOW_BITS_NBYTES = 2
-"""Per parameter."""
-
-
-def placement_seconds(
-    model: ModelSpec, numerics: Numerics, policy: Policy, hardware: Hardware, rounds: float = 1.0
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Stream -> seconds that the policy's placements add to a step (negative if they save time), and of these the
-    seconds after the forward pass. rounds: of a step."""
-    found, late = Counter[str](), Counter[str]()
-    for index, placement, count in units_alike(model, policy):
-        if placement == IN_HOST:
-            continue
-        for stream, seconds in _unit_seconds(model, numerics, policy, hardware, index, placement, rounds).items():
-            found[stream] += count * seconds  # type: ignore[assignment]
-        for stream, seconds in _late_disk_seconds(model, numerics, policy, hardware, index, placement, rounds).items():
-            late[stream] += count * seconds  # type: ignore[assignment]
-    shares = {"fetch": 0.5, "grad": 1.0, **({} if policy.update == "next_forward" else {"host": 1.0, "compute": 1.0})}
-    all_late = {**late, **{stream: share * found.get(stream, 0.0) for stream, share in shares.items()}}
-    whole, behind = _with_dram(found, hardware, policy), _with_dram(all_late, hardware, policy)
-    ways = zip(("read", "write"), duplex_disk_bandwidths(hardware), disk_bandwidths(hardware), strict=True)
-    (ended, *_), (spent, way, share) = sorted((found.get(way, 0.0), way, both / one) for way, both, one in ways)
-    if spent and not hardware.shares_memory:  # the way that takes longer has its full rate once the other has ended
-        whole[way] = ended + (spent - ended) * share
-        behind[way] = behind.get(way, 0.0) * whole[way] / spent
-    return whole, behind
-
-
-def _with_dram(added: Mapping[str, float], hardware: Hardware, policy: Policy) -> dict[str, float]:
-    """`added`, with the entry `DRAM` for the bytes that these streams move in host memory."""
-    if hardware.shares_memory:
-        return dict(added)
-    fetching, leaving = bus_bandwidths(hardware, policy.transfer)
-    reading, writing = duplex_disk_bandwidths(hardware)
-    packing, optimizer = 2 * packing_bandwidth(hardware), optimizer_bandwidth(hardware, policy.host_threads)
-    rates = {"fetch": fetching, "grad": leaving, "pack": packing, "unpack": packing, "host": optimizer}
-    rates |= {"read": 2 * reading, "write": 2 * writing}
-    moved = sum(seconds * rates.get(stream, 0.0) for stream, seconds in added.items() if seconds)
-    return {**added, DRAM: moved / host_dram_bandwidth(hardware)}
-
-
-def _unit_seconds(
-    model: ModelSpec,
-    numerics: Numerics,
-    policy: Policy,
-    hardware: Hardware,
-    index: int,
-    placement: Placement,
-    rounds: float,
-) -> dict[str, float]:
-    """Stream -> seconds that one unit's placement adds to a step."""
-    layout = layout_of(model.units[index])
-    weights, trained = layout.own_size * numerics.weight_nbytes, layout.trained.own_size
-    visits = rounds * (2 if index in model.layers and index >= model.lowest_trained else 1)
-    sums = 4 * layout.trained.size * (rounds - 1)  # bytes of gradient sums that wait in host memory between rounds
-    fetches = visits + int(index == 0 and model.tied and policy.read_ahead_nbytes > 0)  # once more for the head
-    fetching, leaving = bus_bandwidths(hardware, policy.transfer)
-    packing = packing_bandwidth(hardware) if policy.transfer == "staged" else inf
-    if placement.on_device:
-        touched = update_nbytes(layout, numerics)
-        return {
-            "fetch": -(fetches * weights + sums) / fetching,
-            "pack": -(fetches * weights + sums) / packing,
-            "grad": -(trained * numerics.grad_nbytes + sums) / leaving,
-            "unpack": -(trained * numerics.grad_nbytes + sums) / packing,
-            "host": -touched / optimizer_bandwidth(hardware, policy.host_threads),
-            "compute": touched / (hardware.device_bandwidth or inf),
-        }
-    saved = -(fetches - 1) * weights if placement.weights == "device" else 0
-    read_each = _read_nbytes(layout, numerics, placement)
-    packed = -fetches * read_each if read_each else saved  # disk staging buffers are pinned already
-    unpacked = -trained * numerics.grad_nbytes if placement.gradients == "disk" else 0
-    reads = writes = 0.0
-    if placement.moments == "disk":
-        reads, writes = MOMENTS_NBYTES * trained, MOMENTS_NBYTES * trained
-    if placement.low_bits == "disk" and numerics.precision == "bf16":
-        reads, writes = reads + LOW_BITS_NBYTES * trained, writes + LOW_BITS_NBYTES * trained
-    if placement.gradients == "disk" and policy.update != "during_backward":
-        reads, writes = reads + trained * numerics.grad_nbytes, writes + trained * numerics.grad_nbytes
-    reads += visits * read_each
-    if placement.weights == "disk":
-        writes += trained * numerics.weight_nbytes
-    reading, writing = duplex_disk_bandwidths(hardware)
-    return {
-        "fetch": saved / fetching,
-        "pack": packed / packing,
-        "unpack": unpacked / packing,
-        "read": reads / reading,
-        "write": writes / writing,
-    }
-
-
-def _late_disk_seconds(
-    model: ModelSpec,
-    numerics: Numerics,
-    policy: Policy,
-    hardware: Hardware,
-    index: int,
-    placement: Placement,
-    rounds: float,
-) -> dict[str, float]:
-    """The part of a unit's reads and writes, in seconds by stream, that comes after the forward pass."""
-    layout = layout_of(model.units[index])
-    has_backward = index in model.layers and index >= model.lowest_trained
-    reading, writing = duplex_disk_bandwidths(hardware)
-    read_each = rounds * _read_nbytes(layout, numerics, placement) / reading
-    weights = read_each if has_backward else 0.0
-    if policy.update == "during_backward":
-        whole = _unit_seconds(model, numerics, policy, hardware, index, placement, rounds)
-        return {"read": whole.get("read", 0.0) - read_each, "write": whole.get("write", 0.0)}
-    gradients = layout.trained.own_size * numerics.grad_nbytes / writing if placement.gradients == "disk" else 0.0
-    return {"read": weights, "write": gradients}
-
-
-def _read_nbytes(layout: Layout, numerics: Numerics, placement: Placement) -> int:
-    """Bytes of a unit's weights that are read from the disk or from files for each visit."""
-    if placement.weights == "disk":
-        return layout.own_size * numerics.weight_nbytes
-    return (layout.size - layout.files_start) * numerics.weight_nbytes if placement.weights == "file" else 0

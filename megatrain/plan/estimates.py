@@ -25,8 +25,9 @@ from megatrain.plan.activation_plan import (
     offloads_outputs,
     round_count,
 )
-from megatrain.plan.cost import DRAM, contention, op_seconds, placement_seconds, unit_cost_key
+from megatrain.plan.cost import DRAM, contention, op_seconds, unit_cost_key
 from megatrain.plan.placement import ON_DEVICE, state_numerics, state_policy
+from megatrain.plan.placement_cost import placement_seconds
 from megatrain.plan.question import Choice, CostKey, Estimate, Plan, Question
 from megatrain.plan.search_space import FIT_ATTEMPTS, SLOW_OFFLOAD, WORTH_A_MIXTURE
 from megatrain.schedule import Schedule, Timeline, build_step, nbytes_by_use, replay
@@ -61,9 +62,6 @@ def gc_paused() -> Iterator[None]:
     try:
         yield
     finally:
-        if enabled and not gc.get_freeze_count():
-            gc.freeze()  # and back, which makes all objects old ones: else the next collection would traverse them
-            gc.unfreeze()
         if enabled:
             gc.enable()
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from megatrain.plan.cost import placement_seconds
 from megatrain.plan.placement import ON_DEVICE, resident_placements, spill_to_fit, spread
+from megatrain.plan.placement_cost import placement_seconds
 from megatrain.schedule import Use, build_step
 from megatrain.schedule.passes.state_buffers import state_nbytes
 from megatrain.spec import IN_HOST, Hardware, Numerics, Placement, Policy, Precision, Work

@@ -31,8 +31,9 @@ PLAIN = Hardware("plain", 8 << 30, 32 << 30, 1e10, 1e10, 1e13, 4e10, devices=4, 
 def asked(
     ranks: int, name: str = "8x-h100", *, model: ModelSpec = SMALL, each: int = 4, length: int = 1024, nodes: int = 1
 ) -> Question:
-    """With so many sequences for each rank."""
-    question = Question(model, machine(name), ranks * each * length, length, saves=True)
+    """With so many sequences for each rank. Launches are free: they would decide the time of layers as small."""
+    hardware = replace(machine(name), launch_seconds=0.0)
+    question = Question(model, hardware, ranks * each * length, length, saves=True)
     return question_of_one(question, ranks, ranks_on_each(ranks, nodes))
 
 
@@ -218,7 +219,9 @@ def test_weights_stay_in_files_for_one_rank_and_never_for_several() -> None:
         for unit in SMALL.units
     ]
     base = replace(SMALL, units=tuple(units)).with_in_files(names)
-    tight = replace(machine("2x-rtx-5090"), host_nbytes=150 << 20, device_nbytes=360 << 20, disk_nbytes=1 << 40)
+    tight = replace(
+        asked(2, "2x-rtx-5090").hardware, host_nbytes=100 << 20, device_nbytes=300 << 20, disk_nbytes=1 << 40
+    )
     one, two = (find_plan(question_of_one(Question(base, tight, 2048, 1024), ranks, ranks)) for ranks in (1, 2))
     assert any(placement.weights == "file" for placement in one.policy.placements)
     assert all(placement.weights != "file" for placement in two.policy.placements)
