@@ -16,6 +16,7 @@ mapping is used pageable.
 from __future__ import annotations
 
 import mmap
+import threading
 import time
 import weakref
 from collections import deque
@@ -127,15 +128,16 @@ class ComputeStream:
 
     def __init__(self, stream: torch.cuda.Stream, pool: EventPool) -> None:
         self.origin: torch.cuda.Event | None = None
-        self.stream = self._stream = stream
+        self._stream = stream
         self._pool = pool
+        self._here = threading.local()
         self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._stalled_seconds = 0.0
 
     def submit(self, task: Task, work: Work, waits: Sequence[Event] = ()) -> CudaEvent:
         event = CudaEvent(HostEvent(task.name), self.origin, self._pool)
         try:
-            with torch.cuda.stream(self._stream):
+            with self.entered():
                 self._wait(waits)
                 event.run(self._stream, work)
         except Exception as failure:
@@ -146,6 +148,20 @@ class ComputeStream:
             raise error from failure
         event.submitted.finish()
         return event
+
+    def entered(self) -> AbstractContextManager[None]:
+        """In the block, this thread computes on this stream. Costs as much as a small op, but nothing inside such a
+        block."""
+        return nullcontext() if getattr(self._here, "entered", False) else self._enter()
+
+    @contextmanager
+    def _enter(self) -> Iterator[None]:
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
+            self._here.entered = True
+            try:
+                yield
+            finally:
+                self._here.entered = False
 
     def _wait(self, waits: Sequence[Event]) -> None:
         if not waits:
@@ -172,15 +188,18 @@ class CopyStream:
     def __init__(self, name: str, stream: torch.cuda.Stream, pool: EventPool) -> None:
         self.origin: torch.cuda.Event | None = None
         self._stream, self._pool = stream, pool
-        self._worker = WorkerStream(name)
+        self._worker, self._entered = WorkerStream(name), False
 
     def submit(self, task: Task, work: Work, waits: Sequence[Event] = ()) -> CudaEvent:
         event = CudaEvent(HostEvent(task.name), self.origin, self._pool)
 
         def run() -> None:
-            with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
-                _order_behind(self._stream, waits)
-                event.run(self._stream, work)
+            if not self._entered:  # for all that this thread will submit
+                torch.cuda.set_device(self._stream.device)
+                torch.cuda.set_stream(self._stream)
+                self._entered = True
+            _order_behind(self._stream, waits)
+            event.run(self._stream, work)
 
         event.submitted = self._worker.submit(task, run)
         return event
@@ -209,7 +228,7 @@ class CudaDevice:
             raise DeviceError(
                 f"there are {torch.cuda.device_count()} CUDA devices", where=self.name, fix="use a lower index"
             )
-        self.torch_device = torch.device("cuda", index)
+        self._index, self.torch_device = index, torch.device("cuda", index)
         self.model: str = torch.cuda.get_device_name(self.torch_device)
         """The driver's name for it."""
         self.node = _node(self.torch_device)
@@ -365,17 +384,14 @@ class CudaDevice:
         cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return int(free + cached)
 
-    @contextmanager
-    def alongside(self) -> Iterator[None]:
-        with torch.cuda.device(self.torch_device), torch.cuda.stream(self._compute.stream):
-            yield
+    def alongside(self) -> AbstractContextManager[None]:
+        return self._compute.entered()
 
     # Chance and time ------------------------------------------------------------------------------------------------
 
     def seed(self, value: int) -> None:
         torch.default_generator.manual_seed(value)
-        with torch.cuda.device(self.torch_device):
-            torch.cuda.manual_seed(value)
+        torch.cuda.default_generators[self._index].manual_seed(value)
 
     @contextmanager
     def exact_float32(self) -> Iterator[None]:

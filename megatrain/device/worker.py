@@ -153,6 +153,7 @@ class WorkerStream:
 
     def _run(self) -> None:
         run_on(self.processors)
+        torch.set_grad_enabled(False)  # which a thread begins with
         while (item := self._queue.get()) is not None:
             event, work, waits = item
             if self._failure is None:

@@ -42,10 +42,11 @@ class Executor:
         events: list[Event] = []
         streams = {op.stream: self.device.stream(op.stream) for op in schedule.ops}
         try:
-            for op, waits in zip(schedule.ops, schedule.waits, strict=True):
-                work = self._with_memory(op, act)
-                events.append(streams[op.stream].submit(op, work, [events[earlier] for earlier in waits]))
-            self.device.synchronize()
+            with self.device.alongside():
+                for op, waits in zip(schedule.ops, schedule.waits, strict=True):
+                    work = self._with_memory(op, act)
+                    events.append(streams[op.stream].submit(op, work, [events[earlier] for earlier in waits]))
+                self.device.synchronize()
         except BaseException as failure:
             if isinstance(failure, RaceDetected):
                 failure.where = self.locate(failure.buffer, failure.start, failure.content)

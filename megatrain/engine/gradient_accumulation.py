@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatrain.engine.weights import contiguous_strides
 from megatrain.spec import Part
 from megatrain.spec.layout import Layout
 
@@ -59,7 +60,11 @@ class GradientAccumulator:
 
     def __init__(self, layout: Layout, flat: Tensor, previous: GradientAccumulator | None = None) -> None:
         self._address = flat.data_ptr()
-        self._views = {field.name: flat[field.start : field.stop].view(field.shape) for field in layout.fields}
+        base = flat.storage_offset()
+        self._views = {
+            field.name: flat.as_strided(field.shape, contiguous_strides(field.shape), base + field.start)
+            for field in layout.fields
+        }
         self._started: set[str] = set(previous._started) if previous else set()
         """Parameters with at least one term."""
         self._claimed: set[str] = set()
@@ -124,8 +129,7 @@ class _AccumulateHook:
     def __init__(self, name: str, total: GradientAccumulator, on_complete: OnComplete) -> None:
         self.name, self.total, self.on_complete = name, total, on_complete
 
-    @torch.no_grad()
-    def __call__(self, leaf: Tensor) -> None:
+    def __call__(self, leaf: Tensor) -> None:  # by autograd, which records nothing meanwhile
         if leaf.grad is None:  # in a part that runs in chunks, a chunk may not use it
             return
         self.total.add(self.name, leaf.grad)

@@ -242,11 +242,16 @@ class Streamer:
         """Run all ops of the schedule. The caller's autocast, inference mode and random state have no effect on it and
         are kept."""
 
+        modes = partial(default_torch_modes, self.device.torch_device.type)
+
         def perform(op: Op, lease: Lease, phases: PausePoints = NO_PAUSES) -> None:
             if op.kind in CALLS:  # other ops may run between the phases of one
                 step.phases = phases
-            with default_torch_modes(self.device.torch_device.type):
-                ACTIONS[op.kind](self, step, op, lease)
+            ACTIONS[op.kind](self, step, op, lease)
+
+        def perform_in_phases(op: Op, lease: Lease, phases: PausePoints) -> None:
+            with modes():  # they are each thread's own
+                perform(op, lease, phases)
 
         def act(op: Op, lease: Lease) -> None:
             if id(op) in calls:
@@ -259,9 +264,9 @@ class Streamer:
         if schedule is not self._running:
             self.device.tidy()  # memory that other work has freed may be fragmented for this one
         self._running = schedule
-        calls = resumable_calls(schedule, self._layouts, self.device.alongside, perform)
+        calls = resumable_calls(schedule, self._layouts, self.device.alongside, perform_in_phases)
         exact = self.device.exact_float32() if self.numerics.precision == "fp32" else nullcontext()
-        with exact, self.device.preserved_random_state(), self.region(), cancelled_on_exit(calls):
+        with exact, self.device.preserved_random_state(), self.region(), cancelled_on_exit(calls), modes():
             self.timeline = self._executor.walk(schedule, act)
         self._executor.pool.owes_nothing()
 
@@ -366,7 +371,7 @@ class Streamer:
     def _forward_with_graph(
         self, step: StepState, op: Op, lease: Lease, hidden: Tensor
     ) -> tuple[KeptGraph, Tensor, Sides]:
-        """Run a layer with autograd, which saves weights by name.
+        """Run a layer with autograd, which saves weights by name if they may be elsewhere when it reads them.
 
         Outputs of ops that its forward has kept are not computed again. Returns the graph, the output [batch, length,
         hidden size] and the side outputs.
@@ -384,7 +389,7 @@ class Streamer:
         in_place = self._gradients_in_place(self._binders[op.unit].trained(leaves), target)
         with (
             torch.enable_grad(),
-            save_weights_by_name(bound),
+            nullcontext() if self._weights_stay(step, op) else save_weights_by_name(bound),
             answering,
             self._waiting_for_weights(step, op, lease),
             in_place,
@@ -394,6 +399,12 @@ class Streamer:
             stored.finish(self.spec.units[op.unit].name)
         edges = [get_gradient_edge(each) for each in (output, *sides)]
         return KeptGraph(bound, leaves, leaf, edges, target), output, sides
+
+    def _weights_stay(self, step: StepState, op: Op) -> bool:
+        """Whether the weights of a layer are still where they are now when autograd reads them."""
+        assert self._running is not None
+        home = self._running.buffers[find_access(op.reads, Weights(op.unit)).buffer]
+        return step.phases is NO_PAUSES and (op.kind == "BACKWARD" or home.is_state)
 
     def _gradients_in_place(
         self, trained: Sequence[tuple[str, Tensor]], target: GradientDestination
@@ -525,7 +536,8 @@ class Streamer:
                 self._reseed(step, unit, micro)
                 graph = self._forward_with_graph(step, op, lease, self._input(step, op, lease))[0]  # frees the output
             else:
-                graph.bound.flat, graph.bound.before_read = self._weights(op, lease, unit), step.phases.before_read
+                graph.bound.flat = self._weights(op, lease, unit)
+                graph.bound.before_read = None if step.phases is NO_PAUSES else step.phases.before_read
             step.phases.before_gradients()
             trained = self._binders[unit].trained(graph.leaves)
             if trained:

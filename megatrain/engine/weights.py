@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -23,17 +24,13 @@ BeforeRead = Callable[[int, int], None]
 """Called with the elements [start, stop) of a unit's weights that are about to be read."""
 
 
-def _no_wait(start: int, stop: int) -> None:
-    return
-
-
 @dataclass(slots=True)
 class BoundWeights:
     """A unit's weights in one flat buffer. `flat` may be replaced, when the unit has been fetched to another slot."""
 
     flat: Tensor
     """Elements of the compute dtype, [layout.size]."""
-    before_read: BeforeRead = _no_wait
+    before_read: BeforeRead | None = None
     """Called before autograd reads a saved weight."""
 
     def extent(self, tensor: Tensor) -> tuple[int, int] | None:
@@ -52,10 +49,8 @@ class BoundWeights:
 
     def _starts_inside(self, tensor: Tensor) -> bool:
         """Whether a tensor begins inside `flat`, whose storage may have other buffers too."""
-        if tensor.untyped_storage().data_ptr() != self.flat.untyped_storage().data_ptr():
-            return False
-        begin = self.flat.storage_offset() * self.flat.itemsize
-        return begin <= tensor.storage_offset() * tensor.itemsize < begin + self.flat.nbytes
+        begin = self.flat.data_ptr()
+        return begin <= tensor.data_ptr() < begin + self.flat.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +93,7 @@ class UnitBinder:
         return [(name, leaf) for name, leaf, trains in triples if trains]
 
 
+@cache
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides: list[int] = []
     step = 1
@@ -120,7 +116,7 @@ def save_weights_by_name(bound: BoundWeights) -> AbstractContextManager[object]:
         if isinstance(saved, Tensor):
             return saved
         place = torch.as_strided(bound.flat, saved.shape, saved.stride, bound.flat.storage_offset() + saved.offset)
-        if (extent := bound.extent(place)) is not None:
+        if bound.before_read is not None and (extent := bound.extent(place)) is not None:
             bound.before_read(*extent)
         return place
 

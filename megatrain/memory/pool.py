@@ -121,8 +121,9 @@ class Pool:
         """In the block, the arena buffers that `op` declares."""
         with self._lock:
             self._leases += 1
-            for name in {access.buffer for access in op.writes} & self._absent:
-                self._bring_back(name)
+            if self._absent:
+                for name in {access.buffer for access in op.writes} & self._absent:
+                    self._bring_back(name)
         try:
             with self.device.lend(op, self._memory) as lease:
                 yield {**lease, **declared(op, self._of_peers)} if self._of_peers else lease

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -92,7 +92,8 @@ def hidden_of(output: Any) -> Tensor:
 
 def placeholder(parameter: Tensor, device: torch.device) -> Tensor:
     """Zeros in a parameter's shape and dtype, without memory, which `Tensor.to` another device would give them."""
-    return torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+    zero = torch.zeros((), dtype=parameter.dtype).to(device)  # a copy, which is done when this returns
+    return zero.expand(parameter.shape)
 
 
 class PrologueDone(Exception):
@@ -325,7 +326,8 @@ class PortedModel:
         """
         args, kwargs = call.arguments(hidden)
         compiles = way.kernels == "compile"
-        run = compiled_call if compiles and not watched() else functional_call
+        plain = partial(functional_call, tie_weights=self._layers_that_tie[index])
+        run = compiled_call if compiles and not watched() else plain
         if compiles and self.balance_coefficient is not None:
             what = "its layers record router outputs for the auxiliary loss, which compiled layers cannot"
             raise ModelError(what, where=self.structure.name, fix="set policy.kernels=stock")
@@ -335,6 +337,12 @@ class PortedModel:
                 around.enter_context(in_chunks(self.templates[index], self.parts[index], way.mlp_chunk_tokens))
             output = run(self.templates[index], dict(weights), args, kwargs)
         return hidden_of(output), tuple(sides)
+
+    @cached_property
+    def _layers_that_tie(self) -> tuple[bool, ...]:
+        """Whether a parameter has two names in a layer: `functional_call` takes as long as small ops to see it."""
+        names = (list(layer.named_parameters(remove_duplicate=False)) for layer in self.templates)
+        return tuple(len(each) > len({id(param) for _, param in each}) for each in names)
 
     def head(self, weights: Weights, hidden: Tensor) -> Tensor:
         """Run everything after the last layer on `hidden` [tokens, *hidden_shape]; returns logits [tokens, vocabulary].

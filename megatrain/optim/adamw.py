@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Annotated
@@ -66,7 +66,7 @@ class StepScalars:
 
     def packed(self) -> F32:
         """float32[8], in the order of the fields."""
-        return np.array(astuple(self), np.float32)
+        return np.array(list(vars(self).values()), np.float32)
 
 
 @dataclass(frozen=True)

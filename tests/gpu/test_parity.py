@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -134,6 +135,7 @@ def test_copies_run_beside_compute(tmp_path: Path) -> None:
 
 
 def test_device_memory_is_what_the_ledger_says() -> None:
+    gc.collect()  # engines of other tests
     torch.cuda.empty_cache()
     torch._C._cuda_clearCublasWorkspaces()
     before = torch.cuda.memory_allocated()

@@ -35,6 +35,14 @@ def test_chunked_logits_are_bit_equal_to_the_stock_model(family: str, padded: in
         assert torch.equal(in_pieces(model, port_model(model, torch.float32), inputs), model(**inputs).logits)
 
 
+def test_a_parameter_may_have_two_names_in_a_layer() -> None:
+    model = tiny_model().eval()
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[1].mlp.gate_proj.weight
+    inputs = {"input_ids": batch(2, 11, 0)["input_ids"]}
+    with torch.no_grad():
+        assert torch.equal(in_pieces(model, port_model(model, torch.float32), inputs), model(**inputs).logits)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_parameter_has_one_place_and_no_storage_of_its_own(family: str) -> None:
     model = tiny_model(family)

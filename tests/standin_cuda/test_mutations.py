@@ -70,13 +70,10 @@ MUTATIONS = {
     "a stream does not wait for the host": Mutation("            event.wait()\n", "            pass\n"),
     "the host does not wait for the device": Mutation("self.ended.synchronize()", "pass"),
     "compute runs on another stream": Mutation(
-        "with torch.cuda.stream(self._stream):\n                self._wait",
-        "with nullcontext():\n                self._wait",
+        "with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):\n            self._here",
+        "with nullcontext():\n            self._here",
     ),
-    "copies run on another stream": Mutation(
-        "with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):\n                _order",
-        "with nullcontext():\n                _order",
-    ),
+    "copies run on another stream": Mutation("torch.cuda.set_stream(self._stream)", "pass"),
     "an event is recorded before its work": Mutation(
         "            work()\n            self.ended = stream.record_event(self._pool.take())\n",
         "            self.ended = stream.record_event(self._pool.take())\n            work()\n",
@@ -84,10 +81,7 @@ MUTATIONS = {
     "an event is recorded again while it is under way": Mutation(
         "self._used.append((times, event))", "self._free[times].append(event)"
     ),
-    "calls in phases run on another stream": Mutation(
-        "with torch.cuda.device(self.torch_device), torch.cuda.stream(self._compute.stream):\n            yield",
-        "yield",
-    ),
+    "calls in phases run on another stream": Mutation("return self._compute.entered()", "return nullcontext()"),
 }
 
 
@@ -186,11 +180,7 @@ ENDS = {
     "host memory is unlocked": Mutation(
         "torch.cuda.synchronize(self.torch_device)  # no copy is running", "pass  # no copy is running"
     ),
-    "the device is closed": Mutation(
-        "    with suppress(RuntimeError):  # a broken GPU; its memory must be unlocked anyway\n"
-        "        torch.cuda.synchronize(device)",
-        "    pass",
-    ),
+    "the device is closed": Mutation("        torch.cuda.synchronize(device)\n        torch._C", "        torch._C"),
 }
 
 
