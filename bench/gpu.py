@@ -393,13 +393,12 @@ def probed(*, dry: bool) -> Hardware:
 def small_probe() -> Iterator[None]:
     """In the block, a GPU is measured with what a cpu is measured with."""
     from megatrain.device import probe
-    from megatrain.device import probe as measures
 
-    tables = [each for each in vars(measures).values() if isinstance(each, dict) and "cuda" in each]
-    kept = [(table, table["cuda"]) for table in (*tables, probe.SIZES)]
+    tables = [each for each in vars(probe).values() if isinstance(each, dict) and "cuda" in each]
+    kept = [(table, table["cuda"]) for table in tables]
     for table, _ in kept:
         table["cuda"] = table["cpu"]
-    probe.SIZES["cuda"] = 64
+    probe.LARGEST["cuda"] = 64
     try:
         yield
     finally:

@@ -133,7 +133,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     from megatrain.run import this_machine
     from megatrain.train import parity
 
-    probe.SIZES = {**probe.SIZES, "cpu": 64}
+    probe.LARGEST = {**probe.LARGEST, "cpu": 64}
     this_machine.PROBED = _folder_of_all(tmp_path_factory) / "hardware.json"
     measured_models.FOLDER = parity.CACHE = _folder_of_all(tmp_path_factory)
 

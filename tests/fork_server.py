@@ -150,7 +150,7 @@ def serve(folder: Path) -> None:
     from tests import measurement_cache
 
     torch.set_num_threads(1)
-    probe.SIZES["cpu"] = 64
+    probe.LARGEST["cpu"] = 64
     parity.CACHE = measured_models.FOLDER = folder
     this_machine.PROBED = folder / "hardware.json"
     measurement_cache.FOLDER = folder

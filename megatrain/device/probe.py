@@ -395,7 +395,7 @@ def _middle(values: Sequence[float]) -> float:
     return fmean(ordered[aside : len(ordered) - aside])
 
 
-SIZES = {"cpu": 2048, "cuda": 8192}
+SMALLEST, LARGEST = 512, {"cpu": 2048, "cuda": 8192}
 PRODUCT_ROUNDS, LEAST_ROUNDS, SECONDS = 20, 2, 0.5
 """Products to time: at most, and at least if they take longer than these seconds."""
 
@@ -405,22 +405,31 @@ _MEASURED: WeakKeyDictionary[Device, dict[torch.dtype, float]] = WeakKeyDictiona
 def matmul_flops(device: Device, dtype: torch.dtype) -> float:
     """FLOPs per second of a square product of random matrices; the best of a few rounds.
 
-    Measured on the first call for a device and dtype, and cached as long as the device exists.
+    Measured on the first call for a device and dtype, and cached as long as the device exists. A processor without
+    instructions for bfloat16 would take an hour for a product that others do in a second, so smaller ones come first.
     """
     measured = _MEASURED.setdefault(device, {})
     if dtype not in measured:
-        measured[dtype] = _best_of_a_few(device, dtype)
+        measured[dtype] = _measured_flops(device, dtype)
     return measured[dtype]
 
 
-def _best_of_a_few(device: Device, dtype: torch.dtype) -> float:
-    size = SIZES[device.torch_device.type]
+def _measured_flops(device: Device, dtype: torch.dtype) -> float:
+    largest = LARGEST[device.torch_device.type]
+    size = min(SMALLEST, largest)
+    while size < largest and 8 * _product_seconds(device, dtype, size, 2) < 4 * SECONDS:
+        size *= 2
+    return 2.0 * size**3 / _product_seconds(device, dtype, size, PRODUCT_ROUNDS)
+
+
+def _product_seconds(device: Device, dtype: torch.dtype, size: int, rounds: int) -> float:
+    """Of the best of so many square products, or of fewer if they take long."""
     left, right = (torch.randn(size, size, device=device.torch_device).to(dtype) for _ in range(2))
     best, started = float("inf"), time.perf_counter()
-    for done in range(PRODUCT_ROUNDS):
+    for done in range(rounds):
         began = time.perf_counter()
         if done >= LEAST_ROUNDS and began - started > SECONDS:
             break
         (left @ right)[0, 0].item()
         best = min(best, time.perf_counter() - began)
-    return 2.0 * size**3 / best
+    return best

@@ -168,7 +168,26 @@ def test_cpu_compute_runs_in_the_foreground_and_host_work_on_threads() -> None:
 
 @pytest.mark.parametrize("name", ["cpu", "sim:0"])
 def test_the_measured_peak_is_positive(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatrain.device.probe.SIZES", {"cpu": 128})
+    monkeypatch.setattr("megatrain.device.probe.LARGEST", {"cpu": 128})
     device: Device = open_device(name)
     assert 1e8 < matmul_flops(device, torch.bfloat16) < 1e15
     device.close()
+
+
+# Measured: one thread with AVX2 alone in bfloat16, two threads in float32, an H200.
+@pytest.mark.parametrize(("flops", "largest"), [(0.58e9, 512), (150e9, 2048), (700e12, 2048)])
+def test_a_slow_processor_times_small_products_alone(
+    flops: float, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def seconds(device: Device, dtype: torch.dtype, size: int, rounds: int) -> float:
+        sizes.append(size)
+        return 2.0 * size**3 / flops
+
+    monkeypatch.setattr("megatrain.device.probe.LARGEST", {"cpu": 2048})
+    monkeypatch.setattr("megatrain.device.probe._product_seconds", seconds)
+    device = CpuDevice()
+    assert matmul_flops(device, torch.bfloat16) == pytest.approx(flops)
+    device.close()
+    assert max(sizes) == largest

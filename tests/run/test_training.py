@@ -151,7 +151,7 @@ def test_weights_missing_from_files_are_shown_by_name(tmp_path: Path) -> None:
 
 def test_the_model_is_split_once_and_the_device_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    for name, place in (("_ported", split_into_units), ("_best_of_a_few", probe)):
+    for name, place in (("_ported", split_into_units), ("_measured_flops", probe)):
         honest = getattr(place, name)
 
         def counted(*given: Any, name: str = name, honest: Any = honest) -> Any:
@@ -160,7 +160,7 @@ def test_the_model_is_split_once_and_the_device_measured_once(tmp_path: Path, mo
 
         monkeypatch.setattr(place, name, counted)
     train(configuration(tmp_path, model={"verify": False}))
-    assert sorted(calls) == ["_best_of_a_few", "_ported"]
+    assert sorted(calls) == ["_measured_flops", "_ported"]
 
 
 def test_policy_keys_reach_the_policy_and_change_no_number(tmp_path: Path) -> None:
