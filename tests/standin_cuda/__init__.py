@@ -9,6 +9,8 @@ What it does and does not show is in README.md. `tests.standin_cuda.plugin` is t
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import importlib
 import os
 import shutil
@@ -21,6 +23,7 @@ from typing import Any
 
 import torch
 
+NAME = "standin_cuda_ext"
 SOURCES = tuple(Path(__file__).parent / "csrc" / name for name in ("runtime.cpp", "kernels.cpp"))
 FLAGS = ("-O1", "-std=c++20", "-w")
 COMPUTE_CAPABILITY = 90
@@ -44,13 +47,26 @@ def installed() -> Any:
 
 
 def build() -> Any:
-    """The compiled extension. Compiles once, with two jobs, into PyTorch's own cache of extensions (about a minute)."""
-    from torch.utils.cpp_extension import load
+    """The compiled extension. Compiles once for each text of its sources, with two jobs, into PyTorch's own cache of
+    extensions (about a minute)."""
+    from torch.utils.cpp_extension import get_default_build_root, load
 
     os.environ.setdefault("MAX_JOBS", "2")
     beside = str(Path(sys.executable).parent)  # ninja is installed beside the interpreter
     os.environ["PATH"] = os.pathsep.join([beside, os.environ.get("PATH", "")])
-    return load("standin_cuda_ext", [str(source) for source in SOURCES], extra_cflags=list(FLAGS))
+    folder = Path(get_default_build_root()) / f"{NAME}_{_sources_hash()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "building").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)  # of a build that was killed, for which `load` would wait forever
+        sources = [str(source) for source in SOURCES]
+        return load(NAME, sources, extra_cflags=list(FLAGS), build_directory=str(folder))
+
+
+def _sources_hash() -> str:
+    texts = [each.read_bytes() for each in sorted(SOURCES[0].parent.iterdir())]
+    about = " ".join([torch.__version__, sys.version, *FLAGS]).encode()
+    return hashlib.sha256(b"\0".join([about, *texts])).hexdigest()[:16]
 
 
 def install() -> Any:
