@@ -140,6 +140,7 @@ class ComputeStream:
             with self.entered():
                 self._wait(waits)
                 event.run(self._stream, work)
+                self._refuse_another_stream(task)
         except Exception as failure:
             error = as_foreground_error(failure, task.name, "compute")
             event.submitted.finish(error)
@@ -162,6 +163,13 @@ class ComputeStream:
                 yield
             finally:
                 self._here.entered = False
+
+    def _refuse_another_stream(self, task: Task) -> None:
+        """Raise `DeviceError` if user code has made another stream current, which nothing orders behind this one."""
+        if torch.cuda.current_stream(self._stream.device) != self._stream:
+            torch.cuda.set_stream(self._stream)
+            what = "the model's code or the loss function changed the current CUDA stream and did not change it back"
+            raise DeviceError(what, where=f"op {task.name}", fix="use `with torch.cuda.stream(...)` there")
 
     def _wait(self, waits: Sequence[Event]) -> None:
         if not waits:

@@ -19,7 +19,7 @@ from bench.gpu import small_probe
 from megatrain import AdamW, Engine, Policy
 from megatrain.device import open_device
 from megatrain.engine import ops as engine_step
-from megatrain.errors import MegaTrainError, NonFinite, OutOfDeviceMemory, StreamFailed
+from megatrain.errors import DeviceError, MegaTrainError, NonFinite, OutOfDeviceMemory, StreamFailed
 from megatrain.losses import DPO, with_reference
 from megatrain.model import port_model
 from megatrain.plan import Question, find_plan, machine
@@ -65,6 +65,24 @@ def test_a_failure_in_any_stream_is_reported_and_costs_one_step(kind: str, monke
         losses = [step(each) for each in (engine, other) for _ in range(2)]
         assert losses[:2] == losses[2:]
         assert equal(engine.master_weights(), other.master_weights())
+
+
+def test_code_that_leaves_another_stream_current_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later ops would run there, behind nothing."""
+    loss, before = engine_step.ACTIONS["LOSS"], torch.cuda.current_stream()
+
+    def leaving(*of_op: Any) -> None:
+        loss(*of_op)
+        torch.cuda.set_stream(torch.cuda.Stream())
+
+    with small() as engine:
+        first = engine.evaluate(unequal_batches(2))
+        with monkeypatch.context() as patch:
+            patch.setitem(engine_step.ACTIONS, "LOSS", leaving)
+            with pytest.raises(DeviceError, match="op LOSS .*: .* changed the current CUDA stream"):
+                step(engine)
+        assert torch.cuda.current_stream() == before
+        assert engine.evaluate(unequal_batches(2)) == first
 
 
 @pytest.mark.parametrize("how", [{}, {"placements": ON_DEVICE}], ids=["host", "device"])
