@@ -177,6 +177,9 @@ def _take_apart(model: PreTrainedModel, stack: str, dtype: torch.dtype) -> Porte
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ModelError(f"its buffer {name} has no value (meta device)", where=type(model).__name__)
+        if id(buffer) in memo:
+            what = f"its buffer {name} is a parameter too, so would not follow its training"
+            raise ModelError(what, where=type(model).__name__, fix="register it as a parameter only")
         memo[id(buffer)] = buffer.detach().cpu().to(dtypes.get(name, buffer.dtype), copy=True)
     skeleton = copy.deepcopy(model, memo)
     for module in skeleton.modules():

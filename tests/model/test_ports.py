@@ -114,6 +114,15 @@ def test_layers_that_share_a_parameter_are_refused() -> None:
         port_model(model, torch.float32)
 
 
+def test_a_parameter_that_is_a_buffer_too_is_refused() -> None:
+    """The buffer would keep the first value."""
+    model = tiny_model()
+    mlp = model.model.layers[1].mlp
+    mlp.register_buffer("again", mlp.up_proj.weight)
+    with pytest.raises(ModelError, match=r"buffer model\.layers\.1\.mlp\.again is a parameter too"):
+        port_model(model, torch.float32)
+
+
 def test_gradient_paths_that_bypass_the_hidden_state_are_refused() -> None:
     model = tiny_model()
     rotary = model.model.rotary_emb
