@@ -40,7 +40,7 @@ class BoundWeights:
             return None
         if tensor.dtype != self.flat.dtype:
             return 0, self.flat.numel()
-        start = int(tensor.storage_offset()) - int(self.flat.storage_offset())
+        start = (tensor.data_ptr() - self.flat.data_ptr()) // tensor.itemsize
         return start, start + 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
     def contains(self, tensor: Tensor) -> bool:
@@ -109,7 +109,7 @@ def save_weights_by_name(bound: BoundWeights) -> AbstractContextManager[object]:
     def pack(tensor: Tensor) -> Tensor | _SavedWeight:
         if not bound.contains(tensor):
             return tensor.detach()  # otherwise a node that saves its own output would keep itself alive
-        offset = int(tensor.storage_offset()) - int(bound.flat.storage_offset())
+        offset = (tensor.data_ptr() - bound.flat.data_ptr()) // tensor.itemsize
         return _SavedWeight(offset, tensor.shape, tensor.stride())
 
     def unpack(saved: Tensor | _SavedWeight) -> Tensor:

@@ -42,6 +42,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "pageable": {"transfer": "pageable"},
     "kept on the device": {"placements": (CACHED,) * 5},
     "resident": {"placements": (ON_DEVICE,) * 5},
+    "resident, graphs kept": {"placements": (ON_DEVICE,) * 5, "activations": "keep"},
     "a layer resident, others on disk": {
         "placements": (Placement(), ON_DEVICE, ON_DISK, Placement(moments="disk"), Placement())
     },
