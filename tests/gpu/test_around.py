@@ -79,7 +79,7 @@ def test_code_that_leaves_another_stream_current_is_refused(monkeypatch: pytest.
         first = engine.evaluate(unequal_batches(2))
         with monkeypatch.context() as patch:
             patch.setitem(engine_step.ACTIONS, "LOSS", leaving)
-            with pytest.raises(DeviceError, match="op LOSS .*: .* changed the current CUDA stream"):
+            with pytest.raises(DeviceError, match=r"op LOSS .*: .* changed the current CUDA stream"):
                 step(engine)
         assert torch.cuda.current_stream() == before
         assert engine.evaluate(unequal_batches(2)) == first
