@@ -5,8 +5,9 @@
 For a dense, a mixture-of-experts and a hybrid model, per policy: hidden waits for the device, copies of pageable
 memory, kernels per layer and micro-batch beside those of the stock model (which checkpoints where we recompute), bytes
 over the bus beside the least that there are, CUDA events made, and what submitting, leasing and binding an op takes on
-a device where nothing runs: calls of functions, and the only thing that is timed, microseconds. The models are tiny:
-what is counted does not depend on their width.
+a device where nothing runs: calls of functions, and the only thing that is timed, microseconds. Last, the calls that a
+step on a CPU makes for each layer and each chunk of tokens. The models are tiny: what is counted does not depend on
+their width.
 
 With --switch-intervals: a step, and how long a copy waits for its thread, by Python's switch interval.
 """
@@ -16,10 +17,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,11 +36,11 @@ from megatrain.device.base import Event, Stream, Task, Work
 from megatrain.device.cpu import CpuDevice
 from megatrain.device.worker import HostEvent, WorkerStream
 from megatrain.engine import ops as engine_step
-from megatrain.spec import Placement
+from megatrain.spec import Numerics, Placement
 from megatrain.spec.layout import layout_of
 from tests import standin_cuda
 from tests.kinds import KINDS
-from tests.tiny import unequal_batches
+from tests.tiny import batch, tiny_model, unequal_batches
 
 LAYERS, MORE_LAYERS, MANY_LAYERS, MICRO_BATCHES, ROUNDS = 2, 5, 14, 3, 50
 MODELS = {"dense": "llama", "experts": "mixtral", "hybrid": "bamba"}
@@ -137,25 +140,81 @@ def idle(kind: str, layers: int, name: str) -> tuple[int, int, float]:
                 engine.step(batches)
         kept, engine_step.ACTIONS = engine_step.ACTIONS, dict.fromkeys(engine_step.ACTIONS, lambda *_: None)
         try:
-            return schedules[-1], calls_of(lambda: engine.step(batches)), quickest(lambda: engine.step(batches))
+            with counting_calls() as calls_of:
+                called = calls_of(lambda: engine.step(batches))
+            return schedules[-1], called, quickest(lambda: engine.step(batches))
         finally:
             engine_step.ACTIONS = kept
 
 
-def calls_of(function: Callable[[], object]) -> int:
-    """Functions that it calls on this thread, Python's and C's."""
-    found = 0
+@contextmanager
+def counting_calls() -> Iterator[Callable[[Callable[[], object]], int]]:
+    """Yields a function that runs another one and returns the Python and C functions that it called, on this thread and
+    on those that were started in the block."""
+    found: list[str] = []
 
     def count(_: object, event: str, __: object) -> None:
-        nonlocal found
-        found += event in ("call", "c_call")
+        if event in ("call", "c_call"):
+            found.append(event)
 
-    sys.setprofile(count)
+    def calls_of(function: Callable[[], object]) -> int:
+        found.clear()
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            function()
+        finally:
+            sys.setprofile(before)
+        return len(found)
+
+    before = threading.getprofile()
+    threading.setprofile(count)
     try:
-        function()
+        yield calls_of
     finally:
-        sys.setprofile(None)
-    return found
+        threading.setprofile(before)
+
+
+def step_calls(layers: int, *, activations: str = "keep", **numerics: Any) -> int:
+    """Calls of a steady step of a tiny Llama on a CPU: 32 tokens, in chunks as `numerics` says."""
+    work, policy = [batch(4, 8, 0)], Policy(activations=activations)  # type: ignore[arg-type]
+    how: Any = {"policy": policy, "numerics": Numerics("bf16", **numerics), "verify": False}
+    model = tiny_model(num_hidden_layers=layers)
+    with counting_calls() as calls_of, Engine.from_model(model, "cpu", None, **how) as engine:
+        for _ in range(2):
+            engine.step(work)
+        return calls_of(lambda: engine.step(work))
+
+
+def stock_calls(layers: int) -> int:
+    """Calls of plain PyTorch's forward and backward, as in `step_calls`."""
+    model, work = tiny_model(num_hidden_layers=layers).to(torch.bfloat16), batch(4, 8, 0)
+
+    def step() -> None:
+        model.zero_grad()
+        model(**work, use_cache=False).loss.backward()
+
+    with counting_calls() as calls_of:
+        for _ in range(2):
+            step()
+        return calls_of(step)
+
+
+def calls() -> dict[str, float]:
+    """What -> the calls that a step takes more with one more of it. A layer's include its copies, norm and update."""
+    chunks, whole = 4, step_calls(LAYERS)
+    tokens = 32 // chunks
+
+    def per_layer(count: Callable[[int], int]) -> float:
+        return (count(MORE_LAYERS) - count(LAYERS)) / (MORE_LAYERS - LAYERS)
+
+    return {
+        "layer, graphs kept": per_layer(step_calls),
+        "layer, recompute": per_layer(partial(step_calls, activations="recompute")),
+        "layer, stock": per_layer(stock_calls),
+        "chunk of an MLP": (step_calls(LAYERS, mlp_chunk_tokens=tokens) - whole) / (LAYERS * chunks),
+        "chunk of the loss": (step_calls(LAYERS, loss_chunk_tokens=tokens) - whole) / (chunks - 1),
+    }
 
 
 def quickest(function: Callable[[], object]) -> float:
@@ -194,15 +253,15 @@ def stock_kernels(kind: str, layers: int, *, recomputes: bool) -> int:
     batches = [{key: value.cuda() for key, value in batch.items()} for batch in unequal_batches(MICRO_BATCHES)]
     for _ in range(2):
         device.reset_counters()
-        for batch in batches:
-            there(**batch, use_cache=False).loss.backward()
+        for each in batches:
+            there(**each, use_cache=False).loss.backward()
     return int(device.counters()["kernels"])
 
 
 def row(kind_of: str, name: str) -> Row:
     kind = MODELS[kind_of]
     (few, _), (more, least) = (counted(kind, layers, name) for layers in (LAYERS, MORE_LAYERS))
-    ops, calls, seconds = (
+    ops, called, seconds = (
         after - before for before, after in zip(*(idle(kind, n, name) for n in (LAYERS, MANY_LAYERS)), strict=True)
     )
     extra = (MORE_LAYERS - LAYERS) * MICRO_BATCHES
@@ -220,7 +279,7 @@ def row(kind_of: str, name: str) -> Row:
         more["h2d_bytes"] / least[0] if least[0] else 0.0,
         more["d2h_bytes"] / least[1] if least[1] else 0.0,
         more["events"],
-        calls / ops,
+        called / ops,
         seconds / ops * 1e6,
     )
 
@@ -286,6 +345,8 @@ def main() -> int:
         return 0
     rows = [row(model, policy) for model in MODELS for policy in POLICIES]
     print(table(rows))
+    for what, count in calls().items():
+        print(f"{what}: {count:,.0f} calls")
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / f"{NAME}.json").write_text(json.dumps([asdict(each) for each in rows], indent=2) + "\n")

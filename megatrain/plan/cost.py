@@ -220,10 +220,13 @@ KERNELS, KERNELS_PER_PARAM = 12, 3
 """Kernels that a layer's forward launches: so many, and so many more for each parameter. Round numbers, which matter
 only if kernels are tiny."""
 
+CHUNK_SHARE = 0.5
+"""Kernels that a chunk of a layer's token-wise parts launches, over the layer's: as the calls of functions that each
+takes (`tests/train/test_calls.py`)."""
+
 HOST_LAUNCHES = 10
-"""Time in the smallest op that the host takes to submit a kernel of a layer to a GPU: for Python, the model's modules,
-autograd and the engine. From the only host measured, that of the H200 in `bench/results/gpu.json`, whose steps of few
-tokens it decides."""
+"""Time that the host takes to submit one kernel of a model to a GPU (Python, modules, autograd, engine), in multiples
+of `launch_seconds`. Fitted to steps of few tokens in `bench/results/gpu.json`: one host."""
 
 PROLOGUE_KERNELS = 400
 """Time of a prologue in kernel launches: before the first layer, the model's code makes masks and positions with many
@@ -242,8 +245,8 @@ DISPATCH_PASSES = 4
 of a token. As many again in the backward pass."""
 
 DISPATCH_KERNELS = 12
-"""Kernels that a layer launches to sort and count tokens by expert, dispatch and combine them, in one pass: about those
-of transformers' grouped products, which launch no kernel per expert."""
+"""Kernels that a layer's forward launches to sort and count tokens by expert, dispatch and combine them: about those of
+transformers' grouped products, which launch no kernel per expert."""
 
 
 DRAM_PASSES = {
@@ -548,7 +551,7 @@ class _Prices:
         attention, _ = self._attention(unit, tokens)
         computed = (1 - shares.get(kept, 0.0)) * products + (0.0 if kept else attention)
         computed += self._elementwise(unit, tokens)[0] + self._dispatch(unit, tokens)
-        return self._submitted(computed, self._launches(unit))
+        return self._at_least_submission(computed, self._launches(unit))
 
     def _backward(self, index: int, unit: UnitSpec, tokens: int) -> float:
         """Products for the gradients of inputs and of trained weights, attention, elementwise ops, and sums of
@@ -560,17 +563,22 @@ class _Prices:
         _, attention = self._attention(unit, tokens)
         added = self._accumulation(index, unit) + self._chunks(unit, tokens)
         others = self._elementwise(unit, tokens)[1] + self._dispatch(unit, tokens)
-        return self._submitted(products + attention + others + added, 2 * self._launches(unit))
+        submitted = (2 + 3 * CHUNK_SHARE * self._chunk_count(unit, tokens)) * self._launches(unit)
+        return self._at_least_submission(products + attention + others + added, submitted)
 
     def _chunks(self, unit: UnitSpec, tokens: int) -> float:
         """Token-wise parts that run in chunks are recomputed, and sum the gradients of their weights in float32."""
-        if not runs_in_chunks(unit, self.numerics, tokens):
+        chunks, numel = self._chunk_count(unit, tokens), unit.profile.chunk_numel
+        if not chunks:
             return 0.0
-        chunks, numel = -(-tokens // self.numerics.mlp_chunk_tokens), unit.profile.chunk_numel
         products = sum(self._product(param, tokens) for param in _multiplied(self.model, unit))
         recomputed = (products + self._elementwise(unit, tokens)[0]) * numel / max(1, unit.numel)
         added = numel * (8 + self.numerics.weight_nbytes) / self._copies
-        return recomputed + chunks * (added + 3 * self._launches(unit))
+        return recomputed + chunks * added
+
+    def _chunk_count(self, unit: UnitSpec, tokens: int) -> int:
+        """Chunks that a layer's token-wise parts run in; 0 if they run whole."""
+        return -(-tokens // self.numerics.mlp_chunk_tokens) if runs_in_chunks(unit, self.numerics, tokens) else 0
 
     def _product(self, param: ParamSpec, tokens: int, *, inner: bool = False, outer: bool = False) -> float:
         """Seconds of tokens x weight. inner: of the input's gradient instead; outer: of the weight's."""
@@ -591,7 +599,7 @@ class _Prices:
             return 0.0
         chosen = max(1, max(round(count * active) for count, active in experts))
         nbytes = tokens * chosen * self.model.hidden_size * self.numerics.weight_nbytes
-        return DISPATCH_PASSES * nbytes / self._copies + DISPATCH_KERNELS * self._launch
+        return DISPATCH_PASSES * nbytes / self._copies
 
     def _attention(self, unit: UnitSpec, tokens: int) -> tuple[float, float]:
         profile = unit.profile
@@ -612,15 +620,16 @@ class _Prices:
         length = self.work.length or tokens
         return unit.profile.kept(max(1, tokens // length), length)
 
-    def _submitted(self, computed: float, launches: float) -> float:
-        """Seconds of kernels that take `computed` and `launches`, which a GPU runs while the host submits others."""
+    def _at_least_submission(self, computed: float, launches: float) -> float:
+        """Seconds of kernels and their launches; on a GPU, no less than the host takes to submit them."""
         if self.hardware.computes_in_host_memory:
             return computed + launches
         return max(computed + launches, HOST_LAUNCHES * launches)
 
     def _launches(self, unit: UnitSpec) -> float:
-        """Seconds of a layer's kernel launches in one forward."""
-        return self._launch * (KERNELS + KERNELS_PER_PARAM * len(unit.params))
+        """Seconds of a unit's kernel launches in one forward."""
+        dispatch = DISPATCH_KERNELS if any(param.active < 1 for param in unit.params) else 0
+        return self._launch * (KERNELS + KERNELS_PER_PARAM * len(unit.params) + dispatch)
 
     def _accumulation(self, index: int, unit: UnitSpec) -> float:
         """Seconds to write a unit's gradient, read it again and add it to the sum."""
@@ -645,7 +654,7 @@ class _Prices:
                 added += param.numel * each / self._copies
         moved = SOFTMAX_PASSES * 4 * chunk * self.model.vocab_size
         softmax, _ = elementwise_seconds(self.hardware, "fp32", moved, passes=1)
-        return products + added + softmax + 3 * self._launches(unit)
+        return self._at_least_submission(products + added + softmax, 3 * self._launches(unit))
 
     def _lookup(self, op: Op, tokens: int) -> float:
         """Seconds of the prologue. An embedding reads one row per token, but its gradient is as large as the table."""

@@ -20,7 +20,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "weight_slots": (1, 2, 3, 4),
     "grad_slots": (1, 2, 3),
     "shard_nbytes": (16 << 20, 64 << 20, 256 << 20, 1 << 30),
-    "loss_chunk_tokens": (64, 256, 1024, 4096),
+    "loss_chunk_tokens": (64, 256, 512, 1024, 4096),
 }
 """Fields that the search changes one at a time, and the values it tries."""
 

@@ -146,9 +146,9 @@ def test_expert_dispatch_is_priced_by_tokens_per_expert(kind: str, monkeypatch: 
             patch.setattr(cost, "DISPATCH_KERNELS", 0)
             return whole - layer_seconds(model, PLAIN, kind)
 
-    launches = cost.DISPATCH_KERNELS * 5e-6
-    recomputes = 2 if kind == "BACKWARD" else 1
-    one, eight = (dispatch(64, chosen) / recomputes - launches for chosen in (1, 8))
+    passes, launched = (2, 3) if kind == "BACKWARD" else (1, 1)  # one recomputes; its backward launches twice as many
+    launches = launched * cost.DISPATCH_KERNELS * 5e-6
+    one, eight = ((dispatch(64, chosen) - launches) / passes for chosen in (1, 8))
     assert one == pytest.approx(cost.DISPATCH_PASSES * 4096 * 1024 * 2 / 3e12)
     assert eight == pytest.approx(8 * one)
 
@@ -172,14 +172,15 @@ def test_a_gpu_computes_no_layer_quicker_than_the_host_submits_its_kernels(kind:
 
 @pytest.mark.parametrize("size", ["1.5B", pytest.param("7B", marks=pytest.mark.slow)])
 def test_plans_for_the_measured_gpu_come_within_15_percent(size: str) -> None:
-    found = json.loads(Path("bench/results/gpu.json").read_text())
+    """Of the fastest measured step. `HOST_LAUNCHES` is fitted to the same file, so this holds prices where they are."""
+    found = json.loads((Path(__file__).parents[2] / "bench/results/gpu.json").read_text())
     found["parts"] = {key: part for key, part in found["parts"].items() if part["size"] == size}
     steps = list(replanned(found))
     assert len(steps) == {"1.5B": 6, "7B": 3}[size]
     for key, tokens, measured, _, planned in steps:
         part = found["parts"][key]
-        least, most = part["spread"] if tokens == part["tokens_per_step"] else (measured, measured)
-        assert 0.85 * least <= planned <= 1.15 * most, (key, tokens)
+        fastest = min(part["spread"]) if tokens == part["tokens_per_step"] else measured
+        assert planned == pytest.approx(fastest, rel=0.15), (key, tokens)
 
 
 def test_the_plans_error_range_covers_both_sides() -> None:

@@ -139,13 +139,12 @@ def test_estimates_beside_a_drive_are_near_their_replays(update: str, apart: int
 
 
 def test_a_120b_model_is_planned_in_six_million_calls() -> None:
-    """Of Python's and built-in functions, which a processor slow or fast makes alike: about two seconds."""
+    """Python and C calls do not depend on the processor's speed. Six million take about two seconds."""
     model = llama_shape("120B", 120, 8704)
     assert model.numel > 1.15e11
     question, profile = Question(model, machine("b200"), 65_536, 4096), cProfile.Profile()
-    plan = profile.runcall(find_plan, question)
+    profile.runcall(find_plan, question)
     calls = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
-    assert plan.work.tokens
     assert calls < 6e6, calls
 
 

@@ -31,7 +31,7 @@ PLAIN = Hardware("plain", 8 << 30, 32 << 30, 1e10, 1e10, 1e13, 4e10, devices=4, 
 def asked(
     ranks: int, name: str = "8x-h100", *, model: ModelSpec = SMALL, each: int = 4, length: int = 1024, nodes: int = 1
 ) -> Question:
-    """With so many sequences for each rank. Launches are free: they would decide the time of layers as small."""
+    """With so many sequences for each rank. Launches are free: they would decide the time of layers this small."""
     hardware = replace(machine(name), launch_seconds=0.0)
     question = Question(model, hardware, ranks * each * length, length, saves=True)
     return question_of_one(question, ranks, ranks_on_each(ranks, nodes))
