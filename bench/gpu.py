@@ -1,4 +1,4 @@
-"""Training on a GPU: how fast, how close to a model that fits, how full, and was it planned right.
+"""Training on a GPU beside plain PyTorch and DeepSpeed: speed, memory, and how right its plan was.
 
     python -m bench.gpu [--out FOLDER] [--seconds 600] [--sizes 160M,1.5B] [--contenders NAME,NAME] [--again] [--dry]
     python -m bench.gpu --replan [--out FOLDER]
@@ -7,14 +7,14 @@ The machine is probed. Then, for each size whose state fits into host memory, th
 that `megatrain train` would make for this machine, once with all of the device's memory and once with 24 GB of it (an
 RTX 4090's), which a model must stream through. Beside it, with the same tokens, train: plain PyTorch with everything in
 device memory (float32 parameters, bfloat16 autocast, fused AdamW, clipping), as it is, with checkpointing, compiled,
-and both; and DeepSpeed ZeRO-3 with parameters and optimizer in host memory where it is installed. A contender that does
-not fit or is not there is told so.
+and both; and DeepSpeed ZeRO-3 with parameters and optimizer in host memory where it is installed. Why a contender did
+not run is printed. They run one after another.
 
 Each contender on each size is a part; its result is in `gpu.json` as soon as it is known, and a later call goes on with
-the parts that are not there (`--again` begins anew). No part starts after `--seconds`. `--dry` runs all of it at tiny
-sizes, for a machine on which speed means nothing. `--replan` measures nothing: today's planner plans the steps in
-`gpu.json`, for the machine that was probed there. Nothing is printed that was not measured in a run, but for what is
-called planned.
+the parts that are not there, on the same machine only (`--again` begins anew). No part starts after `--seconds`.
+`--dry` runs all of it at tiny sizes, for a machine on which speed means nothing. `--replan` measures nothing: today's
+planner plans the steps in `gpu.json`, for the machine that was probed there. Nothing is printed that was not measured
+in a run, but for what is called planned.
 """
 
 from __future__ import annotations
@@ -84,14 +84,18 @@ DRY_SIZES = {"tiny": Size(64, 128, 2, 2, 2, 2, length=32, vocabulary=256)}
 STATE_NBYTES = 14
 """Per parameter in host memory: masters, moments and gradients of a bf16 engine."""
 HOST_SHARE = 0.8
-STREAMED, IN_LITTLE = "megatrain", "megatrain in 24 GB"
-LITTLE_NBYTES = 24 * 10**9
-PLAIN: dict[str, set[str]] = {"plain": set(), "plain checkpointed": {"checkpoint"}, "plain compiled": {"compile"}}
-PLAIN["plain checkpointed and compiled"] = {"checkpoint", "compile"}
+STREAMED, IN_24_GB = "megatrain", "megatrain in 24 GB"
+LIMIT_NBYTES = 24 * 10**9
+PLAIN: dict[str, set[str]] = {
+    "plain": set(),
+    "plain checkpointed": {"checkpoint"},
+    "plain compiled": {"compile"},
+    "plain checkpointed and compiled": {"checkpoint", "compile"},
+}
 ZERO = "deepspeed zero-3 offload"
-CONTENDERS = (STREAMED, IN_LITTLE, *PLAIN, ZERO)
+CONTENDERS = (STREAMED, IN_24_GB, *PLAIN, ZERO)
 FEWER = 4, 16
-"""Steps of so many times fewer tokens are measured too: with fewer tokens, copies and the optimizer decide."""
+"""Steps of so many times fewer tokens are timed too: there the host's time shows."""
 WARM_UP, STEPS = 2, 3
 LEARNING_RATE = 1e-4
 
@@ -200,9 +204,9 @@ def streamed(name: str, contender: str, size: Size, hardware: Hardware) -> Part:
     from megatrain.plan.host_resources import available_host_nbytes
     from megatrain.spec import Limits
 
-    model = build(size, torch.bfloat16)  # whose copy takes a part of host memory, too
+    model = build(size, torch.bfloat16)  # which takes host memory while it is planned
     ported = port_model(model, torch.bfloat16)
-    limits = Limits(device_nbytes=LITTLE_NBYTES if contender == IN_LITTLE else None)
+    limits = Limits(device_nbytes=LIMIT_NBYTES if contender == IN_24_GB else None)
     free = replace(hardware, host_nbytes=available_host_nbytes(), device_nbytes=torch.cuda.mem_get_info()[0])
     question = Question(ported.spec, free, size.tokens, size.length, limits=limits)
     plan = find_plan(question)
@@ -366,7 +370,7 @@ def measured(name: str, contender: str, size: Size, hardware: Hardware) -> Part:
     """The part; what stands in the way of one is told in it."""
     host_peak_nbytes(anew=True)
     try:
-        if contender in (STREAMED, IN_LITTLE):
+        if contender in (STREAMED, IN_24_GB):
             return streamed(name, contender, size, hardware)
         if contender == ZERO:
             return zero(name, size, hardware)
@@ -429,12 +433,12 @@ def replanned(found: Mapping[str, Any]) -> Iterator[tuple[str, int, float, float
 
     hardware = recorded(found)
     for key, part in found["parts"].items():
-        if part["why"] or part["contender"] not in (STREAMED, IN_LITTLE):
+        if part["why"] or part["contender"] not in (STREAMED, IN_24_GB):
             continue
         size = SIZES[part["size"]]
         widths: Any = {"feed_forward": size.intermediate, "vocabulary": size.vocabulary, "key_value_heads": size.heads}
         model = llama_shape(part["size"], size.layers, size.hidden, **widths)
-        limits = Limits(device_nbytes=LITTLE_NBYTES if part["contender"] == IN_LITTLE else None)
+        limits = Limits(device_nbytes=LIMIT_NBYTES if part["contender"] == IN_24_GB else None)
         question = Question(model, hardware, size.tokens, size.length, limits=limits)
         plan = find_plan(question)
         yield key, size.tokens, part["seconds"], part["planned_seconds"], plan.seconds
@@ -470,32 +474,34 @@ def chosen(parser: argparse.ArgumentParser, what: str, given: str | None, known:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="the first hour on a GPU")
-    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    parser = argparse.ArgumentParser(description="train on a GPU beside other systems")
+    parser.add_argument("--out", type=Path, help="folder of gpu.json: bench/results, or with --dry a temporary one")
     parser.add_argument("--seconds", type=float, default=600.0, help="start no part after this long")
-    parser.add_argument("--sizes", help="those of these names alone, with commas")
-    parser.add_argument("--contenders", help=f"those of these alone, with commas: {', '.join(CONTENDERS)}")
+    parser.add_argument("--sizes", help="only these, with commas between them")
+    parser.add_argument("--contenders", help=f"only these, with commas between them: {', '.join(CONTENDERS)}")
     parser.add_argument("--again", action="store_true", help="leave out what an earlier call has found")
     parser.add_argument("--dry", action="store_true", help="tiny sizes: does it all run?")
     parser.add_argument("--replan", action="store_true", help="plan again what was measured")
     given = parser.parse_args(arguments)
+    out = given.out or Path(tempfile.mkdtemp() if given.dry else "bench/results")
+    path = out / "gpu.json"
     if given.replan:
-        for key, tokens, took, then, now in replanned(json.loads((given.out / "gpu.json").read_text())):
+        for key, tokens, took, then, now in replanned(json.loads(path.read_text())):
             print(f"{key}, {tokens:,} tokens: {took:.3f} s, planned {then:.3f} s then and {now:.3f} s now")
         return 0
     if not torch.cuda.is_available():
         print("no CUDA device: nothing was measured")
         return 0
     began = time.monotonic()
-    path = given.out / "gpu.json"
     sizes = DRY_SIZES if given.dry else SIZES
     sizes = {name: sizes[name] for name in chosen(parser, "size", given.sizes, sizes)}
     contenders = chosen(parser, "contender", given.contenders, CONTENDERS)
     found: dict[str, Any] = {} if given.again or not path.exists() else json.loads(path.read_text())
     machine = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
-    if found.get("machine") != machine:
-        found = {"machine": machine, "parts": {}}
-    hardware = probed(dry=given.dry)
+    if found.setdefault("machine", machine) != machine:
+        parser.error(f"{path} is of {found['machine']}, and this is {machine}: use another --out, or --again")
+    parts = found.setdefault("parts", {})
+    hardware = recorded(found) if "hardware" in found else probed(dry=given.dry)
     found["hardware"] = asdict(hardware)
     for name, size in sizes.items():
         if STATE_NBYTES * size.parameters > HOST_SHARE * hardware.host_nbytes:
@@ -503,15 +509,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         for contender in contenders:
             key = f"{name} {contender}"
-            if key in found["parts"]:
+            if key in parts:
                 continue
             if time.monotonic() - began > given.seconds:
                 print(f"{key}: no time left; call again to go on")
                 continue
             part = measured(name, contender, size, hardware)
-            found["parts"][key] = asdict(part)
+            parts[key] = asdict(part)
             print(show(part), flush=True)
-            given.out.mkdir(parents=True, exist_ok=True)
+            out.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(found, indent=1, default=str) + "\n")
             gc.collect()
             torch.cuda.empty_cache()

@@ -1,3 +1,3 @@
-"""MegaTrain's version, where every room may read it: a source tree need not be installed to name it in a checkpoint."""
+"""MegaTrain's version, which is known without installing the package."""
 
 __version__ = "0.1.0"

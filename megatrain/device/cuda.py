@@ -130,14 +130,14 @@ class ComputeStream:
         self.origin: torch.cuda.Event | None = None
         self._stream = stream
         self._pool = pool
-        self._here = threading.local()
+        self._thread = threading.local()
         self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._stalled_seconds = 0.0
 
     def submit(self, task: Task, work: Work, waits: Sequence[Event] = ()) -> CudaEvent:
         event = CudaEvent(HostEvent(task.name), self.origin, self._pool)
         try:
-            with self.entered():
+            with self.as_current():
                 self._wait(waits)
                 event.run(self._stream, work)
                 self._refuse_another_stream(task)
@@ -150,24 +150,22 @@ class ComputeStream:
         event.submitted.finish()
         return event
 
-    def entered(self) -> AbstractContextManager[None]:
-        """In the block, this thread computes on this stream. Costs as much as a small op, but nothing inside such a
-        block."""
-        return nullcontext() if getattr(self._here, "entered", False) else self._enter()
+    def as_current(self) -> AbstractContextManager[None]:
+        """In the block, this thread's work goes to this stream. Costs as much as a small op, and nothing if nested."""
+        return nullcontext() if getattr(self._thread, "is_current", False) else self._make_current()
 
     @contextmanager
-    def _enter(self) -> Iterator[None]:
+    def _make_current(self) -> Iterator[None]:
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
-            self._here.entered = True
+            self._thread.is_current = True
             try:
                 yield
             finally:
-                self._here.entered = False
+                self._thread.is_current = False
 
     def _refuse_another_stream(self, task: Task) -> None:
         """Raise `DeviceError` if user code has made another stream current, which nothing orders behind this one."""
         if torch.cuda.current_stream(self._stream.device) != self._stream:
-            torch.cuda.set_stream(self._stream)
             what = "the model's code or the loss function changed the current CUDA stream and did not change it back"
             raise DeviceError(what, where=f"op {task.name}", fix="use `with torch.cuda.stream(...)` there")
 
@@ -196,16 +194,16 @@ class CopyStream:
     def __init__(self, name: str, stream: torch.cuda.Stream, pool: EventPool) -> None:
         self.origin: torch.cuda.Event | None = None
         self._stream, self._pool = stream, pool
-        self._worker, self._entered = WorkerStream(name), False
+        self._worker, self._is_current = WorkerStream(name), False
 
     def submit(self, task: Task, work: Work, waits: Sequence[Event] = ()) -> CudaEvent:
         event = CudaEvent(HostEvent(task.name), self.origin, self._pool)
 
         def run() -> None:
-            if not self._entered:  # for all that this thread will submit
+            if not self._is_current:  # for all that this thread will submit
                 torch.cuda.set_device(self._stream.device)
                 torch.cuda.set_stream(self._stream)
-                self._entered = True
+                self._is_current = True
             _order_behind(self._stream, waits)
             event.run(self._stream, work)
 
@@ -255,13 +253,13 @@ class CudaDevice:
         )
 
     def _new_streams(self, count: int) -> list[torch.cuda.Stream]:
-        """The first of a process make its CUDA context, for which there must be memory."""
+        """The first of a process create its CUDA context, which takes device memory."""
         try:
             return [torch.cuda.Stream(self.torch_device) for _ in range(count)]
         except RuntimeError as error:
             what = f"cannot be used: {str(error).splitlines()[0]}"
             kind = OutOfDeviceMemory if "out of memory" in what else DeviceError
-            raise kind(what, where=self.name, fix="see with `nvidia-smi` which other processes use it") from error
+            raise kind(what, where=self.name, fix="run `nvidia-smi` to see what else uses it") from error
 
     @property
     def timed(self) -> bool:
@@ -393,7 +391,7 @@ class CudaDevice:
         return int(free + cached)
 
     def alongside(self) -> AbstractContextManager[None]:
-        return self._compute.entered()
+        return self._compute.as_current()
 
     # Chance and time ------------------------------------------------------------------------------------------------
 

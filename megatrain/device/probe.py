@@ -396,6 +396,7 @@ def _middle(values: Sequence[float]) -> float:
 
 
 SMALLEST, LARGEST = 512, {"cpu": 2048, "cuda": 8192}
+NEXT_SECONDS = 2.0
 PRODUCT_ROUNDS, LEAST_ROUNDS, SECONDS = 20, 2, 0.5
 """Products to time: at most, and at least if they take longer than these seconds."""
 
@@ -405,8 +406,9 @@ _MEASURED: WeakKeyDictionary[Device, dict[torch.dtype, float]] = WeakKeyDictiona
 def matmul_flops(device: Device, dtype: torch.dtype) -> float:
     """FLOPs per second of a square product of random matrices; the best of a few rounds.
 
-    Measured on the first call for a device and dtype, and cached as long as the device exists. A processor without
-    instructions for bfloat16 would take an hour for a product that others do in a second, so smaller ones come first.
+    Measured on the first call for a device and dtype, and cached as long as the device exists. Without bfloat16
+    instructions the largest product takes minutes, so sizes double from `SMALLEST` while the next is expected to take
+    less than `NEXT_SECONDS`.
     """
     measured = _MEASURED.setdefault(device, {})
     if dtype not in measured:
@@ -417,13 +419,13 @@ def matmul_flops(device: Device, dtype: torch.dtype) -> float:
 def _measured_flops(device: Device, dtype: torch.dtype) -> float:
     largest = LARGEST[device.torch_device.type]
     size = min(SMALLEST, largest)
-    while size < largest and 8 * _product_seconds(device, dtype, size, 2) < 4 * SECONDS:
+    while size < largest and 8 * _product_seconds(device, dtype, size, 2) < NEXT_SECONDS:
         size *= 2
     return 2.0 * size**3 / _product_seconds(device, dtype, size, PRODUCT_ROUNDS)
 
 
 def _product_seconds(device: Device, dtype: torch.dtype, size: int, rounds: int) -> float:
-    """Of the best of so many square products, or of fewer if they take long."""
+    """Seconds of the fastest of `rounds` square products, or of fewer if they are slow."""
     left, right = (torch.randn(size, size, device=device.torch_device).to(dtype) for _ in range(2))
     best, started = float("inf"), time.perf_counter()
     for done in range(rounds):

@@ -153,7 +153,7 @@ class WorkerStream:
 
     def _run(self) -> None:
         run_on(self.processors)
-        torch.set_grad_enabled(False)  # which a thread begins with
+        torch.set_grad_enabled(False)  # grad mode is per thread, and on at first
         while (item := self._queue.get()) is not None:
             event, work, waits = item
             if self._failure is None:

@@ -129,7 +129,7 @@ class _AccumulateHook:
     def __init__(self, name: str, total: GradientAccumulator, on_complete: OnComplete) -> None:
         self.name, self.total, self.on_complete = name, total, on_complete
 
-    def __call__(self, leaf: Tensor) -> None:  # by autograd, which records nothing meanwhile
+    def __call__(self, leaf: Tensor) -> None:  # autograd calls hooks with grad mode off
         if leaf.grad is None:  # in a part that runs in chunks, a chunk may not use it
             return
         self.total.add(self.name, leaf.grad)

@@ -371,7 +371,7 @@ class Streamer:
     def _forward_with_graph(
         self, step: StepState, op: Op, lease: Lease, hidden: Tensor
     ) -> tuple[KeptGraph, Tensor, Sides]:
-        """Run a layer with autograd, which saves weights by name if they may be elsewhere when it reads them.
+        """Run a layer with autograd, which saves weights by their place unless `_weights_stay`.
 
         Outputs of ops that its forward has kept are not computed again. Returns the graph, the output [batch, length,
         hidden size] and the side outputs.
@@ -401,7 +401,8 @@ class Streamer:
         return KeptGraph(bound, leaves, leaf, edges, target), output, sides
 
     def _weights_stay(self, step: StepState, op: Op) -> bool:
-        """Whether the weights of a layer are still where they are now when autograd reads them."""
+        """Whether autograd may save these weights as they are: they are the state itself, or a BACKWARD recomputes the
+        layer and reads them before their slot can change."""
         assert self._running is not None
         home = self._running.buffers[find_access(op.reads, Weights(op.unit)).buffer]
         return step.phases is NO_PAUSES and (op.kind == "BACKWARD" or home.is_state)

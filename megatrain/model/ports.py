@@ -91,8 +91,8 @@ def hidden_of(output: Any) -> Tensor:
 
 
 def placeholder(parameter: Tensor, device: torch.device) -> Tensor:
-    """Zeros in a parameter's shape and dtype, without memory, which `Tensor.to` another device would give them."""
-    zero = torch.zeros((), dtype=parameter.dtype).to(device)  # a copy, which is done when this returns
+    """One zero, expanded to a parameter's shape. (`Tensor.to` would allocate all of it.)"""
+    zero = torch.zeros((), dtype=parameter.dtype).to(device)  # a copy that blocks, so any stream may read it
     return zero.expand(parameter.shape)
 
 
@@ -340,7 +340,7 @@ class PortedModel:
 
     @cached_property
     def _layers_that_tie(self) -> tuple[bool, ...]:
-        """Whether a parameter has two names in a layer: `functional_call` takes as long as small ops to see it."""
+        """For each layer, whether a parameter has two names: `functional_call` would look for them on every call."""
         names = (list(layer.named_parameters(remove_duplicate=False)) for layer in self.templates)
         return tuple(len(each) > len({id(param) for _, param in each}) for each in names)
 

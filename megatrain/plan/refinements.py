@@ -222,7 +222,7 @@ def streaming_updates(plan: Plan) -> Plan:
         if share == 1.0 and bases:
             all_streamed = estimate(question, bases[0].change(streamed_updates=share), plan.micro_batch)
             if max(all_streamed.busy.values()) >= best.seconds:
-                continue  # the bus alone takes as long; with part of the layers, an estimate from a few is too far off
+                continue  # some stream alone takes as long. For a part of the layers an estimate would be too far off
         while bases:  # a base that does not fit with one share does not with another, since the slots are the same
             each = examine(question, bases[0].change(streamed_updates=share), plan.micro_batch)
             if each.taken.fits(question.budgets()) and not locks_too_much(each):

@@ -103,7 +103,8 @@ def joined(clock: Clock, other: Clock) -> Clock:
 
 
 def unordered(schedule: Schedule) -> Iterable[tuple[int, int]]:
-    """Pairs (earlier, later) of conflicting ops that this schedule's waits do not order."""
+    """Pairs (earlier, later) of conflicting ops that this schedule's waits do not order; for each later op, the last
+    such op of each stream."""
     places = [PLACES[op.stream] for op in schedule.ops]
     clocks: list[Clock] = []
     last_of_stream = [-1] * len(STREAMS)

@@ -151,17 +151,18 @@ def _tuple_of(kinds: Sequence[Any], bounds: Bounds | None) -> tuple[Check, str]:
     if kinds[-1] is Ellipsis:
         check_each, called = _check_of(kinds[0])
         several, counts = None, bounds or Bounds(0)
-        alike = {kinds[0]} if isinstance(kinds[0], type) and kinds[0] not in (int, float) else set()
+        # Instances of a class that validates itself need no check; numbers have bounds, and a bool is an int.
+        valid = {kinds[0]} if isinstance(kinds[0], type) and kinds[0] not in (int, float) else set()
         expected = f"a tuple{f' of {bounds}' if bounds else ''}, each {called}"
     else:
         several = [_check_of(each)[0] for each in kinds]
-        counts, alike = Bounds(len(kinds), len(kinds)), set()
+        counts, valid = Bounds(len(kinds), len(kinds)), set()
         expected = f"{len(kinds)} values, {_listed([_check_of(each)[1] for each in kinds], 'and')}"
 
     def check(value: Any) -> Any:
         if not isinstance(value, tuple | list) or not counts.least <= len(value) <= counts.most:
             raise _Wrong(value, expected)
-        if type(value) is tuple and {*map(type, value)} == alike:
+        if type(value) is tuple and {*map(type, value)} == valid:
             return value
         found = []
         for place, each in enumerate(value):

@@ -174,8 +174,8 @@ def test_the_measured_peak_is_positive(name: str, monkeypatch: pytest.MonkeyPatc
     device.close()
 
 
-# Measured: one thread with AVX2 alone in bfloat16, two threads in float32, an H200.
-@pytest.mark.parametrize(("flops", "largest"), [(0.58e9, 512), (150e9, 2048), (700e12, 2048)])
+# Measured: one thread with AVX2 alone in bfloat16, and two threads in float32.
+@pytest.mark.parametrize(("flops", "largest"), [(0.58e9, 512), (150e9, 2048)])
 def test_a_slow_processor_times_small_products_alone(
     flops: float, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,7 +134,7 @@ def test_a_device_without_memory_for_a_context_is_refused_in_one_line(monkeypatc
         raise RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in the manual.")
 
     monkeypatch.setattr(torch.cuda, "Stream", full)
-    with pytest.raises(OutOfDeviceMemory, match="cannot be used: CUDA error: out of memory; see with `nvidia-smi`"):
+    with pytest.raises(OutOfDeviceMemory, match="cannot be used: CUDA error: out of memory; run `nvidia-smi`"):
         open_device("cuda:0")
 
 

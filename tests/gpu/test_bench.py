@@ -23,7 +23,7 @@ def test_a_dry_run_measures_every_available_contender(tmp_path: Path, capsys: py
     assert not plain["why"], plain
     assert ours["loss"] == pytest.approx(plain["loss"], rel=2e-2)
     assert ours["busy"]["FORWARD"][0] > 0
-    assert ours["busy"].keys() == found["parts"][f"tiny {gpu.IN_LITTLE}"]["busy"].keys()  # tiny fits either way
+    assert ours["busy"].keys() == found["parts"][f"tiny {gpu.IN_24_GB}"]["busy"].keys()  # tiny fits either way
     assert ours["planned_seconds"] > 0
     assert ours["planned_device_nbytes"] > 0
     for part in found["parts"].values():
@@ -31,3 +31,9 @@ def test_a_dry_run_measures_every_available_contender(tmp_path: Path, capsys: py
         assert part["contender"] in told
     assert gpu.main(words) == 0
     assert "tokens/s" not in capsys.readouterr().out  # all of it is there
+    found["machine"]["gpu"] = "another"
+    (tmp_path / "gpu.json").write_text(json.dumps(found))
+    with pytest.raises(SystemExit):
+        gpu.main(words)
+    assert "use another --out, or --again" in capsys.readouterr().err
+    assert json.loads((tmp_path / "gpu.json").read_text()) == found

@@ -112,7 +112,7 @@ def test_a_failure_on_a_copy_thread_surfaces_and_the_engine_recovers(monkeypatch
 
 @pytest.mark.silicon
 def test_copies_run_beside_compute(tmp_path: Path) -> None:
-    """From a real trace: most of the copying in a step happens while layers compute."""
+    """From a real trace: copies and compute overlap for at least half of the shorter of the two."""
     model = tiny_model(
         hidden_size=1024,
         intermediate_size=4096,

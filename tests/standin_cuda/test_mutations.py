@@ -70,8 +70,8 @@ MUTATIONS = {
     "a stream does not wait for the host": Mutation("            event.wait()\n", "            pass\n"),
     "the host does not wait for the device": Mutation("self.ended.synchronize()", "pass"),
     "compute runs on another stream": Mutation(
-        "with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):\n            self._here",
-        "with nullcontext():\n            self._here",
+        "with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):\n            self._thread",
+        "with nullcontext():\n            self._thread",
     ),
     "copies run on another stream": Mutation("torch.cuda.set_stream(self._stream)", "pass"),
     "an event is recorded before its work": Mutation(
@@ -81,7 +81,7 @@ MUTATIONS = {
     "an event is recorded again while it is under way": Mutation(
         "self._used.append((times, event))", "self._free[times].append(event)"
     ),
-    "calls in phases run on another stream": Mutation("return self._compute.entered()", "return nullcontext()"),
+    "calls in phases run on another stream": Mutation("return self._compute.as_current()", "return nullcontext()"),
 }
 
 
