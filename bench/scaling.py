@@ -275,13 +275,17 @@ def example() -> list[str]:
 
 
 def filled(text: str, tables: dict[str, list[str]], by: str = "bench.scaling") -> str:
-    """`text` with each table between its marks. Raises `KeyError` for marks of that bench that no table fills."""
+    """`text` with each table between its marks. Raises `KeyError` if there are no marks for any of them."""
 
     def fill(match: re.Match[str]) -> str:
         body = "\n".join(tables[match[1]])
         return f"<!-- {by}: {match[1]} -->\n{body}\n<!-- end -->"
 
-    return re.sub(rf"<!-- {re.escape(by)}: ([\w-]+) -->\n.*?<!-- end -->", fill, text, flags=re.DOTALL)
+    names = "|".join(map(re.escape, tables))
+    text, found = re.subn(rf"<!-- {re.escape(by)}: ({names}) -->\n.*?<!-- end -->", fill, text, flags=re.DOTALL)
+    if not found:
+        raise KeyError(by)
+    return text
 
 
 def main() -> int:
