@@ -1,4 +1,4 @@
-"""Training on a GPU beside plain PyTorch and DeepSpeed: speed, memory, and how right its plan was.
+"""Training on a GPU compared with plain PyTorch and DeepSpeed: speed, memory, and how accurate the plan was.
 
     python -m bench.gpu [--out FOLDER] [--seconds 600] [--sizes 160M,1.5B] [--contenders NAME,NAME] [--again] [--dry]
     python -m bench.gpu --replan [--out FOLDER]

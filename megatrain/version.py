@@ -1,3 +1,3 @@
-"""MegaTrain's version, which is known without installing the package."""
+"""MegaTrain's version, readable without installing the package."""
 
 __version__ = "0.1.0"

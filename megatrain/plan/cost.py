@@ -220,7 +220,7 @@ KERNELS, KERNELS_PER_PARAM = 12, 3
 """Kernels that a layer's forward launches: so many, and so many more for each parameter. Round numbers, which matter
 only if kernels are tiny."""
 
-CHUNK_SHARE = 0.5
+CHUNK_KERNEL_SHARE = 0.5
 """Kernels that a chunk of a layer's token-wise parts launches, over the layer's: as the calls of functions that each
 takes (`tests/train/test_calls.py`)."""
 
@@ -551,7 +551,7 @@ class _Prices:
         attention, _ = self._attention(unit, tokens)
         computed = (1 - shares.get(kept, 0.0)) * products + (0.0 if kept else attention)
         computed += self._elementwise(unit, tokens)[0] + self._dispatch(unit, tokens)
-        return self._at_least_submission(computed, self._launches(unit))
+        return self._bounded_by_submission(computed, self._launches(unit))
 
     def _backward(self, index: int, unit: UnitSpec, tokens: int) -> float:
         """Products for the gradients of inputs and of trained weights, attention, elementwise ops, and sums of
@@ -563,8 +563,8 @@ class _Prices:
         _, attention = self._attention(unit, tokens)
         added = self._accumulation(index, unit) + self._chunks(unit, tokens)
         others = self._elementwise(unit, tokens)[1] + self._dispatch(unit, tokens)
-        submitted = (2 + 3 * CHUNK_SHARE * self._chunk_count(unit, tokens)) * self._launches(unit)
-        return self._at_least_submission(products + attention + others + added, submitted)
+        submitted = (2 + 3 * CHUNK_KERNEL_SHARE * self._chunk_count(unit, tokens)) * self._launches(unit)
+        return self._bounded_by_submission(products + attention + others + added, submitted)
 
     def _chunks(self, unit: UnitSpec, tokens: int) -> float:
         """Token-wise parts that run in chunks are recomputed, and sum the gradients of their weights in float32."""
@@ -620,7 +620,7 @@ class _Prices:
         length = self.work.length or tokens
         return unit.profile.kept(max(1, tokens // length), length)
 
-    def _at_least_submission(self, computed: float, launches: float) -> float:
+    def _bounded_by_submission(self, computed: float, launches: float) -> float:
         """Seconds of kernels and their launches; on a GPU, no less than the host takes to submit them."""
         if self.hardware.computes_in_host_memory:
             return computed + launches
@@ -654,7 +654,7 @@ class _Prices:
                 added += param.numel * each / self._copies
         moved = SOFTMAX_PASSES * 4 * chunk * self.model.vocab_size
         softmax, _ = elementwise_seconds(self.hardware, "fp32", moved, passes=1)
-        return self._at_least_submission(products + added + softmax, 3 * self._launches(unit))
+        return self._bounded_by_submission(products + added + softmax, 3 * self._launches(unit))
 
     def _lookup(self, op: Op, tokens: int) -> float:
         """Seconds of the prologue. An embedding reads one row per token, but its gradient is as large as the table."""

@@ -1,4 +1,4 @@
-"""What placements cost: busy seconds that they add to each stream of a step, compared to all state in host memory.
+"""The cost of placements: how they change the busy seconds of each stream in a step, from all state in host memory.
 
 These are sums of bytes over bandwidths, enough to tell which placements are worth a replay. Only the replay tells how
 streams overlap.

@@ -159,7 +159,7 @@ def test_the_executor_makes_at_most_60_calls_per_op() -> None:
         executor.walk(schedule, lambda op, lease: None)  # the first binds what later ones find
         calls = calls_of(lambda: executor.walk(schedule, lambda op, lease: None))
     device.close()
-    assert 10 * len(schedule.ops) < calls < 60 * len(schedule.ops)
+    assert 40 * len(schedule.ops) < calls < 60 * len(schedule.ops)  # fewer, if C's or the thread's were not counted
 
 
 def test_sequence_lengths_exclude_padding_and_split_packed_rows() -> None:

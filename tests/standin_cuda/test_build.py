@@ -1,4 +1,4 @@
-"""The stand-in is compiled once, whatever happened to the build before."""
+"""The stand-in is compiled once, even if an earlier build was killed."""
 
 from __future__ import annotations
 

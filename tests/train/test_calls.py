@@ -1,9 +1,9 @@
-"""Python and C calls of a step, which decide its time with few tokens (`python -m bench.launches` prints them)."""
+"""Python and C calls of a step, which take most of its time if it has few tokens (`python -m bench.launches`)."""
 
 from __future__ import annotations
 
 from bench.launches import calls
-from megatrain.plan.cost import CHUNK_SHARE, KERNELS, KERNELS_PER_PARAM
+from megatrain.plan.cost import CHUNK_KERNEL_SHARE, KERNELS, KERNELS_PER_PARAM
 
 
 def test_the_engine_adds_few_calls_per_layer_and_chunks_take_what_plans_say() -> None:
@@ -12,6 +12,6 @@ def test_the_engine_adds_few_calls_per_layer_and_chunks_take_what_plans_say() ->
     assert found["layer, graphs kept"] - found["layer, stock"] < 1700, found
     assert found["layer, recompute"] - found["layer, stock"] < 1800, found
     layer, head = (KERNELS + KERNELS_PER_PARAM * params for params in (9, 2))
-    for chunk, share in (("MLP", CHUNK_SHARE), ("loss", head / layer)):
+    for chunk, share in (("MLP", CHUNK_KERNEL_SHARE), ("loss", head / layer)):
         called = found[f"chunk of {'an' if chunk == 'MLP' else 'the'} {chunk}"] / found["layer, graphs kept"]
         assert 0.75 * share < called < 1.33 * share, (chunk, called, share)
