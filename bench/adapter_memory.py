@@ -33,7 +33,6 @@ from safetensors.torch import save_file
 
 from bench.tiers import VOCABULARY, shape
 from megatrain import AdamW, Engine, Policy
-from megatrain.config import let_idle_threads_sleep
 from megatrain.device.cpu import CpuDevice
 from megatrain.formatting import amount, duration
 from megatrain.memory.model_files import ModelFiles
@@ -191,7 +190,6 @@ def _reading_seconds(files: ModelFiles, reads: list[tuple[str, int]]) -> float:
 
 
 def main() -> None:
-    let_idle_threads_sleep()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--in-memory", action="store_true", help="hold the base instead of reading it")

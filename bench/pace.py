@@ -36,11 +36,11 @@ class Pace:
     """Samples of both references, and how they compare with those taken before `set_out`."""
 
     def __init__(self) -> None:
-        (m, k, n), elements = PRODUCT, torch.ones(2, *PASS)
-        x, weight = torch.ones(m, k), torch.ones(n, k)
-        self._jobs: tuple[Callable[[], Tensor], ...] = (
-            lambda: torch.nn.functional.linear(x, weight),
-            lambda: torch.nn.functional.silu(elements[0]) * elements[1],
+        (m, k, n), (gate, up, gated) = PRODUCT, torch.ones(3, *PASS)
+        x, weight, out = torch.ones(m, k), torch.ones(n, k), torch.ones(m, n)
+        self._jobs: tuple[Callable[[], Tensor], ...] = (  # without new memory, which may cost more or less than it
+            lambda: torch.mm(x, weight.t(), out=out),
+            lambda: torch.mul(torch.sigmoid(gate, out=gated), up, out=gated),
         )
         self._usual = (1.0, 1.0)
         self.resting = False

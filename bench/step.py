@@ -23,7 +23,6 @@ import argparse
 import gc
 import json
 import multiprocessing
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -81,7 +80,6 @@ def compare(
     clip: float | None = 1.0,
 ) -> dict[str, Any]:
     """Run all contenders in turn; medians of the ratios to the plain ones, and each one's absolute figures."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # who waits for a turn must not spin while another has its own
     context = multiprocessing.get_context("spawn")
     ends: dict[str, Connection] = {}
     processes = []

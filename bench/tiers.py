@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 from megatrain import AdamW, Engine
-from megatrain.config import let_idle_threads_sleep
 from megatrain.device.cpu import CpuDevice
 from megatrain.formatting import amount, duration
 from megatrain.memory import Disk
@@ -109,7 +108,6 @@ def peak_nbytes() -> int:
 
 
 def main() -> None:
-    let_idle_threads_sleep()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--host", default="12GB", help="budget of host memory, of the whole process")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))

@@ -13,6 +13,7 @@ import mmap
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from megatrain.plan.host_resources import (
 )
 from megatrain.plan.machines import machine_of_device
 from megatrain.spec import Hardware, Precision
-from megatrain.spec.hardware import AttentionRate, ProductRate
+from megatrain.spec.hardware import PRODUCT_KINDS, AttentionRate, Product, ProductRate
 from megatrain.system.paths import usable_path
 
 SECONDS = 45.0
@@ -57,19 +58,20 @@ HELD_NBYTES_PER_PARAM = 14
 MOST_PARAMS = 32 << 20
 FILE_NBYTES = 256 << 20
 FRESH_NBYTES = 64 << 20
-"""Large enough that the C library returns it to the system when freed, so each allocation has new pages."""
 MOST_LOCKED_NBYTES = 4 << 30
 """Most bytes to page-lock when testing whether the limit is enforced."""
 LEAST_FREE_NBYTES = 64 << 20
 """A disk with less free space than this is not measured."""
 
-_IN_TURN = {  # weights of the measurements made in turn
-    "products bf16": 7.0,
-    "products fp32": 7.0,
-    "attention bf16": 5.0,
-    "attention fp32": 5.0,
-    "elementwise bf16": 1.0,
-    "elementwise fp32": 1.0,
+_OF_PRECISION = {  # weights of the measurements made in turn in each precision
+    "output": 5.0,
+    "input gradient": 3.0,
+    "weight gradient": 3.0,
+    "attention": 5.0,
+    "elementwise": 2.0,
+}
+_IN_TURN = {  # weights of all measurements made in turn
+    **{f"{name} {precision}": weight for precision in PRECISIONS for name, weight in _OF_PRECISION.items()},
     "device memory": 1.0,
     "launches": 0.5,
     "optimizer": 5.0,
@@ -190,35 +192,33 @@ def _in_turn(device: Device, threads: int, whole_seconds: float, seconds: float,
     """Measure compute and passes over host memory in turn, for `seconds`; more time allows larger buffers."""
     most = min(MOST_PARAMS, available_host_nbytes() // 8 // HELD_NBYTES_PER_PARAM)
     numel = max(1 << 16, int(most * min(1.0, whole_seconds / SECONDS)))
-    measurements = {
-        f"{what} {precision}": make(device, precision)
-        for precision in PRECISIONS
-        for what, make in (
-            ("products", product_rates),
-            ("attention", attention_rates),
-            ("elementwise", elementwise_rates),
-        )
-    }
+    measurements = {}
+    for precision in PRECISIONS:
+        for product in PRODUCT_KINDS:
+            measurements[f"{product} {precision}"] = product_rates(device, precision, product)
+        measurements[f"attention {precision}"] = attention_rates(device, precision)
+        measurements[f"elementwise {precision}"] = elementwise_rates(device, precision)
     measurements |= {"device memory": copy_bandwidth(device), "launches": launch_seconds(device)}
     measurements |= {**_passes(numel, threads), "host memory": _host_memory(), "fresh memory": _fresh_memory()}
     measurements["all of host memory"] = _all_of_host_memory()
     shares = {name: seconds * weight / sum(_IN_TURN.values()) for name, weight in _IN_TURN.items()}
     results = measure_in_turn(device, measurements, shares)
     for precision in PRECISIONS:
-        _products(precision, results[f"products {precision}"], found)
+        _products(precision, {kind: results[f"{kind} {precision}"] for kind in PRODUCT_KINDS}, found)
         _attention(precision, results[f"attention {precision}"], found)
     _device_memory(results, found)
     _host(results, numel, device.shares_memory, found)
 
 
-def _products(precision: Precision, rows: tuple[ProductRate, ...], found: _Findings) -> None:
-    best = max(row.flops for row in rows[len(rows) // 2 :])  # sorted from small to large
-    key = {"bf16": "flops", "fp32": "flops_fp32"}[precision]
-    found.note(f"measured: the fastest of the larger half of {len(rows)} products", **{key: best})
-    found.note("measured", products=(*found.values.get("products", ()), *rows))
+def _products(precision: Precision, rows: Mapping[Product, tuple[ProductRate, ...]], found: _Findings) -> None:
+    best = {kind: max(row.flops for row in each[len(each) // 2 :]) for kind, each in rows.items()}  # of larger ones
+    key, count = {"bf16": "flops", "fp32": "flops_fp32"}[precision], len(rows["output"])
+    found.note(f"measured: the fastest of the larger half of {count} products", **{key: best["output"]})
+    found.note("measured", products=(*found.values.get("products", ()), *chain.from_iterable(rows.values())))
     peak = found.values.get(f"peak_{key}")
-    share = f", {best / peak:.0%} of the datasheet" if peak else ""
-    found.say(f"matrix products {precision}: {best / 1e12:.3g} TFLOP/s, best of {len(rows)} shapes{share}")
+    share = f", {best['output'] / peak:.0%} of the datasheet" if peak else ""
+    each = ", ".join(f"{rate / 1e12:.3g} for {kind}s" for kind, rate in best.items())
+    found.say(f"matrix products {precision}: {each}, in TFLOP/s, best of {count} shapes{share}")
 
 
 def _attention(precision: Precision, rows: tuple[AttentionRate, ...], found: _Findings) -> None:
@@ -230,11 +230,11 @@ def _attention(precision: Precision, rows: tuple[AttentionRate, ...], found: _Fi
 
 def _device_memory(results: Mapping[str, Any], found: _Findings) -> None:
     bandwidth, launch = results["device memory"], results["launches"]
-    passing = tuple(results[f"elementwise {precision}"] for precision in PRECISIONS)
+    rows = {precision: results[f"elementwise {precision}"] for precision in PRECISIONS}
     found.note("measured: a copy within device memory", device_bandwidth=bandwidth)
-    found.note("measured: a layer like Llama's, without its products", elementwise=passing)
+    found.note("measured: layers like Llama's, without their products", elementwise=tuple(chain(*rows.values())))
     found.note("measured: the smallest op, many in a row", launch_seconds=launch)
-    kept = ", ".join(f"{row.forward_bandwidth / 1e9:,.1f} in {row.precision}" for row in passing)
+    kept = ", ".join(f"{each[-1].forward_bandwidth / 1e9:,.1f} in {precision}" for precision, each in rows.items())
     found.say(
         f"device memory: {bandwidth / 1e9:,.1f} GB/s copied, kept by elementwise ops {kept}; "
         f"a launch: {launch * 1e6:.1f} us"
@@ -281,7 +281,7 @@ def _fresh_memory() -> Measurement:
     """Measures touching new pages once each, in bytes per second."""
 
     def touch() -> None:
-        torch.empty(FRESH_NBYTES, dtype=torch.uint8)[:: mmap.PAGESIZE].fill_(1)
+        np.frombuffer(mmap.mmap(-1, FRESH_NBYTES), np.uint8)[:: mmap.PAGESIZE] = 1
 
     return Measurement({0: touch}, lambda spent: FRESH_NBYTES / spent[0], "host")
 

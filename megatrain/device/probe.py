@@ -26,7 +26,7 @@ from torch.nn import functional
 from megatrain.device.base import Device, Errand, Interval, Work, timed
 from megatrain.errors import OutOfDeviceMemory
 from megatrain.spec import Precision
-from megatrain.spec.hardware import AttentionRate, ElementwiseRate, ProductRate
+from megatrain.spec.hardware import PRODUCT_KINDS, AttentionRate, ElementwiseRate, Product, ProductRate
 
 Made = TypeVar("Made")
 Job = Callable[[], object]
@@ -55,12 +55,13 @@ PRODUCTS = {
 }
 LENGTHS = {"cpu": (128, 256, 512, 1024, 2048), "cuda": (256, 512, 1024, 2048, 4096, 8192, 16384)}
 ATTENTION_TOKENS = {"cpu": 1024, "cuda": 16384}
-HEADS = {"cpu": 4, "cuda": 16}
-HEAD_SIZE = 128
+HEADS = {"cpu": (8, 64), "cuda": (16, 128)}
+"""Number and size of attention heads: those of models that are trained there."""
 COPIED_WITHIN = {"cpu": 128 << 20, "cuda": 512 << 20}
 """Bytes of a copy within device memory, larger than caches."""
-LAYER = {"cpu": (1024, 1024), "cuda": (8192, 4096)}
-"""Tokens and width of the stand-in for a layer without its products."""
+LAYERS = {"cpu": ((64, 64), (256, 256), (1024, 1024)), "cuda": ((8192, 4096),)}
+"""Tokens and widths of stand-ins for a layer without its products. On a CPU, threads share ops of more than 32,768
+elements, and waking them takes longer than a small op does. On a GPU, `launch_seconds` prices small ops."""
 PIECE = 64 << 20
 """Bytes of one copy between host and device: a policy's default shard size."""
 PIECES_IN_A_ROW = 8
@@ -97,6 +98,7 @@ def measure_in_turn(
     In each measurement, the first job that takes more than its share of time or memory is skipped, with all after it,
     but never its very first job.
     """
+    device.tidy()  # as before steps, which reuse freed memory
     began = time.perf_counter()
     samples: dict[str, dict[Any, list[float]]] = {}
     runs: list[tuple[list[float], Job, int, str]] = []
@@ -140,31 +142,39 @@ def _chosen(device: Device, measurement: Measurement, seconds: float) -> dict[An
 # Measurements ------------------------------------------------------------------------------------------------------
 
 
-def product_rates(device: Device, precision: Precision) -> Measurement:
-    """`ProductRate`s of linear layers, for the shapes in `PRODUCTS` that are fast and small enough."""
-    shapes = [shape for shape in PRODUCTS[device.torch_device.type] if _has_room(device, precision, shape)]
+def product_rates(
+    device: Device, precision: Precision, of: Product, shapes: Sequence[Shape] | None = None
+) -> Measurement:
+    """`ProductRate`s of linear layers, for those of `shapes` (default: `PRODUCTS`) that are fast and small enough."""
+    shapes = PRODUCTS[device.torch_device.type] if shapes is None else shapes
+    shapes = [shape for shape in shapes if _has_room(device, precision, shape)]
     left = _normal(device, precision, max(m * k for m, k, _ in shapes))
     right = _normal(device, precision, max(k * n for _, k, n in shapes))
 
-    def linear(m: int, k: int, n: int) -> Job:
-        x, weight = left[: m * k].view(m, k), right[: k * n].view(n, k)
-        return lambda: functional.linear(x, weight)
+    def job(m: int, k: int, n: int) -> Job:
+        first, second = left[: m * k], right[: k * n]
+        if of == "output":
+            x, weight = first.view(m, k), second.view(n, k)
+            return lambda: functional.linear(x, weight)
+        gradient, other = first.view(k, m).t() if of == "weight gradient" else first.view(m, k), second.view(k, n)
+        return lambda: gradient @ other
 
     def found(spent: Mapping[Shape, float]) -> tuple[ProductRate, ...]:
-        return tuple(ProductRate(precision, *shape, 2.0 * prod(shape) / each) for shape, each in spent.items())
+        return tuple(ProductRate(precision, *shape, 2.0 * prod(shape) / each, of) for shape, each in spent.items())
 
-    return Measurement({shape: linear(*shape) for shape in shapes}, found)
+    return Measurement({shape: job(*shape) for shape in shapes}, found)
 
 
 def attention_rates(device: Device, precision: Precision) -> Measurement:
     """`AttentionRate`s of PyTorch's own causal attention, for the `LENGTHS` that are fast enough."""
     kind = device.torch_device.type
     counts = {length: max(1, ATTENTION_TOKENS[kind] // length) for length in LENGTHS[kind]}
-    numel = max(count * length for length, count in counts.items()) * HEADS[kind] * HEAD_SIZE
+    heads, head_size = HEADS[kind]
+    numel = max(count * length for length, count in counts.items()) * heads * head_size
     operands = [_normal(device, precision, numel) for _ in range(4)]
 
     def attention(length: int, backward: int) -> Job:
-        shape = (counts[length], HEADS[kind], length, HEAD_SIZE)
+        shape = (counts[length], heads, length, head_size)
         *inputs, gradient = (each[: prod(shape)].view(shape).detach() for each in operands)
         if backward:
             inputs = [each.requires_grad_() for each in inputs]
@@ -181,10 +191,10 @@ def attention_rates(device: Device, precision: Precision) -> Measurement:
         rows = []
         for length, count in counts.items():
             if (length, 1) in spent:
-                needed = 2.0 * count * length * length * HEADS[kind] * HEAD_SIZE
+                needed = 2.0 * count * length * length * heads * head_size
                 forward = spent.get((length, 0), spent[length, 1] / 3)
                 backward = _rest(spent[length, 1], forward)
-                rows.append(AttentionRate(precision, length, HEAD_SIZE, needed / forward, 2 * needed / backward))
+                rows.append(AttentionRate(precision, length, head_size, needed / forward, 2 * needed / backward))
         return tuple(rows)
 
     return Measurement({(length, way): attention(length, way) for length in counts for way in (1, 0)}, found)
@@ -200,49 +210,60 @@ def copy_bandwidth(device: Device) -> Measurement:
 
 
 def elementwise_rates(device: Device, precision: Precision) -> Measurement:
-    """`ElementwiseRate` of what a Llama-like layer does besides products and attention.
+    """`ElementwiseRate`s of what a Llama-like layer does besides products and attention, for the `LAYERS` that are fast
+    enough.
 
     That is two norms computed in float32, rotary positions, a gated activation of triple width, and two residuals.
     What products and attention would keep (their inputs and outputs) counts as kept bytes.
     """
-    tokens, width = LAYER[device.torch_device.type]
-    hidden, up = (_normal(device, precision, tokens * n).view(tokens, n) for n in (width, 3 * width))
-    for each in (hidden, up):
-        each.requires_grad_()
-    scale = _on_compute(device, lambda: torch.ones(width, device=device.torch_device, dtype=DTYPES[precision]))
+    layers = {size: _StandIn(device, precision, *size) for size in LAYERS[device.torch_device.type]}
 
-    def norm(x: Tensor) -> Tensor:
-        wide = x.float()
-        return scale * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    def found(spent: Mapping[tuple[tuple[int, int], str], float]) -> tuple[ElementwiseRate, ...]:
+        rows = []
+        for size, layer in layers.items():
+            if both := spent.get((size, "both")):
+                forward = spent.get((size, "forward"), both / 3)
+                rates = layer.kept_nbytes / forward, layer.kept_nbytes / _rest(both, forward)
+                rows.append(ElementwiseRate(precision, *rates, layer.kept_nbytes))
+        return tuple(rows)
 
-    def rotated(x: Tensor) -> Tensor:
-        return x * hidden + torch.cat([-x[:, width // 2 :], x[:, : width // 2]], -1) * hidden
+    jobs = {(size, way): getattr(layer, way) for size, layer in layers.items() for way in ("both", "forward")}
+    return Measurement(jobs, found)
 
-    def layer() -> list[Tensor]:
-        normed = norm(hidden)
-        query, key = rotated(normed), rotated(normed)
-        middle = hidden + query
-        last = norm(middle)
-        activated = functional.silu(up) * up
+
+class _StandIn:
+    """What a layer of `tokens` x `width` does besides products and attention."""
+
+    def __init__(self, device: Device, precision: Precision, tokens: int, width: int) -> None:
+        hidden, up = (_normal(device, precision, tokens * n).view(tokens, n) for n in (width, 3 * width))
+        self._hidden, self._up = hidden.requires_grad_(), up.requires_grad_()
+        kind = {"device": device.torch_device, "dtype": DTYPES[precision]}
+        self._scale = _on_compute(device, lambda: torch.ones(width, **kind))  # type: ignore[call-overload]
+        with torch.enable_grad():
+            self.kept_nbytes = _on_compute(device, lambda: _kept_nbytes(self.forward))
+
+    @torch.enable_grad()
+    def forward(self) -> list[Tensor]:
+        normed = self._norm(self._hidden)
+        query, key = self._rotated(normed), self._rotated(normed)
+        middle = self._hidden + query
+        last = self._norm(middle)
+        activated = functional.silu(self._up) * self._up
         return [normed, query, key, middle, last, activated, middle + last]
 
     @torch.enable_grad()
-    def forward() -> list[Tensor]:
-        return layer()
+    def both(self) -> None:
+        outputs = self.forward()
+        torch.autograd.grad(outputs, [self._hidden, self._up], [each.detach() for each in outputs])
 
-    @torch.enable_grad()
-    def both() -> None:
-        outputs = layer()
-        torch.autograd.grad(outputs, [hidden, up], [each.detach() for each in outputs])
+    def _norm(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed: Tensor = self._scale * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        return normed
 
-    with torch.enable_grad():
-        kept = _on_compute(device, lambda: _kept_nbytes(layer))
-
-    def found(spent: Mapping[str, float]) -> ElementwiseRate:
-        seconds = spent.get("forward", spent["both"] / 3)
-        return ElementwiseRate(precision, kept / seconds, kept / _rest(spent["both"], seconds))
-
-    return Measurement({"both": both, "forward": forward}, found)
+    def _rotated(self, x: Tensor) -> Tensor:
+        left, right = x.chunk(2, -1)
+        return x * self._hidden + torch.cat([-right, left], -1) * self._hidden
 
 
 def _rest(both: float, forward: float) -> float:
@@ -398,16 +419,16 @@ def _middle(values: Sequence[float]) -> float:
 SMALLEST, LARGEST = 512, {"cpu": 2048, "cuda": 8192}
 NEXT_SECONDS = 2.0
 PRODUCT_ROUNDS, LEAST_ROUNDS, SECONDS = 20, 2, 0.5
-"""Products to time: at most, and at least if they take longer than these seconds."""
+"""Rounds to time: at most, and at least if they take longer than these seconds."""
 
 _MEASURED: WeakKeyDictionary[Device, dict[torch.dtype, float]] = WeakKeyDictionary()
 
 
 def matmul_flops(device: Device, dtype: torch.dtype) -> float:
-    """FLOPs per second of a square product of random matrices; the best of a few rounds.
+    """FLOPs per second of square products of random matrices, one of each kind; the best of a few rounds.
 
     Measured on the first call for a device and dtype, and cached as long as the device exists. Without bfloat16
-    instructions the largest product takes minutes, so sizes double from `SMALLEST` while the next is expected to take
+    instructions the largest products take minutes, so sizes double from `SMALLEST` while the next are expected to take
     less than `NEXT_SECONDS`.
     """
     measured = _MEASURED.setdefault(device, {})
@@ -419,19 +440,20 @@ def matmul_flops(device: Device, dtype: torch.dtype) -> float:
 def _measured_flops(device: Device, dtype: torch.dtype) -> float:
     largest = LARGEST[device.torch_device.type]
     size = min(SMALLEST, largest)
-    while size < largest and 8 * _product_seconds(device, dtype, size, 2) < NEXT_SECONDS:
+    while size < largest and 8 * _products_seconds(device, dtype, size, 2) < NEXT_SECONDS:
         size *= 2
-    return 2.0 * size**3 / _product_seconds(device, dtype, size, PRODUCT_ROUNDS)
+    return len(PRODUCT_KINDS) * 2.0 * size**3 / _products_seconds(device, dtype, size, PRODUCT_ROUNDS)
 
 
-def _product_seconds(device: Device, dtype: torch.dtype, size: int, rounds: int) -> float:
-    """Seconds of the fastest of `rounds` square products, or of fewer if they are slow."""
+def _products_seconds(device: Device, dtype: torch.dtype, size: int, rounds: int) -> float:
+    """Seconds of square products, one of each kind, in the fastest of `rounds`, or of fewer if they are slow."""
     left, right = (torch.randn(size, size, device=device.torch_device).to(dtype) for _ in range(2))
     best, started = float("inf"), time.perf_counter()
     for done in range(rounds):
         began = time.perf_counter()
         if done >= LEAST_ROUNDS and began - started > SECONDS:
             break
-        (left @ right)[0, 0].item()
+        made = left @ right.t(), left @ right, left.t() @ right
+        made[-1][0, 0].item()
         best = min(best, time.perf_counter() - began)
     return best

@@ -38,7 +38,7 @@ from megatrain.spec import (
     Work,
 )
 from megatrain.spec.contention import NO_CONTENTION, Contention
-from megatrain.spec.hardware import AttentionRate
+from megatrain.spec.hardware import AttentionRate, Product
 from megatrain.spec.layout import Layout, layout_of
 
 # Rates ----------------------------------------------------------------------------------------------------------------
@@ -78,13 +78,12 @@ MEASURED_OVER_PLANNED = 0.91, 1.11
 fit are in this range (`python -m bench.published`: 15 results, by replays of the other systems' schedules)."""
 
 
-def product_seconds(hardware: Hardware, precision: Precision, m: int, k: int, n: int) -> float:
-    """Seconds of one matrix product [m, k] x [k, n]."""
+def product_seconds(hardware: Hardware, precision: Precision, m: int, k: int, n: int, of: Product = "output") -> float:
+    """Seconds of one matrix product [m, k] x [k, n]. If none of its kind has been measured, those of outputs count."""
     estimate = _estimated_seconds(hardware, precision, m, k, n)
+    rows = [row for row in hardware.products if row.precision == precision]
     total = correction = 0.0
-    for row in hardware.products:
-        if row.precision != precision:
-            continue
+    for row in [row for row in rows if row.of == of] or [row for row in rows if row.of == "output"]:
         ratio = 2.0 * row.m * row.k * row.n / row.flops / _estimated_seconds(hardware, precision, row.m, row.k, row.n)
         squared = log2(m / row.m) ** 2 + log2(k / row.k) ** 2 + log2(n / row.n) ** 2  # octaves between the shapes
         if squared == 0:
@@ -128,9 +127,17 @@ def elementwise_seconds(
     nbytes: what autograd saves of the layer. passes: times that these bytes move through device memory in the forward
     pass, if no rate is measured.
     """
-    for row in hardware.elementwise:
-        if row.precision == precision:
-            return nbytes / row.forward_bandwidth, nbytes / row.backward_bandwidth
+    rows = [row for row in hardware.elementwise if row.precision == precision]
+    if rows:
+        measured = [
+            (row.nbytes, row.nbytes / row.forward_bandwidth, row.nbytes / row.backward_bandwidth) for row in rows
+        ]
+        points = [(0, 0.0, 0.0), *sorted(measured)]
+        index = next((i for i, point in enumerate(points) if i and nbytes <= point[0]), len(points) - 1)
+        (low, *before), (high, *after) = points[index - 1 : index + 1]
+        share = (nbytes - low) / (high - low)
+        forward, backward = (fast + share * (slow - fast) for fast, slow in zip(before, after, strict=True))
+        return forward, backward
     if hardware.elementwise_bandwidth:
         forward = nbytes / hardware.elementwise_bandwidth
     else:
@@ -225,8 +232,8 @@ CHUNK_KERNEL_SHARE = 0.5
 takes (`tests/train/test_calls.py`)."""
 
 HOST_LAUNCHES = 10
-"""Time that the host takes to submit one kernel of a model to a GPU (Python, modules, autograd, engine), in multiples
-of `launch_seconds`. Fitted to steps of few tokens in `bench/results/gpu.json`: one host."""
+"""Time that the host takes to submit one kernel of a model (Python, modules, autograd, engine), in multiples of
+`launch_seconds`. Fitted to steps of few tokens in `bench/results/gpu.json`: one host."""
 
 PROLOGUE_KERNELS = 400
 """Time of a prologue in kernel launches: before the first layer, the model's code makes masks and positions with many
@@ -558,8 +565,8 @@ class _Prices:
         gradients."""
         products = 0.0
         for param in _multiplied(self.model, unit):
-            products += self._product(param, tokens, inner=True)
-            products += self._product(param, tokens, outer=True) if param.trainable else 0.0
+            products += self._product(param, tokens, "input gradient")
+            products += self._product(param, tokens, "weight gradient") if param.trainable else 0.0
         _, attention = self._attention(unit, tokens)
         added = self._accumulation(index, unit) + self._chunks(unit, tokens)
         others = self._elementwise(unit, tokens)[1] + self._dispatch(unit, tokens)
@@ -580,8 +587,8 @@ class _Prices:
         """Chunks that a layer's token-wise parts run in; 0 if they run whole."""
         return -(-tokens // self.numerics.mlp_chunk_tokens) if runs_in_chunks(unit, self.numerics, tokens) else 0
 
-    def _product(self, param: ParamSpec, tokens: int, *, inner: bool = False, outer: bool = False) -> float:
-        """Seconds of tokens x weight. inner: of the input's gradient instead; outer: of the weight's."""
+    def _product(self, param: ParamSpec, tokens: int, of: Product = "output") -> float:
+        """Seconds of one of the products of `tokens` with a weight."""
         *experts, n, k = param.shape
         count, each = 1, tokens
         if param.active < 1:  # a product for each expert
@@ -589,8 +596,8 @@ class _Prices:
             count = min(count, tokens * max(1, round(count * param.active)))
         else:  # a single product, as of a convolution
             n *= prod(experts)
-        shape = (n, each, k) if outer else (each, n, k) if inner else (each, k, n)
-        return count * product_seconds(self.hardware, self.numerics.precision, *shape)
+        shape = {"output": (each, k, n), "input gradient": (each, n, k), "weight gradient": (n, each, k)}[of]
+        return count * product_seconds(self.hardware, self.numerics.precision, *shape, of)
 
     def _dispatch(self, unit: UnitSpec, tokens: int) -> float:
         """Seconds in one pass to dispatch tokens to experts and combine the results; 0 without experts."""
@@ -621,9 +628,10 @@ class _Prices:
         return unit.profile.kept(max(1, tokens // length), length)
 
     def _bounded_by_submission(self, computed: float, launches: float) -> float:
-        """Seconds of kernels and their launches; on a GPU, no less than the host takes to submit them."""
+        """Seconds of kernels and their launches. On a GPU, no less than the host takes to submit them; a CPU computes
+        nothing meanwhile."""
         if self.hardware.computes_in_host_memory:
-            return computed + launches
+            return computed + HOST_LAUNCHES * launches
         return max(computed + launches, HOST_LAUNCHES * launches)
 
     def _launches(self, unit: UnitSpec) -> float:
@@ -647,9 +655,9 @@ class _Prices:
         """chunk: its tokens."""
         products = added = 0.0
         for param in _multiplied(self.model, unit):
-            products += self._product(param, chunk) + self._product(param, chunk, inner=True)
+            products += self._product(param, chunk) + self._product(param, chunk, "input gradient")
             if param.trainable:
-                products += self._product(param, chunk, outer=True)
+                products += self._product(param, chunk, "weight gradient")
                 each = 2 * self.numerics.weight_nbytes + 2 * 4
                 added += param.numel * each / self._copies
         moved = SOFTMAX_PASSES * 4 * chunk * self.model.vocab_size

@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 from megatrain.errors import PlanError
 from megatrain.spec import WEIGHT_NBYTES, Hardware
-from megatrain.spec.hardware import AttentionRate, DiskRate, ElementwiseRate, LinkRoute, ProductRate
+from megatrain.spec.hardware import PRODUCT_KINDS, AttentionRate, DiskRate, ElementwiseRate, LinkRoute, ProductRate
 from megatrain.system.paths import read_text, usable_path, written_whole
 
 _LIBRARY = "machines.json"
@@ -33,11 +33,12 @@ _LIKE = "like"
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """A range of accepted numbers, both ends included."""
+    """A range of accepted numbers, both ends included, and the one that is meant if there is none."""
 
     least: float
     most: float
     whole: bool = False
+    default: int | None = None
 
     def read(self, value: Any, where: str) -> float | int:
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -50,6 +51,20 @@ class _Number:
 
     def _advice(self) -> str:
         return f"give a {'whole ' if self.whole else ''}number from {self.least:g} to {self.most:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Word:
+    """A choice of accepted words, and the one that is meant if there is none."""
+
+    words: tuple[str, ...]
+    default: str | None = None
+
+    def read(self, value: Any, where: str) -> str:
+        if value not in self.words:
+            fix = f"use {', '.join(self.words[:-1])} or {self.words[-1]}"
+            raise PlanError(f"{value!r:.40} is not valid", where=where, fix=fix)
+        return str(value)
 
 
 _CAPACITY = _Number(2**20, 1e18, whole=True)
@@ -96,13 +111,25 @@ _NUMBERS: dict[str, tuple[str, _Number]] = {  # key in a file -> field of Hardwa
     "link_seconds": ("link_seconds", _SECONDS),
     "node_bytes_per_second": ("node_bandwidth", _BANDWIDTH),
 }
-_PRECISION = "precision"
-_TABLES: dict[str, tuple[str, Any, dict[str, _Number]]] = {  # key -> field, type of a row, its numbers in order
-    "products": ("products", ProductRate, {"m": _COUNT, "k": _COUNT, "n": _COUNT, "flops_per_second": _FLOPS}),
+_PRECISION = _Word(tuple(WEIGHT_NBYTES))
+_TABLES: dict[str, tuple[str, Any, dict[str, _Number | _Word]]] = {  # key -> field, type of a row, its columns in order
+    "products": (
+        "products",
+        ProductRate,
+        {
+            "precision": _PRECISION,
+            "m": _COUNT,
+            "k": _COUNT,
+            "n": _COUNT,
+            "flops_per_second": _FLOPS,
+            "of": _Word(PRODUCT_KINDS, default="output"),
+        },
+    ),
     "attention": (
         "attention",
         AttentionRate,
         {
+            "precision": _PRECISION,
             "length": _COUNT,
             "head_size": _COUNT,
             "forward_flops_per_second": _FLOPS,
@@ -112,7 +139,12 @@ _TABLES: dict[str, tuple[str, Any, dict[str, _Number]]] = {  # key -> field, typ
     "elementwise": (
         "elementwise",
         ElementwiseRate,
-        {"forward_bytes_per_second": _BANDWIDTH, "backward_bytes_per_second": _BANDWIDTH},
+        {
+            "precision": _PRECISION,
+            "forward_bytes_per_second": _BANDWIDTH,
+            "backward_bytes_per_second": _BANDWIDTH,
+            "bytes": _Number(1, 1e15, whole=True, default=1),
+        },
     ),
     "optimizer_by_threads": (
         "optimizer_bandwidth",
@@ -130,7 +162,7 @@ _TABLES: dict[str, tuple[str, Any, dict[str, _Number]]] = {  # key -> field, typ
         },
     ),
 }
-_WITH_PRECISION = ("products", "attention", "elementwise")
+_LINK_ROUTE = _Word(get_args(LinkRoute), default="direct")
 _FLAGS = ("shares_memory", "divided_memory")
 _OTHER_KEYS = ("name", *_FLAGS, "link_route", "sources")
 _KEYS = (*_OTHER_KEYS, *_NUMBERS, *_TABLES)
@@ -209,9 +241,7 @@ def _read(content: Any, where: str) -> Hardware:
     for key, value in flags.items():
         if not isinstance(value, bool):
             raise PlanError(f"{value!r:.40} is not valid", where=f"{where}: {key}", fix="use true or false")
-    if (route := content.get("link_route", "direct")) not in get_args(LinkRoute):
-        fix = f"use {', '.join(get_args(LinkRoute))}"
-        raise PlanError(f"{route!r:.40} is not valid", where=f"{where}: link_route", fix=fix)
+    route = _LINK_ROUTE.read(content.get("link_route", _LINK_ROUTE.default), f"{where}: link_route")
     values: dict[str, Any] = {"name": content["name"], "link_route": route, **flags}
     for key, (field, number) in _NUMBERS.items():
         if key in content:
@@ -226,17 +256,15 @@ def _rows(rows: Any, key: str, where: str) -> Iterator[Any]:
     """The rows of one table."""
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise PlanError("is not a list of JSON objects", where=where, fix="see `megatrain probe`")
-    _, row_type, numbers = _TABLES[key]
-    precision = [_PRECISION] if key in _WITH_PRECISION else []
+    _, row_type, columns = _TABLES[key]
+    defaults = {name: kind.default for name, kind in columns.items() if kind.default is not None}
     for index, row in enumerate(rows):
         place = f"{where}[{index}]"
-        _refuse_unknown(row, (*precision, *numbers), place)
-        if missing := [name for name in (*precision, *numbers) if name not in row]:
+        _refuse_unknown(row, columns, place)
+        row = {**defaults, **row}
+        if missing := [name for name in columns if name not in row]:
             raise _missing(missing, f"{place}.", "leave out the row, or add")
-        if precision and row[_PRECISION] not in list(WEIGHT_NBYTES):
-            raise PlanError(f"{row[_PRECISION]!r} is not valid", where=f"{place}.{_PRECISION}", fix="use bf16 or fp32")
-        values = [number.read(row[name], f"{place}.{name}") for name, number in numbers.items()]
-        yield row_type(*(row[name] for name in precision), *values)
+        yield row_type(*(kind.read(row[name], f"{place}.{name}") for name, kind in columns.items()))
 
 
 def _sources(notes: Any, where: str) -> tuple[tuple[str, str], ...]:
@@ -308,9 +336,8 @@ def _content(hardware: Hardware) -> dict[str, Any]:
     for key, (field, _) in _NUMBERS.items():
         if (value := getattr(hardware, field)) is not None:
             content[key] = value
-    for key, (field, _, numbers) in _TABLES.items():
-        names = ([_PRECISION] if key in _WITH_PRECISION else []) + list(numbers)
-        if rows := [dict(zip(names, _values(row), strict=True)) for row in getattr(hardware, field)]:
+    for key, (field, _, columns) in _TABLES.items():
+        if rows := [dict(zip(columns, _values(row), strict=True)) for row in getattr(hardware, field)]:
             content[key] = rows
     keys = {field: key for key, field in _keys_with_sources().items()}
     content["sources"] = {keys.get(field, field): note for field, note in hardware.sources}

@@ -13,12 +13,13 @@ from typing import Any
 
 from megatrain.formatting import SECONDS_PER_DAY, amount, counted, duration, flops, rate, tokens
 from megatrain.plan.analysis import GB, MIN_GAIN_SHOWN, Outlook, Sweep, Upgrade
-from megatrain.plan.cost import MEASURED_OVER_PLANNED
-from megatrain.plan.question import Plan
+from megatrain.plan.cost import MEASURED_OVER_PLANNED, product_seconds
+from megatrain.plan.question import Plan, Question
 from megatrain.plan.ranks import limits_of_machine
 from megatrain.plan.spec_file import as_fields
 from megatrain.schedule import Schedule, Use
-from megatrain.spec import Hardware
+from megatrain.spec import Hardware, Precision
+from megatrain.spec.hardware import PRODUCT_KINDS
 
 MIN_STALL_SHOWN = 0.005
 """Share of the step. What compute waits for less is not named."""
@@ -28,6 +29,10 @@ MIN_SAVED_SHOWN = 0.001
 
 SHORTEST_LIFE_DAYS = 365.0
 """If a drive would wear out sooner, the plan shows a warning."""
+
+SLOW_PRECISION, TYPICAL_PRODUCT = 2.0, (1024, 1024, 1024)
+"""If products in bfloat16 take so many times as long as in float32, the plan shows a warning; and tokens, inputs and
+outputs of the products that are compared."""
 
 SMALLEST_USE = 10_000
 """A use of less than one part in so many of a tier's bytes is not shown."""
@@ -102,11 +107,27 @@ def tier_name(plan: Plan, tier: str) -> str:
 
 def warning_rows(outlook: Outlook) -> list[tuple[str, str]]:
     """(name, text) of the warnings, which stand before all other rows."""
-    days = outlook.drive_days
-    if days is None or days > SHORTEST_LIFE_DAYS:
-        return []
-    written = amount(_of_machine(outlook.plan, outlook.written_nbytes_per_day))
-    return [("warning", f"{written} written to disk per day: {_endurance(days)}")]
+    texts, days = [slow_precision(outlook.plan.question)], outlook.drive_days
+    if days is not None and days <= SHORTEST_LIFE_DAYS:
+        written = amount(_of_machine(outlook.plan, outlook.written_nbytes_per_day))
+        texts.append(f"{written} written to disk per day: {_endurance(days)}")
+    return [("warning", text) for text in texts if text]
+
+
+def slow_precision(question: Question) -> str:
+    """The warning of a processor that computes in bfloat16 without having instructions for it, else ""."""
+    hardware = question.hardware
+    if question.precision != "bf16" or not hardware.computes_in_host_memory:
+        return ""
+    times = _layer_seconds(hardware, "bf16") / _layer_seconds(hardware, "fp32")
+    if times < SLOW_PRECISION:
+        return ""
+    return f"products take this processor {_two_digits(times)} times as long in bf16 as in fp32: use precision fp32"
+
+
+def _layer_seconds(hardware: Hardware, precision: Precision) -> float:
+    """Seconds of the products of a layer of `TYPICAL_PRODUCT`, forward and backward."""
+    return sum(product_seconds(hardware, precision, *TYPICAL_PRODUCT, of) for of in PRODUCT_KINDS)
 
 
 def summary_rows(outlook: Outlook) -> list[tuple[str, str]]:

@@ -91,7 +91,9 @@ def _rough(device: Device, precision: Precision) -> Hardware:
     from megatrain.engine import DTYPES
 
     threads, nbytes = available_threads(), available_host_nbytes()
-    flops = matmul_flops(device, DTYPES[precision])
+    flops = flops_fp32 = matmul_flops(device, DTYPES[precision])
+    if device.shares_memory and precision == "bf16":
+        flops_fp32 = matmul_flops(device, DTYPES["fp32"])  # for a warning where bfloat16 has no instructions
     host_bandwidth = min(threads * THREAD_BANDWIDTH, MOST_BANDWIDTH)
     bus = host_bandwidth / 2 if device.shares_memory else BUS_BANDWIDTH
     cpu = f"{counted(threads, 'thread')} of {processor_name()}"
@@ -106,7 +108,7 @@ def _rough(device: Device, precision: Precision) -> Hardware:
         flops=flops,
         host_bandwidth=host_bandwidth,
         shares_memory=device.shares_memory,
-        flops_fp32=flops,
+        flops_fp32=flops_fp32,
         device_bandwidth=host_bandwidth if device.shares_memory else BUS_BANDWIDTH,
         sources=(("flops", f"measured: one large product in {precision}"), *((rate, assumed) for rate in rates)),
     )

@@ -6,12 +6,18 @@ Rates are rows, stored in files, between which the planner interpolates (`plan.c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from megatrain.spec.numerics import Precision
 
 LinkRoute = Literal["direct", "bus", "host"]
 """How devices of one machine are connected: by direct links, the bus, or the bus and host memory."""
+
+Product = Literal["output", "input gradient", "weight gradient"]
+"""What a product of a linear layer computes, of inputs x, weight w and the outputs' gradient g: x @ w.T, g @ w or
+g.T @ x. These read their operands along other dimensions, and a library may be slow at one of them."""
+
+PRODUCT_KINDS: tuple[Product, ...] = get_args(Product)
 
 SECTOR = 4096
 """Alignment of direct I/O in bytes, in memory and in files, sufficient for every known drive."""
@@ -31,6 +37,7 @@ class ProductRate:
     k: int
     n: int
     flops: float
+    of: Product = "output"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +56,16 @@ class AttentionRate:
 
 @dataclass(frozen=True, slots=True)
 class ElementwiseRate:
-    """Speed of a layer apart from products and attention: bytes kept by autograd per second, for each direction."""
+    """Speed of a layer apart from products and attention: bytes kept by autograd per second, for each direction.
+
+    Seconds are linear between the bytes of measured layers, and beyond them.
+    """
 
     precision: Precision
     forward_bandwidth: float
     backward_bandwidth: float
+    nbytes: int = 1
+    """Bytes kept by the layer that was measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 from collections.abc import Iterator
 from dataclasses import fields
@@ -31,7 +32,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(device_probe.PRODUCTS, "cpu", [(8, 64, 64), (64, 128, 64), (256, 256, 256)])
     monkeypatch.setitem(device_probe.LENGTHS, "cpu", (16, 64))
     monkeypatch.setitem(device_probe.COPIED_WITHIN, "cpu", 1 << 20)
-    monkeypatch.setitem(device_probe.LAYER, "cpu", (32, 64))
+    monkeypatch.setitem(device_probe.LAYERS, "cpu", ((32, 64),))
     monkeypatch.setattr(megatrain.commands.probe, "MOST_PARAMS", 1 << 20)
     monkeypatch.setattr(megatrain.commands.probe, "FILE_NBYTES", 8 << 20)
     monkeypatch.setattr(megatrain.commands.probe, "FRESH_NBYTES", 1 << 20)
@@ -75,6 +76,18 @@ def test_a_cpu_is_probed_and_saved(cpu: CpuDevice, tmp_path: Path) -> None:
     save_hardware(found, tmp_path / "here.json")
     assert load_hardware(tmp_path / "here.json") == found
     assert product_seconds(found, "bf16", 256, 256, 256) > 0
+
+
+def test_fresh_memory_is_new_to_the_process_each_time(cpu: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatrain.commands.probe, "FRESH_NBYTES", 64 << 20)
+    cpu.tidy()  # from here on, freed memory is kept for reuse
+    (touch,) = megatrain.commands.probe._fresh_memory().jobs.values()
+    faults = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        touch()
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    assert min(faults) >= 32  # even with pages of 2 MiB
 
 
 class Refusing(CpuDevice):

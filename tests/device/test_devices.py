@@ -175,7 +175,7 @@ def test_the_measured_peak_is_positive(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 # Measured: one thread with AVX2 alone in bfloat16, two threads in float32, an H200.
-@pytest.mark.parametrize(("flops", "largest"), [(0.58e9, 512), (150e9, 4096), (700e12, 8192)])
+@pytest.mark.parametrize(("flops", "largest"), [(0.58e9, 512), (150e9, 2048), (700e12, 8192)])
 def test_a_slow_processor_times_small_products_alone(
     flops: float, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,10 +183,10 @@ def test_a_slow_processor_times_small_products_alone(
 
     def seconds(device: Device, dtype: torch.dtype, size: int, rounds: int) -> float:
         sizes.append(size)
-        return 2.0 * size**3 / flops
+        return 6.0 * size**3 / flops
 
     monkeypatch.setattr("megatrain.device.probe.LARGEST", {"cpu": 8192})
-    monkeypatch.setattr("megatrain.device.probe._product_seconds", seconds)
+    monkeypatch.setattr("megatrain.device.probe._products_seconds", seconds)
     device = CpuDevice()
     assert matmul_flops(device, torch.bfloat16) == pytest.approx(flops)
     device.close()

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.device import Device, open_device, probe, probe_disk
 from megatrain.device.cpu import CpuDevice
 from megatrain.device.worker import WorkerStream
 from megatrain.errors import DeviceError, OutOfDeviceMemory
-from megatrain.spec.hardware import DiskRate
+from megatrain.spec.hardware import PRODUCT_KINDS, DiskRate, Product, ProductRate
 
 
 @pytest.fixture
@@ -106,6 +107,14 @@ def test_probe_jobs_take_turns_and_slow_ones_are_dropped(cpu: Device) -> None:
     assert "last" not in turns
 
 
+def test_a_cpu_is_measured_with_freed_memory_kept_as_in_steps(cpu: CpuDevice) -> None:
+    """With fresh pages for each result, elementwise ops would take two to five times as long as in a step."""
+    kept: list[bool] = []
+    take(cpu, measured({"a": lambda: kept.append(cpu._keeping is not None)}), 0.01)  # type: ignore[dict-item]
+    assert kept
+    assert all(kept)
+
+
 def test_a_slow_first_use_of_a_kernel_ends_no_measurement(cpu: Device) -> None:
     """A GPU loads or compiles a kernel then."""
     used = set[str]()
@@ -116,6 +125,37 @@ def test_a_slow_first_use_of_a_kernel_ends_no_measurement(cpu: Device) -> None:
     found = take(cpu, measured({name: job(name) for name in "abc"}), 0.3)
     assert list(found) == ["a", "b", "c"]
     assert all(seconds < 0.1 for seconds in found.values())
+
+
+class Products(TorchDispatchMode):
+    """Records the operands' shapes and strides of each product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.seen.append(tuple((tuple(each.shape), each.stride()) for each in args))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_probe_times_the_products_of_a_layer_and_of_its_autograd(cpu: Device) -> None:
+    """Processors without bfloat16 instructions take up to a hundred times as long for one as for another."""
+    x, weight = torch.ones(8, 16, requires_grad=True), torch.ones(32, 16, requires_grad=True)
+    shapes: dict[Product, probe.Shape] = {
+        "output": (8, 16, 32),
+        "weight gradient": (32, 8, 16),
+        "input gradient": (8, 32, 16),
+    }
+    with Products() as layer:
+        out = torch.nn.functional.linear(x, weight)
+        torch.autograd.grad(out, (x, weight), torch.ones(8, 32))
+    with Products() as probed:
+        for kind, shape in shapes.items():
+            probe.product_rates(cpu, "fp32", kind, [shape]).jobs[shape]()
+    assert sorted(probed.seen) == sorted(layer.seen)
+    assert len(layer.seen) == 3
 
 
 def test_short_interruptions_do_not_affect_the_probe() -> None:
@@ -140,11 +180,15 @@ def test_a_cpu_probe_measures_matmul_attention_copies_and_launches(
     monkeypatch.setitem(probe.PRODUCTS, "cpu", [(8, 64, 64), (64, 128, 64), (256, 256, 256)])
     monkeypatch.setitem(probe.LENGTHS, "cpu", (16, 64))
     monkeypatch.setitem(probe.COPIED_WITHIN, "cpu", 1 << 20)
-    monkeypatch.setitem(probe.LAYER, "cpu", (32, 64))
+    monkeypatch.setitem(probe.LAYERS, "cpu", ((8, 16), (32, 64)))
     before = torch.random.get_rng_state()
     for precision in ("bf16", "fp32"):
-        products = take(cpu, probe.product_rates(cpu, precision), 0.3)
-        assert [(row.m, row.k, row.n) for row in products] == probe.PRODUCTS["cpu"][: len(products)]
+        products: list[ProductRate] = []
+        for kind in PRODUCT_KINDS:
+            rows = take(cpu, probe.product_rates(cpu, precision, kind), 0.3)
+            assert [(row.m, row.k, row.n) for row in rows] == probe.PRODUCTS["cpu"][: len(rows)]
+            assert {row.of for row in rows} == {kind}
+            products += rows
         attention = take(cpu, probe.attention_rates(cpu, precision), 0.3)
         assert [row.length for row in attention] == [16, 64][: len(attention)]
         assert products
@@ -153,9 +197,11 @@ def test_a_cpu_probe_measures_matmul_attention_copies_and_launches(
         rates = [row.flops for row in products]
         rates += [rate for row in attention for rate in (row.forward_flops, row.backward_flops)]
         assert all(isfinite(rate) and 1e5 < rate < 1e15 for rate in rates)
-        passing = take(cpu, probe.elementwise_rates(cpu, precision), 0.05)
-        assert passing.precision == precision
-        assert 1e6 < passing.backward_bandwidth <= passing.forward_bandwidth < 1e13
+        small, large = take(cpu, probe.elementwise_rates(cpu, precision), 0.3)
+        assert small.precision == large.precision == precision
+        assert large.nbytes == pytest.approx(16 * small.nbytes, rel=0.1)
+        for row in (small, large):
+            assert 1e6 < row.backward_bandwidth <= row.forward_bandwidth < 1e13
     assert 1e7 < take(cpu, probe.copy_bandwidth(cpu), 0.05) < 1e13
     assert 1e-8 < take(cpu, probe.launch_seconds(cpu), 0.05) < 1e-2
     assert torch.equal(torch.random.get_rng_state(), before)

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from functools import cache
 from itertools import chain
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,7 @@ from megatrain.schedule import Access, Buffer, Op, Schedule, Timeline, Use, repl
 from megatrain.schedule.contents import Moments
 from megatrain.schedule.deps import derive_waits
 from megatrain.spec import Hardware, LayerProfile, Limits, ModelSpec, Numerics, Policy, Work
+from megatrain.spec.hardware import PRODUCT_KINDS, ProductRate
 
 MACHINES = [name for name in machine_names() if machine(name).devices == 1]
 
@@ -367,6 +369,26 @@ def test_disk_writes_count_as_drive_wear() -> None:
     told = "173 MB written to disk per day: the drive's endurance lasts 100 days"
     assert warning_rows(short) == [("warning", told)]
     assert "disk" not in dict(summary_rows(short))
+
+
+@pytest.mark.parametrize(("times", "told"), [(1.9, None), (21.4, "21 times as long in bf16"), (2.04, "2 times as")])
+def test_slow_products_in_bfloat16_are_a_warning(times: float, told: str | None) -> None:
+    """Of a processor without instructions for it, where bf16, the default, takes many times as long."""
+    plan = planned(4 * LENGTH)
+    shape = (1024, 1024, 1024)
+    rates = [(kind, "bf16", 1e11) for kind in PRODUCT_KINDS] + [(kind, "fp32", 1e11) for kind in PRODUCT_KINDS]
+    rates[1] = ("input gradient", "bf16", 1e11 / (3 * times - 2))
+    rows = tuple(ProductRate(precision, *shape, flops, of) for of, precision, flops in rates)  # type: ignore[arg-type]
+    processor = replace(plan.question.hardware, products=rows, shares_memory=True)
+
+    def texts(hardware: Hardware, **changes: Any) -> list[str]:
+        asked = replace(plan.question, hardware=hardware, **changes)
+        return [text for _, text in warning_rows(look(replace(plan, question=asked)))]
+
+    assert [told in text for text in texts(processor)] == ([] if told is None else [True])
+    assert all("use precision fp32" in text for text in texts(processor))
+    assert texts(replace(processor, shares_memory=False)) == []  # a GPU: other precisions cost other memory
+    assert texts(processor, precision="fp32") == []
 
 
 def test_a_speed_is_called_planned_unless_the_machine_was_probed() -> None:

@@ -30,7 +30,7 @@ from megatrain.plan import (
 from megatrain.plan.cost import ATTENTION_BACKWARD, ELEMENTWISE_PASSES, MEASURED_OVER_PLANNED, elementwise_seconds
 from megatrain.schedule import build_step
 from megatrain.spec import Hardware, ModelSpec, Numerics, ParamSpec, Policy, Work
-from megatrain.spec.hardware import AttentionRate, ElementwiseRate, ProductRate
+from megatrain.spec.hardware import PRODUCT_KINDS, AttentionRate, ElementwiseRate, Product, ProductRate
 
 PLAIN = Hardware("plain", 1 << 40, 1 << 40, 1e10, 2e10, 1e15, 3e11, device_bandwidth=3e12, launch_seconds=5e-6)
 SIZES = st.integers(5, 15).map(lambda power: 1 << power)
@@ -114,6 +114,15 @@ def test_elementwise_work_is_priced_by_precision() -> None:
     assert elementwise_seconds(PLAIN, "fp32", 3e9, passes=1) == pytest.approx((0.001, 0.002))
 
 
+def test_elementwise_work_is_priced_between_measured_layers() -> None:
+    """Waking threads takes a small layer longer than what they do."""
+    rows = ElementwiseRate("bf16", 5e8, 5e8, 10**9), ElementwiseRate("bf16", 1e9, 1e9, 4 * 10**9)  # in 2 s and in 4 s
+    hardware = replace(PLAIN, elementwise=rows[::-1])
+    seconds = {2e9: 2 + 2 / 3, 0.5e9: 1, 0: 0, 1e9: 2, 4e9: 4, 7e9: 6}
+    for nbytes, expected in seconds.items():
+        assert elementwise_seconds(hardware, "bf16", nbytes) == pytest.approx((expected, expected))
+
+
 def test_attention_backward_is_2x_measured_and_more_unmeasured() -> None:
     """A library's row whose backward was published at 2.5 times the operations has been brought to 2: same seconds."""
     published = 0.5 * PLAIN.flops
@@ -128,6 +137,23 @@ def layer_seconds(model: ModelSpec, hardware: Hardware, kind: str) -> float:
     schedule = build_step(model, Numerics(), Policy(), work)
     price = op_seconds(model, Numerics(), Policy(), work, hardware)
     return next(price(op) for op in schedule.ops if (op.kind, op.unit) == (kind, 1))
+
+
+def test_each_product_of_a_layer_is_priced_by_its_own_rate() -> None:
+    """As on a processor without bfloat16 instructions, whose backward pass is much slower than its forward."""
+    model = llama_shape("small", 4, 1024, vocabulary=4000)
+    attention = (AttentionRate("bf16", 4096, 128, 1e30, 1e30),)
+    bare = replace(PLAIN, device_bandwidth=None, launch_seconds=None, attention=attention, elementwise_bandwidth=1e30)
+
+    def seconds(flops: dict[Product, float]) -> list[float]:
+        rows = tuple(ProductRate("bf16", 1024, 1024, 1024, rate, of) for of, rate in flops.items())
+        return [layer_seconds(model, replace(bare, products=rows), kind) for kind in ("FORWARD", "BACKWARD")]
+
+    once, backward = seconds({"output": 1e15})
+    assert backward == pytest.approx((1 + 1 + 1) * once)  # it recomputes the outputs
+    assert seconds(dict.fromkeys(PRODUCT_KINDS, 1e15)) == pytest.approx([once, backward])
+    slow = seconds({"output": 1e15, "input gradient": 1e13, "weight gradient": 5e14})
+    assert slow == pytest.approx([once, (1 + 100 + 2) * once])
 
 
 @pytest.mark.parametrize("kind", ["FORWARD", "BACKWARD"])
@@ -167,7 +193,8 @@ def test_a_gpu_computes_no_layer_quicker_than_the_host_submits_its_kernels(kind:
     assert seconds(PLAIN, slow) == pytest.approx(10 * free)
     assert seconds(PLAIN, slow / 1000) == pytest.approx(free + kernels * slow / 1000)
     on_cpu = replace(PLAIN, shares_memory=True)
-    assert seconds(on_cpu, slow) == pytest.approx(seconds(on_cpu, 0.0) + kernels * slow, rel=1e-3)  # and one for sums
+    submitted = kernels * cost.HOST_LAUNCHES * slow  # in turns with what it computes
+    assert seconds(on_cpu, slow) == pytest.approx(seconds(on_cpu, 0.0) + submitted, rel=1e-3)  # and one for sums
 
 
 @pytest.mark.parametrize("size", ["1.5B", pytest.param("7B", marks=pytest.mark.slow)])

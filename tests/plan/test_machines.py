@@ -18,7 +18,7 @@ from megatrain.errors import PlanError
 from megatrain.plan import load_hardware, machine, machine_names, save_hardware
 from megatrain.plan.machines import machine_of_device
 from megatrain.spec import Hardware
-from megatrain.spec.hardware import AttentionRate, DiskRate, ElementwiseRate, LinkRoute, ProductRate
+from megatrain.spec.hardware import PRODUCT_KINDS, AttentionRate, DiskRate, ElementwiseRate, LinkRoute, ProductRate
 
 PLAIN = Hardware("plain", 8 << 30, 32 << 30, 1e10, 1e10, 1e13, 4e10)
 KEYS = {
@@ -124,6 +124,7 @@ BANDWIDTHS = st.floats(1e5, 1e15)
 RATES = st.floats(1e6, 1e18)
 NBYTES = st.integers(2**20, 10**18)
 PRECISIONS = st.sampled_from(["bf16", "fp32"])
+KINDS = st.sampled_from(PRODUCT_KINDS)
 MACHINES = st.builds(
     Hardware,
     name=st.text(min_size=1).filter(lambda text: bool(text.strip()) and text.isprintable()),
@@ -136,9 +137,9 @@ MACHINES = st.builds(
     shares_memory=st.booleans(),
     divided_memory=st.booleans(),
     flops_fp32=st.none() | RATES,
-    products=st.lists(st.builds(ProductRate, PRECISIONS, COUNTS, COUNTS, COUNTS, RATES), max_size=3).map(tuple),
+    products=st.lists(st.builds(ProductRate, PRECISIONS, *[COUNTS] * 3, RATES, KINDS), max_size=3).map(tuple),
     attention=st.lists(st.builds(AttentionRate, PRECISIONS, COUNTS, COUNTS, RATES, RATES), max_size=3).map(tuple),
-    elementwise=st.lists(st.builds(ElementwiseRate, PRECISIONS, BANDWIDTHS, BANDWIDTHS), max_size=2).map(tuple),
+    elementwise=st.lists(st.builds(ElementwiseRate, PRECISIONS, BANDWIDTHS, BANDWIDTHS, NBYTES), max_size=2).map(tuple),
     fresh_bandwidth=st.none() | BANDWIDTHS,
     launch_seconds=st.none() | st.floats(1e-9, 1.0),
     optimizer_bandwidth=st.dictionaries(COUNTS, BANDWIDTHS, max_size=3).map(lambda d: tuple(sorted(d.items()))),
@@ -190,6 +191,10 @@ def test_any_hardware_file_is_read_or_refused(changes: dict[str, Any]) -> None:
 def test_hardware_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
     plain = load_hardware(file_of(tmp_path))
     assert load_hardware(file_of(tmp_path, watts=300, sources={"watts": "a datasheet"})) == plain
+    row = {"precision": "bf16", "m": 1, "k": 2, "n": 3, "flops_per_second": 1e9}
+    assert load_hardware(file_of(tmp_path, products=[row])).products == (ProductRate("bf16", 1, 2, 3, 1e9, "output"),)
+    row = {"precision": "bf16", "forward_bytes_per_second": 2e9, "backward_bytes_per_second": 1e9}
+    assert load_hardware(file_of(tmp_path, elementwise=[row])).elementwise == (ElementwiseRate("bf16", 2e9, 1e9, 1),)
 
 
 def test_every_hardware_key_states_its_unit(tmp_path: Path) -> None:
@@ -226,7 +231,7 @@ def test_absurd_figures_are_refused_by_name(tmp_path: Path, key: str, value: Any
         ({"name": " "}, "name: ' ' is not a name"),
         ({"shares_memory": 1}, "shares_memory: 1 is not valid"),
         ({"divided_memory": "no"}, "divided_memory: 'no' is not valid; use true or false"),
-        ({"link_route": ["bus"]}, r"link_route: .'bus'. is not valid; use direct, bus, host"),
+        ({"link_route": ["bus"]}, r"link_route: .'bus'. is not valid; use direct, bus or host"),
         ({"devices": 0}, "devices: 0 is out of range"),
         ({"host_byte": 300}, "unknown key 'host_byte'; did you mean 'host_bytes'?"),
         ({"products": {}}, "products: is not a list of JSON objects"),
@@ -237,6 +242,10 @@ def test_absurd_figures_are_refused_by_name(tmp_path: Path, key: str, value: Any
         (
             {"products": [{"precision": "fp8", "m": 1, "k": 1, "n": 1, "flops_per_second": 1e9}]},
             r"products\[0\].precision: 'fp8' is not valid; use bf16 or fp32",
+        ),
+        (
+            {"products": [{"precision": "bf16", "m": 1, "k": 1, "n": 1, "flops_per_second": 1e9, "of": "inputs"}]},
+            r"products\[0\].of: 'inputs' is not valid; use output, input gradient or weight gradient",
         ),
         (
             {"optimizer_by_threads": [{"threads": 1, "bytes_per_secnd": 1e9}]},

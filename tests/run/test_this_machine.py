@@ -91,6 +91,9 @@ def test_unknown_machines_are_described_by_one_matmul(cpu: CpuDevice) -> None:
         found = this_machine(device, "fp32")
         assert found.name.endswith(", not probed")
         assert found.flops == found.flops_fp32 == matmul_flops(device, torch.float32)
+        in_bf16 = this_machine(device, "bf16")
+        assert in_bf16.flops == matmul_flops(device, torch.bfloat16)
+        assert in_bf16.flops_fp32 == (found.flops if device.shares_memory else in_bf16.flops)
         assert found.shares_memory == device.shares_memory
         assert 0 < found.host_nbytes <= 2 * available_host_nbytes()
         sources = dict(found.sources)
