@@ -155,12 +155,13 @@ def test_the_model_is_split_once_and_the_device_measured_once(tmp_path: Path, mo
         honest = getattr(place, name)
 
         def counted(*given: Any, name: str = name, honest: Any = honest) -> Any:
-            calls.append(name)
+            calls.append(" ".join([name, *(str(each) for each in given if isinstance(each, torch.dtype))]))
             return honest(*given)
 
         monkeypatch.setattr(place, name, counted)
     train(configuration(tmp_path, model={"verify": False}))
-    assert sorted(calls) == ["_measured_flops", "_ported"]
+    in_each_precision = ["_measured_flops torch.bfloat16", "_measured_flops torch.float32"]
+    assert sorted(calls) == [*in_each_precision, "_ported torch.bfloat16"]
 
 
 def test_policy_keys_reach_the_policy_and_change_no_number(tmp_path: Path) -> None:
