@@ -236,9 +236,8 @@ class _StandIn:
 
     def __init__(self, device: Device, precision: Precision, tokens: int, width: int) -> None:
         hidden, up = (_normal(device, precision, tokens * n).view(tokens, n) for n in (width, 3 * width))
+        self._scale = _on_compute(device, lambda: torch.ones_like(hidden[0]))
         self._hidden, self._up = hidden.requires_grad_(), up.requires_grad_()
-        kind = {"device": device.torch_device, "dtype": DTYPES[precision]}
-        self._scale = _on_compute(device, lambda: torch.ones(width, **kind))  # type: ignore[call-overload]
         with torch.enable_grad():
             self.kept_nbytes = _on_compute(device, lambda: _kept_nbytes(self.forward))
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import exp, inf, log, log2, prod
 from statistics import median
 
@@ -38,7 +38,7 @@ from megatrain.spec import (
     Work,
 )
 from megatrain.spec.contention import NO_CONTENTION, Contention
-from megatrain.spec.hardware import AttentionRate, Product
+from megatrain.spec.hardware import AttentionRate, Product, ProductRate
 from megatrain.spec.layout import Layout, layout_of
 
 # Rates ----------------------------------------------------------------------------------------------------------------
@@ -81,9 +81,8 @@ fit are in this range (`python -m bench.published`: 15 results, by replays of th
 def product_seconds(hardware: Hardware, precision: Precision, m: int, k: int, n: int, of: Product = "output") -> float:
     """Seconds of one matrix product [m, k] x [k, n]. If none of its kind has been measured, those of outputs count."""
     estimate = _estimated_seconds(hardware, precision, m, k, n)
-    rows = [row for row in hardware.products if row.precision == precision]
     total = correction = 0.0
-    for row in [row for row in rows if row.of == of] or [row for row in rows if row.of == "output"]:
+    for row in _product_rows(hardware, precision, of) or _product_rows(hardware, precision, "output"):
         ratio = 2.0 * row.m * row.k * row.n / row.flops / _estimated_seconds(hardware, precision, row.m, row.k, row.n)
         squared = log2(m / row.m) ** 2 + log2(k / row.k) ** 2 + log2(n / row.n) ** 2  # octaves between the shapes
         if squared == 0:
@@ -91,6 +90,10 @@ def product_seconds(hardware: Hardware, precision: Precision, m: int, k: int, n:
         weight = squared**-2
         total, correction = total + weight, correction + weight * log(ratio)
     return estimate * exp(correction / total) if total else estimate
+
+
+def _product_rows(hardware: Hardware, precision: Precision, of: Product) -> list[ProductRate]:
+    return [row for row in hardware.products if row.of == of and row.precision == precision]
 
 
 def product_flops(hardware: Hardware, precision: Precision) -> float:
@@ -127,22 +130,26 @@ def elementwise_seconds(
     nbytes: what autograd saves of the layer. passes: times that these bytes move through device memory in the forward
     pass, if no rate is measured.
     """
-    rows = [row for row in hardware.elementwise if row.precision == precision]
-    if rows:
-        measured = [
-            (row.nbytes, row.nbytes / row.forward_bandwidth, row.nbytes / row.backward_bandwidth) for row in rows
-        ]
-        points = [(0, 0.0, 0.0), *sorted(measured)]
-        index = next((i for i, point in enumerate(points) if i and nbytes <= point[0]), len(points) - 1)
-        (low, *before), (high, *after) = points[index - 1 : index + 1]
-        share = (nbytes - low) / (high - low)
-        forward, backward = (fast + share * (slow - fast) for fast, slow in zip(before, after, strict=True))
+    if rows := {row.nbytes: row for row in hardware.elementwise if row.precision == precision}:
+        sizes = sorted(rows)
+        rates = [(rows[size].forward_bandwidth, rows[size].backward_bandwidth) for size in sizes]
+        forward, backward = (_along(sizes, each, nbytes) for each in zip(*rates, strict=True))
         return forward, backward
     if hardware.elementwise_bandwidth:
         forward = nbytes / hardware.elementwise_bandwidth
     else:
         forward = passes * nbytes / (hardware.device_bandwidth or inf)
     return forward, ELEMENTWISE_BACKWARD * forward
+
+
+def _along(sizes: Sequence[int], rates: Sequence[float], nbytes: float) -> float:
+    """Seconds of `nbytes`, linear between the measured `sizes` (bytes, ascending) and beyond the last of them. A larger
+    layer takes no less than a smaller one. rates: bytes per second at each size."""
+    seconds = accumulate((size / rate for size, rate in zip(sizes, rates, strict=True)), max)
+    points = [(0, 0.0), *zip(sizes, seconds, strict=True)]
+    index = next((i for i, (size, _) in enumerate(points[:-1]) if i and nbytes <= size), len(sizes))
+    (low, less), (high, more) = points[index - 1 : index + 1]
+    return less + (nbytes - low) / (high - low) * (more - less)
 
 
 def optimizer_bandwidth(hardware: Hardware, threads: int) -> float:

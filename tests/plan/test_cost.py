@@ -121,6 +121,8 @@ def test_elementwise_work_is_priced_between_measured_layers() -> None:
     seconds = {2e9: 2 + 2 / 3, 0.5e9: 1, 0: 0, 1e9: 2, 4e9: 4, 7e9: 6}
     for nbytes, expected in seconds.items():
         assert elementwise_seconds(hardware, "bf16", nbytes) == pytest.approx((expected, expected))
+    odd = replace(PLAIN, elementwise=(*rows, ElementwiseRate("bf16", 8e9, 8e9, 8 * 10**9), rows[0]))  # in 1 s
+    assert elementwise_seconds(odd, "bf16", 9e9) == pytest.approx((4, 4))
 
 
 def test_attention_backward_is_2x_measured_and_more_unmeasured() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatrain.config import Config, load_config
 from megatrain.device import probe
 from megatrain.errors import ConfigError, DeviceError, ExportError, ModelError, NonFinite, PlanError
 from megatrain.model import load_causal_lm, split_into_units
+from megatrain.plan.machines import machine, save_hardware
 from megatrain.run.training import run_training
 from megatrain.train.engine import Engine, StepOutput
 from tests.tiny import BYTE_LLAMA
@@ -162,6 +164,17 @@ def test_the_model_is_split_once_and_the_device_measured_once(tmp_path: Path, mo
     train(configuration(tmp_path, model={"verify": False}))
     in_each_precision = ["_measured_flops torch.bfloat16", "_measured_flops torch.float32"]
     assert sorted(calls) == [*in_each_precision, "_ported torch.bfloat16"]
+
+
+def test_a_processor_that_is_slow_in_bfloat16_is_warned_of(tmp_path: Path) -> None:
+    told = "products take this processor 10 times as long in bf16 as in fp32: use precision fp32"
+    for precision, flops, expected in (("bf16", 1e10, True), ("bf16", 6e10, False), ("fp32", 1e10, False)):
+        described = replace(machine("cpu-desktop"), flops=flops, flops_fp32=1e11, device_bandwidth=None)
+        save_hardware(described, tmp_path / "here.json")
+        train_ = {"hardware": str(tmp_path / "here.json"), "precision": precision, "steps": 1}
+        folder = str(tmp_path / f"{precision} {flops}")
+        said = train(configuration(tmp_path, train=train_, model={"verify": False}, output={"folder": folder}))
+        assert (told in " ".join(said.split())) == expected
 
 
 def test_policy_keys_reach_the_policy_and_change_no_number(tmp_path: Path) -> None:
