@@ -194,8 +194,8 @@ def _in_turn(device: Device, threads: int, whole_seconds: float, seconds: float,
     numel = max(1 << 16, int(most * min(1.0, whole_seconds / SECONDS)))
     measurements = {}
     for precision in PRECISIONS:
-        for product in PRODUCT_KINDS:
-            measurements[f"{product} {precision}"] = product_rates(device, precision, product)
+        for product, measurement in product_rates(device, precision).items():
+            measurements[f"{product} {precision}"] = measurement
         measurements[f"attention {precision}"] = attention_rates(device, precision)
         measurements[f"elementwise {precision}"] = elementwise_rates(device, precision)
     measurements |= {"device memory": copy_bandwidth(device), "launches": launch_seconds(device)}
@@ -217,8 +217,8 @@ def _products(precision: Precision, rows: Mapping[Product, tuple[ProductRate, ..
     found.note("measured", products=(*found.values.get("products", ()), *chain.from_iterable(rows.values())))
     peak = found.values.get(f"peak_{key}")
     share = f", {best['output'] / peak:.0%} of the datasheet" if peak else ""
-    each = ", ".join(f"{rate / 1e12:.3g} for {kind}s" for kind, rate in best.items())
-    found.say(f"matrix products {precision}: {each}, in TFLOP/s, best of {count} shapes{share}")
+    rates = ", ".join(f"{rate / 1e12:.3g} for {kind}s" for kind, rate in best.items())
+    found.say(f"matrix products {precision}: {rates}, in TFLOP/s{share}")
 
 
 def _attention(precision: Precision, rows: tuple[AttentionRate, ...], found: _Findings) -> None:
@@ -281,7 +281,8 @@ def _fresh_memory() -> Measurement:
     """Measures touching new pages once each, in bytes per second."""
 
     def touch() -> None:
-        np.frombuffer(mmap.mmap(-1, FRESH_NBYTES), np.uint8)[:: mmap.PAGESIZE] = 1
+        mapping = mmap.mmap(-1, FRESH_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        np.frombuffer(mapping, np.uint8)[:: mmap.PAGESIZE] = 1
 
     return Measurement({0: touch}, lambda spent: FRESH_NBYTES / spent[0], "host")
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from math import prod
 from statistics import fmean, median
@@ -43,9 +44,9 @@ RUN_SECONDS = {"cpu": 0.003, "cuda": 0.25}
 long enough for its clocks to settle."""
 
 
-def _shapes(tokens: Iterable[int], weights: Iterable[tuple[int, int]]) -> list[Shape]:
-    """Shapes [m, k] x [k, n], from small to large."""
-    return sorted(((m, k, n) for m, (k, n) in product(tokens, weights)), key=prod)
+def _shapes(rows: Iterable[int], others: Iterable[tuple[int, int]]) -> list[Shape]:
+    """Shapes [m, k] x [k, n] of products of all kinds, from small to large. rows: m. others: (k, n)."""
+    return sorted(((m, k, n) for m, (k, n) in product(rows, others)), key=prod)
 
 
 _WEIGHTS = ((256, 256), (1024, 1024), (1024, 4096), (4096, 1024), (4096, 4096))
@@ -143,15 +144,16 @@ def _chosen(device: Device, measurement: Measurement, seconds: float) -> dict[An
 
 
 def product_rates(
-    device: Device, precision: Precision, of: Product, shapes: Sequence[Shape] | None = None
-) -> Measurement:
-    """`ProductRate`s of linear layers, for those of `shapes` (default: `PRODUCTS`) that are fast and small enough."""
+    device: Device, precision: Precision, shapes: Sequence[Shape] | None = None
+) -> dict[Product, Measurement]:
+    """`ProductRate`s of linear layers by kind, for those of `shapes` (default: `PRODUCTS`) that are fast and small
+    enough."""
     shapes = PRODUCTS[device.torch_device.type] if shapes is None else shapes
     shapes = [shape for shape in shapes if _has_room(device, precision, shape)]
     left = _normal(device, precision, max(m * k for m, k, _ in shapes))
     right = _normal(device, precision, max(k * n for _, k, n in shapes))
 
-    def job(m: int, k: int, n: int) -> Job:
+    def job(of: Product, m: int, k: int, n: int) -> Job:
         first, second = left[: m * k], right[: k * n]
         if of == "output":
             x, weight = first.view(m, k), second.view(n, k)
@@ -159,10 +161,10 @@ def product_rates(
         gradient, other = first.view(k, m).t() if of == "weight gradient" else first.view(m, k), second.view(k, n)
         return lambda: gradient @ other
 
-    def found(spent: Mapping[Shape, float]) -> tuple[ProductRate, ...]:
+    def found(of: Product, spent: Mapping[Shape, float]) -> tuple[ProductRate, ...]:
         return tuple(ProductRate(precision, *shape, 2.0 * prod(shape) / each, of) for shape, each in spent.items())
 
-    return Measurement({shape: job(*shape) for shape in shapes}, found)
+    return {of: Measurement({shape: job(of, *shape) for shape in shapes}, partial(found, of)) for of in PRODUCT_KINDS}
 
 
 def attention_rates(device: Device, precision: Precision) -> Measurement:
@@ -417,8 +419,8 @@ def _middle(values: Sequence[float]) -> float:
 
 SMALLEST, LARGEST = 512, {"cpu": 2048, "cuda": 8192}
 NEXT_SECONDS = 2.0
-PRODUCT_ROUNDS, LEAST_ROUNDS, SECONDS = 20, 2, 0.5
-"""Rounds to time: at most, and at least if they take longer than these seconds."""
+FEW_ROUNDS, MANY_ROUNDS, SECONDS = 2, 20, 0.5
+"""Rounds of products to time: of each size, and of the last one while they take less than so many seconds."""
 
 _MEASURED: WeakKeyDictionary[Device, dict[torch.dtype, float]] = WeakKeyDictionary()
 
@@ -439,20 +441,23 @@ def matmul_flops(device: Device, dtype: torch.dtype) -> float:
 def _measured_flops(device: Device, dtype: torch.dtype) -> float:
     largest = LARGEST[device.torch_device.type]
     size = min(SMALLEST, largest)
-    while size < largest and 8 * _products_seconds(device, dtype, size, 2) < NEXT_SECONDS:
+    while 8 * (seconds := _products_seconds(device, dtype, size, FEW_ROUNDS)) < NEXT_SECONDS and size < largest:
         size *= 2
-    return len(PRODUCT_KINDS) * 2.0 * size**3 / _products_seconds(device, dtype, size, PRODUCT_ROUNDS)
+    if FEW_ROUNDS * seconds < SECONDS:
+        seconds = min(seconds, _products_seconds(device, dtype, size, MANY_ROUNDS))
+    return len(PRODUCT_KINDS) * 2.0 * size**3 / seconds
 
 
 def _products_seconds(device: Device, dtype: torch.dtype, size: int, rounds: int) -> float:
-    """Seconds of square products, one of each kind, in the fastest of `rounds`, or of fewer if they are slow."""
-    left, right = (torch.randn(size, size, device=device.torch_device).to(dtype) for _ in range(2))
+    """Seconds of square products, one of each kind, in the fastest of `rounds`, or of as many as take `SECONDS`."""
+    left, right, out = (torch.randn(size, size, device=device.torch_device).to(dtype) for _ in range(3))
     best, started = float("inf"), time.perf_counter()
     for done in range(rounds):
         began = time.perf_counter()
-        if done >= LEAST_ROUNDS and began - started > SECONDS:
+        if done >= FEW_ROUNDS and began - started > SECONDS:
             break
-        made = left @ right.t(), left @ right, left.t() @ right
-        made[-1][0, 0].item()
+        for first, second in (left, right.t()), (left, right), (left.t(), right):
+            torch.mm(first, second, out=out)
+        out[0, 0].item()
         best = min(best, time.perf_counter() - began)
     return best

@@ -439,8 +439,8 @@ def _rate(plan: Plan, hardware: Hardware, fields: tuple[str, ...]) -> tuple[str,
     if fields[0] == "attention":
         return field, cores * 2.0 * length / attention_seconds(hardware, precision, 1, length, 1)[0], "FLOP"
     if fields[0] == "elementwise":
-        rows = [row.forward_bandwidth for row in hardware.elementwise if row.precision == precision]
-        return field, cores * max(rows, default=0.0), "B"
+        rows = [(row.nbytes, row.forward_bandwidth) for row in hardware.elementwise if row.precision == precision]
+        return field, cores * max(rows, default=(0, 0.0))[1], "B"  # of the largest layer
     rate = getattr(hardware, field)
     if rate is not None:
         rate *= parts if field in SHARED else cores if field in OF_CORES else 1

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import exp, inf, log, log2, prod
 from statistics import median
 
@@ -143,11 +143,14 @@ def elementwise_seconds(
 
 
 def _along(sizes: Sequence[int], rates: Sequence[float], nbytes: float) -> float:
-    """Seconds of `nbytes`, linear between the measured `sizes` (bytes, ascending) and beyond the last of them. A larger
-    layer takes no less than a smaller one. rates: bytes per second at each size."""
-    seconds = accumulate((size / rate for size, rate in zip(sizes, rates, strict=True)), max)
-    points = [(0, 0.0), *zip(sizes, seconds, strict=True)]
-    index = next((i for i, (size, _) in enumerate(points[:-1]) if i and nbytes <= size), len(sizes))
+    """Seconds of `nbytes`, linear from nothing through the measured `sizes` (bytes, ascending) and beyond the last. A
+    size that took longer than a larger one is left out. rates: bytes per second at each size."""
+    points: list[tuple[float, float]] = []
+    for size, rate in zip(reversed(sizes), reversed(rates), strict=True):
+        if not points or size / rate < points[0][1]:
+            points.insert(0, (size, size / rate))
+    points.insert(0, (0, 0.0))
+    index = next((i for i, (size, _) in enumerate(points[:-1]) if i and nbytes <= size), len(points) - 1)
     (low, less), (high, more) = points[index - 1 : index + 1]
     return less + (nbytes - low) / (high - low) * (more - less)
 
@@ -240,7 +243,7 @@ takes (`tests/train/test_calls.py`)."""
 
 HOST_LAUNCHES = 10
 """Time that the host takes to submit one kernel of a model (Python, modules, autograd, engine), in multiples of
-`launch_seconds`. Fitted to steps of few tokens in `bench/results/gpu.json`: one host."""
+`launch_seconds`. Fitted to steps of few tokens in `bench/results/gpu.json`: one host; not fitted on CPUs."""
 
 PROLOGUE_KERNELS = 400
 """Time of a prologue in kernel launches: before the first layer, the model's code makes masks and positions with many
@@ -625,7 +628,7 @@ class _Prices:
         return attention_seconds(self.hardware, self.numerics.precision, tokens, causal, width)
 
     def _elementwise(self, unit: UnitSpec, tokens: int) -> tuple[float, float]:
-        """(forward, backward) seconds of elementwise ops, in proportion to the bytes that autograd saves."""
+        """(forward, backward) seconds of elementwise ops, by the bytes that autograd saves."""
         nbytes = self._saved_nbytes(unit, tokens) * (COMPILED_SHARE if self.numerics.kernels == "compile" else 1.0)
         return elementwise_seconds(self.hardware, self.numerics.precision, nbytes)
 

@@ -107,11 +107,16 @@ def tier_name(plan: Plan, tier: str) -> str:
 
 def warning_rows(outlook: Outlook) -> list[tuple[str, str]]:
     """(name, text) of the warnings, which stand before all other rows."""
-    texts, days = [slow_precision(outlook.plan.question)], outlook.drive_days
-    if days is not None and days <= SHORTEST_LIFE_DAYS:
-        written = amount(_of_machine(outlook.plan, outlook.written_nbytes_per_day))
-        texts.append(f"{written} written to disk per day: {_endurance(days)}")
-    return [("warning", text) for text in texts if text]
+    return [("warning", text) for text in (slow_precision(outlook.plan.question), _wear(outlook)) if text]
+
+
+def _wear(outlook: Outlook) -> str:
+    """The warning of a drive that wears out soon, else ""."""
+    days = outlook.drive_days
+    if days is None or days > SHORTEST_LIFE_DAYS:
+        return ""
+    written = amount(_of_machine(outlook.plan, outlook.written_nbytes_per_day))
+    return f"{written} written to disk per day: {_endurance(days)}"
 
 
 def slow_precision(question: Question) -> str:
@@ -150,7 +155,7 @@ def summary_rows(outlook: Outlook) -> list[tuple[str, str]]:
     ]
     if plan.read_from_files_nbytes:
         rows.append(("files", _files(plan)))
-    if outlook.written_nbytes_per_day and not warning_rows(outlook):
+    if outlook.written_nbytes_per_day and not _wear(outlook):
         rows.append(("disk", _disk(outlook)))
     return rows
 
@@ -368,6 +373,7 @@ def as_content(outlook: Outlook, swept: Sweep | None = None) -> dict[str, Any]:
         "useful_flops_per_second": outlook.flops_per_second,
         "peak_flops_per_second": outlook.peak_flops,
         "mfu": outlook.mfu,
+        "warnings": [text for _, text in warning_rows(outlook)],
         "stall_share": outlook.stall_share,
         "stalls": outlook.stalls,
         "nbytes": dict(plan.nbytes),

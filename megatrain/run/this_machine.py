@@ -1,7 +1,7 @@
 """A `Hardware` description of this machine: as `megatrain probe` measured it, or else a rough one.
 
 `megatrain plan` and a run use the same description: the last probe's file, if there is one; else the built-in machine
-with this GPU; else one measured matrix product and assumed rates. Torch is needed only to measure. Careful measurements
+with this GPU; else measured matrix products and assumed rates. Torch is needed only to measure. Careful measurements
 are in `probe`, other machines in `plan.machines`.
 """
 
@@ -86,7 +86,7 @@ def _with_threads(known: Hardware, threads: int) -> Hardware:
 
 
 def _rough(device: Device, precision: Precision) -> Hardware:
-    """Describe a device by one measured matrix product and assumed rates."""
+    """Describe a device by measured matrix products and assumed rates."""
     from megatrain.device import matmul_flops
     from megatrain.engine import DTYPES
 
@@ -110,5 +110,5 @@ def _rough(device: Device, precision: Precision) -> Hardware:
         shares_memory=device.shares_memory,
         flops_fp32=flops_fp32,
         device_bandwidth=host_bandwidth if device.shares_memory else BUS_BANDWIDTH,
-        sources=(("flops", f"measured: one large product in {precision}"), *((rate, assumed) for rate in rates)),
+        sources=(("flops", f"measured: large products in {precision}"), *((rate, assumed) for rate in rates)),
     )

@@ -15,7 +15,8 @@ LinkRoute = Literal["direct", "bus", "host"]
 
 Product = Literal["output", "input gradient", "weight gradient"]
 """What a product of a linear layer computes, of inputs x, weight w and the outputs' gradient g: x @ w.T, g @ w or
-g.T @ x. These read their operands along other dimensions, and a library may be slow at one of them."""
+g.T @ x. These read their operands along other dimensions, and a library may be slow at one of them. As [m, k] x [k, n],
+m is tokens, tokens or outputs; k is inputs, outputs or tokens; n is outputs, inputs or inputs."""
 
 PRODUCT_KINDS: tuple[Product, ...] = get_args(Product)
 
@@ -58,14 +59,14 @@ class AttentionRate:
 class ElementwiseRate:
     """Speed of a layer apart from products and attention: bytes kept by autograd per second, for each direction.
 
-    Seconds are linear between the bytes of measured layers, and beyond them.
+    Seconds are linear from nothing through the measured layers, and beyond the largest.
     """
 
     precision: Precision
     forward_bandwidth: float
     backward_bandwidth: float
     nbytes: int = 1
-    """Bytes kept by the layer that was measured."""
+    """Bytes kept by the layer that was measured. If there is one row of a precision, seconds are in proportion."""
 
 
 @dataclass(frozen=True, slots=True)

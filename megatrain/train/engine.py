@@ -653,7 +653,7 @@ class Engine(TakesTurns):
 
     @one_at_a_time
     def peak_flops(self) -> float:
-        """FLOPs per second of a large matrix product, measured once, summed over the devices of all ranks."""
+        """FLOPs per second of large matrix products, measured once, summed over the devices of all ranks."""
         return sum(self.world.exchange("operations per second", matmul_flops(self._device, self._streamer.dtype)))
 
     def trace(self, path: str | Path, steps: int = 3) -> None:

@@ -58,7 +58,7 @@ class Stepped:
     flops: float
     """Model FLOPs of the step: forward and backward, without recomputation."""
     peak_flops: float
-    """Measured FLOPs per second of a large matrix product on the device, or of the fastest step so far if higher."""
+    """Measured FLOPs per second of large matrix products on the device, or of the fastest step so far if higher."""
     nbytes: Mapping[str, int]
     """Bytes held per tier; of several ranks, by the one that holds most of it."""
     elapsed_seconds: float

@@ -7,6 +7,7 @@ import resource
 import time
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import product
 from math import isfinite
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 import megatrain.commands.probe
-from megatrain.commands.probe import probe
+from megatrain.commands.probe import PRECISIONS, probe
 from megatrain.device import open_device
 from megatrain.device import probe as device_probe
 from megatrain.device.cpu import CpuDevice
@@ -22,6 +23,7 @@ from megatrain.errors import DeviceError
 from megatrain.plan.cost import product_seconds
 from megatrain.plan.machines import load_hardware, machine, save_hardware
 from megatrain.spec import Hardware
+from megatrain.spec.hardware import PRODUCT_KINDS
 
 SECONDS = 0.6
 
@@ -73,6 +75,8 @@ def test_a_cpu_is_probed_and_saved(cpu: CpuDevice, tmp_path: Path) -> None:
     assert found.shares_memory
     assert found.device_nbytes == found.host_nbytes
     assert found.host_bandwidth == found.optimizer_bandwidth[-1][1]
+    kinds = {(row.precision, row.of) for row in found.products}
+    assert kinds == set(product(PRECISIONS, PRODUCT_KINDS))
     save_hardware(found, tmp_path / "here.json")
     assert load_hardware(tmp_path / "here.json") == found
     assert product_seconds(found, "bf16", 256, 256, 256) > 0

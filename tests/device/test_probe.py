@@ -135,7 +135,7 @@ class Products(TorchDispatchMode):
         self.seen: list[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.mm.default:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.mm.out):
             self.seen.append(tuple((tuple(each.shape), each.stride()) for each in args))
         return func(*args, **(kwargs or {}))
 
@@ -153,9 +153,19 @@ def test_the_probe_times_the_products_of_a_layer_and_of_its_autograd(cpu: Device
         torch.autograd.grad(out, (x, weight), torch.ones(8, 32))
     with Products() as probed:
         for kind, shape in shapes.items():
-            probe.product_rates(cpu, "fp32", kind, [shape]).jobs[shape]()
+            probe.product_rates(cpu, "fp32", [shape])[kind].jobs[shape]()
     assert sorted(probed.seen) == sorted(layer.seen)
     assert len(layer.seen) == 3
+
+
+def test_the_flops_of_a_device_are_those_of_all_three_products(cpu: Device) -> None:
+    x, weight = torch.ones(16, 16, requires_grad=True), torch.ones(16, 16, requires_grad=True)
+    with Products() as layer:
+        out = torch.nn.functional.linear(x, weight)
+        torch.autograd.grad(out, (x, weight), torch.ones(16, 16))
+    with Products() as timed:
+        probe._products_seconds(cpu, torch.float32, 16, 1)
+    assert sorted(timed.seen) == sorted(layer.seen)
 
 
 def test_short_interruptions_do_not_affect_the_probe() -> None:
@@ -184,11 +194,12 @@ def test_a_cpu_probe_measures_matmul_attention_copies_and_launches(
     before = torch.random.get_rng_state()
     for precision in ("bf16", "fp32"):
         products: list[ProductRate] = []
-        for kind in PRODUCT_KINDS:
-            rows = take(cpu, probe.product_rates(cpu, precision, kind), 0.3)
+        for kind, measurement in probe.product_rates(cpu, precision).items():
+            rows = take(cpu, measurement, 0.3)
             assert [(row.m, row.k, row.n) for row in rows] == probe.PRODUCTS["cpu"][: len(rows)]
             assert {row.of for row in rows} == {kind}
             products += rows
+        assert {row.of for row in products} == set(PRODUCT_KINDS)
         attention = take(cpu, probe.attention_rates(cpu, precision), 0.3)
         assert [row.length for row in attention] == [16, 64][: len(attention)]
         assert products
@@ -197,7 +208,7 @@ def test_a_cpu_probe_measures_matmul_attention_copies_and_launches(
         rates = [row.flops for row in products]
         rates += [rate for row in attention for rate in (row.forward_flops, row.backward_flops)]
         assert all(isfinite(rate) and 1e5 < rate < 1e15 for rate in rates)
-        small, large = take(cpu, probe.elementwise_rates(cpu, precision), 0.3)
+        small, large = take(cpu, probe.elementwise_rates(cpu, precision), 1.0)
         assert small.precision == large.precision == precision
         assert large.nbytes == pytest.approx(16 * small.nbytes, rel=0.1)
         for row in (small, large):

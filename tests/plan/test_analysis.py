@@ -369,6 +369,10 @@ def test_disk_writes_count_as_drive_wear() -> None:
     told = "173 MB written to disk per day: the drive's endurance lasts 100 days"
     assert warning_rows(short) == [("warning", told)]
     assert "disk" not in dict(summary_rows(short))
+    slow = replace(plan.question.hardware, disk_endurance_nbytes=172_800_000_000, shares_memory=True, flops_fp32=1e20)
+    both = look(replace(written, question=replace(plan.question, hardware=slow)))
+    assert ["in bf16" in text for _, text in warning_rows(both)] == [True]
+    assert "2.74 years" in dict(summary_rows(both))["disk"]
 
 
 @pytest.mark.parametrize(("times", "told"), [(1.9, None), (21.4, "21 times as long in bf16"), (2.04, "2 times as")])
@@ -387,6 +391,10 @@ def test_slow_products_in_bfloat16_are_a_warning(times: float, told: str | None)
 
     assert [told in text for text in texts(processor)] == ([] if told is None else [True])
     assert all("use precision fp32" in text for text in texts(processor))
+    assert texts(replace(processor, shares_memory=False, slots_in_host=True)) == texts(processor)  # of several ranks
+    assert as_content(look(replace(plan, question=replace(plan.question, hardware=processor))))["warnings"] == texts(
+        processor
+    )
     assert texts(replace(processor, shares_memory=False)) == []  # a GPU: other precisions cost other memory
     assert texts(processor, precision="fp32") == []
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -29,7 +30,7 @@ from megatrain.plan import (
 )
 from megatrain.plan.cost import ATTENTION_BACKWARD, ELEMENTWISE_PASSES, MEASURED_OVER_PLANNED, elementwise_seconds
 from megatrain.schedule import build_step
-from megatrain.spec import Hardware, ModelSpec, Numerics, ParamSpec, Policy, Work
+from megatrain.spec import Hardware, ModelSpec, Numerics, ParamSpec, Policy, Precision, UnitSpec, Work
 from megatrain.spec.hardware import PRODUCT_KINDS, AttentionRate, ElementwiseRate, Product, ProductRate
 
 PLAIN = Hardware("plain", 1 << 40, 1 << 40, 1e10, 2e10, 1e15, 3e11, device_bandwidth=3e12, launch_seconds=5e-6)
@@ -121,8 +122,9 @@ def test_elementwise_work_is_priced_between_measured_layers() -> None:
     seconds = {2e9: 2 + 2 / 3, 0.5e9: 1, 0: 0, 1e9: 2, 4e9: 4, 7e9: 6}
     for nbytes, expected in seconds.items():
         assert elementwise_seconds(hardware, "bf16", nbytes) == pytest.approx((expected, expected))
-    odd = replace(PLAIN, elementwise=(*rows, ElementwiseRate("bf16", 8e9, 8e9, 8 * 10**9), rows[0]))  # in 1 s
-    assert elementwise_seconds(odd, "bf16", 9e9) == pytest.approx((4, 4))
+    disturbed = replace(PLAIN, elementwise=(*rows, ElementwiseRate("bf16", 8e9 / 3, 8e9 / 3, 8 * 10**9)))  # in 3 s
+    for nbytes, expected in {1e9: 2, 4e9: 2.43, 8e9: 3, 15e9: 4}.items():
+        assert elementwise_seconds(disturbed, "bf16", nbytes) == pytest.approx((expected, expected), rel=0.01)
 
 
 def test_attention_backward_is_2x_measured_and_more_unmeasured() -> None:
@@ -138,7 +140,8 @@ def layer_seconds(model: ModelSpec, hardware: Hardware, kind: str) -> float:
     work = Work((4096,), 4096)
     schedule = build_step(model, Numerics(), Policy(), work)
     price = op_seconds(model, Numerics(), Policy(), work, hardware)
-    return next(price(op) for op in schedule.ops if (op.kind, op.unit) == (kind, 1))
+    unit = len(model.units) - 1 if kind == "LOSS" else 1
+    return next(price(op) for op in schedule.ops if (op.kind, op.unit) == (kind, unit))
 
 
 def test_each_product_of_a_layer_is_priced_by_its_own_rate() -> None:
@@ -156,6 +159,36 @@ def test_each_product_of_a_layer_is_priced_by_its_own_rate() -> None:
     assert seconds(dict.fromkeys(PRODUCT_KINDS, 1e15)) == pytest.approx([once, backward])
     slow = seconds({"output": 1e15, "input gradient": 1e13, "weight gradient": 5e14})
     assert slow == pytest.approx([once, (1 + 100 + 2) * once])
+
+
+def test_the_products_of_a_layer_have_their_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[object, ...]] = []
+    honest = cost.product_seconds
+
+    def recorded(hardware: Hardware, precision: Precision, *shape_and_kind: Any) -> float:
+        seen.append(shape_and_kind)
+        return honest(hardware, precision, *shape_and_kind)
+
+    monkeypatch.setattr(cost, "product_seconds", recorded)
+    model, tokens = llama_shape("small", 4, 1024, vocabulary=4000), 4096
+
+    def expected(unit: UnitSpec, tokens: int) -> dict[str, list[tuple[object, ...]]]:
+        weights = [param.shape for param in unit.params if len(param.shape) == 2]
+        return {
+            "output": [(tokens, k, n, "output") for n, k in weights],
+            "input gradient": [(tokens, n, k, "input gradient") for n, k in weights],
+            "weight gradient": [(n, tokens, k, "weight gradient") for n, k in weights],
+        }
+
+    layer = expected(model.units[1], tokens)
+    layer_seconds(model, PLAIN, "FORWARD")
+    assert sorted(seen) == sorted(layer["output"])
+    seen.clear()
+    layer_seconds(model, PLAIN, "BACKWARD")
+    assert sorted(seen) == sorted(chain(*layer.values()))
+    seen.clear()
+    layer_seconds(model, PLAIN, "LOSS")
+    assert set(seen) == set(chain(*expected(model.units[-1], Numerics().loss_chunk_tokens).values()))
 
 
 @pytest.mark.parametrize("kind", ["FORWARD", "BACKWARD"])
