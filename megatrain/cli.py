@@ -92,7 +92,7 @@ def _about(
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         return
-    from megatrain.config.environment import refuse_several_processes
+    from megatrain.system.environment import refuse_several_processes
 
     if context.invoked_subcommand != "train":
         refuse_several_processes(f"megatrain {context.invoked_subcommand}")
@@ -110,7 +110,8 @@ def _train(
     ranks: Annotated[int, typer.Option(min=1, help="Processes that share the model, one per GPU here.")] = 1,
 ) -> None:
     """Train a model."""
-    from megatrain.config import describe_keys, find_launch, let_idle_threads_sleep, load_config
+    from megatrain.config import describe_keys, load_config
+    from megatrain.system.environment import find_launch, let_idle_threads_sleep
 
     if keys:
         for key, kind, default, meaning in describe_keys():
@@ -145,7 +146,7 @@ def _refuse_early(config: Config) -> None:
 
 def _become_torchrun(ranks: int, *arguments: str) -> NoReturn:
     """Replace this process by `torchrun`, which starts `ranks` processes with these arguments and forwards signals."""
-    from megatrain.config.environment import let_ranks_finish, refuse_several_processes
+    from megatrain.system.environment import let_ranks_finish, refuse_several_processes
 
     refuse_several_processes("--ranks")
     let_ranks_finish()
@@ -530,7 +531,7 @@ def _precision(name: str) -> Literal["bf16", "fp32"]:
 
 
 def _quiet_threads() -> None:
-    from megatrain.config import let_idle_threads_sleep
+    from megatrain.system.environment import let_idle_threads_sleep
 
     let_idle_threads_sleep()
 
@@ -542,7 +543,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         code = app(None if arguments is None else list(arguments), prog_name="megatrain", standalone_mode=False)
     except MegaTrainError as error:
-        from megatrain.config.environment import tell_torchrun
+        from megatrain.system.environment import tell_torchrun
 
         tell_torchrun(str(error))
         code = _refuse(str(error))

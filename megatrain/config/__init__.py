@@ -1,17 +1,9 @@
 """A run's configuration: a YAML file plus `key=value` overrides, validated into one frozen tree.
 
 Unknown keys, duplicate keys and values of the wrong type are errors with a line number; an unknown key also names the
-nearest known one. Environment variables are read here too: which rank of a multi-process run this process is.
+nearest known one.
 """
 
-from megatrain.config.environment import (
-    Launch,
-    find_launch,
-    let_idle_threads_sleep,
-    refuse_several_processes,
-    seconds_to_stop,
-    tell_torchrun,
-)
 from megatrain.config.keys import (
     AdapterSection,
     Config,
@@ -32,7 +24,6 @@ __all__ = [
     "Config",
     "DataSection",
     "DiskSection",
-    "Launch",
     "LmEvalSection",
     "MemorySection",
     "PolicySection",
@@ -40,11 +31,6 @@ __all__ = [
     "TrainSection",
     "called",
     "describe_keys",
-    "find_launch",
-    "let_idle_threads_sleep",
     "load_config",
-    "refuse_several_processes",
     "save_config",
-    "seconds_to_stop",
-    "tell_torchrun",
 ]

@@ -5,7 +5,7 @@ There is a process group for each purpose, so that concurrent threads do not mix
 and an all-to-all of equal parts, of bytes, are used: every backend has these for any dtype, and they add nothing up.
 torch.distributed is imported when a world of several ranks is joined.
 
-A launcher starts the processes and tells each its rank (`config.environment`).
+A launcher starts the processes and tells each its rank (`system.environment`).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import torch
 
-from megatrain.config import Config, find_launch
+from megatrain.config import Config
 from megatrain.dist import ALONE, World
 from megatrain.dist.processes import join
 from megatrain.dist.world import refuse_unlike
@@ -29,6 +29,7 @@ from megatrain.errors import ConfigError, RankError
 from megatrain.plan import Plan, Question, available_threads, find_plan, question_of_one
 from megatrain.plan.ranks import lacking_links
 from megatrain.spec import Hardware, Placement
+from megatrain.system.environment import find_launch
 from megatrain.train.events import Ended, Event, Resumed, Saved, Skipped, Stepped
 from megatrain.train.options import threads_of
 

@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatrain.checkpoint import Checkpoint, Retention
-from megatrain.config import AdapterSection, Config, TrainSection, save_config, seconds_to_stop
+from megatrain.config import AdapterSection, Config, TrainSection, save_config
 from megatrain.data import Loader, Tokenizer, load_tokenizer, save_tokenizer, vocabulary_size
 from megatrain.device import Device, open_device
 from megatrain.errors import ConfigError, MegaTrainError
@@ -77,6 +77,7 @@ from megatrain.run.report import write_report
 from megatrain.run.sampling import sample_of
 from megatrain.run.this_machine import this_machine
 from megatrain.spec import ModelSpec
+from megatrain.system.environment import seconds_to_stop
 from megatrain.system.locks import Claim
 from megatrain.train.batch_feed import Feed
 from megatrain.train.checkpoints import Checkpoints, found_by_first

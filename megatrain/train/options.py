@@ -14,7 +14,6 @@ from typing import Annotated, Literal, TypedDict, get_args
 import torch
 from torch import nn
 
-from megatrain.config import find_launch
 from megatrain.device import Device
 from megatrain.dist import ALONE, World
 from megatrain.dist.processes import join
@@ -33,6 +32,7 @@ from megatrain.schedule.passes.state_buffers import state_name, state_nbytes
 from megatrain.spec import IN_HOST, Limits, ModelSpec, Numerics, Part, Policy, Precision, Work
 from megatrain.spec.layout import layout_of
 from megatrain.spec.validate_fields import Bounds, checked, shown
+from megatrain.system.environment import find_launch
 from megatrain.system.paths import usable_path
 from megatrain.train.schedule_cache import budgets, refuse_contradictions
 

@@ -62,7 +62,7 @@ BAD_HOUSES: dict[Check, list[tuple[dict[str, str], str]]] = {
         ({"train/loop.py": "import torch.distributed"}, "torch.distributed belongs in dist"),
         (
             {"train/loop.py": "import os as o\nx = o.environ['HOME']"},
-            "loop.py:2: os.environ belongs in config",
+            "loop.py:2: os.environ belongs in system.environment",
         ),
         ({"train/loop.py": "import importlib as i\ni.import_module('yaml')"}, "yaml belongs in config"),
     ],

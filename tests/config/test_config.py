@@ -22,7 +22,6 @@ from megatrain.config import (
     TrainSection,
     describe_keys,
     keys,
-    let_idle_threads_sleep,
     load_config,
     save_config,
 )
@@ -436,16 +435,6 @@ def test_the_policy_section_mirrors_the_policy() -> None:
 def test_every_lr_scheduler_can_be_chosen() -> None:
     annotation: Any = TrainSection.model_fields["lr_scheduler"].annotation
     assert set(get_args(annotation)) == set(NAMES)
-
-
-def test_idle_threads_sleep_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "")  # so that what was there comes back
-    monkeypatch.delenv("OMP_WAIT_POLICY")
-    let_idle_threads_sleep()
-    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    let_idle_threads_sleep()
-    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
 @pytest.mark.parametrize("path", sorted((HERE / "configs").glob("*.yaml")), ids=lambda path: path.name)

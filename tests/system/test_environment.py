@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,10 +12,15 @@ from pathlib import Path
 import pytest
 
 from megatrain import Engine, cli
-from megatrain.config import Launch, find_launch, refuse_several_processes
-from megatrain.config.environment import LAUNCHERS
 from megatrain.errors import ConfigError
 from megatrain.model import freeze_parameters
+from megatrain.system.environment import (
+    LAUNCHERS,
+    Launch,
+    find_launch,
+    let_idle_threads_sleep,
+    refuse_several_processes,
+)
 from tests.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -155,3 +161,13 @@ def test_torchrun_with_two_processes_ends_at_once_and_says_why(tmp_path: Path) -
     assert f"error: {reason}" in done.stderr
     assert reason in "\n".join(done.stderr.splitlines()[-10:]), "at the end, and not buried"
     assert not (tmp_path / "run").exists()
+
+
+def test_idle_threads_sleep_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")  # so that what was there comes back
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    let_idle_threads_sleep()
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    let_idle_threads_sleep()
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
