@@ -486,7 +486,7 @@ def hiding(plan: Plan) -> Hiding | None:
     """The smallest step, in whole sequences of all ranks, that hides transfers and the optimizer behind compute.
 
     `None` if no step up to `MOST_TOKENS` does, and on a device that shares memory, where nothing overlaps. The policy
-    is the plan's, in one round; if kept graphs do not fit, it recomputes.
+    is the plan's, in one round without streamed updates; if kept graphs do not fit, it recomputes.
 
     Steps are estimated. If the plan's own step waits where its estimate does not, or has state on a drive, they are
     replayed, up to `MOST_REPLAYED_CALLS`; if even the last of these waits, the result says that it takes more.
@@ -548,10 +548,15 @@ def _surely_waits(plan: Plan) -> Callable[[int], bool]:
 
 
 def _with_sequences(plan: Plan, rows: int) -> tuple[Question, Choice, int, Estimate]:
-    """The plan for a step of so many sequences, in one round: question, choice, micro-batch size and estimate."""
+    """The plan for a step of so many sequences, in one round: question, choice, micro-batch size and estimate.
+
+    The planner chooses the share of streamed updates for one size of step, so they stay where the state is."""
     asked = replace(plan.question, tokens_per_step=rows * plan.question.length)
     micro_batch = min(plan.micro_batch, rows)
-    choice, found = _fitting(asked, plan.choice.change(micro_batches_per_round=0), micro_batch)
+    choice = plan.choice.change(micro_batches_per_round=0)
+    if "streamed_updates" not in asked.overrides:
+        choice = choice.change(streamed_updates=0.0)
+    choice, found = _fitting(asked, choice, micro_batch)
     return asked, choice, micro_batch, found
 
 

@@ -275,6 +275,25 @@ def test_steps_that_hide_transfers_are_told_as_their_replays_wait(sequences: int
         assert is_hidden == (found is not None and found.tokens_per_step <= sequences * 4096)
 
 
+def test_a_plan_that_streams_updates_hides_transfers_where_they_need_not_be() -> None:
+    """They were kept for larger steps, whose estimates they put off: three times as many tokens as that were told."""
+    hardware = replace(machine("b200"), device_nbytes=10**13, host_nbytes=10**13, elementwise_bandwidth=1e30)
+    overrides = {"activations": "recompute", "placements": ()}
+    plan = find_plan(Question(llama_shape("70B", 80, 8192), hardware, 16_384, 512, overrides=overrides))
+    assert plan.policy.streamed_updates > 0
+    found = hiding(plan)
+    assert found is not None
+    rows = found.tokens_per_step // 512
+
+    def waits(rows: int) -> float:
+        asked = replace(plan.question, tokens_per_step=rows * 512)
+        step = examine(asked, plan.choice.change(micro_batches_per_round=0, streamed_updates=0.0), plan.micro_batch)
+        return step.timeline.stall_seconds() / step.seconds
+
+    assert waits(rows) == pytest.approx(found.stall_share, abs=0.002)
+    assert waits(rows) < 0.02 <= waits(rows - 1) + 0.002
+
+
 def test_a_step_beside_a_drive_hides_transfers_where_its_replay_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Estimates leave out waits for the drive; steps that are too long to replay are told to be more."""
     model, limits = (
