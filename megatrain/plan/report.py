@@ -206,9 +206,8 @@ def _uncertainty(plan: Plan) -> str:
 def is_measured(hardware: Hardware) -> bool:
     """Whether `megatrain probe` has measured the most important rates."""
     sources = dict(hardware.sources)
-    return all(
-        sources.get(field, "").startswith("measured:") for field in ("flops", "fetch_bandwidth", "host_bandwidth")
-    )
+    bus = () if hardware.computes_in_host_memory else ("fetch_bandwidth",)
+    return all(sources.get(field, "").startswith("measured:") for field in ("flops", *bus, "host_bandwidth"))
 
 
 def _two_digits(number: float) -> str:

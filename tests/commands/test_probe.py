@@ -22,6 +22,8 @@ from megatrain.device.cpu import CpuDevice
 from megatrain.errors import DeviceError
 from megatrain.plan.cost import product_seconds
 from megatrain.plan.machines import load_hardware, machine, save_hardware
+from megatrain.plan.report import is_measured
+from megatrain.run.this_machine import this_machine
 from megatrain.spec import Hardware
 from megatrain.spec.hardware import PRODUCT_KINDS
 
@@ -80,6 +82,8 @@ def test_a_cpu_is_probed_and_saved(cpu: CpuDevice, tmp_path: Path) -> None:
     save_hardware(found, tmp_path / "here.json")
     assert load_hardware(tmp_path / "here.json") == found
     assert product_seconds(found, "bf16", 256, 256, 256) > 0
+    assert is_measured(found)
+    assert not is_measured(this_machine(cpu, "bf16"))
 
 
 def test_fresh_memory_is_new_to_the_process_each_time(cpu: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
