@@ -20,6 +20,13 @@ import typer
 from typer.core import TyperGroup
 
 from megatrain.errors import ConfigError, MegaTrainError
+from megatrain.system.environment import (
+    find_launch,
+    let_idle_threads_sleep,
+    let_ranks_finish,
+    refuse_several_processes,
+    tell_torchrun,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,8 +99,6 @@ def _about(
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         return
-    from megatrain.system.environment import refuse_several_processes
-
     if context.invoked_subcommand != "train":
         refuse_several_processes(f"megatrain {context.invoked_subcommand}")
 
@@ -111,7 +116,6 @@ def _train(
 ) -> None:
     """Train a model."""
     from megatrain.config import describe_keys, load_config
-    from megatrain.system.environment import find_launch, let_idle_threads_sleep
 
     if keys:
         for key, kind, default, meaning in describe_keys():
@@ -146,8 +150,6 @@ def _refuse_early(config: Config) -> None:
 
 def _become_torchrun(ranks: int, *arguments: str) -> NoReturn:
     """Replace this process by `torchrun`, which starts `ranks` processes with these arguments and forwards signals."""
-    from megatrain.system.environment import let_ranks_finish, refuse_several_processes
-
     refuse_several_processes("--ranks")
     let_ranks_finish()
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "megatrain"]
@@ -195,7 +197,7 @@ def _init(
     ] = None,
 ) -> None:
     """Write a configuration from a few answers, and plan it. Asks for what is not given."""
-    _quiet_threads()
+    let_idle_threads_sleep()
     from megatrain.system.paths import usable_path
 
     target = usable_path(file, where="FILE", to_write="file")
@@ -292,7 +294,7 @@ def _plan(
     nodes: Annotated[int, typer.Option(min=1, help="Number of machines.")] = 1,
 ) -> None:
     """Predict memory and time of a step, and what would help. Reads no weights."""
-    _quiet_threads()
+    let_idle_threads_sleep()
     from rich.console import Console
 
     from megatrain.commands.plan import run_plan
@@ -330,7 +332,7 @@ def _verify(
     trust_remote_code: Remote = False,
 ) -> None:
     """Compare loss and all gradients with the stock code's. Uses a small model of the same architecture."""
-    _quiet_threads()
+    let_idle_threads_sleep()
     _refuse_absent(model)
     from rich.console import Console
 
@@ -360,7 +362,7 @@ def _generate(
     trust_remote_code: Remote = False,
 ) -> None:
     """Continue a text, or chat, with a model of any size. It streams through the device."""
-    _quiet_threads()
+    let_idle_threads_sleep()
     if system and not chat:
         raise ConfigError("needs --chat", where="--system", fix="add --chat")
     precision = _precision(precision)
@@ -410,7 +412,7 @@ def _export(
     trust_remote_code: Remote = False,
 ) -> None:
     """Write a model as a Hugging Face folder, and upload it if asked. The folder is complete or not there."""
-    _quiet_threads()
+    let_idle_threads_sleep()
     if target is None and push is None:
         raise ConfigError("is missing", where="TARGET", fix="name the folder to write, or give --push")
     precision = _precision(precision)
@@ -476,7 +478,7 @@ def _probe(
     seconds: Annotated[float, typer.Option(min=1.0, max=3600.0, help="Seconds to measure for.")] = 45.0,
 ) -> None:
     """Measure this machine in under a minute, for `plan` and `train`."""
-    _quiet_threads()
+    let_idle_threads_sleep()
     from megatrain.commands.probe import probe
     from megatrain.device import open_device
     from megatrain.plan import save_hardware
@@ -530,12 +532,6 @@ def _precision(name: str) -> Literal["bf16", "fp32"]:
     return "bf16" if name == "bf16" else "fp32"
 
 
-def _quiet_threads() -> None:
-    from megatrain.system.environment import let_idle_threads_sleep
-
-    let_idle_threads_sleep()
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit with its code."""
     atexit.register(_leave_plans)
@@ -543,8 +539,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         code = app(None if arguments is None else list(arguments), prog_name="megatrain", standalone_mode=False)
     except MegaTrainError as error:
-        from megatrain.system.environment import tell_torchrun
-
         tell_torchrun(str(error))
         code = _refuse(str(error))
     except _MalformedCommand as error:

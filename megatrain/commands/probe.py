@@ -47,7 +47,7 @@ from megatrain.plan.host_resources import (
 )
 from megatrain.plan.machines import machine_of_device
 from megatrain.spec import Hardware, Precision
-from megatrain.spec.hardware import PRODUCT_KINDS, AttentionRate, Product, ProductRate
+from megatrain.spec.hardware import PRODUCT_KINDS, AttentionRate, ProductKind, ProductRate
 from megatrain.system.paths import usable_path
 
 SECONDS = 45.0
@@ -210,7 +210,7 @@ def _in_turn(device: Device, threads: int, whole_seconds: float, seconds: float,
     _host(results, numel, device.shares_memory, found)
 
 
-def _products(precision: Precision, rows: Mapping[Product, tuple[ProductRate, ...]], found: _Findings) -> None:
+def _products(precision: Precision, rows: Mapping[ProductKind, tuple[ProductRate, ...]], found: _Findings) -> None:
     best = {kind: max(row.flops for row in each[len(each) // 2 :]) for kind, each in rows.items()}  # of larger ones
     key, count = {"bf16": "flops", "fp32": "flops_fp32"}[precision], len(rows["output"])
     found.note(f"measured: the fastest of the larger half of {count} products", **{key: best["output"]})
@@ -218,7 +218,7 @@ def _products(precision: Precision, rows: Mapping[Product, tuple[ProductRate, ..
     peak = found.values.get(f"peak_{key}")
     share = f", {best['output'] / peak:.0%} of the datasheet" if peak else ""
     rates = ", ".join(f"{rate / 1e12:.3g} for {kind}s" for kind, rate in best.items())
-    found.say(f"matrix products {precision}: {rates}, in TFLOP/s{share}")
+    found.say(f"matrix products in {precision} (TFLOP/s): {rates}{share}")
 
 
 def _attention(precision: Precision, rows: tuple[AttentionRate, ...], found: _Findings) -> None:

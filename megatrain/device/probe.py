@@ -27,7 +27,7 @@ from torch.nn import functional
 from megatrain.device.base import Device, Errand, Interval, Work, timed
 from megatrain.errors import OutOfDeviceMemory
 from megatrain.spec import Precision
-from megatrain.spec.hardware import PRODUCT_KINDS, AttentionRate, ElementwiseRate, Product, ProductRate
+from megatrain.spec.hardware import PRODUCT_KINDS, AttentionRate, ElementwiseRate, ProductKind, ProductRate
 
 Made = TypeVar("Made")
 Job = Callable[[], object]
@@ -60,9 +60,9 @@ HEADS = {"cpu": (8, 64), "cuda": (16, 128)}
 """Number and size of attention heads: those of models that are trained there."""
 COPIED_WITHIN = {"cpu": 128 << 20, "cuda": 512 << 20}
 """Bytes of a copy within device memory, larger than caches."""
-LAYERS = {"cpu": ((64, 64), (256, 256), (1024, 1024)), "cuda": ((8192, 4096),)}
-"""Tokens and widths of stand-ins for a layer without its products. On a CPU, threads share ops of more than 32,768
-elements, and waking them takes longer than a small op does. On a GPU, `launch_seconds` prices small ops."""
+ELEMENTWISE_SHAPES = {"cpu": ((64, 64), (256, 256), (1024, 1024)), "cuda": ((8192, 4096),)}
+"""Tokens and widths of layers without their products. On a CPU, threads share ops of more than 32,768 elements, and
+waking them takes longer than a small op does. On a GPU, `launch_seconds` prices small ops."""
 PIECE = 64 << 20
 """Bytes of one copy between host and device: a policy's default shard size."""
 PIECES_IN_A_ROW = 8
@@ -143,28 +143,27 @@ def _chosen(device: Device, measurement: Measurement, seconds: float) -> dict[An
 # Measurements ------------------------------------------------------------------------------------------------------
 
 
-def product_rates(
-    device: Device, precision: Precision, shapes: Sequence[Shape] | None = None
-) -> dict[Product, Measurement]:
-    """`ProductRate`s of linear layers by kind, for those of `shapes` (default: `PRODUCTS`) that are fast and small
-    enough."""
-    shapes = PRODUCTS[device.torch_device.type] if shapes is None else shapes
-    shapes = [shape for shape in shapes if _has_room(device, precision, shape)]
+def product_rates(device: Device, precision: Precision) -> dict[ProductKind, Measurement]:
+    """Measure each kind of product of linear layers, without those of `PRODUCTS` that are too slow or too large."""
+    shapes = [shape for shape in PRODUCTS[device.torch_device.type] if _has_room(device, precision, shape)]
     left = _normal(device, precision, max(m * k for m, k, _ in shapes))
     right = _normal(device, precision, max(k * n for _, k, n in shapes))
 
-    def job(of: Product, m: int, k: int, n: int) -> Job:
+    def job(kind: ProductKind, m: int, k: int, n: int) -> Job:
         first, second = left[: m * k], right[: k * n]
-        if of == "output":
+        if kind == "output":
             x, weight = first.view(m, k), second.view(n, k)
             return lambda: functional.linear(x, weight)
-        gradient, other = first.view(k, m).t() if of == "weight gradient" else first.view(m, k), second.view(k, n)
+        gradient, other = first.view(k, m).t() if kind == "weight gradient" else first.view(m, k), second.view(k, n)
         return lambda: gradient @ other
 
-    def found(of: Product, spent: Mapping[Shape, float]) -> tuple[ProductRate, ...]:
-        return tuple(ProductRate(precision, *shape, 2.0 * prod(shape) / each, of) for shape, each in spent.items())
+    def found(kind: ProductKind, spent: Mapping[Shape, float]) -> tuple[ProductRate, ...]:
+        return tuple(ProductRate(precision, *shape, 2.0 * prod(shape) / each, kind) for shape, each in spent.items())
 
-    return {of: Measurement({shape: job(of, *shape) for shape in shapes}, partial(found, of)) for of in PRODUCT_KINDS}
+    return {
+        kind: Measurement({shape: job(kind, *shape) for shape in shapes}, partial(found, kind))
+        for kind in PRODUCT_KINDS
+    }
 
 
 def attention_rates(device: Device, precision: Precision) -> Measurement:
@@ -212,13 +211,15 @@ def copy_bandwidth(device: Device) -> Measurement:
 
 
 def elementwise_rates(device: Device, precision: Precision) -> Measurement:
-    """`ElementwiseRate`s of what a Llama-like layer does besides products and attention, for the `LAYERS` that are fast
-    enough.
+    """`ElementwiseRate`s of what a Llama-like layer does besides products and attention, for those of
+    `ELEMENTWISE_SHAPES` that are fast enough.
 
     That is two norms computed in float32, rotary positions, a gated activation of triple width, and two residuals.
     What products and attention would keep (their inputs and outputs) counts as kept bytes.
     """
-    layers = {size: _StandIn(device, precision, *size) for size in LAYERS[device.torch_device.type]}
+    layers = {
+        size: _LayerWithoutProducts(device, precision, *size) for size in ELEMENTWISE_SHAPES[device.torch_device.type]
+    }
 
     def found(spent: Mapping[tuple[tuple[int, int], str], float]) -> tuple[ElementwiseRate, ...]:
         rows = []
@@ -233,8 +234,8 @@ def elementwise_rates(device: Device, precision: Precision) -> Measurement:
     return Measurement(jobs, found)
 
 
-class _StandIn:
-    """What a layer of `tokens` x `width` does besides products and attention."""
+class _LayerWithoutProducts:
+    """A layer without its matrix products and attention, for an input [tokens, width]."""
 
     def __init__(self, device: Device, precision: Precision, tokens: int, width: int) -> None:
         hidden, up = (_normal(device, precision, tokens * n).view(tokens, n) for n in (width, 3 * width))

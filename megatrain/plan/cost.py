@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -38,7 +38,7 @@ from megatrain.spec import (
     Work,
 )
 from megatrain.spec.contention import NO_CONTENTION, Contention
-from megatrain.spec.hardware import AttentionRate, Product, ProductRate
+from megatrain.spec.hardware import AttentionRate, ProductKind, ProductRate
 from megatrain.spec.layout import Layout, layout_of
 
 # Rates ----------------------------------------------------------------------------------------------------------------
@@ -78,11 +78,13 @@ MEASURED_OVER_PLANNED = 0.91, 1.11
 fit are in this range (`python -m bench.published`: 15 results, by replays of the other systems' schedules)."""
 
 
-def product_seconds(hardware: Hardware, precision: Precision, m: int, k: int, n: int, of: Product = "output") -> float:
+def product_seconds(
+    hardware: Hardware, precision: Precision, m: int, k: int, n: int, kind: ProductKind = "output"
+) -> float:
     """Seconds of one matrix product [m, k] x [k, n]. If none of its kind has been measured, those of outputs count."""
     estimate = _estimated_seconds(hardware, precision, m, k, n)
     total = correction = 0.0
-    for row in _product_rows(hardware, precision, of) or _product_rows(hardware, precision, "output"):
+    for row in _product_rows(hardware, precision, kind) or _product_rows(hardware, precision, "output"):
         ratio = 2.0 * row.m * row.k * row.n / row.flops / _estimated_seconds(hardware, precision, row.m, row.k, row.n)
         squared = log2(m / row.m) ** 2 + log2(k / row.k) ** 2 + log2(n / row.n) ** 2  # octaves between the shapes
         if squared == 0:
@@ -92,8 +94,8 @@ def product_seconds(hardware: Hardware, precision: Precision, m: int, k: int, n:
     return estimate * exp(correction / total) if total else estimate
 
 
-def _product_rows(hardware: Hardware, precision: Precision, of: Product) -> list[ProductRate]:
-    return [row for row in hardware.products if row.of == of and row.precision == precision]
+def _product_rows(hardware: Hardware, precision: Precision, kind: ProductKind) -> list[ProductRate]:
+    return [row for row in hardware.products if row.kind == kind and row.precision == precision]
 
 
 def product_flops(hardware: Hardware, precision: Precision) -> float:
@@ -130,29 +132,14 @@ def elementwise_seconds(
     nbytes: what autograd saves of the layer. passes: times that these bytes move through device memory in the forward
     pass, if no rate is measured.
     """
-    if rows := {row.nbytes: row for row in hardware.elementwise if row.precision == precision}:
-        sizes = sorted(rows)
-        rates = [(rows[size].forward_bandwidth, rows[size].backward_bandwidth) for size in sizes]
-        forward, backward = (_along(sizes, each, nbytes) for each in zip(*rates, strict=True))
-        return forward, backward
+    if rows := [row for row in hardware.elementwise if row.precision == precision]:
+        forward = _seconds_between([(row.nbytes, row.nbytes / row.forward_bandwidth) for row in rows], nbytes)
+        return forward, _seconds_between([(row.nbytes, row.nbytes / row.backward_bandwidth) for row in rows], nbytes)
     if hardware.elementwise_bandwidth:
         forward = nbytes / hardware.elementwise_bandwidth
     else:
         forward = passes * nbytes / (hardware.device_bandwidth or inf)
     return forward, ELEMENTWISE_BACKWARD * forward
-
-
-def _along(sizes: Sequence[int], rates: Sequence[float], nbytes: float) -> float:
-    """Seconds of `nbytes`, linear from nothing through the measured `sizes` (bytes, ascending) and beyond the last. A
-    size that took longer than a larger one is left out. rates: bytes per second at each size."""
-    points: list[tuple[float, float]] = []
-    for size, rate in zip(reversed(sizes), reversed(rates), strict=True):
-        if not points or size / rate < points[0][1]:
-            points.insert(0, (size, size / rate))
-    points.insert(0, (0, 0.0))
-    index = next((i for i, (size, _) in enumerate(points[:-1]) if i and nbytes <= size), len(points) - 1)
-    (low, less), (high, more) = points[index - 1 : index + 1]
-    return less + (nbytes - low) / (high - low) * (more - less)
 
 
 def optimizer_bandwidth(hardware: Hardware, threads: int) -> float:
@@ -218,6 +205,18 @@ def _between(low: AttentionRate, high: AttentionRate, length: int, slow: float, 
         return slow
     share = log(length / low.length) / log(high.length / low.length)
     return slow + share * (fast - slow)
+
+
+def _seconds_between(measured: Iterable[tuple[int, float]], nbytes: float) -> float:
+    """Seconds of `nbytes`, linear from zero through the `measured` points (bytes, seconds) and beyond the largest.
+    Points at least as slow as a larger one are ignored."""
+    points = [(0, 0.0)]
+    for size, seconds in sorted(measured, reverse=True):
+        if len(points) == 1 or (size < points[1][0] and seconds < points[1][1]):
+            points.insert(1, (size, seconds))
+    pairs = list(pairwise(points))
+    (low, less), (high, more) = next((pair for pair in pairs if nbytes <= pair[1][0]), pairs[-1])
+    return less + (nbytes - low) / (high - low) * (more - less)
 
 
 # Ops ------------------------------------------------------------------------------------------------------------------
@@ -597,7 +596,7 @@ class _Prices:
         """Chunks that a layer's token-wise parts run in; 0 if they run whole."""
         return -(-tokens // self.numerics.mlp_chunk_tokens) if runs_in_chunks(unit, self.numerics, tokens) else 0
 
-    def _product(self, param: ParamSpec, tokens: int, of: Product = "output") -> float:
+    def _product(self, param: ParamSpec, tokens: int, kind: ProductKind = "output") -> float:
         """Seconds of one of the products of `tokens` with a weight."""
         *experts, n, k = param.shape
         count, each = 1, tokens
@@ -606,8 +605,8 @@ class _Prices:
             count = min(count, tokens * max(1, round(count * param.active)))
         else:  # a single product, as of a convolution
             n *= prod(experts)
-        shape = {"output": (each, k, n), "input gradient": (each, n, k), "weight gradient": (n, each, k)}[of]
-        return count * product_seconds(self.hardware, self.numerics.precision, *shape, of)
+        shape = {"output": (each, k, n), "input gradient": (each, n, k), "weight gradient": (n, each, k)}[kind]
+        return count * product_seconds(self.hardware, self.numerics.precision, *shape, kind)
 
     def _dispatch(self, unit: UnitSpec, tokens: int) -> float:
         """Seconds in one pass to dispatch tokens to experts and combine the results; 0 without experts."""

@@ -122,7 +122,7 @@ _TABLES: dict[str, tuple[str, Any, dict[str, _Number | _Word]]] = {  # key -> fi
             "k": _COUNT,
             "n": _COUNT,
             "flops_per_second": _FLOPS,
-            "of": _Word(PRODUCT_KINDS, default="output"),
+            "kind": _Word(PRODUCT_KINDS, default="output"),
         },
     ),
     "attention": (

@@ -30,9 +30,9 @@ MIN_SAVED_SHOWN = 0.001
 SHORTEST_LIFE_DAYS = 365.0
 """If a drive would wear out sooner, the plan shows a warning."""
 
-SLOW_PRECISION, TYPICAL_PRODUCT = 2.0, (1024, 1024, 1024)
-"""If products in bfloat16 take so many times as long as in float32, the plan shows a warning; and tokens, inputs and
-outputs of the products that are compared."""
+SLOW_BF16_RATIO, COMPARED_SHAPE = 2.0, (1024, 1024, 1024)
+"""If matrix products in bfloat16 take so many times as long as in float32, the plan shows a warning; and tokens, inputs
+and outputs of the layer that is compared."""
 
 SMALLEST_USE = 10_000
 """A use of less than one part in so many of a tier's bytes is not shown."""
@@ -107,7 +107,7 @@ def tier_name(plan: Plan, tier: str) -> str:
 
 def warning_rows(outlook: Outlook) -> list[tuple[str, str]]:
     """(name, text) of the warnings, which stand before all other rows."""
-    return [("warning", text) for text in (slow_precision(outlook.plan.question), _wear(outlook)) if text]
+    return [("warning", text) for text in (slow_precision_warning(outlook.plan.question), _wear(outlook)) if text]
 
 
 def _wear(outlook: Outlook) -> str:
@@ -119,20 +119,22 @@ def _wear(outlook: Outlook) -> str:
     return f"{written} written to disk per day: {_endurance(days)}"
 
 
-def slow_precision(question: Question) -> str:
-    """The warning of a processor that computes in bfloat16 without having instructions for it, else ""."""
+def slow_precision_warning(question: Question) -> str:
+    """The warning that this processor is slow in bfloat16, for which many have no instructions, else ""."""
     hardware = question.hardware
     if question.precision != "bf16" or not hardware.computes_in_host_memory:
         return ""
     times = _layer_seconds(hardware, "bf16") / _layer_seconds(hardware, "fp32")
-    if times < SLOW_PRECISION:
+    if times < SLOW_BF16_RATIO:
         return ""
-    return f"products take this processor {_two_digits(times)} times as long in bf16 as in fp32: use precision fp32"
+    return (
+        f"matrix products take this processor {_two_digits(times)} times as long in bf16 as in fp32: use precision fp32"
+    )
 
 
 def _layer_seconds(hardware: Hardware, precision: Precision) -> float:
-    """Seconds of the products of a layer of `TYPICAL_PRODUCT`, forward and backward."""
-    return sum(product_seconds(hardware, precision, *TYPICAL_PRODUCT, of) for of in PRODUCT_KINDS)
+    """Seconds of the matrix products of a linear layer of `COMPARED_SHAPE`, forward and backward."""
+    return sum(product_seconds(hardware, precision, *COMPARED_SHAPE, kind) for kind in PRODUCT_KINDS)
 
 
 def summary_rows(outlook: Outlook) -> list[tuple[str, str]]:

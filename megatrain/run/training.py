@@ -57,7 +57,7 @@ from megatrain.model import Progress as LoadingProgress
 from megatrain.model.hub import located
 from megatrain.optim import AdamW, lr_schedule
 from megatrain.plan import Plan, find_plan
-from megatrain.plan.report import slow_precision
+from megatrain.plan.report import slow_precision_warning
 from megatrain.run import resume
 from megatrain.run.data import Corpus, open_corpus, shortened
 from megatrain.run.disk_space import checkpoint_space_warning, refuse_full_disk
@@ -478,7 +478,7 @@ def _show(
         console.print(Text("the first sample; trained text is green", "bold"))
         styled = ((printable(text), "green" if trained else "dim") for text, trained in shortened(corpus.example))
         console.print(Text.assemble(*styled), soft_wrap=True)
-    for warning in slow_precision(plan.question), checkpoint_space_warning(config, ported.spec, steps):
+    for warning in slow_precision_warning(plan.question), checkpoint_space_warning(config, ported.spec, steps):
         if warning:
             warn(console, warning)
     return facts

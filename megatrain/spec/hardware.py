@@ -13,12 +13,16 @@ from megatrain.spec.numerics import Precision
 LinkRoute = Literal["direct", "bus", "host"]
 """How devices of one machine are connected: by direct links, the bus, or the bus and host memory."""
 
-Product = Literal["output", "input gradient", "weight gradient"]
-"""What a product of a linear layer computes, of inputs x, weight w and the outputs' gradient g: x @ w.T, g @ w or
-g.T @ x. These read their operands along other dimensions, and a library may be slow at one of them. As [m, k] x [k, n],
-m is tokens, tokens or outputs; k is inputs, outputs or tokens; n is outputs, inputs or inputs."""
+ProductKind = Literal["output", "input gradient", "weight gradient"]
+"""What a matrix product of a linear layer computes, of inputs x, weight w and the outputs' gradient g:
 
-PRODUCT_KINDS: tuple[Product, ...] = get_args(Product)
+* output: x @ w.T, [tokens, inputs] x [inputs, outputs]
+* input gradient: g @ w, [tokens, outputs] x [outputs, inputs]
+* weight gradient: g.T @ x, [outputs, tokens] x [tokens, inputs]
+
+Each reads its operands in another order, and a library may be slow at one of them."""
+
+PRODUCT_KINDS: tuple[ProductKind, ...] = get_args(ProductKind)
 
 SECTOR = 4096
 """Alignment of direct I/O in bytes, in memory and in files, sufficient for every known drive."""
@@ -38,7 +42,7 @@ class ProductRate:
     k: int
     n: int
     flops: float
-    of: Product = "output"
+    kind: ProductKind = "output"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class ElementwiseRate:
     forward_bandwidth: float
     backward_bandwidth: float
     nbytes: int = 1
-    """Bytes kept by the layer that was measured. If there is one row of a precision, seconds are in proportion."""
+    """Bytes that autograd kept of the layer that was measured. With one row of a precision, time scales with bytes."""
 
 
 @dataclass(frozen=True, slots=True)

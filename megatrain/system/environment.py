@@ -1,4 +1,4 @@
-"""Environment variables: this process's rank and rendezvous address, as set by a launcher, and two defaults of ours."""
+"""Environment variables: this process's rank and rendezvous address, as set by a launcher, and two that we set."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(device_probe.PRODUCTS, "cpu", [(8, 64, 64), (64, 128, 64), (256, 256, 256)])
     monkeypatch.setitem(device_probe.LENGTHS, "cpu", (16, 64))
     monkeypatch.setitem(device_probe.COPIED_WITHIN, "cpu", 1 << 20)
-    monkeypatch.setitem(device_probe.LAYERS, "cpu", ((32, 64),))
+    monkeypatch.setitem(device_probe.ELEMENTWISE_SHAPES, "cpu", ((32, 64),))
     monkeypatch.setattr(megatrain.commands.probe, "MOST_PARAMS", 1 << 20)
     monkeypatch.setattr(megatrain.commands.probe, "FILE_NBYTES", 8 << 20)
     monkeypatch.setattr(megatrain.commands.probe, "FRESH_NBYTES", 1 << 20)
@@ -77,7 +77,7 @@ def test_a_cpu_is_probed_and_saved(cpu: CpuDevice, tmp_path: Path) -> None:
     assert found.shares_memory
     assert found.device_nbytes == found.host_nbytes
     assert found.host_bandwidth == found.optimizer_bandwidth[-1][1]
-    kinds = {(row.precision, row.of) for row in found.products}
+    kinds = {(row.precision, row.kind) for row in found.products}
     assert kinds == set(product(PRECISIONS, PRODUCT_KINDS))
     save_hardware(found, tmp_path / "here.json")
     assert load_hardware(tmp_path / "here.json") == found

@@ -31,7 +31,7 @@ from megatrain.plan import (
 from megatrain.plan.cost import ATTENTION_BACKWARD, ELEMENTWISE_PASSES, MEASURED_OVER_PLANNED, elementwise_seconds
 from megatrain.schedule import build_step
 from megatrain.spec import Hardware, ModelSpec, Numerics, ParamSpec, Policy, Precision, UnitSpec, Work
-from megatrain.spec.hardware import PRODUCT_KINDS, AttentionRate, ElementwiseRate, Product, ProductRate
+from megatrain.spec.hardware import PRODUCT_KINDS, AttentionRate, ElementwiseRate, ProductKind, ProductRate
 
 PLAIN = Hardware("plain", 1 << 40, 1 << 40, 1e10, 2e10, 1e15, 3e11, device_bandwidth=3e12, launch_seconds=5e-6)
 SIZES = st.integers(5, 15).map(lambda power: 1 << power)
@@ -150,7 +150,7 @@ def test_each_product_of_a_layer_is_priced_by_its_own_rate() -> None:
     attention = (AttentionRate("bf16", 4096, 128, 1e30, 1e30),)
     bare = replace(PLAIN, device_bandwidth=None, launch_seconds=None, attention=attention, elementwise_bandwidth=1e30)
 
-    def seconds(flops: dict[Product, float]) -> list[float]:
+    def seconds(flops: dict[ProductKind, float]) -> list[float]:
         rows = tuple(ProductRate("bf16", 1024, 1024, 1024, rate, of) for of, rate in flops.items())
         return [layer_seconds(model, replace(bare, products=rows), kind) for kind in ("FORWARD", "BACKWARD")]
 

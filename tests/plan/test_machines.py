@@ -244,8 +244,8 @@ def test_absurd_figures_are_refused_by_name(tmp_path: Path, key: str, value: Any
             r"products\[0\].precision: 'fp8' is not valid; use bf16 or fp32",
         ),
         (
-            {"products": [{"precision": "bf16", "m": 1, "k": 1, "n": 1, "flops_per_second": 1e9, "of": "inputs"}]},
-            r"products\[0\].of: 'inputs' is not valid; use output, input gradient or weight gradient",
+            {"products": [{"precision": "bf16", "m": 1, "k": 1, "n": 1, "flops_per_second": 1e9, "kind": "inputs"}]},
+            r"products\[0\].kind: 'inputs' is not valid; use output, input gradient or weight gradient",
         ),
         (
             {"optimizer_by_threads": [{"threads": 1, "bytes_per_secnd": 1e9}]},

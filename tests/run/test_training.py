@@ -151,7 +151,9 @@ def test_weights_missing_from_files_are_shown_by_name(tmp_path: Path) -> None:
     assert "1 tensor in its files that the model does not use: vision.[bold]proj\N{REPLACEMENT CHARACTER}" in said
 
 
-def test_the_model_is_split_once_and_the_device_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_is_split_once_and_the_device_measured_once_in_each_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
     for name, place in (("_ported", split_into_units), ("_measured_flops", probe)):
         honest = getattr(place, name)
@@ -167,7 +169,7 @@ def test_the_model_is_split_once_and_the_device_measured_once(tmp_path: Path, mo
 
 
 def test_a_processor_that_is_slow_in_bfloat16_is_warned_of(tmp_path: Path) -> None:
-    told = "products take this processor 10 times as long in bf16 as in fp32: use precision fp32"
+    told = "matrix products take this processor 10 times as long in bf16 as in fp32: use precision fp32"
     for precision, flops, expected in (("bf16", 1e10, True), ("bf16", 6e10, False), ("fp32", 1e10, False)):
         described = replace(machine("cpu-desktop"), flops=flops, flops_fp32=1e11, device_bandwidth=None)
         save_hardware(described, tmp_path / "here.json")
