@@ -11,7 +11,12 @@ searching for contents, a list of markers or rules by model family.
   system text to the last question. For these, the full and the shorter rendering are aligned by an *anchor*: a
   private-use character inserted after the text of one message in both. Removing the anchor must give the rendering
   without it, so an anchor never changes the text; and the text after the anchor must agree in both.
-* A turn for which neither works is refused with the reason. Nothing is guessed.
+* A turn starts earlier if its prompt writes more than the finished turn keeps (`<think>` and a line end, where the turn
+  has `<think></think>`): where the two part, if that is behind the name of the role.
+* Some templates write no end marker, since the token that opens the next message ends the turn (GLM-4.5: `<|user|>`, or
+  `<|observation|>` after a call; the model stops there). That token is then the end of the turn, and is appended to a
+  conversation that ends with one.
+* A turn for which none of this works is refused with the reason. Nothing is guessed.
 
 Not here: tokens (`encode.py`), and templates whose `{% generation %}` marks give the spans (`chat.py`).
 """
@@ -19,9 +24,9 @@ Not here: tokens (`encode.py`), and templates whose `{% generation %}` marks giv
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, islice, pairwise, takewhile
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 Message: TypeAlias = dict[str, Any]
@@ -61,13 +66,27 @@ class Turns:
 
     eos: the end-of-text token, which a template may append after the last message and which belongs to no turn.
     has_end_marker: whether the template writes an end marker after a turn (see `text_after_last_turn`).
+    closers: role of the next message -> the token that opens it and so ends the turn before; empty if turns have end
+    markers.
     """
 
     def __init__(
-        self, renderer: Renderer, messages: Sequence[Message], *, eos: str = "", has_end_marker: bool = True
+        self,
+        renderer: Renderer,
+        messages: Sequence[Message],
+        *,
+        eos: str = "",
+        has_end_marker: bool = True,
+        closers: Mapping[str, str] | None = None,
     ) -> None:
         self.messages = list(messages)
         self.text = renderer.conversation(messages)
+        self._closers = closers or {}
+        last = self.messages[-1]
+        self.closing = self._closers.get("tool" if last.get("tool_calls") else "user", "")
+        """Ends the last turn, which `text` does not; empty if the last message is not the assistant's."""
+        if last["role"] != "assistant":
+            self.closing = ""
         self.renderer = renderer
         self._eos = eos
         self._has_end_marker = has_end_marker
@@ -75,13 +94,18 @@ class Turns:
         self._cache: dict[tuple[_Kind, int, int], str | None] = {}
 
     def span(self, index: int) -> Span:
-        """The span of message `index`, an assistant turn. Raises `UnclearTurn`."""
+        """The span of message `index`, an assistant turn, in the text with `closing`. Raises `UnclearTurn`."""
         start, stop = self._start(index), self._stop(index)
         if stop < start:
             raise UnclearTurn(f"message {index + 1} would end before it starts")
         for other, end in self._content_ends:
             if other != index and start < end <= stop:
                 raise UnclearTurn(f"message {index + 1} would include the content of message {other + 1}")
+        if index == len(self.messages) - 1 and self.closing:
+            return Span(start, len(self.text) + len(self.closing))
+        closer = index + 1 < len(self.messages) and self._closers.get(self.messages[index + 1]["role"])
+        if closer and self.text[stop:].lstrip().startswith(closer):
+            return Span(start, self.text.index(closer, stop) + len(closer))
         return Span(start, start + len(self.text[start:stop].rstrip()))
 
     def spans(self, indices: Sequence[int]) -> list[Span]:
@@ -142,10 +166,19 @@ class Turns:
         if rest.startswith(opening):
             return position + len(opening)
         # The generation prompt may add something (`<think>`, say) that the finished turn does not keep.
-        header = self._header(index)
-        if header is not None and opening.startswith(header) and rest.startswith(header):
-            return position + len(header)
+        header = self._header(index, "assistant")
+        shared = _beginning(opening, header or "", rest)
+        if shared and (shared == header or self._is_past_role(index, shared, opening, rest)):
+            return position + len(shared)
         raise UnclearTurn(f"the template writes message {index + 1} differently after its prompt")
+
+    def _is_past_role(self, index: int, shared: str, opening: str, rest: str) -> bool:
+        """Whether `shared`, with which `opening` and `rest` begin, includes the name of the role of message `index`: it
+        goes on where a user's message differs, and does not end within a word."""
+        other = self._header(index, "user")
+        if other is None or len(shared) <= len(_beginning(opening, other)):
+            return False
+        return not (shared[-1].isalnum() and any(text[len(shared) :][:1].isalnum() for text in (opening, rest)))
 
     def _start_of_first(self) -> int:
         """The start of an assistant turn that begins the conversation: it follows what opens any turn."""
@@ -201,10 +234,12 @@ class Turns:
             return None
         return prompt[len(ended) :]
 
-    def _header(self, index: int) -> str | None:
-        """The text between messages `index` - 1 and `index` in the full text, whatever message `index` says."""
+    def _header(self, index: int, role: str) -> str | None:
+        """The text between messages `index` - 1 and `index` in the full text, whatever message `index` says, if it had
+        this role and no calls."""
         changed = [*self.messages]
-        changed[index] = self._with_filler(index)
+        kept = {key: value for key, value in self.messages[index].items() if key != "tool_calls"}
+        changed[index] = {**kept, "role": role, "content": self._filler}
         changed[index - 1] = self._with_anchor(index - 1)
         _, anchored, rest = (self._render("conversation", changed) or "").partition(self._anchor)
         header, filled, _ = rest.partition(self._filler)
@@ -268,6 +303,26 @@ def text_after_last_turn(renderer: Renderer) -> str | None:
         return None
     _, found, after = text.partition(filler)
     return after if found else None
+
+
+def text_of_next(renderer: Renderer, role: Literal["user", "tool"]) -> str:
+    """The text that the template writes for a message of `role` after an assistant's, which is a call if `role` is
+    `tool`; empty if it cannot be determined."""
+    turn: Message = {"role": "assistant", "content": "x"}
+    if role == "tool":
+        turn["tool_calls"] = [{"type": "function", "function": {"name": "x", "arguments": {}}}]
+    before: list[Message] = [{"role": "user", "content": "x"}, turn]
+    try:
+        text, longer = (renderer.conversation(each) for each in (before, [*before, {"role": role, "content": "x"}]))
+    except RenderError:
+        return ""
+    return longer[len(text) :] if longer.startswith(text) else ""
+
+
+def _beginning(*texts: str) -> str:
+    """The text with which all of `texts` begin."""
+    alike = takewhile(lambda characters: len({*characters}) == 1, zip(*texts, strict=False))
+    return "".join(characters[0] for characters in alike)
 
 
 def _unused_characters(text: str, count: int) -> list[str]:

@@ -20,7 +20,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from megatrain.data.assistant_turns import RenderError, Span, Turns, UnclearTurn, text_after_last_turn
+from megatrain.data.assistant_turns import (
+    RenderError,
+    Span,
+    Turns,
+    UnclearTurn,
+    text_after_last_turn,
+    text_of_next,
+)
 from megatrain.data.messages import Message, Tool
 from megatrain.data.sample_formats import Sample
 from megatrain.data.tokenizer import Tokenizer, render_marked, special_tokens
@@ -29,6 +36,7 @@ from megatrain.system.paths import missing, read_text, usable_path
 from megatrain.system.time_limit import OutOfTime, within
 
 T = TypeVar("T")
+Shape: TypeAlias = tuple[Callable[[Message], Message], ...]
 TrainOn: TypeAlias = Literal["assistant", "last", "all"]
 
 CHOICES = "`chatml`, `none` (contents on lines of their own), or a .jinja file"
@@ -90,8 +98,22 @@ class ChatTemplate:
     @cached_property
     def has_end_marker(self) -> bool:
         """Whether the template ends a turn with a marker, from which a model learns to stop; True if unknown."""
-        after = text_after_last_turn(_Renderer(self, (), "object"))
+        after = text_after_last_turn(_Renderer(self))
         return after is None or bool(after.strip())
+
+    @cached_property
+    def closers(self) -> dict[str, str]:
+        """Role of a message -> the added token that opens it and so ends the assistant's turn before it, for a template
+        without end markers; empty if there are none."""
+        if self.has_end_marker:
+            return {}
+        renderer, closers = _Renderer(self), dict[str, str]()
+        added = {token.content for token in self.tokenizer.added_tokens_decoder.values()} - {self.tokenizer.bos_token}
+        for role in ("user", "tool"):
+            after = text_of_next(renderer, role).lstrip()
+            if opening := max((token for token in added if after.startswith(token)), key=len, default=""):
+                closers[role] = opening
+        return closers
 
 
 def choose_template(
@@ -162,9 +184,9 @@ def mark_chat(sample: Sample, template: ChatTemplate, train_on: TrainOn) -> Mark
         raise _refused(f"does not write {missing_parts[0]}", "message that the template leaves out", sample, template)
     if sample.tools and _rendered(sample, template, ())[1].text == turns.text:
         raise _refused("does not write the tools", "tools that the template leaves out", sample, template)
-    notes = _notes(sample, turns.text, template)
+    notes, text = _notes(sample, turns.text, template), turns.text + turns.closing
     if train_on == "all":
-        return MarkedText(turns.text, (Span(0, len(turns.text)),), notes)
+        return MarkedText(text, (Span(0, len(text)),), notes)
     assistant = [index for index, message in enumerate(sample.messages) if message["role"] == "assistant"]
     chosen = [index for index in assistant if index not in sample.untrained][-1 if train_on == "last" else 0 :]
     try:
@@ -180,7 +202,7 @@ def mark_chat(sample: Sample, template: ChatTemplate, train_on: TrainOn) -> Mark
     except UnclearTurn as error:
         what = f"does not show which characters to train on: {error}"
         raise _refused(what, "turns that cannot be found in the text", sample, template) from error
-    return MarkedText(turns.text, tuple(spans), notes)
+    return MarkedText(text, tuple(spans), notes)
 
 
 def prompt_text(messages: Sequence[Message], template: ChatTemplate) -> str:
@@ -189,7 +211,7 @@ def prompt_text(messages: Sequence[Message], template: ChatTemplate) -> str:
     Raises `DataError` if the template refuses the messages.
     """
     try:
-        return _Renderer(template, (), "object").prompt(messages)
+        return _Renderer(template).prompt(messages)
     except RenderError as error:
         raise DataError(f"refuses the chat ({error})", where=f"the chat template {template.name}") from error
 
@@ -197,15 +219,14 @@ def prompt_text(messages: Sequence[Message], template: ChatTemplate) -> str:
 class _Renderer:
     """An `assistant_turns.Renderer`: a template with the tools of one sample.
 
-    arguments: whether the arguments of function calls are passed as objects or as JSON text, for templates that
-    concatenate them with text (DeepSeek's).
+    shape: changes of each message to what the template expects (see `_rendered`).
     """
 
-    def __init__(self, template: ChatTemplate, tools: Sequence[Tool], arguments: Literal["object", "json"]) -> None:
+    def __init__(self, template: ChatTemplate, tools: Sequence[Tool] = (), shape: Shape = ()) -> None:
         self.template = template
         self.tools: list[Any] | None = [dict(tool) for tool in tools] or None
         self.text = template.text(tools)
-        self.arguments = arguments
+        self.shape = shape
 
     def conversation(self, messages: Sequence[Message]) -> str:
         return self._render(messages, add_generation_prompt=False)
@@ -251,7 +272,9 @@ class _Renderer:
             raise DataError(f"takes too long ({error})", where=where, fix=fix) from error
 
     def _adapted(self, messages: Sequence[Message]) -> list[Message]:
-        return list(messages) if self.arguments == "object" else [_with_json_arguments(message) for message in messages]
+        for change in self.shape:
+            messages = [change(message) for message in messages]
+        return list(messages)
 
 
 @lru_cache(maxsize=16)
@@ -270,15 +293,19 @@ def _uses_power_operator(template: str) -> bool:
 
 
 def _rendered(sample: Sample, template: ChatTemplate, tools: Sequence[Tool]) -> tuple[_Renderer, Turns]:
-    """`sample` rendered with these tools. If the template refuses arguments as objects, JSON text is tried."""
+    """`sample` rendered with these tools.
+
+    If the template refuses calls, their arguments are tried as JSON text and a missing content as an empty one, for
+    templates that concatenate these with text (DeepSeek's).
+    """
     refusals: list[RenderError] = []
     has_calls = any("tool_calls" in message for message in sample.messages)
-    shapes: tuple[Literal["object", "json"], ...] = ("object", "json") if has_calls else ("object",)
-    for arguments in shapes:
-        renderer = _Renderer(template, tools, arguments)
+    for shape in CALL_SHAPES if has_calls else CALL_SHAPES[:1]:
+        renderer = _Renderer(template, tools, shape)
         try:
             eos, has_end_marker = template.tokenizer.eos_token or "", template.has_end_marker
-            return renderer, Turns(renderer, sample.messages, eos=eos, has_end_marker=has_end_marker)
+            closers = {} if GENERATION_MARK.search(renderer.text) else template.closers
+            return renderer, Turns(renderer, sample.messages, eos=eos, has_end_marker=has_end_marker, closers=closers)
         except RenderError as error:
             refusals.append(error)
     what = f"refuses the sample: {refusals[0]}"
@@ -303,7 +330,10 @@ def _notes(sample: Sample, text: str, template: ChatTemplate) -> tuple[str, ...]
     answers = [message for index, message in enumerate(sample.messages) if index not in sample.untrained]
     if any(_is_empty(message) for message in answers if message["role"] == "assistant"):
         notes.append(EMPTY_ANSWER)
-    if not template.has_end_marker:
+    if template.closers:
+        tokens = " or ".join(dict.fromkeys(template.closers.values()))
+        notes.append(f"with turns that end with the token of the next message, {tokens}: nothing else ends them")
+    elif not template.has_end_marker:
         notes.append("with turns that have no end marker, so the model does not learn to stop")
     return tuple(notes)
 
@@ -339,3 +369,15 @@ def _with_json_arguments(message: Message) -> Message:
         for call in message["tool_calls"]
     ]
     return {**message, "tool_calls": calls}
+
+
+def _with_content(message: Message) -> Message:
+    return {"content": "", **message}
+
+
+CALL_SHAPES: tuple[Shape, ...] = (
+    (),
+    (_with_json_arguments,),
+    (_with_content,),
+    (_with_json_arguments, _with_content),
+)

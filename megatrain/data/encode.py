@@ -41,7 +41,7 @@ from megatrain.data.tokenizer import (
 from megatrain.errors import SampleError
 from megatrain.formatting import counted
 
-FORMAT = 1  # part of an encoder's identity: raise it when the same sample would give other tokens or targets
+FORMAT = 2  # part of an encoder's identity: raise it when the same sample would give other tokens or targets
 BATCH_CHARACTERS = 1 << 20  # tokenised in one call, which the tokenizer spreads over its threads
 
 Offsets = npt.NDArray[np.int64]  # (tokens, 2): characters [start, stop)
@@ -261,7 +261,8 @@ def trained_tokens(text: str, offsets: Offsets, spans: Sequence[Span], added: Ma
     first, last = wanted[nearest, 0], wanted[nearest, 1]
     trained: Mask = (first < stops) & (starts < last)
     for token in np.flatnonzero(trained & added & (starts < first)):
-        trained[token] = not text[starts[token] : first[token]].strip()
+        outside, inside = text[starts[token] : first[token]], text[first[token] : stops[token]]
+        trained[token] = not outside.strip() or bool(inside.strip())
     return trained
 
 

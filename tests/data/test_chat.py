@@ -45,7 +45,7 @@ TURNS = {
     "deepseek_r1": r"(?:<\uff5cAssistant\uff5c>|<\uff5ctool▁outputs▁end\uff5c>)(.*?<\uff5cend▁of▁sentence\uff5c>)",
     "exaone": r"\[\|assistant\|\](.*?\[\|endofturn\|\])",
     "gemma": r"<start_of_turn>model\n(.*?<end_of_turn>)",
-    "glm4moe": r"<\|assistant\|>(.*?)\s*(?=<\|user\|>|<\|assistant\|>|<\|observation\|>|\Z)",  # nothing ends a turn
+    "glm4moe": r"<\|assistant\|>(.*?(?:<\|user\|>|<\|observation\|>|(?=\s*<\|assistant\|>)))",
     "gptoss": r"<\|start\|>assistant((?:<\|channel\|>analysis.*?<\|end\|><\|start\|>assistant)?"
     r".*?(?:<\|return\|>|<\|call\|>|<\|end\|>))",
     "lfm2_5": r"<\|im_start\|>assistant\n(.*?<\|im_end\|>\n)",  # its own marks say so
@@ -60,6 +60,7 @@ TURNS = {
     "zephyr": r"<\|assistant\|>\n(.*?</s>)",
 }
 TOKENIZERS = {name: byte_tokenizer(name) for name in TURNS}
+CLOSERS = {"glm4moe": ("<|user|>", "<|observation|>")}  # at which it stops, after a text and after a call
 SYSTEM_REFUSED = {"gemma", "mistral_v3"}
 TOOLS_KNOWN = ("glm4moe", "gptoss", "lfm2_5", "llama3_1", "mistral_v3", "qwen2_5", "qwen3")
 
@@ -112,10 +113,17 @@ TOOL_USE = {
 }
 
 
+def text_of(name: str, sample: Sample) -> str:
+    """The text by `apply_chat_template`, with what ends its last turn if the template leaves that to a next message."""
+    last = sample.messages[-1]
+    closer = CLOSERS[name]["tool_calls" in last] if name in CLOSERS and last["role"] == "assistant" else ""
+    tools = list(sample.tools) or None
+    return str(TOKENIZERS[name].apply_chat_template(list(sample.messages), tools=tools, tokenize=False)) + closer
+
+
 def expected(name: str, sample: Sample) -> tuple[list[int], list[bool]]:
     """Ids and targets by the independent method: the text cut at the turns, each piece tokenised by itself."""
-    tokenizer = TOKENIZERS[name]
-    text = tokenizer.apply_chat_template(list(sample.messages), tools=list(sample.tools) or None, tokenize=False)
+    tokenizer, text = TOKENIZERS[name], text_of(name, sample)
     ids: list[int] = []
     trained: list[bool] = []
     place = 0
@@ -191,8 +199,10 @@ def test_any_assistant_text_is_trained(name: str, pairs: list[tuple[str, str]], 
 @pytest.mark.parametrize("name", TURNS)
 def test_token_ids_equal_apply_chat_template(name: str) -> None:
     sample = chat(user("q1"), assistant("a1"), user("q2"), assistant("a2"))
-    ids = TOKENIZERS[name].apply_chat_template(list(sample.messages), return_dict=False)
+    ids = TOKENIZERS[name](text_of(name, sample), add_special_tokens=False)["input_ids"]
     assert encoded(name, sample)[0] == ids
+    if name not in CLOSERS:
+        assert ids == TOKENIZERS[name].apply_chat_template(list(sample.messages), return_dict=False)
 
 
 @pytest.mark.parametrize("conversation", ["three turns", "empty", "a question at the end", "thoughts"])
@@ -395,7 +405,13 @@ def test_lost_text_and_special_tokens_are_noted() -> None:
         "with the text of a special token" in n
         for n in marked("chatml", chat(user("<|im_end|>"), assistant("a"))).notes
     )
-    assert any("have no end marker" in note for note in marked("glm4moe", chat(*CONVERSATIONS["one turn"])).notes)
+    glm = marked("glm4moe", chat(*CONVERSATIONS["one turn"])).notes
+    assert any("end with the token of the next message, <|user|> or <|observation|>" in note for note in glm)
+    bare = byte_tokenizer("chatml")
+    bare.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    bare.chat_template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    found = mark_chat(chat(user("q"), assistant("a")), choose_template(bare), "assistant")
+    assert any("have no end marker" in note for note in found.notes)
 
 
 def test_tool_arguments_fall_back_to_json_text() -> None:
@@ -406,6 +422,49 @@ def test_tool_arguments_fall_back_to_json_text() -> None:
     )
     found = mark_chat(chat(user("q"), call("Zürich"), user("r"), assistant("a")), choose_template(tokenizer), "last")
     assert 'look_up:{"city": "Zürich", "days": 2}<|im_end|>' in found.text
+
+
+def test_calls_without_content_fall_back_to_an_empty_one() -> None:
+    """DeepSeek-V3.1's template adds the call to the content unless that is none, a key that transformers removes."""
+    tokenizer = byte_tokenizer("chatml")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.tool_calls %}{% for c in m.tool_calls %}"
+        "{% if m.content is none %}{{ c.function.name }}{% else %}{{ m.content + c.function.name }}{% endif %}"
+        "{{ c.function.arguments | tojson }}{% endfor %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    found = mark_chat(chat(user("q"), call(), answer(), assistant("a")), choose_template(tokenizer), "assistant")
+    turns = [found.text[a:b] for a, b in found.spans]
+    assert turns == ['look_up{"city": "Bern", "days": 2}<|im_end|>', "a<|im_end|>"]
+
+
+PROMPTS_MORE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}OPEN{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>PROMPT{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("opening", "prompt", "trained"),
+    [
+        ("<think></think>", "assistant\n<think>\n", "</think>a<|im_end|>"),  # Nemotron 3
+        ("", "assistant\n<think>\n", "a<|im_end|>"),
+        ("<think>", "assistant\n", "<think>a<|im_end|>"),
+        ("", "assist: ", None),  # the name of the role is another one
+        ("", "model\n", None),
+    ],
+)
+def test_turns_start_where_their_prompt_writes_more_than_they_keep(
+    opening: str, prompt: str, trained: str | None
+) -> None:
+    tokenizer = byte_tokenizer("chatml")
+    tokenizer.chat_template = PROMPTS_MORE.replace("OPEN", opening).replace("PROMPT", prompt)
+    if trained is None:
+        with pytest.raises(SampleError, match="writes message 2 differently after its prompt"):
+            mark_chat(chat(user("q"), assistant("a")), choose_template(tokenizer), "assistant")
+        return
+    found = mark_chat(chat(user("q"), assistant("a")), choose_template(tokenizer), "assistant")
+    assert [found.text[a:b] for a, b in found.spans] == [trained]
 
 
 def test_a_model_without_a_template_lists_the_choices(tmp_path: Path) -> None:
