@@ -290,7 +290,8 @@ LOADERS = ("arrow", "csv", "json", "parquet", "text")
 AS_HERE: dict[str, tuple[Any, ...]] = {
     "chat_template": ("tokenizer_default",),
     "ds_type": LOADERS,
-    "message_field_training": ("train", "training"),
+    "message_field_training": ("train", "training", "trainable", "loss", "weight"),
+    "message_field_training_detail": ("train_detail", "training_detail"),
     "roles_to_train": (["assistant"], ["gpt"]),
     "train_on_eos": ("turn",),
     "train_on_eot": ("turn",),

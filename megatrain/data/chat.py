@@ -28,6 +28,7 @@ from megatrain.data.assistant_turns import (
     text_after_last_turn,
     text_of_next,
 )
+from megatrain.data.loss_switches import Parts
 from megatrain.data.messages import Message, Tool
 from megatrain.data.sample_formats import Sample
 from megatrain.data.tokenizer import Tokenizer, render_marked, special_tokens
@@ -186,6 +187,9 @@ def mark_chat(sample: Sample, template: ChatTemplate, train_on: TrainOn) -> Mark
         raise _refused("does not write the tools", "tools that the template leaves out", sample, template)
     notes, text = _notes(sample, turns.text, template), turns.text + turns.closing
     if train_on == "all":
+        if sample.says_untrained:
+            what, fix = "a key says that some of it is not trained, but data.train_on=all trains all text", "remove one"
+            raise SampleError(what, reason="a key that may say what is trained", where=sample.origin, fix=fix)
         return MarkedText(text, (Span(0, len(text)),), notes)
     assistant = [index for index, message in enumerate(sample.messages) if message["role"] == "assistant"]
     chosen = [index for index in assistant if index not in sample.untrained][-1 if train_on == "last" else 0 :]
@@ -199,6 +203,8 @@ def mark_chat(sample: Sample, template: ChatTemplate, train_on: TrainOn) -> Mark
                 spans = [
                     span for span in spans if any(span.start < turn.stop and turn.start < span.stop for turn in own)
                 ]
+        for index in sample.trained_parts.keys() & {*chosen}:
+            spans = _parts_only(spans, turns, index, sample.trained_parts[index])
     except UnclearTurn as error:
         what = f"does not show which characters to train on: {error}"
         raise _refused(what, "turns that cannot be found in the text", sample, template) from error
@@ -219,11 +225,18 @@ def prompt_text(messages: Sequence[Message], template: ChatTemplate) -> str:
 class _Renderer:
     """An `assistant_turns.Renderer`: a template with the tools of one sample.
 
-    shape: changes of each message to what the template expects (see `_rendered`).
+    shape: changes of each message to what the template expects (see `_rendered`). values: the sample's own arguments.
     """
 
-    def __init__(self, template: ChatTemplate, tools: Sequence[Tool] = (), shape: Shape = ()) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        tools: Sequence[Tool] = (),
+        shape: Shape = (),
+        values: Mapping[str, Any] | None = None,
+    ) -> None:
         self.template = template
+        self.values = {**template.values, **(values or {})}
         self.tools: list[Any] | None = [dict(tool) for tool in tools] or None
         self.text = template.text(tools)
         self.shape = shape
@@ -236,7 +249,7 @@ class _Renderer:
 
     def marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """(text, the characters [start, stop) between its generation marks)."""
-        tokenizer, values = self.template.tokenizer, self.template.values
+        tokenizer, values = self.template.tokenizer, self.values
         adapted = self._adapted(messages)
         return self._in_time(lambda: render_marked(tokenizer, adapted, self.tools, template=self.text, values=values))
 
@@ -252,7 +265,7 @@ class _Renderer:
                     chat_template=self.text,
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,
-                    **self.template.values,
+                    **self.values,
                 )
             except Exception as error:  # templates are programs, and may raise anything
                 raise RenderError(first_line(error)) from error
@@ -301,7 +314,7 @@ def _rendered(sample: Sample, template: ChatTemplate, tools: Sequence[Tool]) -> 
     refusals: list[RenderError] = []
     has_calls = any("tool_calls" in message for message in sample.messages)
     for shape in CALL_SHAPES if has_calls else CALL_SHAPES[:1]:
-        renderer = _Renderer(template, tools, shape)
+        renderer = _Renderer(template, tools, shape, sample.values)
         try:
             eos, has_end_marker = template.tokenizer.eos_token or "", template.has_end_marker
             closers = {} if GENERATION_MARK.search(renderer.text) else template.closers
@@ -318,6 +331,23 @@ def _marked_spans(renderer: _Renderer, turns: Turns) -> list[Span]:
     if text != turns.text:
         raise UnclearTurn("it renders a different text when its marks are requested")
     return [Span(start, stop) for start, stop in marks if start < stop]
+
+
+def _parts_only(spans: Sequence[Span], turns: Turns, index: int, parts: Parts) -> list[Span]:
+    """`spans`, of which those in the turn of message `index` keep these parts of its content and what follows it."""
+    turn, content = turns.span(index), turns.messages[index].get("content", "")
+    begin, end = len(content) - len(content.lstrip()), len(content.rstrip())
+    kept = [(max(start, begin), min(stop, end)) for start, stop in parts if start < end and stop > begin]
+    *edges, after = turns.positions(index, [*(offset for part in kept for offset in part), end])
+    wanted = [*zip(edges[::2], edges[1::2], strict=True), (after, len(turns.text) + len(turns.closing))]
+    found: list[Span] = []
+    for span in spans:
+        if span.stop <= turn.start or turn.stop <= span.start:
+            found.append(span)
+            continue
+        pieces = (Span(max(span.start, start), min(span.stop, stop)) for start, stop in wanted)
+        found += [piece for piece in pieces if piece.start < piece.stop]
+    return found
 
 
 def _notes(sample: Sample, text: str, template: ChatTemplate) -> tuple[str, ...]:

@@ -17,8 +17,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Literal
 
+from megatrain.data.loss_switches import as_label
 from megatrain.data.read_rows import Row
-from megatrain.data.sample_formats import FIELDS, Format, Sample, Schema, as_label, read_sample, require_fields
+from megatrain.data.sample_formats import FIELDS, Format, Sample, Schema, read_sample, require_fields
 from megatrain.errors import DataError, SampleError
 
 GOOD: Literal["desirable"] = "desirable"
@@ -90,7 +91,10 @@ def _pair(sample: Sample, other: Sample) -> tuple[Sample, Sample]:
     own, theirs = _prompt_length(sample), _prompt_length(other)
     messages = (*sample.messages[:own], *other.messages[theirs:])
     untrained = {*range(own), *(own + at - theirs for at in other.untrained if at >= theirs)}
-    return sample, replace(sample, messages=messages, untrained=frozenset(untrained), answer=MISMATCHED)
+    parts = {own + at - theirs: trained for at, trained in other.trained_parts.items() if at >= theirs}
+    return sample, replace(
+        sample, messages=messages, untrained=frozenset(untrained), trained_parts=parts, answer=MISMATCHED
+    )
 
 
 def _prompt_length(sample: Sample) -> int:

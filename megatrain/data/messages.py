@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from megatrain.data.json_text import parse_json
+from megatrain.data.loss_switches import is_on, join_switches
 from megatrain.errors import SampleError
 
 # Advice for rows of no known format ----------------------------------------------------------------------------------
@@ -142,6 +143,18 @@ def read_tools(value: object, place: str) -> tuple[Tool, ...]:
     )
 
 
+def read_values(value: object, column: str, place: str) -> dict[str, Any]:
+    """Arguments of the chat template: an object, or its JSON text, without those that are null.
+
+    Raises `SampleError` for anything else.
+    """
+    value = _from_json(value, f"{column!r} is a text", place) if isinstance(value, str) else value
+    if not isinstance(value, Mapping):
+        what = f"{column!r} is {type(value).__name__}, not an object"
+        raise SampleError(what, reason=f"malformed {column!r}", where=place, fix="give names and values")
+    return {str(key): each for key, each in value.items() if each is not None}
+
+
 def read_calls(value: object, place: str) -> list[dict[str, Any]]:
     """Normalise a function call, a list of calls, or the JSON text of either. Raises `SampleError`."""
     if isinstance(value, str):
@@ -186,9 +199,10 @@ def _join_parts(message: Message, number: int, place: str) -> Message:
     """`message`, whose content is a list of parts, with their joined text as its content.
 
     A part is a text, or an object with a `type` and its text under `text` or, in LLaMA-Factory's v1 format, `value`.
-    Parts of type `reasoning` and `tool_call` get their own keys.
+    Parts of type `reasoning` and `tool_call` get their own keys, and parts that are not trained one for them all.
     """
     texts: dict[str, list[str]] = {"text": [], "reasoning": [], "tool_call": []}
+    trained: list[tuple[str, str, bool | None]] = []
     for part in message["content"]:
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
         value = part.get("text", part.get("value")) if isinstance(part, Mapping) else part
@@ -199,11 +213,14 @@ def _join_parts(message: Message, number: int, place: str) -> Message:
                 what = f"message {number} has a part of type {named!r} without 'text' or 'value'"
             raise SampleError(what, reason="content that is not text", where=place, fix="remove it, or the sample")
         texts[str(kind)].append(value)
+        on = is_on(part, f"a part of message {number}", place) if isinstance(part, Mapping) else None
+        trained.append((str(kind), value, on))
     joined: Message = {} if texts["tool_call"] and not texts["text"] else {"content": "".join(texts["text"])}
     if texts["reasoning"]:
         joined["reasoning_content"] = "".join(texts["reasoning"])
     if texts["tool_call"]:
         joined["tool_calls"] = [call for text in texts["tool_call"] for call in read_calls(text, place)]
+    joined |= join_switches(trained, f"message {number}", place)
     return {**{key: value for key, value in message.items() if key != "content"}, **joined}
 
 

@@ -62,7 +62,7 @@ def _with_answer(row: Row, schema: Schema, answer: Any) -> Sample:
     inner = replace(schema, format=kind)
     sample = read_sample(replace(row, fields={**row.fields, inner.column(field): answer}), inner)
     context = len(sample.messages) - 1
-    return sample if kind == "completion" else replace(sample, untrained=frozenset(range(context)))
+    return sample if kind == "completion" else replace(sample, untrained=sample.untrained | frozenset(range(context)))
 
 
 def _share_first_message(chosen: Any, rejected: Any) -> bool:

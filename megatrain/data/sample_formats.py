@@ -7,14 +7,16 @@ A sample is a conversation, a text (possibly after a prompt that is not trained)
     completion   prompt, completion [, tools, system]            two texts, or messages
     alpaca       instruction, output [, input, system, history]  a conversation
     text         text                                            every token is trained
-    tokens       input_ids [, labels, attention_mask]            labels are -100 or the id at the same position
+    tokens       input_ids [, labels, masks]                     labels are -100 or the id at the same position
     preference   chosen, rejected [, prompt and others]          two samples: see `preferences.py`
     unpaired     label [, prompt, completion and others]         two samples: see `kto.py`; never chosen by `auto`
 
 `auto` chooses the first of preference, tokens, chat, sharegpt, completion, alpaca and text whose required fields a row
 has. `columns` gives the names of fields in the user's data, `tags` the names of roles and keys in turns. chat and
-sharegpt are distinguished by the keys of the first turn. Rows labelled good or bad, as data for KTO is, are refused
-unless the format is `unpaired`, since the bad answers would be learned too. Pictures are not supported.
+sharegpt are distinguished by the keys of the first turn. A row of messages may bring arguments of the chat template,
+`chat_template_kwargs`. Keys that say what is not trained are read by `loss_switches.py`. Rows labelled good or bad, as
+data for KTO is, are refused unless the format is `unpaired`, since the bad answers would be learned too. Pictures are
+not supported.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import Any, Literal, NoReturn, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
+from megatrain.data.loss_switches import ONLY_LAST, Parts, as_label, refuse_row_switches, take_switches
 from megatrain.data.messages import (
     OTHER_ROLES,
     ROLES,
@@ -37,6 +40,7 @@ from megatrain.data.messages import (
     read_messages,
     read_tools,
     read_turns,
+    read_values,
     tags_for,
 )
 from megatrain.data.read_rows import Row
@@ -47,20 +51,24 @@ Format: TypeAlias = Literal[
     "auto", "preference", "chat", "alpaca", "sharegpt", "completion", "text", "tokens", "unpaired"
 ]
 
+VALUES = "chat_template_kwargs"
+CONTEXT = ("tools", "system", VALUES)
+TARGET_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
+"""Fields of token ids that are 0 for those that are no targets: TRL's, and verl's."""
 # Format -> its (required, optional) fields, in the order in which `auto` tries them.
 FIELDS: dict[Format, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "preference": (("chosen", "rejected"), ("prompt", "instruction", "input", "conversations", "tools", "system")),
-    "tokens": (("input_ids",), ("labels", "attention_mask")),
-    "chat": (("messages",), ("tools", "system")),
-    "sharegpt": (("conversations",), ("tools", "system")),
-    "completion": (("prompt", "completion"), ("tools", "system")),
-    "alpaca": (("instruction", "output"), ("input", "system", "history")),
+    "preference": (("chosen", "rejected"), ("prompt", "instruction", "input", "conversations", *CONTEXT)),
+    "tokens": (("input_ids",), ("labels", "attention_mask", *TARGET_MASKS)),
+    "chat": (("messages",), CONTEXT),
+    "sharegpt": (("conversations",), CONTEXT),
+    "completion": (("prompt", "completion"), CONTEXT),
+    "alpaca": (("instruction", "output"), ("input", "system", "history", VALUES)),
     "text": (("text",), ()),
     "unpaired": (
         ("label",),
         (
             *("prompt", "completion", "messages", "conversations", "instruction", "input", "output", "history"),
-            *("tools", "system"),
+            *CONTEXT,
         ),
     ),
 }
@@ -83,10 +91,6 @@ AMBIGUOUS_LABELS = ("label", "chosen", "rejected")
 """Labels that may also hold a class or an answer, so only booleans count in a single row."""
 LABELLED = "says whether the answer is good or bad, as data for KTO does"
 LABELLED_FIX = "set train.objective=kto, or keep the rows with good answers and remove the column"
-WEIGHTS = ("weight", "loss_weight")
-"""Keys of a message with its loss weight, in the formats of OpenAI and LLaMA-Factory."""
-SWITCHES = ("train", "training")
-"""Keys of a message with a boolean that says whether it is trained, in axolotl's format."""
 ROLE_NAMES = {*ROLES, *OTHER_ROLES, *(name for _, names in TAGS.values() for name in names)}
 MEDIA = ("image", "video", "audio")
 NOT_A_TARGET = -100
@@ -136,7 +140,10 @@ class Sample:
     origin: str  # the place of its row
     messages: tuple[Message, ...] = ()
     tools: tuple[Tool, ...] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)  # arguments of the chat template, before those of the run
     untrained: frozenset[int] = frozenset()  # messages not trained: those of a prompt, and those with a weight of 0
+    trained_parts: Mapping[int, Parts] = field(default_factory=dict)  # message -> its only trained characters
+    says_untrained: bool = False  # whether keys of its row say that messages, or parts of them, are not trained
     prompt: str = ""  # precedes `text` and is not trained
     text: str | None = None
     ids: TokenArray | None = None
@@ -200,9 +207,16 @@ def read_sample(row: Row, schema: Schema) -> Sample:
     """The sample in `row`, by a schema whose format is not `auto`. Raises `SampleError` for an unusable row."""
     require_fields(row, schema)
     _refuse_labels(row, schema)
+    required, optional = FIELDS[schema.format]
+    known = {ONLY_LAST, *(schema.column(name) for name in (*required, *optional))}
+    refuse_row_switches(row.fields, known, row.place, is_text=schema.format == "text")
     sample = _READERS[schema.format](row, schema)
     _require_text_only(row, sample)
-    return _apply_weights(sample) if sample.messages else sample
+    if not sample.messages:
+        return sample
+    values = row.fields.get(schema.column(VALUES))
+    sample = replace(sample, values=read_values(values, schema.column(VALUES), row.place) if values else {})
+    return _with_switches(sample, row)
 
 
 def require_fields(row: Row, schema: Schema) -> None:
@@ -229,13 +243,6 @@ def _refuse_labels(row: Row, schema: Schema) -> None:
         if isinstance(value, bool | np.bool_) or (plain not in AMBIGUOUS_LABELS and as_label(value) is not None):
             what = f"{name!r} {LABELLED}"
             raise SampleError(what, reason="labelled as good or bad", where=row.place, fix=LABELLED_FIX)
-
-
-def as_label(value: Any) -> bool | None:
-    """0, 1, true or false, or one of these as text, as a boolean; None for anything else."""
-    if isinstance(value, str):
-        return {"0": False, "1": True, "false": False, "true": True}.get(value.strip().lower())
-    return bool(value) if isinstance(value, int | float | np.integer | np.bool_) and value in (0, 1) else None
 
 
 class LabelCheck:
@@ -313,7 +320,7 @@ def _read_sharegpt(row: Row, schema: Schema) -> Sample:
 def _read_completion(row: Row, schema: Schema) -> Sample:
     prompt, completion = (row.fields[schema.column(name)] for name in ("prompt", "completion"))
     if isinstance(prompt, str) and isinstance(completion, str):
-        for name in ("system", "tools"):
+        for name in CONTEXT:
             if row.fields.get(schema.column(name)):
                 what = f"{schema.column(name)!r} beside a prompt that is text, not messages, which has no place for it"
                 fix = "write the prompt as messages, or rename it to instruction and its answer to output"
@@ -359,6 +366,11 @@ def _read_tokens(row: Row, schema: Schema) -> Sample:
             what = f"label {labels[at]} at position {at} is neither {NOT_A_TARGET} nor the id there, {ids[at]}"
             fix = "give each label at the position of its token; do not shift labels"
             raise SampleError(what, reason="labels that are not the ids", where=row.place, fix=fix)
+    for name in TARGET_MASKS:
+        if row.fields.get(schema.column(name)) is not None:
+            mask = _integers(row, schema, name)
+            _require_length(len(mask), len(ids), row, schema.column(name))
+            trained = trained & (mask != 0)
     if row.fields.get(schema.column("attention_mask")) is not None:
         mask = _integers(row, schema, "attention_mask") != 0
         _require_length(len(mask), len(ids), row, schema.column("attention_mask"))
@@ -379,22 +391,23 @@ _READERS = {
 }
 
 
-def _apply_weights(sample: Sample) -> Sample:
-    """Turn the loss weights of messages (0, 1 or a boolean) into `untrained`, and remove their keys, which no template
-    uses."""
-    untrained = set(sample.untrained)
-    messages = []
-    for number, message in enumerate(sample.messages):
-        weights = {key: message[key] for key in WEIGHTS if key in message}
-        weights |= {key: message[key] for key in SWITCHES if isinstance(message.get(key), bool)}
-        for key, weight in weights.items():
-            if weight not in (0, 1):
-                what = f"message {number + 1} has a {key} of {weight!r}"
-                raise SampleError(what, reason="fractional weight", where=sample.origin, fix="a weight is 0 or 1")
-        if not all(weights.values()):
-            untrained.add(number)
-        messages.append({key: value for key, value in message.items() if key not in weights})
-    return replace(sample, messages=tuple(messages), untrained=frozenset(untrained))
+def _with_switches(sample: Sample, row: Row) -> Sample:
+    """`sample`, with what the keys of its messages and of the row say about what is trained (see `loss_switches`)."""
+    messages, switches = take_switches(sample.messages, row.place)
+    off = {*switches.off}
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if (only_last := row.fields.get(ONLY_LAST)) is not None:
+        if as_label(only_last) is None:
+            what = f"{ONLY_LAST!r} is {only_last!r}, not true or false"
+            raise SampleError(what, reason=f"malformed {ONLY_LAST!r}", where=row.place, fix="correct it")
+        off |= {*(answers[:-1] if as_label(only_last) else ())}
+    return replace(
+        sample,
+        messages=messages,
+        untrained=sample.untrained | off,
+        trained_parts=switches.parts,
+        says_untrained=bool(off or switches.parts),
+    )
 
 
 def _with_system(messages: Sequence[Message], row: Row, schema: Schema) -> tuple[Message, ...]:
