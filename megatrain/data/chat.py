@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -51,6 +52,11 @@ NONE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
 )
 TRL = "trl"
+NOW = "strftime_now"
+NOW_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+NOW_ASKED = re.compile(r"strftime_now\s+is\s+(not\s+)?defined")
+DIRECTIVES = (*"aAbBcCdDeFGhHIjklmMnpPrRStTuUVwWxXyYzZfs", *(f"-{code}" for code in "deHIjklmMSUVWy"))
+"""Codes of `strftime`, Python's and those of the C library on Linux."""
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THINK_BLOCK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 TIME_LIMIT_SECONDS = 10.0
@@ -77,6 +83,7 @@ class ChatTemplate:
     name: str
     own: str | None = None  # Jinja text; None: the tokenizer's, which may have another one for tools
     values: Mapping[str, Any] = field(default_factory=dict)  # template variables: `enable_thinking`, say
+    moment: datetime | None = None  # what `strftime_now` of a template tells; None: the time of each rendering
 
     def text(self, tools: Sequence[Tool]) -> str:
         """The Jinja text for a conversation with these tools. Raises `DataError` if there is none."""
@@ -118,22 +125,26 @@ class ChatTemplate:
 
 
 def choose_template(
-    tokenizer: Tokenizer, choice: str = "model", values: Mapping[str, Any] | None = None
+    tokenizer: Tokenizer,
+    choice: str = "model",
+    values: Mapping[str, Any] | None = None,
+    moment: datetime | None = None,
 ) -> ChatTemplate:
     """The template called `choice`: `model` (the model's own), `trl` (TRL's variant of it), `chatml`, `none`, or the
     path of a file.
 
-    values: template variables. If the vocabulary has no `<|im_end|>`, the built-in ChatML also ends a turn with the
-    end-of-text token, so that the model can stop. Raises `DataError` if there is no such template.
+    values: template variables. moment: see `ChatTemplate`. If the vocabulary has no `<|im_end|>`, the built-in ChatML
+    also ends a turn with the end-of-text token, so that the model can stop. Raises `DataError` if there is no such
+    template.
     """
     chosen = dict(values or {})
     if choice in ("model", TRL) and not tokenizer.chat_template:
         what = "the model has no chat template"
         raise DataError(what, where=str(tokenizer.name_or_path), fix=f"set data.chat_template: {CHOICES}")
     if choice == TRL:
-        return ChatTemplate(tokenizer, TRL, _training_template(tokenizer), chosen)
+        return ChatTemplate(tokenizer, TRL, _training_template(tokenizer), chosen, moment)
     if choice == "model":
-        return ChatTemplate(tokenizer, f"of {tokenizer.name_or_path or 'the tokenizer'}", None, chosen)
+        return ChatTemplate(tokenizer, f"of {tokenizer.name_or_path or 'the tokenizer'}", None, chosen, moment)
     if choice == "chatml":
         end = CHATML_END if CHATML_END in tokenizer.get_vocab() else CHATML_END + (tokenizer.eos_token or "")
         return ChatTemplate(tokenizer, choice, CHATML.replace("END", end), chosen)
@@ -147,7 +158,7 @@ def choose_template(
             f"no chat template is called {choice!r}", where="data.chat_template", fix=f"name `model`, `trl`, {CHOICES}"
         )
     try:
-        return ChatTemplate(tokenizer, choice, read_text(path), chosen)
+        return ChatTemplate(tokenizer, choice, read_text(path), chosen, moment)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot be read ({first_line(error)})", where=choice, fix="name a text file") from error
 
@@ -238,7 +249,7 @@ class _Renderer:
         self.template = template
         self.values = {**template.values, **(values or {})}
         self.tools: list[Any] | None = [dict(tool) for tool in tools] or None
-        self.text = template.text(tools)
+        self.text = _with_clock(template.text(tools), template.moment)
         self.shape = shape
 
     def conversation(self, messages: Sequence[Message]) -> str:
@@ -288,6 +299,26 @@ class _Renderer:
         for change in self.shape:
             messages = [change(message) for message in messages]
         return list(messages)
+
+
+def dates_in(template: str, moment: datetime) -> list[str]:
+    """What a template writes of `moment`: the dates of its calls of `strftime_now`, or the moment if one is unclear."""
+    dates = [moment.strftime(call[2]) for call in NOW_CALL.finditer(template)]
+    return [*dates, moment.isoformat()] if NOW in NOW_ASKED.sub("", NOW_CALL.sub("", template)) else dates
+
+
+def _with_clock(template: str, moment: datetime | None) -> str:
+    """`template`, whose `strftime_now` tells `moment`.
+
+    transformers passes no functions to templates, so a macro takes the place of its own. The line end behind it is
+    removed by `trim_blocks`, which keeps the white space of the template as it is.
+    """
+    if moment is None or NOW not in template:
+        return template
+    told = {f"%{code}": moment.strftime(f"%{code}") for code in DIRECTIVES}
+    steps = [("%%", "\0"), *told.items(), ("\0", "%")]
+    filters = " | ".join(f"replace({json.dumps(code)}, {json.dumps(text)})" for code, text in steps)
+    return f"{{%- macro {NOW}(format) -%}}{{{{ format | {filters} }}}}{{%- endmacro %}}\n{template}"
 
 
 @lru_cache(maxsize=16)

@@ -17,6 +17,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
@@ -25,7 +26,16 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.data.assistant_turns import Span
-from megatrain.data.chat import EMPTY_ANSWER, ChatTemplate, MarkedText, TrainOn, choose_template, mark_chat, prompt_text
+from megatrain.data.chat import (
+    EMPTY_ANSWER,
+    ChatTemplate,
+    MarkedText,
+    TrainOn,
+    choose_template,
+    dates_in,
+    mark_chat,
+    prompt_text,
+)
 from megatrain.data.messages import Message
 from megatrain.data.read_rows import LeftOut
 from megatrain.data.sample_formats import NOT_A_TARGET, Sample
@@ -125,16 +135,30 @@ class Statistics:
 
 
 class Encoder:
-    """A tokenizer with options, and what is derived from them once."""
+    """A tokenizer with options, and what is derived from them once.
 
-    def __init__(self, tokenizer: Tokenizer, options: EncodeOptions | None = None) -> None:
+    moment: whose date a chat template writes that asks for it; by default now.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, options: EncodeOptions | None = None, moment: datetime | None = None
+    ) -> None:
         self.tokenizer = tokenizer
         self.options = options or EncodeOptions()
+        self.moment = moment or datetime.now()
 
     @cached_property
     def template(self) -> ChatTemplate:
         """The chat template, chosen on first use. Raises `DataError` if the model has none and none was chosen."""
-        return choose_template(self.tokenizer, self.options.template, self.options.template_values)
+        return choose_template(self.tokenizer, self.options.template, self.options.template_values, self.moment)
+
+    @cached_property
+    def dates(self) -> list[str]:
+        """What the chat template writes of `moment`; none for most templates."""
+        chosen = None if self.options.template == "model" else self.template.own
+        own = self.tokenizer.chat_template if chosen is None else chosen
+        texts = own.values() if isinstance(own, Mapping) else [own or ""]
+        return [date for text in texts for date in dates_in(text, self.moment)]
 
     def prompt_ids(self, question: str) -> list[int]:
         """The prompt of a chat in which a user asks `question`, with the generation prompt."""
@@ -171,7 +195,7 @@ class Encoder:
         chosen = None if self.options.template == "model" else self.template.own
         own = self.tokenizer.chat_template if chosen is None else chosen
         special = self.tokenizer.special_tokens_map  # templates refer to them
-        content = [FORMAT, tokenizer_identity(self.tokenizer), own, special, asdict(self.options)]
+        content = [FORMAT, tokenizer_identity(self.tokenizer), own, special, asdict(self.options), self.dates]
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 

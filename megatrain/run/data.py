@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import partial
 from itertools import count
 from typing import Any
@@ -90,6 +91,8 @@ class Corpus:
     """The first sample as (text, whether it is trained) pieces; empty for plain text."""
     chats: Encoder | None = None
     """Chat template that turns conversations into ids; `None` if the data has none."""
+    moment: str = ""
+    """When the run first rendered its chats, in ISO format: templates that write the date write this one."""
 
     def first_batch(self) -> Batch:
         """A validation batch, or if there is none, a training batch."""
@@ -167,20 +170,22 @@ def open_corpus(
     model: Any,
     world: World = ALONE,
     *,
+    moment: str | None = None,
     processes: int = 1,
     progress: Progress | None = None,
 ) -> Corpus:
     """Open the data of a run, packed for the model and the plan's micro-batches; each rank gets its own share.
 
-    config: with the sizes chosen by the plan. vocabulary: number of token ids of the model. processes: number of
-    processes for encoding samples. progress: called with the progress of that.
+    config: with the sizes chosen by the plan. vocabulary: number of token ids of the model. moment: `Corpus.moment` of
+    a run that is resumed. processes: number of processes for encoding samples. progress: called with the progress of
+    that.
 
     Raises `DataError` for data that cannot be used, `ModelError` if the model cannot be trained as asked.
     """
     data, size = config.data, plan.micro_batch
-    opened = _Opening(
-        config, size, tokenizer, vocabulary, model, partial(prepare_samples, processes=processes, progress=progress)
-    )
+    prepare = partial(prepare_samples, processes=processes, progress=progress)
+    moment = world.exchange("the date", moment or datetime.now().isoformat(timespec="seconds"))[0]
+    opened = _Opening(config, size, tokenizer, vocabulary, model, prepare, datetime.fromisoformat(moment))
     parts = list(opened.parts())
     loader = Loader(
         [part.training for part in parts] if len(parts) > 1 else parts[0].training,
@@ -208,7 +213,9 @@ def open_corpus(
     if chats is not None:  # so that the saved model uses the template it was trained with
         opened.tokenizer.chat_template = chats.template.saved_text
     example = next((part.example for part in parts if part.example), [])
-    return Corpus(loader, validation, data.sequence_length, facts, example, chats)
+    if chats is not None and chats.dates:
+        facts.append(("date", f"the chat template writes {', '.join(dict.fromkeys(chats.dates))}"))
+    return Corpus(loader, validation, data.sequence_length, facts, example, chats, moment)
 
 
 def _distinct(named: Iterable[tuple[str, Batching]]) -> dict[str, Batching]:
@@ -266,15 +273,17 @@ class _Opening:
         vocabulary: int,
         model: Any,
         prepare: Callable[..., SampleFile],
+        moment: datetime,
     ) -> None:
-        """prepare: `prepare_samples` with its options bound."""
+        """prepare: `prepare_samples` with its options bound. moment: see `Encoder`."""
         self.config, self.data, self.micro_batch = config, config.data, micro_batch
         self.tokenizer, self.vocabulary, self.model = tokenizer, vocabulary, model
         self.cache, self.split, self.fraction = config.data.cache_folder, self.data.split, self.data.validation_fraction
         self.prefers, self.unpaired = config.train.prefers, config.train.objective == "kto"
         self.noun = "pair" if self.prefers and not self.unpaired else "sample"
         self.schema, self.prepare = schema_of(config), prepare
-        self.encoder = Encoder(tokenizer, _options(self.data, self.data.sequence_length))
+        self.moment = moment
+        self.encoder = Encoder(tokenizer, _options(self.data, self.data.sequence_length), moment)
         self._packs: bool | None = None
 
     def validation(self) -> Iterator[_Part]:
@@ -352,7 +361,7 @@ class _Opening:
         data = self.data
         source = source_called(name, self.schema, split=self.split, subset=data.subset, pattern=data.pattern)
         runs_on = data.packing == "windows" or (data.packing == "auto" and begins_with_text(source))
-        encoder = Encoder(self.tokenizer, _options(data, None)) if runs_on else self.encoder
+        encoder = Encoder(self.tokenizer, _options(data, None), self.moment) if runs_on else self.encoder
         whole = self.prepare(source, encoder, cache=self.cache, bad=data.bad_samples)
         whole.tokens.require_ids_below(self.vocabulary)
         self._refuse_other_kind(whole, name)
@@ -384,7 +393,7 @@ class _Opening:
         source = source_called(name, self.schema, split=self.split, subset=data.subset, pattern=data.pattern)
         runs_on = data.packing == "windows" or (data.packing == "auto" and begins_with_text(source))
         how: Packing = "windows" if runs_on else "best_fit" if self._can_pack() else "grouped"
-        encoder = Encoder(self.tokenizer, _options(data, None)) if runs_on else self.encoder
+        encoder = Encoder(self.tokenizer, _options(data, None), self.moment) if runs_on else self.encoder
         micro_batch, bad = self.micro_batch, data.bad_samples
         rows = StreamRows(source, encoder, how, window=window, micro_batch=micro_batch, seed=seed, bad=bad)
         rows.row(0)

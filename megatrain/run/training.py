@@ -139,7 +139,7 @@ def run_training(config: Config, console: Console) -> Path:
             optimizer_of({"optimizer": _optimizer(config.train)}, ported.structure)  # check its patterns now
             plan = _plan(config, ported.spec, device, ranks, taken)
         config = _resolved(config, plan, ranks)
-        corpus = _corpus(config, plan, tokenizer, vocabulary, source.model, ranks, console)
+        corpus = _corpus(config, plan, tokenizer, vocabulary, source.model, ranks, console, taken)
         stack.callback(_close, corpus, say)
         feed = Feed(corpus.loader)
         begins = 0 if taken is None else resume.take_up_data(feed, taken, config, say)
@@ -161,7 +161,7 @@ def run_training(config: Config, console: Console) -> Path:
                 take_up_reference(config, corpus, engine, plan, taken, progress)
         if config.trace_file is not None and ranks.leads:
             engine.trace(config.trace_file)
-        checkpoints = _checkpoints(config, engine, feed, tokenizer, plan, lowest)
+        checkpoints = _checkpoints(config, engine, feed, tokenizer, plan, lowest, corpus.moment)
         facts = _show(config, engine, source, ported, corpus, plan, console, steps)
         epochs = _epochs(config.train, corpus.loader, steps - begins)
         own = metrics, tasks
@@ -266,11 +266,19 @@ def _optimizer(train: TrainSection) -> AdamW:
 
 
 def _corpus(
-    config: Config, plan: Plan, tokenizer: Tokenizer, vocabulary: int, model: Any, ranks: Ranks, console: Console
+    config: Config,
+    plan: Plan,
+    tokenizer: Tokenizer,
+    vocabulary: int,
+    model: Any,
+    ranks: Ranks,
+    console: Console,
+    taken: Checkpoint | None,
 ) -> Corpus:
-    """Open the data, encoding it on this rank's cores."""
+    """Open the data, encoding it on this rank's cores, with the date of the run that is resumed."""
+    moment = None if taken is None else resume.facts_of(taken).get("moment")
     with preparing(console) as told:
-        how = partial(open_corpus, world=ranks.world, processes=ranks.threads, progress=told)
+        how = partial(open_corpus, world=ranks.world, moment=moment, processes=ranks.threads, progress=told)
         return how(config, plan, tokenizer, vocabulary, model)
 
 
@@ -422,9 +430,9 @@ def _engine(
 
 
 def _checkpoints(
-    config: Config, engine: Engine, feed: Feed, tokenizer: Tokenizer, plan: Plan, lowest: LowestLoss
+    config: Config, engine: Engine, feed: Feed, tokenizer: Tokenizer, plan: Plan, lowest: LowestLoss, moment: str
 ) -> Checkpoints:
-    """The run's checkpoint writer. Raises `DoesNotFit` if there is no memory for it."""
+    """The run's checkpoint writer. moment: see `Corpus`. Raises `DoesNotFit` if there is no memory for it."""
     how = config.checkpoint
     if how.every:
         engine.saver.reserve()
@@ -433,7 +441,7 @@ def _checkpoints(
         config.checkpoints,
         Retention(how.keep_last, how.keep_every, max(how.keep_best, config.output.best)),
         feed,
-        {"config": resume.with_numbers(config, plan.numerics).model_dump(mode="json")},
+        {"config": resume.with_numbers(config, plan.numerics).model_dump(mode="json"), "moment": moment},
         write_more=partial(save_tokenizer, tokenizer),
         trust_remote_code=config.model.trust_remote_code,
         lowest=lowest,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatrain.checkpoint import checkpoints, step_of
 from megatrain.commands.generate import GenerationModel, Sampling, run_chat, run_generation
 from megatrain.config import Config
 from megatrain.errors import ConfigError, DataError, ModelError
@@ -100,6 +103,47 @@ def test_a_cached_run_is_identical(tmp_path: Path, packing: str) -> None:
     assert losses(tmp_path / "run") == first
     assert "60 samples" in said
     assert ("like lengths together" in said) == (packing == "grouped")
+
+
+DATED = (
+    "{% for m in messages %}{% if loop.first %}{{ strftime_now('%d %b %Y') }}\n{% endif %}"
+    "{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("streaming", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_run_that_is_resumed_on_another_day_keeps_its_date(
+    streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dated.jinja").write_text(DATED)
+
+    class Clock(datetime):
+        today = "2026-01-31T23:59:59"
+
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return datetime.fromisoformat(cls.today)
+
+    for module in ("megatrain.run.data", "megatrain.data.encode", "transformers.utils.chat_template_utils"):
+        monkeypatch.setattr(f"{module}.datetime", Clock)
+    steps = {"steps": 2, "lr_scheduler": "constant"}
+    config = chat_run(tmp_path, train=steps, chat_template=str(tmp_path / "dated.jinja"), streaming=streaming)
+
+    def into(name: str, **more: Any) -> Config:
+        output = config.output.model_copy(update={"folder": str(tmp_path / name)})
+        return config.model_copy(update={"output": output, **more})
+
+    keep = config.checkpoint.model_copy(update={"every": 1, "keep_last": 9})
+    said = train(into("run", checkpoint=keep))
+    assert "the chat template writes 31 Jan 2026" in said
+    whole = losses(tmp_path / "run")
+    Clock.today = "2026-02-01T00:00:01"
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    (taken,) = [path for path in checkpoints(tmp_path / "run" / "checkpoints") if step_of(path) == 1]
+    assert "the chat template writes 31 Jan 2026" in train(into("part", resume=str(taken)))
+    assert losses(tmp_path / "part") == whole[1:]
+    assert "the chat template writes 01 Feb 2026" in train(into("fresh"))
+    assert losses(tmp_path / "fresh")[0] != whole[0]
 
 
 def test_text_and_chats_are_mixed_by_weight_and_duplicates_reported(tmp_path: Path) -> None:
