@@ -183,6 +183,8 @@ class Turns:
         # The generation prompt may add something (`<think>`, say) that the finished turn does not keep.
         header = self._header(index, "assistant")
         shared = _beginning(opening, header or "", rest)
+        if shared != header:
+            shared = re.sub(r"[<\[][^<>\[\]\s]*$", "", shared)  # `<think>` and `</think>` differ as a whole
         if shared and (shared == header or self._is_past_role(index, shared, opening, rest)):
             return position + len(shared)
         raise UnclearTurn(f"the template writes message {index + 1} differently after its prompt")

@@ -61,6 +61,7 @@ GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THINK_BLOCK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 TIME_LIMIT_SECONDS = 10.0
 """For rendering one conversation; the slowest known template takes a thousandth of it."""
+MARKED_BY_TRL = " (data.chat_template=trl has marks for the templates of many models)"
 EMPTY_ANSWER = "with an empty answer, of which only the end is learned"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
@@ -218,7 +219,7 @@ def mark_chat(sample: Sample, template: ChatTemplate, train_on: TrainOn) -> Mark
             spans = _parts_only(spans, turns, index, sample.trained_parts[index])
     except UnclearTurn as error:
         what = f"does not show which characters to train on: {error}"
-        raise _refused(what, "turns that cannot be found in the text", sample, template) from error
+        raise _refused(f"{what}{MARKED_BY_TRL}", "turns that cannot be found in the text", sample, template) from error
     return MarkedText(text, tuple(spans), notes)
 
 

@@ -448,6 +448,8 @@ PROMPTS_MORE = (
     ("opening", "prompt", "trained"),
     [
         ("<think></think>", "assistant\n<think>\n", "</think>a<|im_end|>"),  # Nemotron 3
+        ("</think>", "assistant\n<think>", "</think>a<|im_end|>"),  # DeepSeek-V3.1 that is asked to think
+        ("[/THINK]", "assistant\n[THINK]", "[/THINK]a<|im_end|>"),
         ("", "assistant\n<think>\n", "a<|im_end|>"),
         ("<think>", "assistant\n", "<think>a<|im_end|>"),
         ("", "assist: ", None),  # the name of the role is another one

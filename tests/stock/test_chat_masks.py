@@ -20,6 +20,7 @@ import pytest
 
 from megatrain.data.chat import DIRECTIVES, choose_template, mark_chat
 from megatrain.data.encode import EncodedSample, EncodeOptions, Encoder, Statistics, encode_samples
+from megatrain.data.preferences import read_pair
 from megatrain.data.read_rows import Row
 from megatrain.data.sample_formats import Sample, Schema, read_sample
 from megatrain.errors import SampleError
@@ -235,6 +236,9 @@ def test_a_rows_own_template_arguments_reach_the_template_as_in_trl() -> None:
         expected = tokenizer_of("gptoss").apply_chat_template(CHATS["one turn"], reasoning_effort=effort)
         assert found.ids.tolist() == expected["input_ids"]
         assert f"Reasoning: {effort}" in tokenizer_of("gptoss").decode(found.ids)
+    pair = {"prompt": [user("q")], "chosen": [assistant("a")], "rejected": [assistant("b")]}
+    row = Row({**pair, "chat_template_kwargs": {"reasoning_effort": "high", "absent": None}}, "r", "r:1")
+    assert [each.values for each in read_pair(row, Schema("preference"))] == [{"reasoning_effort": "high"}] * 2
     own = Sample("r:1", tuple(CHATS["one turn"]), values={"enable_thinking": True})
     template = choose_template(byte_tokenizer("qwen3"), values={"enable_thinking": False})
     spans = [mark_chat(each, template, "assistant").spans for each in (own, Sample("r:1", own.messages))]
