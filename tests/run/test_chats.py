@@ -6,6 +6,7 @@ import json
 import shutil
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,11 @@ import torch
 from megatrain.checkpoint import checkpoints, step_of
 from megatrain.commands.generate import GenerationModel, Sampling, run_chat, run_generation
 from megatrain.config import Config
+from megatrain.data import load_tokenizer
+from megatrain.dist import World
 from megatrain.errors import ConfigError, DataError, ModelError
+from megatrain.run.data import open_corpus
+from tests.ranks import together, worlds
 from tests.run.test_training import configuration, losses, train
 
 
@@ -144,6 +149,30 @@ def test_a_run_that_is_resumed_on_another_day_keeps_its_date(
     assert losses(tmp_path / "part") == whole[1:]
     assert "the chat template writes 01 Feb 2026" in train(into("fresh"))
     assert losses(tmp_path / "fresh")[0] != whole[0]
+
+
+def test_ranks_that_begin_around_midnight_write_one_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dated.jinja").write_text(DATED)
+    config = chat_run(tmp_path, chat_template=str(tmp_path / "dated.jinja"), packing="grouped")
+    plan: Any = SimpleNamespace(micro_batch=4, work=SimpleNamespace(micro_batches=2))
+    moments = iter(["2026-01-31T23:59:59", "2026-02-01T00:00:00"])
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return datetime.fromisoformat(next(moments))
+
+    monkeypatch.setattr("megatrain.run.data.datetime", Clock)
+
+    def opened(world: World) -> tuple[str, list[str]]:
+        corpus = open_corpus(config, plan, load_tokenizer("bytes"), 257, None, world)
+        corpus.loader.close()
+        assert corpus.chats is not None
+        return corpus.moment, corpus.chats.dates
+
+    first, second = together(worlds(2), opened)
+    assert first == second
+    assert first[1] in (["31 Jan 2026"], ["01 Feb 2026"])
 
 
 def test_text_and_chats_are_mixed_by_weight_and_duplicates_reported(tmp_path: Path) -> None:
