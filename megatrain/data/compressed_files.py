@@ -39,7 +39,7 @@ def kind_of(path: Path) -> str:
 @contextmanager
 def open_bytes(path: Path) -> Iterator[BinaryIO]:
     """Open a file for reading bytes, decompressed as they are read. Raises `OSError`, which includes `DamagedData`."""
-    with _opened(path) as file:
+    with path.open("rb") as stored, _decompressed(stored, path.suffix.lower()) as file:
         try:
             yield cast(BinaryIO, file)
         except (EOFError, zlib.error, OSError) as error:
@@ -55,17 +55,14 @@ def open_text(path: Path) -> Iterator[TextIO]:
         yield text
 
 
-def _opened(path: Path) -> IO[bytes]:
-    suffix = path.suffix.lower()
+def _decompressed(file: IO[bytes], suffix: str) -> IO[bytes]:
     if suffix == ".gz":
-        return cast(IO[bytes], gzip.open(path))
-    if suffix == ".zst":
-        return zstd_reader(str(path))
-    return path.open("rb")
+        return cast(IO[bytes], gzip.open(file))
+    return zstd_reader(file) if suffix == ".zst" else file
 
 
-def zstd_reader(source: str | IO[bytes]) -> IO[bytes]:
-    """Open a zstd file for reading decompressed bytes, given its path or the open compressed file."""
+def zstd_reader(source: IO[bytes]) -> IO[bytes]:
+    """Read the decompressed bytes of an open zstd file."""
     import pyarrow  # `datasets` brings it
 
     return io.BufferedReader(pyarrow.input_stream(source, compression="zstd"))

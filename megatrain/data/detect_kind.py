@@ -151,14 +151,15 @@ def _file_holds_samples(path: Path, schema: Schema, *, named: bool = False) -> b
     """Whether a JSON or CSV file holds samples: its first row of a known format is not plain text, or is plain text in
     a column that the user named, or in a CSV file.
 
-    JSON lines without a row of a known format and without a `text` field count as samples too, so that reading them as
-    samples reports the error. named: whether the user named the file; if so, raises `DataError` if it is unreadable.
+    JSON lines without a row of a known format count as samples too if a row has no `text` field or is not JSON, so that
+    reading them as samples reports the error. named: whether the user named the file; if so, raises `DataError` if it
+    is unreadable.
     """
     if kind_of(path) not in (".json", *JSON_LINES, *SEPARATED):
         return False
-    unknown = False
+    unknown, unusable = False, LeftOut("leave_out")
     try:
-        for row in islice(read_rows(str(path), LeftOut("leave_out")), FIRST_ROWS):
+        for row in islice(read_rows(str(path), unusable), FIRST_ROWS):
             found = _format_of(row, schema)
             if found is not None:
                 return found != "text" or schema.column("text") != "text" or kind_of(path) in SEPARATED
@@ -167,7 +168,8 @@ def _file_holds_samples(path: Path, schema: Schema, *, named: bool = False) -> b
         if named:
             raise
         # a file of a folder: reading it reports the error, with the line
-    return unknown and kind_of(path) in JSON_LINES
+    malformed = unusable.counts.keys() - {"empty file"}
+    return (unknown or bool(malformed)) and kind_of(path) in JSON_LINES
 
 
 def _format_of(row: Row, schema: Schema) -> Format | None:

@@ -1,11 +1,12 @@
 """Reads rows from JSON (lines), CSV, Parquet, Arrow, text, folders, saved datasets and the hub.
 
 The `datasets` library reads tables, row by row and without a second copy on disk; it is imported here only, on first
-use. JSON is read without it, so that errors name the line, and CSV by Python's reader, which keeps 007 as it is. Every
-row has its place (file and line) for later errors.
+use. JSON is read without it, also from the hub and as a stream: `datasets` gives a column one type, so that texts
+become dates and numbers. CSV is read by Python's reader, which keeps 007 as it is. Every row has its place (file and
+line) for later errors.
 
-An Arrow column has one type, so a key that some rows lack is null in these rows. Nulls of tables are therefore treated
-as missing keys. In JSON a null stays a null.
+A struct of Arrow has the same keys in every row, so a key that some rows lack is null in these rows. Nulls of structs
+are therefore treated as missing keys. In JSON, also in a column of JSON, a null stays a null.
 
 Not supported: data sets that need Python code of their own.
 """
@@ -19,7 +20,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from datetime import date, time
+from decimal import Decimal
+from itertools import islice
+from pathlib import Path, PosixPath
 from types import ModuleType
 from typing import Any, Literal, TextIO, TypeAlias
 
@@ -62,6 +66,11 @@ class LeftOut:
         """Add the counts of samples that come after these."""
         self.counts.update(later.counts)
         self.first = {**later.first, **self.first}
+
+    def clear(self) -> None:
+        """Forget all counts."""
+        self.counts.clear()
+        self.first.clear()
 
     def refuse(self, error: SampleError) -> None:
         """Raise the error of an unusable sample, or count the sample as left out."""
@@ -115,7 +124,7 @@ def read_rows(
     path = usable_path(name, error=DataError)
     if path.is_dir():
         if is_saved(path):
-            yield from _dataset_rows(name, lambda library: _saved(library, path, split))
+            yield from RowStream(name, split, None, None).rows_from(0, None)
             return
         yield from _folder_rows(path, left_out, pattern)
     elif path.is_file() and path.name == DATASET_INFO:
@@ -126,7 +135,7 @@ def read_rows(
         raise DataError("neither a file nor a folder", where=name)
     else:
         refuse_missing(name)
-        yield from _hub_rows(name, split, subset, folder)
+        yield from RowStream(name, split, subset, folder, left_out=left_out).rows_from(0, None)
 
 
 def refuse_missing(name: str) -> None:
@@ -231,15 +240,12 @@ def _file_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
 
 def _parsed(path: Path, left_out: LeftOut) -> Iterator[Row]:
     if kind_of(path) in TABLES:
-        return _dataset_rows(str(path), lambda library: _streamed(library, path, "train"))
-    if kind_of(path) in JSON_LINES:
-        return _json_lines(path, left_out)
-    if kind_of(path) in SEPARATED:
-        return _csv_rows(path, left_out)
-    return _json_rows(path, left_out) if kind_of(path) == ".json" else _text_row(path)
+        return RowStream(str(path), "train", None, None).rows_from(0, None)
+    parse = next(parse for parse, kinds in READERS.values() if kind_of(path) in kinds)
+    return parse(path, left_out)
 
 
-def _text_row(path: Path) -> Iterator[Row]:
+def _text_row(path: Path, _: LeftOut) -> Iterator[Row]:
     with open_bytes(path) as file:
         text = _decoded(file.read(), str(path))
     if text.strip():
@@ -300,6 +306,10 @@ def _line_not_utf8(path: Path) -> int:
     return good + 1
 
 
+def _json_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
+    return _json_list(path, left_out) if kind_of(path) == ".json" else _json_lines(path, left_out)
+
+
 def _json_lines(path: Path, left_out: LeftOut) -> Iterator[Row]:
     with open_bytes(path) as file:
         for number, line in enumerate(file, start=1):
@@ -316,7 +326,7 @@ def _json_lines(path: Path, left_out: LeftOut) -> Iterator[Row]:
             yield from _object(fields, path, place, left_out)
 
 
-def _json_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
+def _json_list(path: Path, left_out: LeftOut) -> Iterator[Row]:
     """The elements of the list in a `.json` file; a `.json` file of JSON lines, which is common, is read as such."""
     try:
         with open_text(path) as text:
@@ -368,23 +378,13 @@ def _not_utf8(error: UnicodeDecodeError, place: str) -> DataError:
     return DataError(f"not UTF-8 text ({error.reason})", where=place, fix="convert it to UTF-8")
 
 
-def _hub_rows(name: str, split: str, subset: str | None, folder: str | None) -> Iterator[Row]:
-    """The rows of a data set on the hub, streamed; if the hub does not answer, of an earlier download."""
-    commit = commit_or_download(name)
-
-    def load(library: ModuleType) -> Any:
-        if commit is None:
-            return _downloaded(library, name, subset, folder, split)
-        return _as_local(library, name, subset, split, data_dir=folder, revision=commit)
-
-    yield from _dataset_rows(name, load)
-
-
 def _as_local(library: ModuleType, name: str, subset: str | None, split: str, **options: Any) -> Any:
-    """Load a data set as a stream, with its files read like local ones: a cell is a text, so that 007 is not 7, and so
-    is a whole text file. Columns whose types the data set's card declares have these."""
+    """Load a data set as a stream, with its files read like local ones: JSON, CSV and texts by this module's readers if
+    they can. Columns whose types the data set's card declares have these, except in JSON, which states its types."""
     builder, more = library.load_dataset_builder(name, subset, **options), dict[str, Any]()
     files = (builder.config.data_files or {}).get(split)
+    if files and _reads_all(builder, files):
+        return _Files([RemoteFile(file) if "://" in file else Path(file) for file in files], READERS[builder.name][0])
     if builder.name == "text":
         more["sample_by"] = "document"
     elif builder.name == "csv" and files and not builder.info.features:
@@ -392,6 +392,16 @@ def _as_local(library: ModuleType, name: str, subset: str | None, split: str, **
         more["features"] = library.Features(dict.fromkeys(columns, library.Value("string")))
         more["keep_default_na"] = False
     return library.load_dataset(name, subset, split=split, streaming=True, **options, **more)
+
+
+def _reads_all(builder: Any, files: Sequence[str]) -> bool:
+    """Whether this module's reader for a builder reads all of its files (not in archives), and by its options."""
+    found = {kind_of(Path(file)) for file in files}
+    if builder.name not in READERS or not found <= {*READERS[builder.name][1]}:
+        return False
+    if builder.name == "csv":
+        return not builder.info.features and {SEPARATED[kind] for kind in found} == {builder.config.sep}
+    return not getattr(builder.config, "field", None)
 
 
 def _header(file: str, delimiter: str) -> list[str]:
@@ -412,24 +422,11 @@ def _downloaded(library: ModuleType, name: str, subset: str | None, folder: str 
         library.config.HF_HUB_OFFLINE = was_offline
 
 
-def _streamed(library: ModuleType, path: Path, split: str) -> Any:
-    data_files = glob.escape(str(path))
-    return library.load_dataset(STREAMABLE[kind_of(path)], data_files=data_files, split=split, streaming=True)
-
-
 def _saved(library: ModuleType, path: Path, split: str) -> Any:
     for folder in (path, *filter(Path.is_dir, path.iterdir())):  # a saved dict has a folder per split
         refuse_unreadable_in(folder)
     saved = library.load_from_disk(str(path))
     return saved[split] if isinstance(saved, dict) else saved
-
-
-def _dataset_rows(name: str, load: Callable[[ModuleType], Any]) -> Iterator[Row]:
-    """The rows of the data set that `load` returns. load: called with the module `datasets`."""
-    library = _datasets_library(name)
-    with _as_data_error(name, "check the file, or its split and subset"):
-        for number, fields in enumerate(load(library)):
-            yield Row(_without_nulls(fields), name, f"{name}[{number}]")
 
 
 @contextmanager
@@ -443,23 +440,77 @@ def _as_data_error(name: str, fix: str) -> Iterator[None]:
         raise DataError(f"cannot be read ({first_line(error)})", where=name, fix=fix) from error
 
 
-STREAMABLE = {**TABLES, ".json": "json", **dict.fromkeys(JSON_LINES, "json")}
-"""Suffix of a file that can be streamed -> its builder in `datasets`."""
-
-
+READERS: dict[str, tuple[Callable[[Path, LeftOut], Iterator[Row]], tuple[str, ...]]] = {
+    "json": (_json_rows, (".json", *JSON_LINES)),
+    "csv": (_csv_rows, tuple(SEPARATED)),
+    "text": (_text_row, TEXTS),
+}
+"""Name of a builder in `datasets` -> what reads its files here, and which files."""
+STREAMABLE = (*TABLES, ".json", *JSON_LINES)
+"""Suffixes of files that can be streamed."""
 READABLE = "check the network, the files, the split and the subset"
+
+
+class RemoteFile(PosixPath):
+    """A file on the hub, by its address; `datasets` makes lost connections again."""
+
+    def __str__(self) -> str:
+        return super().__str__().replace(":/", "://", 1)
+
+    def open(self, *_: Any, **__: Any) -> Any:
+        """Open it for reading bytes."""
+        from datasets.utils.file_utils import xopen
+
+        return xopen(str(self), "rb")
+
+
+class _Files:
+    """Rows of files that this module reads, with a state as a data set of `datasets` has it."""
+
+    def __init__(self, files: Sequence[Path], parse: Callable[[Path, LeftOut], Iterator[Row]]) -> None:
+        self._files, self.parse = files, parse
+        self._file, self._rows = 0, 0  # the current file, and how many of its rows have been read
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state at the row after the last one returned, as JSON."""
+        return {"file": self._file, "rows": self._rows}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`."""
+        self._file, self._rows = state["file"], state["rows"]
+
+    def rows(self, left_out: LeftOut) -> Iterator[Row]:
+        """The rows from the state on; unusable ones go to `left_out`."""
+        while self._file < len(self._files):
+            done = self._rows
+            for number, row in enumerate(self.parse(self._files[self._file], left_out), start=1):
+                if number > done:
+                    self._rows = number
+                    yield row
+                elif number == done:
+                    left_out.clear()  # what precedes the state has been counted
+            self._file, self._rows = self._file + 1, 0
 
 
 class RowStream:
     """The rows of a data set in its own order, from any state that was saved. Nothing is cached.
 
-    The data set is on the hub, at one commit, or a folder, a saved data set or a file of a `STREAMABLE` kind. It is
-    read by `datasets`, so a column has one type, and states are those of `datasets`, which lead to the right part of
-    the right file. Raises `DataError` for a data set that is missing or cannot be read.
+    The data set is on the hub, at one commit, or a folder, a saved data set or a file of a `STREAMABLE` kind. States
+    lead to the right part of the right file; those of tables are the states of `datasets`. left_out: receives unusable
+    rows. Raises `DataError` for a data set that is missing or cannot be read.
     """
 
-    def __init__(self, name: str, split: str, subset: str | None, folder: str | None, pattern: str = "*") -> None:
+    def __init__(
+        self,
+        name: str,
+        split: str,
+        subset: str | None,
+        folder: str | None,
+        pattern: str = "*",
+        left_out: LeftOut | None = None,
+    ) -> None:
         self.name, self._split, self._subset, self._folder, self._pattern = name, split, subset, folder, pattern
+        self.left_out = left_out or LeftOut()
         self.commit: str | None = None
         """The commit of a data set on the hub; None for one on this machine, including an earlier download."""
         if not usable_path(name, error=DataError).exists():
@@ -474,28 +525,53 @@ class RowStream:
             self._data, self._beginning = self._open()
 
     def rows_from(self, number: int, state: Mapping[str, Any] | None) -> Iterator[Row]:
-        """Row `number` and those after it in an epoch. state: `state()` at that row, or None for the first row."""
+        """Row `number` and those after it in an epoch. state: `state()` at that row, or None for the first row.
+
+        A state that another reader of the same rows has left is not used: the rows before are read again.
+        """
+        is_known = state is not None and _reader_of(state) == _reader_of(self._beginning)
         with _as_data_error(self.name, READABLE):
-            self._data.load_state_dict(dict(state or self._beginning))
-            rows = enumerate(self._data, start=number)
+            self._data.load_state_dict(dict(state if state is not None and is_known else self._beginning))
+            rows = islice(self._rows(number if is_known else 0), 0 if is_known else number, None)
         while True:
             with _as_data_error(self.name, READABLE):
                 row = next(rows, None)
             if row is None:
                 return
-            yield Row(_without_nulls(row[1]), self.name, f"{self.name}[{row[0]}]")
+            yield row
+
+    @property
+    def holds_texts(self) -> bool:
+        """Whether the rows are whole text files."""
+        if isinstance(self._data, _Files):
+            return self._data.parse is _text_row
+        return bool(self._data.info.builder_name == "text")
 
     def state(self) -> dict[str, Any]:
         """The state at the row after the last one returned, as JSON."""
         state: dict[str, Any] = self._data.state_dict()
         return state
 
+    def _rows(self, first: int) -> Iterator[Row]:
+        if isinstance(self._data, _Files):
+            yield from self._data.rows(self.left_out)
+            return
+        types = self._data.features
+        for number, fields in enumerate(self._data, start=first):
+            yield Row(_plain(fields, dict(types or {})), self.name, f"{self.name}[{number}]")
+
     def _open(self) -> tuple[Any, Mapping[str, Any]]:
         """(the data set, its state at the first row)."""
+        path = usable_path(self.name, error=DataError)
+        if path.is_file() and kind_of(path) in (".json", *JSON_LINES) and self._split == "train":
+            data: Any = _Files([path], _json_rows)  # without `datasets`, which takes seconds to import
+            return data, data.state_dict()
         library = _datasets_library(self.name)
         with _as_data_error(self.name, READABLE):
             data = self._load(library)
             data = data.to_iterable_dataset() if isinstance(data, library.Dataset) else data
+            if "decode=True" in str(getattr(data, "features", None)):  # its decoder of JSON rounds numbers
+                data = data.decode(False)
             return data, data.state_dict()
 
     def _load(self, library: ModuleType) -> Any:
@@ -504,7 +580,8 @@ class RowStream:
             if kind_of(path) not in STREAMABLE:
                 fix = f"leave data.streaming out, or name a folder, a data set on the hub or {', '.join(STREAMABLE)}"
                 raise DataError("is not a file that can be streamed", where=self.name, fix=fix)
-            return _streamed(library, path, self._split)
+            kind, files = TABLES.get(kind_of(path), "json"), glob.escape(str(path))
+            return library.load_dataset(kind, data_files=files, split=self._split, streaming=True)
         if path.is_dir() and is_saved(path):
             return _saved(library, path, self._split)
         if not path.exists() and self.commit is None:
@@ -512,11 +589,7 @@ class RowStream:
         options: dict[str, Any] = {"data_dir": self._folder, "revision": self.commit}
         if path.is_dir():
             options = {"data_files": None if self._pattern == "*" else self._pattern}
-        data = _as_local(library, self.name, self._subset, self._split, **options)
-        if data.info.builder_name == "text":
-            what, fix = "is plain text, of which each file would be a sample", "leave data.streaming out"
-            raise DataError(what, where=self.name, fix=fix)
-        return data
+        return _as_local(library, self.name, self._subset, self._split, **options)
 
 
 def _datasets_library(name: str) -> ModuleType:
@@ -541,10 +614,27 @@ def _register_zstd() -> None:
         compression.register_compression("zstd", lambda file, mode="rb", **_: zstd_reader(file), "zst")
 
 
-def _without_nulls(value: Any) -> Any:
-    """`value` without null fields, at any depth."""
+def _reader_of(state: Mapping[str, Any]) -> object:
+    """What tells the states of different readers apart."""
+    return state.get("examples_iterable", {}).get("type")
+
+
+def _plain(value: Any, kind: Any) -> Any:
+    """A value of a table as JSON has it. kind: its type, of `datasets`.
+
+    A struct loses its null fields, since other rows may have brought them. Text of a JSON column is parsed. Dates and
+    times become their ISO text, and decimal numbers the same number.
+    """
     if isinstance(value, Mapping):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+        kinds = kind if isinstance(kind, Mapping) else {}
+        return {key: _plain(inner, kinds.get(key)) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):
-        return [_without_nulls(inner) for inner in value]
+        return [_plain(inner, getattr(kind, "feature", None)) for inner in value]
+    if type(kind).__name__ == "Json":
+        return None if value is None else parse_json(value)
+    if isinstance(value, date | time):  # a datetime is a date
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        number = int(value) if value.as_tuple().exponent == 0 else float(value)
+        return number if Decimal(repr(number)) == value else value  # not if it would be rounded
     return value

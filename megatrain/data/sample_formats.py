@@ -281,6 +281,22 @@ def _require_text_only(row: Row, sample: Sample) -> None:
             raise SampleError(what, reason="content that is not text", where=row.place, fix="remove the sample")
 
 
+def require_json(sample: Sample) -> None:
+    """Raise `SampleError` for a value of messages or tools that JSON does not have, such as bytes of a table, since
+    templates would write the name of its type."""
+    values: list[Any] = [*sample.messages, *sample.tools]
+    while values:
+        value = values.pop()
+        if isinstance(value, Mapping):
+            values += value.values()
+        elif isinstance(value, list | tuple):
+            values += value
+        elif not isinstance(value, str | int | float | None):
+            what = f"holds {value!r:.80}, which no JSON can hold"
+            fix = "write it as text or as a number"
+            raise SampleError(what, reason="a value that is not JSON", where=sample.origin, fix=fix)
+
+
 def _read_chat(row: Row, schema: Schema) -> Sample:
     column = schema.column("messages")
     messages = read_messages(read_turns(row.fields[column], column, row.place), row.place)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from megatrain.data.kto import read_unpaired, with_mismatched
 from megatrain.data.preferences import read_pair
 from megatrain.data.read_rows import LeftOut, Row, read_rows
-from megatrain.data.sample_formats import LabelCheck, Sample, Schema, detect_schema, read_sample
+from megatrain.data.sample_formats import LabelCheck, Sample, Schema, detect_schema, read_sample, require_json
 from megatrain.errors import DataError, SampleError
 from megatrain.system.paths import usable_path
 
@@ -94,6 +94,8 @@ def samples_of(
                 schema = detect_schema(row, asked)
                 file = row.file
             samples = _read_row(row, schema, asked)
+            for sample in samples:
+                require_json(sample)
         except SampleError as error:
             left_out.refuse(error)
             continue

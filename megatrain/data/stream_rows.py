@@ -107,7 +107,13 @@ class StreamRows:
         self.first: Sample | None = None
         """The first sample that was read."""
         self.holds_chats = False
-        self._stream = RowStream(source.name, source.split, source.subset, source.folder, source.pattern)
+        self._unusable = LeftOut(bad)  # of the rows that are being read
+        self._stream = RowStream(
+            source.name, source.split, source.subset, source.folder, source.pattern, self._unusable
+        )
+        if self._stream.holds_texts:
+            what, fix = "is plain text, of which each file would be a sample", "leave data.streaming out"
+            raise DataError(what, where=source.name, fix=fix)
         self._labels, self._lock = LabelCheck(), Lock()
         self._starts = [_BlockStart(0, 0, 0)]  # sorted: the first block's, and the latest ones
         self._blocks: dict[tuple[int, int], _Block] = {}  # in the order in which they were read
@@ -240,6 +246,7 @@ class StreamRows:
 
     def _read(self, start: _BlockStart) -> _Block:
         at, rows = self._reader or ((-1, -1), iter(()))
+        self._unusable.clear()
         if at != start.key:
             rows = self._stream.rows_from(start.samples, start.at)
         self._reader = None  # until the block has been read without an error
@@ -251,6 +258,7 @@ class StreamRows:
             samples = [sample for group in groups for sample in group]
             self._require_usable(samples)
             found += encode_batch(samples, self.encoder, counted)
+        counted.left_out.merge(self._unusable)
         self._labels.refuse_labels()
         after = (start.epoch + 1, 0) if ended else (start.epoch, start.samples + taken)
         if start.key >= self._counted:

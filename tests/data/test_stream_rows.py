@@ -133,13 +133,13 @@ def test_sources_that_cannot_stream_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"cannot be read .*; check the network, the files, the split and the subset"):
         StreamRows(source, encoder, "grouped", window=9, micro_batch=1, seed=0)
     (tmp_path / "mixed.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 3)
-    with pytest.raises(DataError, match=r"mixed\.jsonl\[0\]: is not plain text, but would be divided into windows"):
+    with pytest.raises(DataError, match=r"mixed\.jsonl:1: is not plain text, but would be divided into windows"):
         stream(tmp_path / "mixed.jsonl", "windows").row(0)
     (tmp_path / "short.jsonl").write_text('{"text": "a"}\n' * 3)
     with pytest.raises(DataError, match=r"short\.jsonl: no sample is left to train on"):
         stream(tmp_path / "short.jsonl", "windows").row(0)
     (tmp_path / "bad.jsonl").write_text('{"text": "abc"}\n' * 4 + '{"other": 1}\n' + '{"text": "abc"}\n' * 4)
-    with pytest.raises(SampleError, match=r"bad\.jsonl\[4\]: "):
+    with pytest.raises(SampleError, match=r"bad\.jsonl:5: "):
         stream(tmp_path / "bad.jsonl").row(0)
     kept = stream(tmp_path / "bad.jsonl", bad="leave_out")
     assert [text(kept.row(index)) for index in range(8)] == ["abc"] * 8
