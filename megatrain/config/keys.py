@@ -217,6 +217,8 @@ class DataSection(Section):
     """Extra arguments for the chat template, e.g. {enable_thinking: false}."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Which tokens are targets: every assistant message, the last one only, or all text."""
+    bos: bool = True
+    """Begin each plain text with what the tokenizer puts before a text: a bos token, or nothing."""
     packing: Literal["auto", "windows", "best_fit", "grouped"] = "auto"
     """windows: cut continuous text into sequences; best_fit: several whole samples per sequence, which do not attend to
     each other; grouped: one sample per sequence, batched by similar length. auto: windows for text; for samples

@@ -4,8 +4,8 @@ Each text is tokenised once, as a whole, and the character spans to train on are
 offsets. So the ids equal those of `apply_chat_template` or a tokenizer call, and the mask is exact to the token. The
 first token of a sample is never a target, since no token precedes it.
 
-A plain text ends with the end-of-text token, which is a target; a completion's prompt starts with the tokenizer's own
-leading tokens (bos). The text of a special token in a plain text stays text unless asked otherwise; in a chat it is
+A plain text ends with the end-of-text token, which is a target; it and a completion's prompt start with the tokenizer's
+own leading tokens (bos). The text of a special token in a plain text stays text unless asked otherwise; in a chat it is
 read as the token, as transformers does. A sample that is too long is truncated on the right or dropped, and one without
 a target is dropped; both are counted. Not here: packing, and splitting long texts.
 """
@@ -63,7 +63,7 @@ class EncodeOptions:
     """What the tokens and targets of a sample depend on besides the tokenizer.
 
     special_tokens: how the text of a special token in a plain text is encoded. template, template_values: see
-    `choose_template`.
+    `choose_template`. bos: whether a plain text begins with the tokenizer's leading tokens.
     """
 
     train_on: TrainOn = "assistant"
@@ -72,6 +72,7 @@ class EncodeOptions:
     special_tokens: Literal["text", "read"] = "text"
     template: str = "model"
     template_values: Mapping[str, Any] = field(default_factory=dict)
+    bos: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +177,7 @@ class Encoder:
 
     @cached_property
     def leading(self) -> list[int]:
-        """The ids that the tokenizer puts before a text (bos), for a completion's prompt."""
+        """The ids that the tokenizer puts before a text (bos)."""
         return leading_ids(self.tokenizer)
 
     @cached_property
@@ -195,7 +196,10 @@ class Encoder:
         chosen = None if self.options.template == "model" else self.template.own
         own = self.tokenizer.chat_template if chosen is None else chosen
         special = self.tokenizer.special_tokens_map  # templates refer to them
-        content = [FORMAT, tokenizer_identity(self.tokenizer), own, special, asdict(self.options), self.dates]
+        options = asdict(self.options)
+        content = [FORMAT, tokenizer_identity(self.tokenizer), own, special, options, self.dates]
+        if options.pop("bos") and self.leading:
+            content.append(self.leading)
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
@@ -345,7 +349,7 @@ def _with_mask(
     trained = trained_tokens(marked.text, offsets, marked.spans, np.isin(ids, encoder.added))
     if sample.messages:
         return _Tokenized(ids, trained, marked.text, offsets)
-    leading = encoder.leading if sample.prompt else []
+    leading = encoder.leading if sample.prompt or encoder.options.bos else []
     if ids[: len(leading)].tolist() == leading:
         leading = []
     ending = [] if ids[-1:].tolist() == [encoder.end_of_text] else [encoder.end_of_text]

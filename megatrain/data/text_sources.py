@@ -42,6 +42,7 @@ from megatrain.data.tokenizer import (
     Tokenizer,
     encode_texts,
     end_of_text_id,
+    leading_ids,
     tokenizer_identity,
     vocabulary_size,
 )
@@ -291,20 +292,26 @@ def _text_field(line: bytes, *, where: str) -> str:
 # From sources to a token file -----------------------------------------------------------------------------------------
 #
 # The key of the cache is a hash of the tokenizer's rules and of every file's path, size and modification time, so if a
-# file changes, its whole data set is tokenised again. An end-of-text token ends every document. The numbers of
-# documents and of files left out are stored with the tokens, so a run that starts from the cache reports the same. Old
-# entries are not removed.
+# file changes, its whole data set is tokenised again. The tokenizer's leading tokens (bos), if it has any, begin every
+# document unless asked otherwise, and an end-of-text token ends it. The numbers of documents and of files left out are
+# stored with the tokens, so a run that starts from the cache reports the same. Old entries are not removed.
 
 FORMAT = 2  # part of the cache key: raise it when the same text would give other tokens
 BATCH_CHARACTERS = 1 << 22  # tokenised in one call, which the tokenizer spreads over its threads
 
 
 def prepare_tokens(
-    sources: str | Path | Sequence[str | Path], tokenizer: Tokenizer, *, cache: Path, pattern: str = "*"
+    sources: str | Path | Sequence[str | Path],
+    tokenizer: Tokenizer,
+    *,
+    cache: Path,
+    pattern: str = "*",
+    bos: bool = True,
 ) -> TokenFile:
     """The tokens of `sources`: a single token file as it is, or text files, JSONL and folders, tokenised.
 
-    pattern: see `find_files`. Raises `DataError` for a source that cannot be read, and if there is no text.
+    pattern: see `find_files`. bos: begin each document with the tokenizer's leading tokens. Raises `DataError` for a
+    source that cannot be read, and if there is no text.
     """
     named = [sources] if isinstance(sources, str | Path) else list(sources)
     if any(_names_tokens(source) for source in named):
@@ -313,14 +320,15 @@ def prepare_tokens(
             raise DataError(what, where=", ".join(map(str, named)), fix="join the tokens into one file")
         return open_tokens(named[0])
     files, skipped = find_files(named, pattern)
-    path = cache / f"{_cache_key(files, tokenizer)}.bin"
+    leading = leading_ids(tokenizer) if bos else []
+    path = cache / f"{_cache_key(files, tokenizer, leading)}.bin"
     if _is_written(path):
         return open_tokens(path)
     with alone(path):
         if _is_written(path):
             return open_tokens(path)
         details: dict[str, Any] = {"sources": list(map(str, named)), "tokenizer": str(tokenizer.name_or_path)}
-        arrays = _token_arrays(files, tokenizer, skipped, details)
+        arrays = _token_arrays(files, tokenizer, leading, skipped, details)
         return write_tokens(path, arrays, vocabulary_size(tokenizer), details)
 
 
@@ -342,22 +350,28 @@ def _names_tokens(source: str | Path) -> bool:
     return source != STDLIB and is_token_file(Path(source))
 
 
-def _cache_key(files: Sequence[SourceFile], tokenizer: Tokenizer) -> str:
+def _cache_key(files: Sequence[SourceFile], tokenizer: Tokenizer, leading: list[int]) -> str:
     listing = [(str(file.path), file.nbytes, file.mtime_ns, file.named) for file in files]
-    content = json.dumps([FORMAT, tokenizer_identity(tokenizer), listing])
+    content = json.dumps([FORMAT, tokenizer_identity(tokenizer), listing, *leading])
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 def _token_arrays(
-    files: Sequence[SourceFile], tokenizer: Tokenizer, skipped: Counter[str], details: dict[str, Any]
+    files: Sequence[SourceFile],
+    tokenizer: Tokenizer,
+    leading: list[int],
+    skipped: Counter[str],
+    details: dict[str, Any],
 ) -> Iterator[TokenArray]:
-    """The ids of all documents, each ended by an end-of-text token. Fills `details` with the counts at its end."""
-    end_of_text = np.array([end_of_text_id(tokenizer)], dtype=np.int64)
-    documents = 0
+    """The ids of all documents, each begun by `leading` and ended by an end-of-text token. Fills `details` with the
+    counts at its end."""
+    begin, end_of_text = np.array(leading, np.int64), np.array([end_of_text_id(tokenizer)], dtype=np.int64)
+    documents, begins = 0, bool(leading)
     for batch in _batches(read_pieces(files, skipped)):
         parts: list[TokenArray] = []
         for piece, ids in zip(batch, encode_texts(tokenizer, [piece.text for piece in batch]), strict=True):
-            parts.append(ids)
+            parts += [begin, ids] if begins else [ids]
+            begins = piece.ends_document and bool(leading)
             if piece.ends_document:
                 parts.append(end_of_text)
                 documents += 1

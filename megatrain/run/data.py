@@ -93,6 +93,8 @@ class Corpus:
     """Chat template that turns conversations into ids; `None` if the data has none."""
     moment: str = ""
     """When the run first rendered its chats, in ISO format: templates that write the date write this one."""
+    leading: list[int] = field(default_factory=list)
+    """The ids that begin each plain text."""
 
     def first_batch(self) -> Batch:
         """A validation batch, or if there is none, a training batch."""
@@ -215,7 +217,8 @@ def open_corpus(
     example = next((part.example for part in parts if part.example), [])
     if chats is not None and chats.dates:
         facts.append(("date", f"the chat template writes {', '.join(dict.fromkeys(chats.dates))}"))
-    return Corpus(loader, validation, data.sequence_length, facts, example, chats, moment)
+    leading = opened.encoder.leading if data.bos else []
+    return Corpus(loader, validation, data.sequence_length, facts, example, chats, moment, leading)
 
 
 def _distinct(named: Iterable[tuple[str, Batching]]) -> dict[str, Batching]:
@@ -340,8 +343,16 @@ class _Opening:
         return found
 
     def _windows(self, names: list[str]) -> _Part:
-        file = prepare_tokens(names, self.tokenizer, cache=self.cache, pattern=self.data.pattern)
-        return self._cut(names, file, describe_tokens(file))
+        data = self.data
+        file = prepare_tokens(names, self.tokenizer, cache=self.cache, pattern=data.pattern, bos=data.bos)
+        described = describe_tokens(file)
+        return self._cut(names, file, described + self._beginning() if "documents" in file.details else described)
+
+    def _beginning(self) -> str:
+        """What is said of plain texts if the tokenizer puts something before a text."""
+        which = "each begins" if self.data.bos else "none begins"
+        leading = self.encoder.leading
+        return f"; {which} with {self.tokenizer.decode(leading)} (data.bos)" if leading else ""
 
     def _cut(self, names: list[str], file: TokenFile, described: str) -> _Part:
         try:
@@ -371,7 +382,7 @@ class _Opening:
             if not holds_text_only(whole):
                 what = f"{name} holds samples, which windows would cut anywhere and train including prompts"
                 raise ConfigError(what, where="data.packing", fix="use best_fit or grouped")
-            return self._cut([name], whole.tokens, f"{first}, of {name}")
+            return self._cut([name], whole.tokens, f"{first}, of {name}{self._beginning()}")
         training, held_out, how, copies = self._rows(whole)
         held = f"{counted(len(held_out.chosen), self.noun)} held out" if held_out else "none held out"
         held += f", {copies:,} kept for training because of duplicates" if copies else ""
@@ -398,7 +409,8 @@ class _Opening:
         rows = StreamRows(source, encoder, how, window=window, micro_batch=micro_batch, seed=seed, bad=bad)
         rows.row(0)
         first, *others = rows.statistics.lines()
-        facts = [("data", f"the stream of {name} begins with {first}"), *(("", line) for line in others)]
+        texts = self._beginning() if runs_on else ""
+        facts = [("data", f"the stream of {name} begins with {first}{texts}"), *(("", line) for line in others)]
         facts.append(("packing", f"{how}: in blocks of {BLOCK_ROWS:,} samples or more, in a seeded order within each"))
         example = [] if rows.first is None or runs_on else try_to_render(rows.first, encoder)
         return _Part(rows, None, facts, example, rows.holds_chats, called(name))
@@ -475,6 +487,7 @@ def _options(data: DataSection, max_tokens: int | None) -> EncodeOptions:
         too_long=data.too_long,
         template=data.chat_template,
         template_values=data.chat_template_kwargs,
+        bos=data.bos,
     )
 
 

@@ -127,7 +127,8 @@ def with_numbers(config: Config, numerics: Numerics) -> Config:
 
 
 def as_begun(config: Config, taken: Checkpoint) -> Config:
-    """The configuration with the run's original batch sizes, where they are null now and fit those given."""
+    """The configuration with the run's original batch sizes, where they are null now and fit those given, and with its
+    `data.bos`, where that is not given now: false if its version did not know the key."""
     train, then = config.train, _sizes(facts_of(taken)["config"]["train"])
     given = {name: getattr(train, name) for name in SIZES if getattr(train, name) is not None}
     goes_on = all(then[name] == size for name, size in given.items())
@@ -137,8 +138,15 @@ def as_begun(config: Config, taken: Checkpoint) -> Config:
     numerics = {**oldest, **_renamed(engine["policy"]), **engine.get("numerics", {})}  # were once policy fields
     overrides = config.policy.overrides
     held = {name: numerics.get(name) for name in NUMERICS if name not in overrides}
+    begun = (
+        {} if "bos" in config.data.model_fields_set else {"bos": facts_of(taken)["config"]["data"].get("bos", False)}
+    )
     return config.model_copy(
-        update={"train": train.model_copy(update=kept), "policy": config.policy.model_copy(update=held)}
+        update={
+            "data": config.data.model_copy(update=begun),
+            "train": train.model_copy(update=kept),
+            "policy": config.policy.model_copy(update=held),
+        }
     )
 
 

@@ -85,7 +85,7 @@ def sample_of(
     elif corpus.chats is not None and prompt:
         ids = corpus.chats.prompt_ids(prompt)
     else:
-        ids = [end, *encode_text(tokenizer, prompt).tolist()]
+        ids = [*(corpus.leading or [end]), *encode_text(tokenizer, prompt).tolist()]
     drawn: list[int] = []
     while len(drawn) < train.sample_tokens and drawn[-1:] != [end]:
         seen = [*ids, *drawn]

@@ -302,6 +302,19 @@ def test_a_run_keeps_its_numerics_on_resume(earlier: bool, tmp_path: Path) -> No
     assert "weight_slots" not in set(begun) - set(config.policy.overrides)
 
 
+@pytest.mark.parametrize(("then", "begun"), [(None, False), (False, False), (True, True)])
+@pytest.mark.parametrize("now", [None, True, False])
+def test_a_run_keeps_how_its_texts_begin(tmp_path: Path, then: bool | None, begun: bool, now: bool | None) -> None:
+    """Before the key was known no text began with a bos token."""
+    config = config_of(tmp_path, data={} if now is None else {"bos": now})
+    written = config.model_dump(mode="json")
+    del written["data"]["bos"]
+    written["data"] |= {} if then is None else {"bos": then}
+    training = {"run": {"step": 1, "data": {}, "config": written}, "engine": {"policy": as_json(Policy())}}
+    taken = cast(Checkpoint, SimpleNamespace(training=training, folder=tmp_path))
+    assert as_begun(config, taken).data.bos is (begun if now is None else now)
+
+
 # Faults --------------------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from decimal import Decimal
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,17 @@ import datasets
 import pandas
 import pyarrow
 import pytest
+import trl
 from pyarrow import parquet
+from tokenizers.processors import TemplateProcessing
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatrain.data import EncodeOptions, Encoder, Source, holds_samples
+from megatrain.data import EncodeOptions, Encoder, Source, holds_samples, load_tokenizer, prepare_tokens
 from megatrain.data.encode import Statistics, encode_samples
 from megatrain.data.read_rows import LeftOut, Row, RowStream
-from megatrain.data.sample_formats import LabelCheck
+from megatrain.data.sample_formats import LabelCheck, Sample
 from megatrain.data.sample_sources import samples_of
+from megatrain.data.tokenizer import Tokenizer
 from megatrain.errors import SampleError
 from tests.data.chats import TOOL, byte_tokenizer
 
@@ -217,3 +222,58 @@ def test_json_lines_of_which_no_row_parses_are_told_of_their_json(tmp_path: Path
     assert holds_samples(str(tmp_path / "a.jsonl"))
     with pytest.raises(SampleError, match=r"a\.jsonl:1: not a line of JSON"):
         ids_of(Source(str(tmp_path / "a.jsonl")).rows(LeftOut()))
+
+
+# Plain texts ----------------------------------------------------------------------------------------------------------
+
+TEXTS = ["one", "two words", "x" * 40]
+
+
+def text_tokenizer(*, has_bos: bool) -> Tokenizer:
+    """A tokenizer with or without a bos token before a text, like Llama's and Qwen's."""
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"})
+    if has_bos:
+        bos = ("<s>", tokenizer.bos_token_id)
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", "<s> $A <s> $B", [bos])
+    return tokenizer
+
+
+def trls_texts(tokenizer: Tokenizer, folder: Path, **options: Any) -> list[list[int]]:
+    """The ids that TRL's trainer trains for rows of texts."""
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape))
+    config = trl.SFTConfig(
+        str(folder), max_length=48, report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=None, **options
+    )
+    rows = datasets.Dataset.from_dict({"text": TEXTS})
+    trainer = trl.SFTTrainer(model, config, train_dataset=rows, processing_class=tokenizer)
+    return [list(ids) for ids in trainer.train_dataset["input_ids"]]
+
+
+@pytest.mark.parametrize("has_bos", [True, False])
+def test_texts_begin_and_end_as_in_trl(tmp_path: Path, has_bos: bool) -> None:
+    tokenizer = text_tokenizer(has_bos=has_bos)
+    samples = [Sample(text, text=text) for text in TEXTS]
+    found = [each.ids.tolist() for each in encode_samples(samples, Encoder(tokenizer), Statistics())]
+    assert found == trls_texts(tokenizer, tmp_path)
+    (tmp_path / "a.jsonl").write_bytes(as_lines([{"text": text} for text in TEXTS]))
+    stream = prepare_tokens(tmp_path / "a.jsonl", tokenizer, cache=tmp_path).ids.tolist()
+    assert stream == [*chain(*found)]
+    packed = trls_texts(tokenizer, tmp_path, packing=True, packing_strategy="wrapped")
+    assert [*chain(*packed)] == stream[: sum(map(len, packed))]
+
+
+def test_a_bos_token_is_optional_and_changes_no_cache_without_one(tmp_path: Path) -> None:
+    """The keys of a tokenizer without one are those of earlier versions."""
+    (tmp_path / "a.txt").write_text("one\ntwo")
+    for has_bos in (True, False):
+        tokenizer = text_tokenizer(has_bos=has_bos)
+        files = [prepare_tokens(tmp_path / "a.txt", tokenizer, cache=tmp_path, bos=bos) for bos in (True, False)]
+        encoders = [Encoder(tokenizer, EncodeOptions(bos=bos)) for bos in (True, False)]
+        bare = [*b"one\ntwo", tokenizer.eos_token_id]
+        assert files[0].ids.tolist() == [tokenizer.bos_token_id] * has_bos + bare
+        assert files[1].ids.tolist() == bare
+        assert (files[0].path != files[1].path) is (encoders[0].identity != encoders[1].identity) is has_bos
+        (found,) = encode_samples([Sample("a", text="one\ntwo")], encoders[1], Statistics())
+        assert found.ids.tolist() == bare
