@@ -18,7 +18,7 @@ from pathlib import Path
 from megatrain.config.keys import LEAST, MOST
 from megatrain.data import load_tokenizer
 from megatrain.data.chat import ChatTemplate, choose_template
-from megatrain.data.encode import chat_prompt_ids
+from megatrain.data.encode import chat_prompt_ids, turn_ends
 from megatrain.data.messages import Message
 from megatrain.errors import BatchError, ConfigError, DataError
 from megatrain.model import Progress, TextStream, freeze_parameters, model_behind, model_named, pretrained_source
@@ -98,6 +98,8 @@ class GenerationModel:
         self.positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
         own = (Path(self._folder) / "tokenizer_config.json").exists()
         self.tokenizer = load_tokenizer(self._folder if own else base)
+        self.ends: list[int] = []
+        """Ids that end an answer, besides those of the model's generation config."""
 
     def load(self) -> Engine:
         """Load the weights into an engine, all frozen."""
@@ -155,6 +157,7 @@ def run_chat(
     """
     sampling = sampling or Sampling()
     template = _own_template(model)
+    model.ends = turn_ends(template)
     first: list[Message] = [{"role": "system", "content": system}] if system else []
     chat_prompt_ids([*first, {"role": "user", "content": "Hello"}], template)  # raises before the weights are loaded
     messages: list[Message] = []
@@ -236,6 +239,7 @@ def _say(
         top_k=sampling.top_k,
         top_p=sampling.top_p,
         seed=sampling.seed,
+        ends=model.ends,
         streamer=TextStream(model.tokenizer, listen),
         stopped=stopped,
     )

@@ -589,6 +589,8 @@ class OutputSection(Section):
     """Whether wandb may send data; otherwise it writes to the run folder, for `wandb sync` to send."""
     project: str = "megatrain"
     """Project name for wandb and trackio."""
+    stop_at_turn_end: bool = True
+    """Whether `model/` stops generating at the tokens that end what was trained (a turn, a text), besides its own."""
     verify_export: bool = True
     """Whether to load the saved model with `from_pretrained` and compare its loss (below 1e9 parameters)."""
 

@@ -21,6 +21,7 @@ from megatrain.data.encode import (
     Encoder,
     encode_samples,
     try_to_render,
+    turn_ends,
 )
 from megatrain.data.loader import Batch, Loader, batch_of, evaluation_batches, source_seed
 from megatrain.data.packing import Batching, PackedRows, Reference, SampleRows, collate, copies, split_samples
@@ -97,6 +98,7 @@ __all__ = [
     "split_windows",
     "statistics_of",
     "try_to_render",
+    "turn_ends",
     "unused_tokens",
     "vocabulary_size",
     "write_tokens",

@@ -48,7 +48,7 @@ from megatrain.data.tokenizer import (
     tokenizer_identity,
     vocabulary_size,
 )
-from megatrain.errors import SampleError
+from megatrain.errors import DataError, SampleError
 from megatrain.formatting import counted
 
 FORMAT = 2  # part of an encoder's identity: raise it when the same sample would give other tokens or targets
@@ -211,6 +211,29 @@ def chat_prompt_ids(messages: Sequence[Message], template: ChatTemplate) -> list
     text = prompt_text(messages, template)
     ((ids, _),) = encode_with_offsets(template.tokenizer, [text], special_tokens="read")
     return [int(token) for token in ids]
+
+
+def turn_ends(template: ChatTemplate) -> list[int]:
+    """The ids of the tokens with which a template ends an answer and a call of a function, after which a model trained
+    on them stops; none if it ends them with a text."""
+    encoder, said, ends = Encoder(template.tokenizer), "zqx", list[int]()
+    encoder.__dict__["template"] = template
+    question: Message = {"role": "user", "content": "x"}
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": said}}}
+    tool = {"name": "f", "description": "x", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}
+    for sample in (
+        Sample("", (question, {"role": "assistant", "content": said})),
+        Sample("", (question, {"role": "assistant", "tool_calls": [call]}), ({"type": "function", "function": tool},)),
+    ):
+        try:
+            ((_, tokens),) = _tokenised([sample], encoder, Statistics())
+        except (DataError, ValueError):  # the template refuses calls, or shows no turn
+            continue
+        behind = tokens.offsets[:, 0] >= tokens.text.rindex(said) + len(said)
+        marks: list[int] = tokens.ids[tokens.trained & behind & np.isin(tokens.ids, encoder.added)].tolist()
+        if marks and not {*ends} & {*marks}:
+            ends.append(marks[-1] if ends else marks[0])  # a call may be closed first (`</tool_call>`)
+    return ends
 
 
 @dataclass(frozen=True)

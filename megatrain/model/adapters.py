@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from megatrain.errors import ConfigError, ModelError, first_line
 from megatrain.model.architecture import plain_errors
@@ -266,6 +267,17 @@ def _adapted(self: Any, active_adapters: list[str]) -> Iterator[None]:
 # An adapter over a base that is not in memory -------------------------------------------------------------------------
 
 
+def _take_stops(folder: Path, *models: PreTrainedModel) -> None:
+    """Let `models` stop generating where an adapter in `folder` has been trained to, if that is written there."""
+    try:
+        stops = read_json(folder / GENERATION_CONFIG_NAME).get("eos_token_id")
+    except (OSError, ValueError, AttributeError):
+        return
+    for model in models:
+        if stops is not None and model.generation_config is not None:
+            model.generation_config.eos_token_id = stops
+
+
 class AdaptedSource:
     """A source with an adapter added to its structure. The adapter is in memory, the base stays where it is."""
 
@@ -287,6 +299,8 @@ class AdaptedSource:
         self.model: PreTrainedModel = copy.deepcopy(base.model)
         named = {id(parameter): name for name, parameter in base_names(base.model, self.model)}
         folder = None if isinstance(adapter, PeftConfig) else usable_path(adapter, where="adapter", error=ModelError)
+        if folder is not None:
+            _take_stops(folder, base.model, self.model)
         config = copy.deepcopy(adapter) if folder is None else read_adapter_config(folder)
         refuse_method(config)
         if getattr(config, "target_modules", None) == "auto":

@@ -56,6 +56,7 @@ from megatrain.data import (
     split_windows,
     statistics_of,
     try_to_render,
+    turn_ends,
     unused_tokens,
 )
 from megatrain.data.stream_rows import BLOCK_ROWS, Packing
@@ -95,6 +96,8 @@ class Corpus:
     """When the run first rendered its chats, in ISO format: templates that write the date write this one."""
     leading: list[int] = field(default_factory=list)
     """The ids that begin each plain text."""
+    ends: list[int] = field(default_factory=list)
+    """The ids that end what is trained: an answer, a call of a function, a text."""
 
     def first_batch(self) -> Batch:
         """A validation batch, or if there is none, a training batch."""
@@ -218,7 +221,10 @@ def open_corpus(
     if chats is not None and chats.dates:
         facts.append(("date", f"the chat template writes {', '.join(dict.fromkeys(chats.dates))}"))
     leading = opened.encoder.leading if data.bos else []
-    return Corpus(loader, validation, data.sequence_length, facts, example, chats, moment, leading)
+    ends = [] if chats is None else turn_ends(chats.template)
+    if not all(part.holds_chats for part in parts) and tokenizer.eos_token_id is not None:
+        ends = [*ends, opened.encoder.end_of_text]
+    return Corpus(loader, validation, data.sequence_length, facts, example, chats, moment, leading, ends)
 
 
 def _distinct(named: Iterable[tuple[str, Batching]]) -> dict[str, Batching]:
@@ -392,7 +398,8 @@ class _Opening:
             rows = f"{counted(len(training), 'row')} of {data.sequence_length:,} tokens"
         packing = f"{how}: {rows}, {training.efficiency:.1%} of them filled; {held}"
         others += [_balance(whole, self.config.train)] if self.unpaired else []
-        facts = [("data", f"{first}, of {name}"), *(("", line) for line in others), ("packing", packing)]
+        texts = self._beginning() if holds_text_only(whole) else ""
+        facts = [("data", f"{first}, of {name}{texts}"), *(("", line) for line in others), ("packing", packing)]
         return _Part(training, held_out, facts, example_of(whole), holds_chats(whole), called(name))
 
     def _stream(self, name: str, number: int) -> _Part:

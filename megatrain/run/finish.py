@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -67,8 +68,17 @@ def save_trained(config: Config, engine: Engine, tokenizer: Tokenizer, target: P
         "trained with": f"megatrain {__version__}",
     }
     return engine.save_pretrained(
-        target, precision=config.output.precision, facts=facts, write_more=partial(save_tokenizer, tokenizer)
+        target, precision=config.output.precision, facts=facts, write_more=partial(save_beside, tokenizer, engine)
     )
+
+
+def save_beside(tokenizer: Tokenizer, engine: Engine, folder: Path) -> None:
+    """Write the tokenizer beside a model or an adapter, and beside an adapter where generation stops, which its base
+    does not say."""
+    save_tokenizer(tokenizer, folder)
+    stops = getattr(engine.generation_config, "eos_token_id", None)
+    if not (folder / "config.json").exists() and stops is not None:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
 
 
 def _losses(config: Config, steps: int) -> dict[str, str]:

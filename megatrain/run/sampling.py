@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from megatrain.config import TrainSection
+from megatrain.config import Config, TrainSection
 from megatrain.data import Tokenizer, vocabulary_size
 from megatrain.data.tokenizer import encode_text, end_of_text_id
 from megatrain.errors import DataError
@@ -15,8 +16,26 @@ from megatrain.model import TextStream
 from megatrain.run.data import Corpus
 from megatrain.train.engine import Engine
 from megatrain.train.events import Sampled
+from megatrain.train.progress import printable
 
 WHERE = "generate"
+
+
+def stopping(config: Config, engine: Engine, corpus: Corpus, tokenizer: Tokenizer) -> Corpus:
+    """Let generation, by the saved model too, end at `corpus.ends` if the configuration says so, and return the corpus
+    with a fact about it."""
+    own = _as_list(engine.generation_config.eos_token_id)
+    new = [end for end in corpus.ends if end not in own]
+    if not new or not config.output.stop_at_turn_end:
+        return corpus
+    engine.generation_config.eos_token_id = [*new, *own]
+    marks = " and ".join(printable(str(tokenizer.decode([end]))) for end in new)
+    told = f"at {marks}, which ends what is trained, besides the model's own (output.stop_at_turn_end)"
+    return replace(corpus, facts=[*corpus.facts, ("generation stops", told)])
+
+
+def _as_list(ids: int | Sequence[int] | None) -> list[int]:
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
@@ -43,17 +62,18 @@ def draw_ids(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
+    ends: Sequence[int] = (),
     streamer: TextStream | None = None,
     stopped: Callable[[], bool] | None = None,
 ) -> list[int]:
-    """Generate up to `tokens` ids after `ids`; the last may be an end-of-text token.
+    """Generate up to `tokens` ids after `ids`; the last may be one that ends generation.
 
     Ids unknown to the tokenizer are never drawn, as a model may have more logits than its tokenizer has tokens.
     temperature, top_k, top_p: `None`: as in the model's generation config; temperature 0 takes the most likely token.
+    ends: ids that end generation, besides those of the generation config and the tokenizer's end-of-text token.
     stopped: called after each token; generation ends when it returns true.
     """
-    own = engine.generation_config.eos_token_id
-    stops = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id} - {None}
+    stops = {*_as_list(engine.generation_config.eos_token_id), tokenizer.eos_token_id, *ends} - {None}
     options: dict[str, Any] = {"eos_token_id": sorted(stops) or None, "streamer": streamer}
     options["pad_token_id"] = min(stops, default=0)  # never used: one row has no padding
     if unknown := range(vocabulary_size(tokenizer), engine.structure.vocab_size):
@@ -87,7 +107,8 @@ def sample_of(
     else:
         ids = [*(corpus.leading or [end]), *encode_text(tokenizer, prompt).tolist()]
     drawn: list[int] = []
-    while len(drawn) < train.sample_tokens and drawn[-1:] != [end]:
+    ends = {end, *corpus.ends}
+    while len(drawn) < train.sample_tokens and not ends & {*drawn[-1:]}:
         seen = [*ids, *drawn]
         seen = seen if len(seen) < window else seen[-max(1, window // 2) :]
         drawn += draw_ids(
@@ -99,6 +120,7 @@ def sample_of(
             top_k=train.sample_top_k,
             top_p=1.0,
             seed=train.seed + len(drawn),
+            ends=corpus.ends,
         )
-    said = drawn[:-1] if drawn[-1:] == [end] else drawn
+    said = drawn[:-1] if ends & {*drawn[-1:]} else drawn
     return Sampled(step, prompt, str(tokenizer.decode(said)))

@@ -36,7 +36,7 @@ from rich.text import Text
 
 from megatrain.checkpoint import Checkpoint, Retention
 from megatrain.config import AdapterSection, Config, TrainSection, save_config
-from megatrain.data import Loader, Tokenizer, load_tokenizer, save_tokenizer, vocabulary_size
+from megatrain.data import Loader, Tokenizer, load_tokenizer, vocabulary_size
 from megatrain.device import Device, open_device
 from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.formatting import counted, counted_epochs
@@ -64,7 +64,7 @@ from megatrain.run.disk_space import checkpoint_space_warning, refuse_full_disk
 from megatrain.run.early_checks import keys_named, refuse_mistakes
 from megatrain.run.evaluation import Evaluation, Metric, evaluated, load_metrics, scored
 from megatrain.run.existing_run import MODEL, is_own, remove_others
-from megatrain.run.finish import restore_best, save_trained, say_where, verify_trained
+from megatrain.run.finish import restore_best, save_beside, save_trained, say_where, verify_trained
 from megatrain.run.history import CONFIG, METRICS
 from megatrain.run.lm_eval_tasks import Tasks
 from megatrain.run.memory_limits import describe_disk, describe_files, describe_memory, open_disk, refuse_wear
@@ -74,7 +74,7 @@ from megatrain.run.push_to_hub import push, refuse_push
 from megatrain.run.ranks import Ranks, StopsInTime, joined
 from megatrain.run.replan import Replanner, foreseen
 from megatrain.run.report import write_report
-from megatrain.run.sampling import sample_of
+from megatrain.run.sampling import sample_of, stopping
 from megatrain.run.this_machine import this_machine
 from megatrain.spec import ModelSpec
 from megatrain.system.environment import seconds_to_stop
@@ -156,6 +156,7 @@ def run_training(config: Config, console: Console) -> Path:
             claim.make(folder)
         else:
             console.file = stack.enter_context(ranks.open_log(folder))
+        corpus = stopping(config, engine, corpus, tokenizer)
         if config.train.has_reference:
             with loading(console, "computing the reference's log-probabilities") as progress:
                 take_up_reference(config, corpus, engine, plan, taken, progress)
@@ -163,9 +164,8 @@ def run_training(config: Config, console: Console) -> Path:
             engine.trace(config.trace_file)
         checkpoints = _checkpoints(config, engine, feed, tokenizer, plan, lowest, corpus.moment)
         facts = _show(config, engine, source, ported, corpus, plan, console, steps)
-        epochs = _epochs(config.train, corpus.loader, steps - begins)
-        own = metrics, tasks
-        run = _Run(engine, corpus, feed, checkpoints, tokenizer, plan, facts, claim, ranks, steps, epochs, *own)
+        length = steps, _epochs(config.train, corpus.loader, steps - begins)
+        run = _Run(engine, corpus, feed, checkpoints, tokenizer, plan, facts, claim, ranks, *length, metrics, tasks)
         ended, tell = _train(config, run, taken, stack, console)
         if ended.step < steps and config.checkpoint.every and not checkpoints.lowest.is_over:
             checkpoints.refuse_unsaved(ended.step)
@@ -442,7 +442,7 @@ def _checkpoints(
         Retention(how.keep_last, how.keep_every, max(how.keep_best, config.output.best)),
         feed,
         {"config": resume.with_numbers(config, plan.numerics).model_dump(mode="json"), "moment": moment},
-        write_more=partial(save_tokenizer, tokenizer),
+        write_more=partial(save_beside, tokenizer, engine),
         trust_remote_code=config.model.trust_remote_code,
         lowest=lowest,
     )

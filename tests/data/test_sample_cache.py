@@ -123,7 +123,7 @@ def test_failed_preparation_leaves_nothing_behind(tmp_path: Path) -> None:
         ("x.jsonl", CHAT, True),
         ("x.jsonl", {"text": "t"}, False),
         ("x.jsonl", {"text": "t", "messages": CHAT["messages"]}, True),
-        ("x.jsonl", "not JSON", False),
+        ("x.jsonl", "not JSON", True),
         ("x.txt", "words", False),
         ("x.json", CHAT, True),
         ("x.parquet", "", True),
