@@ -56,7 +56,7 @@ ROWS = [
     chat({"when": "2026-05-01T10:00:00Z", "day": "2026-05-01"}, tools=[TOOL, DEFAULTS]),
     chat({"id": "42", "city": None, "limit": 5}),
     chat({"id": 7, "limit": {"from": None, "to": [None, {"a": None}]}}),
-    chat({"id": "1e3", "number": 1e3, "one": 1.0, "zero": 0}),
+    chat({"id": "1e3", "number": 1e3, "one": 1.0, "price": 0.7}),
     chat({"id": "null", "empty": {}, "list": [], "text": ""}),
     chat(
         {
