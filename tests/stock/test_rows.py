@@ -148,6 +148,8 @@ def test_every_reader_gives_the_ids_of_the_rows_as_json(tmp_path: Path, writer: 
     list(zip(range(5), going, strict=False))
     state = json.loads(json.dumps(stream.state()))
     assert ids_of(RowStream(str(streamed), "train", None, None).rows_from(5, state)) == expected[5:]
+    earlier = {"examples_iterable": {"type": "of another reader"}}
+    assert ids_of(RowStream(str(streamed), "train", None, None).rows_from(5, earlier)) == expected[5:]
 
 
 def alike(*arguments: Fields) -> list[Fields]:
