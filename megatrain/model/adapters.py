@@ -19,9 +19,10 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import MethodType
@@ -34,7 +35,7 @@ from transformers.pytorch_utils import Conv1D
 
 from megatrain.errors import ConfigError, ModelError, first_line
 from megatrain.model.architecture import plain_errors
-from megatrain.model.hub import ADAPTER, located, model_named
+from megatrain.model.hub import ADAPTER, model_behind, model_named
 from megatrain.model.pretrained import PretrainedSource
 from megatrain.model.weight_sources import (
     InFiles,
@@ -46,7 +47,7 @@ from megatrain.model.weight_sources import (
     load_causal_lm,
     quiet,
 )
-from megatrain.system.paths import read_json, usable_path
+from megatrain.system.paths import usable_path
 
 METHODS = (
     *("LORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "HRA", "MISS", "LN_TUNING"),
@@ -62,9 +63,20 @@ WHY_NOT = {
 }
 """Why some other methods cannot stream. Prompt and prefix methods are recognised by their own flags."""
 
+CHANGED_BASE = (
+    "set init_lora_weights=True in its config once it is made, save it (save_pretrained), and save unload() as its base"
+)
+"""How an adapter that has changed its base becomes one that fits what is saved; the guide has the lines."""
+
 FULL_PRECISION = "load it in bfloat16: a frozen base takes 2 bytes per parameter of host memory, not of the device's"
 """What to do instead of quantizing the base (QLoRA)."""
 
+
+UNMERGED = "use it with its base, unmerged"
+BY_PEFT = "merge it with peft (merge_and_unload), and use the merged model"
+COPY_AGAIN = "copy or download it again, or load it with the release of peft that wrote it"
+TARGETS = "set target_modules to names of the model's linear layers, or all-linear, and see the docs of peft"
+REFUSED = "peft refuses this setting over this model: change it, and see the docs of peft"
 
 PREFIX = "base_model.model."
 """Prefix of every name in an adapter's file: the path of the model inside a `PeftModel`."""
@@ -72,8 +84,12 @@ PREFIX = "base_model.model."
 NEEDS_NO_VALUES = ("LORA", "IA3", "LOHA", "LOKR")
 """Methods whose initial weights do not depend on those of the base."""
 
-OF_THE_BASE = ("pissa", "olora", "corda", "loftq", "eva", "lora_ga", "mica")
-"""Values of `init_lora_weights` that need the base's weights or data, and may change the base."""
+REMADE = ("pissa", "olora")
+"""Values of `init_lora_weights` that change the base by what its own weights determine: `peft` changes it again when
+it loads such a folder, and so does `AdaptedSource`."""
+
+NOT_REMADE = re.compile(r"pissa_niter_\w*|corda\w*|loftq|lora_ga")
+"""Values of `init_lora_weights` that change the base by chance or by data, which no folder holds."""
 
 SAYS_NOTHING = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping")
 """Fields of a `PeftConfig` that do not affect the layers' code."""
@@ -168,7 +184,14 @@ def base_of(model: nn.Module) -> nn.Module:
 
 
 def refuse_method(config: Any) -> None:
-    """Raise `ModelError` if this method of `peft` cannot stream."""
+    """Raise `ModelError` if this method of `peft` cannot stream, or if its folder cannot say what it has changed."""
+    start = getattr(config, "init_lora_weights", True)
+    if isinstance(start, str) and NOT_REMADE.fullmatch(start.lower()):
+        what = f"init_lora_weights={start!r} has changed the base by what its folder does not hold"
+        raise ModelError(what, where="adapter", fix=f"make it an adapter of the changed base: {CHANGED_BASE}")
+    if getattr(config, "layer_replication", None):
+        what = "layer_replication uses layers of the base several times, with an adapter for each"
+        raise ModelError(what, where="adapter", fix="save a model with those layers, and train an adapter over it")
     method = str(getattr(config.peft_type, "value", config.peft_type))
     activated = method in METHODS and getattr(config, "alora_invocation_tokens", None)
     compressed = method in METHODS and getattr(config, "velora_config", None)
@@ -181,7 +204,8 @@ def refuse_method(config: Any) -> None:
         method, why = "VeLoRA", "keeps an average over its first batch and has its own backward"
     if activated:
         method, why = "aLoRA", "starts after tokens that are searched for outside the layers"
-    raise ModelError(f"{method} {why}, so it cannot stream", where="adapter", fix="use LoRA, say (peft.LoraConfig)")
+    fix = f"use LoRA, say (peft.LoraConfig); or, if it is trained, {BY_PEFT}"
+    raise ModelError(f"{method} {why}, so it cannot stream", where="adapter", fix=fix)
 
 
 def adapter_of(model: nn.Module) -> Adapter | None:
@@ -287,18 +311,24 @@ class AdaptedSource:
         self.model: PreTrainedModel = copy.deepcopy(base.model)
         named = {id(parameter): name for name, parameter in base_names(base.model, self.model)}
         folder = None if isinstance(adapter, PeftConfig) else usable_path(adapter, where="adapter", error=ModelError)
-        config = copy.deepcopy(adapter) if folder is None else read_adapter_config(folder)
+        saved = adapter if folder is None else read_adapter_config(folder)
+        config = self.config = copy.deepcopy(saved)
         refuse_method(config)
         if getattr(config, "target_modules", None) == "auto":
             config.target_modules = _without_experts(config, _linear(base.model), base.model)
         config.inference_mode = not trains
         config.task_type = config.task_type or "CAUSAL_LM"
-        config.base_model_name_or_path = config.base_model_name_or_path or name or None
-        values = None if folder is not None or not _begins_from_values(config) or not has_values else _reader(base)
+        config.base_model_name_or_path = name or config.base_model_name_or_path
+        values = _reader(base) if has_values and _begins_from_values(config, is_saved=folder is not None) else None
+        self._paths = {id(module): path for path, module in self.model.named_modules()}
+        """id of a module of the base -> its name in the base, wherever `peft` has put it."""
         device = torch.device("cpu" if has_values else "meta")
         with torch.random.fork_rng(devices=[]), device, quiet(), _pefts_errors():
             torch.default_generator.manual_seed(seed)
             _inject(self.model, config, named if has_values else {}, values)
+            if folder is not None:
+                _refuse_rescaled(saved, config)
+            self._changes = dict(_changes(self.model, named)) if values and _changes_base(config) else {}
             self._biases = {} if folder is None else _load(self.model, folder, named)
         self._named = named
         self._names = {key: named[id(each)] for key, each in self.model.named_parameters() if id(each) in named}
@@ -308,7 +338,7 @@ class AdaptedSource:
         """Write every parameter of every unit (see `Source`)."""
         of_base = [[self._names[name] for name in unit if name in self._names] for unit in units]
         ours = {theirs: name for name, theirs in self._names.items()}
-        self.base.fill(_Under(masters, ours), of_base, progress)
+        self.base.fill(_Under(masters, ours, self.changed), of_base, progress)
         parameters = dict(self.model.named_parameters())
         for name in (name for unit in units for name in unit if name not in self._names):
             original = self._copies.get(name) if parameters[name].is_meta else None
@@ -317,49 +347,40 @@ class AdaptedSource:
     def in_files(self, names: Iterable[str], dtype: torch.dtype) -> InFiles:
         """As `PretrainedSource.in_files`, for the base's parameters; the adapter's are never read from files."""
         asked = {self._names[name]: name for name in names if name in self._names}
-        found = in_files_of(self.base, asked, dtype)
+        found = in_files_of(self.base, asked.keys() - self._changes.keys(), dtype)
+        changed = {name: "is changed by how the adapter begins" for name in asked.keys() & self._changes.keys()}
         return InFiles(
             {asked[theirs]: where for theirs, where in found.files.items()},
-            {asked[theirs]: why for theirs, why in found.others.items()},
+            {asked[theirs]: why for theirs, why in {**found.others, **changed}.items()},
         )
+
+    def changed(self, name: str, value: Tensor) -> Tensor:
+        """A parameter of the base as the adapter expects it: as saved with the adapter, or changed by how that began.
+
+        name: in the base. value: of the base; may be overwritten.
+        """
+        if (ours := self._biases.get(name)) is not None:
+            return self.model.get_parameter(ours).detach()
+        return self._changes[name](value) if name in self._changes else value
 
     def left_out(self) -> str:
         """Describes the contents of the base's files that the model does not use."""
         return self.base.left_out() if isinstance(self.base, PretrainedSource) else ""
 
-    def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Some float32 parameters of the base, under its names, with the adapter merged into them as `peft` does.
+    @property
+    def layers(self) -> list[tuple[str, Any]]:
+        """(name of a module in the base, layer of `peft` over it), the inner one first where there are two."""
+        over = [module for module in _tuned(self.model) if hasattr(module, "merge")]
+        return [(self._paths[id(module.get_base_layer())], module) for module in reversed(over)]
 
-        values: all parameters of one layer, or all outside the layers; may be overwritten. Raises `ModelError` if
-        the merged model would no longer fit its class: a tied head of which only one side was trained.
-        """
-        found = dict(values)
-        for module in _tuned(self.model):
-            if not hasattr(module, "merge"):
-                continue
-            parameters = dict(module.get_base_layer().named_parameters())
-            names = {key: self._named[id(each)] for key, each in parameters.items() if id(each) in self._named}
-            if names and all(name in found for name in names.values()):
-                for name in names.values():
-                    self._refuse_tied(name)
-                with _lent(module, self._named, lambda name, _: found[name]), torch.no_grad(), _pefts_errors():
-                    module.merge()
-                    for key, name in names.items():
-                        found[name] = module.get_base_layer().get_parameter(key).data
-        parameters = dict(self.model.named_parameters())
-        found.update({theirs: parameters[name].detach() for name, theirs in self._biases.items() if theirs in found})
-        for name, original in self._copies.items():
-            if (theirs := self._names[original]) in found:
-                self._refuse_tied(theirs)
-                found[theirs] = parameters[name].detach()
-        return found
-
-    def _refuse_tied(self, name: str) -> None:
-        parameter = self.base.model.get_parameter(name)
-        every = [key for key, each in self.base.model.named_parameters(remove_duplicate=False) if each is parameter]
-        if len(every) > 1:
-            what = f"{every[0]} and {every[1]} are tied, but the adapter has trained only one of them"
-            raise ModelError(what, where="adapter", fix="use it with its base, unmerged")
+    @property
+    def wholes(self) -> dict[str, Tensor]:
+        """Name in the base -> value in the adapter, for parameters of modules that train as a whole."""
+        return {
+            f"{self._paths[id(original)]}.{key}": parameter.detach()
+            for original, copied in _wholes(self.model)
+            for key, parameter in copied.named_parameters(remove_duplicate=False)
+        }
 
 
 def pretrained_source(
@@ -370,20 +391,21 @@ def pretrained_source(
     trains: bool = True,
     attention: str = "auto",
     trust_remote_code: bool = False,
+    base: str | None = None,
 ) -> PretrainedSource | AdaptedSource:
     """The weights of a folder or hub name, with an adapter over them if given (see `AdaptedSource`).
 
-    If the source is an adapter's folder, the result is the base that it names, with that adapter.
+    If the source is an adapter's folder, the result is `base`, or else the base that it names, with that adapter.
     """
     folder, where = model_named(source), f"adapter {source}"
-    if (behind := model_behind(folder)) != folder:
+    if (behind := model_behind(folder, base)) != folder:
         if adapter is not None:
             fix = "merge it first (megatrain export --merge), or give the base and one adapter"
             raise ModelError("is itself an adapter and cannot take another", where=where, fix=fix)
         source, adapter = behind, folder
-    base = PretrainedSource(source, attention=attention, trust_remote_code=trust_remote_code)
+    whole = PretrainedSource(source, attention=attention, trust_remote_code=trust_remote_code)
     name = str(Path(source).resolve()) if Path(source).exists() else str(source)
-    return base if adapter is None else AdaptedSource(base, adapter, seed, name=name, trains=trains)
+    return whole if adapter is None else AdaptedSource(whole, adapter, seed, name=name, trains=trains)
 
 
 class AdapterFile:
@@ -393,7 +415,7 @@ class AdapterFile:
         """names: see `Adapter.file_names`. Raises `ModelError` if the file holds other tensors."""
         from peft import load_peft_weights
 
-        with _pefts_errors():
+        with _pefts_errors(COPY_AGAIN):
             held = load_peft_weights(str(folder), device="cpu")
         if held.keys() != {*names.values()}:
             odd = sorted(held.keys() ^ {*names.values()})
@@ -445,13 +467,6 @@ def lora_named(text: str) -> dict[str, Any]:
     return {"r": int(rank or 16), "alpha": 2.0 * int(rank or 16), **named}
 
 
-def model_behind(source: str) -> str:
-    """The base model named by an adapter's folder; any other source is returned as it is."""
-    folder = Path(source)
-    is_adapter = (folder / ADAPTER).is_file() and not (folder / "config.json").exists()
-    return base_named_in(folder, f"adapter {source}") if is_adapter else source
-
-
 def load_trained(folder: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
     """Load a saved model as any user would: with `from_pretrained`, plus `PeftModel` for an adapter."""
     base = load_causal_lm(model_behind(folder), dtype=dtype, trust_remote_code=trust_remote_code)
@@ -459,7 +474,7 @@ def load_trained(folder: str, *, dtype: torch.dtype, trust_remote_code: bool = F
         return base
     from peft import PeftModel
 
-    with quiet(), _pefts_errors():
+    with quiet(), _pefts_errors(COPY_AGAIN):
         whole = PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False).get_base_model()
         loaded: PreTrainedModel = whole.to(dtype)
     return loaded
@@ -496,22 +511,8 @@ def read_adapter_config(folder: Path) -> Any:
     if not (folder / ADAPTER).is_file():
         fix = "give a folder with adapter_config.json and adapter_model.safetensors"
         raise ModelError("holds no adapter", where=f"adapter {folder}", fix=fix)
-    with _pefts_errors():
+    with _pefts_errors(COPY_AGAIN):
         return PeftConfig.from_pretrained(str(folder))
-
-
-def base_named_in(folder: Path, where: str) -> str:
-    """The base model named by an adapter's folder. Raises `ModelError` if it names none, or one that cannot be
-    found."""
-    try:
-        name = read_json(folder / ADAPTER).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(f"its {ADAPTER} cannot be read", where=where, fix="copy or download it again") from error
-    if not name:
-        raise ModelError(
-            f"its {ADAPTER} names no base", where=where, fix="give the base, and the folder as its adapter"
-        )
-    return located(str(name), where=f"base of {where}")
 
 
 def base_names(before: nn.Module, after: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -538,18 +539,46 @@ def _without_experts(config: Any, names: set[str], model: PreTrainedModel) -> se
     return set(found.target_modules)
 
 
-def _begins_from_values(config: Any) -> bool:
-    """Whether an adapter's initial weights depend on the base's. Raises `ModelError` if making them changes the
-    base."""
+def _begins_from_values(config: Any, *, is_saved: bool) -> bool:
+    """Whether values of the base are needed to make an adapter. Raises `ModelError` if more than one module's are.
+
+    is_saved: its weights come from a folder, so only what making them does to the base counts.
+    """
     start = getattr(config, "init_lora_weights", True)
-    odd = f"init_lora_weights={start!r}" if isinstance(start, str) and start.lower().startswith(OF_THE_BASE) else ""
+    odd = "init_lora_weights='eva'" if start == "eva" and not is_saved else ""
     odd = "kasa_config" if getattr(config, "kasa_config", None) else odd
+    if is_saved and not odd:
+        return _changes_base(config)
     odd = "trainable_token_indices" if getattr(config, "trainable_token_indices", None) else odd
     if odd:
         what = f"{odd} needs or changes the weights of the whole base"
         fix = "leave it out, or build the model in memory (peft.get_peft_model) and pass it to Engine.from_model"
+        fix = BY_PEFT if is_saved else fix
         raise ModelError(what, where="adapter", fix=fix)
-    return config.peft_type.value not in NEEDS_NO_VALUES or bool(getattr(config, "use_dora", False))
+    needs = _changes_base(config) or start == "mica" or bool(getattr(config, "use_dora", False))
+    return needs or config.peft_type.value not in NEEDS_NO_VALUES
+
+
+def _changes_base(config: Any) -> bool:
+    """Whether making an adapter changes weights of the base."""
+    start = getattr(config, "init_lora_weights", True)
+    return isinstance(start, str) and start.lower() in REMADE
+
+
+def _changes(model: PreTrainedModel, named: Mapping[int, str]) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+    """(name in the base, what the adapter's fresh weights have taken from it) for every parameter that they change."""
+    for module in _tuned(model):
+        for key, down in getattr(module, "lora_A", {}).items():
+            up = module.scaling[key] * module.lora_B[key].weight.detach()
+            yield (
+                named[id(module.get_base_layer().weight)],
+                partial(_less, up, down.weight.detach().clone(), turned=module.fan_in_fan_out),
+            )
+
+
+def _less(up: Tensor, down: Tensor, value: Tensor, *, turned: bool) -> Tensor:
+    """A float32 weight without the part that two matrices have taken over. turned: it is stored (in, out)."""
+    return value.to(torch.float32) - ((up @ down).T if turned else up @ down)
 
 
 def _reader(base: Source) -> Any:
@@ -576,6 +605,23 @@ def _inject(model: PreTrainedModel, config: Any, named: Mapping[int, str], read:
     Lending(model, config, adapter_name="default")
 
 
+def _refuse_rescaled(before: Any, config: Any) -> None:
+    """Raise `ModelError` if `peft` has moved a saved adapter to fused experts and not kept its strength.
+
+    It doubles alpha and rank, which keeps alpha / rank, but not rsLoRA's alpha / sqrt(rank), and forgets patterns.
+    before: the configuration in the folder.
+    """
+    if before.peft_type.value != "LORA" or config.alpha_pattern == before.alpha_pattern:
+        return
+    names = before.target_modules if isinstance(before.target_modules, set) else set[str]()
+    moved = names - {*config.target_modules}
+    patterns = [key for key in before.alpha_pattern if not names or any(name in key for name in moved)]
+    odd = "use_rslora" if before.use_rslora else "alpha_pattern" if patterns else ""
+    if odd:
+        what = f"was written with transformers 4 over experts that are fused now, where its {odd} has another effect"
+        raise ModelError(what, where="adapter", fix=f"with that release, {BY_PEFT}")
+
+
 @contextmanager
 def _lent(target: nn.Module, named: Mapping[int, str], read: Any) -> Iterator[None]:
     """In the block, a meta module's parameters are in memory: as their values, or as zeros that take no memory."""
@@ -596,7 +642,8 @@ def _lent(target: nn.Module, named: Mapping[int, str], read: Any) -> Iterator[No
 def _load(model: PreTrainedModel, folder: Path, named: Mapping[int, str]) -> dict[str, str]:
     """Load the weights of a saved adapter into the layers that exist. Raises `ModelError` if they do not fit.
 
-    Returns name -> name without the adapter, for parameters of the base that were saved with it (biases).
+    Returns name without the adapter -> name, for parameters of the base that were saved with it: biases, and the
+    embeddings that it adapts.
     """
     from peft import load_peft_weights, set_peft_model_state_dict
 
@@ -607,15 +654,22 @@ def _load(model: PreTrainedModel, folder: Path, named: Mapping[int, str]) -> dic
     read = load_peft_weights(str(folder), device="cpu")
     values = {name.removeprefix(PREFIX): value for name, value in read.items()}
     biases: dict[str, str] = {}
+    where = f"adapter {folder}"
     for name, parameter in list(model.named_parameters()):
         if name in values:
-            biases[name] = named[id(parameter)]
+            biases[named[id(parameter)]] = name
+            _refuse_resized(name, values[name].shape, parameter.shape, where)
             owner, _, key = name.rpartition(".")
             trained = nn.Parameter(values[name].to(parameter.dtype), requires_grad=parameter.requires_grad)
             model.get_submodule(owner)._parameters[key] = trained
     ours = {name for name, parameter in model.named_parameters() if id(parameter) not in named}
-    found = set_peft_model_state_dict(model, values, "default")
-    where = f"adapter {folder}"
+    try:
+        found = set_peft_model_state_dict(model, values, "default")
+    except RuntimeError as error:
+        if match := re.search(r"size mismatch for (\S+): .*?\[([\d, ]+)\].*?\[([\d, ]+)\]", str(error)):
+            saved, here = (tuple(map(int, shape.split(", "))) for shape in match.groups()[1:])
+            _refuse_resized(match[1], saved, here, where)
+        raise
     if missing := sorted(ours & {*found.missing_keys}):
         raise ModelError(f"its file lacks {listed(missing)}", where=where, fix="use files that belong together")
     if found.unexpected_keys:
@@ -624,37 +678,73 @@ def _load(model: PreTrainedModel, folder: Path, named: Mapping[int, str]) -> dic
     return biases
 
 
-def _copied(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """(name, name in the base) of parameters in modules that train as a whole (`modules_to_save`)."""
+def _refuse_resized(name: str, saved: Sequence[int], here: Sequence[int], where: str) -> None:
+    """Raise `ModelError` if a tensor of an adapter's file does not have the shape that the base asks for."""
+    if (*saved,) == (*here,):
+        return
+    what = f"{name} is {[*saved]} in its file, but {[*here]} over this base"
+    fix = "use it with the base that it was trained over"
+    if len(saved) == len(here) == 2 and saved[1] == here[1]:
+        fix = f"{fix}; if its vocabulary was resized, save a base with resize_token_embeddings({saved[0]})"
+    raise ModelError(what, where=where, fix=fix)
+
+
+def merge_layer(path: str, module: Any, values: dict[str, Tensor]) -> None:
+    """Have `peft` merge a layer into the parameters of its base layer, replacing them in `values`.
+
+    path: of the base layer (see `AdaptedSource.layers`). values: float32, by name in the base; may be overwritten.
+    """
+    layer = module.get_base_layer()
+    before = dict(layer._parameters)
+    lent = {key: nn.Parameter(values[name]) for key in before if (name := f"{path}.{key}") in values}
+    layer._parameters.update(lent)
+    try:
+        with torch.no_grad(), _pefts_errors(UNMERGED):
+            module.merge()  # which for LN tuning is an exchange of layers
+            values.update({f"{path}.{key}": module.get_base_layer().get_parameter(key).data for key in lent})
+    finally:
+        layer._parameters.update(before)
+
+
+def _wholes(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """(the base's module, the copy that trains in its place) for `modules_to_save`."""
     from peft.utils.other import ModulesToSaveWrapper
 
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in model.modules():
         if isinstance(module, ModulesToSaveWrapper):
-            for copied in module.modules_to_save.values():
-                for key, parameter in copied.named_parameters():
-                    yield names[id(parameter)], names[id(module.original_module.get_parameter(key))]
+            yield from ((module.original_module, copied) for copied in module.modules_to_save.values())
+
+
+def _copied(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """(name, name in the base) of parameters in modules that train as a whole (`modules_to_save`)."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for original, copied in _wholes(model):
+        for key, parameter in copied.named_parameters():
+            yield names[id(parameter)], names[id(original.get_parameter(key))]
 
 
 @contextmanager
-def _pefts_errors() -> Iterator[None]:
-    """Turn errors that `peft` raises about a configuration or a file into `ModelError`s of one line."""
+def _pefts_errors(fix: str = "") -> Iterator[None]:
+    """Turn errors that `peft` raises into `ModelError`s of one line. fix: what to do about them; by default it depends
+    on what they say of a configuration."""
     try:
         yield
-    except (ValueError, TypeError, KeyError, RuntimeError, OSError, AttributeError) as error:
-        fix = "set target_modules to names of the model's linear layers, or all-linear, and see the docs of peft"
-        raise ModelError(first_line(error), where="adapter", fix=fix) from error
+    except (ValueError, TypeError, KeyError, RuntimeError, OSError, AttributeError, ImportError) as error:
+        said = first_line(error)
+        of_targets = fix or (TARGETS if "arget" in said or "not found" in said else REFUSED)
+        raise ModelError(said, where="adapter", fix=of_targets) from error
 
 
 class _Under:
     """The masters, addressed by the names that the base's parameters have without the adapter."""
 
-    def __init__(self, masters: Masters, ours: Mapping[str, str]) -> None:
-        self._masters, self._ours = masters, ours
+    def __init__(self, masters: Masters, ours: Mapping[str, str], changed: Callable[[str, Tensor], Tensor]) -> None:
+        """ours: name in the base -> in the model. changed: see `AdaptedSource.changed`."""
+        self._masters, self._ours, self._changed = masters, ours, changed
 
     def master(self, name: str) -> Tensor:
         return self._masters.master(self._ours[name])
 
     def write_master(self, name: str, value: Tensor) -> None:
         if name in self._ours:  # else the adapter has a value for it
-            self._masters.write_master(self._ours[name], value)
+            self._masters.write_master(self._ours[name], self._changed(name, value))
