@@ -19,8 +19,8 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -34,7 +34,7 @@ from transformers.pytorch_utils import Conv1D
 
 from megatrain.errors import ConfigError, ModelError, first_line
 from megatrain.model.architecture import plain_errors
-from megatrain.model.hub import ADAPTER, located, model_named
+from megatrain.model.hub import ADAPTER, cached_folder, located, model_named
 from megatrain.model.pretrained import PretrainedSource
 from megatrain.model.weight_sources import (
     InFiles,
@@ -88,6 +88,8 @@ class Adapter:
 
     name: str
     config: Any
+    is_resized: bool = False
+    """Whether the vocabulary has other rows than its base's files: the embeddings are then saved with the adapter."""
 
     @property
     def drops(self) -> bool:
@@ -103,19 +105,35 @@ class Adapter:
         return f"peft {version('peft')} {json.dumps(fields, sort_keys=True, default=str)}"
 
     def file_names(self, whole: PreTrainedModel) -> dict[str, str]:
-        """Name in the model -> name in `peft`'s file, for every saved tensor; `whole` may be on the meta device."""
+        """Name in `peft`'s file -> name in the model, for every saved tensor; `whole` may be on the meta device.
+
+        A parameter of several modules (a tied copy of the embedding, say) is in the file once for each. Frozen weights
+        of the base are in it where `peft` saves them too: embeddings that are adapted or resized.
+        """
         from peft import get_peft_model_state_dict
 
-        state = whole.state_dict()
-        names = {id(value): name for name, value in state.items()}
-        saved = get_peft_model_state_dict(whole, state, self.name, save_embedding_layers=False)
-        return {names[id(value)]: f"{PREFIX}{name}" for name, value in saved.items()}
+        names = {id(each): name for name, each in (*whole.named_buffers(), *whole.named_parameters())}
+        state, configs = whole.state_dict(keep_vars=True), whole.peft_config
+        # without a name of the base, for which peft would ask the hub whether the vocabulary has been resized
+        whole.peft_config = {self.name: replaced_fields(self.config, base_model_name_or_path=None)}
+        try:
+            with quiet():
+                saved = get_peft_model_state_dict(
+                    whole, state, self.name, save_embedding_layers=self.is_resized or "auto"
+                )
+        finally:
+            whole.peft_config = configs
+        if self.is_resized:  # peft leaves one out if only the other is adapted
+            ends = {id(each) for end in _ends(whole) for each in end.parameters()} - {
+                id(each) for each in saved.values()
+            }
+            saved |= {name: each for name, each in state.items() if id(each) in ends}
+        return {f"{PREFIX}{name}": names[id(value)] for name, value in saved.items()}
 
     @property
     def config_json(self) -> bytes:
         """The adapter_config.json that `peft` would write for inference."""
-        config = copy.deepcopy(self.config)
-        config.inference_mode = True
+        config = replaced_fields(self.config, inference_mode=True)
         with tempfile.TemporaryDirectory() as folder:
             config.save_pretrained(folder)
             return (Path(folder) / ADAPTER).read_bytes()
@@ -123,12 +141,14 @@ class Adapter:
     def file_in(self, folder: Path, whole: PreTrainedModel) -> AdapterFile:
         """The saved weights of such an adapter, as a source. Raises `ModelError` if the folder holds another
         adapter's."""
-        return AdapterFile(folder, self.file_names(whole))
+        frozen = {name for name, each in whole.named_parameters() if not each.requires_grad}
+        names = self.file_names(whole)
+        return AdapterFile(folder, names, {*names.values()} - frozen)
 
     def refuse_more(self, model: PreTrainedModel) -> None:
         """Raise `ModelError` if parameters train that the adapter's file cannot hold: no checkpoint would contain
         them."""
-        held = self.file_names(model)
+        held = {*self.file_names(model).values()}
         if more := [name for name, each in model.named_parameters() if each.requires_grad and name not in held]:
             what = f"{listed(more)} train too, and the adapter's file has no place for them"
             fix = "freeze them (requires_grad_(False)), or name their modules in modules_to_save"
@@ -141,8 +161,7 @@ class Adapter:
         """
         from peft import inject_adapter_in_model
 
-        config = copy.deepcopy(self.config)
-        config.inference_mode = False
+        config = replaced_fields(self.config, inference_mode=False)
         if not drops:
             for name in filter(DROPOUT.fullmatch, vars(config)):
                 setattr(config, name, 0.0)
@@ -209,7 +228,31 @@ def adapter_of(model: nn.Module) -> Adapter | None:
             raise ModelError("its adapter is disabled", where=where, fix="call enable_adapter_layers() first")
         if list(module.active_adapters) != [name]:
             raise ModelError(f"its adapter {name} is not active", where=where, fix=f"call set_adapter({name!r}) first")
-    return Adapter(name, config)
+    return Adapter(name, config, _is_resized(model, config))
+
+
+def _is_resized(model: Any, config: Any) -> bool:
+    """Whether a model's vocabulary has another size than its base's files say, if they are on this machine."""
+    name = getattr(config, "base_model_name_or_path", None) or ""
+    folder = Path(name) if name and (Path(name) / "config.json").is_file() else None
+    if folder is None and (not name or (folder := cached_folder(name)) is None):
+        return False
+    with quiet(), plain_errors(f"base of the adapter {name}"):
+        of_files = getattr(type(model.config).from_pretrained(str(folder)), "vocab_size", None)
+    return of_files is not None and of_files != getattr(model.config, "vocab_size", of_files)
+
+
+def _ends(model: Any) -> list[nn.Module]:
+    """The input and the output embeddings, with what `peft` has put around them."""
+    return [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+
+
+def replaced_fields(config: Any, **fields: Any) -> Any:
+    """A copy of a `PeftConfig` with some fields changed."""
+    copied = copy.deepcopy(config)
+    for name, value in fields.items():
+        setattr(copied, name, value)
+    return copied
 
 
 def _tuned(model: nn.Module) -> Iterator[Any]:
@@ -285,21 +328,30 @@ class AdaptedSource:
 
         self.base, self.base_name = base, name
         self.model: PreTrainedModel = copy.deepcopy(base.model)
-        named = {id(parameter): name for name, parameter in base_names(base.model, self.model)}
         folder = None if isinstance(adapter, PeftConfig) else usable_path(adapter, where="adapter", error=ModelError)
         config = copy.deepcopy(adapter) if folder is None else read_adapter_config(folder)
         refuse_method(config)
+        saved = {} if folder is None else _saved_values(folder)
+        _resize(self.model, saved)
+        named = {id(parameter): name for name, parameter in base_names(base.model, self.model)}
         if getattr(config, "target_modules", None) == "auto":
             config.target_modules = _without_experts(config, _linear(base.model), base.model)
         config.inference_mode = not trains
         config.task_type = config.task_type or "CAUSAL_LM"
         config.base_model_name_or_path = config.base_model_name_or_path or name or None
-        values = None if folder is not None or not _begins_from_values(config) or not has_values else _reader(base)
+        fresh = folder is None and has_values
+        values = _reader(base) if fresh and _begins_from_values(config) else None
+        rows = _reader(base) if fresh and getattr(config, "trainable_token_indices", None) else None
         device = torch.device("cpu" if has_values else "meta")
         with torch.random.fork_rng(devices=[]), device, quiet(), _pefts_errors():
             torch.default_generator.manual_seed(seed)
-            _inject(self.model, config, named if has_values else {}, values)
-            self._biases = {} if folder is None else _load(self.model, folder, named)
+            with _lent_ends(self.model, config, named, rows):
+                _inject(self.model, config, named if has_values else {}, values)
+            self._biases = {} if folder is None else _load(self.model, folder, saved, base, named)
+        for module in self.model.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:  # rows of tokens before training, which only unmerging reads
+                    module._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype)
         self._named = named
         self._names = {key: named[id(each)] for key, each in self.model.named_parameters() if id(each) in named}
         self._copies = dict(_copied(self.model))
@@ -389,16 +441,17 @@ def pretrained_source(
 class AdapterFile:
     """The weights of a saved adapter, to load into an engine with that base and adapter."""
 
-    def __init__(self, folder: Path, names: Mapping[str, str]) -> None:
-        """names: see `Adapter.file_names`. Raises `ModelError` if the file holds other tensors."""
+    def __init__(self, folder: Path, names: Mapping[str, str], trained: Collection[str]) -> None:
+        """names: see `Adapter.file_names`. trained: those of them that the file must have; others are of the base.
+        Raises `ModelError` if the file holds other tensors."""
         from peft import load_peft_weights
 
         with _pefts_errors():
             held = load_peft_weights(str(folder), device="cpu")
-        if held.keys() != {*names.values()}:
-            odd = sorted(held.keys() ^ {*names.values()})
+        of_adapter = {file: name for file, name in names.items() if name in trained}
+        if odd := sorted((held.keys() - names.keys()) | (of_adapter.keys() - held.keys())):
             raise ModelError(f"belongs to another adapter: only one of the two has {odd[0]}", where=f"adapter {folder}")
-        self.values = {name: held[file] for name, file in names.items()}
+        self.values = {name: held[file] for file, name in of_adapter.items()}
 
     def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
         """Write the file's tensors that belong to the units; the base is not changed."""
@@ -544,7 +597,6 @@ def _begins_from_values(config: Any) -> bool:
     start = getattr(config, "init_lora_weights", True)
     odd = f"init_lora_weights={start!r}" if isinstance(start, str) and start.lower().startswith(OF_THE_BASE) else ""
     odd = "kasa_config" if getattr(config, "kasa_config", None) else odd
-    odd = "trainable_token_indices" if getattr(config, "trainable_token_indices", None) else odd
     if odd:
         what = f"{odd} needs or changes the weights of the whole base"
         fix = "leave it out, or build the model in memory (peft.get_peft_model) and pass it to Engine.from_model"
@@ -577,6 +629,17 @@ def _inject(model: PreTrainedModel, config: Any, named: Mapping[int, str], read:
 
 
 @contextmanager
+def _lent_ends(model: PreTrainedModel, config: Any, named: Mapping[int, str], read: Any) -> Iterator[None]:
+    """In the block, the embeddings of which single rows will train have their values, if `read` is given."""
+    asked = getattr(config, "trainable_token_indices", None) if read is not None else None
+    ends = [module for name, module in model.named_modules() if isinstance(asked, dict) and name.endswith(tuple(asked))]
+    with ExitStack() as lent:
+        for module in ends or ([model.get_input_embeddings()] if asked else []):
+            lent.enter_context(_lent(module, named, read))
+        yield
+
+
+@contextmanager
 def _lent(target: nn.Module, named: Mapping[int, str], read: Any) -> Iterator[None]:
     """In the block, a meta module's parameters are in memory: as their values, or as zeros that take no memory."""
     before = [(module, dict(module._parameters)) for module in target.modules()]
@@ -590,37 +653,97 @@ def _lent(target: nn.Module, named: Mapping[int, str], read: Any) -> Iterator[No
         yield
     finally:
         for module, parameters in before:
+            for key, parameter in parameters.items():
+                if parameter is not None:  # `peft` freezes the base
+                    lent = module._parameters[key]
+                    parameter.requires_grad_(lent is not None and lent.requires_grad)
             module._parameters.update(parameters)
 
 
-def _load(model: PreTrainedModel, folder: Path, named: Mapping[int, str]) -> dict[str, str]:
-    """Load the weights of a saved adapter into the layers that exist. Raises `ModelError` if they do not fit.
+def _saved_values(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a saved adapter, named as in the model but for the adapter's name."""
+    from peft import load_peft_weights
 
-    Returns name -> name without the adapter, for parameters of the base that were saved with it (biases).
+    with _pefts_errors():
+        read = load_peft_weights(str(folder), device="cpu")
+    return {name.removeprefix(PREFIX): value for name, value in read.items()}
+
+
+def _resize(model: Any, saved: Mapping[str, Tensor]) -> None:
+    """Give the embeddings of a structure as many rows as those saved with an adapter have, if any are."""
+    names = [name for name, module in model.named_modules() if module in _ends(model)]
+    within = ("", "base_layer.", "original_module.", "token_adapter.base_layer.")
+    rows = {len(saved[key]) for name in names for each in within if (key := f"{name}.{each}weight") in saved}
+    if rows and rows != {len(model.get_input_embeddings().weight)}:
+        with quiet(), _pefts_errors():
+            model.resize_token_embeddings(max(rows), mean_resizing=False)
+
+
+def _load(
+    model: PreTrainedModel, folder: Path, values: Mapping[str, Tensor], base: Source, named: Mapping[int, str]
+) -> dict[str, str]:
+    """Load the values of a saved adapter into the layers that exist. Raises `ModelError` if they do not fit.
+
+    Returns name -> name without the adapter, for parameters of the base that were saved with it and are not as in the
+    base: trained biases, and resized embeddings.
     """
-    from peft import load_peft_weights, set_peft_model_state_dict
+    from peft import set_peft_model_state_dict
 
+    made: dict[nn.Parameter, nn.Parameter] = {}  # one for all places of a tied parameter
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta and id(parameter) not in named:
-                module._parameters[key] = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
-    read = load_peft_weights(str(folder), device="cpu")
-    values = {name.removeprefix(PREFIX): value for name, value in read.items()}
-    biases: dict[str, str] = {}
-    for name, parameter in list(model.named_parameters()):
-        if name in values:
-            biases[name] = named[id(parameter)]
-            owner, _, key = name.rpartition(".")
-            trained = nn.Parameter(values[name].to(parameter.dtype), requires_grad=parameter.requires_grad)
-            model.get_submodule(owner)._parameters[key] = trained
+                if parameter not in made:
+                    empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[key] = made[parameter]
+    of_base = {name for name, each in model.named_parameters(remove_duplicate=False) if id(each) in named}
+    biases = _replace_changed(model, values, base, named)
     ours = {name for name, parameter in model.named_parameters() if id(parameter) not in named}
-    found = set_peft_model_state_dict(model, values, "default")
+    of_adapter = {name: value for name, value in values.items() if name not in of_base}
+    found = set_peft_model_state_dict(model, of_adapter, "default")
     where = f"adapter {folder}"
-    if missing := sorted(ours & {*found.missing_keys}):
+    if missing := sorted((ours & {*found.missing_keys}) - {*biases}):
         raise ModelError(f"its file lacks {listed(missing)}", where=where, fix="use files that belong together")
-    if found.unexpected_keys:
-        what = f"the model does not have its {listed(sorted(found.unexpected_keys))}"
+    twice = (
+        ".modules_to_save.weight",
+        ".token_adapter.trainable_tokens_delta",
+    )  # beside an embedding that is saved too
+    if odd := sorted(name for name in found.unexpected_keys if not name.endswith(twice)):
+        what = f"the model does not have its {listed(odd)}"
         raise ModelError(what, where=where, fix="use it with the base that it was trained on")
+    shapes = {name: each.shape for name, each in base.model.named_parameters()}
+    for name, each in model.named_parameters():
+        if id(each) in named and each.shape != shapes[named[id(each)]]:
+            fix = "use its base with the vocabulary resized, saved as a model, and an adapter trained over that"
+            raise ModelError(f"its vocabulary was resized, and its file lacks {name}", where=where, fix=fix)
+    return biases
+
+
+def _replace_changed(
+    model: PreTrainedModel, values: Mapping[str, Tensor], base: Source, named: Mapping[int, str]
+) -> dict[str, str]:
+    """Put saved values of the base's parameters into a model, except those that the base's own files hold.
+
+    Returns name -> name without the adapter, of those that differ.
+    """
+    read, biases = getattr(base, "read", None), {}
+    shapes = {name: each.shape for name, each in base.model.named_parameters()}
+    firsts = {id(parameter): name for name, parameter in model.named_parameters()}
+    made: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in values and id(parameter) in named and id(parameter) not in made:
+            value, original = values[name], named[id(parameter)]
+            if read is not None and value.shape == shapes[original]:
+                both = zip(read(original, torch.float32).split(4096), value.split(4096), strict=True)
+                if all(torch.equal(ours, theirs.float()) for ours, theirs in both):
+                    continue
+            biases[firsts[id(parameter)]] = original
+            made[id(parameter)] = nn.Parameter(value.to(parameter.dtype), requires_grad=parameter.requires_grad)
+    for module in model.modules():
+        for key, each in module._parameters.items():
+            if each is not None and id(each) in made:
+                module._parameters[key] = made[id(each)]
     return biases
 
 

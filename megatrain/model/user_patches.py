@@ -31,13 +31,14 @@ def refuse_shared_and_hooked(model: nn.Module) -> None:
     """Raise `ModelError` for gradient hooks on trained parameters, parameters that share memory, and modules used
     twice.
 
-    (`torch.func.functional_call` does not restore a module with parameters that is at two places.)
+    (`torch.func.functional_call` does not restore a module with parameters that is at two places. A copy of a
+    `ParameterDict`, which nothing calls, serves as well: see `separate_dicts`.)
     """
     where = f"model {type(model).__name__}"
     places: dict[int, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         first = places.setdefault(id(module), name)
-        if first != name and next(module.parameters(), None) is not None:
+        if first != name and next(module.parameters(), None) is not None and not isinstance(module, nn.ParameterDict):
             what = f"{first} is in the model twice, also as {name}"
             raise ModelError(what, where=where, fix="give each place a module of its own (copy.deepcopy)")
     memory: dict[int, str] = {}
@@ -51,6 +52,17 @@ def refuse_shared_and_hooked(model: nn.Module) -> None:
                 where=where,
                 fix="remove it, or freeze the parameter; a hook on a module's forward or backward is called",
             )
+
+
+def separate_dicts(model: nn.Module) -> None:
+    """Give each place of a `ParameterDict` a dictionary of its own, with the same parameters."""
+    seen: set[int] = set()
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if isinstance(child, nn.ParameterDict):
+                if id(child) in seen:
+                    module._modules[name] = nn.ParameterDict(dict(child.items()))
+                seen.add(id(child))
 
 
 def refuse_hooks_around(model: nn.Module, stack: str) -> None:

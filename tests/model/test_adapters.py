@@ -112,7 +112,6 @@ def test_an_adapter_of_another_model_is_refused(base: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"trainable_token_indices": [3, 5]}, "trainable_token_indices needs or changes the weights"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' needs or changes the weights of the whole base"),
         ({"kasa_config": peft.tuners.lora.config.KasaConfig()}, "kasa_config needs or changes the weights"),
         ({"target_modules": ["nothing"]}, "adapter: .*nothing.*; set target_modules to names"),

@@ -1,0 +1,219 @@
+"""Adapters begun and continued here train, are saved and are read as by `peft` and `torch.optim.AdamW`.
+
+`peft` says what is right: losses of its model under plain PyTorch, the names and shapes in its file, and the logits of
+what it loads. An option that cannot be trained is refused when the engine is made, never when it saves.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from megatrain import AdamW, Engine
+from megatrain.errors import MegaTrainError, ModelError
+from tests.tiny import VOCAB, stock_gradients, tiny_model, unequal_batches
+
+BATCHES = unequal_batches()
+IDS = BATCHES[1]["input_ids"]
+ADAMW: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-4, "weight_decay": 0.0}
+OPTIONS: dict[str, Any] = {
+    "precision": "fp32",
+    "optimizer": AdamW(**ADAMW),
+    "max_grad_norm": None,
+    "verify": False,
+}
+TOLERANCE = 1e-5
+RESIZED = VOCAB + 8
+EMBED, HEAD = "embed_tokens", "lm_head"
+Base = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
+    """The folder of a tiny model of a family."""
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            layers = {"n_layer": 2} if family == "gpt2" else {"num_hidden_layers": 2}
+            tiny_model(family, **layers).save_pretrained(made[family])
+        return made[family]
+
+    return folder
+
+
+def loaded(folder: Path, vocabulary: int = VOCAB) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(folder).train()
+    if vocabulary != VOCAB:
+        torch.manual_seed(5)  # of the new rows
+        model.resize_token_embeddings(vocabulary, mean_resizing=False)
+    return model
+
+
+def config_of(family: str, kind: str = "LoraConfig", **fields: Any) -> Any:
+    targets = ["c_attn"] if family == "gpt2" else ["q_proj", "down_proj"]
+    fields = {"target_modules": targets, **({"r": 4} if kind == "LoraConfig" else {}), **copy.deepcopy(fields)}
+    return getattr(peft, kind)(task_type="CAUSAL_LM", **fields)
+
+
+def fresh(folder: Path, config: Any, vocabulary: int = VOCAB) -> Any:
+    """A `PeftModel` as `get_peft_model` makes it after seed 7."""
+    model = loaded(folder, vocabulary)
+    torch.manual_seed(7)
+    return peft.get_peft_model(model, copy.deepcopy(config)).train()
+
+
+def read(folder: Path, adapter: Path, vocabulary: int = VOCAB) -> Any:
+    return peft.PeftModel.from_pretrained(loaded(folder, vocabulary), str(adapter), is_trainable=True).train()
+
+
+def stock_losses(model: Any, steps: int = 3) -> list[float]:
+    inner, losses = model.get_base_model(), []
+    optimizer = torch.optim.AdamW([each for each in inner.parameters() if each.requires_grad], **ADAMW)
+    for _ in range(steps):
+        loss, gradients = stock_gradients(inner, BATCHES)
+        losses.append(loss)
+        for name, parameter in inner.named_parameters():
+            parameter.grad = gradients[name] if parameter.requires_grad else None
+        optimizer.step()
+        inner.zero_grad()
+    return losses
+
+
+def our_losses(engine: Engine, steps: int = 3) -> list[float]:
+    return [engine.step(BATCHES).loss for _ in range(steps)]
+
+
+def logits_of(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS, use_cache=False).logits
+
+
+def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(each.shape) for name, each in peft.load_peft_weights(str(folder), device="cpu").items()}
+
+
+def near(expected: Sequence[float]) -> Any:
+    return pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
+
+
+def assert_trains_as_stock(
+    folder: Path, config: Any, tmp_path: Path, vocabulary: int = VOCAB, begins: Sequence[str] = ("memory", "files")
+) -> None:
+    """From the first step to an adapter that is continued here, whether it was saved here or by `peft`."""
+    stock = fresh(folder, config, vocabulary)
+    expected = stock_losses(stock)
+    stock.save_pretrained(tmp_path / "stock")
+    begun: dict[str, Callable[[], Engine]] = {
+        "memory": lambda: Engine.from_model(fresh(folder, config, vocabulary), **OPTIONS),
+        "files": lambda: Engine.from_pretrained(folder, adapter=copy.deepcopy(config), seed=7, **OPTIONS),
+    }
+    saved = [tmp_path / "stock"]
+    for begin in begins:
+        with begun[begin]() as engine:
+            assert our_losses(engine) == near(expected)
+            checkpoint = engine.save(tmp_path / f"{begin}-checkpoint").wait()
+            saved.append(engine.save_adapter(tmp_path / begin))
+            logits = engine.logits({"input_ids": IDS})
+            then = our_losses(engine, 1)
+            engine.restore(checkpoint)
+            assert our_losses(engine, 1) == then
+        assert shapes_in(saved[-1]) == shapes_in(tmp_path / "stock")
+        assert torch.allclose(logits_of(read(folder, saved[-1], vocabulary)), logits, atol=TOLERANCE)
+        with Engine.from_checkpoint(checkpoint, verify=False, precision="fp32", max_grad_norm=None) as engine:
+            assert our_losses(engine, 1) == then
+    expected = stock_losses(read(folder, tmp_path / "stock", vocabulary))
+    for each in saved:
+        with Engine.from_pretrained(folder, adapter=each, **OPTIONS) as engine:
+            assert our_losses(engine) == near(expected)
+            assert shapes_in(engine.save_adapter(tmp_path / "again")) == shapes_in(each)
+
+
+TIED = {"ensure_weight_tying": True}
+FAST: dict[str, tuple[str, dict[str, Any], int]] = {
+    "a tied embedding": ("qwen3-tied", {"modules_to_save": [EMBED], **TIED}, VOCAB),
+    "an adapted head": ("qwen3-tied", {"target_modules": ["q_proj", HEAD]}, VOCAB),
+    "some tokens, tied": ("qwen3-tied", {"trainable_token_indices": [3, 5]}, VOCAB),
+    "new tokens": ("qwen3", {"trainable_token_indices": [VOCAB, VOCAB + 1]}, RESIZED),
+}
+CASES: dict[str, tuple[str, dict[str, Any], int]] = {
+    **FAST,
+    "a tied head": ("qwen3-tied", {"modules_to_save": [HEAD], **TIED}, VOCAB),
+    "tied ends": ("qwen3-tied", {"modules_to_save": [EMBED, HEAD], **TIED}, VOCAB),
+    "tied ends with DoRA": ("qwen3-tied", {"modules_to_save": [EMBED], "use_dora": True, **TIED}, VOCAB),
+    "nothing to tie": ("qwen3", {"modules_to_save": [EMBED, HEAD], **TIED}, VOCAB),
+    "an untied embedding": ("qwen3-tied", {"modules_to_save": [EMBED]}, VOCAB),
+    "untied ends": ("qwen3-tied", {"modules_to_save": [EMBED, HEAD]}, VOCAB),
+    "a norm": ("qwen3-tied", {"modules_to_save": ["norm"]}, VOCAB),
+    "an adapted embedding": ("qwen3", {"target_modules": ["q_proj", EMBED], "use_dora": True}, VOCAB),
+    "adapted ends": ("qwen3-tied", {"target_modules": ["q_proj", EMBED, HEAD]}, VOCAB),
+    "an adapted head, a whole embedding": (
+        "qwen3",
+        {"target_modules": ["q_proj", HEAD], "modules_to_save": [EMBED]},
+        VOCAB,
+    ),
+    "all-linear": ("qwen3", {"target_modules": "all-linear"}, VOCAB),
+    "some tokens": ("qwen3", {"trainable_token_indices": [3, 5]}, VOCAB),
+    "some tokens, tied on request": ("qwen3-tied", {"trainable_token_indices": [3, 5], **TIED}, VOCAB),
+    "some tokens of the head too": ("qwen3", {"trainable_token_indices": {EMBED: [3, 5], HEAD: [4, 5]}}, VOCAB),
+    "tokens untied": ("qwen3-tied", {"trainable_token_indices": {EMBED: [3, 5], HEAD: [4, 5]}}, VOCAB),
+    "tokens, and a whole head": ("qwen3", {"trainable_token_indices": [3], "modules_to_save": [HEAD]}, VOCAB),
+    "some tokens of gpt2": ("gpt2", {"trainable_token_indices": [3, 5], "fan_in_fan_out": True}, VOCAB),
+    "all biases": ("gpt2", {"bias": "all", "fan_in_fan_out": True}, VOCAB),
+    "LoRA's biases": ("gpt2", {"bias": "lora_only", "lora_bias": True, "fan_in_fan_out": True}, VOCAB),
+    "a tied wte": ("gpt2", {"modules_to_save": ["wte"], "fan_in_fan_out": True, **TIED}, VOCAB),
+    "an adapted wte": ("gpt2", {"target_modules": ["wte", "c_attn"], "fan_in_fan_out": True}, VOCAB),
+    "experts": (
+        "qwen3-moe",
+        {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "rank_pattern": {"q_proj": 2}},
+        VOCAB,
+    ),
+    "experts alone": ("qwen3-moe", {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}, VOCAB),
+    "patterns": (
+        "qwen3",
+        {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"down_proj": 16}, "use_rslora": True},
+        VOCAB,
+    ),
+    "one layer": ("qwen3", {"layers_to_transform": [1], "init_lora_weights": False}, VOCAB),
+    "but one layer": ("qwen3", {"exclude_modules": r".*layers\.1.*", "init_lora_weights": "gaussian"}, VOCAB),
+    "orthogonal": ("qwen3", {"init_lora_weights": "orthogonal"}, VOCAB),
+    "resized": ("qwen3", {}, RESIZED),
+    "resized and tied": ("qwen3-tied", {}, RESIZED),
+    "resized, a tied embedding": ("qwen3-tied", {"modules_to_save": [EMBED], **TIED}, RESIZED),
+    "resized, whole ends": ("qwen3", {"modules_to_save": [EMBED, HEAD]}, RESIZED),
+    "resized, adapted ends": ("qwen3", {"target_modules": ["q_proj", EMBED, HEAD]}, RESIZED),
+    "new tokens, tied": ("qwen3-tied", {"trainable_token_indices": [VOCAB, VOCAB + 1]}, RESIZED),
+    "norms": ("qwen3", {"kind": "LNTuningConfig", "target_modules": ["input_layernorm"]}, VOCAB),
+    "norms, and a head": (
+        "qwen3",
+        {"kind": "LNTuningConfig", "target_modules": ["input_layernorm"], "modules_to_save": [HEAD]},
+        VOCAB,
+    ),
+    "IA3": (
+        "qwen3-tied",
+        {"kind": "IA3Config", "feedforward_modules": ["down_proj"], "modules_to_save": [EMBED]},
+        VOCAB,
+    ),
+    "OFT": ("qwen3-tied", {"kind": "OFTConfig", "oft_block_size": 4, "modules_to_save": [EMBED]}, VOCAB),
+    "LoHa": ("qwen3", {"kind": "LoHaConfig", "r": 4, "modules_to_save": ["norm"]}, VOCAB),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(each, marks=() if each in FAST else pytest.mark.slow) for each in CASES])
+def test_an_adapter_trains_is_saved_and_goes_on_as_in_peft(case: str, base: Base, tmp_path: Path) -> None:
+    family, fields, vocabulary = CASES[case]
+    begins = ("memory", "files") if vocabulary == VOCAB else ("memory",)
+    assert_trains_as_stock(base(family), config_of(family, **fields), tmp_path, vocabulary, begins)
