@@ -386,11 +386,14 @@ class AdaptedSource:
         the merged model would no longer fit its class: a tied head of which only one side was trained.
         """
         found = dict(values)
+        saved = {theirs: self.model.get_parameter(name) for theirs, name in self._biases.items()}
+        found.update({theirs: each.detach() for theirs, each in saved.items() if theirs in found})
+        named = {**self._named, **{id(each): theirs for theirs, each in saved.items()}}
         for module in _tuned(self.model):
             if not hasattr(module, "merge"):
                 continue
             parameters = dict(module.get_base_layer().named_parameters())
-            names = {key: self._named[id(each)] for key, each in parameters.items() if id(each) in self._named}
+            names = {key: named[id(each)] for key, each in parameters.items() if id(each) in named}
             if names and all(name in found for name in names.values()):
                 for name in names.values():
                     self._refuse_tied(name)
@@ -399,7 +402,6 @@ class AdaptedSource:
                     for key, name in names.items():
                         found[name] = module.get_base_layer().get_parameter(key).data
         parameters = dict(self.model.named_parameters())
-        found.update({theirs: parameters[name].detach() for name, theirs in self._biases.items() if theirs in found})
         for name, original in self._copies.items():
             if (theirs := self._names[original]) in found:
                 self._refuse_tied(theirs)
@@ -684,7 +686,7 @@ def _load(
 ) -> dict[str, str]:
     """Load the values of a saved adapter into the layers that exist. Raises `ModelError` if they do not fit.
 
-    Returns name -> name without the adapter, for parameters of the base that were saved with it and are not as in the
+    Returns name without the adapter -> name, for parameters of the base that were saved with it and are not as in the
     base: trained biases, and resized embeddings.
     """
     from peft import set_peft_model_state_dict
@@ -703,7 +705,7 @@ def _load(
     of_adapter = {name: value for name, value in values.items() if name not in of_base}
     found = set_peft_model_state_dict(model, of_adapter, "default")
     where = f"adapter {folder}"
-    if missing := sorted((ours & {*found.missing_keys}) - {*biases}):
+    if missing := sorted((ours & {*found.missing_keys}) - {*biases.values()}):
         raise ModelError(f"its file lacks {listed(missing)}", where=where, fix="use files that belong together")
     twice = (
         ".modules_to_save.weight",
@@ -725,7 +727,7 @@ def _replace_changed(
 ) -> dict[str, str]:
     """Put saved values of the base's parameters into a model, except those that the base's own files hold.
 
-    Returns name -> name without the adapter, of those that differ.
+    Returns name without the adapter -> name, of those that differ.
     """
     read, biases = getattr(base, "read", None), {}
     shapes = {name: each.shape for name, each in base.model.named_parameters()}
@@ -738,7 +740,7 @@ def _replace_changed(
                 both = zip(read(original, torch.float32).split(4096), value.split(4096), strict=True)
                 if all(torch.equal(ours, theirs.float()) for ours, theirs in both):
                     continue
-            biases[firsts[id(parameter)]] = original
+            biases[original] = firsts[id(parameter)]
             made[id(parameter)] = nn.Parameter(value.to(parameter.dtype), requires_grad=parameter.requires_grad)
     for module in model.modules():
         for key, each in module._parameters.items():
