@@ -42,10 +42,14 @@ def refuse_shared_and_hooked(model: nn.Module) -> None:
             what = f"{first} is in the model twice, also as {name}"
             raise ModelError(what, where=where, fix="give each place a module of its own (copy.deepcopy)")
     memory: dict[int, str] = {}
-    for name, parameter in model.named_parameters():
+    by_name = dict(model.named_parameters())
+    for name, parameter in by_name.items():
         if _in_memory(parameter) and (first := memory.setdefault(parameter.data_ptr(), name)) != name:
             what = f"parameter {name} shares memory with {first}, but would be trained separately"
-            raise ModelError(what, where=where, fix="tie them by one nn.Parameter for both")
+            fix = "tie them by one nn.Parameter for both"
+            if parameter.shape != by_name[first].shape:  # a transposed view, as `peft` makes of tied LoRA matrices
+                fix = "leave ensure_weight_tying out of the adapter's config, or name the embedding in modules_to_save"
+            raise ModelError(what, where=where, fix=fix)
         if parameter.requires_grad and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
             raise ModelError(
                 f"parameter {name} has a gradient hook, which would never be called",

@@ -7,9 +7,7 @@ what it loads. An option that cannot be trained is refused when the engine is ma
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +215,153 @@ def test_an_adapter_trains_is_saved_and_goes_on_as_in_peft(case: str, base: Base
     family, fields, vocabulary = CASES[case]
     begins = ("memory", "files") if vocabulary == VOCAB else ("memory",)
     assert_trains_as_stock(base(family), config_of(family, **fields), tmp_path, vocabulary, begins)
+
+
+RESIZED_AND_ADAPTED = {
+    "an adapted embedding": {"target_modules": ["q_proj", EMBED]},
+    "an adapted head": {"target_modules": ["q_proj", HEAD]},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", RESIZED_AND_ADAPTED)
+def test_new_rows_are_saved_of_the_end_that_is_not_adapted_too(case: str, base: Base, tmp_path: Path) -> None:
+    """`peft` saves those of the adapted end alone, and nobody can read them back."""
+    folder, config = base("qwen3"), config_of("qwen3", **RESIZED_AND_ADAPTED[case])
+    with Engine.from_model(fresh(folder, config, RESIZED), **OPTIONS) as engine:
+        engine.step(BATCHES)
+        saved, logits = engine.save_adapter(tmp_path / "adapter"), engine.logits({"input_ids": IDS})
+        then = our_losses(engine, 1)
+    again = AutoModelForCausalLM.from_pretrained(folder)
+    again.resize_token_embeddings(RESIZED)  # other new rows than before
+    assert torch.allclose(logits_of(peft.PeftModel.from_pretrained(again, str(saved))), logits, atol=TOLERANCE)
+    with Engine.from_pretrained(folder, adapter=saved, **OPTIONS) as engine:
+        assert our_losses(engine, 1) == near(then)
+    fresh(folder, config, RESIZED).save_pretrained(tmp_path / "stock")
+    assert shapes_in(tmp_path / "stock").items() < shapes_in(saved).items()
+    with pytest.raises(ModelError, match=r"its vocabulary was resized, and its file lacks \S+\.weight; "):
+        Engine.from_pretrained(folder, adapter=tmp_path / "stock", **OPTIONS)
+
+
+@pytest.mark.parametrize("end", [EMBED, pytest.param(HEAD, marks=pytest.mark.slow)])
+def test_adapters_that_share_memory_are_refused_when_the_engine_is_made(end: str, base: Base) -> None:
+    """Of two tied layers: two parameters over one memory, which `torch.optim.AdamW` updates twice a step."""
+    folder, config = base("qwen3-tied"), config_of("qwen3-tied", target_modules=["q_proj", end], **TIED)
+    with pytest.raises(ModelError, match=r"lm_head\.lora_A.* shares memory with .*; leave ensure_weight_tying out"):
+        Engine.from_pretrained(folder, adapter=config, **OPTIONS)
+    with pytest.raises(ModelError, match=r"lm_head\.lora_A.* shares memory with .*; leave ensure_weight_tying out"):
+        Engine.from_model(fresh(folder, config), **OPTIONS)
+
+
+@pytest.mark.parametrize("case", ["a tied embedding", pytest.param("new tokens", marks=pytest.mark.slow)])
+def test_a_frozen_embedding_in_bfloat16_is_saved_as_it_was_held(case: str, base: Base, tmp_path: Path) -> None:
+    family, fields, vocabulary = CASES[case]
+    folder, config = base(family), config_of(family, **fields)
+    with Engine.from_model(fresh(folder, config, vocabulary), precision="bf16", verify=False) as engine:
+        engine.step(BATCHES)
+        saved, checkpoint = engine.save_adapter(tmp_path / "adapter"), engine.save(tmp_path / "checkpoints").wait()
+        then = our_losses(engine, 2)
+    assert shapes_in(saved) == shapes_in(checkpoint)
+    with Engine.from_checkpoint(checkpoint, verify=False) as engine:
+        assert our_losses(engine, 2) == then
+
+
+def trained(tmp_path: Path, streams: bool, model: Any, checkpoint: str | None = None) -> Any:
+    """A script around `transformers.Trainer`, which saves a checkpoint on its way, and the model at its end."""
+    from transformers import Trainer, TrainingArguments
+
+    from megatrain.hf import streamed
+
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(3, VOCAB, (12, 8)).tolist()]
+    args: dict[str, Any] = {
+        "output_dir": str(tmp_path), "max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 1e-2,
+        "adam_epsilon": 1e-4, "logging_steps": 1, "save_strategy": "steps", "save_steps": 2, "report_to": "none",
+        "disable_tqdm": True, "use_cpu": True,
+    }  # fmt: skip
+    more = {"engine_options": {"verify": False}} if streams else {}
+    kind: Any = streamed(Trainer) if streams else Trainer
+    trainer = kind(model=model, args=TrainingArguments(**args), train_dataset=rows, **more)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_model(str(tmp_path / "final"))
+    return trainer
+
+
+@pytest.mark.filterwarnings("default")  # the libraries' own warnings, which change with each release
+@pytest.mark.parametrize(
+    "case",
+    ["a tied embedding", *(pytest.param(each, marks=pytest.mark.slow) for each in ("resized", "some tokens, tied"))],
+)
+def test_a_streamed_trainer_saves_the_stock_trainers_files(case: str, base: Base, tmp_path: Path) -> None:
+    family, fields, vocabulary = CASES[case]
+    folder, config, logs, files = base(family), config_of(family, **fields), [], []
+    for streams in (False, True):
+        torch.manual_seed(0)
+        where = tmp_path / str(streams)
+        trainer = trained(where, streams, fresh(folder, config, vocabulary))
+        logs.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        files.append([peft.load_peft_weights(str(where / each), device="cpu") for each in ("final", "checkpoint-2")])
+    assert logs[1] == near(logs[0])
+    for ours, theirs in zip(files[1], files[0], strict=True):
+        assert {name: each.shape for name, each in ours.items()} == {name: each.shape for name, each in theirs.items()}
+        assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in theirs)
+    torch.manual_seed(0)
+    checkpoint = str(tmp_path / "True/checkpoint-2")
+    again = trained(tmp_path / "again", True, fresh(folder, config, vocabulary), checkpoint)
+    assert [entry["loss"] for entry in again.state.log_history if "loss" in entry] == logs[1]
+
+
+# Any combination ------------------------------------------------------------------------------------------------------
+
+TARGETS: list[Any] = [["q_proj"], ["q_proj", EMBED], ["q_proj", HEAD], ["q_proj", EMBED, HEAD], "all-linear"]
+COMBINATIONS = st.fixed_dictionaries(
+    {"target_modules": st.sampled_from(TARGETS)},
+    optional={
+        "modules_to_save": st.sampled_from([[EMBED], [HEAD], [EMBED, HEAD], ["norm"]]),
+        "ensure_weight_tying": st.booleans(),
+        "trainable_token_indices": st.sampled_from([[3, 5], {EMBED: [3], HEAD: [3]}, {EMBED: [3], HEAD: [4]}]),
+        "use_dora": st.booleans(),
+        "use_rslora": st.booleans(),
+        "rank_pattern": st.just({"q_proj": 2}),
+        "init_lora_weights": st.sampled_from([False, "gaussian", "orthogonal", "mica"]),
+        "layers_to_transform": st.just([1]),
+    },
+)
+
+
+@pytest.mark.slow
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(
+    family=st.sampled_from(["qwen3", "qwen3-tied"]), vocabulary=st.sampled_from([VOCAB, RESIZED]), fields=COMBINATIONS
+)
+def test_any_combination_is_refused_at_the_start_or_trains_and_is_saved_as_in_peft(
+    family: str, vocabulary: int, fields: dict[str, Any], base: Base, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder, tmp_path = base(family), tmp_path_factory.mktemp("combination")
+    try:
+        config = config_of(family, **fields)
+        expected = stock_losses(stock := fresh(folder, config, vocabulary))
+    except (ValueError, RuntimeError, KeyError, AttributeError, TypeError):  # what `peft` cannot train
+        return
+    stock.save_pretrained(tmp_path / "stock")
+    try:
+        engine = Engine.from_model(fresh(folder, config, vocabulary), **OPTIONS)
+    except MegaTrainError:
+        return
+    with engine:
+        assert our_losses(engine) == near(expected)
+        engine.save(tmp_path / "checkpoint").wait()
+        saved, logits = engine.save_adapter(tmp_path / "ours"), engine.logits({"input_ids": IDS})
+    assert shapes_in(tmp_path / "stock").items() <= shapes_in(saved).items()
+    try:
+        again = logits_of(read(folder, saved, vocabulary))
+    except (KeyError, RuntimeError):  # and what it cannot read of its own either
+        with pytest.raises((KeyError, RuntimeError)):
+            read(folder, tmp_path / "stock", vocabulary)
+        return
+    assert torch.allclose(again, logits, atol=TOLERANCE)
+    try:
+        engine = Engine.from_pretrained(folder, adapter=saved, **OPTIONS)
+    except MegaTrainError:
+        return
+    with engine:
+        assert our_losses(engine) == near(stock_losses(read(folder, saved, vocabulary)))
