@@ -19,8 +19,8 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -34,8 +34,15 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from megatrain.errors import ConfigError, ModelError, first_line
+from megatrain.model.adapter_methods import (
+    begins_from_values,
+    changes_base,
+    refuse_method,
+    refuse_rescaled,
+    refuse_start,
+)
 from megatrain.model.architecture import plain_errors
-from megatrain.model.hub import ADAPTER, model_behind, model_named
+from megatrain.model.hub import ADAPTER, cached_folder, model_behind, model_named
 from megatrain.model.pretrained import PretrainedSource
 from megatrain.model.weight_sources import (
     InFiles,
@@ -47,49 +54,20 @@ from megatrain.model.weight_sources import (
     load_causal_lm,
     quiet,
 )
-from megatrain.system.paths import usable_path
-
-METHODS = (
-    *("LORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "HRA", "MISS", "LN_TUNING"),
-    *("FOURIERFT", "C3A", "ROAD", "DELORA", "WAVEFT"),
-)
-"""Methods of `peft` whose layers remain functions of their input; tests compare each with plain PyTorch."""
-
-WHY_NOT = {
-    "ADALORA": "changes its ranks between steps, by a loss of its own",
-    "VERA": "keeps projections outside of the layers",
-    "XLORA": "runs the model twice for each batch",
-    "ADAPTION_PROMPT": "inserts learned tokens into the attention of only the last layers",
-}
-"""Why some other methods cannot stream. Prompt and prefix methods are recognised by their own flags."""
-
-CHANGED_BASE = (
-    "set init_lora_weights=True in its config once it is made, save it (save_pretrained), and save unload() as its base"
-)
-"""How an adapter that has changed its base becomes one that fits what is saved; the guide has the lines."""
+from megatrain.system.paths import read_json, usable_path
 
 FULL_PRECISION = "load it in bfloat16: a frozen base takes 2 bytes per parameter of host memory, not of the device's"
 """What to do instead of quantizing the base (QLoRA)."""
 
 
 UNMERGED = "use it with its base, unmerged"
-BY_PEFT = "merge it with peft (merge_and_unload), and use the merged model"
 COPY_AGAIN = "copy or download it again, or load it with the release of peft that wrote it"
 TARGETS = "set target_modules to names of the model's linear layers, or all-linear, and see the docs of peft"
+OTHER_BASE = "use it with the base that it was trained over"
 REFUSED = "peft refuses this setting over this model: change it, and see the docs of peft"
 
 PREFIX = "base_model.model."
 """Prefix of every name in an adapter's file: the path of the model inside a `PeftModel`."""
-
-NEEDS_NO_VALUES = ("LORA", "IA3", "LOHA", "LOKR")
-"""Methods whose initial weights do not depend on those of the base."""
-
-REMADE = ("pissa", "olora")
-"""Values of `init_lora_weights` that change the base by what its own weights determine: `peft` changes it again when
-it loads such a folder, and so does `AdaptedSource`."""
-
-NOT_REMADE = re.compile(r"pissa_niter_\w*|corda\w*|loftq|lora_ga")
-"""Values of `init_lora_weights` that change the base by chance or by data, which no folder holds."""
 
 SAYS_NOTHING = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping")
 """Fields of a `PeftConfig` that do not affect the layers' code."""
@@ -104,6 +82,8 @@ class Adapter:
 
     name: str
     config: Any
+    is_resized: bool = False
+    """Whether the vocabulary has other rows than its base's files: the embeddings are then saved with the adapter."""
 
     @property
     def drops(self) -> bool:
@@ -119,19 +99,35 @@ class Adapter:
         return f"peft {version('peft')} {json.dumps(fields, sort_keys=True, default=str)}"
 
     def file_names(self, whole: PreTrainedModel) -> dict[str, str]:
-        """Name in the model -> name in `peft`'s file, for every saved tensor; `whole` may be on the meta device."""
+        """Name in `peft`'s file -> name in the model, for every saved tensor; `whole` may be on the meta device.
+
+        A parameter of several modules (a tied copy of the embedding, say) is in the file once for each. Frozen weights
+        of the base are in it where `peft` saves them too: embeddings that are adapted or resized.
+        """
         from peft import get_peft_model_state_dict
 
-        state = whole.state_dict()
-        names = {id(value): name for name, value in state.items()}
-        saved = get_peft_model_state_dict(whole, state, self.name, save_embedding_layers=False)
-        return {names[id(value)]: f"{PREFIX}{name}" for name, value in saved.items()}
+        names = {id(each): name for name, each in (*whole.named_buffers(), *whole.named_parameters())}
+        state, configs = whole.state_dict(keep_vars=True), whole.peft_config
+        # without a name of the base, for which peft would ask the hub whether the vocabulary has been resized
+        whole.peft_config = {self.name: replaced_fields(self.config, base_model_name_or_path=None)}
+        try:
+            with quiet():
+                saved = get_peft_model_state_dict(
+                    whole, state, self.name, save_embedding_layers=self.is_resized or "auto"
+                )
+        finally:
+            whole.peft_config = configs
+        if self.is_resized:  # peft leaves one out if only the other is adapted
+            ends = {id(each) for end in _ends(whole) for each in end.parameters()} - {
+                id(each) for each in saved.values()
+            }
+            saved |= {name: each for name, each in state.items() if id(each) in ends}
+        return {f"{PREFIX}{name}": names[id(value)] for name, value in saved.items()}
 
     @property
     def config_json(self) -> bytes:
         """The adapter_config.json that `peft` would write for inference."""
-        config = copy.deepcopy(self.config)
-        config.inference_mode = True
+        config = replaced_fields(self.config, inference_mode=True)
         with tempfile.TemporaryDirectory() as folder:
             config.save_pretrained(folder)
             return (Path(folder) / ADAPTER).read_bytes()
@@ -139,12 +135,14 @@ class Adapter:
     def file_in(self, folder: Path, whole: PreTrainedModel) -> AdapterFile:
         """The saved weights of such an adapter, as a source. Raises `ModelError` if the folder holds another
         adapter's."""
-        return AdapterFile(folder, self.file_names(whole))
+        frozen = {name for name, each in whole.named_parameters() if not each.requires_grad}
+        names = self.file_names(whole)
+        return AdapterFile(folder, names, {*names.values()} - frozen)
 
     def refuse_more(self, model: PreTrainedModel) -> None:
         """Raise `ModelError` if parameters train that the adapter's file cannot hold: no checkpoint would contain
         them."""
-        held = self.file_names(model)
+        held = {*self.file_names(model).values()}
         if more := [name for name, each in model.named_parameters() if each.requires_grad and name not in held]:
             what = f"{listed(more)} train too, and the adapter's file has no place for them"
             fix = "freeze them (requires_grad_(False)), or name their modules in modules_to_save"
@@ -157,8 +155,7 @@ class Adapter:
         """
         from peft import inject_adapter_in_model
 
-        config = copy.deepcopy(self.config)
-        config.inference_mode = False
+        config = replaced_fields(self.config, inference_mode=False)
         if not drops:
             for name in filter(DROPOUT.fullmatch, vars(config)):
                 setattr(config, name, 0.0)
@@ -181,31 +178,6 @@ def base_of(model: nn.Module) -> nn.Module:
         refuse_method(config)
     base: nn.Module = model.get_base_model()
     return base
-
-
-def refuse_method(config: Any) -> None:
-    """Raise `ModelError` if this method of `peft` cannot stream, or if its folder cannot say what it has changed."""
-    start = getattr(config, "init_lora_weights", True)
-    if isinstance(start, str) and NOT_REMADE.fullmatch(start.lower()):
-        what = f"init_lora_weights={start!r} has changed the base by what its folder does not hold"
-        raise ModelError(what, where="adapter", fix=f"make it an adapter of the changed base: {CHANGED_BASE}")
-    if getattr(config, "layer_replication", None):
-        what = "layer_replication uses layers of the base several times, with an adapter for each"
-        raise ModelError(what, where="adapter", fix="save a model with those layers, and train an adapter over it")
-    method = str(getattr(config.peft_type, "value", config.peft_type))
-    activated = method in METHODS and getattr(config, "alora_invocation_tokens", None)
-    compressed = method in METHODS and getattr(config, "velora_config", None)
-    if method in METHODS and not activated and not compressed:
-        return
-    why = WHY_NOT.get(method, "has not been compared with plain PyTorch here")
-    if getattr(config, "is_prompt_learning", False):
-        why = "adds learned tokens to the text or the cache, outside the layers"
-    if compressed:
-        method, why = "VeLoRA", "keeps an average over its first batch and has its own backward"
-    if activated:
-        method, why = "aLoRA", "starts after tokens that are searched for outside the layers"
-    fix = f"use LoRA, say (peft.LoraConfig); or, if it is trained, {BY_PEFT}"
-    raise ModelError(f"{method} {why}, so it cannot stream", where="adapter", fix=fix)
 
 
 def adapter_of(model: nn.Module) -> Adapter | None:
@@ -233,7 +205,31 @@ def adapter_of(model: nn.Module) -> Adapter | None:
             raise ModelError("its adapter is disabled", where=where, fix="call enable_adapter_layers() first")
         if list(module.active_adapters) != [name]:
             raise ModelError(f"its adapter {name} is not active", where=where, fix=f"call set_adapter({name!r}) first")
-    return Adapter(name, config)
+    return Adapter(name, config, _is_resized(model, config))
+
+
+def _is_resized(model: Any, config: Any) -> bool:
+    """Whether a model's vocabulary has another size than its base's files say, if they are on this machine."""
+    name = getattr(config, "base_model_name_or_path", None) or ""
+    folder = Path(name) if name and (Path(name) / "config.json").is_file() else None
+    if folder is None and (not name or (folder := cached_folder(name)) is None):
+        return False
+    with quiet(), plain_errors(f"base of the adapter {name}"):
+        of_files = getattr(type(model.config).from_pretrained(str(folder)), "vocab_size", None)
+    return of_files is not None and of_files != getattr(model.config, "vocab_size", of_files)
+
+
+def _ends(model: Any) -> list[nn.Module]:
+    """The input and the output embeddings, with what `peft` has put around them."""
+    return [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+
+
+def replaced_fields(config: Any, **fields: Any) -> Any:
+    """A copy of a `PeftConfig` with some fields changed."""
+    copied = copy.deepcopy(config)
+    for name, value in fields.items():
+        setattr(copied, name, value)
+    return copied
 
 
 def _tuned(model: nn.Module) -> Iterator[Any]:
@@ -309,27 +305,36 @@ class AdaptedSource:
 
         self.base, self.base_name = base, name
         self.model: PreTrainedModel = copy.deepcopy(base.model)
-        named = {id(parameter): name for name, parameter in base_names(base.model, self.model)}
         folder = None if isinstance(adapter, PeftConfig) else usable_path(adapter, where="adapter", error=ModelError)
-        saved = adapter if folder is None else read_adapter_config(folder)
-        config = self.config = copy.deepcopy(saved)
+        given = adapter if folder is None else read_adapter_config(folder)
+        config = self.config = copy.deepcopy(given)
         refuse_method(config)
+        saved = {} if folder is None else _saved_values(folder)
+        _resize(self.model, saved)
+        self._paths = {id(module): path for path, module in self.model.named_modules()}
+        """id of a module of the base -> its name in the base, wherever `peft` has put it."""
+        named = {id(parameter): name for name, parameter in base_names(base.model, self.model)}
         if getattr(config, "target_modules", None) == "auto":
             config.target_modules = _without_experts(config, _linear(base.model), base.model)
         config.inference_mode = not trains
         config.task_type = config.task_type or "CAUSAL_LM"
         config.base_model_name_or_path = name or config.base_model_name_or_path
-        values = _reader(base) if has_values and _begins_from_values(config, is_saved=folder is not None) else None
-        self._paths = {id(module): path for path, module in self.model.named_modules()}
-        """id of a module of the base -> its name in the base, wherever `peft` has put it."""
+        values = _reader(base) if has_values and begins_from_values(config, is_saved=folder is not None) else None
+        has_rows = folder is None and has_values and getattr(config, "trainable_token_indices", None)
+        rows = _reader(base) if has_rows else None
         device = torch.device("cpu" if has_values else "meta")
         with torch.random.fork_rng(devices=[]), device, quiet(), _pefts_errors():
             torch.default_generator.manual_seed(seed)
-            _inject(self.model, config, named if has_values else {}, values)
+            with _lent_ends(self.model, config, named, rows):
+                _inject(self.model, config, named if has_values else {}, values)
             if folder is not None:
-                _refuse_rescaled(saved, config)
-            self._changes = dict(_changes(self.model, named)) if values and _changes_base(config) else {}
-            self._biases = {} if folder is None else _load(self.model, folder, named)
+                refuse_rescaled(given, config)
+            self._changes = dict(_changes(self.model, named)) if values and changes_base(config) else {}
+            self._biases = {} if folder is None else _load(self.model, folder, saved, base, named)
+        for module in self.model.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:  # rows of tokens before training, which only unmerging reads
+                    module._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype)
         self._named = named
         self._names = {key: named[id(each)] for key, each in self.model.named_parameters() if id(each) in named}
         self._copies = dict(_copied(self.model))
@@ -411,16 +416,17 @@ def pretrained_source(
 class AdapterFile:
     """The weights of a saved adapter, to load into an engine with that base and adapter."""
 
-    def __init__(self, folder: Path, names: Mapping[str, str]) -> None:
-        """names: see `Adapter.file_names`. Raises `ModelError` if the file holds other tensors."""
+    def __init__(self, folder: Path, names: Mapping[str, str], trained: Collection[str]) -> None:
+        """names: see `Adapter.file_names`. trained: those of them that the file must have; others are of the base.
+        Raises `ModelError` if the file holds other tensors."""
         from peft import load_peft_weights
 
         with _pefts_errors(COPY_AGAIN):
             held = load_peft_weights(str(folder), device="cpu")
-        if held.keys() != {*names.values()}:
-            odd = sorted(held.keys() ^ {*names.values()})
+        of_adapter = {file: name for file, name in names.items() if name in trained}
+        if odd := sorted((held.keys() - names.keys()) | (of_adapter.keys() - held.keys())):
             raise ModelError(f"belongs to another adapter: only one of the two has {odd[0]}", where=f"adapter {folder}")
-        self.values = {name: held[file] for name, file in names.items()}
+        self.values = {name: held[file] for file, name in of_adapter.items()}
 
     def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
         """Write the file's tensors that belong to the units; the base is not changed."""
@@ -512,6 +518,7 @@ def read_adapter_config(folder: Path) -> Any:
         fix = "give a folder with adapter_config.json and adapter_model.safetensors"
         raise ModelError("holds no adapter", where=f"adapter {folder}", fix=fix)
     with _pefts_errors(COPY_AGAIN):
+        refuse_start(read_json(folder / ADAPTER).get("init_lora_weights"))  # some of which peft cannot even read
         return PeftConfig.from_pretrained(str(folder))
 
 
@@ -537,32 +544,6 @@ def _without_experts(config: Any, names: set[str], model: PreTrainedModel) -> se
     found.target_modules = set(names)
     convert_peft_config_for_transformers(found, model=model, conversions=None)
     return set(found.target_modules)
-
-
-def _begins_from_values(config: Any, *, is_saved: bool) -> bool:
-    """Whether values of the base are needed to make an adapter. Raises `ModelError` if more than one module's are.
-
-    is_saved: its weights come from a folder, so only what making them does to the base counts.
-    """
-    start = getattr(config, "init_lora_weights", True)
-    odd = "init_lora_weights='eva'" if start == "eva" and not is_saved else ""
-    odd = "kasa_config" if getattr(config, "kasa_config", None) else odd
-    if is_saved and not odd:
-        return _changes_base(config)
-    odd = "trainable_token_indices" if getattr(config, "trainable_token_indices", None) else odd
-    if odd:
-        what = f"{odd} needs or changes the weights of the whole base"
-        fix = "leave it out, or build the model in memory (peft.get_peft_model) and pass it to Engine.from_model"
-        fix = BY_PEFT if is_saved else fix
-        raise ModelError(what, where="adapter", fix=fix)
-    needs = _changes_base(config) or start == "mica" or bool(getattr(config, "use_dora", False))
-    return needs or config.peft_type.value not in NEEDS_NO_VALUES
-
-
-def _changes_base(config: Any) -> bool:
-    """Whether making an adapter changes weights of the base."""
-    start = getattr(config, "init_lora_weights", True)
-    return isinstance(start, str) and start.lower() in REMADE
 
 
 def _changes(model: PreTrainedModel, named: Mapping[int, str]) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
@@ -605,21 +586,15 @@ def _inject(model: PreTrainedModel, config: Any, named: Mapping[int, str], read:
     Lending(model, config, adapter_name="default")
 
 
-def _refuse_rescaled(before: Any, config: Any) -> None:
-    """Raise `ModelError` if `peft` has moved a saved adapter to fused experts and not kept its strength.
-
-    It doubles alpha and rank, which keeps alpha / rank, but not rsLoRA's alpha / sqrt(rank), and forgets patterns.
-    before: the configuration in the folder.
-    """
-    if before.peft_type.value != "LORA" or config.alpha_pattern == before.alpha_pattern:
-        return
-    names = before.target_modules if isinstance(before.target_modules, set) else set[str]()
-    moved = names - {*config.target_modules}
-    patterns = [key for key in before.alpha_pattern if not names or any(name in key for name in moved)]
-    odd = "use_rslora" if before.use_rslora else "alpha_pattern" if patterns else ""
-    if odd:
-        what = f"was written with transformers 4 over experts that are fused now, where its {odd} has another effect"
-        raise ModelError(what, where="adapter", fix=f"with that release, {BY_PEFT}")
+@contextmanager
+def _lent_ends(model: PreTrainedModel, config: Any, named: Mapping[int, str], read: Any) -> Iterator[None]:
+    """In the block, the embeddings of which single rows will train have their values, if `read` is given."""
+    asked = getattr(config, "trainable_token_indices", None) if read is not None else None
+    ends = [module for name, module in model.named_modules() if isinstance(asked, dict) and name.endswith(tuple(asked))]
+    with ExitStack() as lent:
+        for module in ends or ([model.get_input_embeddings()] if asked else []):
+            lent.enter_context(_lent(module, named, read))
+        yield
 
 
 @contextmanager
@@ -636,57 +611,98 @@ def _lent(target: nn.Module, named: Mapping[int, str], read: Any) -> Iterator[No
         yield
     finally:
         for module, parameters in before:
+            for key, parameter in parameters.items():
+                if parameter is not None:  # `peft` freezes the base
+                    lent = module._parameters[key]
+                    parameter.requires_grad_(lent is not None and lent.requires_grad)
             module._parameters.update(parameters)
 
 
-def _load(model: PreTrainedModel, folder: Path, named: Mapping[int, str]) -> dict[str, str]:
-    """Load the weights of a saved adapter into the layers that exist. Raises `ModelError` if they do not fit.
+def _saved_values(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a saved adapter, named as in the model but for the adapter's name."""
+    from peft import load_peft_weights
 
-    Returns name without the adapter -> name, for parameters of the base that were saved with it: biases, and the
-    embeddings that it adapts.
+    with _pefts_errors(COPY_AGAIN):
+        read = load_peft_weights(str(folder), device="cpu")
+    return {name.removeprefix(PREFIX): value for name, value in read.items()}
+
+
+def _resize(model: Any, saved: Mapping[str, Tensor]) -> None:
+    """Give the embeddings of a structure as many rows as those saved with an adapter have, if any are."""
+    names = [name for name, module in model.named_modules() if module in _ends(model)]
+    within = ("", "base_layer.", "original_module.", "token_adapter.base_layer.")
+    rows = {len(saved[key]) for name in names for each in within if (key := f"{name}.{each}weight") in saved}
+    if rows and rows != {len(model.get_input_embeddings().weight)}:
+        with quiet(), _pefts_errors():
+            model.resize_token_embeddings(max(rows), mean_resizing=False)
+
+
+def _load(
+    model: PreTrainedModel, folder: Path, values: Mapping[str, Tensor], base: Source, named: Mapping[int, str]
+) -> dict[str, str]:
+    """Load the values of a saved adapter into the layers that exist. Raises `ModelError` if they do not fit.
+
+    Returns name without the adapter -> name, for parameters of the base that were saved with it and are not as in the
+    base: trained biases, and resized embeddings.
     """
-    from peft import load_peft_weights, set_peft_model_state_dict
+    from peft import set_peft_model_state_dict
 
+    made: dict[nn.Parameter, nn.Parameter] = {}  # one for all places of a tied parameter
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta and id(parameter) not in named:
-                module._parameters[key] = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
-    read = load_peft_weights(str(folder), device="cpu")
-    values = {name.removeprefix(PREFIX): value for name, value in read.items()}
-    biases: dict[str, str] = {}
-    where = f"adapter {folder}"
-    for name, parameter in list(model.named_parameters()):
-        if name in values:
-            biases[named[id(parameter)]] = name
-            _refuse_resized(name, values[name].shape, parameter.shape, where)
-            owner, _, key = name.rpartition(".")
-            trained = nn.Parameter(values[name].to(parameter.dtype), requires_grad=parameter.requires_grad)
-            model.get_submodule(owner)._parameters[key] = trained
+                if parameter not in made:
+                    empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[key] = made[parameter]
+    of_base = {name for name, each in model.named_parameters(remove_duplicate=False) if id(each) in named}
+    biases = _replace_changed(model, values, base, named)
     ours = {name for name, parameter in model.named_parameters() if id(parameter) not in named}
-    try:
-        found = set_peft_model_state_dict(model, values, "default")
-    except RuntimeError as error:
-        if match := re.search(r"size mismatch for (\S+): .*?\[([\d, ]+)\].*?\[([\d, ]+)\]", str(error)):
-            saved, here = (tuple(map(int, shape.split(", "))) for shape in match.groups()[1:])
-            _refuse_resized(match[1], saved, here, where)
-        raise
-    if missing := sorted(ours & {*found.missing_keys}):
+    of_adapter = {name: value for name, value in values.items() if name not in of_base}
+    found = set_peft_model_state_dict(model, of_adapter, "default")
+    where = f"adapter {folder}"
+    if missing := sorted((ours & {*found.missing_keys}) - {*biases.values()}):
         raise ModelError(f"its file lacks {listed(missing)}", where=where, fix="use files that belong together")
-    if found.unexpected_keys:
-        what = f"the model does not have its {listed(sorted(found.unexpected_keys))}"
-        raise ModelError(what, where=where, fix="use it with the base that it was trained on")
+    twice = (
+        ".modules_to_save.weight",
+        ".token_adapter.trainable_tokens_delta",
+    )  # beside an embedding that is saved too
+    if odd := sorted(name for name in found.unexpected_keys if not name.endswith(twice)):
+        what = f"the model does not have its {listed(odd)}"
+        raise ModelError(what, where=where, fix=OTHER_BASE)
+    shapes = {name: each.shape for name, each in base.model.named_parameters()}
+    for name, each in model.named_parameters():
+        if id(each) in named and each.shape != shapes[named[id(each)]]:
+            fix = "use its base with the vocabulary resized, saved as a model, and an adapter trained over that"
+            raise ModelError(f"its vocabulary was resized, and its file lacks {name}", where=where, fix=fix)
     return biases
 
 
-def _refuse_resized(name: str, saved: Sequence[int], here: Sequence[int], where: str) -> None:
-    """Raise `ModelError` if a tensor of an adapter's file does not have the shape that the base asks for."""
-    if (*saved,) == (*here,):
-        return
-    what = f"{name} is {[*saved]} in its file, but {[*here]} over this base"
-    fix = "use it with the base that it was trained over"
-    if len(saved) == len(here) == 2 and saved[1] == here[1]:
-        fix = f"{fix}; if its vocabulary was resized, save a base with resize_token_embeddings({saved[0]})"
-    raise ModelError(what, where=where, fix=fix)
+def _replace_changed(
+    model: PreTrainedModel, values: Mapping[str, Tensor], base: Source, named: Mapping[int, str]
+) -> dict[str, str]:
+    """Put saved values of the base's parameters into a model, except those that the base's own files hold.
+
+    Returns name without the adapter -> name, of those that differ.
+    """
+    read, biases = getattr(base, "read", None), {}
+    shapes = {name: each.shape for name, each in base.model.named_parameters()}
+    firsts = {id(parameter): name for name, parameter in model.named_parameters()}
+    made: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in values and id(parameter) in named and id(parameter) not in made:
+            value, original = values[name], named[id(parameter)]
+            if read is not None and value.shape == shapes[original]:
+                both = zip(read(original, torch.float32).split(4096), value.split(4096), strict=True)
+                if all(torch.equal(ours, theirs.float()) for ours, theirs in both):
+                    continue
+            biases[original] = firsts[id(parameter)]
+            made[id(parameter)] = nn.Parameter(value.to(parameter.dtype), requires_grad=parameter.requires_grad)
+    for module in model.modules():
+        for key, each in module._parameters.items():
+            if each is not None and id(each) in made:
+                module._parameters[key] = made[id(each)]
+    return biases
 
 
 def merge_layer(path: str, module: Any, values: dict[str, Tensor]) -> None:
@@ -731,8 +747,8 @@ def _pefts_errors(fix: str = "") -> Iterator[None]:
         yield
     except (ValueError, TypeError, KeyError, RuntimeError, OSError, AttributeError, ImportError) as error:
         said = first_line(error)
-        of_targets = fix or (TARGETS if "arget" in said or "not found" in said else REFUSED)
-        raise ModelError(said, where="adapter", fix=of_targets) from error
+        usual = OTHER_BASE if "size mismatch" in said else TARGETS if "arget" in said else REFUSED
+        raise ModelError(said, where="adapter", fix=fix or usual) from error
 
 
 class _Under:

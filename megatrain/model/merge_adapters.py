@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from megatrain.errors import ModelError
 from megatrain.model.adapters import UNMERGED, AdaptedSource, merge_layer
 from megatrain.model.pretrained import first_names, untie
-from megatrain.model.weight_sources import Masters, Progress
+from megatrain.model.weight_sources import Masters, Progress, quiet
 
 
 class MergedSource:
@@ -29,7 +28,11 @@ class MergedSource:
         self._adapted = adapted
         self._first = first_names(adapted.base.model)
         self._layers, self._wholes = adapted.layers, adapted.wholes
-        self.model: PreTrainedModel = copy.deepcopy(adapted.base.model)
+        self.model: Any = copy.deepcopy(adapted.base.model)
+        here, there = (model.get_input_embeddings().weight.shape[0] for model in (self.model, adapted.model))
+        if here != there:
+            with quiet():
+                self.model.resize_token_embeddings(there, mean_resizing=False)
         for name, first in self._first.items():
             if name != first and self._differs(first, name):
                 self._untie(first, name)
