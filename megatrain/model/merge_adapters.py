@@ -29,7 +29,8 @@ class MergedSource:
         self._first = first_names(adapted.base.model)
         self._layers, self._wholes = adapted.layers, adapted.wholes
         self.model: Any = copy.deepcopy(adapted.base.model)
-        here, there = (model.get_input_embeddings().weight.shape[0] for model in (self.model, adapted.model))
+        models: tuple[Any, ...] = (self.model, adapted.model)
+        here, there = (len(model.get_input_embeddings().weight) for model in models)
         if here != there:
             with quiet():
                 self.model.resize_token_embeddings(there, mean_resizing=False)
