@@ -156,6 +156,10 @@ def _become_torchrun(ranks: int, *arguments: str) -> NoReturn:
     os.execv(sys.executable, [sys.executable, *torchrun, *arguments])
 
 
+BaseName = Annotated[
+    str | None,
+    typer.Option(help="Base of the adapter, if it is not where the adapter says it is.", callback=_path()),
+]
 AdapterName = Annotated[
     str | None, typer.Option(help="Train an adapter on the frozen model: lora, lora:16 or lora:16:all-linear.")
 ]
@@ -352,6 +356,7 @@ def _generate(
     system: Annotated[str, typer.Option(help="System prompt of the chat.")] = "",
     device: DeviceName = "cpu",
     precision: PrecisionName = "bf16",
+    base: BaseName = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens to generate; default: 200.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="0: always the most likely token.")] = None,
     top_k: Annotated[int | None, typer.Option(min=0, help="Sample from this many most likely tokens.")] = None,
@@ -382,6 +387,7 @@ def _generate(
             folder,
             device=device,
             precision=precision,
+            base=base,
             trust_remote_code=trust_remote_code,
             progress=progress,
             notice=_tell,
@@ -406,6 +412,7 @@ def _export(
     precision: PrecisionName = "bf16",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing model in TARGET.")] = False,
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter SOURCE into its base model.")] = False,
+    base: BaseName = None,
     push: Annotated[
         str | None, typer.Option(help="Upload to the hub as organisation/model; without TARGET, SOURCE unchanged.")
     ] = None,
@@ -415,6 +422,8 @@ def _export(
     let_idle_threads_sleep()
     if target is None and push is None:
         raise ConfigError("is missing", where="TARGET", fix="name the folder to write, or give --push")
+    if target is None and base is not None:
+        raise ConfigError("needs a folder to write to", where="--base", fix="give TARGET, and --merge")
     precision = _precision(precision)
     if target is not None:
         _refuse_absent(source)
@@ -439,6 +448,7 @@ def _export(
                 precision=precision,
                 overwrite=overwrite,
                 merge=merge,
+                base=base,
                 trust_remote_code=trust_remote_code,
                 progress=progress,
                 notice=_tell,

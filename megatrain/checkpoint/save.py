@@ -70,8 +70,8 @@ class PlannedCheckpoint:
         self.spec = ported.structure
         self.order = tuple(range(len(self.spec.units)) if order is None else order)
         """Order in which units are written; by default that of the specification."""
-        self.written = written_of(ported, torch.float32)
-        self.frozen = _frozen(self.spec, self.written)
+        self.written = written_of(ported, torch.float32, for_checkpoint=True)
+        self.frozen = frozenset() if ported.adapter else _frozen(self.spec, self.written)
         """Tensors that do not train. They are in separate files, which checkpoints share (`hard_links`)."""
         nbytes = shard_nbytes if ported.adapter is None else 1 << 62  # `peft` reads one file
         self.weights = plan_front_to_back(self.tensors, nbytes, self.written.stem, self.frozen)

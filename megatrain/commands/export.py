@@ -12,7 +12,17 @@ from torch import Tensor
 from megatrain.checkpoint import export_units
 from megatrain.data import load_tokenizer, save_tokenizer
 from megatrain.errors import DataError, ExportError
-from megatrain.model import AdaptedSource, Progress, Source, listed, model_named, port_model, pretrained_source
+from megatrain.model import (
+    AdaptedSource,
+    Held,
+    MergedSource,
+    Progress,
+    Source,
+    listed,
+    model_named,
+    port_model,
+    pretrained_source,
+)
 from megatrain.run.existing_run import holds_model
 from megatrain.run.history import CONFIG
 from megatrain.run.push_to_hub import push
@@ -28,6 +38,7 @@ def run_export(
     precision: Precision = "bf16",
     overwrite: bool = False,
     merge: bool = False,
+    base: str | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
     notice: Callable[[str], object] = lambda line: None,
@@ -35,8 +46,8 @@ def run_export(
     """Write the model and tokenizer of `source` (model folder, run folder or hub name) to `target`; returns its path.
 
     precision: of the weights. overwrite: replace a model in `target`. merge: `source` is an adapter; merge it into its
-    base in float32 and round once. progress: called with (done, total) bytes. notice: called with lines for the user
-    about the source, and about a model that is replaced.
+    base in float32 and round once. base: of that adapter, in place of the one that it names. progress: called with
+    (done, total) bytes. notice: called with lines for the user about the source, and about a model that is replaced.
 
     Raises `ModelError` if the model cannot be read, `ExportError` if the folder cannot be written or already holds a
     model, and if `merge` does not match whether `source` is an adapter.
@@ -45,7 +56,7 @@ def run_export(
     if holds_model(there, overwrite=overwrite):
         notice(f"replacing the model in {there}")
     name = model_named(source)
-    pretrained = pretrained_source(name, trust_remote_code=trust_remote_code)
+    pretrained = pretrained_source(name, trust_remote_code=trust_remote_code, base=base)
     if left_out := pretrained.left_out():
         notice(f"left out: {printable(left_out)}")
     adapted = pretrained if isinstance(pretrained, AdaptedSource) else None
@@ -53,12 +64,12 @@ def run_export(
         what = "is not an adapter, so there is nothing to merge" if merge else "is an adapter"
         fix = "leave --merge out" if merge else "add --merge to write its base with the adapter merged in"
         raise ExportError(what, where=f"model {source}", fix=fix)
-    base = pretrained if adapted is None else adapted.base
-    ported = port_model(base.model, torch.float32)
+    written_from: Source = pretrained if adapted is None else MergedSource(adapted)
+    ported = port_model(written_from.model, torch.float32)
     not_finite: list[str] = []
 
     def masters(unit: UnitSpec) -> dict[str, Tensor]:
-        values = _masters(base, unit) if adapted is None else adapted.merged(_masters(base, unit))
+        values = _masters(written_from, unit)
         not_finite.extend(name for name, value in values.items() if not bool(value.isfinite().all()))
         return values
 
@@ -97,21 +108,8 @@ def push_export(source: str, target: str | None, name: str, *, merge: bool = Fal
     return push(folder, name, "--push", run)
 
 
-class _OneUnit:
-    """Holds the master weights of one unit, by name."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, Tensor] = {}
-
-    def master(self, name: str) -> Tensor:
-        return self.values[name]
-
-    def write_master(self, name: str, value: Tensor) -> None:
-        self.values[name] = value.detach().to(torch.float32, copy=True)
-
-
 def _masters(source: Source, unit: UnitSpec) -> dict[str, Tensor]:
-    held = _OneUnit()
+    held = Held()
     source.fill(held, [[param.name for param in unit.params]])
     return held.values
 

@@ -76,9 +76,10 @@ class Sampling:
 class GenerationModel:
     """A model to generate from: reads config and tokenizer at once, and the weights in `load`.
 
-    folder: model folder, run folder or hub name. trust_remote_code: run code that comes with the model. progress:
-    called with (done, total) while loading. notice: called with lines for the user about the model. Raises `ModelError`
-    for a bad model, `DataError` for a bad tokenizer.
+    folder: model folder, run folder or hub name. base: of an adapter, in place of the one that it names.
+    trust_remote_code: run code that comes with the model. progress: called with (done, total) while loading. notice:
+    called with lines for the user about the model. Raises `ModelError` for a bad model, `DataError` for a bad
+    tokenizer.
     """
 
     def __init__(
@@ -87,23 +88,24 @@ class GenerationModel:
         *,
         device: str = "cpu",
         precision: Precision = "bf16",
+        base: str | None = None,
         trust_remote_code: bool = False,
         progress: Progress | None = None,
         notice: Callable[[str], object] = lambda line: None,
     ) -> None:
         self._folder, self._trusted = model_named(folder), trust_remote_code
         self._device, self._precision, self._progress, self.notice = device, precision, progress, notice
-        base = model_behind(self._folder)
-        config = read_config(base, where=f"model {base}", trust_remote_code=trust_remote_code)
+        self._base, behind = base, model_behind(self._folder, base)
+        config = read_config(behind, where=f"model {behind}", trust_remote_code=trust_remote_code)
         self.positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
         own = (Path(self._folder) / "tokenizer_config.json").exists()
-        self.tokenizer = load_tokenizer(self._folder if own else base)
+        self.tokenizer = load_tokenizer(self._folder if own else behind)
         self.ends: list[int] = []
         """Ids that end an answer, besides those of the model's generation config."""
 
     def load(self) -> Engine:
         """Load the weights into an engine, all frozen."""
-        source = pretrained_source(self._folder, trains=False, trust_remote_code=self._trusted)
+        source = pretrained_source(self._folder, trains=False, trust_remote_code=self._trusted, base=self._base)
         freeze_parameters(source.model, ("*",))
         if left_out := source.left_out():
             self.notice(f"left out: {printable(left_out)}")

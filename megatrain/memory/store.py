@@ -122,7 +122,8 @@ class Store:
     def frozen_checksum(self) -> str:
         """Checksum of all frozen values as float32, in 16 hex digits. Reads every value once.
 
-        Independent of tier, of precision if the values are equal, and of the number of ranks, all of which must ask.
+        Independent of tier (also files), of precision if the values are equal, and of the number of ranks, all of which
+        must ask.
         """
         if self._frozen_sum is None:
             self._frozen_sum = f"{checksum(self._frozen_words()):016x}"
@@ -131,7 +132,7 @@ class Store:
 
     def _frozen_words(self) -> Iterator[np.ndarray]:
         for unit, layout in enumerate(self.layouts):
-            for field in layout.fields[layout.trained_fields :]:
+            for field in sorted(layout.fields[layout.trained_fields :], key=lambda field: field.name):
                 whole = self._masters(unit) if self.model.ranks > 1 else self.unit(unit).hi
                 for at in _pieces(field.start, field.stop):
                     values = _float32(self._from_files(unit, at) if self._is_read(unit, field) else whole[at])

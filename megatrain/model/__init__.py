@@ -8,7 +8,6 @@ from megatrain.model.adapters import (
     load_trained,
     lora_config,
     lora_named,
-    model_behind,
     pretrained_source,
 )
 from megatrain.model.checkpoint_names import Written, WrittenModel, WrittenTensor, written_of, written_parameters
@@ -16,8 +15,9 @@ from megatrain.model.compiled import require_compiler, spent
 from megatrain.model.forward_arguments import Arguments
 from megatrain.model.freeze import freeze_parameters
 from megatrain.model.generate import TextStream, speak
-from megatrain.model.hub import model_named
+from megatrain.model.hub import model_behind, model_named
 from megatrain.model.initialize import FreshSource
+from megatrain.model.merge_adapters import Held, MergedSource
 from megatrain.model.packed_sequences import only_single_rows, why_not_packable
 from megatrain.model.ports import Call, PortedModel, Sides
 from megatrain.model.pretrained import PretrainedSource, non_finite_weights
@@ -44,9 +44,11 @@ __all__ = [
     "Call",
     "Fills",
     "FreshSource",
+    "Held",
     "InFiles",
     "Keeping",
     "Masters",
+    "MergedSource",
     "ModelSource",
     "PortedModel",
     "PretrainedSource",

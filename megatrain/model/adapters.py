@@ -19,9 +19,10 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import MethodType
@@ -34,8 +35,15 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from megatrain.errors import ConfigError, ModelError, first_line
+from megatrain.model.adapter_methods import (
+    begins_from_values,
+    changes_base,
+    refuse_method,
+    refuse_rescaled,
+    refuse_start,
+)
 from megatrain.model.architecture import plain_errors
-from megatrain.model.hub import ADAPTER, located, model_named
+from megatrain.model.hub import ADAPTER, cached_folder, model_behind, model_named
 from megatrain.model.pretrained import PretrainedSource
 from megatrain.model.weight_sources import (
     InFiles,
@@ -49,32 +57,18 @@ from megatrain.model.weight_sources import (
 )
 from megatrain.system.paths import read_json, usable_path
 
-METHODS = (
-    *("LORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "HRA", "MISS", "LN_TUNING"),
-    *("FOURIERFT", "C3A", "ROAD", "DELORA", "WAVEFT"),
-)
-"""Methods of `peft` whose layers remain functions of their input; tests compare each with plain PyTorch."""
-
-WHY_NOT = {
-    "ADALORA": "changes its ranks between steps, by a loss of its own",
-    "VERA": "keeps projections outside of the layers",
-    "XLORA": "runs the model twice for each batch",
-    "ADAPTION_PROMPT": "inserts learned tokens into the attention of only the last layers",
-}
-"""Why some other methods cannot stream. Prompt and prefix methods are recognised by their own flags."""
-
 FULL_PRECISION = "load it in bfloat16: a frozen base takes 2 bytes per parameter of host memory, not of the device's"
 """What to do instead of quantizing the base (QLoRA)."""
 
 
+UNMERGED = "use it with its base, unmerged"
+COPY_AGAIN = "copy or download it again, or load it with the release of peft that wrote it"
+TARGETS = "set target_modules to names of the model's linear layers, or all-linear, and see the docs of peft"
+OTHER_BASE = "use it with the base that it was trained over"
+REFUSED = "peft refuses this setting over this model: change it, and see the docs of peft"
+
 PREFIX = "base_model.model."
 """Prefix of every name in an adapter's file: the path of the model inside a `PeftModel`."""
-
-NEEDS_NO_VALUES = ("LORA", "IA3", "LOHA", "LOKR")
-"""Methods whose initial weights do not depend on those of the base."""
-
-OF_THE_BASE = ("pissa", "olora", "corda", "loftq", "eva", "lora_ga", "mica")
-"""Values of `init_lora_weights` that need the base's weights or data, and may change the base."""
 
 SAYS_NOTHING = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping")
 """Fields of a `PeftConfig` that do not affect the layers' code."""
@@ -89,6 +83,8 @@ class Adapter:
 
     name: str
     config: Any
+    is_resized: bool = False
+    """Whether the vocabulary has other rows than its base's files: the embeddings are then saved with the adapter."""
 
     @property
     def drops(self) -> bool:
@@ -104,19 +100,35 @@ class Adapter:
         return f"peft {version('peft')} {json.dumps(fields, sort_keys=True, default=str)}"
 
     def file_names(self, whole: PreTrainedModel) -> dict[str, str]:
-        """Name in the model -> name in `peft`'s file, for every saved tensor; `whole` may be on the meta device."""
+        """Name in `peft`'s file -> name in the model, for every saved tensor; `whole` may be on the meta device.
+
+        A parameter of several modules (a tied copy of the embedding, say) is in the file once for each. Frozen weights
+        of the base are in it where `peft` saves them too: embeddings that are adapted or resized.
+        """
         from peft import get_peft_model_state_dict
 
-        state = whole.state_dict()
-        names = {id(value): name for name, value in state.items()}
-        saved = get_peft_model_state_dict(whole, state, self.name, save_embedding_layers=False)
-        return {names[id(value)]: f"{PREFIX}{name}" for name, value in saved.items()}
+        names = {id(each): name for name, each in (*whole.named_buffers(), *whole.named_parameters())}
+        state, configs = whole.state_dict(keep_vars=True), whole.peft_config
+        # without a name of the base, for which peft would ask the hub whether the vocabulary has been resized
+        whole.peft_config = {self.name: replaced_fields(self.config, base_model_name_or_path=None)}
+        try:
+            with quiet():
+                saved = get_peft_model_state_dict(
+                    whole, state, self.name, save_embedding_layers=self.is_resized or "auto"
+                )
+        finally:
+            whole.peft_config = configs
+        if self.is_resized:  # peft leaves one out if only the other is adapted
+            ends = {id(each) for end in _ends(whole) for each in end.parameters()} - {
+                id(each) for each in saved.values()
+            }
+            saved |= {name: each for name, each in state.items() if id(each) in ends}
+        return {f"{PREFIX}{name}": names[id(value)] for name, value in saved.items()}
 
     @property
     def config_json(self) -> bytes:
         """The adapter_config.json that `peft` would write for inference."""
-        config = copy.deepcopy(self.config)
-        config.inference_mode = True
+        config = replaced_fields(self.config, inference_mode=True)
         with tempfile.TemporaryDirectory() as folder:
             config.save_pretrained(folder)
             return (Path(folder) / ADAPTER).read_bytes()
@@ -124,12 +136,14 @@ class Adapter:
     def file_in(self, folder: Path, whole: PreTrainedModel) -> AdapterFile:
         """The saved weights of such an adapter, as a source. Raises `ModelError` if the folder holds another
         adapter's."""
-        return AdapterFile(folder, self.file_names(whole))
+        frozen = {name for name, each in whole.named_parameters() if not each.requires_grad}
+        names = self.file_names(whole)
+        return AdapterFile(folder, names, {*names.values()} - frozen)
 
     def refuse_more(self, model: PreTrainedModel) -> None:
         """Raise `ModelError` if parameters train that the adapter's file cannot hold: no checkpoint would contain
         them."""
-        held = self.file_names(model)
+        held = {*self.file_names(model).values()}
         if more := [name for name, each in model.named_parameters() if each.requires_grad and name not in held]:
             what = f"{listed(more)} train too, and the adapter's file has no place for them"
             fix = "freeze them (requires_grad_(False)), or name their modules in modules_to_save"
@@ -142,8 +156,7 @@ class Adapter:
         """
         from peft import inject_adapter_in_model
 
-        config = copy.deepcopy(self.config)
-        config.inference_mode = False
+        config = replaced_fields(self.config, inference_mode=False)
         if not drops:
             for name in filter(DROPOUT.fullmatch, vars(config)):
                 setattr(config, name, 0.0)
@@ -166,23 +179,6 @@ def base_of(model: nn.Module) -> nn.Module:
         refuse_method(config)
     base: nn.Module = model.get_base_model()
     return base
-
-
-def refuse_method(config: Any) -> None:
-    """Raise `ModelError` if this method of `peft` cannot stream."""
-    method = str(getattr(config.peft_type, "value", config.peft_type))
-    activated = method in METHODS and getattr(config, "alora_invocation_tokens", None)
-    compressed = method in METHODS and getattr(config, "velora_config", None)
-    if method in METHODS and not activated and not compressed:
-        return
-    why = WHY_NOT.get(method, "has not been compared with plain PyTorch here")
-    if getattr(config, "is_prompt_learning", False):
-        why = "adds learned tokens to the text or the cache, outside the layers"
-    if compressed:
-        method, why = "VeLoRA", "keeps an average over its first batch and has its own backward"
-    if activated:
-        method, why = "aLoRA", "starts after tokens that are searched for outside the layers"
-    raise ModelError(f"{method} {why}, so it cannot stream", where="adapter", fix="use LoRA, say (peft.LoraConfig)")
 
 
 def adapter_of(model: nn.Module) -> Adapter | None:
@@ -210,7 +206,31 @@ def adapter_of(model: nn.Module) -> Adapter | None:
             raise ModelError("its adapter is disabled", where=where, fix="call enable_adapter_layers() first")
         if list(module.active_adapters) != [name]:
             raise ModelError(f"its adapter {name} is not active", where=where, fix=f"call set_adapter({name!r}) first")
-    return Adapter(name, config)
+    return Adapter(name, config, _is_resized(model, config))
+
+
+def _is_resized(model: Any, config: Any) -> bool:
+    """Whether a model's vocabulary has another size than its base's files say, if they are on this machine."""
+    name = getattr(config, "base_model_name_or_path", None) or ""
+    folder = Path(name) if name and (Path(name) / "config.json").is_file() else None
+    if folder is None and (not name or (folder := cached_folder(name)) is None):
+        return False
+    with quiet(), plain_errors(f"base of the adapter {name}"):
+        of_files = getattr(type(model.config).from_pretrained(str(folder)), "vocab_size", None)
+    return of_files is not None and of_files != getattr(model.config, "vocab_size", of_files)
+
+
+def _ends(model: Any) -> list[nn.Module]:
+    """The input and the output embeddings, with what `peft` has put around them."""
+    return [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+
+
+def replaced_fields(config: Any, **fields: Any) -> Any:
+    """A copy of a `PeftConfig` with some fields changed."""
+    copied = copy.deepcopy(config)
+    for name, value in fields.items():
+        setattr(copied, name, value)
+    return copied
 
 
 def _tuned(model: nn.Module) -> Iterator[Any]:
@@ -297,23 +317,38 @@ class AdaptedSource:
 
         self.base, self.base_name = base, name
         self.model: PreTrainedModel = copy.deepcopy(base.model)
-        named = {id(parameter): name for name, parameter in base_names(base.model, self.model)}
         folder = None if isinstance(adapter, PeftConfig) else usable_path(adapter, where="adapter", error=ModelError)
         if folder is not None:
             _take_stops(folder, base.model, self.model)
-        config = copy.deepcopy(adapter) if folder is None else read_adapter_config(folder)
+        given = adapter if folder is None else read_adapter_config(folder)
+        config = self.config = copy.deepcopy(given)
         refuse_method(config)
+        saved = {} if folder is None else _saved_values(folder)
+        _resize(self.model, saved)
+        self._paths = {id(module): path for path, module in self.model.named_modules()}
+        """id of a module of the base -> its name in the base, wherever `peft` has put it."""
+        named = {id(parameter): name for name, parameter in base_names(base.model, self.model)}
         if getattr(config, "target_modules", None) == "auto":
             config.target_modules = _without_experts(config, _linear(base.model), base.model)
         config.inference_mode = not trains
         config.task_type = config.task_type or "CAUSAL_LM"
-        config.base_model_name_or_path = config.base_model_name_or_path or name or None
-        values = None if folder is not None or not _begins_from_values(config) or not has_values else _reader(base)
+        config.base_model_name_or_path = name or config.base_model_name_or_path
+        values = _reader(base) if has_values and begins_from_values(config, is_saved=folder is not None) else None
+        has_rows = folder is None and has_values and getattr(config, "trainable_token_indices", None)
+        rows = _reader(base) if has_rows else None
         device = torch.device("cpu" if has_values else "meta")
         with torch.random.fork_rng(devices=[]), device, quiet(), _pefts_errors():
             torch.default_generator.manual_seed(seed)
-            _inject(self.model, config, named if has_values else {}, values)
-            self._biases = {} if folder is None else _load(self.model, folder, named)
+            with _lent_ends(self.model, config, named, rows):
+                _inject(self.model, config, named if has_values else {}, values)
+            if folder is not None:
+                refuse_rescaled(given, config)
+            self._changes = dict(_changes(self.model, named)) if values and changes_base(config) else {}
+            self._biases = {} if folder is None else _load(self.model, folder, saved, base, named)
+        for module in self.model.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:  # rows of tokens before training, which only unmerging reads
+                    module._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype)
         self._named = named
         self._names = {key: named[id(each)] for key, each in self.model.named_parameters() if id(each) in named}
         self._copies = dict(_copied(self.model))
@@ -322,7 +357,7 @@ class AdaptedSource:
         """Write every parameter of every unit (see `Source`)."""
         of_base = [[self._names[name] for name in unit if name in self._names] for unit in units]
         ours = {theirs: name for name, theirs in self._names.items()}
-        self.base.fill(_Under(masters, ours), of_base, progress)
+        self.base.fill(_Under(masters, ours, self.changed), of_base, progress)
         parameters = dict(self.model.named_parameters())
         for name in (name for unit in units for name in unit if name not in self._names):
             original = self._copies.get(name) if parameters[name].is_meta else None
@@ -331,49 +366,40 @@ class AdaptedSource:
     def in_files(self, names: Iterable[str], dtype: torch.dtype) -> InFiles:
         """As `PretrainedSource.in_files`, for the base's parameters; the adapter's are never read from files."""
         asked = {self._names[name]: name for name in names if name in self._names}
-        found = in_files_of(self.base, asked, dtype)
+        found = in_files_of(self.base, asked.keys() - self._changes.keys(), dtype)
+        changed = {name: "is changed by how the adapter begins" for name in asked.keys() & self._changes.keys()}
         return InFiles(
             {asked[theirs]: where for theirs, where in found.files.items()},
-            {asked[theirs]: why for theirs, why in found.others.items()},
+            {asked[theirs]: why for theirs, why in {**found.others, **changed}.items()},
         )
+
+    def changed(self, name: str, value: Tensor) -> Tensor:
+        """A parameter of the base as the adapter expects it: as saved with the adapter, or changed by how that began.
+
+        name: in the base. value: of the base; may be overwritten.
+        """
+        if (ours := self._biases.get(name)) is not None:
+            return self.model.get_parameter(ours).detach()
+        return self._changes[name](value) if name in self._changes else value
 
     def left_out(self) -> str:
         """Describes the contents of the base's files that the model does not use."""
         return self.base.left_out() if isinstance(self.base, PretrainedSource) else ""
 
-    def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Some float32 parameters of the base, under its names, with the adapter merged into them as `peft` does.
+    @property
+    def layers(self) -> list[tuple[str, Any]]:
+        """(name of a module in the base, layer of `peft` over it), the inner one first where there are two."""
+        over = [module for module in _tuned(self.model) if hasattr(module, "merge")]
+        return [(self._paths[id(module.get_base_layer())], module) for module in reversed(over)]
 
-        values: all parameters of one layer, or all outside the layers; may be overwritten. Raises `ModelError` if
-        the merged model would no longer fit its class: a tied head of which only one side was trained.
-        """
-        found = dict(values)
-        for module in _tuned(self.model):
-            if not hasattr(module, "merge"):
-                continue
-            parameters = dict(module.get_base_layer().named_parameters())
-            names = {key: self._named[id(each)] for key, each in parameters.items() if id(each) in self._named}
-            if names and all(name in found for name in names.values()):
-                for name in names.values():
-                    self._refuse_tied(name)
-                with _lent(module, self._named, lambda name, _: found[name]), torch.no_grad(), _pefts_errors():
-                    module.merge()
-                    for key, name in names.items():
-                        found[name] = module.get_base_layer().get_parameter(key).data
-        parameters = dict(self.model.named_parameters())
-        found.update({theirs: parameters[name].detach() for name, theirs in self._biases.items() if theirs in found})
-        for name, original in self._copies.items():
-            if (theirs := self._names[original]) in found:
-                self._refuse_tied(theirs)
-                found[theirs] = parameters[name].detach()
-        return found
-
-    def _refuse_tied(self, name: str) -> None:
-        parameter = self.base.model.get_parameter(name)
-        every = [key for key, each in self.base.model.named_parameters(remove_duplicate=False) if each is parameter]
-        if len(every) > 1:
-            what = f"{every[0]} and {every[1]} are tied, but the adapter has trained only one of them"
-            raise ModelError(what, where="adapter", fix="use it with its base, unmerged")
+    @property
+    def wholes(self) -> dict[str, Tensor]:
+        """Name in the base -> value in the adapter, for parameters of modules that train as a whole."""
+        return {
+            f"{self._paths[id(original)]}.{key}": parameter.detach()
+            for original, copied in _wholes(self.model)
+            for key, parameter in copied.named_parameters(remove_duplicate=False)
+        }
 
 
 def pretrained_source(
@@ -384,35 +410,37 @@ def pretrained_source(
     trains: bool = True,
     attention: str = "auto",
     trust_remote_code: bool = False,
+    base: str | None = None,
 ) -> PretrainedSource | AdaptedSource:
     """The weights of a folder or hub name, with an adapter over them if given (see `AdaptedSource`).
 
-    If the source is an adapter's folder, the result is the base that it names, with that adapter.
+    If the source is an adapter's folder, the result is `base`, or else the base that it names, with that adapter.
     """
     folder, where = model_named(source), f"adapter {source}"
-    if (behind := model_behind(folder)) != folder:
+    if (behind := model_behind(folder, base)) != folder:
         if adapter is not None:
             fix = "merge it first (megatrain export --merge), or give the base and one adapter"
             raise ModelError("is itself an adapter and cannot take another", where=where, fix=fix)
         source, adapter = behind, folder
-    base = PretrainedSource(source, attention=attention, trust_remote_code=trust_remote_code)
+    whole = PretrainedSource(source, attention=attention, trust_remote_code=trust_remote_code)
     name = str(Path(source).resolve()) if Path(source).exists() else str(source)
-    return base if adapter is None else AdaptedSource(base, adapter, seed, name=name, trains=trains)
+    return whole if adapter is None else AdaptedSource(whole, adapter, seed, name=name, trains=trains)
 
 
 class AdapterFile:
     """The weights of a saved adapter, to load into an engine with that base and adapter."""
 
-    def __init__(self, folder: Path, names: Mapping[str, str]) -> None:
-        """names: see `Adapter.file_names`. Raises `ModelError` if the file holds other tensors."""
+    def __init__(self, folder: Path, names: Mapping[str, str], trained: Collection[str]) -> None:
+        """names: see `Adapter.file_names`. trained: those of them that the file must have; others are of the base.
+        Raises `ModelError` if the file holds other tensors."""
         from peft import load_peft_weights
 
-        with _pefts_errors():
+        with _pefts_errors(COPY_AGAIN):
             held = load_peft_weights(str(folder), device="cpu")
-        if held.keys() != {*names.values()}:
-            odd = sorted(held.keys() ^ {*names.values()})
+        of_adapter = {file: name for file, name in names.items() if name in trained}
+        if odd := sorted((held.keys() - names.keys()) | (of_adapter.keys() - held.keys())):
             raise ModelError(f"belongs to another adapter: only one of the two has {odd[0]}", where=f"adapter {folder}")
-        self.values = {name: held[file] for name, file in names.items()}
+        self.values = {name: held[file] for file, name in of_adapter.items()}
 
     def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
         """Write the file's tensors that belong to the units; the base is not changed."""
@@ -459,13 +487,6 @@ def lora_named(text: str) -> dict[str, Any]:
     return {"r": int(rank or 16), "alpha": 2.0 * int(rank or 16), **named}
 
 
-def model_behind(source: str) -> str:
-    """The base model named by an adapter's folder; any other source is returned as it is."""
-    folder = Path(source)
-    is_adapter = (folder / ADAPTER).is_file() and not (folder / "config.json").exists()
-    return base_named_in(folder, f"adapter {source}") if is_adapter else source
-
-
 def load_trained(folder: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
     """Load a saved model as any user would: with `from_pretrained`, plus `PeftModel` for an adapter."""
     base = load_causal_lm(model_behind(folder), dtype=dtype, trust_remote_code=trust_remote_code)
@@ -473,7 +494,7 @@ def load_trained(folder: str, *, dtype: torch.dtype, trust_remote_code: bool = F
         return base
     from peft import PeftModel
 
-    with quiet(), _pefts_errors():
+    with quiet(), _pefts_errors(COPY_AGAIN):
         whole = PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False).get_base_model()
         loaded: PreTrainedModel = whole.to(dtype)
     return loaded
@@ -510,22 +531,9 @@ def read_adapter_config(folder: Path) -> Any:
     if not (folder / ADAPTER).is_file():
         fix = "give a folder with adapter_config.json and adapter_model.safetensors"
         raise ModelError("holds no adapter", where=f"adapter {folder}", fix=fix)
-    with _pefts_errors():
+    with _pefts_errors(COPY_AGAIN):
+        refuse_start(read_json(folder / ADAPTER).get("init_lora_weights"))  # some of which peft cannot even read
         return PeftConfig.from_pretrained(str(folder))
-
-
-def base_named_in(folder: Path, where: str) -> str:
-    """The base model named by an adapter's folder. Raises `ModelError` if it names none, or one that cannot be
-    found."""
-    try:
-        name = read_json(folder / ADAPTER).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(f"its {ADAPTER} cannot be read", where=where, fix="copy or download it again") from error
-    if not name:
-        raise ModelError(
-            f"its {ADAPTER} names no base", where=where, fix="give the base, and the folder as its adapter"
-        )
-    return located(str(name), where=f"base of {where}")
 
 
 def base_names(before: nn.Module, after: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -552,18 +560,20 @@ def _without_experts(config: Any, names: set[str], model: PreTrainedModel) -> se
     return set(found.target_modules)
 
 
-def _begins_from_values(config: Any) -> bool:
-    """Whether an adapter's initial weights depend on the base's. Raises `ModelError` if making them changes the
-    base."""
-    start = getattr(config, "init_lora_weights", True)
-    odd = f"init_lora_weights={start!r}" if isinstance(start, str) and start.lower().startswith(OF_THE_BASE) else ""
-    odd = "kasa_config" if getattr(config, "kasa_config", None) else odd
-    odd = "trainable_token_indices" if getattr(config, "trainable_token_indices", None) else odd
-    if odd:
-        what = f"{odd} needs or changes the weights of the whole base"
-        fix = "leave it out, or build the model in memory (peft.get_peft_model) and pass it to Engine.from_model"
-        raise ModelError(what, where="adapter", fix=fix)
-    return config.peft_type.value not in NEEDS_NO_VALUES or bool(getattr(config, "use_dora", False))
+def _changes(model: PreTrainedModel, named: Mapping[int, str]) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+    """(name in the base, what the adapter's fresh weights have taken from it) for every parameter that they change."""
+    for module in _tuned(model):
+        for key, down in getattr(module, "lora_A", {}).items():
+            up = module.scaling[key] * module.lora_B[key].weight.detach()
+            yield (
+                named[id(module.get_base_layer().weight)],
+                partial(_less, up, down.weight.detach().clone(), turned=module.fan_in_fan_out),
+            )
+
+
+def _less(up: Tensor, down: Tensor, value: Tensor, *, turned: bool) -> Tensor:
+    """A float32 weight without the part that two matrices have taken over. turned: it is stored (in, out)."""
+    return value.to(torch.float32) - ((up @ down).T if turned else up @ down)
 
 
 def _reader(base: Source) -> Any:
@@ -591,6 +601,17 @@ def _inject(model: PreTrainedModel, config: Any, named: Mapping[int, str], read:
 
 
 @contextmanager
+def _lent_ends(model: PreTrainedModel, config: Any, named: Mapping[int, str], read: Any) -> Iterator[None]:
+    """In the block, the embeddings of which single rows will train have their values, if `read` is given."""
+    asked = getattr(config, "trainable_token_indices", None) if read is not None else None
+    ends = [module for name, module in model.named_modules() if isinstance(asked, dict) and name.endswith(tuple(asked))]
+    with ExitStack() as lent:
+        for module in ends or ([model.get_input_embeddings()] if asked else []):
+            lent.enter_context(_lent(module, named, read))
+        yield
+
+
+@contextmanager
 def _lent(target: nn.Module, named: Mapping[int, str], read: Any) -> Iterator[None]:
     """In the block, a meta module's parameters are in memory: as their values, or as zeros that take no memory."""
     before = [(module, dict(module._parameters)) for module in target.modules()]
@@ -604,71 +625,156 @@ def _lent(target: nn.Module, named: Mapping[int, str], read: Any) -> Iterator[No
         yield
     finally:
         for module, parameters in before:
+            for key, parameter in parameters.items():
+                if parameter is not None:  # `peft` freezes the base
+                    lent = module._parameters[key]
+                    parameter.requires_grad_(lent is not None and lent.requires_grad)
             module._parameters.update(parameters)
 
 
-def _load(model: PreTrainedModel, folder: Path, named: Mapping[int, str]) -> dict[str, str]:
-    """Load the weights of a saved adapter into the layers that exist. Raises `ModelError` if they do not fit.
+def _saved_values(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a saved adapter, named as in the model but for the adapter's name."""
+    from peft import load_peft_weights
 
-    Returns name -> name without the adapter, for parameters of the base that were saved with it (biases).
+    with _pefts_errors(COPY_AGAIN):
+        read = load_peft_weights(str(folder), device="cpu")
+    return {name.removeprefix(PREFIX): value for name, value in read.items()}
+
+
+def _resize(model: Any, saved: Mapping[str, Tensor]) -> None:
+    """Give the embeddings of a structure as many rows as those saved with an adapter have, if any are."""
+    names = [name for name, module in model.named_modules() if module in _ends(model)]
+    within = ("", "base_layer.", "original_module.", "token_adapter.base_layer.")
+    rows = {len(saved[key]) for name in names for each in within if (key := f"{name}.{each}weight") in saved}
+    if rows and rows != {len(model.get_input_embeddings().weight)}:
+        with quiet(), _pefts_errors():
+            model.resize_token_embeddings(max(rows), mean_resizing=False)
+
+
+def _load(
+    model: PreTrainedModel, folder: Path, values: Mapping[str, Tensor], base: Source, named: Mapping[int, str]
+) -> dict[str, str]:
+    """Load the values of a saved adapter into the layers that exist. Raises `ModelError` if they do not fit.
+
+    Returns name without the adapter -> name, for parameters of the base that were saved with it and are not as in the
+    base: trained biases, and resized embeddings.
     """
-    from peft import load_peft_weights, set_peft_model_state_dict
+    from peft import set_peft_model_state_dict
 
+    made: dict[nn.Parameter, nn.Parameter] = {}  # one for all places of a tied parameter
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta and id(parameter) not in named:
-                module._parameters[key] = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
-    read = load_peft_weights(str(folder), device="cpu")
-    values = {name.removeprefix(PREFIX): value for name, value in read.items()}
-    biases: dict[str, str] = {}
-    for name, parameter in list(model.named_parameters()):
-        if name in values:
-            biases[name] = named[id(parameter)]
-            owner, _, key = name.rpartition(".")
-            trained = nn.Parameter(values[name].to(parameter.dtype), requires_grad=parameter.requires_grad)
-            model.get_submodule(owner)._parameters[key] = trained
+                if parameter not in made:
+                    empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[key] = made[parameter]
+    of_base = {name for name, each in model.named_parameters(remove_duplicate=False) if id(each) in named}
+    biases = _replace_changed(model, values, base, named)
     ours = {name for name, parameter in model.named_parameters() if id(parameter) not in named}
-    found = set_peft_model_state_dict(model, values, "default")
+    of_adapter = {name: value for name, value in values.items() if name not in of_base}
+    found = set_peft_model_state_dict(model, of_adapter, "default")
     where = f"adapter {folder}"
-    if missing := sorted(ours & {*found.missing_keys}):
+    if missing := sorted((ours & {*found.missing_keys}) - {*biases.values()}):
         raise ModelError(f"its file lacks {listed(missing)}", where=where, fix="use files that belong together")
-    if found.unexpected_keys:
-        what = f"the model does not have its {listed(sorted(found.unexpected_keys))}"
-        raise ModelError(what, where=where, fix="use it with the base that it was trained on")
+    twice = (
+        ".modules_to_save.weight",
+        ".token_adapter.trainable_tokens_delta",
+    )  # beside an embedding that is saved too
+    if odd := sorted(name for name in found.unexpected_keys if not name.endswith(twice)):
+        what = f"the model does not have its {listed(odd)}"
+        raise ModelError(what, where=where, fix=OTHER_BASE)
+    shapes = {name: each.shape for name, each in base.model.named_parameters()}
+    for name, each in model.named_parameters():
+        if id(each) in named and each.shape != shapes[named[id(each)]]:
+            fix = "use its base with the vocabulary resized, saved as a model, and an adapter trained over that"
+            raise ModelError(f"its vocabulary was resized, and its file lacks {name}", where=where, fix=fix)
     return biases
+
+
+def _replace_changed(
+    model: PreTrainedModel, values: Mapping[str, Tensor], base: Source, named: Mapping[int, str]
+) -> dict[str, str]:
+    """Put saved values of the base's parameters into a model, except those that the base's own files hold.
+
+    Returns name without the adapter -> name, of those that differ.
+    """
+    read, biases = getattr(base, "read", None), {}
+    shapes = {name: each.shape for name, each in base.model.named_parameters()}
+    firsts = {id(parameter): name for name, parameter in model.named_parameters()}
+    made: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in values and id(parameter) in named and id(parameter) not in made:
+            value, original = values[name], named[id(parameter)]
+            if read is not None and value.shape == shapes[original]:
+                both = zip(read(original, torch.float32).split(4096), value.split(4096), strict=True)
+                if all(torch.equal(ours, theirs.float()) for ours, theirs in both):
+                    continue
+            biases[original] = firsts[id(parameter)]
+            made[id(parameter)] = nn.Parameter(value.to(parameter.dtype), requires_grad=parameter.requires_grad)
+    for module in model.modules():
+        for key, each in module._parameters.items():
+            if each is not None and id(each) in made:
+                module._parameters[key] = made[id(each)]
+    return biases
+
+
+def merge_layer(path: str, module: Any, values: dict[str, Tensor]) -> None:
+    """Have `peft` merge a layer into the parameters of its base layer, replacing them in `values`.
+
+    path: of the base layer (see `AdaptedSource.layers`). values: float32, by name in the base; may be overwritten.
+    """
+    layer = module.get_base_layer()
+    before = dict(layer._parameters)
+    lent = {key: nn.Parameter(values[name]) for key in before if (name := f"{path}.{key}") in values}
+    layer._parameters.update(lent)
+    try:
+        with torch.no_grad(), _pefts_errors(UNMERGED):
+            module.merge()  # which for LN tuning is an exchange of layers
+            values.update({f"{path}.{key}": module.get_base_layer().get_parameter(key).data for key in lent})
+    finally:
+        layer._parameters.update(before)
+
+
+def _wholes(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """(the base's module, the copy that trains in its place) for `modules_to_save`."""
+    from peft.utils.other import ModulesToSaveWrapper
+
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            yield from ((module.original_module, copied) for copied in module.modules_to_save.values())
 
 
 def _copied(model: nn.Module) -> Iterator[tuple[str, str]]:
     """(name, name in the base) of parameters in modules that train as a whole (`modules_to_save`)."""
-    from peft.utils.other import ModulesToSaveWrapper
-
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for module in model.modules():
-        if isinstance(module, ModulesToSaveWrapper):
-            for copied in module.modules_to_save.values():
-                for key, parameter in copied.named_parameters():
-                    yield names[id(parameter)], names[id(module.original_module.get_parameter(key))]
+    for original, copied in _wholes(model):
+        for key, parameter in copied.named_parameters():
+            yield names[id(parameter)], names[id(original.get_parameter(key))]
 
 
 @contextmanager
-def _pefts_errors() -> Iterator[None]:
-    """Turn errors that `peft` raises about a configuration or a file into `ModelError`s of one line."""
+def _pefts_errors(fix: str = "") -> Iterator[None]:
+    """Turn errors that `peft` raises into `ModelError`s of one line. fix: what to do about them; by default it depends
+    on what they say of a configuration."""
     try:
         yield
-    except (ValueError, TypeError, KeyError, RuntimeError, OSError, AttributeError) as error:
-        fix = "set target_modules to names of the model's linear layers, or all-linear, and see the docs of peft"
-        raise ModelError(first_line(error), where="adapter", fix=fix) from error
+    except (ValueError, TypeError, KeyError, RuntimeError, OSError, AttributeError, ImportError) as error:
+        said = first_line(error)
+        usual = OTHER_BASE if "size mismatch" in said else TARGETS if "arget" in said else REFUSED
+        raise ModelError(said, where="adapter", fix=fix or usual) from error
 
 
 class _Under:
     """The masters, addressed by the names that the base's parameters have without the adapter."""
 
-    def __init__(self, masters: Masters, ours: Mapping[str, str]) -> None:
-        self._masters, self._ours = masters, ours
+    def __init__(self, masters: Masters, ours: Mapping[str, str], changed: Callable[[str, Tensor], Tensor]) -> None:
+        """ours: name in the base -> in the model. changed: see `AdaptedSource.changed`."""
+        self._masters, self._ours, self._changed = masters, ours, changed
 
     def master(self, name: str) -> Tensor:
         return self._masters.master(self._ours[name])
 
     def write_master(self, name: str, value: Tensor) -> None:
         if name in self._ours:  # else the adapter has a value for it
-            self._masters.write_master(self._ours[name], value)
+            self._masters.write_master(self._ours[name], self._changed(name, value))

@@ -9,7 +9,7 @@ model that the conversion consults never has storage. The files themselves are w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -72,16 +72,21 @@ class Written(Protocol):
         ...
 
 
-def written_of(ported: PortedModel, dtype: torch.dtype) -> Written:
-    """What a ported model is written as: its adapter if it has one, else all of it."""
-    return WrittenModel(ported, dtype) if ported.adapter is None else WrittenAdapter(ported, ported.adapter, dtype)
+def written_of(ported: PortedModel, dtype: torch.dtype, *, for_checkpoint: bool = False) -> Written:
+    """What a ported model is written as: its adapter if it has one, else all of it.
+
+    for_checkpoint: without what an adapter's base holds; `peft` saves the weights of adapted embeddings too.
+    """
+    if ported.adapter is None:
+        return WrittenModel(ported, dtype)
+    return WrittenAdapter(ported, ported.adapter, dtype, with_base=not for_checkpoint)
 
 
 def written_parameters(ported: PortedModel) -> Collection[str]:
     """The parameters that are written, without planning the files (see `Written.writes`)."""
     if ported.adapter is None:
         return {param.name for unit in ported.structure.units for param in unit.params}
-    return ported.adapter.file_names(ported.whole())
+    return {*ported.adapter.file_names(ported.whole()).values()}
 
 
 class WrittenAdapter:
@@ -90,16 +95,24 @@ class WrittenAdapter:
     stem = "adapter_model"
     needs_remote_code = False
 
-    def __init__(self, ported: PortedModel, adapter: Adapter, dtype: torch.dtype) -> None:
+    def __init__(self, ported: PortedModel, adapter: Adapter, dtype: torch.dtype, *, with_base: bool = True) -> None:
         self.spec, self._config = ported.structure, adapter.config_json
         whole = ported.whole()
-        self._names = adapter.file_names(whole)
-        params = [[param for param in unit.params if param.name in self._names] for unit in self.spec.units]
-        self._params = [[param.name for param in each] for each in params]
-        self.units = [[WrittenTensor(self._names[each.name], each.shape, dtype) for each in unit] for unit in params]
-        known = {name for unit in self._params for name in unit}
-        self._buffers = {self._names[name]: value for name, value in whole.state_dict().items() if name in self._names}
-        self._buffers = {name: each.cpu() for name, each in self._buffers.items() if name not in self._files(known)}
+        names = adapter.file_names(whole)
+        if not with_base and not adapter.is_resized:
+            frozen = {param.name for unit in self.spec.units for param in unit.params if not param.trainable}
+            names = {file: name for file, name in names.items() if name not in frozen}
+        self._files: dict[str, list[str]] = {}
+        """Name in the model -> its names in the file: a parameter of two modules is written for both."""
+        for file, name in names.items():
+            self._files.setdefault(name, []).append(file)
+        self._params = [[param for param in unit.params if param.name in self._files] for unit in self.spec.units]
+        self.units = [
+            [WrittenTensor(file, param.shape, dtype) for param in params for file in self._files[param.name]]
+            for params in self._params
+        ]
+        buffers = dict(whole.named_buffers())
+        self._buffers = {file: buffers[name].cpu() for file, name in names.items() if name in buffers}
         self.units[0] += [WrittenTensor(name, tuple(each.shape), each.dtype) for name, each in self._buffers.items()]
 
     @property
@@ -107,19 +120,16 @@ class WrittenAdapter:
         return sum(prod(tensor.shape) for unit in self.units for tensor in unit)
 
     def writes(self, name: str) -> bool:
-        return name in self._names
+        return name in self._files
 
     def tensors(self, unit: int, masters: Weights) -> dict[str, Tensor]:
         """See `Written`."""
-        found = {self._names[name]: masters[name] for name in self._params[unit]}
+        found = {file: masters[param.name] for param in self._params[unit] for file in self._files[param.name]}
         return {**found, **(self._buffers if unit == 0 else {})}
 
     def write_small_files(self, folder: Path) -> None:
         """See `Written`."""
         (folder / ADAPTER).write_bytes(self._config)
-
-    def _files(self, names: Iterable[str]) -> set[str]:
-        return {self._names[name] for name in names}
 
 
 class WrittenModel:

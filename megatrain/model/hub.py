@@ -20,11 +20,15 @@ from megatrain.system.paths import (
     refuse_impossible_model,
     refuse_special,
     refuse_unreadable_in,
+    shown,
     usable_path,
 )
 
 ADAPTER = "adapter_config.json"
 """What peft writes instead of a config.json."""
+
+GIVE_BASE = "give it: --base BASE on the command line, from_pretrained(BASE, adapter=FOLDER) from Python"
+"""What to do about an adapter whose folder does not name a base that exists."""
 
 
 def model_named(source: str | Path) -> str:
@@ -74,6 +78,35 @@ def located(source: str | Path, *, where: str, revision: str | None = None) -> s
     if path.is_dir() and not (path / "config.json").exists():
         raise _no_model(path, where)
     return str(path)
+
+
+def model_behind(source: str, base: str | None = None) -> str:
+    """The base of an adapter's folder: `base`, or the one that it names. Any other source is returned as it is.
+
+    Raises `ModelError` for a base that cannot be found, and for one that is given to a whole model.
+    """
+    folder = Path(source)
+    if (folder / ADAPTER).is_file() and not (folder / "config.json").exists():
+        return base_named_in(folder, f"adapter {source}") if base is None else located(base, where=f"model {base}")
+    if base is not None:
+        raise ModelError("is not an adapter's folder, so it has no base", where=f"model {source}", fix="leave it out")
+    return source
+
+
+def base_named_in(folder: Path, where: str) -> str:
+    """The base model named by an adapter's folder. Raises `ModelError` if it names none, or one that cannot be
+    found."""
+    try:
+        name = read_json(folder / ADAPTER).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"its {ADAPTER} cannot be read", where=where, fix="copy or download it again") from error
+    if not name:
+        raise ModelError(f"its {ADAPTER} names no base", where=where, fix=GIVE_BASE)
+    try:
+        return located(str(name), where=f"base of {where}")
+    except ModelError as error:
+        what = f"the base that it names, {shown(str(name))}, cannot be used: {error.what}"
+        raise ModelError(what, where=where, fix=GIVE_BASE) from error
 
 
 def cached_folder(name: str, revision: str | None = None) -> Path | None:

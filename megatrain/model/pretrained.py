@@ -125,7 +125,7 @@ class PretrainedSource:
     @cached_property
     def _targets(self) -> dict[str, list[str]]:
         """Parameter name -> all its names that the files hold something for."""
-        first, found = _first_names(self.model), dict[str, list[str]]()
+        first, found = first_names(self.model), dict[str, list[str]]()
         for target in self._keys:
             if target in first:
                 found.setdefault(first[target], []).append(target)
@@ -180,7 +180,7 @@ class PretrainedSource:
 
     def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
         """Write every parameter of every unit (see `Source`)."""
-        first = _first_names(self.model)
+        first = first_names(self.model)
         keys: dict[str, list[str]] = {}
         for target, held in self._keys.items():
             if target in first:
@@ -236,7 +236,7 @@ class PretrainedSource:
         with _put_back(self.model):
             info = self._run_library(shapes, "meta")
         self._refuse_what_does_not_fit(info)
-        first = _first_names(self.model)
+        first = first_names(self.model)
         there = {first[name] for name in first.keys() - info.missing_keys}
         self.model._adjust_missing_and_unexpected_keys(info)  # drops names that the library does not need
         buffers = info.missing_keys - first.keys()
@@ -272,7 +272,7 @@ class PretrainedSource:
 
     def _untie(self) -> None:
         """Untie weights that the config ties but the files store with different values, as transformers does."""
-        first = _first_names(self.model)
+        first = first_names(self.model)
         groups: dict[str, list[str]] = {}
         for target in self._keys:
             if target in first:
@@ -282,10 +282,7 @@ class PretrainedSource:
                 with self._loaded([*self._keys[one], *self._keys[other]]) as values:
                     same = torch.equal(values[one], values[other])
                 if not same:
-                    owner, _, name = other.rpartition(".")
-                    module = self.model.get_submodule(owner)
-                    setattr(module, name, nn.Parameter(torch.empty_like(module.get_parameter(name))))
-                    self.model.all_tied_weights_keys.pop(other, None)
+                    untie(self.model, other)
 
     def _load_buffers(self) -> None:
         buffers = dict(self.model.named_buffers())
@@ -343,7 +340,15 @@ def _keys_by_target(
     return found, renamed
 
 
-def _first_names(model: PreTrainedModel) -> dict[str, str]:
+def untie(model: PreTrainedModel, name: str) -> None:
+    """Give a parameter of a structure that has another name too a parameter of its own under this one."""
+    owner, _, key = name.rpartition(".")
+    module = model.get_submodule(owner)
+    setattr(module, key, nn.Parameter(torch.empty_like(module.get_parameter(key))))
+    model.all_tied_weights_keys.pop(name, None)
+
+
+def first_names(model: PreTrainedModel) -> dict[str, str]:
     """Parameter name -> its first name, which differs for tied parameters."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}

@@ -48,6 +48,7 @@ from megatrain.model.user_patches import (
     refuse_hooks_around,
     refuse_mixing,
     refuse_shared_and_hooked,
+    separate_dicts,
 )
 from megatrain.model.weight_reads import TO_THE_END, OrderOfUse, Uses, in_order_of_use, only_looks_up
 from megatrain.model.weight_sources import quiet
@@ -186,6 +187,7 @@ def _take_apart(model: PreTrainedModel, stack: str, dtype: torch.dtype) -> Porte
         if getattr(module, "gradient_checkpointing", False):
             module.__dict__["gradient_checkpointing"] = False  # the policy decides what to recompute
     without_parametrize(skeleton)
+    separate_dicts(skeleton)
     skeleton.config.return_dict = True
     routers_off = {}
     if getattr(model.config, "output_router_logits", False):

@@ -31,26 +31,42 @@ def refuse_shared_and_hooked(model: nn.Module) -> None:
     """Raise `ModelError` for gradient hooks on trained parameters, parameters that share memory, and modules used
     twice.
 
-    (`torch.func.functional_call` does not restore a module with parameters that is at two places.)
+    (`torch.func.functional_call` does not restore a module with parameters that is at two places. A copy of a
+    `ParameterDict`, which nothing calls, serves as well: see `separate_dicts`.)
     """
     where = f"model {type(model).__name__}"
     places: dict[int, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         first = places.setdefault(id(module), name)
-        if first != name and next(module.parameters(), None) is not None:
+        if first != name and next(module.parameters(), None) is not None and not isinstance(module, nn.ParameterDict):
             what = f"{first} is in the model twice, also as {name}"
             raise ModelError(what, where=where, fix="give each place a module of its own (copy.deepcopy)")
     memory: dict[int, str] = {}
-    for name, parameter in model.named_parameters():
+    by_name = dict(model.named_parameters())
+    for name, parameter in by_name.items():
         if _in_memory(parameter) and (first := memory.setdefault(parameter.data_ptr(), name)) != name:
             what = f"parameter {name} shares memory with {first}, but would be trained separately"
-            raise ModelError(what, where=where, fix="tie them by one nn.Parameter for both")
+            fix = "tie them by one nn.Parameter for both"
+            if parameter.shape != by_name[first].shape:  # a transposed view, as `peft` makes of tied LoRA matrices
+                fix = "leave ensure_weight_tying out of the adapter's config, or name the embedding in modules_to_save"
+            raise ModelError(what, where=where, fix=fix)
         if parameter.requires_grad and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
             raise ModelError(
                 f"parameter {name} has a gradient hook, which would never be called",
                 where=where,
                 fix="remove it, or freeze the parameter; a hook on a module's forward or backward is called",
             )
+
+
+def separate_dicts(model: nn.Module) -> None:
+    """Give each place of a `ParameterDict` a dictionary of its own, with the same parameters."""
+    seen: set[int] = set()
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if isinstance(child, nn.ParameterDict):
+                if id(child) in seen:
+                    module._modules[name] = nn.ParameterDict(dict(child.items()))
+                seen.add(id(child))
 
 
 def refuse_hooks_around(model: nn.Module, stack: str) -> None:

@@ -651,17 +651,31 @@ def test_unreliable_shared_writes_fall_back_to_rank_zero(tmp_path: Path, monkeyp
     assert streamed == ["what the ranks had written together was not there afterwards"] * 2
 
 
-def test_adapters_train_alike_on_any_number_of_ranks(tmp_path: Path) -> None:
-    model, batches = adapted("llama"), batches_of(2)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+        pytest.param({"target_modules": ["q_proj", "lm_head"]}, marks=pytest.mark.slow),
+        pytest.param({"trainable_token_indices": [3, 5]}, marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_train_alike_on_any_number_of_ranks(fields: dict[str, Any], tmp_path: Path) -> None:
+    """What is in a file twice too (a tied embedding), and what is there but frozen (an adapted head)."""
+    model, batches = adapted("llama-tied" if fields else "llama", **fields), batches_of(2)
 
-    def work(world: World) -> tuple[str, bytes]:
+    def work(world: World) -> tuple[str, bytes, bytes]:
         with MAKING:
             engine = Engine.from_model(model, precision="bf16", policy=SHARDS, verify=False, world=world)
         with engine:
             for _ in range(2):
                 engine.step(batches[world.rank :: world.size])
-            folder = engine.save_adapter(tmp_path / str(world.size))
-            return engine._store.frozen_checksum(), (folder / "adapter_model.safetensors").read_bytes()
+            folder, checksum = engine.save_adapter(tmp_path / str(world.size)), engine._store.frozen_checksum()
+            with MAKING:
+                save = engine.save(tmp_path / f"{world.size}-checkpoint")
+            files = [each / "adapter_model.safetensors" for each in (folder, save.wait(60))]
+            assert full_check(files[1].parent) == []
+            return checksum, files[0].read_bytes(), files[1].read_bytes()
 
     (alone,) = together(worlds(1), work)
     assert all(found == alone for found in together(worlds(2), work))

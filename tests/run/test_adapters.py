@@ -94,3 +94,30 @@ def test_fresh_models_can_have_an_adapter(base: Path) -> None:
     saved = run(base, model={"config": fields}, data=data, output={"folder": str(base.parent / "o")})
     assert (saved / "adapter_model.safetensors").exists()
     assert torch.isfinite(next(iter(peft.load_peft_weights(str(saved), device="cpu").values()))).all()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+        pytest.param({"trainable_token_indices": [3, 32, 101]}, marks=pytest.mark.slow),
+        pytest.param({"target_modules": ["q_proj", "lm_head"]}, marks=pytest.mark.slow),
+    ],
+)
+def test_an_adapter_over_a_tied_embedding_goes_on_and_resumes(base: Path, fields: dict[str, Any]) -> None:
+    tied = tiny_model("llama-tied", vocab_size=512, pad_token_id=None)
+    tied.save_pretrained(base)
+    config = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **fields})
+    peft.get_peft_model(tied, config).save_pretrained(base.parent / "begun")
+    adapter = {"path": str(base.parent / "begun")}
+    whole = run(base, "whole", 4, adapter=adapter)
+    run(base, "cut", 2, adapter=adapter)
+    resumed = run(base, "cut", 4, adapter=adapter, resume="auto")
+    ours, theirs = (peft.load_peft_weights(str(each), device="cpu") for each in (resumed, whole))
+    begun = peft.load_peft_weights(str(base.parent / "begun"), device="cpu")
+    assert equal(ours, theirs)
+    assert {name: each.shape for name, each in ours.items()} == {name: each.shape for name, each in begun.items()}
+    assert not equal(ours, begun)
+    if "modules_to_save" in fields:
+        both = (f"base_model.model.{name}.weight" for name in ("model.embed_tokens", "lm_head"))
+        assert torch.equal(*(ours[name] for name in both))
