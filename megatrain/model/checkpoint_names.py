@@ -24,6 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from megatrain.errors import ExportError, first_line
 from megatrain.model.adapters import Adapter
+from megatrain.model.architecture import POSITIONS, position_limit
 from megatrain.model.hub import ADAPTER
 from megatrain.model.ports import PortedModel, Weights
 from megatrain.model.weight_sources import quiet
@@ -257,6 +258,8 @@ def add_old_fields(file: Path, config: PreTrainedConfig) -> None:
     fields = config._dict_from_json_file(file)  # reads infinity, which version 5 spells as an object
     old = {name: value for name, value in old_fields(config).items() if name not in fields}
     old |= {"torch_dtype": fields["dtype"]} if "dtype" in fields else {}
+    if position_limit(config) is None and fields.get(POSITIONS) == getattr(type(config), POSITIONS, None):
+        fields.pop(POSITIONS, None)  # the class's default must not become a statement
     if _read_rope(config, {**fields, **old}) == _read_rope(config, fields):
         file.write_text(json.dumps({**fields, **old}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

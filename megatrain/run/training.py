@@ -54,6 +54,7 @@ from megatrain.model import (
     spent,
 )
 from megatrain.model import Progress as LoadingProgress
+from megatrain.model.architecture import position_limit
 from megatrain.model.hub import located
 from megatrain.optim import AdamW, lr_schedule
 from megatrain.plan import Plan, find_plan
@@ -363,8 +364,8 @@ def _check_limits(config: Config, tokenizer: Tokenizer, model: Any) -> int:
             where="data.tokenizer",
             fix=f"use the model's own tokenizer, or set model.config.vocab_size={needed} for a fresh model",
         )
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or -1
-    if 0 < positions < config.data.sequence_length:
+    positions = position_limit(model.config)
+    if positions is not None and positions < config.data.sequence_length:
         raise ConfigError(
             f"{config.data.sequence_length:,} tokens exceed the model's {positions:,} positions",
             where="data.sequence_length",
