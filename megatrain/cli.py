@@ -409,6 +409,9 @@ def _export(
     push: Annotated[
         str | None, typer.Option(help="Upload to the hub as organisation/model; without TARGET, SOURCE unchanged.")
     ] = None,
+    allow_unloaded: Annotated[
+        bool, typer.Option("--allow-unloaded", help="Write it without tensors of SOURCE that are not loaded.")
+    ] = False,
     trust_remote_code: Remote = False,
 ) -> None:
     """Write a model as a Hugging Face folder, and upload it if asked. The folder is complete or not there."""
@@ -440,6 +443,7 @@ def _export(
                 overwrite=overwrite,
                 merge=merge,
                 trust_remote_code=trust_remote_code,
+                allow_unloaded=allow_unloaded,
                 progress=progress,
                 notice=_tell,
             )

@@ -12,7 +12,16 @@ from torch import Tensor
 from megatrain.checkpoint import export_units
 from megatrain.data import load_tokenizer, save_tokenizer
 from megatrain.errors import DataError, ExportError
-from megatrain.model import AdaptedSource, Progress, Source, listed, model_named, port_model, pretrained_source
+from megatrain.model import (
+    AdaptedSource,
+    PretrainedSource,
+    Progress,
+    Source,
+    listed,
+    model_named,
+    port_model,
+    pretrained_source,
+)
 from megatrain.run.existing_run import holds_model
 from megatrain.run.history import CONFIG
 from megatrain.run.push_to_hub import push
@@ -29,13 +38,15 @@ def run_export(
     overwrite: bool = False,
     merge: bool = False,
     trust_remote_code: bool = False,
+    allow_unloaded: bool = False,
     progress: Progress | None = None,
     notice: Callable[[str], object] = lambda line: None,
 ) -> Path:
     """Write the model and tokenizer of `source` (model folder, run folder or hub name) to `target`; returns its path.
 
     precision: of the weights. overwrite: replace a model in `target`. merge: `source` is an adapter; merge it into its
-    base in float32 and round once. progress: called with (done, total) bytes. notice: called with lines for the user
+    base in float32 and round once. allow_unloaded: write a model without the tensors of its files that are not
+    loaded. progress: called with (done, total) bytes. notice: called with lines for the user
     about the source, and about a model that is replaced.
 
     Raises `ModelError` if the model cannot be read, `ExportError` if the folder cannot be written or already holds a
@@ -46,14 +57,16 @@ def run_export(
         notice(f"replacing the model in {there}")
     name = model_named(source)
     pretrained = pretrained_source(name, trust_remote_code=trust_remote_code)
-    if left_out := pretrained.left_out():
-        notice(f"left out: {printable(left_out)}")
     adapted = pretrained if isinstance(pretrained, AdaptedSource) else None
     if merge == (adapted is None):
         what = "is not an adapter, so there is nothing to merge" if merge else "is an adapter"
         fix = "leave --merge out" if merge else "add --merge to write its base with the adapter merged in"
         raise ExportError(what, where=f"model {source}", fix=fix)
     base = pretrained if adapted is None else adapted.base
+    if left_out := pretrained.left_out():
+        notice(f"left out: {printable(left_out)}")
+    if isinstance(base, PretrainedSource) and not allow_unloaded:
+        base.require_all_loaded("add --allow-unloaded to write it without")
     ported = port_model(base.model, torch.float32)
     not_finite: list[str] = []
 

@@ -333,6 +333,8 @@ def _source(config: Config, taken: Checkpoint | None) -> Source:
         source = PretrainedSource(taken.folder, **how)
     elif model.path is not None:
         source = PretrainedSource(model.path, **how)
+        if not model.allow_unloaded:
+            source.require_all_loaded("set model.allow_unloaded=true to train and save it without, or train an adapter")
     else:
         assert model.config is not None  # `Config` has seen to it
         source = FreshSource(model.config, config.train.seed, **how)

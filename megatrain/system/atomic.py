@@ -24,8 +24,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _LEFT = re.compile(r"\.(.+)\.(\d+)\.(part|old|gone|new|going)", re.DOTALL)
-"""Hidden names: the target's name, the process id, and the state: partial, moved aside, to be deleted, complete while the
-target is being deleted where it lies, or only the sign that it is."""
+"""Hidden names: the target's name, the process id, and the state: partial, moved aside, to be deleted, complete while
+the target is being deleted, or a sign that it is."""
 
 
 @contextmanager
