@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,14 @@ def refuse(*_: object, **__: object) -> Any:
 
 def refuse_as_tokenizers_do(_: Path) -> None:
     raise Exception("No space left on device (os error 28)")
+
+
+def config_as_stock_saves_it(folder: Path) -> str:
+    """The text of a config.json without the fields that only transformers 4 reads."""
+    fields = json.loads((folder / "config.json").read_text())
+    for name in ("rope_theta", "rope_scaling", "torch_dtype", "num_experts"):
+        fields.pop(name, None)
+    return json.dumps(fields, indent=2, sort_keys=True) + "\n"
 
 
 class MasterDict(dict[str, Tensor]):

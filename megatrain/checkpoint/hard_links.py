@@ -6,10 +6,10 @@ they agree to the end, the file becomes a hard link, so either checkpoint may be
 At the first difference the file is written after all; the equal part is read back and compared again. So nobody needs
 to say what is frozen; files of trained weights differ in their first block.
 
-Before a file is linked it must be what the previous checkpoint's manifest says: unchanged since this process wrote
-it (by inode, size and time), or read and compared. A linked file is made read-only, since writing to it would
-change both. If the file system has no hard links, files are copied and compared on the way. Small files, which
-people may edit, are never linked. `train.async_save` decides which checkpoint is the previous one.
+Before a file is linked it must be what the previous checkpoint's manifest says: unchanged since this process wrote it
+(by inode, size and time), or read and compared. A linked file is made read-only, since writing to it would change
+both. If the file system has no hard links, files are copied and compared on the way, and the run says so once. Small
+files, which people may edit, are never linked. `train.async_save` decides which checkpoint is the previous one.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ class Earlier:
         self.folder = folder
         self._files = read_manifest(folder).files
         self._stamps: dict[str, Stamp] = {}
+        self.copied_nbytes = 0
+        """Bytes of unchanged files that could not be linked, so that they were written again."""
+        self.why_copied = ""
 
     @classmethod
     def just_written(cls, folder: Path) -> Earlier:
@@ -69,8 +72,13 @@ class Earlier:
     def link(self, name: str, target: Path) -> None:
         """Hard-link `target` to the file. Raises `OSError` if the file system cannot."""
         source = self.folder / name
-        source.chmod(READ_ONLY)
-        os.link(source, target)
+        try:
+            source.chmod(READ_ONLY)
+            os.link(source, target)
+        except OSError as error:
+            self.copied_nbytes += self._files[name].nbytes
+            self.why_copied = error.strerror or str(error)
+            raise
 
     def shared_as(self, name: str, target: Path) -> FileSum | None:
         """Hard-link `target` to the file and return its checksums; `None` if it has changed, or links are not

@@ -22,7 +22,7 @@ from megatrain.data.encode import chat_prompt_ids, turn_ends
 from megatrain.data.messages import Message
 from megatrain.errors import BatchError, ConfigError, DataError
 from megatrain.model import Progress, TextStream, freeze_parameters, model_behind, model_named, pretrained_source
-from megatrain.model.architecture import read_config
+from megatrain.model.architecture import position_limit, read_config
 from megatrain.run.sampling import WHERE, draw_ids, prompt_ids
 from megatrain.spec import Precision
 from megatrain.train.engine import Engine
@@ -97,7 +97,7 @@ class GenerationModel:
         self._device, self._precision, self._progress, self.notice = device, precision, progress, notice
         self._base, behind = base, model_behind(self._folder, base)
         config = read_config(behind, where=f"model {behind}", trust_remote_code=trust_remote_code)
-        self.positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+        self.positions = position_limit(config)
         own = (Path(self._folder) / "tokenizer_config.json").exists()
         self.tokenizer = load_tokenizer(self._folder if own else behind)
         self.ends: list[int] = []

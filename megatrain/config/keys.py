@@ -150,6 +150,8 @@ class ModelSection(Section):
     """Attention kernel; auto: the one transformers chooses for the model, which the plan shows."""
     trust_remote_code: bool = False
     """Whether to run Python code that comes with the model."""
+    allow_unloaded: bool = False
+    """Whether to train and save the model without tensors that are not loaded: those of a vision tower, say."""
     verify: bool = True
     """Whether to check a small model of this architecture against the stock code, once per architecture."""
 

@@ -61,6 +61,7 @@ def named_model(name: str, args: Any) -> PreTrainedModel:
     given = {key: value for key, value in (getattr(args, WHERE, None) or {}).items() if value is not None}
     wanted = given.pop("dtype", given.pop("torch_dtype", torch.float32))
     trusted = given.pop("trust_remote_code", getattr(args, "trust_remote_code", False))
+    allowed = given.pop("allow_unloaded", False)
     _refuse_device_map(given.pop("device_map", "auto"))
     if not given.pop("use_safetensors", True):
         raise ConfigError("use_safetensors=False is not supported", where=WHERE, fix="leave it out")
@@ -71,6 +72,8 @@ def named_model(name: str, args: Any) -> PreTrainedModel:
         revision=given.pop("revision", None),
         fields={key: value for key, value in given.items() if key not in LOADING_OPTIONS},
     )
+    if not allowed:
+        files.require_all_loaded(f"put allow_unloaded=True into {WHERE} to train and save it without")
     dtype = _dtype(wanted, files)
     dtypes = files.dtypes(dtype)
     refuse_dtypes(dtypes.values())

@@ -16,6 +16,7 @@ from typing import IO, Literal
 
 from megatrain.errors import DiskError, DiskFull
 from megatrain.spec.hardware import SECTOR, whole_sectors
+from megatrain.system.paths import is_cached
 
 Direction = Literal["read", "write"]
 
@@ -114,7 +115,7 @@ def lay_out(
 # process leaves nothing behind. Space is allocated when the file grows, so that a full disk is found then; on a file
 # system that cannot preallocate the file is sparse, and a write finds out.
 #
-# Transfers bypass the page cache (`O_DIRECT`). If that is refused, each write is flushed to the drive at once, and the
+# Transfers bypass the page cache (`O_DIRECT`). Where they cannot, each write is flushed to the drive at once, and the
 # cache is asked to drop each transfer: it would take host memory for little use, since a region is read only once per
 # write.
 
@@ -153,6 +154,7 @@ class ScratchFile:
         self.device = os.fstat(self.number).st_dev
         """Device number; files on one device share its free space."""
         self.write_flags = 0
+        self._cached = False
         try:
             self.direct = self._goes_direct()
         except OSError as error:
@@ -205,7 +207,7 @@ class ScratchFile:
         if _DIRECT:
             flags = fcntl.fcntl(self.number, fcntl.F_GETFL)
             if self._accepts(lambda: fcntl.fcntl(self.number, fcntl.F_SETFL, flags | _DIRECT)):
-                if self._accepts(self._try):
+                if self._accepts(self._try) and not self._cached:
                     return True
                 fcntl.fcntl(self.number, fcntl.F_SETFL, flags)
         if _FORGET is not None:
@@ -230,6 +232,7 @@ class ScratchFile:
         """Write and read back one sector, then empty the file."""
         sector = memoryview(mmap.mmap(-1, SECTOR))
         os.pwritev(self.number, [sector], 0, self.write_flags)
+        self._cached = is_cached(self.number, sector)
         os.preadv(self.number, [sector], 0)
         os.ftruncate(self.number, 0)
 

@@ -7,8 +7,9 @@ the structure reveals is refused by `ported`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,6 +45,12 @@ COMMON_FIELDS = (
 
 SOURCES = "give a local Hugging Face folder, a hub name, or a config with a causal-LM model_type"
 """The fix for a model that cannot be found."""
+
+COUNT_OF_LAYERS = re.compile(r"(\w+_)?layers|(n|num)_layer")
+"""Fields that count layers. Others speak of layers too: `vocab_size_per_layer_input` is a vocabulary's size."""
+
+SIZE = re.compile(r"\w+_size(_per_layer\w*)?")
+"""Fields for widths and vocabularies."""
 
 MOST_LAYERS = 100_000
 """Upper limit on layers. Building so many takes minutes; no real model has a hundredth of it."""
@@ -150,10 +157,40 @@ def _refuse_endless(fields: Mapping[str, Any], where: str) -> None:
     for name, value in fields.items():
         if isinstance(value, Mapping):
             _refuse_endless(value, where)
-        elif "layer" in str(name) and isinstance(value, int) and value > MOST_LAYERS:
+        elif COUNT_OF_LAYERS.fullmatch(str(name)) and isinstance(value, int) and value > MOST_LAYERS:
             raise ModelError(f"{value:,} for {name}", where=where, fix=f"give {MOST_LAYERS:,} at most")
-        elif str(name).endswith("_size") and isinstance(value, int) and value > MOST_SIZE:
+        elif SIZE.fullmatch(str(name)) and isinstance(value, int) and value > MOST_SIZE:
             raise ModelError(f"{value:,} for {name}", where=where, fix=f"give {MOST_SIZE:,} at most")
+
+
+POSITIONS = "max_position_embeddings"
+
+
+def position_limit(config: PreTrainedConfig) -> int | None:
+    """The number of positions of the text model, or `None` if nothing ends there.
+
+    A rotary model computes any position. What its publisher states is still its limit, but the default of its class,
+    which an older config.json leaves in place by silence, is nobody's statement.
+    """
+    text = config.get_text_config()
+    positions = getattr(text, POSITIONS, None)
+    if not isinstance(positions, int) or positions <= 0:
+        return None
+    may_be_default = isinstance(getattr(text, "rope_parameters", None), Mapping)
+    if may_be_default and positions == getattr(type(text), POSITIONS, None):
+        aliases = {name for name, meant in text.attribute_map.items() if meant == POSITIONS}
+        with suppress(ModelError, OSError, ValueError):  # ValueError: no name that the hub could have
+            file = _fields_at(config.name_or_path, "", None) if config.name_or_path else None
+            if file is not None and not _states({POSITIONS, *aliases}, file):
+                return None
+    return positions
+
+
+def _states(names: set[str], fields: Mapping[str, Any]) -> bool:
+    """Whether one of these fields is in a config.json, or in one of its parts."""
+    return bool(names & fields.keys()) or any(
+        _states(names, each) for each in fields.values() if isinstance(each, dict)
+    )
 
 
 def set_fields(config: PreTrainedConfig, fields: Mapping[str, Any], *, where: str) -> None:

@@ -9,19 +9,22 @@ model that the conversion consults never has storage. The files themselves are w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import copy
+import json
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from megatrain.errors import ExportError, first_line
 from megatrain.model.adapters import Adapter
+from megatrain.model.architecture import POSITIONS, position_limit
 from megatrain.model.hub import ADAPTER
 from megatrain.model.ports import PortedModel, Weights
 from megatrain.model.weight_sources import quiet
@@ -186,6 +189,7 @@ class WrittenModel:
             except ValueError as error:
                 fix = "correct model.generation_config, or the model's generation_config.json"
                 raise ExportError(first_line(error), where=f"model {self.spec.name}", fix=fix) from error
+            add_old_fields(folder / "config.json", self._whole.config)
 
     def _saved_buffers(self, ported: PortedModel) -> list[dict[str, Tensor]]:
         """Persistent buffers on the host, by unit; those outside the layers belong to the prologue."""
@@ -232,3 +236,96 @@ def _names_to_write(whole: PreTrainedModel) -> dict[str, str]:
     for name, parameter in whole.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return {every[0]: next((name for name in every if name not in tied), every[0]) for every in names.values()}
+
+
+# Fields of transformers 4 ---------------------------------------------------------------------------------------------
+#
+# transformers 5 renamed fields of config.json. Version 4, which older installations of other tools have, does not know
+# the new names and takes its defaults without a word: another rotary base, no scaling. So the old names are written
+# too. Which ones a class has, and what they mean, is learnt from the class, which still reads them.
+
+
+_OLD_NUMBERS = (
+    "rope_theta",
+    "partial_rotary_factor",
+    "rope_local_base_freq",
+    "global_rope_theta",
+    "local_rope_theta",
+    "rotary_emb_base",
+    "rotary_pct",
+)
+"""Fields of transformers 4 for numbers in `rope_parameters`."""
+
+_OLD_ALIASES = ("num_experts",)
+"""Fields of transformers 4 that are aliases now."""
+
+_Path = tuple[str, ...]
+"""The keys to a value in nested mappings."""
+
+
+def add_old_fields(file: Path, config: PreTrainedConfig) -> None:
+    """Add transformers 4's fields to a written config.json, unless the config would then be read as another."""
+    fields = config._dict_from_json_file(file)  # reads infinity, which version 5 spells as an object
+    old = {name: value for name, value in old_fields(config).items() if name not in fields}
+    old |= {"torch_dtype": fields["dtype"]} if "dtype" in fields else {}
+    if position_limit(config) is None and fields.get(POSITIONS) == getattr(type(config), POSITIONS, None):
+        fields.pop(POSITIONS, None)  # the class's default must not become a statement
+    if _read_rope(config, {**fields, **old}) == _read_rope(config, fields):
+        file.write_text(json.dumps({**fields, **old}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def old_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """The fields by which transformers 4 knows a config's rotary parameters and renamed sizes."""
+    old = {name: getattr(config, name) for name in _OLD_ALIASES if name in config.attribute_map}
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, dict) or not rope:
+        return old
+    held = dict(_leaves(rope))
+    for name in _OLD_NUMBERS:
+        values = {held.get(path) for path in _moved_by(config, {name: 0.5}, {name: 0.25})}
+        if len(values) == 1 and (value := values.pop()) is not None:
+            old[name] = value
+    groups: list[Mapping[str, Any]] = [rope]
+    if any(isinstance(value, Mapping) for value in rope.values()):  # a group for each kind of layer
+        linear = [{"rope_scaling": {"rope_type": "linear", "factor": factor}} for factor in (2.0, 4.0)]
+        groups = [rope.get(path[0]) or {} for path in _moved_by(config, *linear) if len(path) > 1]
+    if groups and all(group == groups[0] for group in groups):
+        old["rope_scaling"] = _old_scaling(groups[0], config)
+    return old
+
+
+def _old_scaling(rope: Mapping[str, Any], config: PreTrainedConfig) -> dict[str, Any] | None:
+    """`rope_scaling` as transformers 4 takes it: of LongRoPE it counts the keys, and looks for `type`."""
+    elsewhere = {"rope_type", "type", *_OLD_NUMBERS}
+    if hasattr(config, "original_max_position_embeddings"):
+        elsewhere.add("original_max_position_embeddings")
+    rest = {name: value for name, value in rope.items() if name not in elsewhere}
+    kind = rope.get("rope_type", "default")
+    return {"type" if kind == "longrope" else "rope_type": kind, **rest} if rest or kind != "default" else None
+
+
+def _moved_by(config: PreTrainedConfig, *fields: Mapping[str, Any]) -> list[_Path]:
+    """Paths in the rotary parameters whose values differ if these are a config's fields."""
+    for start in (None, {"rope_type": "default"}):  # some classes have a default that names everything
+        first, *others = (_read_rope(config, {"rope_parameters": start, **each}) for each in fields)
+        if moved := [path for path in first if any(other.get(path) != first[path] for other in others)]:
+            return moved
+    return []
+
+
+def _read_rope(config: PreTrainedConfig, fields: Mapping[str, Any]) -> dict[_Path, Any]:
+    """The rotary parameters of a config of the same class with these fields, without the old name of their type."""
+    try:
+        with quiet():
+            rope = getattr(type(config).from_dict(copy.deepcopy(dict(fields))), "rope_parameters", None)
+    except Exception:  # a class may refuse fields without others, in whatever terms its authors chose
+        return {}
+    return {path: value for path, value in _leaves(rope or {}) if path[-1] != "type"}
+
+
+def _leaves(tree: Mapping[str, Any], path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, (*path, name))
+        else:
+            yield (*path, name), value

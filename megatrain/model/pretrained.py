@@ -87,17 +87,24 @@ class PretrainedSource:
         """The config's dtype, or that of the first tensor: the library's `auto`."""
         self._keys, self._renamed = _keys_by_target(self.model, self._mapping, self._shards.headers)
         self.unexpected: list[str] = self._check()
-        """Tensors of the checkpoint that the model does not use; `left_out` describes them."""
+        """Tensors of the checkpoint that are not loaded; `left_out` describes them."""
         self._untie()
         self._load_buffers()
         self._load_generation_config(source, revision)
 
     def left_out(self) -> str:
-        """Describes the tensors of the checkpoint that the model does not use; empty if it uses all."""
+        """Describes the tensors of the checkpoint that are not loaded; empty if all are."""
         if not self.unexpected:
             return ""
-        count = "1 tensor" if len(self.unexpected) == 1 else f"{len(self.unexpected):,} tensors"
-        return f"{count} in its files that the model does not use: {listed(self.unexpected)}"
+        loaded = self._shards.headers.keys() - set(self.unexpected)
+        count = "1 tensor is" if len(self.unexpected) == 1 else f"{len(self.unexpected):,} tensors are"
+        return f"{count} not loaded: {listed(_grouped(self.unexpected, loaded))}"
+
+    def require_all_loaded(self, fix: str) -> None:
+        """Raise `ModelError`, with that way out, if an export would lack tensors of the checkpoint."""
+        if self.unexpected:
+            what = f"its export would lack a part of it, since {self.left_out()}"
+            raise ModelError(what, where=self._where, fix=fix)
 
     def dtypes(self, asked: torch.dtype) -> dict[str, torch.dtype]:
         """Parameter name -> dtype in which transformers would load it if asked for `asked`."""
@@ -238,7 +245,8 @@ class PretrainedSource:
         self._refuse_what_does_not_fit(info)
         first = first_names(self.model)
         there = {first[name] for name in first.keys() - info.missing_keys}
-        self.model._adjust_missing_and_unexpected_keys(info)  # drops names that the library does not need
+        unexpected = info.unexpected_keys.copy()
+        self.model._adjust_missing_and_unexpected_keys(info)  # drops names that the library does not miss
         buffers = info.missing_keys - first.keys()
         if missing := sorted({*first.values()} - there | buffers):
             raise ModelError(
@@ -246,15 +254,28 @@ class PretrainedSource:
                 where=self._where,
                 fix="use files and a config that belong together",
             )
-        for target, keys in self._keys.items():
-            for key in keys:
+        for target, held in self._keys.items():
+            for key in held:
                 if target in first and headers[key].dtype not in DTYPES:
                     raise ModelError(
                         f"{key} holds {headers[key].dtype} values (quantized?)",
                         where=self._where,
                         fix="use float32 or bfloat16 weights",
                     )
-        return sorted(info.unexpected_keys)
+        keys = {key for target in unexpected for key in self._keys.get(target, [target])}
+        return sorted((key for key in keys if not self._is_remade(key)), key=dot_natural_key)
+
+    def _is_remade(self, key: str) -> bool:
+        """Whether a tensor is no weight but a table, mask or counter that the model makes itself, or needs no more."""
+        header = self._shards.headers.get(key)
+        if header is None:
+            return False
+        square = len(header.shape) == 4 and header.shape[:2] == (1, 1) and header.shape[2] == header.shape[3]
+        if header.dtype in ("I64", "I32", "I16", "I8", "U8", "BOOL") or not header.shape or square:
+            return True
+        table = ".".join(key.split(".")[-2:])
+        remade = dict(self.model.named_buffers()).keys() - self.model.state_dict().keys()
+        return any(f".{name}".endswith(f".{table}") for name in remade)
 
     def _refuse_what_does_not_fit(self, info: LoadStateDictInfo) -> None:
         """Raise `ModelError` for tensors whose shape differs from the model's, or that transformers cannot
@@ -304,6 +325,21 @@ class PretrainedSource:
                 )
             except OSError:
                 return
+
+
+def _grouped(names: Iterable[str], loaded: Iterable[str]) -> list[str]:
+    """Names by the shortest prefixes that no loaded one has, such as `model.visual.* (33)`; layers together."""
+    prefixes = {key[:place] for key in loaded for place in (match.start() for match in re.finditer(r"\.", key))}
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for name in names:
+        ends = [match.start() for match in re.finditer(r"\.", name)]
+        prefix = next((name[:end] for end in ends if name[:end] not in prefixes), name)
+        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", prefix), []).append((name, prefix))
+    said = []
+    for general, members in groups.items():
+        prefix = general if len({prefix for _, prefix in members}) > 1 else members[0][1]
+        said.append(members[0][0] if len(members) == 1 else f"{prefix.removesuffix('.*')}.* ({len(members):,})")
+    return said
 
 
 def _batches(names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from megatrain.errors import MegaTrainError, ModelError, typed_line
 from megatrain.model.adapters import FULL_PRECISION, adapter_of, without_parametrize
+from megatrain.model.architecture import position_limit
 from megatrain.model.forward_arguments import arguments_of
 from megatrain.model.mapped_tensors import lazy_zeros
 from megatrain.model.peak import SkipLargeProducts
@@ -325,7 +326,6 @@ def _learn_structure(model: PreTrainedModel, ported: PortedModel, layers: list[U
             borrowed += [name] if id(leaf) in in_epilogue else []
     if not epilogue and not borrowed:
         raise ModelError("its logits depend on no parameter outside the layers", where=where)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     units = (
         UnitSpec("prologue", "prologue", tuple(prologue), looks_up=looks_up),
         *layers,
@@ -336,7 +336,7 @@ def _learn_structure(model: PreTrainedModel, ported: PortedModel, layers: list[U
         units=units,
         hidden_size=prod(ported.hidden_shape),
         vocab_size=logits.shape[-1],
-        max_positions=positions if isinstance(positions, int) and positions > 0 else None,
+        max_positions=position_limit(model.config),
         attention=getattr(model.config, "_attn_implementation", None) or "eager",
     )
 

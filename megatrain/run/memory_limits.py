@@ -114,7 +114,7 @@ def describe_disk(disk: Disk | None, section: DiskSection) -> list[tuple[str, st
     """(name, fact) about the disk tier, if there is one."""
     if disk is None:
         return []
-    how = "direct I/O" if disk.direct else "through the page cache, because direct I/O is refused there"
+    how = "direct I/O" if disk.direct else "through the page cache, because the file system has no direct I/O"
     sums = "checksums compared" if section.checksums else "checksums off"
     return [("disk tier", f"{', '.join(map(str, section.paths))}: {how}, {sums}")]
 

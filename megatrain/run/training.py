@@ -54,6 +54,7 @@ from megatrain.model import (
     spent,
 )
 from megatrain.model import Progress as LoadingProgress
+from megatrain.model.architecture import position_limit
 from megatrain.model.hub import located
 from megatrain.optim import AdamW, lr_schedule
 from megatrain.plan import Plan, find_plan
@@ -340,6 +341,8 @@ def _source(config: Config, taken: Checkpoint | None) -> Source:
         source = PretrainedSource(taken.folder, **how)
     elif model.path is not None:
         source = PretrainedSource(model.path, **how)
+        if not model.allow_unloaded:
+            source.require_all_loaded("set model.allow_unloaded=true to train and save it without, or train an adapter")
     else:
         assert model.config is not None  # `Config` has seen to it
         source = FreshSource(model.config, config.train.seed, **how)
@@ -371,8 +374,8 @@ def _check_limits(config: Config, tokenizer: Tokenizer, model: Any) -> int:
             where="data.tokenizer",
             fix=f"use the model's own tokenizer, or set model.config.vocab_size={needed} for a fresh model",
         )
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or -1
-    if 0 < positions < config.data.sequence_length:
+    positions = position_limit(model.config)
+    if positions is not None and positions < config.data.sequence_length:
         raise ConfigError(
             f"{config.data.sequence_length:,} tokens exceed the model's {positions:,} positions",
             where="data.sequence_length",

@@ -3,13 +3,19 @@
 A folder is written next to its target under a hidden name that contains the process id, synced to disk, and renamed; it
 is deleted by renaming it first. Leftovers of a killed process are cleaned up by the next process with the same target:
 partial folders are deleted, and a folder that was moved aside but not replaced is restored. A reader may find no folder
-between two renames, but never a partial one. Two machines must not write to the same target on a shared file system at
+between two renames, but never a partial one.
+
+Overlayfs, which containers lie on, renames no folder of an image (EXDEV). Such a folder is deleted where it lies, after
+its replacement is complete, so a reader may then find part of it; what a killed process left, the next one finishes.
+
+Two machines must not write to the same target on a shared file system at
 the same time, because process ids are per machine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -17,8 +23,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_LEFT = re.compile(r"\.(.+)\.(\d+)\.(part|old|gone)", re.DOTALL)
-"""Hidden names: the target's name, the process id, and the state: partial, moved aside, or to be deleted."""
+_LEFT = re.compile(r"\.(.+)\.(\d+)\.(part|old|gone|new|going)", re.DOTALL)
+"""Hidden names: the target's name, the process id, and the state: partial, moved aside, to be deleted, complete while
+the target is being deleted, or a sign that it is."""
 
 
 @contextmanager
@@ -28,7 +35,7 @@ def appearing(target: Path) -> Iterator[Path]:
     Leftovers of dead processes are cleaned up first. If the block or the rename fails, `target` stays as it was and
     nothing is left next to it, not even newly created parents. Raises `OSError` if the file system refuses.
     """
-    staging, aside = (target.with_name(f".{target.name}.{os.getpid()}.{kind}") for kind in ("part", "old"))
+    staging, aside, new = (_beside(target, kind) for kind in ("part", "old", "new"))
     missing = [parent for parent in target.parents if not parent.exists()]
     arrived = False
     try:
@@ -37,8 +44,10 @@ def appearing(target: Path) -> Iterator[Path]:
         staging.mkdir()
         yield staging
         _force_to_disk(staging)
-        if target.exists():
-            target.rename(aside)
+        if target.exists() and not _move(target, aside):
+            staging.rename(new)
+            _delete_in_place(target)
+            staging = new
         staging.rename(target)
         try:
             for parent in (target.parent, *(parent.parent for parent in missing)):
@@ -51,7 +60,8 @@ def appearing(target: Path) -> Iterator[Path]:
         if aside.exists() and not target.exists():
             aside.rename(target)
         for leftover in (staging, aside):
-            _remove(leftover)
+            if leftover != new:  # what is complete, while the target may not be, is left to the next process
+                _remove(leftover)
         if not arrived:
             for parent in missing:  # the innermost first
                 with contextlib.suppress(OSError):
@@ -63,13 +73,19 @@ def vanish(target: Path) -> None:
 
     Raises `OSError` if the file system refuses.
     """
-    going = target.with_name(f".{target.name}.{os.getpid()}.gone")
-    target.rename(going)
+    gone = _beside(target, "gone")
+    if not _move(target, gone):
+        sign = _beside(target, "going")
+        sign.mkdir(exist_ok=True)
+        sync(target.parent)
+        _delete_in_place(target)
+        sign.rmdir()
+        return
     sync(target.parent)
-    if going.is_symlink():
-        going.unlink()
+    if gone.is_symlink():
+        gone.unlink()
     else:
-        shutil.rmtree(going)
+        shutil.rmtree(gone)
 
 
 def put_right(target: Path) -> None:
@@ -88,7 +104,7 @@ def put_all_right(folder: Path) -> None:
 def finish_vanishing(folder: Path) -> None:
     """Delete folders whose deletion dead processes, or errors in this one, left unfinished."""
     for path, kind, name in _left_in(folder):
-        if kind == "gone":
+        if kind in ("gone", "going"):
             _settle(path, kind, folder / name)
 
 
@@ -104,11 +120,34 @@ def _left_in(folder: Path) -> list[tuple[Path, str, str]]:
 
 
 def _settle(path: Path, kind: str, target: Path) -> None:
-    if kind == "old" and not target.exists():
+    if kind in ("new", "going"):
+        _remove(target)
+    if kind in ("old", "new") and not target.exists():
         with contextlib.suppress(OSError):
             path.rename(target)
-    else:
+    elif kind not in ("new", "going") or not target.exists():
         _remove(path)
+
+
+def _beside(target: Path, state: str) -> Path:
+    """The hidden name of this process for a folder in a state (see `_LEFT`)."""
+    return target.with_name(f".{target.name}.{os.getpid()}.{state}")
+
+
+def _move(folder: Path, to: Path) -> bool:
+    """Rename a folder; `False` if overlayfs refuses because it lies in an image. Raises `OSError` for mount points."""
+    try:
+        folder.rename(to)
+    except OSError as error:
+        if error.errno != errno.EXDEV or folder.is_symlink() or folder.is_mount():
+            raise
+        return False
+    return True
+
+
+def _delete_in_place(folder: Path) -> None:
+    shutil.rmtree(folder)
+    sync(folder.parent)
 
 
 def _remove(path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import fcntl
 import json
 import os
 import re
@@ -291,3 +292,19 @@ def written_whole(path: Path) -> Iterator[Path]:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
         raise
+
+
+def is_cached(file: int, buffer: memoryview) -> bool:
+    """Whether the first bytes of an open file are in the page cache; reads them into `buffer` if so.
+
+    After a direct write it tells whether the file system has only said that it writes directly, as ext4 does with
+    data=journal. False where the system cannot tell.
+    """
+    flags, direct = fcntl.fcntl(file, fcntl.F_GETFL), getattr(os, "O_DIRECT", 0)
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags & ~direct)
+        return os.preadv(file, [buffer], 0, os.RWF_NOWAIT) > 0
+    except (OSError, AttributeError):
+        return False
+    finally:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags)

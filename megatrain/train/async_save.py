@@ -67,6 +67,8 @@ class Save:
     """Bytes of weights and moments."""
     shared_nbytes: int = 0
     """Bytes of files shared with the previous checkpoint."""
+    copied: tuple[int, str] = (0, "")
+    """Bytes of unchanged files that could not be linked to the previous checkpoint's, and why not."""
     streamed: str = ""
     """Why rank 0 wrote all ranks' state alone, if it did."""
     written_nbytes: int = 0
@@ -234,7 +236,7 @@ class Saver:
         training, score, write_more, then = how
         path: Path | None = None
         failure: MegaTrainError | None = None
-
+        earlier = self._earlier_in(folder.resolve())
         write = partial(
             write_checkpoint,
             folder,
@@ -244,7 +246,7 @@ class Saver:
             score=score,
             write_more=write_more,
             progress=lambda done, total: self._note(save, done),
-            earlier=self._earlier_in(folder.resolve()),
+            earlier=earlier,
             shared=partial(_shares, save),
         )
         try:
@@ -252,6 +254,7 @@ class Saver:
                 path = write(self._units(save, planned))
             else:
                 path = self._write_together(save, planned, folder, write)
+            save.copied = (0, "") if earlier is None else (earlier.copied_nbytes, earlier.why_copied)
             with contextlib.suppress(DamagedCheckpoint, OSError):
                 self.earlier = Earlier.just_written(path)
             if then is not None and self._world.rank == 0:

@@ -15,6 +15,7 @@ from typing import Any
 from megatrain.checkpoint import Checkpoint, Retention, newest_sound, open_checkpoint, prune, quick_check, step_folder
 from megatrain.dist import World
 from megatrain.errors import CheckpointError, MegaTrainError, NonFinite
+from megatrain.formatting import amount
 from megatrain.train.async_save import Save
 from megatrain.train.batch_feed import Feed
 from megatrain.train.early_stopping import LowestLoss
@@ -55,6 +56,7 @@ class Checkpoints:
     """Step and loss of the last evaluation."""
     _seconds: float = 0.0
     _untold: list[Event] = field(default_factory=list)
+    _has_told_copies: bool = False
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Evaluated):
@@ -95,6 +97,11 @@ class Checkpoints:
         except MegaTrainError as error:
             return Warned(step, f"the checkpoint of step {save.step:,} was not written: {error}")
         self.step, self.newest, self._seconds = save.step, str(path), save.seconds
+        nbytes, why = save.copied
+        if nbytes and not self._has_told_copies:
+            self._has_told_copies = True
+            what = f"{amount(nbytes)} that did not change are written again with every checkpoint, because its folder "
+            self._untold.append(Warned(step, f"{what}takes no hard links to the previous one ({why})"))
         return Saved(save.step, save.seconds, save.nbytes, self.newest, save.shared_nbytes, save.streamed)
 
     def settle(self) -> list[Event]:

@@ -175,20 +175,21 @@ class Engine(TakesTurns):
         trust_remote_code: bool = False,
         freeze: Sequence[str] = (),
         adapter: Any = None,
+        allow_unloaded: bool = False,
         progress: Progress | None = None,
         **options: Unpack[EngineOptions],
     ) -> Engine:
         """An engine for a local folder or a hub name, whose files stream straight into the store, unit by unit.
 
-        attention: kernel by its Hugging Face name, or `auto`, the library's choice for the model. freeze: glob
-        patterns of parameter names. adapter: a `PeftConfig`, or the folder of an adapter to continue from; then only
-        the adapter trains. If `source` is such a folder, its base and adapter are loaded. progress: called with (done,
-        total). options: as for `from_model`. Raises as `from_model`, and `ModelError` for files that are missing,
-        damaged or of another model.
+        attention: kernel by its Hugging Face name, or `auto`, the library's choice. freeze: glob patterns of parameter
+        names. adapter: a `PeftConfig`, or the folder of one to continue; then only the adapter trains. If `source` is
+        such a folder, its base and adapter are loaded. allow_unloaded: whether a model without adapter may lack tensors
+        of its files. progress: called with (done, total). options, errors: as for `from_model`, and `ModelError` for
+        files that are missing, damaged or of another model.
         """
         options = checked_options(options)
-        seed = options.get("seed", 0)
-        pretrained = pretrained_source(source, adapter, seed, attention=attention, trust_remote_code=trust_remote_code)
+        how: Any = {"attention": attention, "trust_remote_code": trust_remote_code, "allow_unloaded": allow_unloaded}
+        pretrained = pretrained_source(source, adapter, options.get("seed", 0), **how)
         freeze_parameters(pretrained.model, freeze)
         return cls.from_source(pretrained, progress=progress, **options)
 

@@ -169,9 +169,13 @@ def test_without_links_files_are_copied(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "link", refuses)
     with made() as engine:
-        first, second = saved(engine, tmp_path).wait(), saved(engine, tmp_path).wait()
+        saves = saved(engine, tmp_path), saved(engine, tmp_path)
+        first, second = (save.wait() for save in saves)
     (_, frozen), (_, now) = weights(first), weights(second)
     assert inode(frozen) != inode(now)
+    assert saves[0].copied == (0, "")
+    assert saves[1].copied[0] >= frozen.stat().st_size
+    assert saves[1].copied[1] == "no links here"
     assert frozen.read_bytes() == now.read_bytes()
     assert full_check(second) == []
 

@@ -147,16 +147,14 @@ def test_unexpected_tensors_are_listed_unless_ignored(tmp_path: Path) -> None:
     rewrite(tmp_path, more)
     source = assert_loaded_as_stock(tmp_path)
     assert source.unexpected == ["model.layers.7.extra.weight"]
-    assert source.left_out() == "1 tensor in its files that the model does not use: model.layers.7.extra.weight"
+    assert source.left_out() == "1 tensor is not loaded: model.layers.7.extra.weight"
 
 
 def test_many_unexpected_tensors_are_summarised(tmp_path: Path) -> None:
     saved(tmp_path)
     assert PretrainedSource(tmp_path).left_out() == ""
     rewrite(tmp_path, lambda tensors: tensors.update({f"vision.{index}": torch.zeros(1) for index in range(9)}))
-    said = PretrainedSource(tmp_path).left_out()
-    assert said.startswith("9 tensors in its files that the model does not use: vision.0, vision.1,")
-    assert said.endswith(" and 4 more")
+    assert PretrainedSource(tmp_path).left_out() == "9 tensors are not loaded: vision.* (9)"
 
 
 def test_loading_leaves_global_state_unchanged(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_half_the_memory_gives_the_same_numbers(tmp_path: Path, device: str, mon
     assert max(line["written_nbytes"] for line in steps) > 1e5  # a new plan may find a better home for it
     assert max(line["written_nbytes_per_day"] for line in steps) > 1e8
     assert all(weights[name].equal(same_weights[name]) for name in weights)
-    how = "through the page cache, because direct I/O is refused there, checksums compared"
+    how = "through the page cache, because the file system has no direct I/O, checksums compared"
     assert (how in " ".join(told.split())) == (refused or not Disk([tmp_path]).direct)
     assert "disk tier" in told
     assert "disk" not in plain_told

@@ -76,6 +76,26 @@ def made(engine: SlowEngine, folder: Path) -> Checkpoints:
     return Checkpoints(cast(Engine, engine), folder, Retention(), Feed(NoData()), {})
 
 
+def test_copies_for_want_of_hard_links_are_told_once(tmp_path: Path) -> None:
+    class Copies(SlowEngine):
+        def save(self, *args: Any, **more: Any) -> Save:
+            save = super().save(*args, **more)
+            save.copied = 3 << 30, "Operation not supported"
+            return save
+
+    engine = Copies()
+    checkpoints = made(engine, tmp_path)
+    events = []
+    for step in (1, 2, 3):
+        events += [checkpoints.save(step)]
+        engine.saver.wait()
+        events += [checkpoints.collect(step), checkpoints.collect(step)]
+    told = [event.what for event in events if isinstance(event, Warned)]
+    what = "3.22 GB that did not change are written again with every checkpoint, because its folder takes"
+    assert told == [f"{what} no hard links to the previous one (Operation not supported)"]
+    assert [event.step for event in events if isinstance(event, Saved)] == [1, 2, 3]
+
+
 def test_the_end_waits_a_bounded_time_for_two_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the end of the first save 60 s have passed, so that 0.1 s of 60.1 are left for the second."""
     engine, waited = SlowEngine(0.0, 600.0), list[float]()

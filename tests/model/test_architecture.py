@@ -1,0 +1,80 @@
+"""What a config's fields mean before a model is built: counts, sizes and positions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.errors import ModelError
+from megatrain.model import PretrainedSource, port_model, written_of
+from megatrain.model.architecture import position_limit, read_config
+from tests.stock.test_export_readers import exported
+from tests.tiny import FAMILIES, tiny_model
+
+SILENT: dict[str, dict[str, Any]] = {
+    kind: {
+        **{
+            name: value
+            for name, value in FAMILIES["qwen3"].items()
+            if name not in ("head_dim", "max_position_embeddings")
+        },
+        **{"model_type": kind, **more},
+    }
+    for kind, more in {
+        "olmo3": {},
+        "exaone_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    }.items()
+}
+"""Configs as their publishers wrote them, without positions; the class's default is 2,048."""
+
+
+def written(folder: Path, fields: dict[str, Any]) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(fields))
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", SILENT)
+def test_the_default_of_a_rotary_class_is_no_limit(kind: str, tmp_path: Path) -> None:
+    config = read_config(written(tmp_path / "model", SILENT[kind]), where="model")
+    assert config.max_position_embeddings == 2048
+    assert position_limit(config) is None
+
+
+def test_what_the_publisher_states_is_the_limit_even_if_it_is_the_default(tmp_path: Path) -> None:
+    stated = {**SILENT["olmo3"], "max_position_embeddings": 2048}
+    assert position_limit(read_config(written(tmp_path / "model", stated), where="model")) == 2048
+    assert position_limit(read_config({**SILENT["olmo3"], "max_position_embeddings": 64}, where="model")) == 64
+
+
+@pytest.mark.parametrize("kind", ["opt", "gpt2"])
+def test_a_table_of_positions_is_a_limit_even_by_default(kind: str, tmp_path: Path) -> None:
+    limit = position_limit(read_config(written(tmp_path / "model", {"model_type": kind}), where="model"))
+    assert limit == {"opt": 2048, "gpt2": 1024}[kind]
+
+
+def test_an_export_states_no_limit_that_its_publisher_did_not(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    folder = exported(SILENT["olmo3"], tmp_path / "first")
+    fields = json.loads((folder / "config.json").read_text())
+    assert fields.pop("max_position_embeddings") == 2048  # of a model in memory, nobody knows
+    (folder / "config.json").write_text(json.dumps(fields))
+    source = PretrainedSource(folder)
+    ported = port_model(source.model, model.dtype)
+    assert ported.structure.max_positions is None
+    ported.whole().config.save_pretrained(tmp_path / "stock")
+    assert "max_position_embeddings" in json.loads((tmp_path / "stock" / "config.json").read_text())
+    (tmp_path / "again").mkdir()
+    written_of(ported, model.dtype).write_small_files(tmp_path / "again")
+    assert "max_position_embeddings" not in json.loads((tmp_path / "again" / "config.json").read_text())
+
+
+def test_a_vocabulary_for_each_layer_is_no_count_of_layers(tmp_path: Path) -> None:
+    fields = {"model_type": "gemma4_text", "vocab_size_per_layer_input": 262_144}
+    assert read_config(written(tmp_path / "model", fields), where="model").vocab_size_per_layer_input == 262_144
+    for name, value in {"num_hidden_layers": 262_144, "vocab_size_per_layer_input": 10**9}.items():
+        with pytest.raises(ModelError, match=f"{value:,} for {name}"):
+            read_config({**fields, name: value}, where="model")

@@ -1,0 +1,264 @@
+"""Exports x readers: what a folder written here is for transformers 5, for transformers 4, and by names alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from megatrain import Engine
+from megatrain.checkpoint import export_model
+from megatrain.commands.export import run_export
+from megatrain.errors import ModelError
+from megatrain.hf.model import named_model
+from megatrain.model import PretrainedSource, port_model
+from megatrain.model.checkpoint_names import add_old_fields, old_fields
+from megatrain.model.tiny import perturb
+from tests.tiny import FAMILIES, tiny_model
+
+ORDINARY: dict[str, Any] = {**FAMILIES["llama"], "num_key_value_heads": 4}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+SHORT, LONG = [1.0, 1.1, 1.2, 1.3], [2.0, 3.0, 4.0, 5.0]
+
+WRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama-3": (
+        {**ORDINARY, "rope_theta": 500000.0, "rope_scaling": LLAMA3},
+        {"rope_theta": 500000.0, "rope_scaling": LLAMA3},
+    ),
+    "qwen2": (
+        {**ORDINARY, "model_type": "qwen2", "rope_theta": 1e6},
+        {"rope_theta": 1e6, "rope_scaling": None},
+    ),
+    "qwen3-moe": (
+        {**FAMILIES["qwen3-moe"], "rope_theta": 1e6, "rope_scaling": YARN},
+        {"num_experts": 8, "rope_theta": 1e6, "rope_scaling": YARN},
+    ),
+    "gemma3": (
+        {
+            **{**ORDINARY, "model_type": "gemma3_text", "head_dim": 8, "sliding_window": 4},
+            **{"sliding_window_pattern": 2, "rope_theta": 2e6, "rope_local_base_freq": 5000.0},
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+        {
+            "rope_theta": 2e6,
+            "rope_local_base_freq": 5000.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+    "phi3": (
+        {
+            **{**ORDINARY, "model_type": "phi3", "rope_theta": 20000.0, "original_max_position_embeddings": 16},
+            "rope_scaling": {"type": "longrope", "short_factor": SHORT, "long_factor": LONG},
+        },
+        {
+            **{"rope_theta": 20000.0, "partial_rotary_factor": 1.0},
+            "rope_scaling": {"type": "longrope", "short_factor": SHORT, "long_factor": LONG},
+        },
+    ),
+    "gpt-neox": (
+        {**ORDINARY, "model_type": "gpt_neox", "rotary_emb_base": 20000, "rotary_pct": 0.5},
+        {"rotary_emb_base": 20000, "rotary_pct": 0.5, "rope_scaling": None},
+    ),
+    "glm4": (
+        {**ORDINARY, "model_type": "glm4", "head_dim": 8, "rope_theta": 20000.0, "partial_rotary_factor": 0.5},
+        {"rope_theta": 20000.0, "partial_rotary_factor": 0.5, "rope_scaling": None},
+    ),
+    "apertus": (
+        {**ORDINARY, "model_type": "apertus", "rope_theta": 20000.0, "rope_scaling": LLAMA3},
+        {"rope_theta": 20000.0, "rope_scaling": LLAMA3},
+    ),
+    "gpt2": (FAMILIES["gpt2"], {}),
+}
+"""Fields as a publisher wrote them for transformers 4, and those among them that version 5 renames when it saves."""
+
+MORE: dict[str, dict[str, Any]] = {
+    "mixtral": {**FAMILIES["mixtral"], "rope_theta": 1e6},
+    "olmo2": {**ORDINARY, "model_type": "olmo2", "rope_theta": 500000},
+    "olmo3": {**ORDINARY, "model_type": "olmo3", "rope_theta": 500000, "rope_scaling": YARN},
+    "gpt-oss": {
+        **{**FAMILIES["mixtral"], "model_type": "gpt_oss", "head_dim": 8, "rope_theta": 150000},
+        "rope_scaling": {**YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+    },
+}
+"""More families for the logits in transformers 4."""
+
+
+def config_of(fields: dict[str, Any]) -> PreTrainedConfig:
+    return AutoConfig.for_model(**json.loads(json.dumps(fields)))
+
+
+def exported(fields: dict[str, Any], folder: Path) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(fields), dtype=torch.float32).eval()
+    perturb(model, 1)
+    if "long_factor" in (getattr(model.config, "rope_parameters", None) or {}):  # cannot be taken apart yet
+        model.save_pretrained(folder)
+        add_old_fields(folder / "config.json", model.config)
+        return folder
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return export_model(port_model(model, torch.float32), weights.__getitem__, folder)
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_old_fields_are_what_the_publisher_wrote(family: str) -> None:
+    given, expected = WRITTEN[family]
+    assert old_fields(config_of(given)) == expected
+
+
+def without_type(config: PreTrainedConfig) -> dict[str, Any]:
+    """Every field, without the older of two names of a rotary type."""
+    fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    del fields["_name_or_path"]
+    rope = fields.get("rope_parameters") or {}
+    for group in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        group.pop("type", None)
+    return fields
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_transformers_5_reads_the_same_config_as_from_a_stock_save(family: str, tmp_path: Path) -> None:
+    config = config_of(WRITTEN[family][0])
+    config.architectures, config.dtype = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]], torch.float32
+    config.save_pretrained(tmp_path / "stock")
+    read = AutoConfig.from_pretrained(exported(WRITTEN[family][0], tmp_path / "ours"))
+    stock = without_type(AutoConfig.from_pretrained(tmp_path / "stock"))
+    allowed = {"partial_rotary_factor"}  # some classes keep the old field beside the new
+    ours = {name: value for name, value in without_type(read).items() if name in stock or name not in allowed}
+    assert ours == stock
+
+
+def test_an_endless_number_is_written_as_transformers_4_reads_it(tmp_path: Path) -> None:
+    fields = {
+        **{"model_type": "mamba2", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 96, "state_size": 8},
+        **{"num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 4},
+    }
+    folder = exported(fields, tmp_path / "model")
+    assert json.loads((folder / "config.json").read_text())["time_step_limit"] == [0.0, float("inf")]
+    assert AutoConfig.from_pretrained(folder).time_step_limit[1] == float("inf")
+
+
+# Parts that are not loaded --------------------------------------------------------------------------------------------
+
+
+def vision_language(folder: Path) -> set[str]:
+    """A Qwen3.5 as published, with a vision tower and heads for several tokens; returns the names of its tensors."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+    text = {name: value for name, value in ORDINARY.items() if name != "model_type"}
+    text |= {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+    text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "depth": 2, "out_hidden_size": 32}
+    vision |= {"num_position_embeddings": 16}
+    config = AutoConfig.for_model("qwen3_5", text_config={**text, **sizes}, vision_config=vision)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {f"mtp.layers.0.{name}.weight": torch.zeros(2, 2) for name in ("norm", "proj")}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return set(tensors)
+
+
+def test_every_tensor_that_is_not_loaded_is_named_and_an_export_without_it_needs_a_yes(tmp_path: Path) -> None:
+    published = vision_language(tmp_path / "model")
+    towers = {name for name in published if name.startswith("model.visual.")}
+    source = PretrainedSource(tmp_path / "model")
+    assert set(source.unexpected) == {name for name in published if name.startswith(("model.visual.", "mtp."))}
+    said = f"{len(towers) + 2} tensors are not loaded: model.visual.* ({len(towers)}), mtp.* (2)"
+    assert source.left_out() == said
+    with pytest.raises(ModelError, match=re.escape(said) + ".*allow_unloaded=True"):
+        Engine.from_pretrained(tmp_path / "model", device="cpu", verify=False)
+    with Engine.from_pretrained(tmp_path / "model", device="cpu", verify=False, allow_unloaded=True) as engine:
+        folder = engine.save_pretrained(tmp_path / "text")
+    assert not any("visual" in name or "mtp" in name for name in load_file(folder / "model.safetensors"))
+    lora = peft.LoraConfig(target_modules=["q_proj"])
+    with Engine.from_pretrained(tmp_path / "model", device="cpu", verify=False, adapter=lora) as engine:
+        engine.save_pretrained(tmp_path / "adapter")  # what it was trained over still has its tower
+    with pytest.raises(ModelError, match=re.escape(said) + ".*--allow-unloaded"):
+        run_export(str(tmp_path / "adapter"), tmp_path / "merged", merge=True)
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_trainer_by_name_asks_for_the_same_yes(tmp_path: Path) -> None:
+    vision_language(tmp_path / "model")
+    with pytest.raises(ModelError, match="put allow_unloaded=True into model_init_kwargs"):
+        named_model(str(tmp_path / "model"), SimpleNamespace())
+    named_model(str(tmp_path / "model"), SimpleNamespace(model_init_kwargs={"allow_unloaded": True}))
+
+
+def test_tables_that_a_model_makes_itself_are_not_missed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tiny_model("gpt2").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {"transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64).tril()}
+    tensors |= {"transformer.h.0.attn.masked_bias": torch.tensor(-1e4), "transformer.position_ids": torch.arange(64)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert PretrainedSource(tmp_path).unexpected == []
+
+
+# transformers 4 -------------------------------------------------------------------------------------------------------
+
+
+VERSION_4 = ("transformers==4.57.6", "tokenizers==0.22.1", "huggingface_hub==0.36.0")
+COMPARE = """
+import sys, torch
+from pathlib import Path
+from transformers import AutoModelForCausalLM, __version__
+assert __version__ == "4.57.6"
+for folder in map(Path, sys.argv[1:]):
+    ids, logits = torch.load(folder.with_suffix(".pt"))
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, attn_implementation="eager")
+    with torch.no_grad():
+        found = model.float().eval()(input_ids=ids, use_cache=False).logits
+    odd = [name for name, value in info.items() if value]
+    print(folder.name, float((found - logits).abs().max() / logits.abs().max()), *odd)
+"""
+
+
+@pytest.fixture(scope="module")
+def version_4(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a Python that imports transformers 4.57.6, and all else from here."""
+    folder = tmp_path_factory.mktemp("version-4")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder)]
+    for packages in (["--no-deps", *VERSION_4], ["requests"]):
+        done = subprocess.run([*pip, *packages], capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"transformers 4.57.6 cannot be installed: {done.stderr.strip().splitlines()[-1:]}")
+    return {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.slow
+def test_transformers_4_computes_the_same_logits(version_4: dict[str, str], tmp_path: Path) -> None:
+    families = {**{name: fields for name, (fields, _) in WRITTEN.items() if name != "apertus"}, **MORE}
+    assert len(families) >= 10
+    folders = []
+    for name, fields in families.items():
+        folder = exported(fields, tmp_path / name)
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+        ids = torch.arange(5, 35)[None]
+        with torch.no_grad():
+            torch.save((ids, model(input_ids=ids, use_cache=False).logits), folder.with_suffix(".pt"))
+        folders.append(str(folder))
+    command = [sys.executable, "-c", COMPARE, *folders]
+    done = subprocess.run(command, capture_output=True, text=True, env=version_4, check=False)
+    assert done.returncode == 0, done.stderr
+    found = {name: rest for name, *rest in map(str.split, done.stdout.splitlines())}
+    assert found.keys() == families.keys()
+    wrong = {name: rest for name, rest in found.items() if len(rest) > 1 or float(rest[0]) > 1e-5}
+    assert not wrong
