@@ -65,7 +65,7 @@ HOMES: dict[str, tuple[tuple[str, ...], str]] = {
 
 ROOTS = ("__init__", "__main__", "cli", "hf", "testing")  # what a user can start; all else must be imported from there
 # Folders under tests/ that test no one room.
-TESTS_WITHOUT_ROOM = ("arch", "bench", "docs", "gpu", "integration", "standin_cuda")
+TESTS_WITHOUT_ROOM = ("arch", "bench", "docs", "gpu", "integration", "standin_cuda", "stock")
 EXPAND_HOME = (
     "system.paths",
     "config.keys",
