@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megatrain.checkpoint.folder import Retention, lowest_scored, newest_sound, prune
     from megatrain.checkpoint.hard_links import Earlier
     from megatrain.checkpoint.listing import checkpoints, step_of
-    from megatrain.checkpoint.load import Checkpoint, open_checkpoint
+    from megatrain.checkpoint.load import Checkpoint, PeerCheckpoint, open_checkpoint
     from megatrain.checkpoint.manifest import full_check, quick_check
     from megatrain.checkpoint.save import ParamState, PlannedCheckpoint, step_folder, write_checkpoint
     from megatrain.system.atomic import put_all_right
@@ -23,6 +23,7 @@ _HOMES = {
     "Earlier": "megatrain.checkpoint.hard_links",
     "ExportOptions": "megatrain.checkpoint.export",
     "ParamState": "megatrain.checkpoint.save",
+    "PeerCheckpoint": "megatrain.checkpoint.load",
     "PlannedCheckpoint": "megatrain.checkpoint.save",
     "Retention": "megatrain.checkpoint.folder",
     "checkpoints": "megatrain.checkpoint.listing",
@@ -45,6 +46,7 @@ __all__ = [
     "Earlier",
     "ExportOptions",
     "ParamState",
+    "PeerCheckpoint",
     "PlannedCheckpoint",
     "Retention",
     "checkpoints",

@@ -2,21 +2,23 @@
 
 Masters are loaded from the folder as a Hugging Face model (`model.PretrainedSource`), which reverses the library's
 conversions; moments are read by parameter name, so the order, tiers and policy of the run that wrote them do not
-matter. Damage after `open_checkpoint` is not detected.
+matter. Damage after `open_checkpoint` is not detected. A checkpoint of another trainer (`peer_checkpoints`) is a
+`PeerCheckpoint`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatrain.checkpoint.listing import checkpoints
 from megatrain.checkpoint.manifest import MANIFEST, Check, full_check, read_manifest
+from megatrain.checkpoint.peer_checkpoints import PARTS, RESTART, PeerState, peer_state
 from megatrain.checkpoint.run_state import TRAINING, read_training
 from megatrain.checkpoint.save import OPTIMIZER
 from megatrain.errors import CheckpointError, DamagedCheckpoint, first_line
@@ -79,11 +81,80 @@ class Checkpoint:
             raise DamagedCheckpoint(f"{file} cannot be read ({first_line(error)})", where=str(self.folder)) from error
 
 
+SETTINGS = ("lr", "betas", "eps", "weight_decay")
+"""What torch's AdamW calls its hyperparameters."""
+
+
+class PeerCheckpoint(Checkpoint):
+    """A checkpoint of another trainer: weights, and AdamW's moments and number of updates."""
+
+    def __init__(self, folder: Path, state: PeerState) -> None:
+        self.folder, self.state, self.knows_names = folder, state, False
+
+    @property
+    def step(self) -> int:
+        return self.state.steps
+
+    def name_parameters(self, model: nn.Module, trained: Collection[str] | None = None) -> None:
+        """To be called before moments or settings are read: see `PeerState.name_parameters`.
+
+        trained: the parameters that train, by default those with `requires_grad`.
+        """
+        if trained is not None:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(name in trained)
+        self.state.name_parameters(model)
+        self.knows_names = True
+
+    @cached_property
+    def training(self) -> dict[str, Any]:
+        """What `Engine.save` would have written, as far as it is known."""
+        return {"engine": {"steps": self.step, "updates": self.state.updates, "optimizer": self._settings()}}
+
+    def _settings(self) -> dict[str, Any]:
+        """The fields of our AdamW. Raises `CheckpointError` for groups that it cannot express."""
+        groups = [group for group in self.state.groups if group.names]
+        of = {key: [self.state.value(each.settings, key, file="a group") for each in groups] for key in SETTINGS}
+        decay = {each for each in of["weight_decay"] if each}
+        for key, values in {**of, "weight_decay": decay}.items():
+            if key != "lr" and len({str(each) for each in values}) > 1:
+                raise self.state.error(f"its groups differ in {key}: {', '.join(map(str, values))}", RESTART)
+        first = [of[key][0] for key in ("lr", "betas", "eps")]
+        undecayed = [group.names for group, each in zip(groups, of["weight_decay"], strict=True) if decay and not each]
+        others = [(group.names, rate) for group, rate in zip(groups, of["lr"], strict=True) if rate != first[0]]
+        return {
+            "lr": float(first[0]),
+            "betas": [float(beta) for beta in first[1]],
+            "eps": float(first[2]),
+            "weight_decay": float(max(decay, default=0.0)),
+            "no_decay": [name for names in undecayed for name in names],
+            "learning_rates": [[name, float(rate)] for names, rate in others for name in names],
+        }
+
+    @property
+    def moment_shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `Checkpoint`."""
+        return dict(self.state.shapes)
+
+    def moments(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """See `Checkpoint`."""
+        for name in names:
+            m, v = (self.state.moment(name, part).float() for part in PARTS)
+            yield name, m, v
+
+
 def open_checkpoint(folder: str | Path, check: Check = full_check) -> Checkpoint:
-    """Open a checkpoint for reading. Raises `DamagedCheckpoint`, naming the first fault, if `check` finds any."""
+    """Open a checkpoint for reading, ours or another trainer's (then `check` is not asked).
+
+    Raises `DamagedCheckpoint`, naming the first fault, if `check` finds any, and `CheckpointError` for a kind or
+    optimizer of another trainer that cannot be taken over.
+    """
     named = usable_path(folder, error=CheckpointError)
     if not named.exists():
         raise missing(named, DamagedCheckpoint)
+    ours = any((named / name).exists() for name in (MANIFEST, TRAINING))
+    if named.is_dir() and not ours and (state := peer_state(named.resolve())) is not None:
+        return PeerCheckpoint(named.resolve(), state)
     if damages := check(folder := named.resolve()):
         if inside := _inside(folder):
             raise DamagedCheckpoint("holds checkpoints, and is none", where=str(folder), fix=f"name {inside[0]}")
@@ -99,4 +170,5 @@ def _inside(folder: Path) -> list[Path]:
     """The checkpoints in a folder of them, or of a run."""
     if not folder.is_dir() or (folder / MANIFEST).exists():
         return []
-    return checkpoints(folder) or checkpoints(folder / "checkpoints")
+    of_trainer = sorted(folder.glob("checkpoint-*"), key=lambda each: each.stat().st_mtime, reverse=True)
+    return checkpoints(folder) or checkpoints(folder / "checkpoints") or of_trainer

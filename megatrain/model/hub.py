@@ -31,6 +31,18 @@ GIVE_BASE = "give it: --base BASE on the command line, from_pretrained(BASE, ada
 """What to do about an adapter whose folder does not name a base that exists."""
 
 
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "adapter_model.*")
+"""Files of weights that transformers and peft load."""
+
+SHARDS = (
+    ("*zero_pp_rank_*_optim_states.pt", "DeepSpeed", "python {folder}/../zero_to_fp32.py {folder}/.. NEW"),
+    ("*/*zero_pp_rank_*_optim_states.pt", "DeepSpeed", "python {folder}/zero_to_fp32.py {folder} NEW"),
+    ("zero/*/fp32.pt", "DeepSpeed", "python zero_to_fp32.py, on what this universal checkpoint was converted from"),
+    ("pytorch_model_fsdp_*/.metadata", "FSDP", "accelerate merge-weights {folder}/pytorch_model_fsdp_0 NEW"),
+)
+"""Files of other trainers' checkpoints -> who wrote them, and the command that makes a model of them."""
+
+
 def model_named(source: str | Path) -> str:
     """The model that a user's argument refers to: for the folder of a run, its model; otherwise the argument itself.
 
@@ -75,8 +87,10 @@ def located(source: str | Path, *, where: str, revision: str | None = None) -> s
         file = f"its file {Path(error.filename).name} is" if path.is_dir() else "is"
         what = f"{file} {error.strerror}"
         raise ModelError(what, where=where, fix="give the folder of a Hugging Face model") from error
-    if path.is_dir() and not (path / "config.json").exists():
-        raise _no_model(path, where)
+    if path.is_dir():
+        _refuse_shards(path, where)
+        if not (path / "config.json").exists():
+            raise _no_model(path, where)
     return str(path)
 
 
@@ -113,6 +127,17 @@ def cached_folder(name: str, revision: str | None = None) -> Path | None:
     """The folder of the hub's cache that holds the model called `name`, if any."""
     config = try_to_load_from_cache(name, "config.json", revision=revision)
     return Path(config).parent if isinstance(config, str) else None
+
+
+def _refuse_shards(folder: Path, where: str) -> None:
+    """Raise `ModelError` for a folder whose only weights are in another trainer's format."""
+    if any(file for pattern in WEIGHTS for file in folder.glob(pattern)):
+        return
+    for pattern, kind, command in SHARDS:
+        if any(folder.glob(pattern)):
+            fix = f"convert them: {command.format(folder=folder)} (and copy the model's config.json and tokenizer); or"
+            more = f"set resume={folder}, with its model as model.path, to go on with its optimizer"
+            raise ModelError(f"holds its weights in shards of {kind}", where=where, fix=f"{fix} {more}")
 
 
 def _no_model(folder: Path, where: str) -> ModelError:

@@ -15,15 +15,21 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megatrain.checkpoint import Checkpoint, checkpoints, newest_sound, open_checkpoint
+from megatrain.checkpoint import Checkpoint, PeerCheckpoint, checkpoints, newest_sound, open_checkpoint
 from megatrain.config import Config, PolicySection, TrainSection
 from megatrain.config.renamed_keys import with_new_names
 from megatrain.errors import CheckpointError, ConfigError, DataError
+from megatrain.formatting import counted
+from megatrain.model import Source, listed
+from megatrain.model.hub import ADAPTER
+from megatrain.optim import AdamW
 from megatrain.run.existing_run import AUTO, Say, check_overwriting, has_model, is_own, named_checkpoint
 from megatrain.spec import Numerics
 from megatrain.system.atomic import put_all_right
+from megatrain.system.paths import usable_path
 from megatrain.train.batch_feed import Feed
 from megatrain.train.early_stopping import LowestLoss
+from megatrain.train.restore import optimizer_in
 
 SIZES = ("global_batch_size", "micro_batch_size", "gradient_accumulation_steps")
 """Keys of `train` that divide a step into micro-batches."""
@@ -136,6 +142,8 @@ def with_numbers(config: Config, numerics: Numerics) -> Config:
 def as_begun(config: Config, taken: Checkpoint) -> Config:
     """The configuration with the run's original batch sizes, where they are null now and fit those given, and with its
     `data.bos`, where that is not given now: false if its version did not know the key."""
+    if isinstance(taken, PeerCheckpoint):
+        return config
     train, then = config.train, _sizes(facts_of(taken)["config"]["train"])
     given = {name: getattr(train, name) for name in SIZES if getattr(train, name) is not None}
     goes_on = all(then[name] == size for name, size in given.items())
@@ -159,6 +167,8 @@ def as_begun(config: Config, taken: Checkpoint) -> Config:
 
 def refuse_changes(config: Config, taken: Checkpoint, say: Say) -> None:
     """Report in a line what changed since the checkpoint. Raises `ConfigError` for forbidden changes not accepted."""
+    if isinstance(taken, PeerCheckpoint):
+        return _refuse_to_take_over(config, taken)
     then = facts_of(taken)["config"]
     if (then.get("adapter") is None) != (config.adapter is None):
         kinds = ("an adapter", "a whole model") if config.adapter is None else ("a whole model", "an adapter")
@@ -180,6 +190,50 @@ def refuse_changes(config: Config, taken: Checkpoint, say: Say) -> None:
             fix="set them as they were, start a new run, or set accept_changes=true to resume anyway",
         )
     say(f"changed since the checkpoint: {'; '.join(told.values())}")
+
+
+def _refuse_to_take_over(config: Config, taken: PeerCheckpoint) -> None:
+    """Raise `ConfigError` for a run that cannot go on from another trainer's checkpoint."""
+    where, steps, adapter = str(taken.folder), config.train.steps, taken.folder / ADAPTER
+    if steps is not None and steps <= taken.step:
+        what = f"is {steps:,}, but {counted(taken.step, 'step')} are done in {where}, and they count"
+        raise ConfigError(what, where="train.steps", fix=f"set train.steps={taken.step + steps} for {steps:,} more")
+    if config.train.has_reference:
+        what = "lacks the reference model's log-probabilities"
+        raise ConfigError(what, where=where, fix="train with an objective without a reference, or begin a new run")
+    given = None if config.adapter is None or config.adapter.path is None else usable_path(config.adapter.path)
+    if adapter.exists() and (given is None or given.resolve() != taken.folder):
+        raise ConfigError(
+            "holds an adapter", where=where, fix=f"set adapter.path={where} too, and model.path to its base"
+        )
+    if config.adapter is not None and not adapter.exists():
+        raise ConfigError("holds no adapter", where=where, fix="leave `adapter` out, or start a new run (model.path)")
+    if adapter.exists() and taken.state.holds_masters:
+        what = f"is {taken.state.kind} of an adapter, whose state is not read"
+        raise ConfigError(what, where=where, fix=f"start from its weights: adapter.path={where}, resume=null")
+
+
+def take_over(taken: PeerCheckpoint, source: Source, optimizer: AdamW, say: Say) -> None:
+    """Match another trainer's state with the model, and report what is taken over, what is not, and what differs.
+
+    source: with parameters frozen as in the run. Raises `CheckpointError` if the state is not this model's.
+    """
+    taken.name_parameters(source.model)
+    then, names = optimizer_in(taken), list(taken.moment_shapes)
+    updates = counted(taken.training["engine"]["updates"], "update")
+    say(f"taken over from {taken.state.kind}, at step {taken.step:,}: weights, and AdamW's moments after {updates}")
+    say(
+        "not taken over: the position in the data (it is read from its beginning), the learning-rate schedule (this "
+        f"configuration's goes on after that step; the rate there was {then.lr:.4g}), the state of random numbers, and "
+        "the scale of fp16 losses"
+    )
+    pairs = {key: (getattr(then, key), getattr(optimizer, key)) for key in ("betas", "eps", "weight_decay")}
+    told = [f"{key} {before} -> {now}" for key, (before, now) in pairs.items() if before != now]
+    if optimizer.weight_decay and then.weight_decay:
+        others = [name for name in names if then.decays(name) != optimizer.decays(name)]
+        told += [f"no_decay, for {listed(others)}"] if others else []
+    if told:
+        say(f"changed since the checkpoint: {'; '.join(told)}")
 
 
 def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -207,8 +261,11 @@ def _sizes(train: Mapping[str, Any]) -> dict[str, int | None]:
 def take_up_data(feed: Feed, taken: Checkpoint, config: Config, say: Say) -> int:
     """Continue the data where the checkpoint left it, and return the step at which this data began.
 
-    That is 0, or the checkpoint's step if the data changed. Raises `DataError` if changed data is not accepted.
+    That is 0, or the checkpoint's step if the data changed or another trainer read it. Raises `DataError` if changed
+    data is not accepted.
     """
+    if isinstance(taken, PeerCheckpoint):
+        return taken.step
     try:
         feed.restore(facts_of(taken)["data"])
         return 0

@@ -34,7 +34,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from megatrain.checkpoint import Checkpoint, Retention
+from megatrain.checkpoint import Checkpoint, PeerCheckpoint, Retention
 from megatrain.config import AdapterSection, Config, TrainSection, save_config
 from megatrain.data import Loader, Tokenizer, load_tokenizer, vocabulary_size
 from megatrain.device import Device, open_device
@@ -89,7 +89,7 @@ from megatrain.train.loop import Task, train
 from megatrain.train.metrics import OPTIONAL, JsonLines, Tracked, identity_of, open_tracker
 from megatrain.train.options import EngineOptions, optimizer_of, ported_of
 from megatrain.train.progress import Progress, describe_model, loading, preparing, printable, show_plan, warn
-from megatrain.train.restore import NewMoments
+from megatrain.train.restore import NewMoments, PeerSource
 from megatrain.train.status import STATUS, Health
 from megatrain.train.stop import StopSignals
 from megatrain.train.timeline_file import TRACE
@@ -133,7 +133,7 @@ def run_training(config: Config, console: Console) -> Path:
         if taken is None and config.model.path is not None:
             located(config.model.path, where=f"model {config.model.path}")  # report a wrong path before its tokenizer
         tokenizer = load_tokenizer(config.tokenizer)
-        source = _source(config, taken)
+        source = _source(config, taken, say)
         vocabulary = _check_limits(config, tokenizer, source.model)
         with console.status("planning"):
             ported = ported_of(source, {"precision": config.train.precision}, of_checkpoint=taken is not None)
@@ -331,13 +331,21 @@ def _learning_rate(train: TrainSection, steps: int) -> Callable[[int], float]:
     return lambda step: train.learning_rate * schedule.multiplier(step)
 
 
-def _source(config: Config, taken: Checkpoint | None) -> Source:
+def _source(config: Config, taken: Checkpoint | None, say: Callable[[str], None]) -> Source:
+    """The model, frozen as asked, with the weights that the run begins or goes on with."""
+    how: dict[str, Any] = {"attention": config.model.attention, "trust_remote_code": config.model.trust_remote_code}
+    adapter = config.adapter
+    source = _whole_source(config, taken, how) if adapter is None else _adapted_source(config, adapter, taken, how)
+    if isinstance(taken, PeerCheckpoint):
+        resume.take_over(taken, source, _optimizer(config.train), say)
+    return source
+
+
+def _whole_source(config: Config, taken: Checkpoint | None, how: Mapping[str, Any]) -> Source:
     model = config.model
-    how: dict[str, Any] = {"attention": model.attention, "trust_remote_code": model.trust_remote_code}
     source: Source
-    if config.adapter is not None:
-        return _adapted_source(config, config.adapter, taken, how)
-    if taken is not None:
+    masters = isinstance(taken, PeerCheckpoint) and taken.state.holds_masters
+    if taken is not None and not masters:
         source = PretrainedSource(taken.folder, **how)
     elif model.path is not None:
         source = PretrainedSource(model.path, **how)
@@ -346,6 +354,8 @@ def _source(config: Config, taken: Checkpoint | None) -> Source:
     else:
         assert model.config is not None  # `Config` has seen to it
         source = FreshSource(model.config, config.train.seed, **how)
+    if isinstance(taken, PeerCheckpoint) and masters:
+        source = PeerSource(taken, source.model)
     freeze_parameters(source.model, config.train.freeze)
     return source
 
@@ -508,7 +518,7 @@ def _train(
     if config.checkpoint.every and engine.world.rank == 0:
         run.claim.make(config.checkpoints)
     watchers: list[Watcher] = [Progress(console, train_.log_every), checkpoints]
-    start = 0 if taken is None else int(resume.facts_of(taken)["step"])
+    start = 0 if taken is None else taken.step
     run.ranks.at(f"step {start + 1:,}")
     if engine.world.rank == 0:
         watchers = [*_open_watchers(config, taken, stack, console), checkpoints]
@@ -636,7 +646,7 @@ def _open_watchers(config: Config, taken: Checkpoint | None, stack: ExitStack, c
     """Open all watchers, to be closed with `stack`. The run folder must exist and be locked."""
     folder, say = config.folder, partial(warn, console)
     goes_on = taken is not None and is_own(config, taken)
-    step = resume.facts_of(taken)["step"] if taken is not None and goes_on else None
+    step = taken.step if taken is not None and goes_on else None
     remove_others(config, taken if goes_on else None)
     stack.callback(_report, folder, say)  # after all others have closed, however the run ends
     once = config.output.model_copy(update={"overwrite": False})  # a one-time permission, not saved

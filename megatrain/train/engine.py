@@ -82,6 +82,7 @@ from megatrain.train.restore import (
     refuse_other_base,
     refuse_other_shapes,
     refuse_unknown,
+    source_in,
     weights_in,
 )
 from megatrain.train.save_from_rank_zero import export_together
@@ -262,20 +263,20 @@ class Engine(TakesTurns):
     ) -> Engine:
         """An engine that continues where `save` was called: bit-exact, whatever the policy, tiers and device memory.
 
-        checkpoint: a folder `step-...`, which is checked first, or an open one. Frozen parameters stay frozen; the
-        optimizer is the checkpoint's unless given; clipping, device and policy are as for `from_model`. source: the
-        checkpoint as a source with parameters frozen as wanted, if there is one. new: whether parameters that did not
-        train before are refused, or start with zero moments.
-
-        Raises `DamagedCheckpoint`, `CheckpointError`, and what `from_pretrained` raises.
+        checkpoint: a folder `step-...`, which is checked first, one of another trainer, or an open one. Frozen
+        parameters stay frozen; the optimizer is the checkpoint's unless given; clipping, device and policy are as for
+        `from_model`. source: the checkpoint as a source, frozen as wanted, if there is one, or another trainer's model.
+        new: whether parameters that did not train before are refused, or start with zero moments. Raises
+        `DamagedCheckpoint`, `CheckpointError`, and what `from_pretrained` raises.
         """
         options = checked_options(options)
         opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-        options.setdefault("optimizer", optimizer_in(opened))
-        if source is None:
-            source = pretrained_source(opened.folder, attention=attention, trust_remote_code=trust_remote_code)
+        given = source
+        source = source_in(opened, given, attention=attention, trust_remote_code=trust_remote_code)
+        if given is None:
             freeze_parameters(source.model, frozen_in(opened, (name for name, _ in source.model.named_parameters())))
             ported = ported_of(source, options, of_checkpoint=True)
+        options.setdefault("optimizer", optimizer_in(opened))
         engine = cls.from_source(source, ported=ported, progress=progress, **options)
         try:
             engine._take_up(opened, new)
@@ -543,8 +544,8 @@ class Engine(TakesTurns):
     def restore(self, checkpoint: Checkpoint | str | Path, *, trust_remote_code: bool = False) -> None:
         """Load weights, optimizer state and step count from a checkpoint of this model. Pending updates are dropped.
 
-        checkpoint: a folder `step-...`, which is checked first, or an open one. Raises `CheckpointError`, before
-        changing anything, if it is damaged or of another model. After any other error, restore another checkpoint.
+        checkpoint: as for `from_checkpoint`. Raises `CheckpointError`, before changing anything, if it is damaged or of
+        another model. After any other error, restore another checkpoint.
         """
         checkpoint = checked(checkpoint, Checkpoint | str | Path, CheckpointError, "restore")
         checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
@@ -787,7 +788,7 @@ class Engine(TakesTurns):
         refuse_other_base(checkpoint, self._store.frozen_checksum)
         read_moments(checkpoint, self._store, new)
         self._sink.restore(facts["updates"])
-        self._steps, self._streamer.seed = facts["steps"], facts["seed"]
+        self._steps, self._streamer.seed = facts["steps"], facts.get("seed", self._streamer.seed)
         self._saver.goes_on_from(checkpoint.folder)
 
 

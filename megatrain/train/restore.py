@@ -16,12 +16,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint import Checkpoint
+from megatrain.checkpoint import Checkpoint, PeerCheckpoint
 from megatrain.errors import CheckpointError, ModelError
 from megatrain.memory import Store
-from megatrain.model import Fills, PortedModel, PretrainedSource, Progress
+from megatrain.model import Fills, FreshSource, PortedModel, PretrainedSource, Progress, Source, pretrained_source
 from megatrain.model.mapped_tensors import lazy_zeros
-from megatrain.model.weight_sources import in_files_of
+from megatrain.model.weight_sources import Masters, Report, in_files_of, listed
 from megatrain.optim import AdamW
 from megatrain.spec import ModelSpec, Numerics, Policy
 from megatrain.spec.model import FileBytes
@@ -76,7 +76,7 @@ def as_saved(
 def facts_in(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """The engine's part of `training.json`. Raises `CheckpointError` if no engine wrote the checkpoint."""
     found = checkpoint.training.get(ENGINE)
-    if not isinstance(found, dict) or not {"steps", "updates", "seed"} <= found.keys():
+    if not isinstance(found, dict) or not {"steps", "updates"} <= found.keys():
         raise CheckpointError("holds no engine state", where=str(checkpoint.folder), fix="resume from another one")
     return found
 
@@ -182,6 +182,61 @@ def refuse_other_model(checkpoint: Checkpoint, spec: ModelSpec, shapes: Mapping[
         raise CheckpointError(what, where=str(checkpoint.folder), fix="make an engine with Engine.from_checkpoint")
 
 
+class PeerSource:
+    """A model with the masters of another trainer's checkpoint, which holds them by parameter name."""
+
+    def __init__(self, checkpoint: PeerCheckpoint, model: Any) -> None:
+        """model: the structure; its buffers are set to the checkpoint's. Raises `CheckpointError` for another model."""
+        self.model, self._state = model, checkpoint.state
+        held, names = {*self._state.weight_names}, dict[int, list[str]]()
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        buffers = dict(model.named_buffers())
+        self._names = {aliases[0]: [name for name in aliases if name in held] for aliases in names.values()}
+        lacks = [name for name, aliases in self._names.items() if not aliases]
+        odd = held - {name for aliases in names.values() for name in aliases} - buffers.keys()
+        if lacks or odd:
+            what = f"it lacks {listed(lacks)}" if lacks else f"only it has {listed(sorted(odd))}"
+            raise self._state.error(f"is of another model: {what}", "give its own model (model.path)")
+        for name in held & buffers.keys():
+            if (value := self._state.weight(name)) is not None and not buffers[name].is_meta:
+                buffers[name].copy_(value)
+
+    def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
+        """Write every parameter of every unit (see `Source`)."""
+        parameters = dict(self.model.named_parameters())
+        report = Report(progress, sum(parameters[name].numel() for unit in units for name in unit))
+        for name in (name for unit in units for name in unit):
+            value = self._state.weight(self._names[name][0])
+            if value is None or value.shape != parameters[name].shape:
+                what = f"its {name} is not of the shape {list(parameters[name].shape)}"
+                raise self._state.error(what, "give its own model (model.path)")
+            masters.write_master(name, value.to(torch.float32, copy=True))
+            report.add(value.numel())
+        report.end()
+
+
+def source_in(checkpoint: Checkpoint, given: Source | None, *, attention: str, trust_remote_code: bool) -> Source:
+    """The model and the masters in a checkpoint.
+
+    given: the checkpoint as a source, or a source of another trainer's model, if there is one; otherwise the model is
+    that of the checkpoint's folder. Raises `CheckpointError` if that does not tell its structure.
+    """
+    how: dict[str, Any] = {"attention": attention, "trust_remote_code": trust_remote_code}
+    if not isinstance(checkpoint, PeerCheckpoint):
+        return given or pretrained_source(checkpoint.folder, **how)
+    source, config = given, checkpoint.folder / "config.json"
+    if checkpoint.state.holds_masters and not isinstance(source, PeerSource):
+        if source is None and not config.is_file():
+            fix = "give source=PretrainedSource(MODEL), or `resume` and `model.path` to megatrain train"
+            raise CheckpointError("holds no config.json", where=str(checkpoint.folder), fix=fix)
+        source = PeerSource(checkpoint, (source or FreshSource(config, 0, **how)).model)
+    source = source or pretrained_source(checkpoint.folder, **how)
+    if not checkpoint.knows_names:
+        checkpoint.name_parameters(source.model)
+    return source
+
+
 def refuse_unknown(name: str, spec: ModelSpec, where: str) -> None:
     """Raise `ModelError` unless a parameter is called that."""
     names = [param.name for unit in spec.units for param in unit.params]
@@ -209,6 +264,12 @@ def weights_in(checkpoint: Checkpoint, ported: PortedModel, trust_remote_code: b
 
     Raises `CheckpointError` for a checkpoint of another model, and `ModelError` for another adapter's.
     """
+    if isinstance(checkpoint, PeerCheckpoint):
+        whole, units = ported.whole(), ported.structure.units
+        trained = {param.name for unit in units for param in unit.params if param.trainable}
+        checkpoint.name_parameters(whole, trained)
+        if checkpoint.state.holds_masters:
+            return PeerSource(checkpoint, whole)
     if ported.adapter is not None:
         return ported.adapter.file_in(checkpoint.folder, ported.whole())
     source = PretrainedSource(checkpoint.folder, trust_remote_code=trust_remote_code)
