@@ -214,6 +214,23 @@ class Streamer:
         else:
             largest = self.device.landing(self.world.reduce(target, received[0], sent))
         step.largest.setdefault(op.unit, []).append(largest)
+        if self.policy.update == "during_backward" and len(step.largest[op.unit]) == self._reduces[op.unit]:
+            self._tell_present(step, op)
+
+    def _tell_present(self, step: StepState, op: Op) -> None:
+        """After the last REDUCE of a unit, on its stream: tell the sink which parameters got a gradient on any rank."""
+        names = [field.name for field in self._layouts[op.unit].trained.fields]
+        mine = torch.tensor([name not in step.absent[op.unit] for name in names], dtype=torch.uint8)
+        if op.stream == "shared":
+            flags = landed = self.world.together(mine).amax(dim=0)
+        else:
+            (sent,) = self.device.staged([mine])
+            whole = torch.empty(self.world.size, len(names), dtype=torch.uint8, device=self.device.torch_device)
+            self.world.gather(whole.view(-1), sent.to(self.device.torch_device, non_blocking=True))
+            flags = whole.amax(dim=0)
+            landed = self.device.landing(flags)
+        assert step.sink is not None
+        step.sink.present(op.unit, flags, landed)
 
     def under_way(self) -> tuple[list[tuple[str, str, float]], float]:
         """(op, stream, seconds it has been running) of each busy stream; seconds since any op began or ended."""
@@ -618,7 +635,10 @@ class Streamer:
         """Finish the gradients whose last term this op has added."""
         for access in op.writes:
             if isinstance(access.content, Gradient) and access.content.is_whole:
-                step.accumulators.pop(access.content.unit).finish()
+                unit = access.content.unit
+                step.absent[unit] = step.accumulators.pop(unit).finish()
+                assert step.sink is not None
+                step.sink.absent(unit, step.absent[unit])
 
     def _norm(self, step: StepState, op: Op, lease: Lease) -> None:
         assert step.sink is not None

@@ -785,7 +785,7 @@ class Engine(TakesTurns):
         facts = facts_in(checkpoint)
         refuse_other_base(checkpoint, self._store.frozen_checksum)
         read_moments(checkpoint, self._store, new)
-        self._sink.restore(facts["updates"])
+        self._sink.restore(facts["updates"], facts.get("missed"))  # absent in earlier versions
         self._steps, self._streamer.seed = facts["steps"], facts["seed"]
         self._saver.goes_on_from(checkpoint.folder)
 
