@@ -45,6 +45,7 @@ from megatrain.model import (
     refuse_other_kinds,
     speak,
 )
+from megatrain.model.skeleton import on_the_cpu
 from megatrain.optim import AdamW, warm_up
 from megatrain.plan import available_host_nbytes, step_flops
 from megatrain.schedule import Schedule, Timeline
@@ -214,6 +215,7 @@ class Engine(TakesTurns):
         return cls.from_source(fresh, progress=progress, **options)
 
     @classmethod
+    @on_the_cpu()
     def from_source(
         cls,
         source: Source,
@@ -247,6 +249,7 @@ class Engine(TakesTurns):
         return engine
 
     @classmethod
+    @on_the_cpu()
     def from_checkpoint(
         cls,
         checkpoint: Checkpoint | str | Path,
@@ -600,8 +603,7 @@ class Engine(TakesTurns):
 
     @property
     def config(self) -> Any:
-        """The model's transformers config, as it is saved. Changing what shapes the computation has no effect any
-        more."""
+        """The model's transformers config, as it is saved; changing what shapes the computation has no effect."""
         return self._ported.skeleton.config
 
     @property
@@ -647,9 +649,8 @@ class Engine(TakesTurns):
         Masked positions do not count, packed sequences attend only to themselves, and only targets need the head.
         """
         batches = list(micro_batches)
-        sequences = [each for batch in batches for each in sequences_of(batch)]
-        own = step_flops(self.spec, sequences, sum(map(count_targets, batches)))
-        return sum(self.world.exchange("operations", own))
+        sequences, targets = [n for each in batches for n in sequences_of(each)], sum(map(count_targets, batches))
+        return sum(self.world.exchange("operations", step_flops(self.spec, sequences, targets)))
 
     @one_at_a_time
     def peak_flops(self) -> float:
