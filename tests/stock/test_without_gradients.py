@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from megatrain import AdamW, Engine, Policy
 from megatrain.checkpoint import open_checkpoint
 from megatrain.dist import World
+from megatrain.errors import LossError
 from megatrain.model.tiny import perturb
 from megatrain.spec import Numerics, Placement
 from megatrain.train.parity import stock_loss
@@ -146,6 +147,26 @@ def test_a_resumed_run_knows_the_counts(case: str, tmp_path: Path) -> None:
     with engine_of(model, device, policy, clip, **disk) as engine:
         engine._take_up(open_checkpoint(folder), "refuse")
         for batches in STEPS[3:]:
+            engine.step(batches)
+        found = engine.master_weights()
+    whole = trained(case, tmp_path / "disk")
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+def _fails(log_probs: Tensor, batch: Any) -> Tensor:
+    raise ArithmeticError
+
+
+@named([name for name in CASES if "clipped" in name], "sim, clipped")
+def test_a_step_that_fails_counts_nothing_twice(case: str, tmp_path: Path) -> None:
+    """Its own rows have other parameters without a gradient than the pending updates, some of which it applies."""
+    device, policy, clip = CASES[case]
+    (tmp_path / "disk").mkdir()
+    disk: Any = {"disk": [tmp_path / "disk"]} if "disk" in case else {}
+    with engine_of(at_times(), device, policy, clip, **disk) as engine:
+        for number, batches in enumerate(STEPS):
+            with pytest.raises(LossError, match="ArithmeticError"):
+                engine.step(STEPS[number - 3], loss_fn=_fails)
             engine.step(batches)
         found = engine.master_weights()
     whole = trained(case, tmp_path / "disk")
