@@ -47,6 +47,9 @@ DECIDED_BY_ENGINE: dict[str, tuple[Any, str]] = {
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Boundaries of packed samples that collators give beside `position_ids`, in the form that some kernels want."""
 
+TEXT_ENTRIES = frozenset((*REQUIRED, "attention_mask", "position_ids", *PACKED))
+"""The entries of a text, for which what the tiny runs tell of a model holds (`model.split_into_units`)."""
+
 
 def as_list(micro_batches: Iterable[MicroBatch]) -> list[MicroBatch]:
     """The micro-batches of any iterable as a list. Raises `BatchError` if it is not one of mappings."""

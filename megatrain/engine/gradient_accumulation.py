@@ -2,7 +2,7 @@
 
 A `GradientAccumulator` fills the flat buffer in which a unit's gradient is summed over micro-batches and token chunks.
 Parameters without a gradient and the gaps between parameters are explicit zeros, so offsets never shift and a norm over
-the whole buffer is right.
+the whole buffer is right. The sink learns which parameters these are, since they are not updated.
 """
 
 from __future__ import annotations
@@ -27,6 +27,17 @@ class GradSink(Protocol):
     settings: dict[str, object]
     """What the optimizer uses gradients with (learning rate, clipping, ...). With several ranks it must be the same on
     each."""
+
+    def absent(self, unit: int, names: Sequence[str]) -> None:
+        """These trained parameters of a unit got no gradient from any micro-batch of this rank: what autograd leaves at
+        `None`. Called when the unit's sum is complete, on the thread that computes, before `norm`."""
+
+    def present(self, unit: int, flags: Tensor, landed: Tensor) -> None:
+        """With several ranks that update during the backward pass: whether each trained parameter of a unit, in the
+        layout's order, got a gradient on any rank. Before `update`.
+
+        flags: uint8[parameters] where the update runs; landed: on the host, valid once the unit's gradient is there.
+        """
 
     def norm(self, unit: int, gradient: Tensor, loss: Tensor | None) -> None:
         """A unit's gradient is complete: flat tensor [layout.trained.size], bfloat16 or float32. It is on the host, and
@@ -104,11 +115,12 @@ class GradientAccumulator:
         """Whether anything has been added to a parameter's gradient."""
         return name in self._started
 
-    def finish(self) -> None:
-        """All terms have been added: set the gradients of parameters without one to zero."""
-        for name, view in self._views.items():
-            if name not in self._started:
-                view.zero_()
+    def finish(self) -> list[str]:
+        """All terms have been added: set the gradients of parameters without one to zero, and return their names."""
+        absent = [name for name in self._views if name not in self._started]
+        for name in absent:
+            self._views[name].zero_()
+        return absent
 
 
 OnComplete = Callable[[str], None]

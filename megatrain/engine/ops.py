@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial, reduce
@@ -24,7 +25,7 @@ from megatrain.device import Device
 from megatrain.dist import ALONE, World
 from megatrain.dist.world import refuse_unlike
 from megatrain.engine.autograd import GradientDestination, GradientsInPlace
-from megatrain.engine.batch import MicroBatch, count_targets, model_entries, model_inputs, targets_of
+from megatrain.engine.batch import TEXT_ENTRIES, MicroBatch, count_targets, model_entries, model_inputs, targets_of
 from megatrain.engine.chunked_loss import (
     COUNT,
     ChunkedHead,
@@ -48,7 +49,7 @@ from megatrain.engine.resumable_call import (
 from megatrain.engine.step_state import DTYPE_OF_NBYTES, KeptGraph, StepState, bytes_of, find_access, pack, unpack
 from megatrain.engine.sync_free_inputs import HostAnswers
 from megatrain.engine.weights import BoundWeights, UnitBinder, describe_place, save_weights_by_name
-from megatrain.errors import LossError, NonFinite, RankError
+from megatrain.errors import LossError, ModelError, NonFinite, RankError
 from megatrain.memory import Lease, Pool
 from megatrain.model import Answering, Keeping, PortedModel, Sides
 from megatrain.schedule import CALLS, Op, Schedule, Timeline
@@ -90,6 +91,10 @@ class Streamer:
         self.region: Callable[[], AbstractContextManager[object]] = nullcontext
         """Entered around the ops of each schedule only, the part of a step that may be interrupted from outside."""
         self._running: Schedule | None = None
+        self._judged: set[frozenset[str]] = {frozenset()}
+        """Entries with which layers need no gradient but through the hidden state."""
+        self._reduces = Counter[int]()
+        """Unit -> number of its REDUCE ops in that schedule."""
         self._layouts = [layout_of(unit) for unit in self.spec.units]
         self._binders = [
             UnitBinder(unit, ported.prefix(index - 1) if unit.kind == "layer" else "")
@@ -209,6 +214,23 @@ class Streamer:
         else:
             largest = self.device.landing(self.world.reduce(target, received[0], sent))
         step.largest.setdefault(op.unit, []).append(largest)
+        if self.policy.update == "during_backward" and len(step.largest[op.unit]) == self._reduces[op.unit]:
+            self._tell_present(step, op)
+
+    def _tell_present(self, step: StepState, op: Op) -> None:
+        """After the last REDUCE of a unit, on its stream: tell the sink which parameters got a gradient on any rank."""
+        names = [field.name for field in self._layouts[op.unit].trained.fields]
+        mine = torch.tensor([name not in step.absent[op.unit] for name in names], dtype=torch.uint8)
+        if op.stream == "shared":
+            flags = landed = self.world.together(mine).amax(dim=0)
+        else:
+            (sent,) = self.device.staged([mine])
+            whole = torch.empty(self.world.size, len(names), dtype=torch.uint8, device=self.device.torch_device)
+            self.world.gather(whole.view(-1), sent.to(self.device.torch_device, non_blocking=True))
+            flags = whole.amax(dim=0)
+            landed = self.device.landing(flags)
+        assert step.sink is not None
+        step.sink.present(op.unit, flags, landed)
 
     def under_way(self) -> tuple[list[tuple[str, str, float]], float]:
         """(op, stream, seconds it has been running) of each busy stream; seconds since any op began or ended."""
@@ -262,6 +284,7 @@ class Streamer:
                 step.activations.release(access)
 
         if schedule is not self._running:
+            self._reduces = Counter(op.unit for op in schedule.ops if op.kind == "REDUCE")
             self.device.tidy()  # memory that other work has freed may be fragmented for this one
         self._running = schedule
         calls = resumable_calls(schedule, self._layouts, self.device.alongside, perform_in_phases)
@@ -316,6 +339,8 @@ class Streamer:
             inputs, answers = self._inputs(step, micro)
             weights = self._views(op, lease, 0)
             with answers, self._waiting_for_weights(step, op, lease):
+                if step.sink is not None:
+                    self._refuse_other_gradients(step, op, lease, inputs)
                 activations.inputs[output], activations.calls[micro] = self.ported.prologue(weights, inputs)
             return
         hidden = self._input(step, op, lease)
@@ -347,6 +372,21 @@ class Streamer:
             activations.stored[unit, micro].pack(bytes_of(lease, written[saved]))
         if offloaded := written.get(Hidden(unit, micro)):
             activations.forms[unit, micro] = pack(hidden, bytes_of(lease, offloaded), self.spec.units[unit].name)
+
+    def _refuse_other_gradients(self, step: StepState, op: Op, lease: Lease, inputs: Mapping[str, Any]) -> None:
+        """Raise `ModelError` if entries beside a text's make layers need a gradient other than through the hidden
+        state. Known for text since the model was split; found out once for other entries."""
+        entries = frozenset(inputs) - TEXT_ENTRIES
+        if entries in self._judged:
+            return
+        with torch.enable_grad():
+            _, calls = self.ported.prologue(self._binders[0].leaves(self._weights(op, lease, 0)), inputs)
+        if any(tensor.requires_grad for call in calls for tensor in call.tensors()):
+            what = f"with {', '.join(sorted(entries))} its layers need a gradient other than through the hidden state"
+            fix = "freeze what computes their other arguments, or train it on text alone"
+            raise ModelError(what, where=f"model {self.spec.name}", fix=fix)
+        self._judged.add(entries)
+        self._reseed(step, op.unit, op.micro)
 
     def _inputs(self, step: StepState, micro: int) -> tuple[dict[str, Any], AbstractContextManager[object]]:
         """A micro-batch on the device, and a context in which its values can be read without waiting for the device."""
@@ -595,7 +635,10 @@ class Streamer:
         """Finish the gradients whose last term this op has added."""
         for access in op.writes:
             if isinstance(access.content, Gradient) and access.content.is_whole:
-                step.accumulators.pop(access.content.unit).finish()
+                unit = access.content.unit
+                step.absent[unit] = step.accumulators.pop(unit).finish()
+                assert step.sink is not None
+                step.sink.absent(unit, step.absent[unit])
 
     def _norm(self, step: StepState, op: Op, lease: Lease) -> None:
         assert step.sink is not None

@@ -123,6 +123,8 @@ class StepState:
     activations: Activations = field(default_factory=Activations)
     accumulators: dict[int, GradientAccumulator] = field(default_factory=dict)
     """Unit -> its gradient so far."""
+    absent: dict[int, list[str]] = field(default_factory=dict)
+    """Unit -> trained parameters without a gradient, once its sum is complete."""
     logits_to_keep: int = 1
     """At how many last positions to compute logits; 0 for all."""
     logits: Tensor | None = None

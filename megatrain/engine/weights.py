@@ -104,13 +104,17 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def save_weights_by_name(bound: BoundWeights) -> AbstractContextManager[object]:
-    """While active, autograd saves views of `bound.flat` by their place there, not as tensors."""
+    """While active, autograd saves views of `bound.flat` by their place there, not as tensors.
+
+    Saving reads no element. An `autograd.Function` in Python saves where function modes see it, so they are off here.
+    """
 
     def pack(tensor: Tensor) -> Tensor | _SavedWeight:
-        if not bound.contains(tensor):
-            return tensor.detach()  # otherwise a node that saves its own output would keep itself alive
-        offset = (tensor.data_ptr() - bound.flat.data_ptr()) // tensor.itemsize
-        return _SavedWeight(offset, tensor.shape, tensor.stride())
+        with torch._C.DisableTorchFunction():
+            if not bound.contains(tensor):
+                return tensor.detach()  # otherwise a node that saves its own output would keep itself alive
+            offset = (tensor.data_ptr() - bound.flat.data_ptr()) // tensor.itemsize
+            return _SavedWeight(offset, tensor.shape, tensor.stride())
 
     def unpack(saved: Tensor | _SavedWeight) -> Tensor:
         if isinstance(saved, Tensor):

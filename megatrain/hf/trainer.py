@@ -39,7 +39,7 @@ from megatrain.hf.model_changes import Snapshot, refuse_changes, snapshot_of
 from megatrain.hf.noisy_embeddings import noisy_embeddings
 from megatrain.hf.optimizer import EngineOptimizer
 from megatrain.hf.refusals import refuse_class, refuse_keywords, refuse_loss, refuse_model
-from megatrain.hf.trainer_losses import router_coefficient, router_weights, stock_loss
+from megatrain.hf.trainer_losses import refuse_mean_of_means, router_coefficient, router_weights, stock_loss
 from megatrain.hf.training_options import refuse_arguments
 from megatrain.losses import LossFn
 from megatrain.model import PretrainedSource, base_of
@@ -108,9 +108,8 @@ class Streamed:
         refuse_arguments(self.args)
         refuse_model(self.model, self.args)
         self.neftune_noise_alpha = None  # or the library would add its hook to the model after the engine is created
-        if not self.model_accepts_loss_kwargs:
-            what = f"{type(self.model).__name__} does not accept num_items_in_batch, so its loss is a mean of means"
-            raise ConfigError(what, where="StreamedTrainer", fix="give loss_fn, see megatrain.losses")
+        if self.loss_fn is None and not self.model_accepts_loss_kwargs:
+            refuse_mean_of_means(self)
         self._lazy_model = LazyModel(self._base, self.model)
         self.accelerator.device_placement = False  # only the engine copies to the device
         for callback in self.callback_handler.callbacks:

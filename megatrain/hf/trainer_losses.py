@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatrain.losses import LogitsLoss, LossFn, SmoothedCrossEntropy
+from megatrain.engine import MicroBatch, count_targets, target_mask
+from megatrain.errors import ConfigError
+from megatrain.losses import LogitsLoss, LogProbLoss, LossFn, SmoothedCrossEntropy
 
 FUSED_HEAD_NAME = "add_fused_lm_head"
 """A name that the modules of TRL's trainers have from 1.15 on. (In a source tree, `__version__` may be wrong.)"""
@@ -43,12 +45,36 @@ class TokenLoss(LogitsLoss):
         return losses.sum(), {"entropy": entropy, "mean_token_accuracy": correct}
 
 
+class MeanPerMicroBatch(LogProbLoss):
+    """Cross-entropy, averaged over the target tokens of each micro-batch and then over micro-batches: a stock trainer's
+    loss for models that do not take `num_items_in_batch`, as most with images. A micro-batch without a target, for
+    which that is not a number, does not count."""
+
+    def __call__(self, log_probs: Tensor, batch: MicroBatch) -> Tensor:
+        return -log_probs.sum() / target_mask(batch).sum().clamp(min=1)
+
+    def divisor(self, batch: MicroBatch) -> float:
+        return float(count_targets(batch) > 0)
+
+
 def stock_loss(trainer: Any) -> LossFn | None:
     """The loss that a trainer's arguments describe; `None` is cross-entropy over the step's target tokens."""
     smoothing = float(trainer.args.label_smoothing_factor or 0.0)
+    if not trainer.model_accepts_loss_kwargs:
+        return MeanPerMicroBatch()
     if hasattr(trainer, "_metrics"):  # TRL's trainers log metrics
         return TokenLoss(smoothing, _is_dynamic(trainer))
     return SmoothedCrossEntropy(smoothing) if smoothing else None
+
+
+def refuse_mean_of_means(trainer: Any) -> None:
+    """Raise `ConfigError` for what `MeanPerMicroBatch` lacks: label smoothing, and the metrics that TRL logs."""
+    lacks = [("label_smoothing_factor", trainer.args.label_smoothing_factor), ("TRL", hasattr(trainer, "_metrics"))]
+    for name, asked in lacks:
+        if asked:
+            kind = type(trainer.model).__name__
+            what = f"{name} is not supported: {kind} takes no num_items_in_batch, so its loss is a mean of means"
+            raise ConfigError(what, where="StreamedTrainer", fix="give loss_fn, see megatrain.losses")
 
 
 def router_coefficient(trainer: Any) -> float | None:
@@ -64,11 +90,19 @@ def router_weights(trainer: Any, count: int, ranks: int) -> list[float]:
     dynamic = _is_dynamic(trainer)
     if (dynamic and not adds_it) or (trainer.args.label_smoothing_factor and not dynamic):  # computed from logits
         return [0.0] * count
-    return [1.0 / (count * ranks) if adds_it else 1.0] * count
+    is_mean = adds_it or not trainer.model_accepts_loss_kwargs
+    return [1.0 / (count * ranks) if is_mean else 1.0] * count
 
 
 def _is_dynamic(trainer: Any) -> bool:
     return getattr(trainer.args, "loss_type", "nll") == "dft"
 
 
-__all__ = ["TokenLoss", "router_coefficient", "router_weights", "stock_loss"]
+__all__ = [
+    "MeanPerMicroBatch",
+    "TokenLoss",
+    "refuse_mean_of_means",
+    "router_coefficient",
+    "router_weights",
+    "stock_loss",
+]

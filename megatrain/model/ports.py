@@ -312,9 +312,9 @@ class PortedModel:
         capture = Capture(len(self.ports))
         self.run(capture, weights, inputs)
         if capture.hidden is None or not capture.observed_only_passing:
-            raise ModelError(
-                "skipped or repeated a layer, or changed the hidden state between layers", where=self.structure.name
-            )
+            what = "skipped or repeated a layer, or changed the hidden state between layers"
+            fix = "leave out the images or whatever else leads to this"
+            raise ModelError(what, where=self.structure.name, fix=fix)
         return capture.hidden, capture.calls
 
     def layer(

@@ -16,7 +16,7 @@ import copy
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ def build(
         quiet(),
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
-        _on_the_cpu(),
+        on_the_cpu(),
         plain_errors(where),
         registering(registered),
     ):
@@ -120,10 +120,13 @@ def build(
     return model
 
 
-def _on_the_cpu() -> AbstractContextManager[object]:
-    """Make the CPU the default device. If it already is, a context would only get in the way of `out=`."""
+@contextmanager
+def on_the_cpu() -> Iterator[None]:
+    """In the block, or the function that it decorates, make the CPU the default device. If it already is, a context
+    would only get in the way of `out=`."""
     here = torch.device("cpu")
-    return nullcontext() if torch.get_default_device() == here else here
+    with nullcontext() if torch.get_default_device() == here else here:
+        yield
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -270,7 +270,7 @@ class Builder:
 
     def _backward_reads(self, unit: int) -> bool:
         """Whether a unit's backward pass needs its weights; in shared memory they are there anyway."""
-        blind = self.model.units[unit].looks_up and not self.policy.shares_memory
+        blind = self.model.units[unit].looks_up and not self.work.beyond_text and not self.policy.shares_memory
         return self.layouts[unit].size > 0 and not blind
 
     # Weights --------------------------------------------------------------------------------------------------------

@@ -34,6 +34,8 @@ class Work:
     """How many micro-batches each represents: 1, except in the planner's first pass, which uses fewer ops."""
     batching: Batching = "uniform"
     """How sequences are arranged in micro-batches, which decides the masks."""
+    beyond_text: bool = False
+    """Whether any micro-batch of any rank brings the model more than ids, a mask and positions: images, say."""
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError, "work.")

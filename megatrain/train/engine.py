@@ -45,6 +45,7 @@ from megatrain.model import (
     refuse_other_kinds,
     speak,
 )
+from megatrain.model.skeleton import on_the_cpu
 from megatrain.optim import AdamW, warm_up
 from megatrain.plan import available_host_nbytes, step_flops
 from megatrain.schedule import Schedule, Timeline
@@ -216,6 +217,7 @@ class Engine(TakesTurns):
         return cls.from_source(fresh, progress=progress, **options)
 
     @classmethod
+    @on_the_cpu()
     def from_source(
         cls,
         source: Source,
@@ -249,6 +251,7 @@ class Engine(TakesTurns):
         return engine
 
     @classmethod
+    @on_the_cpu()
     def from_checkpoint(
         cls,
         checkpoint: Checkpoint | str | Path,
@@ -602,8 +605,7 @@ class Engine(TakesTurns):
 
     @property
     def config(self) -> Any:
-        """The model's transformers config, as it is saved. Changing what shapes the computation has no effect any
-        more."""
+        """The model's transformers config, as it is saved; changing what shapes the computation has no effect."""
         return self._ported.skeleton.config
 
     @property
@@ -649,9 +651,8 @@ class Engine(TakesTurns):
         Masked positions do not count, packed sequences attend only to themselves, and only targets need the head.
         """
         batches = list(micro_batches)
-        sequences = [each for batch in batches for each in sequences_of(batch)]
-        own = step_flops(self.spec, sequences, sum(map(count_targets, batches)))
-        return sum(self.world.exchange("operations", own))
+        sequences, targets = [n for each in batches for n in sequences_of(each)], sum(map(count_targets, batches))
+        return sum(self.world.exchange("operations", step_flops(self.spec, sequences, targets)))
 
     @one_at_a_time
     def peak_flops(self) -> float:
@@ -787,7 +788,7 @@ class Engine(TakesTurns):
         facts = facts_in(checkpoint)
         refuse_other_base(checkpoint, self._store.frozen_checksum)
         read_moments(checkpoint, self._store, new)
-        self._sink.restore(facts["updates"])
+        self._sink.restore(facts["updates"], facts.get("missed"))  # absent in earlier versions
         self._steps, self._streamer.seed = facts["steps"], facts.get("seed", self._streamer.seed)
         self._saver.goes_on_from(checkpoint.folder)
 

@@ -15,6 +15,7 @@ from typing import Concatenate, NoReturn, ParamSpec, SupportsIndex, TypeVar
 
 from megatrain.device.worker import OwningProcess
 from megatrain.errors import DeviceError
+from megatrain.model.skeleton import on_the_cpu
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,7 +45,8 @@ class Turn:
             raise DeviceError(what, where=WHERE, fix=fix)
         self._under_way = call
         try:
-            yield
+            with on_the_cpu():  # whatever the caller's default device is
+                yield
         finally:
             self._under_way = ""
             self._lock.release()

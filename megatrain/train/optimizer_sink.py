@@ -4,12 +4,17 @@ With `update="next_forward"` the sink sums a step's squared norms; when all unit
 the clipping factor, and every unit has an update *pending*, applied by the next schedule (during its forward, just
 before each unit's fetch) or by a flush. With `update="during_backward"` each unit is updated as it lands. Either
 way a gradient that is not finite stops the step before it is used.
+
+As in PyTorch, a parameter without a gradient in a step (`None` there) is not updated: no decay, no change of moments,
+and the count of its updates, which the bias correction uses, stays. Counts are held as `missed`, by how much a
+parameter's is below its unit's, so that units in which all have gradients are updated as ever.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -31,7 +36,8 @@ from megatrain.optim import (
     update_fp32,
     update_split,
 )
-from megatrain.spec import ModelSpec, Numerics, Part, Policy, UnitSpec
+from megatrain.optim.kernels import Segment
+from megatrain.spec import ModelSpec, Numerics, Part, Policy
 from megatrain.spec.layout import OWNED, Ownership, layout_of
 from megatrain.train.device_adamw import kernels_for, sum_of_squares_on_device, update_on_device
 from megatrain.train.options import threads_of
@@ -65,11 +71,22 @@ class OptimizerSink:
         self._model = model
         self._names = [unit.name for unit in model.units]
         self._layouts = [layout_of(unit) for unit in model.units]
-        self._segments = [self._cut(unit, owned) for unit in model.units]
+        self._parameters = [[field.name for field in layout.trained.fields] for layout in self._layouts]
+        """Names of each unit's trained parameters."""
         self.trained = [unit for unit, spec in enumerate(model.units) if spec.trains]
         """Units with trained parameters."""
         self.applied = [0] * len(model.units)
         """Number of updates applied to each unit."""
+        self.missed: dict[str, int] = {}
+        """Parameter -> updates of its unit in which it had no gradient, if any."""
+        self._absent: dict[int, Collection[str]] = {}
+        """Unit -> its parameters without a gradient in this step, on this rank."""
+        self._present: dict[int, tuple[Tensor, Tensor]] = {}
+        """Unit -> flags of its parameters, on any rank: see `GradSink.present`."""
+        self._left_out: dict[int, Collection[str]] = {} if self._deferred else self._absent
+        """The same as `_absent` for the gradients that the next updates use, on all ranks if those are pending."""
+        self._whole = [self._cut(unit, self._parameters[unit]) for unit in range(len(model.units))]
+        """Of each unit, what `_cut` returns if all parameters have had all updates."""
         self.before_update: Callable[[int], None] = lambda unit: None
         """Called before a unit is updated; may block until it may be."""
         self._squares: dict[int, float] = {}
@@ -88,8 +105,8 @@ class OptimizerSink:
         """Whether any rank may have updated units in a step that was not completed."""
         self._reached: dict[int, int] = {}
         """Unit updated in pieces -> elements updated so far, if not all."""
-        self._scalars: tuple[StepScalars, ...] | None = None
-        """Factors of each group of parameters."""
+        self._scalars: Callable[[int], tuple[StepScalars, ...]] | None = None
+        """Factors of each group of parameters, given how many updates a parameter has missed."""
         self._next_lr = optimizer.lr
         self.settings: dict[str, object] = {}
         self.adopt(policy)
@@ -104,14 +121,27 @@ class OptimizerSink:
         self.threads = self.threads or threads_of(self._world)
         if not self.pending:  # an interrupted step whose updates were all applied counts as a step
             self.updates = max([self.updates, *(self.applied[unit] for unit in self.trained)])
-        scalars = self.optimizer.scalars_by_group(lr=lr, step=self.updates + 1)
-        for found in (self._squares, self._on_their_way, self._sound, self._own_squares, self.not_finite):
+        scalars = self._factors(lr)
+        collected = (self._squares, self._on_their_way, self._sound, self.not_finite, self._absent, self._present)
+        for found in (*collected, self._own_squares, self._updated):
             found.clear()
-        self._updated.clear()
         self._next_lr = lr
         self.settings = {"lr": lr, "max_grad_norm": self.max_grad_norm, "optimizer": str(self.optimizer)}
         if not self._deferred:
             self._scalars = scalars
+
+    def _factors(self, lr: float, grad_scale: float = 1.0) -> Callable[[int], tuple[StepScalars, ...]]:
+        """The factors of the next update, for any number of missed ones. Raises as `AdamW.scalars` does."""
+        optimizer, step = self.optimizer, self.updates + 1
+        made = cache(lambda missed: optimizer.scalars_by_group(lr=lr, step=step - missed, grad_scale=grad_scale))
+        made(0)
+        return made
+
+    def absent(self, unit: int, names: Sequence[str]) -> None:
+        self._absent[unit] = frozenset(names)
+
+    def present(self, unit: int, flags: Tensor, landed: Tensor) -> None:
+        self._present[unit] = flags, landed
 
     def norm(self, unit: int, gradient: Tensor, loss: Tensor | None) -> None:
         """Sum the squares of a unit's gradient, or of this rank's share. Raises `NonFinite`, which for units on the
@@ -149,11 +179,12 @@ class OptimizerSink:
             return  # with several ranks, all of which learn of it at the end
         self.before_update(unit)
         if elements is not None or self._on_device[unit]:
-            sound, kernels = self._sound.get(unit), self._kernels
+            sound = self._sound.get(unit)
             start, stop = elements or (0, self._layouts[unit].trained.own_size)
-            for scalars, inside in self._inside(unit, start, stop):
-                segments = [(a - start, b - start, decays) for a, b, decays in inside]
-                update_on_device(parts, gradient, self._precision, scalars, segments, sound, kernels)
+            for flag, names in self._to_update_there(unit, sound):
+                for scalars, inside in self._inside(unit, start, stop, names):
+                    segments = [(a - start, b - start, decays) for a, b, decays in inside]
+                    update_on_device(parts, gradient, self._precision, scalars, segments, flag, self._kernels)
             self._reached[unit] = stop
             if stop < self._layouts[unit].trained.own_size:
                 return
@@ -165,27 +196,59 @@ class OptimizerSink:
             self._update_on_host(unit, gradient, parts)
             self._reached.pop(unit, None)
         self.pending.discard(unit)
+        self._count_update(unit)
+
+    def _count_update(self, unit: int) -> None:
+        """A unit's update has been applied."""
         self._updated.add(unit)
         self.applied[unit] += 1
+        for name in self._without_gradient(unit):
+            self.missed[name] = self.missed.get(name, 0) + 1
+
+    def _without_gradient(self, unit: int) -> Collection[str]:
+        """The unit's parameters that its update leaves out."""
+        here = self._left_out.get(unit, ())
+        if not here or unit not in self._present:
+            return here
+        _, landed = self._present[unit]
+        return {name for name, flag in zip(self._parameters[unit], landed.tolist(), strict=True) if not flag}
+
+    def _to_update_there(self, unit: int, sound: Tensor | None) -> Iterator[tuple[Tensor | None, Collection[str]]]:
+        """(flag on the device or None, names of parameters): what an update on the device covers, if the flag is true.
+
+        The host may not know yet which of the parameters without a gradient on this rank got one on another."""
+        here = self._left_out.get(unit, ())
+        yield sound, [name for name in self._parameters[unit] if name not in here]
+        if here and unit in self._present:
+            flags, _ = self._present[unit]
+            for flag, name in zip(flags, self._parameters[unit], strict=True):
+                if name in here:
+                    yield flag.bool() if sound is None else flag.bool() & sound, [name]
 
     def _update_on_host(self, unit: int, gradient: Tensor, parts: Mapping[Part, Tensor]) -> None:
         state, trained = unit_state(parts, self._layouts[unit], self._precision), self._layouts[unit].trained.own_size
         grad = _as_numpy(gradient)
         hi = state.hi[: state.m.size]  # what is frozen comes after
         lo = None if state.lo is None else state.lo[: state.m.size]
-        for scalars, segments in self._inside(unit, self._reached.get(unit, 0), trained):
+        absent = self._without_gradient(unit)
+        names = [name for name in self._parameters[unit] if name not in absent]
+        for scalars, segments in self._inside(unit, self._reached.get(unit, 0), trained, names):
             if lo is None:
                 update_fp32(hi, state.m, state.v, grad, scalars, segments, self.threads)
             else:
                 update_split(hi, lo, state.m, state.v, grad, scalars, segments, self.threads)
 
-    def _inside(self, unit: int, start: int, stop: int) -> Iterator[tuple[StepScalars, list[tuple[int, int, bool]]]]:
-        """(factors, segments) of each group with segments among a unit's elements [start, stop)."""
+    def _inside(
+        self, unit: int, start: int, stop: int, names: Collection[str]
+    ) -> Iterator[tuple[StepScalars, list[Segment]]]:
+        """(factors, segments) of the parameters of these names, where they are among a unit's elements [start, stop),
+        for each group and number of missed updates."""
         assert self._scalars is not None
-        for group, segments in self._segments[unit].items():
+        whole = len(names) == len(self._parameters[unit]) and self.missed.keys().isdisjoint(names)
+        for (group, missed), segments in (self._whole[unit] if whole else self._cut(unit, names)).items():
             cut = [(max(start, a), min(stop, b), decays) for a, b, decays in segments]
             if inside := [segment for segment in cut if segment[0] < segment[1]]:
-                yield self._scalars[group], inside
+                yield self._scalars(missed)[group], inside
 
     @property
     def is_interrupted(self) -> bool:
@@ -201,9 +264,10 @@ class OptimizerSink:
         if any(self._on_device) or streamed:
             self._kernels = kernels_for(self._device)
 
-    def restore(self, updates: int) -> None:
-        """Every trained unit has had this many updates; none is pending."""
+    def restore(self, updates: int, missed: Mapping[str, int] | None = None) -> None:
+        """Every trained unit has had this many updates, less those its parameters have missed; none is pending."""
         self.updates, self._scalars, self._unfinished = updates, None, False
+        self.missed = dict(missed or {})
         self.pending.clear()
         self._reached.clear()
         self.applied = [updates if unit in self.trained else 0 for unit in range(len(self._names))]
@@ -215,8 +279,7 @@ class OptimizerSink:
             del self._reached[unit]  # nothing has changed
         for unit in sorted(self._let_through):
             if math.isfinite(self._squares[unit]):
-                self._updated.add(unit)
-                self.applied[unit] += 1
+                self._count_update(unit)
         for found in (self._on_their_way, self._sound, self._let_through):
             found.clear()
 
@@ -227,18 +290,20 @@ class OptimizerSink:
         """
         bad = [(unit, self.not_finite.get(unit, [])) for unit, of in self._squares.items() if not math.isfinite(of)]
         there = [squares for unit, squares in self._squares.items() if self._normed_there[unit]]
-        told = self._world.exchange("the norm", (bad, expansion([*self._own_squares, *there]), sorted(self._done)))
-        if odd := [(unit, names) for units, _, _ in told for unit, names in units]:
+        absent = [(unit, sorted(names)) for unit, names in self._absent.items()] if self._deferred else []
+        own = bad, expansion([*self._own_squares, *there]), sorted(self._done), absent
+        told = self._world.exchange("the norm", own)
+        if odd := [(unit, names) for units, *_ in told for unit, names in units]:
             first = max(unit for unit, _ in odd)
             names = list(dict.fromkeys(name for unit, own in odd for name in own if unit == first))
-            raise self._refusal(first, names, {unit for _, _, units in told for unit in units})
-        squares = self._squares.values() if self._world.size == 1 else [each for _, own, _ in told for each in own]
+            raise self._refusal(first, names, {unit for _, _, units, _ in told for unit in units})
+        squares = self._squares.values() if self._world.size == 1 else [each for _, of, *_ in told for each in of]
         total = math.sqrt(math.fsum(squares))
         if self._deferred:
             scale = 1.0 if self.max_grad_norm is None else clip_scale(total, self.max_grad_norm)
-            how = {"lr": self._next_lr, "grad_scale": scale}
-            self._scalars = self.optimizer.scalars_by_group(step=self.updates + 1, **how)
-            self.pending = set(self.trained)
+            self._scalars = self._factors(self._next_lr, scale)
+            self.pending, by_rank = set(self.trained), [dict(each) for *_, each in told]
+            self._left_out = {unit: set.intersection(*(set(of[unit]) for of in by_rank)) for unit in self._absent}
         self.updates, self._unfinished = self.updates + 1, False
         return total
 
@@ -290,14 +355,17 @@ class OptimizerSink:
             fix="set max_grad_norm, with which a step is applied completely or not at all",
         )
 
-    def _cut(self, unit: UnitSpec, owned: Ownership) -> dict[int, list[tuple[int, int, bool]]]:
-        """Group -> (start, stop, decays) of the trained elements in a unit's state buffers."""
-        layout, optimizer = layout_of(unit), self.optimizer
-        found: dict[int, list[tuple[int, int, bool]]] = {}
+    def _cut(self, unit: int, names: Collection[str]) -> dict[tuple[int, int], list[Segment]]:
+        """(group, missed updates) -> (start, stop, decays) of the elements of these trained parameters in a unit's
+        state buffers."""
+        layout, optimizer, wanted = self._layouts[unit], self.optimizer, set(names)
+        found: dict[tuple[int, int], list[Segment]] = {}
         for field in layout.trained.fields:
-            pieces = owned.within(layout, field.start, field.stop)
+            if field.name not in wanted:
+                continue
+            pieces = self._owned.within(layout, field.start, field.stop)
             segments = [(piece.own.start, piece.own.stop, optimizer.decays(field.name)) for piece in pieces]
-            found.setdefault(optimizer.group(field.name), []).extend(segments)
+            found.setdefault((optimizer.group(field.name), self.missed.get(field.name, 0)), []).extend(segments)
         return found
 
 
@@ -324,6 +392,12 @@ class GradientCollector:
         self.gradients: dict[str, Tensor] = {}
         self.not_finite: dict[int, list[str]] = {}
         self.settings: dict[str, object] = {}
+
+    def absent(self, unit: int, names: Sequence[str]) -> None:
+        """Their gradients are collected as zeros."""
+
+    def present(self, unit: int, flags: Tensor, landed: Tensor) -> None:
+        """Likewise."""
 
     def norm(self, unit: int, gradient: Tensor, loss: Tensor | None) -> None:
         if self._together is not None:  # with several ranks, finiteness is checked at the end

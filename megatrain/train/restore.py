@@ -55,6 +55,7 @@ def as_saved(
         "steps": steps,
         "updates": sink.updates,
         "applied": dict(zip(names, sink.applied, strict=True)),
+        "missed": dict(sink.missed),
         "seed": seed,
         "precision": numerics.precision,
         "max_grad_norm": sink.max_grad_norm,

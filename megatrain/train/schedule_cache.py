@@ -8,6 +8,7 @@ each step; results do not depend on it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property, reduce
 from itertools import zip_longest
 from typing import Literal
@@ -28,8 +29,8 @@ OWNING = ("shard_nbytes", "delivery")
 """Policy fields that decide what each rank owns, and where."""
 
 Kind = Literal["step", "pending step", "forward", "flush"]
-Key = tuple[Kind, int, Policy]
-"""(kind of run, number of micro-batches, policy)."""
+Key = tuple[Kind, int, bool, Policy]
+"""(kind of run, number of micro-batches, whether they bring more than text, policy)."""
 
 
 class Schedules:
@@ -64,7 +65,7 @@ class Schedules:
         self._gather()
         if self._fits_activations and kind in ("step", "pending step"):
             self.policy = self._fitted(self._memory_for_activations, self._widest(work))
-        key: Key = kind, work.micro_batches, self.policy
+        key: Key = kind, work.micro_batches, work.beyond_text, self.policy
         built = self._work.get(key)
         wanted = built or work
         if self.policy.offloads:
@@ -138,7 +139,9 @@ class Schedules:
     def _widest(self, work: Work) -> Work:
         """The largest micro-batches of any rank, so that all plan alike."""
         told = self._world.exchange("work", (work.tokens, work.length))
-        return reduce(_larger, [Work(tuple(tokens), length) for tokens, length in told]) if len(told) > 1 else work
+        if len(told) == 1:
+            return work
+        return reduce(_larger, [replace(work, tokens=tuple(tokens), length=length) for tokens, length in told])
 
 
 def budgets(limits: Limits, device: Device, disk: Disk | None = None) -> dict[str, int]:
@@ -155,7 +158,7 @@ def budgets(limits: Limits, device: Device, disk: Disk | None = None) -> dict[st
 def _larger(left: Work, right: Work) -> Work:
     """Micro-batches at least as large as those of either."""
     tokens = tuple(max(pair) for pair in zip_longest(left.tokens, right.tokens, fillvalue=0))
-    return Work(tokens, left.length if left.length == right.length else None, batching=right.batching)
+    return replace(right, tokens=tokens, length=left.length if left.length == right.length else None)
 
 
 def _build(kind: Kind, spec: ModelSpec, numerics: Numerics, policy: Policy, work: Work, rank: int) -> Schedule:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from megatrain.device import Device
 from megatrain.dist import World
 from megatrain.engine import LossFn, MicroBatch, check_micro_batches
-from megatrain.engine.batch import as_list, check_arguments, stage
+from megatrain.engine.batch import TEXT_ENTRIES, as_list, check_arguments, model_entries, stage
 from megatrain.engine.chunked_loss import check_loss, own_entries
 from megatrain.errors import BatchError, ModelError
 from megatrain.model import PortedModel
@@ -34,16 +35,19 @@ def checked_micro_batches(
         raise ModelError("every parameter is frozen", where=where, fix="freeze fewer of them")
     found: list[tuple[list[MicroBatch], Work]] = []
 
-    def check() -> None:
+    def check() -> bool:
         check_loss(loss_fn)
         batches = stage(device, as_list(micro_batches), own_entries(loss_fn))
         work = check_micro_batches(ported.structure, batches, alone=world.size == 1)
         if router_weights is not None and len(router_weights) != len(batches):
             what = f"{len(router_weights)} router_weights for {len(batches)} micro-batches"
             raise BatchError(what, where="step", fix="give one for each micro-batch")
+        own = own_entries(loss_fn)
         for index, batch in enumerate(batches):
-            check_arguments(ported.arguments, batch, own_entries(loss_fn), f"micro-batch {index}")
+            check_arguments(ported.arguments, batch, own, f"micro-batch {index}")
         found.append((batches, work))
+        return any(not model_entries(batch, own).keys() <= TEXT_ENTRIES for batch in batches)
 
-    world.agree("micro-batches of a step" if trains else "micro-batches to measure", check)
-    return found[0]
+    beyond_text = world.agree("micro-batches of a step" if trains else "micro-batches to measure", check)
+    ((batches, work),) = found
+    return batches, replace(work, beyond_text=any(beyond_text))

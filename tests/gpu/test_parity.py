@@ -17,7 +17,9 @@ from megatrain.device import open_device
 from megatrain.engine import ops as engine_step
 from megatrain.errors import DeviceError, StreamFailed
 from megatrain.spec import Precision
+from megatrain.train.parity import truth
 from tests import standin_cuda
+from tests.stock.image_models import image_batch, image_model, text_batch
 from tests.tiny import FAMILIES, equal, relative_error, stock_gradients, tiny_model, unequal_batches
 
 pytestmark = pytest.mark.gpu
@@ -32,6 +34,38 @@ def test_loss_and_gradients_equal_the_stock_model_in_fp32(family: str) -> None:
         found = engine.gradients(unequal_batches())
         assert engine.evaluate(unequal_batches()) == pytest.approx(loss, rel=1e-5)
     assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "lfm2_vl"])
+def test_images_have_the_stock_models_gradients(kind: str) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model, batches = image_model(kind), [image_batch(kind, 1), text_batch(2)]
+    _, expected = truth(model, batches)  # type: ignore[arg-type]
+    with Engine.from_model(model, "cuda:0", "fp32", verify=False) as engine:
+        found = engine.gradients(batches)
+    floor = 1e-3 * max(float(value.norm()) for value in expected.values())
+    for name, value in expected.items():
+        assert float((found[name] - value).norm()) < 1e-5 * max(float(value.norm()), floor), name
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("streamed", [0.0, 1.0])
+def test_parameters_without_a_gradient_are_left_alone(clip: float | None, streamed: float) -> None:
+    """An image tower in steps with and without images: the bits of a step that updates in host memory."""
+    update = "during_backward" if clip is None else "next_forward"
+    found = []
+    for policy in (Policy(update=update), Policy(update=update, streamed_updates=streamed, shard_nbytes=4096)):  # type: ignore[arg-type]
+        optimizer = AdamW(lr=1e-2, weight_decay=0.1)
+        with Engine.from_model(image_model("llava"), "cuda:0", "fp32", optimizer, clip, policy, verify=False) as engine:
+            start = engine.master_weights()
+            engine.step([text_batch(1)])
+            tower = {name: value for name, value in engine.master_weights().items() if "vision" in name}
+            assert tower
+            assert all(torch.equal(value, start[name]) for name, value in tower.items())
+            for number in range(3):
+                engine.step([image_batch("llava", number) if number % 2 else text_batch(number)])
+            found.append(engine.master_weights())
+    assert equal(*found)
 
 
 SWITCHES = """

@@ -7,6 +7,7 @@ import pickle
 import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from megatrain.losses import DPO
 from megatrain.model import profile
 from megatrain.model.forward_arguments import arguments_of
 from megatrain.model.tiny import twin_of
-from megatrain.spec import Placement
+from megatrain.spec import Placement, Work
 from megatrain.spec.layer_profile import LayerProfile
 from tests import measurement_cache
 from tests.kinds import KINDS, stock_model, tiny_config
@@ -323,6 +324,45 @@ def test_a_torch_device_names_a_device() -> None:
             Engine.from_model(tiny_model(), other, verify=False)  # type: ignore[arg-type]
     with pytest.raises(DeviceError, match="finds no CUDA device"):
         Engine.from_model(tiny_model(), torch.device("cuda"), verify=False)
+
+
+def calls_of(engine: Engine, folder: Path) -> Iterator[tuple[str, Any]]:
+    """Every kind of call, with what it returns in a form that can be compared."""
+    batches, begun = unequal_batches(), unequal_batches()[0]["input_ids"][:, :3]
+    yield "step", lambda: engine.step(batches).loss
+    yield "gradients", lambda: {name: value.tolist() for name, value in engine.gradients(batches).items()}
+    yield "evaluate", lambda: engine.evaluate(batches)
+    yield "log_probs", lambda: [each.tolist() for each in engine.log_probs(batches)]
+    yield "logits", lambda: engine.logits({"input_ids": begun}).tolist()
+    yield "generate", lambda: engine.generate(begun, max_new_tokens=2, do_sample=True).tolist()
+    yield "master", lambda: engine.master("lm_head.weight").tolist()
+    yield "set_weights", lambda: engine.set_weights({"model.norm.weight": torch.ones(32, device="cpu")})
+    yield "adopt", lambda: engine.adopt(replace(engine.policy, shard_nbytes=2048))
+    yield "prepare", lambda: len(engine.prepare(Work((8,))).ops)
+    yield "flops", lambda: engine.step_flops(batches)
+    yield "save", lambda: engine.save(folder).wait().name
+    yield "restore", lambda: engine.restore(next(folder.iterdir()))
+    yield "step after", lambda: engine.step(batches).loss
+    yield "save_pretrained", lambda: engine.save_pretrained(folder / "out").name
+    yield "master_weights", lambda: {name: value.tolist() for name, value in engine.master_weights().items()}
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), "sim:3"])
+def test_the_callers_default_device_does_not_matter(device: str, tmp_path: Path) -> None:
+    model, given = tiny_model(), {"device": device, "precision": "fp32", "verify": False}
+    with torch.device("meta"):
+        other = Engine.from_model(model, **given)  # type: ignore[arg-type]
+    with Engine.from_model(model, **given) as plain, other:  # type: ignore[arg-type]
+        both = zip(calls_of(plain, tmp_path / "plain"), calls_of(other, tmp_path / "other"), strict=True)
+        for (name, call), (_, there) in both:
+            expected = call()
+            with torch.device("meta"):
+                found = there()
+            assert found == expected, name
+    with torch.device("meta"):
+        made = Engine.from_checkpoint(next((tmp_path / "plain").glob("step-*")), **given)  # type: ignore[arg-type]
+    with made:
+        assert made.steps == 1
 
 
 def groups(model: torch.nn.Module) -> list[dict[str, Any]]:

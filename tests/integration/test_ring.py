@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain import Policy
+from megatrain import Engine, Policy
 from megatrain.engine.resumable_call import ResumableCall
 from megatrain.errors import MegaTrainError, ScheduleError
 from megatrain.schedule import CALLS
@@ -28,6 +28,7 @@ from tests.integration.test_phased_calls import (
     plainest,
     results,
 )
+from tests.kinds import stock_model, tiny_config
 from tests.tiny import equal, unequal_batches
 
 RING = replace(PHASED, read_ahead_nbytes=4096)
@@ -216,3 +217,13 @@ def test_a_layer_that_waits_for_shards_is_still_one_call() -> None:
         ops = next(iter(made._schedules.known.values())).ops
     kinds = [op.kind for op in ops if op.stream == "compute"]
     assert any(kinds[i] == "PLACE" and {kinds[i - 1], kinds[i + 1]} <= set(CALLS) for i in range(1, len(kinds) - 1))
+
+
+def test_what_an_autograd_function_in_python_saves_is_not_read() -> None:
+    """BLOOM's activation is such a function (as is PhiMoE's router), and function modes see what it saves."""
+    model = stock_model(tiny_config("bloom"), 0)
+    numerics, found = Numerics("fp32", loss_chunk_tokens=5), []
+    for device, policy in (("cpu", Policy(shares_memory=True)), ("sim:3", replace(RING, activations="keep"))):
+        with Engine.from_model(model, device, numerics=numerics, policy=policy, verify=False) as made:
+            found.append(made.gradients(unequal_batches(2)))
+    assert equal(*found)

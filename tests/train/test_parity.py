@@ -104,6 +104,21 @@ def test_dropout_is_replayed_by_every_plan_and_device() -> None:
     assert replay_finding(model, make, case, settings).error == 0
 
 
+@pytest.mark.parametrize(("off", "equal"), [({"tiny": 0.7}, True), ({"tiny": 0.7, "large": 1e-3}, False)])
+def test_replay_compares_with_the_largest_gradient(off: dict[str, float], equal: bool) -> None:
+    """A gradient that is only rounding (DeepSeek-V4's gates of hash layers have 1e-9) has no scale of its own."""
+    expected = {"large": torch.ones(4), "tiny": torch.full((4,), 1e-9)}
+
+    class Told:
+        def __init__(self, gradients: dict[str, Tensor]) -> None:
+            self.gradients, self.evaluate, self.close = lambda _: gradients, lambda _: 0.0, lambda: None
+
+    moved = {name: value * (1 + off.get(name, 0.0)) for name, value in expected.items()}
+    told, model = iter([Told(expected), Told(moved)]), still("gpt2")
+    found = replay_finding(model, lambda *_: next(told), parity.short_cases(model)[0], parity.short_settings()[:2])
+    assert (found.error < parity.TOLERANCE) == equal
+
+
 def test_cases_the_stock_model_fails_are_skipped_and_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = still("llama")
     plain = type(model).forward

@@ -1,0 +1,233 @@
+"""Models with images train as the stock code does, wherever their weights are: gradients, the norm, and ten steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+
+from megatrain import AdamW, Engine, Policy
+from megatrain.errors import ConfigError, ModelError
+from megatrain.hf import StreamedTrainer
+from megatrain.schedule.contents import Weights
+from megatrain.spec import Numerics, Placement, Work
+from megatrain.train.parity import truth
+from tests.ranks import together, worlds
+from tests.stock.image_models import KINDS, image_batch, image_model, text_batch
+from tests.tiny import equal, relative_error, tiny_model
+
+pytestmark = pytest.mark.filterwarnings("default")  # the library's own warnings
+FP32 = Numerics("fp32", loss_chunk_tokens=5)
+SMALL = Policy(shard_nbytes=2048)
+FLOOR = 1e-3
+"""Least scale of an error, relative to the largest gradient: biases of keys have gradients that are only rounding."""
+
+
+def kinds(*fast: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        "kind", [pytest.param(kind, marks=() if kind in fast else pytest.mark.slow) for kind in KINDS]
+    )
+
+
+def made(model: nn.Module, device: str = "cpu", policy: Policy | None = None, **more: Any) -> Engine:
+    shares = device == "cpu" and policy is None
+    options = {"policy": policy or replace(SMALL, shares_memory=shares), "numerics": FP32, "verify": False, **more}
+    return Engine.from_model(model, device, **options)
+
+
+def mixed(kind: str, seed: int = 0) -> list[dict[str, Tensor]]:
+    """Two micro-batches with an image and one without."""
+    return [image_batch(kind, seed), text_batch(seed + 1), image_batch(kind, seed + 2)]
+
+
+def errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    floor = FLOOR * max(float(value.norm()) for value in expected.values())
+    return {
+        name: float((found[name] - value).norm()) / max(float(value.norm()), floor) for name, value in expected.items()
+    }
+
+
+@kinds("llava")
+def test_every_gradient_and_the_norm_equal_the_stock_models(kind: str) -> None:
+    model, batches = image_model(kind), mixed(kind)
+    loss, expected = truth(model, batches)
+    tower = [name for name in expected if "vi" in name.split(".")[1] and expected[name].any()]
+    assert len(tower) > 5, "the images must have trained something"
+    norm = math.sqrt(sum(float(value.double().square().sum()) for value in expected.values()))
+    with made(model, "sim:3") as engine:
+        off = errors(engine.gradients(batches), expected)
+        worst = max(off, key=lambda name: off[name])
+        assert off[worst] < 1e-5, worst
+        assert engine.evaluate(batches) == pytest.approx(loss, rel=1e-6)
+        found = engine.step(batches)
+    assert found.loss == pytest.approx(loss, rel=1e-6)
+    assert found.grad_norm == pytest.approx(norm, rel=1e-5)
+
+
+@kinds()
+def test_ten_steps_leave_what_ten_of_torch_leave(kind: str) -> None:
+    settings = AdamW(lr=1e-3, eps=1e-6, weight_decay=0.1)
+    stock = image_model(kind)
+    optimizer = torch.optim.AdamW(stock.parameters(), lr=1e-3, eps=1e-6, weight_decay=0.1)
+    with made(image_model(kind), "sim:4", optimizer=settings, max_grad_norm=0.5) as engine:
+        for number in range(10):
+            batches = mixed(kind, 10 * number) if number % 3 else [text_batch(number), text_batch(number + 50)]
+            engine.step(batches)
+            gradients = stock_gradients_or_none(stock, batches)
+            for name, parameter in stock.named_parameters():
+                parameter.grad = gradients[name]
+            nn.utils.clip_grad_norm_(stock.parameters(), 0.5)
+            optimizer.step()
+        found = engine.master_weights()
+    for name, parameter in stock.named_parameters():
+        if not name.endswith("k_proj.bias"):  # whose gradients are rounding, and AdamW makes steps of any gradient
+            assert relative_error(found[name], parameter) < 1e-4, name
+
+
+def stock_gradients_or_none(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor | None]:
+    """As `truth`, but `None` where autograd has none."""
+    _, gradients = truth(model, batches)  # type: ignore[arg-type]
+    with_image = any(len(each) > 2 for each in batches)
+    if with_image:
+        return {name: value if value.any() else None for name, value in gradients.items()}
+    return {name: value if "language_model" in name or "lm_head" in name else None for name, value in gradients.items()}
+
+
+POLICIES: dict[str, Policy] = {
+    "ring": replace(SMALL, wait_for="shard", read_ahead_nbytes=4096, weight_slots=1),
+    "by shard": replace(SMALL, wait_for="shard", weight_slots=1),
+    "kept": replace(SMALL, activations="keep", grad_slots=1),
+    "rounds": replace(SMALL, micro_batches_per_round=1),
+    "disk": replace(SMALL, placements=(Placement("disk", "disk", "disk"),) * 4),
+    "resident": replace(SMALL, placements=(Placement("device", "device", "device"),) * 4),
+    "streamed": replace(SMALL, streamed_updates=1.0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_policy_changes_a_bit_of_a_step_with_images(name: str, tmp_path: Path) -> None:
+    found = []
+    for device, policy in (("cpu", None), ("sim:5", POLICIES[name])):
+        with made(image_model("llava"), device, policy, disk=[tmp_path] if name == "disk" else ()) as engine:
+            gradients = engine.gradients(mixed("llava"))
+            for number in range(4):
+                engine.step([image_batch("llava", number)] if number % 2 else [text_batch(number)])
+            found.append(gradients | {f"then {key}": value for key, value in engine.master_weights().items()})
+    assert equal(*found)
+
+
+def test_text_alone_reads_the_embedding_once() -> None:
+    """What only images need is not fetched for text; one rank's image is fetched for on all."""
+
+    def reads(engine: Engine, work: Work) -> bool:
+        ops = engine._schedules.get("step", work).ops
+        return any(each.content == Weights(0) for op in ops if op.name.startswith("BACKWARD u0") for each in op.reads)
+
+    with made(image_model("llava"), "sim:3") as engine:
+        assert not reads(engine, Work((9,)))
+        assert reads(engine, Work((9,), beyond_text=True))
+
+
+@pytest.mark.slow
+def test_an_image_on_one_rank_is_one_on_all() -> None:
+    model, batches = image_model("llava"), mixed("llava")[:2]
+    _, expected = truth(model, batches)  # type: ignore[arg-type]
+
+    def of_rank(world: Any) -> dict[str, Tensor]:
+        with made(model, "sim:3", SMALL, world=world) as engine:
+            return engine.gradients(batches[world.rank :: world.size])
+
+    for found in together(worlds(2, 1), of_rank):
+        assert max(errors(found, expected).values()) < 1e-5
+
+
+class Attended(LlamaForCausalLM):
+    """A text model whose layers get an argument that is computed from an image."""
+
+    def forward(self, input_ids: Any = None, pixel_values: Any = None, **others: Any) -> Any:
+        if pixel_values is not None:
+            others["seen"] = pixel_values * self.model.eye
+        return super().forward(input_ids, **others)
+
+
+def test_gradients_through_arguments_of_layers_are_refused() -> None:
+    plain = tiny_model("llama")
+    model = Attended(plain.config)
+    model.model.eye = nn.Parameter(torch.ones(3))
+    text, seen = text_batch(1), {"pixel_values": torch.ones(3)}
+    with made(model, "sim:2") as engine:
+        before = engine.master_weights()
+        with pytest.raises(ModelError, match="with pixel_values its layers need a gradient other than through"):
+            engine.step([text | seen])
+        assert equal(engine.master_weights(), before)
+        engine.step([text])
+        engine.evaluate([text | seen])
+    model.model.eye.requires_grad_(False)
+    with made(model, "sim:2") as engine:
+        engine.step([text | seen])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("sim:2", marks=pytest.mark.slow)])
+def test_images_that_are_added_between_layers_are_refused_and_text_trains(device: str) -> None:
+    with made(image_model("qwen3_vl"), device) as engine:
+        for call in (engine.step, engine.evaluate):
+            with pytest.raises(ModelError, match="changed the hidden state between layers; leave out the images"):
+                call([image_batch("qwen3_vl", 1)])
+        assert engine.steps == 0
+        engine.step([text_batch(1)])
+
+
+# A trainer ------------------------------------------------------------------------------------------------------------
+
+
+def losses(kind: str, trainer: Any, folder: Path, **changes: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses and norms in a trainer's log, and the weights that it leaves."""
+    usual: dict[str, Any] = {
+        **{"output_dir": str(folder), "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2},
+        **{"learning_rate": 1e-3, "max_steps": 3, "logging_steps": 1, "report_to": "none", "disable_tqdm": True},
+        **{"use_cpu": True, "remove_unused_columns": False, "save_strategy": "no", "max_grad_norm": 0.5},
+        **{"per_device_eval_batch_size": 1, "eval_strategy": "steps", "eval_steps": 3, **changes},
+    }
+
+    def batch(rows: list[dict[str, int]]) -> dict[str, Tensor]:
+        (number,) = (row["number"] for row in rows)
+        return image_batch(kind, number) if number % 3 else text_batch(number, length=4 + number)
+
+    numbers = [{"number": number} for number in range(12)]
+    arguments = TrainingArguments(**usual)
+    more: dict[str, Any] = {} if trainer is Trainer else {"engine_options": {"verify": False}}
+    made = trainer(
+        image_model(kind),
+        arguments,
+        data_collator=batch,
+        train_dataset=numbers,  # type: ignore[arg-type]
+        eval_dataset=numbers[:4],  # type: ignore[arg-type]
+        **more,
+    )
+    made.train()
+    log = [each[key] for each in made.state.log_history for key in ("loss", "grad_norm", "eval_loss") if key in each]
+    return log, {name: value.detach().clone() for name, value in made.model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", [pytest.param("llava", marks=pytest.mark.slow), "qwen3_5"])
+def test_a_streamed_trainer_logs_what_the_stock_one_logs(kind: str, tmp_path: Path) -> None:
+    """Also for models that take no `num_items_in_batch`, whose loss is the mean of the micro-batches' means."""
+    expected, weights = losses(kind, Trainer, tmp_path)
+    found, ours = losses(kind, StreamedTrainer, tmp_path)
+    assert found == pytest.approx(expected, rel=2e-4)
+    for name, value in weights.items():
+        if not name.endswith("k_proj.bias"):
+            assert relative_error(ours[name], value) < 1e-4, name
+
+
+def test_label_smoothing_of_a_mean_of_means_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"label_smoothing_factor is not supported: Qwen3_5\w+ takes no num_items"):
+        losses("qwen3_5", StreamedTrainer, tmp_path, label_smoothing_factor=0.1)

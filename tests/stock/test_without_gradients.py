@@ -1,0 +1,245 @@
+"""A parameter without a gradient in a step is left as `torch.optim.AdamW` leaves it: no decay, no moments, no count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from megatrain import AdamW, Engine, Policy
+from megatrain.checkpoint import open_checkpoint
+from megatrain.dist import World
+from megatrain.errors import LossError
+from megatrain.model.tiny import perturb
+from megatrain.spec import Numerics, Placement
+from megatrain.train.parity import stock_loss
+from tests.ranks import together, worlds
+from tests.stock.image_models import image_batch, image_model, text_batch
+from tests.tiny import batch, relative_error, tiny_model
+
+OPTIMIZER = AdamW(lr=1e-2, weight_decay=0.1, learning_rates=(("*extra*", 2e-2),))
+LONG = 6
+"""Length from which the parameters that are used at times are used."""
+Step = list[dict[str, Tensor]]
+
+
+class AtTimes(nn.Module):
+    """A module with one more parameter, used for long rows only, and one that is never used."""
+
+    def __init__(self, inner: nn.Module, width: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.extra, self.never = nn.Parameter(torch.linspace(-1, 1, width)), nn.Parameter(torch.ones(5, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out + self.extra * 0.3 if x.shape[1] > LONG else out
+
+
+def at_times() -> PreTrainedModel:
+    """A model in which a parameter of each layer, and one beside the embedding, is used at times."""
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.mlp = AtTimes(layer.mlp, 32)
+    model.model.embed_tokens = AtTimes(model.model.embed_tokens, 32)
+    return model
+
+
+def by_torch(model: nn.Module, steps: Sequence[Step], clip: float | None, lr: float = 1e-2) -> dict[str, Tensor]:
+    """The weights that a plain loop leaves."""
+    groups = [
+        {"params": [p for n, p in model.named_parameters() if ("extra" in n) == extra], "lr": lr * (1 + extra)}
+        for extra in (False, True)
+    ]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, weight_decay=0.1)
+    for batches in steps:
+        optimizer.zero_grad(set_to_none=True)
+        targets = [int((each["labels"][:, 1:] != -100).sum()) for each in batches]
+        for each, count in zip(batches, targets, strict=True):
+            (stock_loss(model, each) * count / sum(targets)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
+        optimizer.step()
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def engine_of(
+    model: nn.Module, device: str = "cpu", policy: Policy | None = None, clip: float | None = None, **more: Any
+) -> Engine:
+    policy = replace(policy or Policy(), update="during_backward" if clip is None else "next_forward")
+    options = {"optimizer": OPTIMIZER, "max_grad_norm": clip, "policy": policy, "verify": False, **more}
+    return Engine.from_model(model, device, numerics=Numerics("fp32", loss_chunk_tokens=5), **options)
+
+
+def of_lengths(*lengths: int) -> Step:
+    return [batch(1, length, seed=10 * place + length) for place, length in enumerate(lengths)]
+
+
+STEPS: list[Step] = [of_lengths(*each) for each in ((4, 5), (4, 9), (9, 5), (5, 5), (8, 9), (5, 4))]
+"""No long row, one in either micro-batch, none, two, none."""
+IN_HOST, THERE = Placement(), Placement("device", "device", "device")
+DISK = Placement(weights="disk", low_bits="disk", moments="disk")
+SMALL = Policy(shard_nbytes=4096)
+CASES: dict[str, tuple[str, Policy, float | None]] = {
+    "cpu": ("cpu", Policy(shares_memory=True), None),
+    "cpu, clipped": ("cpu", Policy(shares_memory=True), 0.5),
+    "sim": ("sim:1", SMALL, None),
+    "sim, clipped": ("sim:2", SMALL, 0.5),
+    "streamed": ("sim:3", replace(SMALL, streamed_updates=1.0), None),
+    "streamed, clipped": ("sim:4", replace(SMALL, streamed_updates=1.0), 0.5),
+    "on the device": ("sim:5", replace(SMALL, placements=(THERE,) * 5), None),
+    "on the device, clipped": ("sim:6", replace(SMALL, placements=(THERE, IN_HOST, THERE, THERE, THERE)), 0.5),
+    "on the disk": ("sim:7", replace(SMALL, placements=(DISK,) * 5), None),
+    "on the disk, clipped": ("sim:8", replace(SMALL, placements=(DISK,) * 5), 0.5),
+}
+
+
+def named(cases: Iterable[str], *fast: str) -> pytest.MarkDecorator:
+    """A test for each case; those not named are slow."""
+    return pytest.mark.parametrize(
+        "case", [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in cases]
+    )
+
+
+@cache
+def expected(clip: float | None) -> dict[str, Tensor]:
+    return by_torch(at_times(), STEPS, clip)
+
+
+def trained(case: str, folder: Path) -> dict[str, Tensor]:
+    device, policy, clip = CASES[case]
+    with engine_of(at_times(), device, policy, clip, disk=[folder] if "disk" in case else ()) as engine:
+        for batches in STEPS:
+            engine.step(batches)
+        return engine.master_weights()
+
+
+@named(CASES, "cpu", "streamed, clipped")
+def test_parameters_used_at_times_are_updated_as_by_torch(case: str, tmp_path: Path) -> None:
+    """Each has its own count of updates, its own learning rate, and its gradients in some steps only."""
+    found, start = trained(case, tmp_path), dict(at_times().named_parameters())
+    wanted = expected(CASES[case][2])
+    for name, value in found.items():
+        if "never" in name:
+            assert torch.equal(value, start[name]), name
+            assert torch.equal(wanted[name], start[name]), name
+        assert relative_error(value, wanted[name]) < 2e-5, name
+
+
+@named(CASES, "cpu, clipped")
+def test_a_resumed_run_knows_the_counts(case: str, tmp_path: Path) -> None:
+    device, policy, clip = CASES[case]
+    (tmp_path / "disk").mkdir()
+    disk: Any = {"disk": [tmp_path / "disk"]} if "disk" in case else {}
+    model = at_times()
+    with engine_of(model, device, policy, clip, **disk) as engine:
+        for batches in STEPS[:3]:
+            engine.step(batches)
+        folder = engine.save(tmp_path / "run").wait()
+        model.load_state_dict(engine.master_weights())  # no file names the class of a changed model
+    with engine_of(model, device, policy, clip, **disk) as engine:
+        engine._take_up(open_checkpoint(folder), "refuse")
+        for batches in STEPS[3:]:
+            engine.step(batches)
+        found = engine.master_weights()
+    whole = trained(case, tmp_path / "disk")
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+def _fails(log_probs: Tensor, batch: Any) -> Tensor:
+    raise ArithmeticError
+
+
+@named([name for name in CASES if "clipped" in name], "sim, clipped")
+def test_a_step_that_fails_counts_nothing_twice(case: str, tmp_path: Path) -> None:
+    """Its own rows have other parameters without a gradient than the pending updates, some of which it applies."""
+    device, policy, clip = CASES[case]
+    (tmp_path / "disk").mkdir()
+    disk: Any = {"disk": [tmp_path / "disk"]} if "disk" in case else {}
+    with engine_of(at_times(), device, policy, clip, **disk) as engine:
+        for number, batches in enumerate(STEPS):
+            with pytest.raises(LossError, match="ArithmeticError"):
+                engine.step(STEPS[number - 3], loss_fn=_fails)
+            engine.step(batches)
+        found = engine.master_weights()
+    whole = trained(case, tmp_path / "disk")
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+OF_RANKS: dict[str, tuple[str, Policy, float | None]] = {
+    "clipped": ("cpu", SMALL, 0.5),
+    "at once": ("sim:2", SMALL, None),
+    "at once, shared": ("sim:3", replace(SMALL, delivery="shared"), None),
+    "at once, on the device": ("sim:4", replace(SMALL, placements=(THERE,) * 5), None),
+    "at once, streamed": ("sim:5", replace(SMALL, streamed_updates=1.0), None),
+    "clipped, streamed": ("sim:6", replace(SMALL, streamed_updates=1.0), 0.5),
+    "at once, by shard": ("sim:7", replace(SMALL, wait_for="shard"), None),
+}
+
+
+@named(OF_RANKS, "at once, on the device")
+def test_a_gradient_on_any_rank_counts(case: str) -> None:
+    device, policy, clip = OF_RANKS[case]
+    model = at_times()
+
+    def of_rank(world: World) -> dict[str, Tensor]:
+        with engine_of(model, device, policy, clip, world=world) as engine:
+            for batches in STEPS:
+                engine.step(batches[world.rank :: world.size])
+            assert engine._sink.missed
+            return engine.master_weights()
+
+    one, *others = together(worlds(2, 1), of_rank)
+    wanted, start = expected(clip), dict(model.named_parameters())
+    for name, value in one.items():
+        assert all(torch.equal(value, other[name]) for other in others), name
+        assert relative_error(value, wanted[name]) < 2e-5, name
+        assert "never" not in name or torch.equal(value, start[name]), name
+
+
+def test_indexers_keep_their_values() -> None:
+    """DeepSeek V3.2 chooses tokens by indexers, to which no gradient flows."""
+    config = AutoConfig.for_model(
+        "deepseek_v32",
+        **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4},
+        **{"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "kv_lora_rank": 8, "q_lora_rank": 8},
+        **{"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 4, "index_topk": 4},
+        **{"index_head_dim": 8, "index_n_heads": 2, "mlp_layer_types": ["dense", "sparse"]},
+        **{"layer_types": ["indexed_attention"] * 2, "max_position_embeddings": 64},
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    perturb(model, 0)
+    start = {name: value.detach().clone() for name, value in model.named_parameters()}
+    steps = [[batch(1, 7, seed)] for seed in range(10)]
+    with engine_of(model, optimizer=AdamW(lr=1e-2, weight_decay=0.1)) as engine:
+        for batches in steps:
+            engine.step(batches)
+        found = engine.master_weights()
+    wanted = by_torch(model, steps, None)
+    idle = [name for name in wanted if torch.equal(wanted[name], start[name])]
+    assert any("indexer" in name for name in idle)
+    assert all(torch.equal(found[name], start[name]) for name in idle)
+    assert all(not torch.equal(found[name], start[name]) for name in wanted.keys() - set(idle))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("sim:4", marks=pytest.mark.slow)])
+def test_images_in_every_second_step(device: str) -> None:
+    def steps() -> list[Step]:
+        return [[text_batch(n), image_batch("llava", n) if n % 2 else text_batch(n + 50)] for n in range(6)]
+
+    with engine_of(image_model("llava"), device, clip=0.5, optimizer=AdamW(lr=1e-3, weight_decay=0.1)) as engine:
+        for batches in steps():
+            engine.step(batches)
+        found = engine.master_weights()
+    wanted = by_torch(image_model("llava"), steps(), 0.5, lr=1e-3)
+    noise = [name for name in wanted if name.endswith("vision_tower.encoder.layers.0.self_attn.k_proj.bias")]
+    for name in wanted.keys() - set(noise):  # a gradient that is zero but for rounding has any sign
+        assert relative_error(found[name], wanted[name]) < 2e-5, name
