@@ -35,6 +35,7 @@ COMMON_FIELDS = (
     "attn_implementation",
     "head_dim",
     "num_key_value_heads",
+    "partial_rotary_factor",
     "quantization_config",
     "rope_scaling",
     "rope_theta",

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatrain.errors import MegaTrainError, ModelError, typed_line
 from megatrain.model.adapters import FULL_PRECISION, adapter_of, without_parametrize
@@ -32,6 +32,7 @@ from megatrain.model.ports import (
     HandOut,
     Port,
     PortedModel,
+    Recomputed,
     Sides,
     placeholder,
     reachable_leaves,
@@ -41,6 +42,7 @@ from megatrain.model.ports import (
 from megatrain.model.profile import Measurement, portable_attention, window_of
 from megatrain.model.router_logits import install_recorders, recorded
 from megatrain.model.skeleton import as_meta, registering
+from megatrain.model.tiny import ropes_of
 from megatrain.model.user_patches import (
     Buffers,
     OwnTensors,
@@ -82,7 +84,7 @@ def port_model(model: nn.Module, dtype: torch.dtype) -> PortedModel:
                 _foreign_errors(type(model).__name__, dtype),
             ):
                 ported = _ported(model, stack, dtype)
-                ported.adapter = adapter
+                ported.adapter, ported.recomputed = adapter, Recomputed(ported.skeleton)
                 ported.structure = replace(ported.structure, base_apart=adapter is not None)
                 return ported
         except ModelError as error:
@@ -323,7 +325,6 @@ def _learn_structure(model: PreTrainedModel, ported: PortedModel, layers: list[U
             borrowed += [name] if id(leaf) in in_epilogue else []
     if not epilogue and not borrowed:
         raise ModelError("its logits depend on no parameter outside the layers", where=where)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     units = (
         UnitSpec("prologue", "prologue", tuple(prologue), looks_up=looks_up),
         *layers,
@@ -334,9 +335,20 @@ def _learn_structure(model: PreTrainedModel, ported: PortedModel, layers: list[U
         units=units,
         hidden_size=prod(ported.hidden_shape),
         vocab_size=logits.shape[-1],
-        max_positions=positions if isinstance(positions, int) and positions > 0 else None,
+        max_positions=most_positions(model.config.get_text_config()),
         attention=getattr(model.config, "_attn_implementation", None) or "eager",
     )
+
+
+def most_positions(config: PreTrainedConfig) -> int | None:
+    """The positions that a config states, times the factor of a rotary embedding that stretches with the sequence."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions <= 0:
+        return None
+    stretches = [
+        float(rope.get("factor") or 1) for rope in ropes_of(vars(config)) if "dynamic" in str(rope["rope_type"])
+    ]
+    return int(positions * max([1.0, *stretches]))
 
 
 def _layer_specs(model: PreTrainedModel, ported: PortedModel, look: FirstLook) -> list[UnitSpec]:
