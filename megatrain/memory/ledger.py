@@ -22,14 +22,14 @@ class Ledger:
 
     def __init__(self, budgets: Mapping[str, int] | None = None, *, one_memory: bool = False) -> None:
         self.budgets = dict(budgets or {})
-        self.one_memory = one_memory
+        self._one_memory = one_memory
         self._buffers: dict[str, Buffer] = {}
 
     def require(self, buffers: Iterable[Buffer]) -> None:
         """Raise `DoesNotFit`, listing the uses, if adding these arena buffers would exceed a tier's budget."""
         after = self._buffers | {each.name: each for each in buffers if each.arena and each.peer is None}
         for tier, budget in self.budgets.items():
-            counted = ("host", "device") if self.one_memory and tier == "host" else (tier,)
+            counted = ("host", "device") if self._one_memory and tier == "host" else (tier,)
             needed = sum(buffer.nbytes for buffer in after.values() if buffer.tier in counted)
             if needed > budget:
                 lacks = f"{at_least(needed - budget)} more than its budget of {at_most(budget)}"
@@ -52,6 +52,11 @@ class Ledger:
         """Bytes held in a tier."""
         buffers = list(self._buffers.values())  # a snapshot: other threads ask while buffers change
         return sum(buffer.nbytes for buffer in buffers if buffer.tier == tier)
+
+    @property
+    def nbytes_in_host_memory(self) -> int:
+        """Bytes held in host memory, those of a device that computes there included."""
+        return self.nbytes("host") + (self.nbytes("device") if self._one_memory else 0)
 
     def table(self) -> dict[tuple[str, str], int]:
         """(tier, use) -> bytes, largest first within each tier."""

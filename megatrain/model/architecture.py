@@ -36,6 +36,7 @@ COMMON_FIELDS = (
     "attn_implementation",
     "head_dim",
     "num_key_value_heads",
+    "partial_rotary_factor",
     "quantization_config",
     "rope_scaling",
     "rope_theta",
@@ -169,8 +170,9 @@ POSITIONS = "max_position_embeddings"
 def position_limit(config: PreTrainedConfig) -> int | None:
     """The number of positions of the text model, or `None` if nothing ends there.
 
-    A rotary model computes any position. What its publisher states is still its limit, but the default of its class,
-    which an older config.json leaves in place by silence, is nobody's statement.
+    A rotary model computes any position. What its publisher states is still its limit, times the factor of a rotary
+    embedding that stretches with the sequence; but the default of its class, which an older config.json leaves in place
+    by silence, is nobody's statement.
     """
     text = config.get_text_config()
     positions = getattr(text, POSITIONS, None)
@@ -183,7 +185,14 @@ def position_limit(config: PreTrainedConfig) -> int | None:
             file = _fields_at(config.name_or_path, "", None) if config.name_or_path else None
             if file is not None and not _states({POSITIONS, *aliases}, file):
                 return None
-    return positions
+    stretches = [float(rope.get("factor") or 1) for rope in ropes_of(vars(text)) if "dynamic" in str(rope["rope_type"])]
+    return int(positions * max([1.0, *stretches]))
+
+
+def ropes_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The parameters of a config's rotary embeddings: one, or one for each type of layer."""
+    stated = fields.get("rope_parameters") or {}
+    return [rope for rope in (stated, *stated.values()) if isinstance(rope, dict) and "rope_type" in rope]
 
 
 def _states(names: set[str], fields: Mapping[str, Any]) -> bool:

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
 from megatrain.errors import ModelError
@@ -131,6 +132,58 @@ class Capture:
     def observed_only_passing(self) -> bool:
         """Whether each layer was called once, in order, with the very output of the layer before it."""
         return self.untouched and self.order == list(range(self.layers))
+
+
+class Recomputed:
+    """Modules with buffers that are not saved, such as rotary tables. Some code recomputes them from what it is called
+    with, and keeps them, so that a call would depend on the calls before it, and thus on the schedule."""
+
+    def __init__(self, root: nn.Module) -> None:
+        """Remember the present state: each call is to start from it."""
+        self._were = [
+            (module, _attributes(module), {name: _Buffer(module._buffers[name]) for name in unsaved})
+            for module in root.modules()
+            if (unsaved := module._non_persistent_buffers_set)
+        ]
+
+    def restore(self) -> None:
+        """Put back what was remembered in each module of which a buffer has been written to or replaced."""
+        for module, attributes, were in self._were:
+            buffers, unsaved = module._buffers, module._non_persistent_buffers_set
+            if unsaved == were.keys() and all(was.is_still(buffers[name]) for name, was in were.items()):
+                continue
+            for name in unsaved - were.keys():
+                module.__delattr__(name)
+            for name in _attributes(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
+            buffers.update({name: was.anew() for name, was in were.items()})
+
+
+class _Buffer:
+    """One buffer and the value that it starts with."""
+
+    def __init__(self, buffer: Tensor | None) -> None:
+        self._value = None if buffer is None else buffer.clone()
+        self._now, self._version = buffer, 0 if buffer is None else buffer._version
+
+    def anew(self) -> Tensor | None:
+        """A new tensor with that value: a graph may have saved the old one."""
+        if self._value is not None:
+            with torch.inference_mode(False), _disable_current_modes():  # no part of what is measured
+                self._now = self._value.clone()
+            self._version = self._now._version
+        return self._now
+
+    def is_still(self, buffer: Tensor | None) -> bool:
+        return buffer is self._now and (buffer is None or buffer._version == self._version)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+
+
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
 
 
 class HandOut:
@@ -251,6 +304,8 @@ class PortedModel:
     """The adapter that trains over a frozen base, if any."""
     in_files: InFiles = field(default_factory=lambda: InFiles({}, {}))
     """Frozen parameters whose bytes can be read from the model's files, and why others cannot."""
+    recomputed: Recomputed | None = None
+    """What the skeleton's modules recompute; each call starts from its state after the first look."""
     _found_in: Callable[[], object] = lambda: None
     _on_a_cpu: bool = False
 
@@ -374,12 +429,15 @@ class PortedModel:
 
     def to_device(self, device: torch.device) -> None:
         """Move the buffers of skeleton and templates (parameters have no storage)."""
+        if self.recomputed is not None:
+            self.recomputed.restore()
         for root in (self.skeleton, *self.templates):
             for module in root.modules():
                 for name, buffer in module._buffers.items():
                     if buffer is not None and not buffer.is_meta:
                         module._buffers[name] = buffer.to(device)
         self.placeholders = {name: placeholder(zero, device) for name, zero in self.placeholders.items()}
+        self.recomputed = Recomputed(self.skeleton)
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
@@ -416,6 +474,8 @@ class PortedModel:
     def run(self, script: Capture | HandOut, weights: Weights, inputs: Mapping[str, Any]) -> Any:
         """Run the model's own forward with `script` in place of the layers; `None` if it stopped after the
         prologue."""
+        if self.recomputed is not None:
+            self.recomputed.restore()
         for port in self.ports:
             port.script = script
         try:

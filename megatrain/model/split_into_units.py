@@ -33,6 +33,7 @@ from megatrain.model.ports import (
     HandOut,
     Port,
     PortedModel,
+    Recomputed,
     Sides,
     placeholder,
     reachable_leaves,
@@ -84,7 +85,7 @@ def port_model(model: nn.Module, dtype: torch.dtype) -> PortedModel:
                 _foreign_errors(type(model).__name__, dtype),
             ):
                 ported = _ported(model, stack, dtype)
-                ported.adapter = adapter
+                ported.adapter, ported.recomputed = adapter, Recomputed(ported.skeleton)
                 ported.structure = replace(ported.structure, base_apart=adapter is not None)
                 return ported
         except ModelError as error:

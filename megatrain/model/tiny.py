@@ -18,7 +18,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import ceil, gcd
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from megatrain.errors import ModelError, typed_line
+from megatrain.model.architecture import ropes_of
 from megatrain.model.weight_sources import quiet
 
 MAX_PARAMETERS = 50_000_000
@@ -375,6 +376,8 @@ Fields = dict[str, Any]
 
 VOCAB = 96
 POSITIONS = 128
+SHORT, LONG = 8, 14
+"""Tokens of sequences that are compared: a rotary embedding that depends on the length changes between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,7 +444,7 @@ class Sizes:
     divisor: int
     """Divides head sizes."""
     vocabulary: int
-    positions: int
+    positions: tuple[int, int]
 
     def width(self, value: int) -> int:
         """Scale a width with the hidden size: exactly if that is a multiple of 8, which some kernels need, else
@@ -457,7 +460,7 @@ def narrowed(node: Fields, effort: Effort, outer: Sizes | None = None) -> Fields
     """The same fields with small sizes. `outer`: sizes of the enclosing config, for one without widths of its own."""
     sizes = _sizes(node, effort) or outer
     if sizes is None:
-        sizes = Sizes((1, 1), {}, 1, 0, 0)
+        sizes = Sizes((1, 1), {}, 1, 0, (1, POSITIONS))
     small = {name: _narrow(name, value, effort, sizes) for name, value in node.items()}
     small.update(_rejoined(node, small, sizes))
     if (vocabulary := small.get("vocab_size")) is not None:
@@ -497,8 +500,8 @@ def _narrow_number(name: str, value: Any, effort: Effort, sizes: Sizes) -> Any:
     if role is None or role in effort.spared or (role.endswith(("experts", "groups")) and "experts" in effort.spared):
         return value
     if role == "positions":
-        share = value * POSITIONS // max(sizes.positions, 1) if name.startswith("original_") else POSITIONS
-        return min(value, max(4, share))
+        old, new = sizes.positions
+        return min(value, max(4, value * new // old if name.startswith("original_") else new))
     if role == "chosen groups":
         return 1
     return min(value, SMALL[role])
@@ -516,7 +519,7 @@ def _sizes(node: Fields, effort: Effort) -> Sizes | None:
     if hidden is None or (heads is None and "vocab_size" not in node):
         return None
     vocabulary = node.get("vocab_size") or 0
-    positions = next((v for k, v in node.items() if ROLES[0][1].fullmatch(k) and isinstance(v, int)), 0)
+    positions = _positions(node)
     divided = effort.widths == "divided"
     heads = heads or 1
     whole = hidden // heads if hidden % heads == 0 else 0
@@ -534,6 +537,19 @@ def _sizes(node: Fields, effort: Effort) -> Sizes | None:
         if fits and small >= 8 and rotary >= 2 and rotary % 2 == 0 and new >= min(32, hidden):
             return Sizes((hidden, new), counts, divisor, vocabulary, positions)
     return Sizes((hidden, hidden), {}, 1, vocabulary, positions)
+
+
+def _positions(node: Fields) -> tuple[int, int]:
+    """Old and new numbers of positions. Rotary embeddings that change with the length do so at about `SHORT`."""
+    old = next((v for k, v in node.items() if ROLES[0][1].fullmatch(k) and isinstance(v, int)), 0) or 1
+    new = POSITIONS
+    for rope in ropes_of(node):
+        if "dynamic" in str(rope["rope_type"]):
+            new = max(SHORT, ceil(LONG / max(1.0, rope.get("factor") or 1.0)))
+        elif "long_factor" in rope:
+            original = rope.get("original_max_position_embeddings") or node.get("original_max_position_embeddings")
+            new = min(POSITIONS, max(LONG, SHORT * old // (original or old)))
+    return old, new
 
 
 def _tiny_counts(counts: list[int], main: int) -> dict[int, int]:

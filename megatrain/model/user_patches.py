@@ -145,10 +145,15 @@ class Buffers:
         self._were = {name: (each, each._version, each.clone()) for name, each in module.named_buffers()}
 
     def refuse_changed(self, where: str) -> None:
-        """Raise `ModelError` naming a buffer that was written to, or replaced by another value."""
+        """Raise `ModelError` naming a buffer that has another value, or is saved and was written to.
+
+        What is not saved may be written anew from what the code is called with, as long as the same call writes the
+        same (rotary tables); `ports.Recomputed` then keeps one call from the next.
+        """
+        saved = self._module.state_dict(keep_vars=True).keys()
         for name, buffer in self._module.named_buffers():
             was, version, value = self._were.get(name, (None, 0, None))
-            written = buffer is was and buffer._version != version
+            written = buffer is was and buffer._version != version and name in saved
             if written or value is None or not _alike(buffer, value):
                 raise ModelError(
                     f"each forward changes the buffer {self._prefix}{name}, but parts of it run twice in a step",

@@ -20,6 +20,8 @@ from megatrain.spec import ModelSpec, Numerics, Policy, Work
 KEPT_OVERRIDES = ("micro_batch", "host_threads")
 """Overrides that are not about streaming, and are never advised against."""
 
+TIERS = ("device", "host", "disk")
+
 SHORTEST = 256
 """Tokens of the shortest sequence that is advised."""
 
@@ -96,9 +98,10 @@ def nearest_that_fits(
     """The smallest change of the policy that keeps every tier within its budget (bytes), in words.
 
     Only what is allocated for the whole run is compared, and a step takes more than that. So a change must take less
-    than the policy that failed, and no more of any tier.
+    than the policy that failed, and no more of any tier, but host memory instead of the disk.
     """
     tried: dict[str, dict[str, Any]] = {
+        "all state in host memory would fit": {"placements": ()},
         "one weight slot and one gradient slot would fit": {"weight_slots": 1, "grad_slots": 1},
         "no clipping (max_grad_norm=None) would fit": {"update": "during_backward"},
         "no clipping, and one slot each, would fit": {"update": "during_backward", "weight_slots": 1, "grad_slots": 1},
@@ -106,7 +109,9 @@ def nearest_that_fits(
     failed = _needed(model, numerics, policy, work)
     for words, change in tried.items():
         needed = _needed(model, numerics, replace(policy, **change), work)
-        takes_more = any(nbytes > failed.get(tier, 0) for tier, nbytes in needed.items())
+        takes_more = any(
+            nbytes > failed[tier] for tier, nbytes in needed.items() if tier != "host" or "placements" not in change
+        )
         if needed != failed and not takes_more and all(needed.get(tier, 0) <= most for tier, most in budgets.items()):
             return words
     return "no other policy of this model fits"
@@ -115,7 +120,7 @@ def nearest_that_fits(
 def _needed(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work) -> dict[str, int]:
     """Tier -> bytes that are allocated for the whole run."""
     table = memory_table(model, numerics, policy, work)
-    needed = {tier: sum(n for (of, _), n in table.items() if of == tier) for tier in ("device", "host")}
+    needed = {tier: sum(n for (of, _), n in table.items() if of == tier) for tier in TIERS}
     if policy.shares_memory:
         needed["host"] += needed.pop("device")
     return needed

@@ -122,7 +122,7 @@ class Builder:
         """The micro-batches of each round."""
         count = self.work.micro_batches
         size = self.policy.micro_batches_per_round or count
-        if size < count and self.model.tied:
+        if self.policy.micro_batches_per_round and self.model.tied:
             what = "a tied head and embedding share a gradient, which rounds would sum in another order"
             raise PlanError(what, where="policy.micro_batches_per_round", fix="use 0")
         return [range(start, min(count, start + size)) for start in range(0, count, size)]

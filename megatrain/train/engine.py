@@ -29,7 +29,7 @@ from megatrain.engine import (
     sequences_of,
 )
 from megatrain.engine.batch import check_arguments, check_mapping, model_entries
-from megatrain.errors import CheckpointError, ConfigError, DoesNotFit, ModelError, PlanError
+from megatrain.errors import CheckpointError, ConfigError, MegaTrainError, ModelError, PlanError
 from megatrain.formatting import amount
 from megatrain.memory import Disk, Ledger, Pool, SharedMemory, Store
 from megatrain.model import (
@@ -570,23 +570,24 @@ class Engine(TakesTurns):
     def adopt(self, policy: Policy) -> None:
         """Use another policy from now on, without changing any number. Pending updates are applied first.
 
-        State moves to the tiers that the policy names. Raises `PlanError` if `update` or `transfer` would change, and
-        `DoesNotFit` or `DiskError` if a tier refuses; the state is then intact, and the old policy stays.
+        State moves to the tiers that the policy names. Raises `PlanError` for a policy that cannot be used, or that
+        changes `update` or `transfer`, and `DoesNotFit` or `DiskError` if a tier refuses; the old policy then stays.
         """
         checked(policy, Policy, PlanError, "policy")
         self._settle()
         self._saver.wait()
-        before, saves = self.policy, self._saver.is_reserved
+        before, fits, saves = self.policy, self._schedules.fits_activations, self._saver.is_reserved
         self._take(policy)
         try:
             if saves:
                 self._saver.reserve()  # before the next schedule's slots, which may take all memory
-        except DoesNotFit:
-            self._take(before)
+            self._schedules.get(self._main_kind, Work((1,)))
+        except MegaTrainError:
+            self._take(before, fits_activations=fits)
             raise
 
-    def _take(self, policy: Policy) -> None:
-        self._schedules.adopt(policy)
+    def _take(self, policy: Policy, *, fits_activations: bool = False) -> None:
+        self._schedules.adopt(policy, fits_activations=fits_activations)
         self._streamer.policy = policy
         self._sink.adopt(policy)
 
@@ -625,11 +626,7 @@ class Engine(TakesTurns):
     def host_nbytes_left(self) -> int:
         """Bytes of host memory that are free now, within the limit, if any."""
         free, budget = available_host_nbytes(), self.limits.host_nbytes
-        if budget is None:
-            return free
-        ledger = self._pool.ledger
-        held = ledger.nbytes("host") + (ledger.nbytes("device") if ledger.one_memory else 0)
-        return max(0, min(free, budget - held))
+        return free if budget is None else max(0, min(free, budget - self._pool.ledger.nbytes_in_host_memory))
 
     @property
     def timeline(self) -> Timeline | None:

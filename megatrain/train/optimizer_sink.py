@@ -58,7 +58,7 @@ class OptimizerSink:
         world: World = ALONE,
     ) -> None:
         self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
-        self.threads = policy.host_threads
+        self.threads = 0
         """Threads for updates; 0 until the first step if the policy leaves it open."""
         self.updates = 0
         """Number of updates applied or pending, which is the newest step's number."""
@@ -257,6 +257,7 @@ class OptimizerSink:
 
     def adopt(self, policy: Policy) -> None:
         """Units are now placed as in this policy. No updates may be pending, and the device must be idle."""
+        self.threads = policy.host_threads
         self._on_device = [policy.placement(unit).on_device for unit in range(len(self._names))]
         self._normed_there, streamed = list(self._on_device), policy.updates_streamed(self._model)
         for unit in () if self._deferred else streamed:

@@ -34,7 +34,7 @@ from megatrain.spec.layout import layout_of
 from megatrain.spec.validate_fields import Bounds, checked, shown
 from megatrain.system.environment import find_launch
 from megatrain.system.paths import usable_path
-from megatrain.train.schedule_cache import budgets, refuse_contradictions
+from megatrain.train.schedule_cache import budgets, refuse_contradictions, refuse_no_files
 
 Seed = Annotated[int, Bounds(-(1 << 63), (1 << 63) - 1)]
 Folders = tuple[str | Path, ...]
@@ -185,11 +185,11 @@ def _placed(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy:
     numerics, policy = numerics_of(options), _without_homes(options, device)
     if numerics.kernels == "compile":
         require_compiler(device.torch_device)
-    if any(placement.weights == "file" for placement in policy.placements):
-        _refuse_no_files(spec)
-    if not options.get("disk") or policy.placements:
+    refuse_no_files(policy, spec)
+    limits = limits_of(options)
+    if not options.get("disk") or policy.placements or limits.disk_nbytes == 0:
         return policy
-    budget = budgets(limits_of(options), device)["host"]
+    budget = budgets(limits, device)["host"]
     beside = _beside_state(spec, numerics, policy)
     placed = spill_to_fit(spec, numerics, policy, budget - beside)
     if placed is None:
@@ -198,13 +198,6 @@ def _placed(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy:
         lacks = f"{at_least(least - budget)} more than its budget of {at_most(budget)}"
         raise DoesNotFit(f"{what}, {lacks}", where="host memory", needed={"host": least})
     return policy if all(placement == IN_HOST for placement in placed.placements) else placed
-
-
-def _refuse_no_files(spec: ModelSpec) -> None:
-    """Raise `PlanError` if no weights can be read from files."""
-    if not any(param.file_backed for unit in spec.units for param in unit.params):
-        what = "the model's files hold no frozen weights in the precision of training"
-        raise PlanError(f"reads weights from files, but {what}", where="policy.placements", fix="use host or disk")
 
 
 def _beside_state(spec: ModelSpec, numerics: Numerics, policy: Policy) -> int:

@@ -44,10 +44,12 @@ from megatrain.spec import ActivationPlan, Keep, Numerics, Policy
 #
 # The steps to compare, and the settings in which to compute them. Padding is on the left too, since with a causal mask
 # padding on the right affects nothing that counts; micro-batches are unequal, so that a mean of means is not the mean;
-# sequences are longer than a twin's windows and chunks.
+# sequences are longer than a twin's windows and chunks, and shorter and longer than what changes its rotary embedding.
 
 
 SIM = "sim:7"
+FEW = 4
+"""Tokens of the shortest sequence: any model can be split with so many."""
 ACTIVATION_PLANS: tuple[ActivationPlan, ...] = get_args(ActivationPlan)
 MIXTURE: tuple[tuple[Keep, ...], ...] = (("offload", "graph"), ("drop",))
 STORED: tuple[tuple[Keep, ...], ...] = (("chosen", "attention"),)
@@ -108,7 +110,7 @@ def short_cases(model: StockModel) -> list[Case]:
     """Two unequal micro-batches, the first padded, on the left if possible. One case that the stock model can compute
     is enough."""
     tokens = ordinary_tokens(model.config)
-    single = micro_batch(tokens, 1, 7, 1)
+    single = micro_batch(tokens, 1, FEW, 1)
     cases = [
         Case("two micro-batches, padded on both sides", (micro_batch(tokens, 2, 10, 0, left=3, right=2), single)),
         Case("two micro-batches, padded on the right", (micro_batch(tokens, 2, 10, 0, right=3), single)),
@@ -120,7 +122,7 @@ def short_cases(model: StockModel) -> list[Case]:
 def full_cases(model: StockModel) -> list[Case]:
     """Whole rows, padding on either side, packing (if the model takes positions), several unequal micro-batches."""
     tokens = ordinary_tokens(model.config)
-    whole, single = micro_batch(tokens, 2, 12, 2), micro_batch(tokens, 1, 7, 1)
+    whole, single = micro_batch(tokens, 2, 12, 2), micro_batch(tokens, 1, FEW, 1)
     right, left = micro_batch(tokens, 2, 10, 0, right=3), micro_batch(tokens, 3, 9, 3, left=4)
     cases = [
         Case("whole rows", (whole,)),

@@ -52,7 +52,7 @@ class Schedules:
         self._work: dict[Key, Work] = {}
         """The work that each was built for."""
         self._store, self._pool, self._device, self._world = store, store.pool, device, world
-        self._fits_activations = fits_activations
+        self.fits_activations = fits_activations
         self._is_scattered = False
         """Whether state may not be where `policy` says, since it could not be moved back."""
 
@@ -63,7 +63,7 @@ class Schedules:
         """
         self._store.settle()
         self._gather()
-        if self._fits_activations and kind in ("step", "pending step"):
+        if self.fits_activations and kind in ("step", "pending step"):
             self.policy = self._fitted(self._memory_for_activations, self._widest(work))
         key: Key = kind, work.micro_batches, work.beyond_text, self.policy
         built = self._work.get(key)
@@ -88,7 +88,7 @@ class Schedules:
             raise
         return self.known[key]
 
-    def adopt(self, policy: Policy) -> None:
+    def adopt(self, policy: Policy, *, fits_activations: bool = False) -> None:
         """Use another policy from now on; its memory is allocated with its first schedule, and the old slots are
         freed.
 
@@ -100,6 +100,7 @@ class Schedules:
             if before != after:
                 raise PlanError(f"cannot change during training ({before} to {after})", where=f"policy.{name}")
         policy.refuse_contradictions(self._numerics)
+        refuse_no_files(policy, self._ported.structure)
         self._store.settle()
         self._pool.keep_state()
         self._is_scattered = True
@@ -109,7 +110,7 @@ class Schedules:
             self._gather()
             raise
         self._is_scattered = False
-        self.policy, self._fits_activations = policy, False
+        self.policy, self.fits_activations = policy, fits_activations
 
     def _gather(self) -> None:
         """Move all state to where the policy places it; a schedule would take missing state for new, and zero it.
@@ -171,6 +172,15 @@ def _build(kind: Kind, spec: ModelSpec, numerics: Numerics, policy: Policy, work
             return build_step(spec, numerics, policy, work, rank=rank)
         case "pending step":
             return build_step(spec, numerics, policy, work, pending="all", rank=rank)
+
+
+def refuse_no_files(policy: Policy, spec: ModelSpec) -> None:
+    """Raise `PlanError` if the policy reads weights from files, and none can be read."""
+    if not any(placement.weights == "file" for placement in policy.placements):
+        return
+    if not any(param.file_backed for unit in spec.units for param in unit.params):
+        what = "the model's files hold no frozen weights in the precision of training"
+        raise PlanError(f"reads weights from files, but {what}", where="policy.placements", fix="use host or disk")
 
 
 def refuse_contradictions(numerics: Numerics, policy: Policy, max_grad_norm: float | None, device: Device) -> None:
