@@ -11,14 +11,13 @@ A message is not trained if one of these keys says so:
 `train_detail` (Axolotl) lists the characters of a content that are trained, as {"begin_offset", "end_offset", "train"}
 with the last character included; so do these keys in the parts of a content. `only_last` (mistral-finetune) of a row
 trains its last answer only. What cannot be honoured is refused: weights between 0 and 1, user messages that are to be
-trained, and unknown keys with the words of such a key.
+trained, and unknown keys and columns whose name has no other words than such a key (`no_loss`, but not `loss_history`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -36,28 +35,21 @@ ANY_ROLE = ("weight", "loss_mask", "step_loss_mask")
 """Keys that their trainers give to messages of any role, and read in the assistant's."""
 DETAILS = ("train_detail", "training_detail")
 ONLY_LAST = "only_last"
-WEIGHTS_OF_ROWS = ("weight", "loss_weight", "sample_weight", "loss_scale", "loss_multiplier")
 ROLES_OF_USERS = ("user", "human", "system", "prompt", "")
 """Roles that NeMo's key `mask` of a row names for what is done here anyway."""
-ON_WORDS = {*("loss", "train", "trains", "training", "trained", "trainable", "learn", "learned", "learnable")} | {
-    *("supervise", "supervised", "weight", "weights", "backprop")
+WEIGHTS = {"weight", "weights", "scale", "multiplier"}
+MASKS = {"mask", "masks"}  # 1 may mean either
+ON = {*"loss train trains training trained trainable learn learned learnable supervise supervised backprop".split()}
+OFF = {*"masked ignore ignored skip skipped exclude excluded untrained no not without non never".split()}
+BESIDE = {*"is be to for from in on the this use used should compute apply include included only sample".split()} | {
+    *"token tokens turn turns message messages answer answers response completion assistant output prompt label".split()
 }
-OFF_WORDS = {"mask", "masks", "masked", "ignore", "ignored", "skip", "skipped", "exclude", "excluded", "untrained"}
-NEGATIONS = {"no", "not", "without", "non", "never"}
-OTHER_MASKS = ("attention_mask", "special_tokens_mask")
-FIX = "write `train`: true or false in the message, or remove the key"
+"""Words that a name may have beside these."""
+
+NUMBER = re.compile(r"\s*\d*\.?\d+\s*")
 
 Parts = tuple[tuple[int, int], ...]
 """Characters [start, stop) of a content."""
-
-
-@dataclass(frozen=True)
-class Switches:
-    """Which messages of a row its keys leave out of training. off: wholly. parts: message -> the trained characters of
-    its content."""
-
-    off: frozenset[int] = frozenset()
-    parts: Mapping[int, Parts] = field(default_factory=dict)
 
 
 def as_label(value: Any) -> bool | None:
@@ -67,44 +59,46 @@ def as_label(value: Any) -> bool | None:
     return bool(value) if isinstance(value, int | float | np.integer | np.bool_) and value in (0, 1) else None
 
 
-def take_switches(messages: Sequence[dict[str, Any]], place: str) -> tuple[tuple[dict[str, Any], ...], Switches]:
-    """(`messages` without the keys that say what is trained, what they say). Raises `SampleError` if that cannot be
-    honoured. place: of the row, for errors."""
+def take_switches(
+    messages: Sequence[dict[str, Any]], place: str
+) -> tuple[tuple[dict[str, Any], ...], set[int], dict[int, Parts]]:
+    """(`messages` without the keys that say what is trained, the messages that are not, message -> the only characters
+    of its content that are). Raises `SampleError` if the keys cannot be honoured. place: of the row, for errors."""
     off, parts = set[int](), dict[int, Parts]()
     for index, message in enumerate(messages):
         where = f"message {index + 1}"
         on = is_on(message, where, place)
         ranges = next((_ranges(message, key, where, place) for key in DETAILS if key in message), None)
-        if message["role"] != "assistant":
-            key = next((key for key in (*SWITCHES, *DETAILS) if key in message and key not in ANY_ROLE), None)
-            if on or (on is None and ranges):
-                fix = "remove the key; data.train_on=all trains all text"
-                raise _refused(f"{where} ({message['role']}) has {key!r}, but only answers are trained", place, fix)
+        if message["role"] != "assistant" and (on or (on is None and ranges)):
+            key = next(key for key in (*SWITCHES, *DETAILS) if key in message and key not in ANY_ROLE)
+            fix = "remove the key; data.train_on=all trains all text"
+            raise _refused(f"{where} ({message['role']}) has {key!r}, but only answers are trained", place, fix)
         if on is False or (on is None and ranges == ()):
             off.add(index)
         elif ranges is not None:
             parts[index] = ranges
     known = {*SWITCHES, *DETAILS}
-    return tuple({key: value for key, value in each.items() if key not in known} for each in messages), Switches(
-        frozenset(off), parts
-    )
+    return tuple({key: value for key, value in each.items() if key not in known} for each in messages), off, parts
 
 
 def is_on(item: Mapping[str, Any], where: str, place: str) -> bool | None:
     """Whether the keys of a message or of a part say that it is trained; None if they do not say. Raises `SampleError`
     for a value that is neither, and for an unknown key that may say so."""
-    said: list[tuple[str, bool]] = []
+    said: dict[str, bool] = {}
     for key, value in item.items():
-        if key in SWITCHES and value is not None:
+        if _is_missing(value):
+            continue
+        if key in SWITCHES:
             if (label := as_label(value)) is None:
                 what = f"{where} has a {key} of {value!r}"
                 raise SampleError(what, reason="fractional weight", where=place, fix="a weight is 0 or 1")
-            said.append((key, label is SWITCHES[key]))
-        elif key not in DETAILS and _may_switch(key, value):
-            raise _refused(f"{where} has {key!r}: {_short(value)}, which may say whether it is trained", place, FIX)
-    if not all(on for _, on in said):
+            said[key] = label is SWITCHES[key]
+        elif key not in DETAILS and _may_switch_off(key, value):
+            what = f"{where} has {key!r}: {_short(value)}, which may say whether it is trained"
+            raise _refused(what, place, "write `train`: true or false in the message, or remove the key")
+    if not all(said.values()):
         return False
-    return True if any(key not in ANY_ROLE for key, _ in said) else None
+    return True if said.keys() - {*ANY_ROLE} else None
 
 
 def join_switches(parts: Sequence[tuple[str, str, bool | None]], where: str, place: str) -> dict[str, Any]:
@@ -134,27 +128,43 @@ def refuse_row_switches(fields: Mapping[str, Any], known: Collection[str], place
     to the mixing of corpora.
     """
     for name, value in fields.items():
-        if value is None or name in known or name in OTHER_MASKS:
+        if name in known or _is_missing(value):
             continue
-        plain = name.lower()
-        weighs = plain in WEIGHTS_OF_ROWS and as_label(value) is not True and not is_text
-        is_list = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str)
-        switches = isinstance(value, bool | np.bool_) or (is_list and _are_numbers(value))
-        masks = plain == "mask" and isinstance(value, str) and value.strip().lower() not in ROLES_OF_USERS
-        if (weighs and not isinstance(value, str)) or masks or (switches and _may_switch(name, value)):
-            what = f"{name!r} is {_short(value)}, which may say what of the row is trained"
-            raise _refused(what, place, f"remove the column; {FIX}")
+        text = value
+        if isinstance(value, str) and NUMBER.fullmatch(value):  # in a CSV file
+            value = float(value)
+        weighs, is_list = bool(WEIGHTS & _words(name)), isinstance(value, Sequence | np.ndarray)
+        if isinstance(value, str) and as_label(value) is None:
+            refused = name.lower() == "mask" and value.strip().lower() not in ROLES_OF_USERS
+        elif (weighs and is_text) or (is_list and not isinstance(value, str) and not _are_numbers(value)):
+            refused = False
+        elif isinstance(value, int | float | np.number) and as_label(value) is None:
+            refused = weighs and _may_switch_off(name, value)  # other numbers are facts: a loss of 2.31
+        else:
+            refused = _may_switch_off(name, value)
+        if refused:
+            what = f"{name!r} is {_short(text)}, which may say what of the row is trained"
+            raise _refused(what, place, "remove the column, and rows that are not to be trained")
 
 
-def _may_switch(key: str, value: Any) -> bool:
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and value != value)  # pandas' nan
+
+
+def _words(name: str) -> set[str]:
+    return {*re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower())}
+
+
+def _may_switch_off(name: str, value: Any) -> bool:
     """Whether an unknown key may say that something is not trained: by the words of its name, unless the value is what
     it has for something trained."""
-    words = {*re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", key).lower())}
-    if not words & (ON_WORDS | OFF_WORDS) or (isinstance(value, str) and as_label(value) is None) or value is None:
+    words = _words(name)
+    said = words & (ON | OFF | MASKS | WEIGHTS)
+    if not said - {"scale", "multiplier", "no", "not", "without", "non", "never"} or words - said - BESIDE:
         return False
-    if words & {"mask", "masks"}:  # 1 may mean either
-        return True
-    return as_label(value) is not (not words & (OFF_WORDS | NEGATIONS))
+    if isinstance(value, str) and as_label(value) is None:
+        return False
+    return bool(words & MASKS) or as_label(value) is not (not words & OFF)
 
 
 def _ranges(message: Mapping[str, Any], key: str, where: str, place: str) -> Parts:
@@ -192,7 +202,6 @@ def _refused(what: str, place: str, fix: str) -> SampleError:
 __all__ = [
     "ONLY_LAST",
     "Parts",
-    "Switches",
     "as_label",
     "is_on",
     "join_switches",

@@ -133,7 +133,7 @@ def read_turns(value: object, column: str, place: str) -> object:
 def read_tools(value: object, place: str) -> tuple[Tool, ...]:
     """Normalise a list of JSON schemas of functions, or its JSON text. Raises `SampleError`."""
     if isinstance(value, str):
-        value = _from_json(value, "tools", place) if value.strip() else []
+        value = (_from_json(value, "tools", place) if value.strip() else None) or []
     if not isinstance(value, Sequence) or not all(isinstance(tool, Mapping) for tool in value):
         what = f"tools are {type(value).__name__}, not a list of objects"
         raise SampleError(what, reason="malformed tools", where=place, fix="give JSON schemas of functions")
@@ -148,7 +148,8 @@ def read_values(value: object, column: str, place: str) -> dict[str, Any]:
 
     Raises `SampleError` for anything else.
     """
-    value = _from_json(value, f"{column!r} is a text", place) if isinstance(value, str) else value
+    value = _from_json(value, f"{column!r} is a text", place) if isinstance(value, str) and value.strip() else value
+    value = {} if value is None or value == "" else value
     if not isinstance(value, Mapping):
         what = f"{column!r} is {type(value).__name__}, not an object"
         raise SampleError(what, reason=f"malformed {column!r}", where=place, fix="give names and values")

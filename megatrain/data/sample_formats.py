@@ -325,10 +325,10 @@ def _read_sharegpt(row: Row, schema: Schema) -> Sample:
             what = f"message {number} has the role {role_name!r}"
             fix = f"known are {', '.join(roles)}; for others set data.tags={{user_tag: ..., assistant_tag: ...}}"
             raise SampleError(what, reason="unknown role", where=row.place, fix=fix)
+        extra = {key: value for key, value in turn.items() if key not in (role_key, content_key)}
         if role == "call":
-            messages.append({"role": "assistant", "tool_calls": read_calls(content, row.place)})
+            messages.append({**extra, "role": "assistant", "tool_calls": read_calls(content, row.place)})
         else:
-            extra = {key: value for key, value in turn.items() if key not in (role_key, content_key)}
             messages.append({**extra, "role": role, "content": content})
     return Sample(row.place, _with_system(read_messages(messages, row.place), row, schema), _tools(row, schema))
 
@@ -409,10 +409,9 @@ _READERS = {
 
 def _with_switches(sample: Sample, row: Row) -> Sample:
     """`sample`, with what the keys of its messages and of the row say about what is trained (see `loss_switches`)."""
-    messages, switches = take_switches(sample.messages, row.place)
-    off = {*switches.off}
+    messages, off, parts = take_switches(sample.messages, row.place)
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if (only_last := row.fields.get(ONLY_LAST)) is not None:
+    if (only_last := row.fields.get(ONLY_LAST)) not in (None, ""):
         if as_label(only_last) is None:
             what = f"{ONLY_LAST!r} is {only_last!r}, not true or false"
             raise SampleError(what, reason=f"malformed {ONLY_LAST!r}", where=row.place, fix="correct it")
@@ -421,8 +420,8 @@ def _with_switches(sample: Sample, row: Row) -> Sample:
         sample,
         messages=messages,
         untrained=sample.untrained | off,
-        trained_parts=switches.parts,
-        says_untrained=bool(off or switches.parts),
+        trained_parts=parts,
+        says_untrained=bool(off or parts),
     )
 
 
