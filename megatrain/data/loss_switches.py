@@ -39,10 +39,14 @@ ROLES_OF_USERS = ("user", "human", "system", "prompt", "")
 """Roles that NeMo's key `mask` of a row names for what is done here anyway."""
 WEIGHTS = {"weight", "weights", "scale", "multiplier"}
 MASKS = {"mask", "masks"}  # 1 may mean either
-ON = {*"loss train trains training trained trainable learn learned learnable supervise supervised backprop".split()}
-OFF = {*"masked ignore ignored skip skipped exclude excluded untrained no not without non never".split()}
-BESIDE = {*"is be to for from in on the this use used should compute apply include included only sample".split()} | {
-    *"token tokens turn turns message messages answer answers response completion assistant output prompt label".split()
+ON = {*("loss", "train", "trains", "training", "trained", "trainable", "learn", "learned", "learnable")} | {
+    *("supervise", "supervised", "backprop")
+}
+NEGATIONS = {"no", "not", "without", "non", "never"}
+OFF = {"masked", "ignore", "ignored", "skip", "skipped", "exclude", "excluded", "untrained"} | NEGATIONS
+BESIDE = {*("is", "be", "to", "for", "from", "in", "on", "the", "this", "use", "used", "should", "compute", "apply")} | {
+    *("include", "included", "only", "sample", "token", "tokens", "turn", "turns", "message", "messages", "answer"),
+    *("answers", "response", "completion", "assistant", "output", "prompt", "label"),
 }
 """Words that a name may have beside these."""
 
@@ -160,7 +164,7 @@ def _may_switch_off(name: str, value: Any) -> bool:
     it has for something trained."""
     words = _words(name)
     said = words & (ON | OFF | MASKS | WEIGHTS)
-    if not said - {"scale", "multiplier", "no", "not", "without", "non", "never"} or words - said - BESIDE:
+    if not said - NEGATIONS - {"scale", "multiplier"} or words - said - BESIDE:
         return False
     if isinstance(value, str) and as_label(value) is None:
         return False

@@ -136,7 +136,7 @@ def test_keys_that_say_nothing_are_read() -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "skip_prompt_formatting": True},
+        {"instruction": "q", "output": "a", "skip_prompt_formatting": True},
         {"prompt": "q", "chosen": "a", "rejected": "b", "in_gsm8k_train": False},
         *(
             {"messages": [user("q"), assistant("a")], **more}
@@ -156,7 +156,8 @@ def test_columns_of_well_known_data_sets_are_read(row: dict[str, Any]) -> None:
     at = Row(row, "r", "r:1")
     schema = detect_schema(at, Schema())
     samples = read_pair(at, schema) if schema.format == "preference" else [read_sample(at, schema)]
-    assert [each.text or each.messages[-1]["content"] for each in samples] == (["a", "b"] if len(samples) == 2 else ["a"])
+    said = [each.text or each.messages[-1]["content"] for each in samples]
+    assert said == ["a", "b"][: len(samples)]
 
 
 def test_a_call_of_sharegpt_keeps_its_keys() -> None:
