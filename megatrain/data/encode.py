@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any, Literal
 
 import numpy as np
@@ -36,7 +36,7 @@ from megatrain.data.chat import (
     mark_chat,
     prompt_text,
 )
-from megatrain.data.messages import Message
+from megatrain.data.messages import Message, Tool
 from megatrain.data.read_rows import LeftOut
 from megatrain.data.sample_formats import NOT_A_TARGET, Sample
 from megatrain.data.tokenizer import (
@@ -216,24 +216,30 @@ def chat_prompt_ids(messages: Sequence[Message], template: ChatTemplate) -> list
 def turn_ends(template: ChatTemplate) -> list[int]:
     """The ids of the tokens with which a template ends an answer and a call of a function, after which a model trained
     on them stops; none if it ends them with a text."""
-    encoder, said, ends = Encoder(template.tokenizer), "zqx", list[int]()
+    encoder = Encoder(template.tokenizer)
     encoder.__dict__["template"] = template
     question: Message = {"role": "user", "content": "x"}
-    call = {"type": "function", "function": {"name": "f", "arguments": {"x": said}}}
-    tool = {"name": "f", "description": "x", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}
-    for sample in (
-        Sample("", (question, {"role": "assistant", "content": said})),
-        Sample("", (question, {"role": "assistant", "tool_calls": [call]}), ({"type": "function", "function": tool},)),
-    ):
+    answer: Message = {"role": "assistant", "content": "x"}
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": "x"}}}
+    schema = {"type": "object", "properties": {"x": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "f", "description": "x", "parameters": schema}}
+
+    def marks(*messages: Message, tools: tuple[Tool, ...] = ()) -> list[int]:
+        """The ids of the added tokens with which the trained tokens end."""
         try:
-            ((_, tokens),) = _tokenised([sample], encoder, Statistics())
+            ((_, tokens),) = _tokenised([Sample("", messages, tools)], encoder, Statistics())
         except (DataError, ValueError):  # the template refuses calls, or shows no turn
-            continue
-        behind = tokens.offsets[:, 0] >= tokens.text.rindex(said) + len(said)
-        marks: list[int] = tokens.ids[tokens.trained & behind & np.isin(tokens.ids, encoder.added)].tolist()
-        if marks and not {*ends} & {*marks}:
-            ends.append(marks[-1] if ends else marks[0])  # a call may be closed first (`</tool_call>`)
-    return ends
+            return []
+        written = np.array([bool(tokens.text[start:stop].strip()) for start, stop in tokens.offsets], np.bool_)
+        ids = tokens.ids[tokens.trained & written]
+        return list(takewhile(lambda token: bool(np.isin(token, encoder.added)), ids[::-1].tolist()))[::-1]
+
+    inner, last = marks(question, answer, question), marks(question, answer)
+    called = marks(
+        question, {"role": "assistant", "tool_calls": [call]}, tools=({"type": "function", "function": tool},)
+    )
+    ends = inner[-1:] if {*inner[-1:]} & {*last} else last[-1:]  # an eos token may follow the last turn (Phi-3's)
+    return ends + [end for end in called[-1:] if end not in ends]
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,9 @@ ON = {*("loss", "train", "trains", "training", "trained", "trainable", "learn", 
 }
 NEGATIONS = {"no", "not", "without", "non", "never"}
 OFF = {"masked", "ignore", "ignored", "skip", "skipped", "exclude", "excluded", "untrained"} | NEGATIONS
-BESIDE = {*("is", "be", "to", "for", "from", "in", "on", "the", "this", "use", "used", "should", "compute", "apply")} | {
-    *("include", "included", "only", "sample", "token", "tokens", "turn", "turns", "message", "messages", "answer"),
-    *("answers", "response", "completion", "assistant", "output", "prompt", "label"),
+BESIDE = {*("is", "be", "to", "for", "from", "in", "on", "the", "this", "use", "used", "should", "compute")} | {
+    *("apply", "include", "included", "only", "sample", "token", "tokens", "turn", "turns", "message", "messages"),
+    *("answer", "answers", "response", "completion", "assistant", "output", "prompt", "label"),
 }
 """Words that a name may have beside these."""
 

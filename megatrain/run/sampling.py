@@ -10,7 +10,7 @@ import torch
 
 from megatrain.config import Config, TrainSection
 from megatrain.data import Tokenizer, vocabulary_size
-from megatrain.data.tokenizer import encode_text, end_of_text_id
+from megatrain.data.tokenizer import encode_text, end_of_text_id, leading_ids
 from megatrain.errors import DataError
 from megatrain.model import TextStream
 from megatrain.run.data import Corpus
@@ -39,12 +39,14 @@ def _as_list(ids: int | Sequence[int] | None) -> list[int]:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Token ids of the prompt with the tokenizer's own special tokens; at least one."""
+    """Token ids of the prompt, which begins like a trained text: with what the tokenizer puts before one (bos), unless
+    it says so itself, and without what it puts behind one. At least one."""
     try:
-        ids: list[int] = tokenizer(prompt)["input_ids"]
+        ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     except (TypeError, UnicodeEncodeError) as error:  # raised for a lone surrogate
         raise DataError("the prompt is not Unicode text", where=WHERE, fix="remove the lone surrogate") from error
-    if ids:
+    leading = leading_ids(tokenizer)
+    if ids := ids if ids[: len(leading)] == leading else leading + ids:
         return ids
     start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if start is None:

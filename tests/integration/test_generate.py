@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -282,6 +283,18 @@ def test_bad_folders_and_prompts_are_refused_before_loading(
             generator = GenerationModel(changed.pop("folder", folder))
             run_generation(generator, **{"prompt": "abc", "heard": print, **changed})
         assert "\n" not in str(caught.value)
+
+
+def test_a_prompt_begins_as_texts_do_once_and_does_not_end_as_they_do() -> None:
+    """Some tokenizers put an end-of-text token behind each text."""
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+    start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        "<s> $A </s>", "<s> $A </s> <s> $B </s>", [("<s>", start), ("</s>", end)]
+    )
+    assert prompt_ids(tokenizer, "ab") == prompt_ids(tokenizer, "<s>ab") == [start, 97, 98]
+    assert prompt_ids(tokenizer, "") == [start]
 
 
 def test_an_empty_prompt_starts_with_the_bos_token() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from megatrain.data import load_tokenizer, turn_ends
 from megatrain.data.chat import choose_template
 from megatrain.run.history import read_history
 from tests.data.chats import byte_tokenizer
+from tests.data.test_trl_masks import tokenizer_of
 from tests.run.test_training import configuration, train
 
 CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}
@@ -115,9 +117,18 @@ def test_an_adapter_says_where_it_stops_and_so_does_its_merge(tmp_path: Path) ->
         ("phi3", ["<|end|>"]),
         ("gptoss", ["<|return|>", "<|call|>"]),
         ("mistral_v3", ["</s>"]),
+        ("cohere2", ["<|END_OF_TURN_TOKEN|>"]),
+        ("gemma4", ["<turn|>", "<|tool_response>"]),
     ],
 )
 def test_turns_of_known_templates_end_where_their_publishers_say(name: str, ends: list[str]) -> None:
     """The ids in the `generation_config.json` of the published models, but for ends of texts."""
-    tokenizer = byte_tokenizer(name)
+    tokenizer = copy.deepcopy(tokenizer_of(name)) if name in ("cohere2", "gemma4") else byte_tokenizer(name)
+    if name == "gemma4":
+        tokenizer.add_tokens(["<turn|>", "<tool_call|>", "<|tool_response>"], special_tokens=True)
     assert [tokenizer.decode([end]) for end in turn_ends(choose_template(tokenizer))] == ends
+
+
+def test_a_token_within_a_turn_is_no_end() -> None:
+    """Gemma 4 writes texts of a call in tokens of their own; here the token that ends the call is no added token."""
+    assert turn_ends(choose_template(tokenizer_of("gemma4"))) == []
