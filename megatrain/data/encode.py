@@ -235,9 +235,7 @@ def turn_ends(template: ChatTemplate) -> list[int]:
         return list(takewhile(lambda token: bool(np.isin(token, encoder.added)), ids[::-1].tolist()))[::-1]
 
     inner, last = marks(question, answer, question), marks(question, answer)
-    called = marks(
-        question, {"role": "assistant", "tool_calls": [call]}, tools=({"type": "function", "function": tool},)
-    )
+    called = marks(question, {"role": "assistant", "tool_calls": [call]}, tools=(tool,))
     ends = inner[-1:] if {*inner[-1:]} & {*last} else last[-1:]  # an eos token may follow the last turn (Phi-3's)
     return ends + [end for end in called[-1:] if end not in ends]
 

@@ -92,8 +92,9 @@ class Corpus:
     """The first sample as (text, whether it is trained) pieces; empty for plain text."""
     chats: Encoder | None = None
     """Chat template that turns conversations into ids; `None` if the data has none."""
-    moment: str = ""
-    """When the run first rendered its chats, in ISO format: templates that write the date write this one."""
+    begun: Mapping[str, Any] = field(default_factory=dict)
+    """What a resumed run takes over. moment: when the run first rendered its chats, in ISO format: templates that write
+    the date write this one. stops: the ids at which the model stopped generating before the run."""
     leading: list[int] = field(default_factory=list)
     """The ids that begin each plain text."""
     ends: list[int] = field(default_factory=list)
@@ -175,13 +176,13 @@ def open_corpus(
     model: Any,
     world: World = ALONE,
     *,
-    moment: str | None = None,
+    begun: Mapping[str, Any] | None = None,
     processes: int = 1,
     progress: Progress | None = None,
 ) -> Corpus:
     """Open the data of a run, packed for the model and the plan's micro-batches; each rank gets its own share.
 
-    config: with the sizes chosen by the plan. vocabulary: number of token ids of the model. moment: `Corpus.moment` of
+    config: with the sizes chosen by the plan. vocabulary: number of token ids of the model. begun: `Corpus.begun` of
     a run that is resumed. processes: number of processes for encoding samples. progress: called with the progress of
     that.
 
@@ -189,7 +190,8 @@ def open_corpus(
     """
     data, size = config.data, plan.micro_batch
     prepare = partial(prepare_samples, processes=processes, progress=progress)
-    moment = world.exchange("the date", moment or datetime.now().isoformat(timespec="seconds"))[0]
+    moment = (begun or {}).get("moment") or datetime.now().isoformat(timespec="seconds")
+    moment = world.exchange("the date", moment)[0]
     opened = _Opening(config, size, tokenizer, vocabulary, model, prepare, datetime.fromisoformat(moment))
     parts = list(opened.parts())
     loader = Loader(
@@ -224,7 +226,7 @@ def open_corpus(
     ends = [] if chats is None else turn_ends(chats.template)
     if not all(part.holds_chats for part in parts) and tokenizer.eos_token_id is not None:
         ends = [*ends, opened.encoder.end_of_text]
-    return Corpus(loader, validation, data.sequence_length, facts, example, chats, moment, leading, ends)
+    return Corpus(loader, validation, data.sequence_length, facts, example, chats, {"moment": moment}, leading, ends)
 
 
 def _distinct(named: Iterable[tuple[str, Batching]]) -> dict[str, Batching]:

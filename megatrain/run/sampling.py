@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,14 +21,18 @@ from megatrain.train.progress import printable
 WHERE = "generate"
 
 
-def stopping(config: Config, engine: Engine, corpus: Corpus, tokenizer: Tokenizer) -> Corpus:
+def stopping(config: Config, engine: Engine, corpus: Corpus, tokenizer: Tokenizer, begun: Mapping[str, Any]) -> Corpus:
     """Let generation, by the saved model too, end at `corpus.ends` if the configuration says so, and return the corpus
-    with a fact about it."""
-    own = _as_list(engine.generation_config.eos_token_id)
-    new = [end for end in corpus.ends if end not in own]
-    if not new or not config.output.stop_at_turn_end:
+    with a fact about it.
+
+    begun: `Corpus.begun` of a run that is resumed, whose checkpoints stop at more than the model did before it.
+    """
+    own = begun.get("stops", engine.generation_config.eos_token_id)
+    new = [end for end in corpus.ends if end not in _as_list(own)] if config.output.stop_at_turn_end else []
+    engine.generation_config.eos_token_id = [*new, *_as_list(own)] if new else own
+    corpus = replace(corpus, begun={**corpus.begun, "stops": own})
+    if not new:
         return corpus
-    engine.generation_config.eos_token_id = [*new, *own]
     marks = " and ".join(printable(str(tokenizer.decode([end]))) for end in new)
     told = f"{marks} ends what is trained, so generation stops there too (output.stop_at_turn_end)"
     return replace(corpus, facts=[*corpus.facts, ("end", told)])

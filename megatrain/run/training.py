@@ -140,7 +140,8 @@ def run_training(config: Config, console: Console) -> Path:
             optimizer_of({"optimizer": _optimizer(config.train)}, ported.structure)  # check its patterns now
             plan = _plan(config, ported.spec, device, ranks, taken)
         config = _resolved(config, plan, ranks)
-        corpus = _corpus(config, plan, tokenizer, vocabulary, source.model, ranks, console, taken)
+        begun = {} if taken is None else resume.facts_of(taken)
+        corpus = _corpus(config, plan, tokenizer, vocabulary, source.model, ranks, console, begun)
         stack.callback(_close, corpus, say)
         feed = Feed(corpus.loader)
         begins = 0 if taken is None else resume.take_up_data(feed, taken, config, say)
@@ -157,13 +158,13 @@ def run_training(config: Config, console: Console) -> Path:
             claim.make(folder)
         else:
             console.file = stack.enter_context(ranks.open_log(folder))
-        corpus = stopping(config, engine, corpus, tokenizer)
+        corpus = stopping(config, engine, corpus, tokenizer, begun)
         if config.train.has_reference:
             with loading(console, "computing the reference's log-probabilities") as progress:
                 take_up_reference(config, corpus, engine, plan, taken, progress)
         if config.trace_file is not None and ranks.leads:
             engine.trace(config.trace_file)
-        checkpoints = _checkpoints(config, engine, feed, tokenizer, plan, lowest, corpus.moment)
+        checkpoints = _checkpoints(config, engine, feed, tokenizer, plan, lowest, corpus.begun)
         facts = _show(config, engine, source, ported, corpus, plan, console, steps)
         length = steps, _epochs(config.train, corpus.loader, steps - begins)
         run = _Run(engine, corpus, feed, checkpoints, tokenizer, plan, facts, claim, ranks, *length, metrics, tasks)
@@ -274,12 +275,11 @@ def _corpus(
     model: Any,
     ranks: Ranks,
     console: Console,
-    taken: Checkpoint | None,
+    begun: Mapping[str, Any],
 ) -> Corpus:
-    """Open the data, encoding it on this rank's cores, with the date of the run that is resumed."""
-    moment = None if taken is None else taken.training.get("run", {}).get("moment")
+    """Open the data, encoding it on this rank's cores. begun: see `open_corpus`."""
     with preparing(console) as told:
-        how = partial(open_corpus, world=ranks.world, moment=moment, processes=ranks.threads, progress=told)
+        how = partial(open_corpus, world=ranks.world, begun=begun, processes=ranks.threads, progress=told)
         return how(config, plan, tokenizer, vocabulary, model)
 
 
@@ -443,9 +443,15 @@ def _engine(
 
 
 def _checkpoints(
-    config: Config, engine: Engine, feed: Feed, tokenizer: Tokenizer, plan: Plan, lowest: LowestLoss, moment: str
+    config: Config,
+    engine: Engine,
+    feed: Feed,
+    tokenizer: Tokenizer,
+    plan: Plan,
+    lowest: LowestLoss,
+    begun: Mapping[str, Any],
 ) -> Checkpoints:
-    """The run's checkpoint writer. moment: see `Corpus`. Raises `DoesNotFit` if there is no memory for it."""
+    """The run's checkpoint writer. begun: see `Corpus`. Raises `DoesNotFit` if there is no memory for it."""
     how = config.checkpoint
     if how.every:
         engine.saver.reserve()
@@ -454,7 +460,7 @@ def _checkpoints(
         config.checkpoints,
         Retention(how.keep_last, how.keep_every, max(how.keep_best, config.output.best)),
         feed,
-        {"config": resume.with_numbers(config, plan.numerics).model_dump(mode="json"), "moment": moment},
+        {"config": resume.with_numbers(config, plan.numerics).model_dump(mode="json"), **begun},
         write_more=partial(save_beside, tokenizer, engine),
         trust_remote_code=config.model.trust_remote_code,
         lowest=lowest,

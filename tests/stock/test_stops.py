@@ -42,7 +42,7 @@ def base(folder: Path) -> Path:
     return folder
 
 
-def run_on_chats(tmp_path: Path, adapter: dict[str, Any] | None = None, **output: Any) -> str:
+def run_on_chats(tmp_path: Path, adapter: dict[str, Any] | None = None, steps: int = 25, **output: Any) -> str:
     (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": CHAT}) + "\n") * 32)
     data: dict[str, Any] = {
         "sources": [str(tmp_path / "chats.jsonl")],
@@ -50,11 +50,13 @@ def run_on_chats(tmp_path: Path, adapter: dict[str, Any] | None = None, **output
         "sequence_length": 48,
         "validation_fraction": 0,
     }
-    how = {"steps": 25, "learning_rate": 2e-2, "sample_every": 25, "sample_prompts": ["q"], "sample_tokens": 24}
+    how = {"steps": steps, "learning_rate": 2e-2, "sample_every": 25, "sample_prompts": ["q"], "sample_tokens": 24}
     model = {"path": str(base(tmp_path / "base")), "config": None, "verify": False}
     output = {"verify_export": False, "folder": str(tmp_path / "run"), **output}
     sections = {"model": model, "data": data, "train": {**how, "sample_temperature": 0}, "output": output}
-    return train(configuration(tmp_path, **sections, **({"adapter": adapter} if adapter else {})))
+    more = {"adapter": adapter} if adapter else {}
+    config = configuration(tmp_path, **sections, checkpoint={"every": 1 if steps < 25 else 0}, **more)
+    return train(config.model_copy(update={"resume": "auto"}))
 
 
 def stops_of(folder: Path) -> Any:
@@ -97,9 +99,17 @@ def test_a_folder_may_keep_its_own_stops(tmp_path: Path) -> None:
     assert "".join(heard) == "ok\n", "the template itself says where a turn ends"
 
 
+def test_a_resumed_run_may_take_its_stops_back(tmp_path: Path) -> None:
+    run_on_chats(tmp_path, steps=1)
+    assert stops_of(tmp_path / "run" / "model") == [258, 256]
+    assert "generation stops at <|im_end|>" in " ".join(run_on_chats(tmp_path, steps=2).split()), "told again"
+    run_on_chats(tmp_path, steps=3, stop_at_turn_end=False)
+    assert stops_of(tmp_path / "run" / "model") == 256
+
+
 def test_an_adapter_says_where_it_stops_and_so_does_its_merge(tmp_path: Path) -> None:
     """A folder of an adapter has no generation config of its own."""
-    run_on_chats(tmp_path, {"r": 4, "target_modules": "all-linear"})
+    run_on_chats(tmp_path, {"r": 4, "target_modules": "all-linear"}, steps=1)
     stops = stops_of(tmp_path / "run" / "model")
     assert len(stops) == 2
     with GenerationModel(str(tmp_path / "run"), precision="fp32").load() as engine:
