@@ -157,6 +157,10 @@ def _packing_of_llama_factory(reader: Reader, stage: str) -> None:
     if stage == "pt":
         if packs or "packing" not in reader.said:
             reader.account("packing")  # text is cut into sequences here, too
+            reader.put("data.bos", False, "stage")
+            reader.note(
+                "stage", "texts begin without bos (data.bos), which LLaMA-Factory puts at most before a sequence"
+            )
         else:
             reader.leave("packing", "texts are cut into full sequences, without gaps between them")
     elif packs or apart:
