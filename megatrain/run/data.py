@@ -190,8 +190,8 @@ def open_corpus(
     """
     data, size = config.data, plan.micro_batch
     prepare = partial(prepare_samples, processes=processes, progress=progress)
-    moment = (begun or {}).get("moment") or datetime.now().isoformat(timespec="seconds")
-    moment = world.exchange("the date", moment)[0]
+    begun = {key: begun[key] for key in ("moment", "stops") if begun is not None and key in begun}
+    moment = world.exchange("the date", begun.get("moment") or datetime.now().isoformat(timespec="seconds"))[0]
     opened = _Opening(config, size, tokenizer, vocabulary, model, prepare, datetime.fromisoformat(moment))
     parts = list(opened.parts())
     loader = Loader(
@@ -226,7 +226,9 @@ def open_corpus(
     ends = [] if chats is None else turn_ends(chats.template)
     if not all(part.holds_chats for part in parts) and tokenizer.eos_token_id is not None:
         ends = [*ends, opened.encoder.end_of_text]
-    return Corpus(loader, validation, data.sequence_length, facts, example, chats, {"moment": moment}, leading, ends)
+    return Corpus(
+        loader, validation, data.sequence_length, facts, example, chats, {**begun, "moment": moment}, leading, ends
+    )
 
 
 def _distinct(named: Iterable[tuple[str, Batching]]) -> dict[str, Batching]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +21,10 @@ from megatrain.train.progress import printable
 WHERE = "generate"
 
 
-def stopping(config: Config, engine: Engine, corpus: Corpus, tokenizer: Tokenizer, begun: Mapping[str, Any]) -> Corpus:
+def stopping(config: Config, engine: Engine, corpus: Corpus, tokenizer: Tokenizer) -> Corpus:
     """Let generation, by the saved model too, end at `corpus.ends` if the configuration says so, and return the corpus
-    with a fact about it.
-
-    begun: `Corpus.begun` of a run that is resumed, whose checkpoints stop at more than the model did before it.
-    """
-    own = begun.get("stops", engine.generation_config.eos_token_id)
+    with a fact about it."""
+    own = corpus.begun.get("stops", engine.generation_config.eos_token_id)  # a checkpoint's has `corpus.ends`, too
     new = [end for end in corpus.ends if end not in _as_list(own)] if config.output.stop_at_turn_end else []
     engine.generation_config.eos_token_id = [*new, *_as_list(own)] if new else own
     corpus = replace(corpus, begun={**corpus.begun, "stops": own})

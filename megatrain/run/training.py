@@ -140,8 +140,7 @@ def run_training(config: Config, console: Console) -> Path:
             optimizer_of({"optimizer": _optimizer(config.train)}, ported.structure)  # check its patterns now
             plan = _plan(config, ported.spec, device, ranks, taken)
         config = _resolved(config, plan, ranks)
-        begun = {} if taken is None else resume.facts_of(taken)
-        corpus = _corpus(config, plan, tokenizer, vocabulary, source.model, ranks, console, begun)
+        corpus = _corpus(config, plan, tokenizer, vocabulary, source.model, ranks, console, taken)
         stack.callback(_close, corpus, say)
         feed = Feed(corpus.loader)
         begins = 0 if taken is None else resume.take_up_data(feed, taken, config, say)
@@ -158,7 +157,7 @@ def run_training(config: Config, console: Console) -> Path:
             claim.make(folder)
         else:
             console.file = stack.enter_context(ranks.open_log(folder))
-        corpus = stopping(config, engine, corpus, tokenizer, begun)
+        corpus = stopping(config, engine, corpus, tokenizer)
         if config.train.has_reference:
             with loading(console, "computing the reference's log-probabilities") as progress:
                 take_up_reference(config, corpus, engine, plan, taken, progress)
@@ -275,9 +274,10 @@ def _corpus(
     model: Any,
     ranks: Ranks,
     console: Console,
-    begun: Mapping[str, Any],
+    taken: Checkpoint | None,
 ) -> Corpus:
-    """Open the data, encoding it on this rank's cores. begun: see `open_corpus`."""
+    """Open the data, encoding it on this rank's cores, with the date of the run that is resumed."""
+    begun = None if taken is None else resume.facts_of(taken)
     with preparing(console) as told:
         how = partial(open_corpus, world=ranks.world, begun=begun, processes=ranks.threads, progress=told)
         return how(config, plan, tokenizer, vocabulary, model)

@@ -168,7 +168,7 @@ def test_ranks_that_begin_around_midnight_write_one_date(tmp_path: Path, monkeyp
         corpus = open_corpus(config, plan, load_tokenizer("bytes"), 257, None, world)
         corpus.loader.close()
         assert corpus.chats is not None
-        return corpus.moment, corpus.chats.dates
+        return corpus.begun["moment"], corpus.chats.dates
 
     first, second = together(worlds(2), opened)
     assert first == second
