@@ -276,7 +276,7 @@ def _corpus(
     console: Console,
     taken: Checkpoint | None,
 ) -> Corpus:
-    """Open the data, encoding it on this rank's cores, with the date of the run that is resumed."""
+    """Open the data, encoding it on this rank's cores, with what the run began with if it is resumed."""
     begun = None if taken is None else taken.training.get("run")
     with preparing(console) as told:
         how = partial(open_corpus, world=ranks.world, begun=begun, processes=ranks.threads, progress=told)

@@ -102,7 +102,7 @@ def test_a_folder_may_keep_its_own_stops(tmp_path: Path) -> None:
 def test_a_resumed_run_may_take_its_stops_back(tmp_path: Path) -> None:
     run_on_chats(tmp_path, steps=1)
     assert stops_of(tmp_path / "run" / "model") == [258, 256]
-    assert "generation stops at <|im_end|>" in " ".join(run_on_chats(tmp_path, steps=2).split()), "told again"
+    assert "<|im_end|> ends what is trained" in " ".join(run_on_chats(tmp_path, steps=2).split()), "told again"
     run_on_chats(tmp_path, steps=3, stop_at_turn_end=False)
     assert stops_of(tmp_path / "run" / "model") == 256
 
