@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatrain.checkpoint.listing import checkpoints
 from megatrain.checkpoint.manifest import MANIFEST, Check, full_check, read_manifest
-from megatrain.checkpoint.peer_checkpoints import PARTS, RESTART, PeerState, peer_state
+from megatrain.checkpoint.peer_checkpoints import PARTS, RESTART, SETTINGS, PeerState, peer_state
 from megatrain.checkpoint.run_state import TRAINING, read_training
 from megatrain.checkpoint.save import OPTIMIZER
 from megatrain.errors import CheckpointError, DamagedCheckpoint, first_line
@@ -81,10 +81,6 @@ class Checkpoint:
             raise DamagedCheckpoint(f"{file} cannot be read ({first_line(error)})", where=str(self.folder)) from error
 
 
-SETTINGS = ("lr", "betas", "eps", "weight_decay")
-"""What torch's AdamW calls its hyperparameters."""
-
-
 class PeerCheckpoint(Checkpoint):
     """A checkpoint of another trainer: weights, and AdamW's moments and number of updates."""
 
@@ -109,12 +105,13 @@ class PeerCheckpoint(Checkpoint):
     @cached_property
     def training(self) -> dict[str, Any]:
         """What `Engine.save` would have written, as far as it is known."""
-        return {"engine": {"steps": self.step, "updates": self.state.updates, "optimizer": self._settings()}}
+        counts = {"steps": self.step, "updates": self.state.updates, "missed": self.state.missed}
+        return {"engine": {**counts, "optimizer": self._settings()}}
 
     def _settings(self) -> dict[str, Any]:
         """The fields of our AdamW. Raises `CheckpointError` for groups that it cannot express."""
         groups = [group for group in self.state.groups if group.names]
-        of = {key: [self.state.value(each.settings, key, file="a group") for each in groups] for key in SETTINGS}
+        of = {key: [read(each.settings[key]) for each in groups] for key, read in SETTINGS.items()}
         decay = {each for each in of["weight_decay"] if each}
         for key, values in {**of, "weight_decay": decay}.items():
             if key != "lr" and len({str(each) for each in values}) > 1:
@@ -123,12 +120,10 @@ class PeerCheckpoint(Checkpoint):
         undecayed = [group.names for group, each in zip(groups, of["weight_decay"], strict=True) if decay and not each]
         others = [(group.names, rate) for group, rate in zip(groups, of["lr"], strict=True) if rate != first[0]]
         return {
-            "lr": float(first[0]),
-            "betas": [float(beta) for beta in first[1]],
-            "eps": float(first[2]),
-            "weight_decay": float(max(decay, default=0.0)),
+            **dict(zip(("lr", "betas", "eps"), first, strict=True)),
+            "weight_decay": max(decay, default=0.0),
             "no_decay": [name for names in undecayed for name in names],
-            "learning_rates": [[name, float(rate)] for names, rate in others for name in names],
+            "learning_rates": [[name, rate] for names, rate in others for name in names],
         }
 
     @property

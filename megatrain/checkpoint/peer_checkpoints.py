@@ -17,7 +17,8 @@ import io
 import math
 import pickle
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -26,7 +27,6 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.errors import CheckpointError, first_line
-from megatrain.formatting import counted
 from megatrain.system.paths import lies_within, read_json, read_text
 
 PARTS = ("exp_avg", "exp_avg_sq")
@@ -42,6 +42,14 @@ RECORDS = (
 )
 """Classes in DeepSpeed's files whose content is not needed."""
 
+SETTINGS: Mapping[str, Callable[[Any], Any]] = {
+    "lr": float,
+    "betas": lambda betas: [float(beta) for beta in betas],
+    "eps": float,
+    "weight_decay": float,
+}
+"""What torch's AdamW calls its hyperparameters -> how to read them."""
+
 NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 """Names that the Trainer of transformers does not decay, besides all in an `nn.LayerNorm`."""
 
@@ -49,6 +57,21 @@ NO_DECAY_BEFORE = (r"bias",)
 """The same of older versions."""
 
 RESTART = "start from its weights with a new optimizer (model.path)"
+
+
+MALFORMED = (
+    *(pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError),
+    *(LookupError, OSError, RuntimeError, TypeError, ValueError),
+)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Raise `CheckpointError`, naming the path, if what is read there is not as its format should be."""
+    try:
+        yield
+    except MALFORMED as error:
+        raise CheckpointError(f"cannot be read ({first_line(error)})", where=str(path), fix="copy it again") from error
 
 
 class Group(NamedTuple):
@@ -78,21 +101,22 @@ class PeerState:
         """Steps done, if the files tell; otherwise the number of updates."""
         if not (file := self.folder / TRAINER_STATE).is_file():
             return self.updates
-        try:
+        with _readable(file):
             return int(read_json(file)["global_step"])
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise self.error(f"its {TRAINER_STATE} cannot be read ({first_line(error)})") from error
 
     @cached_property
     def updates(self) -> int:
-        """Updates of every trained parameter. Raises `CheckpointError` if they differ: ours are counted together."""
+        """Updates of the parameters that missed none."""
         if not (counts := self.update_counts()):
             raise self.error("holds no state of an optimizer", "start from its weights (model.path)")
-        least, most = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
-        if counts[least] != counts[most]:
-            what = f"has made {counted(counts[most], 'update')} of {most}, but {counts[least]:,} of {least}"
-            raise self.error(what, f"freeze what was updated more rarely, or {RESTART}")
-        return counts[most]
+        return max(counts.values())
+
+    @property
+    def missed(self) -> dict[str, int]:
+        """Trained parameter -> updates that it missed, since it had no gradient, if any."""
+        counts = self.update_counts()
+        lags = {name: self.updates - counts.get(name, 0) for group in self.groups for name in group.names}
+        return {name: lag for name, lag in lags.items() if lag}
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -114,7 +138,7 @@ class PeerState:
                 )
 
     def update_counts(self) -> dict[str, int]:
-        """Parameter, by name or index, or a group of them -> the number of its updates."""
+        """Parameter, by name, or by index while that is unknown -> the number of its updates, if any."""
         raise NotImplementedError
 
     def moment(self, name: str, part: str) -> Tensor:
@@ -135,9 +159,13 @@ class PeerState:
 
     def refuse_other_optimizer(self, parts: Iterable[str], groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise `CheckpointError` for the state of anything but plain AdamW. parts: of any parameter's state."""
-        if odd := sorted(set(parts) - {STEP, *PARTS}):
+        if not (kinds := set(parts)):
+            raise self.error("holds no state of an optimizer", "start from its weights (model.path)")
+        if odd := sorted(kinds - {STEP, *PARTS}):
             raise self.error(f"is of another optimizer than AdamW: its state has {', '.join(odd)}", RESTART)
         for group in groups:
+            for key, read in SETTINGS.items():
+                read(self.value(group, key, file="a group"))
             if wrong := next((name for name in ("amsgrad", "maximize") if group.get(name)), None):
                 raise self.error(f"its AdamW has {wrong}, which ours lacks", RESTART)
             if group.get("decoupled_weight_decay", True) is False and group.get("weight_decay"):
@@ -169,7 +197,15 @@ class PeerState:
 
 
 def peer_state(folder: Path) -> PeerState | None:
-    """What another trainer has saved in a folder, or `None`. Raises `CheckpointError` for a kind that is not read."""
+    """What another trainer has saved in a folder, or `None`.
+
+    Raises `CheckpointError` for a kind that is not read, and for files that are not as their format should be.
+    """
+    with _readable(folder):
+        return _state_in(folder)
+
+
+def _state_in(folder: Path) -> PeerState | None:
     tag = folder
     if (latest := folder / "latest").is_file():
         tag = folder / read_text(latest).strip()
@@ -207,13 +243,17 @@ class OptimizerFile(PeerState):
         self._groups: Sequence[Mapping[str, Any]] = self.value(saved, "param_groups", file=name)
         parts = {part for each in self._state.values() for part in each}
         self.refuse_other_optimizer(parts, self._groups)
+        self._steps = {key: int(self.value(each, STEP, file=name)) for key, each in self._state.items()}
+        self._sizes = {key: {tuple(self._part(key, part).shape) for part in PARTS} for key in self._state}
+        self._numbers = [list(self.value(group, "params", file=name)) for group in self._groups]
         self._names: list[list[str]] = []
         self._keys: dict[str, Any] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
 
     def name_parameters(self, model: nn.Module) -> None:
         """See `PeerState`. An index counts the trained parameters of all groups in their order."""
         shapes = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
-        keys = [list(self.value(group, "params", file=self._file)) for group in self._groups]
+        keys = self._numbers
         named = [self._names_in(group, indices) for group, indices in zip(self._groups, keys, strict=True)]
         possible = [named] if any(named) else list(_partitions(model, shapes))
         flat = [key for each in keys for key in each]
@@ -222,6 +262,7 @@ class OptimizerFile(PeerState):
             fits = [len(each) for each in groups] == [len(each) for each in keys]
             if fits and all(self._fits(key, shapes.get(name)) for name, key in found.items()):
                 self._names, self._keys = groups, found
+                self._shapes = {name: shapes[name] for name in found}
                 return
         there, ours = (" + ".join(str(len(group)) for group in groups) for groups in (keys, possible[0]))
         what = f"its {self._file} is not of this model: groups of {there} parameters, here {ours} of these shapes"
@@ -235,8 +276,7 @@ class OptimizerFile(PeerState):
 
     def _fits(self, key: Any, shape: tuple[int, ...] | None) -> bool:
         """Whether there is no state for an index, or one of that shape."""
-        state = self._state.get(key)
-        return shape is not None and (state is None or all(tuple(self._part(key, p).shape) == shape for p in PARTS))
+        return shape is not None and self._sizes.get(key, {shape}) == {shape}
 
     def _part(self, key: Any, part: str) -> Tensor:
         tensor: Tensor = self.value(self._state, key, part, file=self._file)
@@ -248,16 +288,16 @@ class OptimizerFile(PeerState):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        held = {name: key for name, key in self._keys.items() if key in self._state}
-        return {name: tuple(self._part(key, PARTS[0]).shape) for name, key in held.items()}
+        return self._shapes
 
     def update_counts(self) -> dict[str, int]:
         names = {key: name for name, key in self._keys.items()}
-        steps = {key: self.value(each, STEP, file=self._file) for key, each in self._state.items()}
-        return {names.get(key, f"parameter {key}"): int(step) for key, step in steps.items()}
+        return {names.get(key, str(key)): step for key, step in self._steps.items()}
 
     def moment(self, name: str, part: str) -> Tensor:
-        return self._part(self._keys[name], part)
+        """See `PeerState`; zeros for a parameter that never had a gradient, of which torch saves none."""
+        key = self._keys[name]
+        return self._part(key, part) if key in self._state else torch.zeros(self._shapes[name])
 
 
 def _partitions(model: nn.Module, trained: Iterable[str]) -> Iterable[list[list[str]]]:
@@ -332,7 +372,7 @@ class Sharded(PeerState):
 
     def _add(self, file: Path) -> None:
         """Take up the names, sizes and places in one `.metadata`."""
-        try:
+        with _readable(file):
             with file.open("rb") as opened:
                 known = _Records(opened).load()
             paths, stored = known.planner_data or {}, known.storage_data
@@ -348,8 +388,6 @@ class Sharded(PeerState):
                 if is_tensor := hasattr(about, "size"):
                     self._sizes[key] = tuple(about.size)
                 self._file_under(tuple(paths.get(key, (key,))), key, is_tensor)
-        except (pickle.UnpicklingError, OSError, EOFError, AttributeError, TypeError, ValueError) as error:
-            raise self.error(f"its {METADATA} cannot be read ({first_line(error)})", "copy it again") from error
 
     def _file_under(self, path: tuple[Any, ...], key: str, is_tensor: bool) -> None:
         """Note what a key is: a setting of a group, a part of a parameter's state, or a weight."""
@@ -361,14 +399,11 @@ class Sharded(PeerState):
             self._weights[str(path[-1])] = key
 
     def _read(self, place: _Place) -> Any:
-        try:
-            with place.file.open("rb") as file:
-                file.seek(place.start)
-                return torch.load(io.BytesIO(file.read(place.nbytes)), map_location="cpu", weights_only=True)
-        except FileNotFoundError as error:
-            raise self.error(f"lacks {place.file.name}", "copy it again: all ranks' files are needed") from error
-        except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
-            raise self.error(f"{place.file.name} cannot be read ({first_line(error)})", "copy it again") from error
+        if not place.file.is_file():
+            raise self.error(f"lacks {place.file.name}", "copy it again: all ranks' files are needed")
+        with _readable(place.file), place.file.open("rb") as file:
+            file.seek(place.start)
+            return torch.load(io.BytesIO(file.read(place.nbytes)), map_location="cpu", weights_only=True)
 
     def _tensor(self, key: str) -> Tensor:
         size = self._sizes[key]
@@ -498,7 +533,8 @@ class Zero3(PeerState):
     def update_counts(self) -> dict[str, int]:
         held = {flat: group.get(STEP) for group in self._param_groups for flat in group["params"]}
         held |= {flat: each[STEP] for flat, each in (self._optimizer.get("state") or {}).items() if STEP in each}
-        return {f"flat group {flat}": int(step) for flat, step in held.items() if step is not None}
+        counts = {flat: int(step) for flat, step in held.items() if step is not None}
+        return {name: count for flat, count in counts.items() for name in self._param_shapes[flat]}
 
     def moment(self, name: str, part: str) -> Tensor:
         flat, _ = self._starts[name]

@@ -51,12 +51,12 @@ class FileReader:
         return self.files.read(self.name, self.dtype)
 
 
-def named_model(name: str, args: Any) -> PreTrainedModel:
+def named_model(name: str, args: Any, *, adapted: bool = False) -> PreTrainedModel:
     """The model in a folder or of that name on the hub, in evaluation mode; its parameters are `LazyParameter`s.
 
     It is as `from_pretrained` would load it with `args.model_init_kwargs`, of which those that are `None` are ignored,
-    but in float32 if no dtype is given. Raises `ConfigError` for options that are not supported, and `ModelError` for a
-    model that cannot be loaded.
+    but in float32 if no dtype is given. adapted: whether an adapter trains over it and is saved in its place. Raises
+    `ConfigError` for options that are not supported, and `ModelError` for a model that cannot be loaded.
     """
     given = {key: value for key, value in (getattr(args, WHERE, None) or {}).items() if value is not None}
     wanted = given.pop("dtype", given.pop("torch_dtype", torch.float32))
@@ -72,7 +72,7 @@ def named_model(name: str, args: Any) -> PreTrainedModel:
         revision=given.pop("revision", None),
         fields={key: value for key, value in given.items() if key not in LOADING_OPTIONS},
     )
-    if not allowed:
+    if not (allowed or adapted):
         files.require_all_loaded(f"put allow_unloaded=True into {WHERE} to train and save it without")
     dtype = _dtype(wanted, files)
     dtypes = files.dtypes(dtype)

@@ -100,7 +100,8 @@ class Streamed:
         """Whether a checkpoint with all of the engine's state is being saved, and not just the model."""
         self._given_by_name = isinstance(model, str | Path)
         if self._given_by_name:
-            name, model = str(model), named_model(str(model), args)
+            adapted = keywords.get("peft_config") is not None
+            name, model = str(model), named_model(str(model), args, adapted=adapted)
             keywords = self._with_processor(name, args, keywords)
         handled = ["torch_compile_backend", *(["model_init_kwargs"] if self._given_by_name else [])]
         with _temporarily_unset(args, *handled):  # or the accelerator would compile, and TRL refuse model_init_kwargs

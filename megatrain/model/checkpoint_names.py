@@ -265,14 +265,28 @@ _Path = tuple[str, ...]
 
 
 def add_old_fields(file: Path, config: PreTrainedConfig) -> None:
-    """Add transformers 4's fields to a written config.json, unless the config would then be read as another."""
+    """Add transformers 4's fields to a written config.json, also to the configs of parts such as the text model."""
     fields = config._dict_from_json_file(file)  # reads infinity, which version 5 spells as an object
+    fields = _with_old_fields(fields, config, states_positions=position_limit(config) is not None)
+    file.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _with_old_fields(
+    fields: Mapping[str, Any], config: PreTrainedConfig, *, states_positions: bool
+) -> Mapping[str, Any]:
+    """A config's fields and transformers 4's, unless version 5 would then read another rotary embedding."""
+    parts = {name: getattr(config, name, None) for name in config.sub_configs.keys() & fields.keys()}
+    held = {
+        name: _with_old_fields(fields[name], part, states_positions=states_positions)
+        for name, part in parts.items()
+        if isinstance(part, PreTrainedConfig)
+    }
     old = {name: value for name, value in old_fields(config).items() if name not in fields}
     old |= {"torch_dtype": fields["dtype"]} if "dtype" in fields else {}
-    if position_limit(config) is None and fields.get(POSITIONS) == getattr(type(config), POSITIONS, None):
-        fields.pop(POSITIONS, None)  # the class's default must not become a statement
-    if _read_rope(config, {**fields, **old}) == _read_rope(config, fields):
-        file.write_text(json.dumps({**fields, **old}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    whole = {**fields, **held, **old}
+    if not states_positions and fields.get(POSITIONS) == getattr(type(config), POSITIONS, None):
+        whole.pop(POSITIONS, None)  # the class's default must not become a statement
+    return whole if _read_rope(config, whole) == _read_rope(config, fields) else {**fields, **held}
 
 
 def old_fields(config: PreTrainedConfig) -> dict[str, Any]:
@@ -292,14 +306,20 @@ def old_fields(config: PreTrainedConfig) -> dict[str, Any]:
         groups = [rope.get(path[0]) or {} for path in _moved_by(config, *linear) if len(path) > 1]
     if groups and all(group == groups[0] for group in groups):
         old["rope_scaling"] = _old_scaling(groups[0], config)
+        is_undeclared = STRETCHED_FROM in groups[0] and not hasattr(type(config), STRETCHED_FROM)
+        if groups[0].get("rope_type") == "longrope" and is_undeclared:
+            old[STRETCHED_FROM] = groups[0][STRETCHED_FROM]  # beside `rope_scaling`, for this kind alone
     return old
 
 
+STRETCHED_FROM = "original_max_position_embeddings"
+
+
 def _old_scaling(rope: Mapping[str, Any], config: PreTrainedConfig) -> dict[str, Any] | None:
-    """`rope_scaling` as transformers 4 takes it: of LongRoPE it counts the keys, and looks for `type`."""
+    """`rope_scaling` as transformers 4 takes it: of LongRoPE it looks for `type`, and Phi-3 counts the keys."""
     elsewhere = {"rope_type", "type", *_OLD_NUMBERS}
-    if hasattr(config, "original_max_position_embeddings"):
-        elsewhere.add("original_max_position_embeddings")
+    if hasattr(type(config), STRETCHED_FROM):
+        elsewhere.add(STRETCHED_FROM)
     rest = {name: value for name, value in rope.items() if name not in elsewhere}
     kind = rope.get("rope_type", "default")
     return {"type" if kind == "longrope" else "rope_type": kind, **rest} if rest or kind != "default" else None

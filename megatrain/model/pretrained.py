@@ -17,7 +17,7 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -263,9 +263,16 @@ class PretrainedSource:
                         fix="use float32 or bfloat16 weights",
                     )
         keys = {key for target in unexpected for key in self._keys.get(target, [target])}
-        return sorted((key for key in keys if not self._is_remade(key)), key=dot_natural_key)
+        makers = self._makers_of_tables()
+        return sorted((key for key in keys if not self._is_remade(key, makers)), key=dot_natural_key)
 
-    def _is_remade(self, key: str) -> bool:
+    def _makers_of_tables(self) -> set[str]:
+        """Names of modules, such as `rotary_emb`, that hold tables which are not saved, and nothing else."""
+        saved = {name.rpartition(".")[0] for name in self.model.state_dict()}
+        owners = {name.rpartition(".")[0] for name, _ in self.model.named_buffers()} - saved
+        return {owner.rpartition(".")[2] for owner in owners}
+
+    def _is_remade(self, key: str, makers: Collection[str]) -> bool:
         """Whether a tensor is no weight but a table, mask or counter that the model makes itself, or needs no more."""
         header = self._shards.headers.get(key)
         if header is None:
@@ -273,9 +280,7 @@ class PretrainedSource:
         square = len(header.shape) == 4 and header.shape[:2] == (1, 1) and header.shape[2] == header.shape[3]
         if header.dtype in ("I64", "I32", "I16", "I8", "U8", "BOOL") or not header.shape or square:
             return True
-        table = ".".join(key.split(".")[-2:])
-        remade = dict(self.model.named_buffers()).keys() - self.model.state_dict().keys()
-        return any(f".{name}".endswith(f".{table}") for name in remade)
+        return any(owner in makers for owner in key.split(".")[-2:-1])
 
     def _refuse_what_does_not_fit(self, info: LoadStateDictInfo) -> None:
         """Raise `ModelError` for tensors whose shape differs from the model's, or that transformers cannot
@@ -338,7 +343,8 @@ def _grouped(names: Iterable[str], loaded: Iterable[str]) -> list[str]:
     said = []
     for general, members in groups.items():
         prefix = general if len({prefix for _, prefix in members}) > 1 else members[0][1]
-        said.append(members[0][0] if len(members) == 1 else f"{prefix.removesuffix('.*')}.* ({len(members):,})")
+        inside = "" if all(name == end for name, end in members) else ".*"
+        said.append(members[0][0] if len(members) == 1 else f"{prefix.removesuffix('.*')}{inside} ({len(members):,})")
     return said
 
 

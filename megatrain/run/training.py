@@ -345,11 +345,11 @@ def _whole_source(config: Config, taken: Checkpoint | None, how: Mapping[str, An
     model = config.model
     source: Source
     masters = isinstance(taken, PeerCheckpoint) and taken.state.holds_masters
-    if taken is not None and not masters:
-        source = PretrainedSource(taken.folder, **how)
-    elif model.path is not None:
-        source = PretrainedSource(model.path, **how)
-        if not model.allow_unloaded:
+    folder = model.path if taken is None or masters else taken.folder
+    is_ours = taken is not None and not isinstance(taken, PeerCheckpoint)
+    if folder is not None:
+        source = PretrainedSource(folder, **how)
+        if not (model.allow_unloaded or is_ours):
             source.require_all_loaded("set model.allow_unloaded=true to train and save it without, or train an adapter")
     else:
         assert model.config is not None  # `Config` has seen to it

@@ -15,13 +15,21 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatrain import Engine
 from megatrain.checkpoint import export_model
 from megatrain.commands.export import run_export
 from megatrain.errors import ModelError
+from megatrain.hf import streamed
 from megatrain.hf.model import named_model
 from megatrain.model import PretrainedSource, port_model
 from megatrain.model.checkpoint_names import add_old_fields, old_fields
@@ -38,6 +46,11 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 SHORT, LONG = [1.0, 1.1, 1.2, 1.3], [2.0, 3.0, 4.0, 5.0]
+
+LONGROPE = {
+    **{"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG},
+    "original_max_position_embeddings": 16,
+}
 
 WRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama-3": (
@@ -92,6 +105,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 MORE: dict[str, dict[str, Any]] = {
     "mixtral": {**FAMILIES["mixtral"], "rope_theta": 1e6},
+    "llama-longrope": {**ORDINARY, "rope_scaling": LONGROPE},
     "olmo2": {**ORDINARY, "model_type": "olmo2", "rope_theta": 500000},
     "olmo3": {**ORDINARY, "model_type": "olmo3", "rope_theta": 500000, "rope_scaling": YARN},
     "gpt-oss": {
@@ -110,10 +124,6 @@ def exported(fields: dict[str, Any], folder: Path) -> Path:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of(fields), dtype=torch.float32).eval()
     perturb(model, 1)
-    if "long_factor" in (getattr(model.config, "rope_parameters", None) or {}):  # cannot be taken apart yet
-        model.save_pretrained(folder)
-        add_old_fields(folder / "config.json", model.config)
-        return folder
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return export_model(port_model(model, torch.float32), weights.__getitem__, folder)
 
@@ -124,10 +134,38 @@ def test_old_fields_are_what_the_publisher_wrote(family: str) -> None:
     assert old_fields(config_of(given)) == expected
 
 
+@pytest.mark.parametrize(("scales", "within"), [({}, False), ({"short_mscale": 1.1, "long_mscale": 1.2}, True)])
+def test_longrope_is_written_where_version_4_of_the_class_looks(
+    scales: dict[str, float], within: bool, tmp_path: Path
+) -> None:
+    """Phi-3 counts the keys of `rope_scaling`, PhiMoE reads the original length from there, others beside it."""
+    name = "phimoe" if within else "llama"
+    config = config_of({**ORDINARY, "model_type": name, "rope_theta": 20000.0, "rope_scaling": {**LONGROPE, **scales}})
+    config.save_pretrained(tmp_path)
+    add_old_fields(tmp_path / "config.json", config)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    assert fields["rope_theta"] == 20000.0
+    due = {key: value for key, value in LONGROPE.items() if key != "rope_type"}
+    assert fields["rope_scaling"] == {"type": "longrope", **due, **scales}
+    assert fields["original_max_position_embeddings"] == 16
+
+
+def test_the_text_model_of_a_vision_language_model_has_old_fields_too(tmp_path: Path) -> None:
+    text = {**ORDINARY, "rope_theta": 500000.0, "rope_scaling": LLAMA3}
+    config = AutoConfig.for_model("llava", text_config=json.loads(json.dumps(text)))
+    config.save_pretrained(tmp_path)
+    before = without_type(AutoConfig.from_pretrained(tmp_path).text_config)
+    add_old_fields(tmp_path / "config.json", config)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    assert (fields["text_config"]["rope_theta"], fields["text_config"]["rope_scaling"]) == (500000.0, LLAMA3)
+    assert "rope_theta" not in fields
+    assert without_type(AutoConfig.from_pretrained(tmp_path).text_config) == before
+
+
 def without_type(config: PreTrainedConfig) -> dict[str, Any]:
     """Every field, without the older of two names of a rotary type."""
     fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    del fields["_name_or_path"]
+    fields.pop("_name_or_path", None)
     rope = fields.get("rope_parameters") or {}
     for group in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         group.pop("type", None)
@@ -175,18 +213,30 @@ def vision_language(folder: Path) -> set[str]:
     return set(tensors)
 
 
-def test_every_tensor_that_is_not_loaded_is_named_and_an_export_without_it_needs_a_yes(tmp_path: Path) -> None:
+def test_every_tensor_that_is_not_loaded_is_named(tmp_path: Path) -> None:
     published = vision_language(tmp_path / "model")
     towers = {name for name in published if name.startswith("model.visual.")}
     source = PretrainedSource(tmp_path / "model")
     assert set(source.unexpected) == {name for name in published if name.startswith(("model.visual.", "mtp."))}
-    said = f"{len(towers) + 2} tensors are not loaded: model.visual.* ({len(towers)}), mtp.* (2)"
-    assert source.left_out() == said
+    assert source.left_out() == f"{len(towers) + 2} tensors are not loaded: model.visual.* ({len(towers)}), mtp.* (2)"
+
+
+def with_more_heads(folder: Path) -> Path:
+    tiny_model().save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {f"mtp.layers.0.{name}.weight": torch.zeros(2, 2) for name in ("norm", "proj")}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_an_export_without_tensors_of_the_folder_needs_a_yes(tmp_path: Path) -> None:
+    with_more_heads(tmp_path / "model")
+    said = "2 tensors are not loaded: mtp.* (2)"
     with pytest.raises(ModelError, match=re.escape(said) + ".*allow_unloaded=True"):
         Engine.from_pretrained(tmp_path / "model", device="cpu", verify=False)
     with Engine.from_pretrained(tmp_path / "model", device="cpu", verify=False, allow_unloaded=True) as engine:
         folder = engine.save_pretrained(tmp_path / "text")
-    assert not any("visual" in name or "mtp" in name for name in load_file(folder / "model.safetensors"))
+    assert not any("mtp" in name for name in load_file(folder / "model.safetensors"))
     lora = peft.LoraConfig(target_modules=["q_proj"])
     with Engine.from_pretrained(tmp_path / "model", device="cpu", verify=False, adapter=lora) as engine:
         engine.save_pretrained(tmp_path / "adapter")  # what it was trained over still has its tower
@@ -196,10 +246,38 @@ def test_every_tensor_that_is_not_loaded_is_named_and_an_export_without_it_needs
 
 
 def test_a_trainer_by_name_asks_for_the_same_yes(tmp_path: Path) -> None:
-    vision_language(tmp_path / "model")
+    name = str(with_more_heads(tmp_path / "model"))
     with pytest.raises(ModelError, match="put allow_unloaded=True into model_init_kwargs"):
-        named_model(str(tmp_path / "model"), SimpleNamespace())
-    named_model(str(tmp_path / "model"), SimpleNamespace(model_init_kwargs={"allow_unloaded": True}))
+        named_model(name, SimpleNamespace())
+    named_model(name, SimpleNamespace(model_init_kwargs={"allow_unloaded": True}))
+    args = TrainingArguments(output_dir=str(tmp_path / "run"), report_to="none", use_cpu=True)
+    with pytest.raises(ModelError, match="put allow_unloaded=True"):
+        streamed(Trainer)(model=name, args=args)
+
+
+class WithAdapter(Trainer):
+    """Takes `peft_config`, as TRL's trainers do."""
+
+    def __init__(self, model: Any, args: Any, peft_config: Any = None) -> None:
+        super().__init__(model=peft.get_peft_model(model, peft_config), args=args)
+
+
+def test_a_trainer_of_an_adapter_asks_for_nothing(tmp_path: Path) -> None:
+    name = str(with_more_heads(tmp_path / "model"))
+    args = TrainingArguments(output_dir=str(tmp_path / "run"), report_to="none", use_cpu=True)
+    lora = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    streamed(WithAdapter)(model=name, args=args, peft_config=lora)
+
+
+def test_names_of_several_layers_are_joined(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    inside = [f"model.layers.{layer}.self_attn." for layer in range(3)]
+    tensors |= {f"{each}o_proj.bias": torch.zeros(32) for each in inside}
+    tensors |= {f"{each}rotary_emb.{name}": torch.ones(1, 1, 64, 8) for each in inside for name in ("cos_cached", "x")}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    said = "3 tensors are not loaded: model.layers.*.self_attn.o_proj.bias (3)"
+    assert PretrainedSource(tmp_path).left_out() == said
 
 
 def test_tables_that_a_model_makes_itself_are_not_missed(tmp_path: Path) -> None:

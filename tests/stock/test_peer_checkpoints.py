@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -39,6 +40,12 @@ DONE, MORE = 3, 3
 
 RATE, CLIP = 1e-3, 0.5
 
+
+def slow(value: Any) -> Any:
+    """A case that a quick one of the same claim stands for."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 QUICK: dict[str, Any] = {"precision": "fp32", "verify": False}
 
 
@@ -72,16 +79,17 @@ def losses_of(trainer: Any) -> list[float]:
 
 def largest_difference(engine: Engine, model: Any) -> float:
     ours = {name: engine.master(name) for name, _ in model.named_parameters()}
-    return max((ours[name] - each.detach()).abs().max().item() for name, each in model.named_parameters())
+    return float(max((ours[name] - each.detach()).abs().max() for name, each in model.named_parameters()))
 
 
-@pytest.mark.parametrize("family", ["llama-tied", "gpt2", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["llama-tied", slow("gpt2"), slow("qwen3-moe")])
 def test_a_trainers_next_steps_are_ours(family: str, tmp_path: Path) -> None:
     trainer = trainer_of(Trainer, tmp_path, tiny_model(family))
     trainer.train()
     with taken(tmp_path / f"checkpoint-{DONE}") as engine:
         rates = [RATE * (DONE + MORE - step) / (DONE + MORE) for step in range(DONE, DONE + MORE)]
-        assert (engine.steps, engine.optimizer.lr) == (DONE, pytest.approx(rates[0]))
+        assert engine.steps == DONE
+        assert engine.optimizer.lr == pytest.approx(rates[0])
         ours = [engine.step([batch], lr=rate).loss for batch, rate in zip(batches()[DONE:], rates, strict=True)]
         engine.flush()
         assert ours == pytest.approx(losses_of(trainer)[DONE:], abs=1e-6)
@@ -137,7 +145,7 @@ def as_sharded(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> No
     parts = {"pytorch_model_fsdp_0": {"model": model.state_dict()}}
     parts["optimizer_0"] = {"optimizer": get_optimizer_state_dict(model, optimizer)}
     for name, state in parts.items():
-        dcp.save(state, checkpoint_id=folder / name, no_dist=True)
+        dcp.save(state, checkpoint_id=folder / name, no_dist=True)  # type: ignore[attr-defined]
     model.config.save_pretrained(folder)
 
 
@@ -234,7 +242,7 @@ FORMATS: dict[str, Write] = {
 }
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", [slow("optimizer.pt"), *(kind for kind in FORMATS if kind != "optimizer.pt")])
 def test_the_next_steps_of_plain_torch_are_ours(kind: str, tmp_path: Path) -> None:
     model = tiny_model("llama-tied" if kind == "sharded" else "llama")
     optimizer = peer(model)
@@ -265,7 +273,7 @@ def there(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-@pytest.mark.parametrize("how", [{"named": True}, {"together": True}])
+@pytest.mark.parametrize("how", [slow({"named": True}), {"together": True}])
 def test_groups_are_recognised(how: dict[str, bool], there: Callable[..., Path]) -> None:
     """Groups with names in the file, and one group of all; the optimizer is that of the checkpoint."""
     with taken(there("optimizer.pt", **how)) as engine:
@@ -278,6 +286,27 @@ def test_groups_are_recognised(how: dict[str, bool], there: Callable[..., Path])
         assert largest_difference(engine, model) < 1e-6
 
 
+def test_updates_that_a_parameter_missed_are_not_counted(tmp_path: Path) -> None:
+    """One parameter had a gradient in the last step only, another never, and both train from here on."""
+    model = tiny_model()
+    optimizer = peer(model)
+    late, never = model.lm_head.weight, model.model.norm.weight
+    for step, batch in enumerate(batches()[:DONE]):
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        never.grad = None
+        late.grad = late.grad if step == DONE - 1 else None
+        optimizer.step()
+    as_optimizer_file(tmp_path / "there", model, optimizer)
+    with taken(tmp_path / "there") as engine:
+        for batch in batches()[DONE:]:
+            engine.step([batch])
+        engine.flush()
+        steps(model, optimizer, batches()[DONE:])
+        assert largest_difference(engine, model) < 1e-6
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_trainers_groups_are_known(family: str) -> None:
     model = tiny_model(family)
@@ -285,7 +314,7 @@ def test_the_trainers_groups_are_known(family: str) -> None:
     assert first == named_groups(model)
 
 
-@pytest.mark.parametrize("kind", ["optimizer.pt", "sharded", "zero3"])
+@pytest.mark.parametrize("kind", [slow("optimizer.pt"), "sharded", slow("zero3")])
 def test_an_engine_takes_over_in_place(kind: str, there: Callable[..., Path]) -> None:
     folder = there(kind)
     with taken(folder) as other:
@@ -375,7 +404,7 @@ def run_of(tmp_path: Path, resume: Path, **changed: Any) -> Any:
     return configuration(tmp_path, **sections).model_copy(update={"resume": str(resume)})
 
 
-@pytest.mark.parametrize("kind", ["optimizer.pt", "sharded", "zero3"])
+@pytest.mark.parametrize("kind", ["optimizer.pt", slow("sharded"), slow("zero3")])
 def test_a_run_goes_on_and_says_what_it_lacks(kind: str, tmp_path: Path) -> None:
     model = causal_lm_from_config(BYTE_LLAMA, 3)
     ids = torch.tensor([[*b"abcdefgh"]] * 2)
@@ -443,10 +472,6 @@ def other_optimizer(saved: Any) -> None:
     saved["state"] = {key: {"step": 1, "state1": torch.zeros(1, dtype=torch.uint8)} for key in saved["state"]}
 
 
-def fewer_updates(saved: Any) -> None:
-    saved["state"][0]["step"] = torch.tensor(1.0)
-
-
 def another_group(saved: Any) -> None:
     saved["param_groups"][0]["params"].pop()
 
@@ -460,10 +485,38 @@ CASES: dict[str, tuple[Callable[[Any], None], str]] = {
     "AMSGrad": (lambda saved: saved["param_groups"][0].update(amsgrad=True), "its AdamW has amsgrad"),
     "Adam": (lambda saved: saved["param_groups"][0].update(decoupled_weight_decay=False), "is of Adam"),
     "several betas": (lambda saved: saved["param_groups"][0].update(betas=(0.8, 0.9)), "differ in betas"),
-    "unequal updates": (fewer_updates, "has made 3 updates of .*, but 1 of "),
     "another model": (another_group, r"not of this model: groups of 22 \+ 7 parameters, here 23 \+ 7"),
     "code": (code, r"more than tensors and plain values \(pathlib"),
 }
+
+
+MALFORMED: dict[str, Callable[[Any], Any]] = {
+    "a list of states": lambda saved: saved.update(state=[1]),
+    "a number of groups": lambda saved: saved.update(param_groups=3),
+    "a number as a state": lambda saved: saved["state"].update({0: 7}),
+    "a number as a moment": lambda saved: saved["state"][0].update(exp_avg=1.0),
+    "no moment": lambda saved: saved["state"][0].pop("exp_avg"),
+    "a word as a count": lambda saved: saved["state"][0].update(step="x"),
+    "no count": lambda saved: saved["state"][0].update(step=torch.tensor(float("nan"))),
+    "a word as a rate": lambda saved: saved["param_groups"][0].update(lr="x"),
+    "no betas": lambda saved: saved["param_groups"][0].update(betas=None),
+    "no state": lambda saved: saved.update(state={}),
+}
+
+
+def test_malformed_contents_are_one_error(there: Callable[..., Path]) -> None:
+    folder = there("optimizer.pt")
+    whole = (folder / "optimizer.pt").read_bytes()
+    for name, edit in MALFORMED.items():
+        (folder / "optimizer.pt").write_bytes(whole)
+        change(folder, edit)
+        with pytest.raises(CheckpointError, match=re.escape(str(folder))):
+            open_checkpoint(folder)
+            pytest.fail(name)
+    (folder / "optimizer.pt").write_bytes(whole)
+    (folder / "latest").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        open_checkpoint(folder)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -503,7 +556,7 @@ def test_a_pickle_runs_no_code(there: Callable[..., Path], tmp_path: Path) -> No
 
     folder = there("sharded")
     (folder / "optimizer_0" / ".metadata").write_bytes(pickle.dumps(Harm()))
-    with pytest.raises(CheckpointError, match=r"its \.metadata cannot be read"):
+    with pytest.raises(CheckpointError, match=r"\.metadata: cannot be read"):
         taken(folder)
     assert not (tmp_path / "harm").exists()
 
@@ -568,7 +621,7 @@ def compare_layouts(real: Path, folder: Path) -> None:
     model = tiny_model()
     steps(model, optimizer := peer(model), batches()[:DONE])
     as_zero3(folder, model, optimizer)
-    scaler = [(_Record, name) for name in RECORDS]
+    scaler: list[Any] = [(_Record, name) for name in RECORDS]
     for kind in ("optim_states", "model_states"):
         name = f"zero_pp_rank_1_mp_rank_00_{kind}.pt"
         with torch.serialization.safe_globals(scaler):
