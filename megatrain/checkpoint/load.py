@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -109,7 +110,8 @@ class PeerCheckpoint(Checkpoint):
     @cached_property
     def training(self) -> dict[str, Any]:
         """What `Engine.save` would have written, as far as it is known."""
-        return {"engine": {"steps": self.step, "updates": self.state.updates, "optimizer": self._settings()}}
+        counts = {"steps": self.step, "updates": self.state.updates, "missed": self.state.missed}
+        return {"engine": {**counts, "optimizer": self._settings()}}
 
     def _settings(self) -> dict[str, Any]:
         """The fields of our AdamW. Raises `CheckpointError` for groups that it cannot express."""
@@ -139,7 +141,10 @@ class PeerCheckpoint(Checkpoint):
     def moments(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor, Tensor]]:
         """See `Checkpoint`."""
         for name in names:
-            m, v = (self.state.moment(name, part).float() for part in PARTS)
+            if self.state.missed.get(name) == self.state.updates:
+                m, v = torch.zeros(len(PARTS), *self.moment_shapes[name])
+            else:
+                m, v = (self.state.moment(name, part).float() for part in PARTS)
             yield name, m, v
 
 

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.errors import CheckpointError, first_line
-from megatrain.formatting import counted
 from megatrain.system.paths import lies_within, read_json, read_text
 
 PARTS = ("exp_avg", "exp_avg_sq")
@@ -85,18 +84,22 @@ class PeerState:
 
     @cached_property
     def updates(self) -> int:
-        """Updates of every trained parameter. Raises `CheckpointError` if they differ: ours are counted together."""
+        """Updates of the parameter that has had most. Raises `CheckpointError` if no parameter has a state."""
         if not (counts := self.update_counts()):
             raise self.error("holds no state of an optimizer", "start from its weights (model.path)")
-        least, most = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
-        if counts[least] != counts[most]:
-            what = f"has made {counted(counts[most], 'update')} of {most}, but {counts[least]:,} of {least}"
-            raise self.error(what, f"freeze what was updated more rarely, or {RESTART}")
-        return counts[most]
+        return max(counts.values())
+
+    @cached_property
+    def missed(self) -> Mapping[str, int]:
+        """Parameter -> by how much its number of updates is below `updates`, if it is: its other steps had no gradient
+        of it. One without a state has had none. To be asked once parameters are named."""
+        counts = self.update_counts()
+        behind = {name: self.updates - counts.get(name, 0) for group in self.groups for name in group.names}
+        return {name: count for name, count in behind.items() if count}
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Parameter name -> shape of its moments, for parameters that have any."""
+        """Parameter name -> shape of its moments, for trained parameters."""
         raise NotImplementedError
 
     def name_parameters(self, model: nn.Module) -> None:
@@ -114,7 +117,7 @@ class PeerState:
                 )
 
     def update_counts(self) -> dict[str, int]:
-        """Parameter, by name or index, or a group of them -> the number of its updates."""
+        """Parameter -> number of its updates, for parameters with a state; an index stands for one without a name."""
         raise NotImplementedError
 
     def moment(self, name: str, part: str) -> Tensor:
@@ -209,6 +212,7 @@ class OptimizerFile(PeerState):
         self.refuse_other_optimizer(parts, self._groups)
         self._names: list[list[str]] = []
         self._keys: dict[str, Any] = {}
+        self._shapes: Mapping[str, tuple[int, ...]] = {}
 
     def name_parameters(self, model: nn.Module) -> None:
         """See `PeerState`. An index counts the trained parameters of all groups in their order."""
@@ -221,7 +225,7 @@ class OptimizerFile(PeerState):
             found = dict(zip((name for each in groups for name in each), flat, strict=False))
             fits = [len(each) for each in groups] == [len(each) for each in keys]
             if fits and all(self._fits(key, shapes.get(name)) for name, key in found.items()):
-                self._names, self._keys = groups, found
+                self._names, self._keys, self._shapes = groups, found, {name: shapes[name] for name in found}
                 return
         there, ours = (" + ".join(str(len(group)) for group in groups) for groups in (keys, possible[0]))
         what = f"its {self._file} is not of this model: groups of {there} parameters, here {ours} of these shapes"
@@ -248,8 +252,7 @@ class OptimizerFile(PeerState):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        held = {name: key for name, key in self._keys.items() if key in self._state}
-        return {name: tuple(self._part(key, PARTS[0]).shape) for name, key in held.items()}
+        return self._shapes
 
     def update_counts(self) -> dict[str, int]:
         names = {key: name for name, key in self._keys.items()}
@@ -393,7 +396,9 @@ class Sharded(PeerState):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: self._sizes[self._part(name, PARTS[0])] for name in self._parts}
+        held = {name: self._part(name, PARTS[0]) for name in self._parts}
+        idle = {name: self.value(self._weights, name, file="the model") for name in self.missed if name not in held}
+        return {name: self._sizes[key] for name, key in {**held, **idle}.items()}
 
     def _part(self, name: str, part: str) -> str:
         key: str = self.value(self._parts, name, part, file="optimizer_0")
@@ -498,7 +503,8 @@ class Zero3(PeerState):
     def update_counts(self) -> dict[str, int]:
         held = {flat: group.get(STEP) for group in self._param_groups for flat in group["params"]}
         held |= {flat: each[STEP] for flat, each in (self._optimizer.get("state") or {}).items() if STEP in each}
-        return {f"flat group {flat}": int(step) for flat, step in held.items() if step is not None}
+        steps = {flat: int(step) for flat, step in held.items() if step is not None}
+        return {name: step for flat, step in steps.items() for name in self._param_shapes[flat]}
 
     def moment(self, name: str, part: str) -> Tensor:
         flat, _ = self._starts[name]
@@ -545,7 +551,7 @@ class Universal(Zero3):
 
     def update_counts(self) -> dict[str, int]:
         held = [name for name in self.shapes if (self.folder / "zero" / name / f"{STEP}.pt").exists()]
-        return {name: int(self._whole(name, STEP)) for name in held} or super().update_counts()
+        return super().update_counts() | {name: int(self._whole(name, STEP)) for name in held}
 
     def _whole(self, name: str, part: str) -> Tensor:
         held = self.load(self.folder / "zero" / name / f"{part}.pt")

@@ -78,6 +78,7 @@ from megatrain.train.restore import (
     facts_in,
     fill,
     frozen_in,
+    missed_in,
     optimizer_in,
     read_moments,
     refuse_other_base,
@@ -785,7 +786,7 @@ class Engine(TakesTurns):
         facts = facts_in(checkpoint)
         refuse_other_base(checkpoint, self._store.frozen_checksum)
         read_moments(checkpoint, self._store, new)
-        self._sink.restore(facts["updates"], facts.get("missed"))  # absent in earlier versions
+        self._sink.restore(facts["updates"], missed_in(checkpoint, self.structure))
         self._steps, self._streamer.seed = facts["steps"], facts.get("seed", self._streamer.seed)
         self._saver.goes_on_from(checkpoint.folder)
 

@@ -159,6 +159,18 @@ def read_moments(checkpoint: Checkpoint, store: Store, new: NewMoments = "refuse
     store.settle()
 
 
+def missed_in(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, int]:
+    """Trained parameter -> of the checkpoint's updates, those that it has not had, if any (`OptimizerSink.missed`).
+
+    One that did not train then, and whose moments start as zeros, has had none.
+    """
+    facts, there = facts_in(checkpoint), checkpoint.moment_shapes
+    missed: Mapping[str, int] = facts.get("missed", {})  # absent in earlier versions
+    names = [param.name for unit in spec.units for param in unit.params if param.trainable]
+    counts = {name: missed.get(name, 0) if name in there else facts["updates"] for name in names}
+    return {name: count for name, count in counts.items() if count}
+
+
 def _as_now(value: Any) -> Any:
     """Copy nested lists and dicts: they are written later, while the caller may change them."""
     if isinstance(value, dict):

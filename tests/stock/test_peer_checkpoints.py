@@ -248,6 +248,26 @@ def test_the_next_steps_of_plain_torch_are_ours(kind: str, tmp_path: Path) -> No
         assert largest_difference(engine, model) < 1e-6
 
 
+@pytest.mark.parametrize("kind", ["optimizer.pt", "optimizer.bin", "sharded"])
+def test_parameters_without_a_gradient_in_some_steps_are_taken_over(kind: str, tmp_path: Path) -> None:
+    """Those of one layer have had fewer updates than others, and those of another have no state at all."""
+    model = tiny_model()
+    optimizer, layers = peer(model), model.model.layers
+    for number, batch in enumerate(batches()[:DONE]):
+        for layer, idle in ((layers[0], number == 1), (layers[1], True)):
+            layer.requires_grad_(not idle)  # so that autograd leaves None
+        steps(model, optimizer, [batch])
+    layers[1].requires_grad_(True)
+    assert {int(each["step"]) for each in optimizer.state.values()} == {DONE, DONE - 1}
+    assert not any(each in optimizer.state for each in layers[1].parameters())
+    FORMATS[kind](tmp_path / "there", model, optimizer)
+    with taken(tmp_path / "there") as engine:
+        assert engine.structure.trained_numel == engine.structure.numel
+        ours = [engine.step([batch]).loss for batch in batches()[DONE:]]
+        assert ours == pytest.approx(steps(model, optimizer, batches()[DONE:]), abs=1e-6)
+        assert largest_difference(engine, model) < 1e-6
+
+
 def taken(folder: Path, **more: Any) -> Engine:
     return Engine.from_checkpoint(folder, max_grad_norm=CLIP, **QUICK, **more)
 
@@ -443,8 +463,8 @@ def other_optimizer(saved: Any) -> None:
     saved["state"] = {key: {"step": 1, "state1": torch.zeros(1, dtype=torch.uint8)} for key in saved["state"]}
 
 
-def fewer_updates(saved: Any) -> None:
-    saved["state"][0]["step"] = torch.tensor(1.0)
+def no_state(saved: Any) -> None:
+    saved["state"].clear()
 
 
 def another_group(saved: Any) -> None:
@@ -460,7 +480,7 @@ CASES: dict[str, tuple[Callable[[Any], None], str]] = {
     "AMSGrad": (lambda saved: saved["param_groups"][0].update(amsgrad=True), "its AdamW has amsgrad"),
     "Adam": (lambda saved: saved["param_groups"][0].update(decoupled_weight_decay=False), "is of Adam"),
     "several betas": (lambda saved: saved["param_groups"][0].update(betas=(0.8, 0.9)), "differ in betas"),
-    "unequal updates": (fewer_updates, "has made 3 updates of .*, but 1 of "),
+    "no state": (no_state, "holds no state of an optimizer"),
     "another model": (another_group, r"not of this model: groups of 22 \+ 7 parameters, here 23 \+ 7"),
     "code": (code, r"more than tensors and plain values \(pathlib"),
 }
