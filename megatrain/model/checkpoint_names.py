@@ -189,7 +189,8 @@ class WrittenModel:
             except ValueError as error:
                 fix = "correct model.generation_config, or the model's generation_config.json"
                 raise ExportError(first_line(error), where=f"model {self.spec.name}", fix=fix) from error
-            add_old_fields(folder / "config.json", self._whole.config)
+            if (folder / "config.json").exists():  # transformers writes on rank 0 only
+                add_old_fields(folder / "config.json", self._whole.config)
 
     def _saved_buffers(self, ported: PortedModel) -> list[dict[str, Tensor]]:
         """Persistent buffers on the host, by unit; those outside the layers belong to the prologue."""

@@ -30,8 +30,8 @@ def stopping(config: Config, engine: Engine, corpus: Corpus, tokenizer: Tokenize
         return corpus
     engine.generation_config.eos_token_id = [*new, *own]
     marks = " and ".join(printable(str(tokenizer.decode([end]))) for end in new)
-    told = f"at {marks}, which ends what is trained, besides the model's own (output.stop_at_turn_end)"
-    return replace(corpus, facts=[*corpus.facts, ("generation stops", told)])
+    told = f"{marks} ends what is trained, so generation stops there too (output.stop_at_turn_end)"
+    return replace(corpus, facts=[*corpus.facts, ("end", told)])
 
 
 def _as_list(ids: int | Sequence[int] | None) -> list[int]:

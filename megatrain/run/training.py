@@ -277,7 +277,7 @@ def _corpus(
     taken: Checkpoint | None,
 ) -> Corpus:
     """Open the data, encoding it on this rank's cores, with the date of the run that is resumed."""
-    moment = None if taken is None else resume.facts_of(taken).get("moment")
+    moment = None if taken is None else taken.training.get("run", {}).get("moment")
     with preparing(console) as told:
         how = partial(open_corpus, world=ranks.world, moment=moment, processes=ranks.threads, progress=told)
         return how(config, plan, tokenizer, vocabulary, model)

@@ -204,7 +204,7 @@ def test_a_failed_activation_transfer_is_an_error_without_wrong_numbers() -> Non
     policy = Policy(activations_by_layer=MIXED, offload_slots=1, shard_nbytes=4000)
     with engine("llama", SimDevice(0), "bf16", policy) as calm:
         calm.step(unequal_batches())
-        schedule = calm._schedules.known["step", 2, calm.policy]
+        schedule = calm._schedules.known["step", 2, False, calm.policy]
         after_one = calm.master_weights()
     for seed, (kind, op) in enumerate(zip(KINDS, cycle(("OFFLOAD", "RELOAD")), strict=False)):
         copies = replace(schedule, ops=tuple(each for each in schedule.ops if each.kind == op), waits=())

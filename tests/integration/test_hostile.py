@@ -101,7 +101,7 @@ def test_race_reports_name_ops_bytes_parameter_and_missing_wait() -> None:
     policy = Policy(shard_nbytes=1 << 20)
     with Engine.from_model(tiny_model(), "sim:0", policy=policy) as engine:
         engine.step(unequal_batches())
-        key = ("step", 2, engine.policy)
+        key = ("step", 2, False, engine.policy)
         whole = engine._schedules.known[key]
         ops = whole.ops
         fetch = max(i for i, op in enumerate(ops) if op.name == "FETCH u1 s0")
@@ -261,7 +261,7 @@ def calm_steps(update: str) -> tuple[Schedule, dict[str, Tensor], dict[str, Tens
         after_two = calm.master_weights()
         calm.step(batches)
         kind = "step" if clip_of(update) is None else "pending step"
-        return calm._schedules.known[kind, 2, calm.policy], after_one, after_two, calm.master_weights()
+        return calm._schedules.known[kind, 2, False, calm.policy], after_one, after_two, calm.master_weights()
 
 
 def _fail_somewhere(kind: str, seeds: range, update: str) -> None:

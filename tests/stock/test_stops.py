@@ -69,7 +69,7 @@ def stock_answer(folder: Path) -> list[int]:
 
 def test_a_model_stops_where_its_trained_turns_end(tmp_path: Path) -> None:
     said = " ".join(run_on_chats(tmp_path).split())
-    assert "generation stops at <|im_end|>, which ends what is trained, besides the model's own" in said
+    assert "<|im_end|> ends what is trained, so generation stops there too" in said
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert stock_answer(tmp_path / "run" / "model") == [*b"ok", end]
