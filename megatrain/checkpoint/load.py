@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -134,7 +135,10 @@ class PeerCheckpoint(Checkpoint):
     def moments(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor, Tensor]]:
         """See `Checkpoint`."""
         for name in names:
-            m, v = (self.state.moment(name, part).float() for part in PARTS)
+            if self.state.missed.get(name) == self.state.updates:
+                m, v = torch.zeros(len(PARTS), *self.moment_shapes[name])
+            else:
+                m, v = (self.state.moment(name, part).float() for part in PARTS)
             yield name, m, v
 
 

@@ -106,21 +106,22 @@ class PeerState:
 
     @cached_property
     def updates(self) -> int:
-        """Updates of the parameters that missed none."""
+        """Updates of the parameter that has had most. Raises `CheckpointError` if no parameter has a state."""
         if not (counts := self.update_counts()):
             raise self.error("holds no state of an optimizer", "start from its weights (model.path)")
         return max(counts.values())
 
-    @property
-    def missed(self) -> dict[str, int]:
-        """Trained parameter -> updates that it missed, since it had no gradient, if any."""
+    @cached_property
+    def missed(self) -> Mapping[str, int]:
+        """Parameter -> by how much its number of updates is below `updates`, if it is: its other steps had no gradient
+        of it. One without a state has had none. To be asked once parameters are named."""
         counts = self.update_counts()
-        lags = {name: self.updates - counts.get(name, 0) for group in self.groups for name in group.names}
-        return {name: lag for name, lag in lags.items() if lag}
+        behind = {name: self.updates - counts.get(name, 0) for group in self.groups for name in group.names}
+        return {name: count for name, count in behind.items() if count}
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Parameter name -> shape of its moments, for parameters that have any."""
+        """Parameter name -> shape of its moments, for trained parameters."""
         raise NotImplementedError
 
     def name_parameters(self, model: nn.Module) -> None:
@@ -138,7 +139,7 @@ class PeerState:
                 )
 
     def update_counts(self) -> dict[str, int]:
-        """Parameter, by name, or by index while that is unknown -> the number of its updates, if any."""
+        """Parameter -> number of its updates, for parameters with a state; an index stands for one without a name."""
         raise NotImplementedError
 
     def moment(self, name: str, part: str) -> Tensor:
@@ -248,7 +249,7 @@ class OptimizerFile(PeerState):
         self._numbers = [list(self.value(group, "params", file=name)) for group in self._groups]
         self._names: list[list[str]] = []
         self._keys: dict[str, Any] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._shapes: Mapping[str, tuple[int, ...]] = {}
 
     def name_parameters(self, model: nn.Module) -> None:
         """See `PeerState`. An index counts the trained parameters of all groups in their order."""
@@ -261,8 +262,7 @@ class OptimizerFile(PeerState):
             found = dict(zip((name for each in groups for name in each), flat, strict=False))
             fits = [len(each) for each in groups] == [len(each) for each in keys]
             if fits and all(self._fits(key, shapes.get(name)) for name, key in found.items()):
-                self._names, self._keys = groups, found
-                self._shapes = {name: shapes[name] for name in found}
+                self._names, self._keys, self._shapes = groups, found, {name: shapes[name] for name in found}
                 return
         there, ours = (" + ".join(str(len(group)) for group in groups) for groups in (keys, possible[0]))
         what = f"its {self._file} is not of this model: groups of {there} parameters, here {ours} of these shapes"
@@ -295,9 +295,7 @@ class OptimizerFile(PeerState):
         return {names.get(key, str(key)): step for key, step in self._steps.items()}
 
     def moment(self, name: str, part: str) -> Tensor:
-        """See `PeerState`; zeros for a parameter that never had a gradient, of which torch saves none."""
-        key = self._keys[name]
-        return self._part(key, part) if key in self._state else torch.zeros(self._shapes[name])
+        return self._part(self._keys[name], part)
 
 
 def _partitions(model: nn.Module, trained: Iterable[str]) -> Iterable[list[list[str]]]:
@@ -428,7 +426,9 @@ class Sharded(PeerState):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: self._sizes[self._part(name, PARTS[0])] for name in self._parts}
+        held = {name: self._part(name, PARTS[0]) for name in self._parts}
+        idle = {name: self.value(self._weights, name, file="the model") for name in self.missed if name not in held}
+        return {name: self._sizes[key] for name, key in {**held, **idle}.items()}
 
     def _part(self, name: str, part: str) -> str:
         key: str = self.value(self._parts, name, part, file="optimizer_0")
@@ -533,8 +533,8 @@ class Zero3(PeerState):
     def update_counts(self) -> dict[str, int]:
         held = {flat: group.get(STEP) for group in self._param_groups for flat in group["params"]}
         held |= {flat: each[STEP] for flat, each in (self._optimizer.get("state") or {}).items() if STEP in each}
-        counts = {flat: int(step) for flat, step in held.items() if step is not None}
-        return {name: count for flat, count in counts.items() for name in self._param_shapes[flat]}
+        steps = {flat: int(step) for flat, step in held.items() if step is not None}
+        return {name: step for flat, step in steps.items() for name in self._param_shapes[flat]}
 
     def moment(self, name: str, part: str) -> Tensor:
         flat, _ = self._starts[name]
@@ -581,7 +581,7 @@ class Universal(Zero3):
 
     def update_counts(self) -> dict[str, int]:
         held = [name for name in self.shapes if (self.folder / "zero" / name / f"{STEP}.pt").exists()]
-        return {name: int(self._whole(name, STEP)) for name in held} or super().update_counts()
+        return super().update_counts() | {name: int(self._whole(name, STEP)) for name in held}
 
     def _whole(self, name: str, part: str) -> Tensor:
         held = self.load(self.folder / "zero" / name / f"{part}.pt")

@@ -304,8 +304,9 @@ class PortedModel:
     """The adapter that trains over a frozen base, if any."""
     in_files: InFiles = field(default_factory=lambda: InFiles({}, {}))
     """Frozen parameters whose bytes can be read from the model's files, and why others cannot."""
-    recomputed: Recomputed | None = None
-    """What the skeleton's modules recompute; each call starts from its state after the first look."""
+    recomputed: dict[nn.Module, Recomputed] = field(default_factory=dict)
+    """What the modules of the skeleton, and of each template, recompute; each call of one starts from its state after
+    the first look."""
     _found_in: Callable[[], object] = lambda: None
     _on_a_cpu: bool = False
 
@@ -379,6 +380,7 @@ class PortedModel:
 
         Raises `ModelError` where it cannot be run compiled.
         """
+        self._restore(self.templates[index])
         args, kwargs = call.arguments(hidden)
         compiles = way.kernels == "compile"
         plain = partial(functional_call, tie_weights=self._layers_that_tie[index])
@@ -429,15 +431,22 @@ class PortedModel:
 
     def to_device(self, device: torch.device) -> None:
         """Move the buffers of skeleton and templates (parameters have no storage)."""
-        if self.recomputed is not None:
-            self.recomputed.restore()
         for root in (self.skeleton, *self.templates):
+            self._restore(root)
             for module in root.modules():
                 for name, buffer in module._buffers.items():
                     if buffer is not None and not buffer.is_meta:
                         module._buffers[name] = buffer.to(device)
         self.placeholders = {name: placeholder(zero, device) for name, zero in self.placeholders.items()}
-        self.recomputed = Recomputed(self.skeleton)
+        self.remember_recomputed()
+
+    def remember_recomputed(self) -> None:
+        """From now on, calls of the skeleton and of the templates start from their present state (`Recomputed`)."""
+        self.recomputed = {root: Recomputed(root) for root in (self.skeleton, *self.templates)}
+
+    def _restore(self, root: nn.Module) -> None:
+        if root in self.recomputed:
+            self.recomputed[root].restore()
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
@@ -474,8 +483,7 @@ class PortedModel:
     def run(self, script: Capture | HandOut, weights: Weights, inputs: Mapping[str, Any]) -> Any:
         """Run the model's own forward with `script` in place of the layers; `None` if it stopped after the
         prologue."""
-        if self.recomputed is not None:
-            self.recomputed.restore()
+        self._restore(self.skeleton)
         for port in self.ports:
             port.script = script
         try:

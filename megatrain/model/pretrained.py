@@ -65,20 +65,26 @@ class PretrainedSource:
         trust_remote_code: bool = False,
         revision: str | None = None,
         fields: Mapping[str, Any] | None = None,
+        structure: PreTrainedModel | None = None,
     ) -> None:
         """Read config and headers, build the structure, load its buffers, and check that everything fits.
 
         revision: branch, tag or commit of a hub name. fields: changed in the config before the model is built.
+        structure: the float32 model that the files are of, instead of the config's, which is then not read; it may be
+        of a class that no config names, and changed.
         Raises `ModelError` for anything but a causal language model with plain weights, for a missing, truncated
         or damaged file, and for parameters that are missing or do not have the config's shape.
         """
         self._where = f"model {source}"
         source = located(model_named(source), where=self._where, revision=revision)
-        config = read_config(source, where=self._where, trust_remote_code=trust_remote_code, revision=revision)
-        set_fields(config, fields or {}, where=self._where)
-        saved = config.dtype
-        self.model: PreTrainedModel = blueprint(config, attention=attention, trust_remote_code=trust_remote_code)
-        self._shards = Shards(source, config, where=self._where, revision=revision)
+        saved = None
+        if structure is None:
+            config = read_config(source, where=self._where, trust_remote_code=trust_remote_code, revision=revision)
+            set_fields(config, fields or {}, where=self._where)
+            saved = config.dtype
+            structure = blueprint(config, attention=attention, trust_remote_code=trust_remote_code)
+        self.model = structure
+        self._shards = Shards(source, structure.config, where=self._where, revision=revision)
         self._mapping: list[Any] = get_model_conversion_mapping(self.model)
         for transform in self._mapping:
             if getattr(transform, "force_cpu", False):

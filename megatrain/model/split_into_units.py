@@ -33,7 +33,6 @@ from megatrain.model.ports import (
     HandOut,
     Port,
     PortedModel,
-    Recomputed,
     Sides,
     placeholder,
     reachable_leaves,
@@ -85,7 +84,8 @@ def port_model(model: nn.Module, dtype: torch.dtype) -> PortedModel:
                 _foreign_errors(type(model).__name__, dtype),
             ):
                 ported = _ported(model, stack, dtype)
-                ported.adapter, ported.recomputed = adapter, Recomputed(ported.skeleton)
+                ported.adapter = adapter
+                ported.remember_recomputed()
                 ported.structure = replace(ported.structure, base_apart=adapter is not None)
                 return ported
         except ModelError as error:

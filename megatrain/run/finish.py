@@ -47,7 +47,7 @@ def restore_best(config: Config, engine: Engine, step: int, since: int, say: Cal
         say("no checkpoint has a validation loss, so the model is the last state")
         return step
     if found.step != step:
-        engine.restore(found, trust_remote_code=config.model.trust_remote_code)
+        engine.restore(found)
     say(f"the model is the state after step {found.step:,}, with the lowest validation loss")
     return found.step
 

@@ -221,7 +221,9 @@ def take_over(taken: PeerCheckpoint, source: Source, optimizer: AdamW, say: Say)
     taken.name_parameters(source.model)
     then, names = optimizer_in(taken), list(taken.moment_shapes)
     updates = counted(taken.training["engine"]["updates"], "update")
-    say(f"taken over from {taken.state.kind}, at step {taken.step:,}: weights, and AdamW's moments after {updates}")
+    fewer = f" ({len(taken.state.missed):,} parameters had fewer)" if taken.state.missed else ""
+    of = f"AdamW's moments after {updates}{fewer}"
+    say(f"taken over from {taken.state.kind}, at step {taken.step:,}: weights, and {of}")
     say(
         "not taken over: the position in the data (it is read from its beginning), the learning-rate schedule (this "
         f"configuration's goes on after that step; the rate there was {then.lr:.4g}), the state of random numbers, and "

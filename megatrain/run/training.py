@@ -462,7 +462,6 @@ def _checkpoints(
         feed,
         {"config": resume.with_numbers(config, plan.numerics).model_dump(mode="json"), **begun},
         write_more=partial(save_beside, tokenizer, engine),
-        trust_remote_code=config.model.trust_remote_code,
         lowest=lowest,
     )
 

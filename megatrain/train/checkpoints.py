@@ -41,7 +41,6 @@ class Checkpoints:
     facts: Mapping[str, Any]
     """Further facts about the run for each checkpoint, such as its configuration."""
     write_more: Callable[[Path], object] | None = None
-    trust_remote_code: bool = False
     step: int = -1
     """Step of the last complete checkpoint."""
     newest: str = ""
@@ -155,7 +154,7 @@ class Checkpoints:
         found = found_by_first(self.engine.world, lambda: newest_sound(self.folder).checkpoint)
         if found is None:
             raise CheckpointError("has no checkpoint to go back to", where=str(self.folder)) from error
-        self.engine.restore(found, trust_remote_code=self.trust_remote_code)
+        self.engine.restore(found)
         facts = found.training["run"]
         self.feed.leave_out(offending, facts["data"])
         self.step, self.newest = int(facts["step"]), str(found.folder)

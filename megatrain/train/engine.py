@@ -78,6 +78,7 @@ from megatrain.train.restore import (
     facts_in,
     fill,
     frozen_in,
+    missed_in,
     optimizer_in,
     read_moments,
     refuse_other_base,
@@ -544,7 +545,7 @@ class Engine(TakesTurns):
         return self._saver.begin(folder, number, self.policy, kept, score, write_more, then)
 
     @one_at_a_time
-    def restore(self, checkpoint: Checkpoint | str | Path, *, trust_remote_code: bool = False) -> None:
+    def restore(self, checkpoint: Checkpoint | str | Path) -> None:
         """Load weights, optimizer state and step count from a checkpoint of this model. Pending updates are dropped.
 
         checkpoint: as for `from_checkpoint`. Raises `CheckpointError`, before changing anything, if it is damaged or of
@@ -552,7 +553,7 @@ class Engine(TakesTurns):
         """
         checkpoint = checked(checkpoint, Checkpoint | str | Path, CheckpointError, "restore")
         checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-        source = weights_in(checkpoint, self._ported, trust_remote_code)
+        source = weights_in(checkpoint, self._ported)
         self._saver.wait()
         refuse_other_base(checkpoint, self._store.frozen_checksum)
         self._sink.restore(0)
@@ -785,7 +786,7 @@ class Engine(TakesTurns):
         facts = facts_in(checkpoint)
         refuse_other_base(checkpoint, self._store.frozen_checksum)
         read_moments(checkpoint, self._store, new)
-        self._sink.restore(facts["updates"], facts.get("missed"))  # absent in earlier versions
+        self._sink.restore(facts["updates"], missed_in(checkpoint, self.structure))
         self._steps, self._streamer.seed = facts["steps"], facts.get("seed", self._streamer.seed)
         self._saver.goes_on_from(checkpoint.folder)
 

@@ -159,6 +159,18 @@ def read_moments(checkpoint: Checkpoint, store: Store, new: NewMoments = "refuse
     store.settle()
 
 
+def missed_in(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, int]:
+    """Trained parameter -> of the checkpoint's updates, those that it has not had, if any (`OptimizerSink.missed`).
+
+    One that did not train then, and whose moments start as zeros, has had none.
+    """
+    facts, there = facts_in(checkpoint), checkpoint.moment_shapes
+    missed: Mapping[str, int] = facts.get("missed", {})  # absent in earlier versions
+    names = [param.name for unit in spec.units for param in unit.params if param.trainable]
+    counts = {name: missed.get(name, 0) if name in there else facts["updates"] for name in names}
+    return {name: count for name, count in counts.items() if count}
+
+
 def _as_now(value: Any) -> Any:
     """Copy nested lists and dicts: they are written later, while the caller may change them."""
     if isinstance(value, dict):
@@ -173,14 +185,6 @@ def refuse_other_base(checkpoint: Checkpoint, base: Callable[[], str]) -> None:
         what = f"is of an adapter over another base: the checksum of its weights is {now}, but was {then}"
         fix = "use the base that it was trained on, in the same precision"
         raise CheckpointError(what, where=str(checkpoint.folder), fix=fix)
-
-
-def refuse_other_model(checkpoint: Checkpoint, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise `CheckpointError` unless the checkpoint's parameters and `shapes` are those of `spec`."""
-    ours = {param.name: param.shape for unit in spec.units for param in unit.params}
-    if odd := sorted({*ours.items()} ^ {*shapes.items()}):
-        what = f"is of another model: only one of the two has {odd[0][0]} of shape {list(odd[0][1])}"
-        raise CheckpointError(what, where=str(checkpoint.folder), fix="make an engine with Engine.from_checkpoint")
 
 
 class PeerSource:
@@ -260,7 +264,7 @@ def refuse_other_shapes(weights: Mapping[str, Tensor], spec: ModelSpec) -> None:
             raise ModelError(f"has no parameter {name} of shape {list(value.shape)}", where=where, fix=fix)
 
 
-def weights_in(checkpoint: Checkpoint, ported: PortedModel, trust_remote_code: bool) -> Fills:
+def weights_in(checkpoint: Checkpoint, ported: PortedModel) -> Fills:
     """The masters in a checkpoint of this model: all of them, or only the adapter's if it has one.
 
     Raises `CheckpointError` for a checkpoint of another model, and `ModelError` for another adapter's.
@@ -273,7 +277,13 @@ def weights_in(checkpoint: Checkpoint, ported: PortedModel, trust_remote_code: b
             return PeerSource(checkpoint, whole)
     if ported.adapter is not None:
         return ported.adapter.file_in(checkpoint.folder, ported.whole())
-    source = PretrainedSource(checkpoint.folder, trust_remote_code=trust_remote_code)
-    shapes = {name: tuple(parameter.shape) for name, parameter in source.model.named_parameters()}
-    refuse_other_model(checkpoint, ported.structure, shapes)
+    fix = "make an engine with Engine.from_checkpoint"
+    try:  # no config need name the model's class, nor its changes
+        source = PretrainedSource(checkpoint.folder, structure=ported.whole().float())
+    except ModelError as error:
+        raise CheckpointError(f"is of another model: {error.what}", where=str(checkpoint.folder), fix=fix) from error
+    ours = {param.name for unit in ported.structure.units for param in unit.params}
+    if odd := source.unexpected or sorted({name for name, _ in source.model.named_parameters()} - ours):  # untied
+        what = f"is of another model: only it has {listed(odd)}"
+        raise CheckpointError(what, where=str(checkpoint.folder), fix=fix)
     return source

@@ -188,8 +188,11 @@ def test_images_that_are_added_between_layers_are_refused_and_text_trains(device
 # A trainer ------------------------------------------------------------------------------------------------------------
 
 
-def losses(kind: str, trainer: Any, folder: Path, **changes: Any) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses and norms in a trainer's log, and the weights that it leaves."""
+def losses(
+    kind: str, trainer: Any, folder: Path, resume: Path | None = None, images: Sequence[int] = (), **changes: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses and norms in a trainer's log, and the weights that it leaves. images: the rows with one, if not two
+    in three."""
     usual: dict[str, Any] = {
         **{"output_dir": str(folder), "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2},
         **{"learning_rate": 1e-3, "max_steps": 3, "logging_steps": 1, "report_to": "none", "disable_tqdm": True},
@@ -199,7 +202,8 @@ def losses(kind: str, trainer: Any, folder: Path, **changes: Any) -> tuple[list[
 
     def batch(rows: list[dict[str, int]]) -> dict[str, Tensor]:
         (number,) = (row["number"] for row in rows)
-        return image_batch(kind, number) if number % 3 else text_batch(number, length=4 + number)
+        with_image = number in images if images else number % 3
+        return image_batch(kind, number) if with_image else text_batch(number, length=4 + number)
 
     numbers = [{"number": number} for number in range(12)]
     arguments = TrainingArguments(**usual)
@@ -212,7 +216,7 @@ def losses(kind: str, trainer: Any, folder: Path, **changes: Any) -> tuple[list[
         eval_dataset=numbers[:4],  # type: ignore[arg-type]
         **more,
     )
-    made.train()
+    made.train(resume_from_checkpoint=None if resume is None else str(resume))
     log = [each[key] for each in made.state.log_history for key in ("loss", "grad_norm", "eval_loss") if key in each]
     return log, {name: value.detach().clone() for name, value in made.model.named_parameters()}
 
@@ -226,6 +230,24 @@ def test_a_streamed_trainer_logs_what_the_stock_one_logs(kind: str, tmp_path: Pa
     for name, value in weights.items():
         if not name.endswith("k_proj.bias"):
             assert relative_error(ours[name], value) < 1e-4, name
+
+
+@pytest.mark.parametrize("images", [(1, 4), pytest.param((4, 5), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("first", [StreamedTrainer, pytest.param(Trainer, marks=pytest.mark.slow)])
+def test_a_trainer_goes_on_from_a_checkpoint(first: type, images: Sequence[int], tmp_path: Path) -> None:
+    """Its own, or a stock trainer's, in which the tower has fewer updates or none, and hence no state."""
+    usual: dict[str, Any] = {
+        "gradient_accumulation_steps": 1,
+        "max_steps": 6,
+        "eval_strategy": "no",
+        "weight_decay": 0.1,
+    }
+    usual |= {"save_strategy": "steps", "save_steps": 3, "train_sampling_strategy": "sequential", "images": images}
+    expected, weights = losses("llava", Trainer, tmp_path / "stock", **usual)
+    losses("llava", first, tmp_path / "first", **usual)
+    found, ours = losses("llava", StreamedTrainer, tmp_path / "ours", tmp_path / "first" / "checkpoint-3", **usual)
+    assert found == pytest.approx(expected, rel=2e-4)
+    assert all(relative_error(ours[n], weights[n]) < 1e-5 for n in weights if not n.endswith("k_proj.bias"))
 
 
 def test_label_smoothing_of_a_mean_of_means_is_refused(tmp_path: Path) -> None:

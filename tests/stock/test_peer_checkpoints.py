@@ -256,6 +256,26 @@ def test_the_next_steps_of_plain_torch_are_ours(kind: str, tmp_path: Path) -> No
         assert largest_difference(engine, model) < 1e-6
 
 
+@pytest.mark.parametrize("kind", ["optimizer.pt", "optimizer.bin", "sharded"])
+def test_parameters_without_a_gradient_in_some_steps_are_taken_over(kind: str, tmp_path: Path) -> None:
+    """Those of one layer have had fewer updates than others, and those of another have no state at all."""
+    model = tiny_model()
+    optimizer, layers = peer(model), model.model.layers
+    for number, batch in enumerate(batches()[:DONE]):
+        for layer, idle in ((layers[0], number == 1), (layers[1], True)):
+            layer.requires_grad_(not idle)  # so that autograd leaves None
+        steps(model, optimizer, [batch])
+    layers[1].requires_grad_(True)
+    assert {int(each["step"]) for each in optimizer.state.values()} == {DONE, DONE - 1}
+    assert not any(each in optimizer.state for each in layers[1].parameters())
+    FORMATS[kind](tmp_path / "there", model, optimizer)
+    with taken(tmp_path / "there") as engine:
+        assert engine.structure.trained_numel == engine.structure.numel
+        ours = [engine.step([batch]).loss for batch in batches()[DONE:]]
+        assert ours == pytest.approx(steps(model, optimizer, batches()[DONE:]), abs=1e-6)
+        assert largest_difference(engine, model) < 1e-6
+
+
 def taken(folder: Path, **more: Any) -> Engine:
     return Engine.from_checkpoint(folder, max_grad_norm=CLIP, **QUICK, **more)
 
@@ -283,27 +303,6 @@ def test_groups_are_recognised(how: dict[str, bool], there: Callable[..., Path])
         engine.step(batches()[DONE : DONE + 1])
         engine.flush()
         steps(model, optimizer, batches()[DONE : DONE + 1])
-        assert largest_difference(engine, model) < 1e-6
-
-
-def test_updates_that_a_parameter_missed_are_not_counted(tmp_path: Path) -> None:
-    """One parameter had a gradient in the last step only, another never, and both train from here on."""
-    model = tiny_model()
-    optimizer = peer(model)
-    late, never = model.lm_head.weight, model.model.norm.weight
-    for step, batch in enumerate(batches()[:DONE]):
-        optimizer.zero_grad()
-        model(**batch).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        never.grad = None
-        late.grad = late.grad if step == DONE - 1 else None
-        optimizer.step()
-    as_optimizer_file(tmp_path / "there", model, optimizer)
-    with taken(tmp_path / "there") as engine:
-        for batch in batches()[DONE:]:
-            engine.step([batch])
-        engine.flush()
-        steps(model, optimizer, batches()[DONE:])
         assert largest_difference(engine, model) < 1e-6
 
 
@@ -472,6 +471,10 @@ def other_optimizer(saved: Any) -> None:
     saved["state"] = {key: {"step": 1, "state1": torch.zeros(1, dtype=torch.uint8)} for key in saved["state"]}
 
 
+def no_state(saved: Any) -> None:
+    saved["state"].clear()
+
+
 def another_group(saved: Any) -> None:
     saved["param_groups"][0]["params"].pop()
 
@@ -485,6 +488,7 @@ CASES: dict[str, tuple[Callable[[Any], None], str]] = {
     "AMSGrad": (lambda saved: saved["param_groups"][0].update(amsgrad=True), "its AdamW has amsgrad"),
     "Adam": (lambda saved: saved["param_groups"][0].update(decoupled_weight_decay=False), "is of Adam"),
     "several betas": (lambda saved: saved["param_groups"][0].update(betas=(0.8, 0.9)), "differ in betas"),
+    "no state": (no_state, "holds no state of an optimizer"),
     "another model": (another_group, r"not of this model: groups of 22 \+ 7 parameters, here 23 \+ 7"),
     "code": (code, r"more than tensors and plain values \(pathlib"),
 }

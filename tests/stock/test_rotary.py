@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megatrain import Engine, Policy
@@ -134,6 +134,33 @@ def test_no_schedule_and_nothing_seen_before_changes_a_bit(rope: str) -> None:
     with Engine.from_model(model, policy=Policy(shares_memory=True), numerics=Numerics("fp32"), verify=False) as engine:
         engine.evaluate(batches((60,)))
         assert engine.evaluate(batches((24,))) == pytest.approx(float(alone["loss"]), rel=1e-6)
+
+
+class WithTable(nn.Module):
+    """A part of a layer with a table of its own, made anew for longer texts, by which it scales: older code and code
+    from the hub compute rotary tables so."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.length = inner, ORIGINAL
+        self.register_buffer("table", torch.ones(ORIGINAL), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > self.length:
+            self.length = x.shape[1]
+            self.register_buffer("table", torch.full((self.length,), self.length / ORIGINAL), persistent=False)
+        scaled: Tensor = self.inner(x) * self.table[: x.shape[1], None]
+        return scaled
+
+
+@pytest.mark.parametrize("policy", [{}, {"micro_batches_per_round": 1}, {"activations": "keep"}], ids=str)
+def test_tables_inside_layers_are_those_of_the_micro_batch_alone(policy: dict[str, Any]) -> None:
+    model, order = tiny_model(num_hidden_layers=2, max_position_embeddings=64), (8, 40, 24, 12)
+    for layer in model.model.layers:
+        layer.mlp = WithTable(layer.mlp)
+    expected = stock([copy.deepcopy(model) for _ in order], order)
+    assert_equal(ours(model, order, **policy), expected)
+    assert_equal(ours(model, order, "sim:5", weight_slots=1, **policy), expected)
 
 
 def test_dynamic_embeddings_reach_as_far_as_their_factor_stretches_them() -> None:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatrain import AdamW, Engine, Policy
-from megatrain.checkpoint import open_checkpoint
 from megatrain.dist import World
 from megatrain.errors import LossError
+from megatrain.model import PretrainedSource
 from megatrain.model.tiny import perturb
 from megatrain.spec import Numerics, Placement
 from megatrain.train.parity import stock_loss
@@ -138,19 +138,41 @@ def test_a_resumed_run_knows_the_counts(case: str, tmp_path: Path) -> None:
     device, policy, clip = CASES[case]
     (tmp_path / "disk").mkdir()
     disk: Any = {"disk": [tmp_path / "disk"]} if "disk" in case else {}
-    model = at_times()
-    with engine_of(model, device, policy, clip, **disk) as engine:
+    with engine_of(at_times(), device, policy, clip, **disk) as engine:
         for batches in STEPS[:3]:
             engine.step(batches)
         folder = engine.save(tmp_path / "run").wait()
-        model.load_state_dict(engine.master_weights())  # no file names the class of a changed model
-    with engine_of(model, device, policy, clip, **disk) as engine:
-        engine._take_up(open_checkpoint(folder), "refuse")
+    with engine_of(at_times(), device, policy, clip, **disk) as engine:
+        for batches in STEPS[:1]:
+            engine.step(batches)  # which is forgotten
+        engine.restore(folder)
         for batches in STEPS[3:]:
             engine.step(batches)
         found = engine.master_weights()
     whole = trained(case, tmp_path / "disk")
     assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+def test_parameters_that_train_later_count_from_zero(tmp_path: Path) -> None:
+    model, expected = tiny_model("llama"), tiny_model("llama")
+    steps, settings = [of_lengths(5), of_lengths(7)], AdamW(lr=1e-2, eps=1e-5, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-2, eps=1e-5, weight_decay=0.1)
+    for layer in (model.model.layers[0], expected.model.layers[0]):
+        layer.requires_grad_(False)
+    with engine_of(model, optimizer=settings) as engine:
+        engine.step(steps[0])
+        folder = engine.save(tmp_path / "run").wait()
+    later: Any = {"source": PretrainedSource(folder), "new": "zero", "max_grad_norm": None, "verify": False}
+    with Engine.from_checkpoint(folder, numerics=Numerics("fp32", loss_chunk_tokens=5), **later) as engine:
+        engine.step(steps[1])
+        found = engine.master_weights()
+    for (each,), trains in zip(steps, (False, True), strict=True):
+        expected.model.layers[0].requires_grad_(trains)
+        optimizer.zero_grad(set_to_none=True)
+        stock_loss(expected, each).backward()
+        optimizer.step()
+    for name, value in expected.named_parameters():
+        assert relative_error(found[name], value) < 2e-5, name
 
 
 def _fails(log_probs: Tensor, batch: Any) -> Tensor:

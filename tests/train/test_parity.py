@@ -187,7 +187,7 @@ def zero_buffers(ported: PortedModel, name: str) -> None:
     assert found
     for buffer in found:
         buffer.zero_()
-    ported.recomputed = None  # it would put them back
+    ported.recomputed.clear()  # it would put them back
 
 
 def skip_final_cap(ported: PortedModel) -> None:
