@@ -21,6 +21,14 @@ WHY_NOT = {
 }
 """Why some other methods cannot stream. Prompt and prefix methods are recognised by their own flags."""
 
+OPTIONS = {
+    "layer_replication": ("layer_replication", "uses layers of the base several times, with an adapter for each"),
+    "velora_config": ("VeLoRA", "keeps an average over its first batch and has its own backward"),
+    "alora_invocation_tokens": ("aLoRA", "starts after tokens that are searched for outside the layers"),
+    "monteclora_config": ("MonteCLoRA", "draws its weights in each forward and adds a loss of its own"),
+}
+"""Field of a `LoraConfig` -> (name, why not), for options that cannot stream."""
+
 CHANGED_BASE = (
     "set init_lora_weights=True in its config once it is made, save it (save_pretrained), and save unload() as its base"
 )
@@ -49,22 +57,17 @@ def refuse_start(start: Any) -> None:
 def refuse_method(config: Any) -> None:
     """Raise `ModelError` if this method of `peft` cannot stream, or if its folder cannot say what it has changed."""
     refuse_start(getattr(config, "init_lora_weights", True))
-    if getattr(config, "layer_replication", None):
-        what = "layer_replication uses layers of the base several times, with an adapter for each"
-        raise ModelError(what, where="adapter", fix="save a model with those layers, and train an adapter over it")
     method = str(getattr(config.peft_type, "value", config.peft_type))
-    activated = method in METHODS and getattr(config, "alora_invocation_tokens", None)
-    compressed = method in METHODS and getattr(config, "velora_config", None)
-    if method in METHODS and not activated and not compressed:
-        return
+    instead = "use LoRA, say (peft.LoraConfig)"
     why = WHY_NOT.get(method, "has not been compared with plain PyTorch here")
-    if getattr(config, "is_prompt_learning", False):
+    if method in METHODS:
+        options = [field for field in OPTIONS if getattr(config, field, None)]
+        if not options:
+            return
+        (method, why), instead = OPTIONS[options[0]], f"leave {options[0]} out of its config"
+    elif getattr(config, "is_prompt_learning", False):
         why = "adds learned tokens to the text or the cache, outside the layers"
-    if compressed:
-        method, why = "VeLoRA", "keeps an average over its first batch and has its own backward"
-    if activated:
-        method, why = "aLoRA", "starts after tokens that are searched for outside the layers"
-    fix = f"use LoRA, say (peft.LoraConfig); or, if it is trained, {BY_PEFT}"
+    fix = f"{instead}; or, if it is trained, {BY_PEFT}"
     raise ModelError(f"{method} {why}, so it cannot stream", where="adapter", fix=fix)
 
 
