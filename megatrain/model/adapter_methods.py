@@ -1,8 +1,9 @@
-"""Which methods of `peft` can stream, and what their initialisation does to the base; from a configuration alone."""
+"""Which methods and options of `peft` can stream, and what their initialisation does to the base."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 from megatrain.errors import ModelError
@@ -94,6 +95,16 @@ def changes_base(config: Any) -> bool:
     """Whether making an adapter changes weights of the base."""
     start = getattr(config, "init_lora_weights", True)
     return isinstance(start, str) and start.lower() in REMADE
+
+
+def refuse_absent_modules(config: Any, paths: Collection[str]) -> None:
+    """Raise `ModelError` for a name in `modules_to_save` that no module has, which `peft` ignores."""
+    for name in getattr(config, "modules_to_save", None) or ():
+        if not any(path.endswith(name) for path in paths):
+            fix = "name modules of the model, such as embed_tokens, lm_head or norm"
+            raise ModelError(
+                f"modules_to_save names {name}, and the model has no such module", where="adapter", fix=fix
+            )
 
 
 def refuse_rescaled(before: Any, config: Any) -> None:

@@ -38,6 +38,7 @@ from megatrain.errors import ConfigError, ModelError, first_line
 from megatrain.model.adapter_methods import (
     begins_from_values,
     changes_base,
+    refuse_absent_modules,
     refuse_method,
     refuse_rescaled,
     refuse_start,
@@ -326,6 +327,8 @@ class AdaptedSource:
         _resize(self.model, saved)
         self._paths = {id(module): path for path, module in self.model.named_modules()}
         """id of a module of the base -> its name in the base, wherever `peft` has put it."""
+        if folder is None:
+            refuse_absent_modules(config, self._paths.values())
         named = {id(parameter): name for name, parameter in base_names(base.model, self.model)}
         if getattr(config, "target_modules", None) == "auto":
             config.target_modules = _without_experts(config, _linear(base.model), base.model)
@@ -761,7 +764,7 @@ def _pefts_errors(fix: str = "") -> Iterator[None]:
     on what they say of a configuration."""
     try:
         yield
-    except (ValueError, TypeError, KeyError, RuntimeError, OSError, AttributeError, ImportError) as error:
+    except (ValueError, TypeError, LookupError, RuntimeError, OSError, AttributeError, ImportError) as error:
         said = first_line(error)
         usual = OTHER_BASE if "size mismatch" in said else TARGETS if "arget" in said else REFUSED
         raise ModelError(said, where="adapter", fix=fix or usual) from error

@@ -253,6 +253,16 @@ def test_adapters_that_share_memory_are_refused_when_the_engine_is_made(end: str
         Engine.from_model(fresh(folder, config), **OPTIONS)
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [({"modules_to_save": ["lm_heed"]}, "names lm_heed, and the model has no such module; name modules"),
+     ({"trainable_token_indices": [3, VOCAB]}, "index .* out of bounds .*; peft refuses this setting over this model")],
+)  # fmt: skip
+def test_names_and_tokens_that_the_model_lacks_are_refused(option: dict[str, Any], message: str, base: Base) -> None:
+    with pytest.raises(ModelError, match=message):
+        Engine.from_pretrained(base("qwen3"), adapter=config_of("qwen3", **option), **OPTIONS)
+
+
 @pytest.mark.parametrize("case", ["new tokens", pytest.param("a tied embedding", marks=pytest.mark.slow)])
 def test_a_frozen_embedding_in_bfloat16_is_saved_as_it_was_held(case: str, base: Base, tmp_path: Path) -> None:
     family, fields, vocabulary = CASES[case]
