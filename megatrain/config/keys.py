@@ -177,6 +177,10 @@ class AdapterSection(Section):
     """Layers that get an adapter: all-linear, names such as [q_proj, v_proj], or auto: all but fused experts."""
     modules_to_save: Names = ()
     """Modules trained in full and saved with the adapter, e.g. [embed_tokens, lm_head] after adding tokens."""
+    ensure_weight_tying: bool = False
+    """Whether a tied embedding that trains by `modules_to_save` stays one weight with the head."""
+    trainable_token_indices: Annotated[tuple[NonNegativeInt, ...], Strict(False)] = ()
+    """Ids of tokens whose rows of the embedding train too, and of the head if it is tied."""
     use_rslora: bool = False
     """Whether to scale by alpha / sqrt(r) instead (rank-stabilized LoRA)."""
     use_dora: bool = False

@@ -142,6 +142,8 @@ OTHER_TRAINERS = {
     "lora_target": "adapter.target_modules",
     "lora_target_linear": "adapter.target_modules=all-linear",
     "lora_target_modules": "adapter.target_modules",
+    "peft_ensure_weight_tying": "adapter.ensure_weight_tying",
+    "peft_trainable_token_indices": "adapter.trainable_token_indices",
     "peft_use_dora": "adapter.use_dora",
     "peft_use_rslora": "adapter.use_rslora",
     "quantization_bit": _NO_LOW_BITS,

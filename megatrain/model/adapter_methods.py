@@ -1,8 +1,9 @@
-"""Which methods of `peft` can stream, and what their initialisation does to the base; from a configuration alone."""
+"""Which methods and options of `peft` can stream, and what their initialisation does to the base."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 from megatrain.errors import ModelError
@@ -20,6 +21,14 @@ WHY_NOT = {
     "ADAPTION_PROMPT": "inserts learned tokens into the attention of only the last layers",
 }
 """Why some other methods cannot stream. Prompt and prefix methods are recognised by their own flags."""
+
+OPTIONS = {
+    "layer_replication": ("layer_replication", "uses layers of the base several times, with an adapter for each"),
+    "velora_config": ("VeLoRA", "keeps an average over its first batch and has its own backward"),
+    "alora_invocation_tokens": ("aLoRA", "starts after tokens that are searched for outside the layers"),
+    "monteclora_config": ("MonteCLoRA", "draws its weights in each forward and adds a loss of its own"),
+}
+"""Field of a `LoraConfig` -> (name, why not), for options that cannot stream."""
 
 CHANGED_BASE = (
     "set init_lora_weights=True in its config once it is made, save it (save_pretrained), and save unload() as its base"
@@ -49,22 +58,17 @@ def refuse_start(start: Any) -> None:
 def refuse_method(config: Any) -> None:
     """Raise `ModelError` if this method of `peft` cannot stream, or if its folder cannot say what it has changed."""
     refuse_start(getattr(config, "init_lora_weights", True))
-    if getattr(config, "layer_replication", None):
-        what = "layer_replication uses layers of the base several times, with an adapter for each"
-        raise ModelError(what, where="adapter", fix="save a model with those layers, and train an adapter over it")
     method = str(getattr(config.peft_type, "value", config.peft_type))
-    activated = method in METHODS and getattr(config, "alora_invocation_tokens", None)
-    compressed = method in METHODS and getattr(config, "velora_config", None)
-    if method in METHODS and not activated and not compressed:
-        return
+    instead = "use LoRA, say (peft.LoraConfig)"
     why = WHY_NOT.get(method, "has not been compared with plain PyTorch here")
-    if getattr(config, "is_prompt_learning", False):
+    if method in METHODS:
+        options = [field for field in OPTIONS if getattr(config, field, None)]
+        if not options:
+            return
+        (method, why), instead = OPTIONS[options[0]], f"leave {options[0]} out of its config"
+    elif getattr(config, "is_prompt_learning", False):
         why = "adds learned tokens to the text or the cache, outside the layers"
-    if compressed:
-        method, why = "VeLoRA", "keeps an average over its first batch and has its own backward"
-    if activated:
-        method, why = "aLoRA", "starts after tokens that are searched for outside the layers"
-    fix = f"use LoRA, say (peft.LoraConfig); or, if it is trained, {BY_PEFT}"
+    fix = f"{instead}; or, if it is trained, {BY_PEFT}"
     raise ModelError(f"{method} {why}, so it cannot stream", where="adapter", fix=fix)
 
 
@@ -91,6 +95,16 @@ def changes_base(config: Any) -> bool:
     """Whether making an adapter changes weights of the base."""
     start = getattr(config, "init_lora_weights", True)
     return isinstance(start, str) and start.lower() in REMADE
+
+
+def refuse_absent_modules(config: Any, paths: Collection[str]) -> None:
+    """Raise `ModelError` for a name in `modules_to_save` that no module has, which `peft` ignores."""
+    for name in getattr(config, "modules_to_save", None) or ():
+        if not any(path.endswith(name) for path in paths):
+            fix = "name modules of the model, such as embed_tokens, lm_head or norm"
+            raise ModelError(
+                f"modules_to_save names {name}, and the model has no such module", where="adapter", fix=fix
+            )
 
 
 def refuse_rescaled(before: Any, config: Any) -> None:

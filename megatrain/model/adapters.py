@@ -38,12 +38,13 @@ from megatrain.errors import ConfigError, ModelError, first_line
 from megatrain.model.adapter_methods import (
     begins_from_values,
     changes_base,
+    refuse_absent_modules,
     refuse_method,
     refuse_rescaled,
     refuse_start,
 )
 from megatrain.model.architecture import plain_errors
-from megatrain.model.hub import ADAPTER, cached_folder, model_behind, model_named
+from megatrain.model.hub import ADAPTER, cached_folder, model_behind, model_named, named_adapter
 from megatrain.model.pretrained import PretrainedSource
 from megatrain.model.weight_sources import (
     InFiles,
@@ -119,9 +120,8 @@ class Adapter:
         finally:
             whole.peft_config = configs
         if self.is_resized:  # peft leaves one out if only the other is adapted
-            ends = {id(each) for end in _ends(whole) for each in end.parameters()} - {
-                id(each) for each in saved.values()
-            }
+            ends = {id(each) for end in _ends(whole) for each in end.parameters()}
+            ends -= {id(each) for each in saved.values()}
             saved |= {name: each for name, each in state.items() if id(each) in ends}
         return {f"{PREFIX}{name}": names[id(value)] for name, value in saved.items()}
 
@@ -327,6 +327,8 @@ class AdaptedSource:
         _resize(self.model, saved)
         self._paths = {id(module): path for path, module in self.model.named_modules()}
         """id of a module of the base -> its name in the base, wherever `peft` has put it."""
+        if folder is None:
+            refuse_absent_modules(config, self._paths.values())
         named = {id(parameter): name for name, parameter in base_names(base.model, self.model)}
         if getattr(config, "target_modules", None) == "auto":
             config.target_modules = _without_experts(config, _linear(base.model), base.model)
@@ -458,6 +460,7 @@ def lora_config(
     dropout: float = 0.0,
     target_modules: Sequence[str] = ("auto",),
     modules_to_save: Sequence[str] = (),
+    trainable_token_indices: Sequence[int] = (),
     **more: Any,
 ) -> Any:
     """A `peft.LoraConfig` from the configuration keys of a run. Raises `ConfigError` if `peft` is not installed.
@@ -475,6 +478,7 @@ def lora_config(
         r=r, lora_alpha=whole, lora_dropout=dropout, target_modules=targets, task_type="CAUSAL_LM", **more
     )
     made.modules_to_save = list(modules_to_save) or None
+    made.trainable_token_indices = list(trainable_token_indices) or None
     return made
 
 
@@ -533,7 +537,7 @@ def read_adapter_config(folder: Path) -> Any:
     from peft import PeftConfig
 
     if not (folder / ADAPTER).is_file():
-        fix = "give a folder with adapter_config.json and adapter_model.safetensors"
+        fix = named_adapter(folder) or "give a folder with adapter_config.json and adapter_model.safetensors"
         raise ModelError("holds no adapter", where=f"adapter {folder}", fix=fix)
     with _pefts_errors(COPY_AGAIN):
         refuse_start(read_json(folder / ADAPTER).get("init_lora_weights"))  # some of which peft cannot even read
@@ -681,10 +685,7 @@ def _load(
     where = f"adapter {folder}"
     if missing := sorted((ours & {*found.missing_keys}) - {*biases.values()}):
         raise ModelError(f"its file lacks {listed(missing)}", where=where, fix="use files that belong together")
-    twice = (
-        ".modules_to_save.weight",
-        ".token_adapter.trainable_tokens_delta",
-    )  # beside an embedding that is saved too
+    twice = (".modules_to_save.weight", ".token_adapter.trainable_tokens_delta")  # of an embedding saved too
     if odd := sorted(name for name in found.unexpected_keys if not name.endswith(twice)):
         what = f"the model does not have its {listed(odd)}"
         raise ModelError(what, where=where, fix=OTHER_BASE)
@@ -763,7 +764,7 @@ def _pefts_errors(fix: str = "") -> Iterator[None]:
     on what they say of a configuration."""
     try:
         yield
-    except (ValueError, TypeError, KeyError, RuntimeError, OSError, AttributeError, ImportError) as error:
+    except (ValueError, TypeError, LookupError, RuntimeError, OSError, AttributeError, ImportError) as error:
         said = first_line(error)
         usual = OTHER_BASE if "size mismatch" in said else TARGETS if "arget" in said else REFUSED
         raise ModelError(said, where="adapter", fix=fix or usual) from error

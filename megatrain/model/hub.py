@@ -149,4 +149,11 @@ def _no_model(folder: Path, where: str) -> ModelError:
             base = ""
         fix = "give that model, with this folder as its adapter; or merge them: megatrain export FOLDER OUT --merge"
         return ModelError(f"holds a LoRA adapter{base}, not a whole model", where=where, fix=fix)
-    return ModelError("holds no config.json", where=where, fix="give the folder of a Hugging Face model, or of a run")
+    fix = named_adapter(folder) or "give the folder of a Hugging Face model, or of a run"
+    return ModelError("holds no config.json", where=where, fix=fix)
+
+
+def named_adapter(folder: Path) -> str:
+    """Which adapter to give instead of a folder in which `peft` has saved adapters under their names; "" for others."""
+    inside = sorted(folder.glob(f"*/{ADAPTER}"))
+    return f"give the folder of its adapter: {inside[0].parent}" if inside else ""

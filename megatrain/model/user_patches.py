@@ -28,8 +28,8 @@ OF_EVERY_MODULE = vars(nn.Module())
 
 
 def refuse_shared_and_hooked(model: nn.Module) -> None:
-    """Raise `ModelError` for gradient hooks on trained parameters, parameters that share memory, and modules used
-    twice.
+    """Raise `ModelError` for gradient hooks on trained parameters, trained parameters that share memory, and modules
+    used twice.
 
     (`torch.func.functional_call` does not restore a module with parameters that is at two places. A copy of a
     `ParameterDict`, which nothing calls, serves as well: see `separate_dicts`.)
@@ -44,7 +44,8 @@ def refuse_shared_and_hooked(model: nn.Module) -> None:
     memory: dict[int, str] = {}
     by_name = dict(model.named_parameters())
     for name, parameter in by_name.items():
-        if _in_memory(parameter) and (first := memory.setdefault(parameter.data_ptr(), name)) != name:
+        first = memory.setdefault(parameter.data_ptr(), name) if _in_memory(parameter) else name
+        if first != name and (parameter.requires_grad or by_name[first].requires_grad):
             what = f"parameter {name} shares memory with {first}, but would be trained separately"
             fix = "tie them by one nn.Parameter for both"
             if parameter.shape != by_name[first].shape:  # a transposed view, as `peft` makes of tied LoRA matrices

@@ -323,7 +323,7 @@ def numbers_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, 
 
 
 NUMBERS = dict(numbers_of(Config))
-SEVERAL = {"data.weights": 1, "train.betas": 2}
+SEVERAL = {"adapter.trainable_token_indices": 1, "data.weights": 1, "train.betas": 2}
 """Keys of lists of numbers, with how many there are."""
 
 
@@ -342,7 +342,9 @@ def test_accepted_numbers_fit_machine_words(tmp_path: Path) -> None:
     bounded = {"data.workers": 64, "train.target_tokens_per_step": MOST_TOKENS, "train.sample_tokens": 10**6}
     for key, kind in NUMBERS.items():
         if "int" in str(kind):
-            load(tmp_path, MINIMAL, f"{key}={bounded.get(key, 10**18)}", *NEEDED.get(key.partition(".")[0], ()))
+            value: object = bounded.get(key, 10**18)
+            value = [value] * SEVERAL[key] if key in SEVERAL else value
+            load(tmp_path, MINIMAL, f"{key}={value}", *NEEDED.get(key.partition(".")[0], ()))
     assert len(NUMBERS) > 40
 
 

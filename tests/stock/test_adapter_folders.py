@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 import yaml
-from peft.tuners.lora.config import KasaConfig
+from peft.tuners.lora.config import KasaConfig, MontecloraConfig
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -24,8 +24,10 @@ from megatrain.cli import app
 from megatrain.commands.export import run_export
 from megatrain.commands.generate import GenerationModel, Sampling, run_generation
 from megatrain.config import load_config
+from megatrain.config.keys import AdapterSection
 from megatrain.data import load_tokenizer
 from megatrain.errors import MegaTrainError, ModelError
+from megatrain.model import freeze_parameters, lora_config, pretrained_source
 from megatrain.run.training import run_training
 from tests.adapted import METHODS, config_of
 from tests.tiny import tiny_model, unequal_batches
@@ -75,10 +77,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
        for name, fields in EXPERTS.items() for family in ("mixtral", "qwen3-moe")},
     **{f"{name}, tied": ("llama-tied", fields) for name, fields in METHODS.items() if fields["kind"] != "LoraConfig"},
 }  # fmt: skip
-QUICK = (
-    *("head, llama", "embedding, llama-tied", "ends tied, llama-tied", "pissa, llama"),
-    *("whole ends, llama-tied", "whole ends tied, llama-tied", "dora, biases, llama"),
-)
+QUICK = (*("head, llama", "ends tied, llama-tied", "pissa, llama", "whole ends, llama-tied", "dora, biases, llama"),)
 
 
 def logits_of(model: torch.nn.Module) -> Tensor:
@@ -135,11 +134,28 @@ def test_a_folder_of_peft_loads_and_merges_to_the_model_that_was_trained(name: s
     if name == "ends tied, llama-tied":
         with pytest.raises(ModelError, match="leave ensure_weight_tying out of the adapter's config"):
             loaded(base, folder)
+        source = pretrained_source(folder, trains=False)  # as `megatrain generate` reads it
+        freeze_parameters(source.model, ("*",))
+        with Engine.from_source(source, precision="fp32", verify=False) as engine:
+            assert (engine.logits({"input_ids": IDS}) - expected).abs().max() < TOLERANCE
         return
     assert (loaded(base, folder) - expected).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("tied", [True, False])
+def test_of_adapters_saved_under_names_one_is_to_be_named(tmp_path: Path) -> None:
+    tiny_model("llama", num_hidden_layers=2).save_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(stock(tmp_path / "base"), config_of("lora", target_modules=Q), adapter_name="tuned")
+    model.save_pretrained(tmp_path / "adapters")
+    for use in (
+        lambda: loaded(tmp_path / "base", tmp_path / "adapters"),
+        lambda: merged(tmp_path / "adapters", tmp_path / "merged"),
+    ):
+        with pytest.raises(ModelError, match=f"; give the folder of its adapter: {tmp_path}/adapters/tuned"):
+            use()
+    assert (loaded(tmp_path / "base", tmp_path / "adapters/tuned") - logits_of(model)).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_tied_pair_stays_one_weight_where_it_was_trained_as_one(tied: bool, tmp_path: Path) -> None:
     fields = {"r": 4, "target_modules": Q, "modules_to_save": BOTH, "ensure_weight_tying": tied}
     _, folder, _ = saved(tmp_path, "llama-tied", fields)
@@ -170,6 +186,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "lora_ga": ({"init_lora_weights": "lora_ga"}, "make it an adapter of the changed base: set init_lora_weights=True"),
     "kasa": ({"kasa_config": KasaConfig()}, r"kasa_config .*; merge it with peft \(merge_and_unload\)"),
     "replicated layers": ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication uses layers of the base several"),
+    "monteclora": ({"monteclora_config": MontecloraConfig()}, "MonteCLoRA draws .*; leave monteclora_config out"),
     "vera": ({"kind": "VeraConfig"}, r"VERA keeps projections .*; use LoRA, .*merge it with peft"),
     "adalora": ({"kind": "AdaLoraConfig", "total_step": 9, "r": 8}, "ADALORA changes its ranks"),
 }
@@ -188,7 +205,7 @@ def test_what_cannot_be_right_is_refused_with_the_way_out(name: str, tmp_path: P
     assert not (tmp_path / "merged").exists()
 
 
-@pytest.mark.parametrize("start", ["corda", "loftq"])
+@pytest.mark.parametrize("start", [pytest.param("corda", marks=pytest.mark.slow), "loftq"])
 def test_folders_that_peft_itself_cannot_load_are_refused_too(start: str, tmp_path: Path) -> None:
     base, folder, _ = saved(tmp_path, "llama", {"r": 4, "target_modules": Q})
     config = json.loads((folder / "adapter_config.json").read_text())
@@ -197,6 +214,7 @@ def test_folders_that_peft_itself_cannot_load_are_refused_too(start: str, tmp_pa
         loaded(base, folder)
 
 
+@pytest.mark.slow
 def test_the_way_out_of_a_changed_base_gives_the_trained_model(tmp_path: Path) -> None:
     tiny_model("llama", num_hidden_layers=2).save_pretrained(tmp_path / "base")
     model = trained(stock(tmp_path / "base"), config_of("lora", init_lora_weights="pissa_niter_4", target_modules=Q))
@@ -242,7 +260,7 @@ def by_hand(base: Path, folder: Path) -> Tensor:
     return logits_of(model)
 
 
-@pytest.mark.parametrize("odd", ["", "use_rslora", "alpha_pattern"])
+@pytest.mark.parametrize("odd", ["", "use_rslora", pytest.param("alpha_pattern", marks=pytest.mark.slow)])
 def test_experts_of_transformers_4_keep_their_strength_or_are_refused(odd: str, tmp_path: Path) -> None:
     base, folder, _ = saved(tmp_path, "mixtral", {"r": 4, "target_modules": Q})
     of_transformers_4(folder)
@@ -259,7 +277,14 @@ def test_experts_of_transformers_4_keep_their_strength_or_are_refused(odd: str, 
 
 
 @pytest.mark.parametrize("tied", ["llama", pytest.param("llama-tied", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("ends", [{}, {"target_modules": [*Q, *BOTH]}, {"modules_to_save": BOTH}], ids=str)
+@pytest.mark.parametrize(
+    "ends",
+    [
+        {"target_modules": [*Q, *BOTH]},
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, {"modules_to_save": BOTH})),
+    ],
+    ids=str,
+)
 def test_a_resized_vocabulary_is_merged_as_it_was_trained(tied: str, ends: dict[str, Any], tmp_path: Path) -> None:
     tiny_model(tied, num_hidden_layers=2).save_pretrained(tmp_path / "base")
     base = stock(tmp_path / "base")
@@ -272,6 +297,14 @@ def test_a_resized_vocabulary_is_merged_as_it_was_trained(tied: str, ends: dict[
     assert found.shape[-1] == 102
     assert (found - expected).abs().max() < TOLERANCE
     assert (loaded(tmp_path / "base", tmp_path / "adapter") - expected).abs().max() < TOLERANCE
+
+
+def test_keys_of_a_run_are_options_of_peft() -> None:
+    fields = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True, "trainable_token_indices": [3, 5]}
+    for given in ({}, fields):
+        made = lora_config(**AdapterSection.model_validate(given).model_dump(exclude={"type", "path"}))
+        expected = peft.LoraConfig(r=16, lora_alpha=32, target_modules="auto", task_type="CAUSAL_LM", **given)
+        assert made == expected
 
 
 # The base elsewhere ---------------------------------------------------------------------------------------------------

@@ -143,14 +143,12 @@ def assert_trains_as_stock(
 
 
 TIED = {"ensure_weight_tying": True}
-FAST: dict[str, tuple[str, dict[str, Any], int]] = {
+FAST = ("a tied embedding", "some tokens, tied")
+CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "a tied embedding": ("qwen3-tied", {"modules_to_save": [EMBED], **TIED}, VOCAB),
     "an adapted head": ("qwen3-tied", {"target_modules": ["q_proj", HEAD]}, VOCAB),
     "some tokens, tied": ("qwen3-tied", {"trainable_token_indices": [3, 5]}, VOCAB),
     "new tokens": ("qwen3", {"trainable_token_indices": [VOCAB, VOCAB + 1]}, RESIZED),
-}
-CASES: dict[str, tuple[str, dict[str, Any], int]] = {
-    **FAST,
     "a tied head": ("qwen3-tied", {"modules_to_save": [HEAD], **TIED}, VOCAB),
     "tied ends": ("qwen3-tied", {"modules_to_save": [EMBED, HEAD], **TIED}, VOCAB),
     "tied ends with DoRA": ("qwen3-tied", {"modules_to_save": [EMBED], "use_dora": True, **TIED}, VOCAB),
@@ -255,7 +253,17 @@ def test_adapters_that_share_memory_are_refused_when_the_engine_is_made(end: str
         Engine.from_model(fresh(folder, config), **OPTIONS)
 
 
-@pytest.mark.parametrize("case", ["a tied embedding", pytest.param("new tokens", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [({"modules_to_save": ["lm_heed"]}, "names lm_heed, and the model has no such module; name modules"),
+     ({"trainable_token_indices": [3, VOCAB]}, "index .* out of bounds .*; peft refuses this setting over this model")],
+)  # fmt: skip
+def test_names_and_tokens_that_the_model_lacks_are_refused(option: dict[str, Any], message: str, base: Base) -> None:
+    with pytest.raises(ModelError, match=message):
+        Engine.from_pretrained(base("qwen3"), adapter=config_of("qwen3", **option), **OPTIONS)
+
+
+@pytest.mark.parametrize("case", ["new tokens", pytest.param("a tied embedding", marks=pytest.mark.slow)])
 def test_a_frozen_embedding_in_bfloat16_is_saved_as_it_was_held(case: str, base: Base, tmp_path: Path) -> None:
     family, fields, vocabulary = CASES[case]
     folder, config = base(family), config_of(family, **fields)
