@@ -19,6 +19,7 @@ import json
 import re
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -69,6 +70,9 @@ REFUSED = "peft refuses this setting over this model: change it, and see the doc
 
 PREFIX = "base_model.model."
 """Prefix of every name in an adapter's file: the path of the model inside a `PeftModel`."""
+
+NOT_FOR_USERS = ("Model has .tie_word_embeddings=True. and", ".is_gradient_checkpointing. is deprecated")
+"""Warnings of `peft`: that merging over tied weights may go wrong (`MergedSource` unties them), of its own calls."""
 
 SAYS_NOTHING = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping")
 """Fields of a `PeftConfig` that do not affect the layers' code."""
@@ -160,7 +164,7 @@ class Adapter:
         if not drops:
             for name in filter(DROPOUT.fullmatch, vars(config)):
                 setattr(config, name, 0.0)
-        with plain_errors(f"model {type(model).__name__}"):
+        with plain_errors(f"model {type(model).__name__}"), _silenced():
             inject_adapter_in_model(config, model, self.name)
 
 
@@ -758,11 +762,21 @@ def _copied(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 @contextmanager
+def _silenced() -> Iterator[None]:
+    """Silence `NOT_FOR_USERS`."""
+    with warnings.catch_warnings():
+        for message in NOT_FOR_USERS:
+            warnings.filterwarnings("ignore", message)
+        yield
+
+
+@contextmanager
 def _pefts_errors(fix: str = "") -> Iterator[None]:
     """Turn errors that `peft` raises into `ModelError`s of one line. fix: what to do about them; by default it depends
     on what they say of a configuration."""
     try:
-        yield
+        with _silenced():
+            yield
     except (ValueError, TypeError, KeyError, RuntimeError, OSError, AttributeError, ImportError) as error:
         said = first_line(error)
         usual = OTHER_BASE if "size mismatch" in said else TARGETS if "arget" in said else REFUSED
