@@ -417,7 +417,8 @@ def _export(
         str | None, typer.Option(help="Upload to the hub as organisation/model; without TARGET, SOURCE unchanged.")
     ] = None,
     allow_unloaded: Annotated[
-        bool, typer.Option("--allow-unloaded", help="Write it without tensors of SOURCE that are not loaded.")
+        bool,
+        typer.Option("--allow-unloaded", help="Write the model without tensors of SOURCE that are not loaded."),
     ] = False,
     trust_remote_code: Remote = False,
 ) -> None:

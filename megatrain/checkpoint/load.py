@@ -156,7 +156,7 @@ def open_checkpoint(folder: str | Path, check: Check = full_check) -> Checkpoint
         return PeerCheckpoint(named.resolve(), state)
     if damages := check(folder := named.resolve()):
         if inside := _inside(folder):
-            raise DamagedCheckpoint("holds checkpoints, and is none", where=str(folder), fix=f"name {inside[0]}")
+            raise DamagedCheckpoint("holds checkpoints, but is not one", where=str(folder), fix=f"name {inside[0]}")
         if (folder / "config.json").exists() and not any((folder / name).exists() for name in (MANIFEST, TRAINING)):
             fix = "train it as a new model, by Engine.from_pretrained or model.path"
             raise DamagedCheckpoint("is a model without a state of training", where=str(folder), fix=fix)

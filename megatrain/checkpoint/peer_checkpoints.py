@@ -259,13 +259,14 @@ class OptimizerFile(PeerState):
         possible = [named] if any(named) else list(_partitions(model, shapes))
         flat = [key for each in keys for key in each]
         for groups in possible:
-            found = dict(zip((name for each in groups for name in each), flat, strict=False))
+            key_of = dict(zip((name for each in groups for name in each), flat, strict=False))
             fits = [len(each) for each in groups] == [len(each) for each in keys]
-            if fits and all(self._fits(key, shapes.get(name)) for name, key in found.items()):
-                self._names, self._keys, self._shapes = groups, found, {name: shapes[name] for name in found}
+            if fits and all(self._fits(key, shapes.get(name)) for name, key in key_of.items()):
+                self._names, self._keys = groups, key_of
+                self._shapes = {name: shapes[name] for name in key_of}
                 return
-        there, ours = (" + ".join(str(len(group)) for group in groups) for groups in (keys, possible[0]))
-        what = f"its {self._file} is not of this model: groups of {there} parameters, here {ours} of these shapes"
+        theirs, ours = (" + ".join(str(len(group)) for group in groups) for groups in (keys, possible[0]))
+        what = f"its {self._file} is not of this model: groups of {theirs} parameters, here {ours} of these shapes"
         raise self.error(what, f"freeze what was frozen (train.freeze), or {RESTART}")
 
     @staticmethod

@@ -14,11 +14,11 @@ from megatrain.data import load_tokenizer, save_tokenizer
 from megatrain.errors import DataError, ExportError
 from megatrain.model import (
     AdaptedSource,
-    Held,
     MergedSource,
     PretrainedSource,
     Progress,
     Source,
+    WeightsInMemory,
     listed,
     model_named,
     port_model,
@@ -66,10 +66,10 @@ def run_export(
         fix = "leave --merge out" if merge else "add --merge to write its base with the adapter merged in"
         raise ExportError(what, where=f"model {source}", fix=fix)
     files = pretrained if adapted is None else adapted.base
-    if left_out := pretrained.left_out():
-        notice(f"left out: {printable(left_out)}")
     if isinstance(files, PretrainedSource) and not allow_unloaded:
         files.require_all_loaded("add --allow-unloaded to write it without")
+    if left_out := pretrained.left_out():
+        notice(f"left out: {printable(left_out)}")
     written_from: Source = pretrained if adapted is None else MergedSource(adapted)
     ported = port_model(written_from.model, torch.float32)
     not_finite: list[str] = []
@@ -115,7 +115,7 @@ def push_export(source: str, target: str | None, name: str, *, merge: bool = Fal
 
 
 def _masters(source: Source, unit: UnitSpec) -> dict[str, Tensor]:
-    held = Held()
+    held = WeightsInMemory()
     source.fill(held, [[param.name for param in unit.params]])
     return held.values
 

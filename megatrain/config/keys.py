@@ -151,7 +151,7 @@ class ModelSection(Section):
     trust_remote_code: bool = False
     """Whether to run Python code that comes with the model."""
     allow_unloaded: bool = False
-    """Whether to train and save the model without tensors that are not loaded: those of a vision tower, say."""
+    """Whether to train and save the model although its files hold tensors that are not loaded (a vision tower, say)."""
     verify: bool = True
     """Whether to check a small model of this architecture against the stock code, once per architecture."""
 
@@ -224,7 +224,7 @@ class DataSection(Section):
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Which tokens are targets: every assistant message, the last one only, or all text."""
     bos: bool = True
-    """Begin each plain text with what the tokenizer puts before a text: a bos token, or nothing."""
+    """Whether each plain text begins with the tokenizer's bos token, if the tokenizer puts one before texts."""
     packing: Literal["auto", "windows", "best_fit", "grouped"] = "auto"
     """windows: cut continuous text into sequences; best_fit: several whole samples per sequence, which do not attend to
     each other; grouped: one sample per sequence, batched by similar length. auto: windows for text; for samples
@@ -596,7 +596,7 @@ class OutputSection(Section):
     project: str = "megatrain"
     """Project name for wandb and trackio."""
     stop_at_turn_end: bool = True
-    """Whether `model/` stops generating at the tokens that end what was trained (a turn, a text), besides its own."""
+    """Whether the saved model also stops generating at the tokens that ended its training data (a turn, a text)."""
     verify_export: bool = True
     """Whether to load the saved model with `from_pretrained` and compare its loss (below 1e9 parameters)."""
 

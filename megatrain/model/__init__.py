@@ -17,7 +17,7 @@ from megatrain.model.freeze import freeze_parameters
 from megatrain.model.generate import TextStream, speak
 from megatrain.model.hub import model_behind, model_named
 from megatrain.model.initialize import FreshSource
-from megatrain.model.merge_adapters import Held, MergedSource
+from megatrain.model.merge_adapters import MergedSource, WeightsInMemory
 from megatrain.model.packed_sequences import only_single_rows, why_not_packable
 from megatrain.model.ports import Call, PortedModel, Sides
 from megatrain.model.pretrained import PretrainedSource, non_finite_weights
@@ -44,7 +44,6 @@ __all__ = [
     "Call",
     "Fills",
     "FreshSource",
-    "Held",
     "InFiles",
     "Keeping",
     "Masters",
@@ -58,6 +57,7 @@ __all__ = [
     "Stored",
     "TextStream",
     "Uses",
+    "WeightsInMemory",
     "Written",
     "WrittenModel",
     "WrittenTensor",

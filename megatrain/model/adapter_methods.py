@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from megatrain.errors import ModelError
@@ -21,6 +23,9 @@ WHY_NOT = {
     "ADAPTION_PROMPT": "inserts learned tokens into the attention of only the last layers",
 }
 """Why some other methods cannot stream. Prompt and prefix methods are recognised by their own flags."""
+
+NOT_FOR_USERS = ("Model has .tie_word_embeddings=True. and", ".is_gradient_checkpointing. is deprecated")
+"""Warnings of `peft`: that merging over tied weights may go wrong (`MergedSource` unties them), of its own calls."""
 
 OPTIONS = {
     "layer_replication": ("layer_replication", "uses layers of the base several times, with an adapter for each"),
@@ -122,3 +127,12 @@ def refuse_rescaled(before: Any, config: Any) -> None:
     if odd:
         what = f"was written with transformers 4 over experts that are fused now, where its {odd} has another effect"
         raise ModelError(what, where="adapter", fix=f"with that release, {BY_PEFT}")
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """In the block, `peft` gives no warnings that are `NOT_FOR_USERS`."""
+    with warnings.catch_warnings():
+        for message in NOT_FOR_USERS:
+            warnings.filterwarnings("ignore", message)
+        yield

@@ -42,6 +42,7 @@ from megatrain.model.adapter_methods import (
     refuse_method,
     refuse_rescaled,
     refuse_start,
+    silenced,
 )
 from megatrain.model.architecture import plain_errors
 from megatrain.model.hub import ADAPTER, cached_folder, model_behind, model_named, named_adapter
@@ -160,7 +161,7 @@ class Adapter:
         if not drops:
             for name in filter(DROPOUT.fullmatch, vars(config)):
                 setattr(config, name, 0.0)
-        with plain_errors(f"model {type(model).__name__}"):
+        with plain_errors(f"model {type(model).__name__}"), silenced():
             inject_adapter_in_model(config, model, self.name)
 
 
@@ -763,7 +764,8 @@ def _pefts_errors(fix: str = "") -> Iterator[None]:
     """Turn errors that `peft` raises into `ModelError`s of one line. fix: what to do about them; by default it depends
     on what they say of a configuration."""
     try:
-        yield
+        with silenced():
+            yield
     except (ValueError, TypeError, LookupError, RuntimeError, OSError, AttributeError, ImportError) as error:
         said = first_line(error)
         usual = OTHER_BASE if "size mismatch" in said else TARGETS if "arget" in said else REFUSED

@@ -103,7 +103,7 @@ def model_behind(source: str, base: str | None = None) -> str:
     if (folder / ADAPTER).is_file() and not (folder / "config.json").exists():
         return base_named_in(folder, f"adapter {source}") if base is None else located(base, where=f"model {base}")
     if base is not None:
-        raise ModelError("is not an adapter's folder, so it has no base", where=f"model {source}", fix="leave it out")
+        raise ModelError("is not an adapter's folder, so it has no base", where=f"model {source}", fix="give no base")
     return source
 
 

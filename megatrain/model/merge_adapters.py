@@ -1,8 +1,8 @@
 """Merges an adapter into its base, unit by unit, as a source of weights of the merged model.
 
-The arithmetic is `peft`'s, in float32. What is not: weights that the base ties stay one only if the adapter has trained
-them as one. `peft` adds to the one tensor what it has learnt for either of them, which is another model than the one
-that was trained.
+The arithmetic is `peft`'s, in float32. One thing differs: weights that the base ties stay one only if the adapter has
+trained them as one. `peft` adds to the one tensor what the adapter has learnt for either of them, which is another
+model than the one that was trained.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class MergedSource:
         self._layers, self._wholes = adapted.layers, adapted.wholes
         self.model: Any = copy.deepcopy(adapted.base.model)
         models: tuple[Any, ...] = (self.model, adapted.model)
-        here, there = (len(model.get_input_embeddings().weight) for model in models)
-        if here != there:
+        rows, adapted_rows = (len(model.get_input_embeddings().weight) for model in models)
+        if rows != adapted_rows:
             with quiet():
-                self.model.resize_token_embeddings(there, mean_resizing=False)
+                self.model.resize_token_embeddings(adapted_rows, mean_resizing=False)
         for name, first in self._first.items():
             if name != first and self._differs(first, name):
                 self._untie(first, name)
@@ -41,7 +41,7 @@ class MergedSource:
     def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
         """Write every parameter of every unit (see `Source`)."""
         for unit in units:
-            held = Held()
+            held = WeightsInMemory()
             self._adapted.base.fill(held, [[*dict.fromkeys(self._first[name] for name in unit)]])
             values = {
                 name: self._adapted.changed(self._first[name], held.master(self._first[name])).clone() for name in unit
@@ -77,7 +77,7 @@ class MergedSource:
         self.model.config.tie_word_embeddings = text.tie_word_embeddings = False
 
 
-class Held:
+class WeightsInMemory:
     """Holds master weights in memory, by name."""
 
     def __init__(self) -> None:

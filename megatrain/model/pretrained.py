@@ -107,7 +107,7 @@ class PretrainedSource:
         return f"{count} not loaded: {listed(_grouped(self.unexpected, loaded))}"
 
     def require_all_loaded(self, fix: str) -> None:
-        """Raise `ModelError`, with that way out, if an export would lack tensors of the checkpoint."""
+        """Raise `ModelError` if an export would lack tensors of the files. fix: what the error says to do."""
         if self.unexpected:
             what = f"its export would lack a part of it, since {self.left_out()}"
             raise ModelError(what, where=self._where, fix=fix)

@@ -21,7 +21,7 @@ from megatrain.train.progress import printable
 WHERE = "generate"
 
 
-def stopping(config: Config, engine: Engine, corpus: Corpus, tokenizer: Tokenizer) -> Corpus:
+def stop_at_ends(config: Config, engine: Engine, corpus: Corpus, tokenizer: Tokenizer) -> Corpus:
     """Let generation, by the saved model too, end at `corpus.ends` if the configuration says so, and return the corpus
     with a fact about it."""
     own = corpus.begun.get("stops", engine.generation_config.eos_token_id)  # a checkpoint's has `corpus.ends`, too

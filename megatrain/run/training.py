@@ -75,7 +75,7 @@ from megatrain.run.push_to_hub import push, refuse_push
 from megatrain.run.ranks import Ranks, StopsInTime, joined
 from megatrain.run.replan import Replanner, foreseen
 from megatrain.run.report import write_report
-from megatrain.run.sampling import sample_of, stopping
+from megatrain.run.sampling import sample_of, stop_at_ends
 from megatrain.run.this_machine import this_machine
 from megatrain.spec import ModelSpec
 from megatrain.system.environment import seconds_to_stop
@@ -157,7 +157,7 @@ def run_training(config: Config, console: Console) -> Path:
             claim.make(folder)
         else:
             console.file = stack.enter_context(ranks.open_log(folder))
-        corpus = stopping(config, engine, corpus, tokenizer)
+        corpus = stop_at_ends(config, engine, corpus, tokenizer)
         if config.train.has_reference:
             with loading(console, "computing the reference's log-probabilities") as progress:
                 take_up_reference(config, corpus, engine, plan, taken, progress)

@@ -405,7 +405,7 @@ def test_a_moved_checkpoint_opens(llama: PlannedCheckpoint, tmp_path: Path) -> N
 def test_a_run_or_a_typo_in_place_of_a_checkpoint_names_one(llama: PlannedCheckpoint, tmp_path: Path) -> None:
     folder = save(tmp_path / "run" / "checkpoints", 3, planned=llama)
     for named in (tmp_path / "run" / "checkpoints", tmp_path / "run"):
-        with pytest.raises(DamagedCheckpoint, match=f"{named}: holds checkpoints, and is none; name {folder}$"):
+        with pytest.raises(DamagedCheckpoint, match=f"{named}: holds checkpoints, but is not one; name {folder}$"):
             open_checkpoint(named)
     with pytest.raises(DamagedCheckpoint, match=f"step-3: no such file or folder; did you mean {folder}"):
         open_checkpoint(tmp_path / "run" / "checkpoints" / "step-3")

@@ -570,7 +570,7 @@ def test_a_folder_of_checkpoints_names_the_newest(there: Callable[..., Path]) ->
     (above := folder.parent / "above").mkdir()
     for number in (9, 10):
         shutil.copytree(folder, above / f"checkpoint-{number}")
-    with pytest.raises(CheckpointError, match=f"holds checkpoints, and is none; name {above}/checkpoint-10"):
+    with pytest.raises(CheckpointError, match=f"holds checkpoints, but is not one; name {above}/checkpoint-10"):
         taken(above)
 
 
