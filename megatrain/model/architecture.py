@@ -276,11 +276,11 @@ def plain_errors(where: str) -> Iterator[None]:
 
 def _refuse_unknown_fields(kind: str, fields: Mapping[str, Any], where: str) -> None:
     """Raise `ModelError` for unknown fields: transformers silently ignores them, so a typo would train another
-    model."""
+    model. It keeps them as they are; an old name that it turns into another field (`rotary_pct`) is gone."""
     default = AutoConfig.for_model(kind)
     known = {*default.to_dict(), *default.attribute_map, *PreTrainedConfig().to_dict(), *COMMON_FIELDS}
     for name in fields:
-        if name not in known:
+        if name not in known and hasattr(AutoConfig.for_model(kind, **{name: fields[name]}), name):
             near = get_close_matches(name, known, n=1)
             raise ModelError(
                 f"{kind} has no field {name!r}",

@@ -147,7 +147,7 @@ def perturb(model: nn.Module, seed: int) -> None:
     saved = model.state_dict(keep_vars=True)
     with torch.no_grad():
         for parameter in model.parameters():
-            scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
+            scale = max(1, parameter.shape[-1]) ** -0.5 if parameter.dim() > 1 else 0.1
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale)
         for name, buffer in model.named_buffers():
             if name in saved and buffer.is_floating_point() and bool((buffer.abs() <= 10).all()):
@@ -527,6 +527,8 @@ def _sizes(node: Fields, effort: Effort) -> Sizes | None:
     every = {n for n in (*_numbers(node, HEAD_SIZE), size) if n > 8}  # 0 is unknown, others are small already
     counts = {} if divided else _tiny_counts(sorted({n for n in _numbers(node, HEADS) if n > 1}), heads)
     share = min([1.0, *_numbers(node, re.compile(r"partial_rotary_factor|rot\w*_pct"))])
+    # what `dynamic` multiplies is raised to the power of d / (d - 2)
+    least_rotary = 4 if any("dynamic" in str(rope["rope_type"]) for rope in ropes_of(node)) else 2
     for divisor in DIVISORS if effort.widths != "kept" else ():
         small = size // divisor if size else 16
         new = hidden // divisor if divided else _new_hidden(hidden, heads, size, counts.get(heads, heads), small)
@@ -534,7 +536,7 @@ def _sizes(node: Fields, effort: Effort) -> Sizes | None:
         if divided and hidden % divisor:
             fits = False
         rotary = int(small * share)
-        if fits and small >= 8 and rotary >= 2 and rotary % 2 == 0 and new >= min(32, hidden):
+        if fits and small >= 8 and rotary >= least_rotary and rotary % 2 == 0 and new >= min(32, hidden):
             return Sizes((hidden, new), counts, divisor, vocabulary, positions)
     return Sizes((hidden, hidden), {}, 1, vocabulary, positions)
 

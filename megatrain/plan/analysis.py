@@ -25,7 +25,7 @@ from megatrain.plan.cost import (
     product_flops,
     step_flops,
 )
-from megatrain.plan.estimates import estimate, examine, gc_paused, seconds_on
+from megatrain.plan.estimates import estimate, examine, examine_rounds, gc_paused, seconds_on
 from megatrain.plan.machines import machine, machine_names
 from megatrain.plan.question import Choice, Estimate, Plan, Question, usable_nbytes
 from megatrain.plan.ranks import OF_CORES, SHARED
@@ -675,7 +675,7 @@ def upgrades(question: Question, plan: Plan | None) -> tuple[Upgrade, ...]:
     """
     own = [] if plan is None else [plan]
     if plan is not None and plan.policy.streamed_updates and "streamed_updates" not in question.overrides:
-        own.append(examine(question, plan.choice.change(streamed_updates=0.0), plan.micro_batch))
+        own.append(examine_rounds(question, plan.choice.change(streamed_updates=0.0), plan.micro_batch))
     today = estimate(question, own[-1].choice, own[-1].micro_batch).seconds if own else inf
     found = []
     for name, change in _upgrades(question, _uses_disk(plan)).items():

@@ -50,6 +50,10 @@ MOST_SIZES = 8
 MOST_MICRO_BATCHES = 4
 """Micro-batches of a step that is replayed for an estimate. Each stands for several if there are more."""
 
+ROUNDS = 3
+"""Rounds of a step that are replayed to compare it with others: between the losses of the last two, a step of any
+number of rounds repeats itself."""
+
 DEFAULTS, DEFAULT_NUMERICS = Policy(), Numerics()
 
 
@@ -74,11 +78,28 @@ def examine(question: Question, choice: Choice, micro_batch: int) -> Plan:
     return replace(_examine(question.cost_key, choice, micro_batch), question=question)
 
 
+def examine_rounds(question: Question, choice: Choice, micro_batch: int) -> Plan:
+    """As `examine`, and of many rounds that are all alike, only the first `ROUNDS` are replayed."""
+    return replace(_examine_rounds(question.cost_key, choice, micro_batch), question=question)
+
+
 @lru_cache(maxsize=32)
 def _examine(key: CostKey, choice: Choice, micro_batch: int) -> Plan:
     question = key.question
     work = cut(question, micro_batch)
     return _replay(question, choice, work, StepPrices(question, choice, work), *_build(question.model, choice, work))
+
+
+@lru_cache(maxsize=64)
+def _examine_rounds(key: CostKey, choice: Choice, micro_batch: int) -> Plan:
+    question, size = key.question, choice.policy.micro_batches_per_round
+    work = cut(question, micro_batch)
+    rounds, rest = divmod(work.micro_batches, size) if size else (1, 0)
+    if rounds <= ROUNDS or rest or work.tokens[-1] != work.tokens[0]:
+        return _examine(key, choice, micro_batch)
+    few = replace(work, tokens=work.tokens[: ROUNDS * size])
+    plan = _replay(question, choice, work, StepPrices(question, choice, work), *_build(question.model, choice, few))
+    return replace(plan, left_out=rounds - ROUNDS)
 
 
 def fitted(question: Question, budgets: Mapping[str, int], option: MixtureOption) -> list[Plan]:
@@ -96,7 +117,7 @@ def fitted(question: Question, budgets: Mapping[str, int], option: MixtureOption
         mixture = option.choice.change(activations_by_layer=mixtures.rows(counts))
         if not mixture.policy.offloads and "offload_slots" not in question.overrides:
             mixture = mixture.change(offload_slots=DEFAULTS.offload_slots)
-        plans.append(examine(question, mixture, option.micro_batch))
+        plans.append(examine_rounds(question, mixture, option.micro_batch))
         estimated, fits = mixtures.estimate(counts), plans[-1].taken.fits(budgets)
         if offloads_outputs(counts) and plans[-1].seconds > SLOW_OFFLOAD * estimated.seconds:
             mixtures = mixtures.slowed(counts, plans[-1].seconds)
@@ -201,8 +222,12 @@ def _replay(
 
 
 def seconds_on(plan: Plan, question: Question) -> float:
-    """Seconds of the plan's step, replayed whole on the machine of another question about the same model."""
-    return StepPrices(question, plan.choice, plan.work).replay(plan.timeline.schedule).seconds
+    """Seconds of the plan's step, replayed as by `examine_rounds` on the machine of another question about the same
+    model."""
+    if plan.policy.micro_batches_per_round:
+        plan = examine_rounds(plan.question, plan.choice, plan.micro_batch)
+    prices = StepPrices(question, plan.choice, plan.work)
+    return replace(plan, timeline=prices.replay(plan.timeline.schedule)).seconds
 
 
 def estimate(question: Question, choice: Choice, micro_batch: int) -> Estimate:

@@ -5,7 +5,7 @@ Plans are found by `search` and analysed by `analysis`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,7 @@ from megatrain.errors import PlanError
 from megatrain.formatting import at_most
 from megatrain.plan.cost import Calibration
 from megatrain.schedule import Timeline
+from megatrain.schedule.ops import Stream
 from megatrain.schedule.passes.state_buffers import save_nbytes
 from megatrain.schedule.replay import DISK_STREAMS
 from megatrain.spec import Batching, Hardware, Limits, ModelSpec, Numerics, Policy, Precision, Work
@@ -207,13 +208,18 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer: the choice, the micro-batches of a step, its replay, and its peak bytes by tier."""
+    """The answer: the choice, the micro-batches of a step, its replay, and its peak bytes by tier.
+
+    left_out: rounds that the replay leaves out since all are alike. What it says of a step is extrapolated from the
+    part between the losses of its last two rounds.
+    """
 
     question: Question
     choice: Choice
     work: Work
     timeline: Timeline
     nbytes: Mapping[str, int]
+    left_out: int = 0
 
     @property
     def numerics(self) -> Numerics:
@@ -226,7 +232,35 @@ class Plan:
     @property
     def seconds(self) -> float:
         """Of a step in steady state."""
-        return self.timeline.seconds
+        found, ends = self.timeline.seconds, self.timeline.ends
+        if self.left_out:
+            first, last = self._losses_of_last_rounds
+            found += self.left_out * (ends[last] - ends[first])
+        return found
+
+    @cached_property
+    def _losses_of_last_rounds(self) -> tuple[int, int]:
+        """Numbers of the ops that end the losses of the replay's last two rounds."""
+        losses = {op.micro: place for place, op in enumerate(self.timeline.schedule.ops) if op.kind == "LOSS"}
+        last = max(losses)
+        return losses[last - self.policy.micro_batches_per_round], losses[last]
+
+    def _of_ops(self, of: Callable[[int], float]) -> float:
+        """The sum of `of` (number of an op) over the ops of a step."""
+        found = sum(map(of, range(len(self.timeline.ends))))
+        if self.left_out:
+            first, last = self._losses_of_last_rounds
+            found += self.left_out * sum(map(of, range(first + 1, last + 1)))
+        return found
+
+    def busy_seconds(self, stream: Stream) -> float:
+        """Seconds of a step in which the stream has work."""
+        ops, starts, ends = self.timeline.schedule.ops, self.timeline.starts, self.timeline.ends
+        return self._of_ops(lambda each: ends[each] - starts[each] if ops[each].stream == stream else 0.0)
+
+    def stall_seconds(self) -> float:
+        """Seconds of a step in which compute waits."""
+        return self.seconds - self.busy_seconds("compute")
 
     @property
     def taken(self) -> Estimate:
@@ -246,7 +280,8 @@ class Plan:
     @property
     def written_nbytes(self) -> int:
         """Bytes that a step writes to the disk."""
-        return sum(op.nbytes for op in self.timeline.schedule.ops if op.kind == "WRITE")
+        ops = self.timeline.schedule.ops
+        return round(self._of_ops(lambda each: ops[each].nbytes if ops[each].kind == "WRITE" else 0))
 
     @property
     def read_from_files_nbytes(self) -> int:

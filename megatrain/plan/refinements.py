@@ -14,7 +14,7 @@ from typing import Any
 
 from megatrain.errors import DoesNotFit
 from megatrain.plan.cost import duplex_bandwidths, host_dram_bandwidth, optimizer_bandwidth
-from megatrain.plan.estimates import estimate, examine, seconds_on
+from megatrain.plan.estimates import estimate, examine_rounds, seconds_on
 from megatrain.plan.question import Candidate, Choice, Estimate, Plan, Question
 from megatrain.plan.search_space import (
     FEWER_WRITES,
@@ -130,7 +130,7 @@ def _find_with_read_ahead(question: Question, larger: Budgets, find: FindPlan, b
         if found is None or found.seconds >= bound:
             return None
         choices = (found.choice.change(**fields) for fields in read_aheads(question))
-        plans = [examine(question, each, found.micro_batch) for each in choices]
+        plans = [examine_rounds(question, each, found.micro_batch) for each in choices]
         if fitting := [each for each in plans if each.taken.fits(budgets)]:
             best = min(fitting, key=lambda each: each.seconds)
             return best if best.seconds < bound else None
@@ -163,11 +163,11 @@ def waiting_for_shards(plan: Plan) -> Plan:
     is_free = (
         "wait_for" not in question.overrides and plan.numerics.kernels == "stock" and not plan.policy.shares_memory
     )
-    busiest = max(plan.timeline.busy_seconds(stream) for stream in STREAMS)
+    busiest = max(plan.busy_seconds(stream) for stream in STREAMS)
     if not is_free or plan.policy.wait_for != "unit" or busiest > WORTH_SHARDS * plan.seconds:
         return plan
     choices = _promising_shards(plan)
-    plans = [examine(question, each, plan.micro_batch) for each in choices[:SHARD_REPLAYS]]
+    plans = [examine_rounds(question, each, plan.micro_batch) for each in choices[:SHARD_REPLAYS]]
     best = min((each for each in plans if each.taken.fits(budgets)), key=lambda each: each.seconds, default=plan)
     return best if best.seconds < WORTH_SHARDS * plan.seconds else plan
 
@@ -213,7 +213,7 @@ def streaming_updates(plan: Plan) -> Plan:
     question, policy = plan.question, plan.policy
     if "streamed_updates" in question.overrides or policy.shares_memory or policy.transfer != "pinned":
         return plan
-    if plan.timeline.stall_seconds() <= (1 - WORTH_STREAMING) * plan.seconds or not _waits_for_updates(plan):
+    if plan.stall_seconds() <= (1 - WORTH_STREAMING) * plan.seconds or not _waits_for_updates(plan):
         return plan
     balanced, best = _balanced_share(plan), plan
     shares = [min(1.0, round(factor * balanced, 2)) for factor in STREAMED_FACTORS if balanced > 0]
@@ -224,7 +224,7 @@ def streaming_updates(plan: Plan) -> Plan:
             if max(all_streamed.busy.values()) >= best.seconds:
                 continue  # some stream alone takes as long. For a part of the layers an estimate would be too far off
         while bases:  # a base that does not fit with one share does not with another, since the slots are the same
-            each = examine(question, bases[0].change(streamed_updates=share), plan.micro_batch)
+            each = examine_rounds(question, bases[0].change(streamed_updates=share), plan.micro_batch)
             if each.taken.fits(question.budgets()) and not locks_too_much(each):
                 best = each if each.seconds < best.seconds else best
                 break

@@ -22,7 +22,17 @@ from typing import Any, TypeVar
 from megatrain.errors import DoesNotFit
 from megatrain.plan.activation_plan import MixtureOption, Mixtures
 from megatrain.plan.advice import changes, provide, refusal
-from megatrain.plan.estimates import coarse, error_key, estimate, examine, fitted, gc_paused, sizes, with_placements
+from megatrain.plan.estimates import (
+    coarse,
+    error_key,
+    estimate,
+    examine,
+    examine_rounds,
+    fitted,
+    gc_paused,
+    sizes,
+    with_placements,
+)
 from megatrain.plan.placement import (
     PARTS,
     SpillTargets,
@@ -185,7 +195,7 @@ class Search:
         for each in candidates:
             least = max(estimate(self.question, *each).busy.values(), default=0.0)
             if least <= SLOWER_FOR_FEWER_WRITES * fastest:
-                plans.append(examine(self.question, *each))
+                plans.append(examine_rounds(self.question, *each))
                 fastest = min([fastest, *(plan.seconds for plan in self._fitting(plans[-1:]))])
         return plans
 
@@ -270,7 +280,7 @@ class Search:
         """The leanest choice, with slots and with a read-ahead, replayed whole."""
         choice, micro_batch = self.placed_candidates(*self.leanest())[0]
         choices = choice, with_leanest_read_ahead(self.question, choice)
-        slots, read_ahead = (examine(self.question, each, micro_batch) for each in choices)
+        slots, read_ahead = (examine_rounds(self.question, each, micro_batch) for each in choices)
         return slots, read_ahead
 
     def refusal(self) -> DoesNotFit:
@@ -450,7 +460,7 @@ class Search:
             fastest = min(plans, key=lambda plan: plan.seconds)
             start = fastest.choice, fastest.micro_batch
             polished = self._climb([start], self._knob_moves)
-            plans += [examine(self.question, *polished)] if polished and polished != start else []
+            plans += [examine_rounds(self.question, *polished)] if polished and polished != start else []
         return plans
 
     def _mixture_options(self, choice: Choice, micro_batch: int) -> list[MixtureOption]:
@@ -540,7 +550,7 @@ class Search:
         the same."""
         best = min(known, key=lambda plan: plan.seconds)
         plans: list[Plan] = []
-        for search, found in self._uniform_candidates(best.timeline.busy_seconds("compute"), best.seconds):
+        for search, found in self._uniform_candidates(best.busy_seconds("compute"), best.seconds):
             plans += self._replays(search.placed_candidates(*found), [*known, *plans])
             plans += search._resident_plans(*found)
         return plans
@@ -628,7 +638,7 @@ class Search:
                 for each in direction:
                     if each is None:
                         break
-                    tried.append((each[0], examine(self.question, each[1], micro_batch)))
+                    tried.append((each[0], examine_rounds(self.question, each[1], micro_batch)))
                     now = tried[-1][1].seconds if tried[-1][1].taken.fits(self.budgets) else inf
                     if now > best:
                         break
@@ -764,7 +774,8 @@ def find_plan(question: Question) -> Plan:
     Raises `DoesNotFit`, naming the tier that is short, by how many bytes, and the nearest question that fits.
     """
     with gc_paused():
-        return by_delivery(question, lambda asked: within_lock_limit(asked, lambda each: fastest(Search(each))))
+        found = by_delivery(question, lambda asked: within_lock_limit(asked, lambda each: fastest(Search(each))))
+        return examine(found.question, found.choice, found.micro_batch) if found.left_out else found
 
 
 def fastest(search: Search, *, reads_ahead: bool = True) -> Plan:

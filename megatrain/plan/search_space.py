@@ -63,10 +63,6 @@ WORTH_A_REPLAY = 0.995
 WORTH_A_SPARING_REPLAY = 0.98
 """Estimated seconds of an alternative, relative to the fastest replay, below which a search in `what_if` goes on."""
 
-SPARING_OPS = 50_000
-"""Ops of the steps that such a search replays before it ends with what fits. Estimates of a long step may all be too
-low by more than `WORTH_A_SPARING_REPLAY` leaves, and each of its replays takes a second."""
-
 FIT_ATTEMPTS = 3
 """Replays of one alternative, each corrected by what the one before left unused or lacked."""
 

@@ -16,27 +16,25 @@ from megatrain.plan.estimates import estimate, gc_paused
 from megatrain.plan.question import Candidate, Estimate, Plan, Question
 from megatrain.plan.refinements import preferred, with_leanest_read_ahead, within_lock_limit
 from megatrain.plan.search import Search, fastest
-from megatrain.plan.search_space import FIT_ATTEMPTS, SPARING_OPS, WORTH_A_SPARING_REPLAY
+from megatrain.plan.search_space import FIT_ATTEMPTS, WORTH_A_SPARING_REPLAY
 
 
 class SparingSearch(Search):
-    """Replays alternatives in the order of their estimates, and stops once none is estimated to be notably faster, or
-    long steps have taken `SPARING_OPS`."""
+    """Replays alternatives in the order of their estimates, and stops once none is estimated to be notably faster."""
 
     def _best_plan(self) -> Plan | None:
         if (found := self._best_candidate_and_tier()) is None:
             return None
-        best, fitting, spent = None, list[Plan](), 0
+        best, fitting = None, list[Plan]()
         for _ in range(FIT_ATTEMPTS):
             all_fit = True
             for promised, replays in sorted(self.alternatives(*found), key=lambda each: each[0].seconds):
-                if best and (spent > SPARING_OPS or promised.seconds >= WORTH_A_SPARING_REPLAY * best.seconds):
+                if best and promised.seconds >= WORTH_A_SPARING_REPLAY * best.seconds:
                     break
-                plans = replays()
-                now, spent = self._fitting(plans), spent + sum(len(plan.timeline.schedule.ops) for plan in plans)
+                now = self._fitting(replays())
                 fitting, all_fit = fitting + now, all_fit and bool(now)
                 best = preferred(fitting)
-            if all_fit or (best and spent > SPARING_OPS):
+            if all_fit:
                 break
         return best and replace(best, question=self.question)
 

@@ -8,6 +8,7 @@ moves with the last bit of its weights (see `train.parity`).
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from megatrain import Engine, Policy
 from megatrain.errors import ModelError
+from megatrain.model.architecture import ropes_of
 from megatrain.model.tiny import shrink, twin_from, with_dropout
 from megatrain.spec import Numerics
 from megatrain.train.parity import Setting, compare, full_settings, short_cases, short_settings
@@ -39,6 +41,56 @@ STATED: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
 }
+
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 8.0},  # Gemma 3
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},  # InternLM
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},  # Qwen 3
+    "yarn, with scales": {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
+    | {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},  # DeepSeek V3
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+    | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "longrope": {"rope_type": "longrope", "factor": 32.0, "original_max_position_embeddings": 4096},  # Phi 4
+}
+"""Rotary embeddings as published, for every type that has one."""
+
+SWITCHES = """
+attention_bias mlp_bias use_bias bias add_bias_linear qkv_bias use_qkv_bias attention_out_bias conv_bias use_conv_bias
+mamba_proj_bias projectors_bias lm_head_bias use_qk_norm qk_layernorm tie_word_embeddings norm_topk_prob rope_interleave
+use_parallel_residual parallel_attn alibi multi_query new_decoder_architecture mamba_rms_norm mamba_norm_before_gate
+do_layer_norm_before apply_residual_connection_post_layernorm layer_norm_elementwise_affine use_expert_bias
+scale_attn_by_inverse_layer_idx use_double_wide_mlp use_mem_rope use_shared_attention_adapter attention_k_eq_v
+add_swa_attention_sink_bias use_post_norm moe_renormalize output_router_logits moe_apply_router_weight_on_input
+"""
+"""Fields that one published model of a type has set, and another has not."""
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sliding window": {"sliding_window": 4096},
+    "first layers without a window": {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 4096},
+    "caps": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "no caps": {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "a capped router": {"moe_router_logit_softcapping": 30.0},
+    "clipped projections": {"clip_qkv": 8.0},
+    "a query without a rank": {"q_lora_rank": None},
+    "a query with a rank": {"q_lora_rank": 768},
+    "first dense layers": {"first_k_dense_replace": 1},
+    "no dense layer": {"first_k_dense_replace": 0},
+    "leading dense layers": {"num_dense_layers": 1},
+    "dense layers by number": {"mlp_only_layers": [0]},
+    "every other layer sparse": {"decoder_sparse_step": 2},
+    "groups of experts": {"n_group": 8, "topk_group": 4},
+    "no groups of experts": {"n_group": 1, "topk_group": 1},
+    "groups that are limited": {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3},
+    "scores by softmax": {"scoring_func": "softmax"},
+    "scores by sigmoid": {"scoring_func": "sigmoid"},
+    "experts chosen by sigmoid": {"expert_selection_fn": "sigmoid"},
+    "a shared expert": {"n_shared_experts": 1},
+    "shared experts": {"num_shared_experts": 2},
+    "a scaled router": {"routed_scaling_factor": 2.5},
+    "layers without positions": {"no_rope_layer_interval": 2},
+    "layers that share keys": {"num_kv_shared_layers": 2},
+}
+"""Options of published models by field, for every type that has all of its fields."""
 
 KINDS = {
     "dense": "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 olmo olmo2 olmo3 granite cohere cohere2 glm4"
@@ -76,6 +128,102 @@ def assert_equal(model: PreTrainedModel, settings: list[Setting]) -> None:
     report = compare(model, make, short_cases(model), settings, TOLERANCE, enough=1)
     assert report.ok, report.worst
     assert report.worst.error < 10 * TOLERANCE
+
+
+Fields = dict[str, Any]
+
+
+def options_of(kind: str) -> dict[str, Fields]:
+    """Name -> fields that an option changes in the default config of a type."""
+    config = config_of(kind)
+    if config.sub_configs:  # its text model is a type of its own
+        return {}
+    default = json.loads(config.to_json_string(use_diff=False))
+    changes = {name: {name: not default[name]} for name in SWITCHES.split() if isinstance(default.get(name), bool)}
+    changes |= {name: fields for name, fields in OPTIONS.items() if fields.keys() <= default.keys()}
+    for name, rope in ROPES.items() if ropes_of(default) else ():
+        changes[f"{name} rope"] = {"rope_parameters": with_rope(config, rope)}
+    pattern = default.get("layer_types") or []
+    if set(pattern) <= {"full_attention", "sliding_attention"} and len(pattern) > 1 and "sliding_window" in default:
+        mixed = ["full_attention" if layer % 3 else "sliding_attention" for layer in range(len(pattern))]
+        changes["a mixture of windows"] = {"layer_types": mixed, "sliding_window": 4096, "use_sliding_window": True}
+    return {name: fields for name, fields in changes.items() if any(default.get(n) != v for n, v in fields.items())}
+
+
+def with_rope(config: PreTrainedConfig, rope: Fields) -> Fields:
+    """The config's rotary parameters with another kind of embedding, in all types of layers that have one."""
+    stated = config.rope_parameters
+    if "rope_type" not in stated:
+        return {name: with_rope_of(config, each, rope) if each else each for name, each in stated.items()}
+    return with_rope_of(config, stated, rope)
+
+
+def with_rope_of(config: PreTrainedConfig, stated: Fields, rope: Fields) -> Fields:
+    if rope["rope_type"] != "longrope":
+        return stated | rope
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    pairs = int(head * stated.get("partial_rotary_factor", 1.0)) // 2
+    factors = {"short_factor": [1.0 + 0.02 * pair for pair in range(pairs)]}
+    return stated | rope | factors | {"long_factor": [1.0 + 0.5 * pair for pair in range(pairs)]}
+
+
+def merged(options: dict[str, Fields]) -> list[list[str]]:
+    """The names of options in as few groups as there are values for one field."""
+    groups: list[list[str]] = []
+    for name, fields in options.items():
+        for group in groups:
+            if not any(fields.keys() & options[other].keys() for other in group):
+                group.append(name)
+                break
+        else:
+            groups.append([name])
+    return groups
+
+
+def parsed(kind: str, fields: Fields) -> PreTrainedConfig:
+    try:
+        return AutoConfig.for_model(kind, **fields)
+    except (AttributeError, KeyError, NotImplementedError, StrictDataclassError, ValueError) as error:
+        raise ModelError(f"transformers refuses its fields ({type(error).__name__})") from error
+
+
+def compare_options(kind: str, names: list[str], options: dict[str, Fields]) -> list[str]:
+    """What differs from the stock model with these options; if the library or the engine refuses some of them
+    together, they are compared by halves. Returns what was refused."""
+    fields: Fields = {name: value for each in names for name, value in options[each].items()}
+    try:
+        model = twin(parsed(kind, STATED.get(kind, {}) | fields))
+        make(model, "cpu", PLAIN.numerics, PLAIN.policy).close()
+    except ModelError as refusal:
+        if len(names) == 1:
+            return [f"{names[0]}: {one_line(refusal)}"]
+        half = len(names) // 2
+        return compare_options(kind, names[:half], options) + compare_options(kind, names[half:], options)
+    kept = json.loads(model.config.to_json_string(use_diff=False))
+    for name, value in fields.items():
+        if isinstance(value, bool | str) or value is None:
+            assert kept.get(name, value) == value, f"the twin has lost {name}={value}"
+    ropes = [{rope["rope_type"] for rope in ropes_of(each)} for each in (fields, kept)]
+    assert not ropes[0] or ropes[0] == ropes[1]
+    settings = short_settings()
+    assert_equal(model, [settings[len(names) % len(settings)]])
+    return []
+
+
+@pytest.mark.parametrize(
+    "kind", ["qwen3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in sorted(KNOWN) if kind != "qwen3")]
+)
+def test_published_options_equal_the_stock_model(kind: str) -> None:
+    """An option that the library refuses for a type, or the engine in one typed line, is none."""
+    try:
+        options = options_of(kind)
+    except StrictDataclassError as error:
+        pytest.skip(f"the library refuses its own defaults: {error}")
+    if not options or kind in REFUSED:
+        pytest.skip("has no options of its own")
+    refused = [each for names in merged(options) for each in compare_options(kind, names, options)]
+    if len(refused) == len(options):
+        pytest.skip(refused[0])
 
 
 def test_the_quick_suite_covers_enough_architectures() -> None:

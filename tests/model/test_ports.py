@@ -166,6 +166,13 @@ def test_a_missing_folder_is_one_line(tmp_path: object) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_old_names_that_the_config_class_turns_into_other_fields_are_known() -> None:
+    small = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    fields = {"model_type": "gpt_neox", "num_hidden_layers": 2, **small, "rotary_pct": 0.5, "rotary_emb_base": 5000}
+    rope = causal_lm_from_config(fields, 0).config.rope_parameters
+    assert (rope["partial_rotary_factor"], rope["rope_theta"]) == (0.5, 5000)
+
+
 def test_a_misspelt_config_field_suggests_the_nearest_name() -> None:
     with pytest.raises(ModelError, match=r"llama has no field 'hiden_size'; did you mean 'hidden_size'\?"):
         causal_lm_from_config({"model_type": "llama", "hiden_size": 32}, 0)

@@ -7,14 +7,17 @@ import pstats
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import pytest
 
 from bench.shapes import llama_shape
-from megatrain.plan import Choice, Question, estimate, examine, find_plan, machine, survey
-from megatrain.schedule import build_step
+from megatrain.plan import Choice, Question, estimate, estimates, examine, find_plan, machine, survey
+from megatrain.plan.analysis import advised, look
+from megatrain.plan.estimates import ROUNDS, examine_rounds
+from megatrain.schedule import Schedule, build_step
 from megatrain.schedule.build import with_loss_chunks
-from megatrain.schedule.ops import Use
+from megatrain.schedule.ops import STREAMS, Use
 from megatrain.schedule.passes.state_buffers import Pending
 from megatrain.spec import IN_HOST, Limits, ModelSpec, Numerics, ParamSpec, Placement, Policy, UnitSpec, Work
 
@@ -136,6 +139,59 @@ def test_estimates_beside_a_drive_are_near_their_replays(update: str, apart: int
     replayed = examine(question, choice, 4)
     assert replayed.timeline.busy_seconds("read") > 0
     assert estimate(question, choice, 4).seconds == pytest.approx(replayed.seconds, rel=0.13)
+
+
+ON_DISK = Placement(moments="disk", gradients="disk")
+MANY_ROUNDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "usual": ("rtx-4090", {}),
+    "four micro-batches each": ("rtx-4090", {"micro_batches_per_round": 4, "update": "next_forward"}),
+    "offloaded": ("h100", {"activations_by_layer": (("offload", "chosen"),), "update": "next_forward"}),
+    "some units on a disk": ("rtx-4090", {"placements": (IN_HOST, *(ON_DISK,) * 4, *(IN_HOST,) * 9)}),
+    "some layers on the device": ("rtx-4090", {"placements": (IN_HOST, *(Placement("device"),) * 6, *(IN_HOST,) * 7)}),
+    "a read-ahead": ("rtx-3090", {"wait_for": "shard", "weight_slots": 1, "read_ahead_nbytes": 1 << 20}),
+    "streamed updates": ("rtx-4090", {"update": "next_forward", "streamed_updates": 0.5, "grad_slots": 3}),
+    "bound by the bus": ("4x-rtx-4090", {"shard_nbytes": 1 << 22}),
+}
+
+
+@pytest.mark.parametrize("name", MANY_ROUNDS)
+def test_rounds_that_are_alike_are_not_all_replayed(name: str) -> None:
+    """Bytes and writes of the step are those of the whole replay, and the ops replayed do not grow with its rounds."""
+    kind, fields = MANY_ROUNDS[name]
+    model, policy = llama_shape("small", 12, 1024, vocabulary=8000), Policy(**{"micro_batches_per_round": 1} | fields)
+    size, choice = policy.micro_batches_per_round, Choice(Numerics(), policy)
+    question, longer = (Question(model, machine(kind), rounds * size * 4096, 2048) for rounds in (16, 64))
+    few, whole = examine_rounds(question, choice, 2), examine(question, choice, 2)
+    assert few.left_out == 16 - ROUNDS
+    assert few.nbytes == whole.nbytes
+    assert few.written_nbytes == whole.written_nbytes
+    assert few.seconds == pytest.approx(whole.seconds, rel=1e-3)
+    assert few.busy_seconds("compute") == pytest.approx(whole.busy_seconds("compute"), rel=1e-3)
+    for stream in STREAMS:  # how much copies slow each other down at the ends of a step differs a little
+        assert few.busy_seconds(stream) == pytest.approx(whole.busy_seconds(stream), rel=0.05)
+    assert len(examine_rounds(longer, choice, 2).timeline.schedule.ops) == len(few.timeline.schedule.ops)
+
+
+@pytest.mark.parametrize(("sequences", "micro_batch", "in_round"), [(33, 2, 1), (28, 2, 4), (32, 2, 0), (6, 2, 1)])
+def test_uneven_or_few_rounds_are_replayed_whole(sequences: int, micro_batch: int, in_round: int) -> None:
+    question = Question(llama_shape("small", 4, 1024, vocabulary=8000), machine("h100"), sequences * 1024, 1024)
+    choice = Choice(Numerics(), Policy(micro_batches_per_round=in_round))
+    assert examine_rounds(question, choice, micro_batch) == examine(question, choice, micro_batch)
+
+
+@pytest.mark.slow
+def test_a_step_of_many_rounds_is_planned_with_few_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 7B with half a million tokens in 32 rounds, where a plan and what it says of upgrades once built 750,000."""
+    built: list[Schedule] = []
+    monkeypatch.setattr(estimates, "build_step", lambda *step: built.append(build_step(*step)) or built[-1])
+    model = llama_shape("7B", 28, 3584, key_value_heads=4, feed_forward=18_944, vocabulary=152_064)
+    limits = Limits(host_nbytes=128 * 10**9)
+    question = Question(model, replace(machine("rtx-4090"), disk_nbytes=2 * 10**12), 1 << 19, 4096, limits=limits)
+    plan = find_plan(question)
+    assert plan.policy.micro_batches_per_round
+    assert not plan.left_out
+    advised(look(plan))
+    assert sum(len(each.ops) for each in built) < 350_000
 
 
 def test_a_120b_model_is_planned_in_six_million_calls() -> None:

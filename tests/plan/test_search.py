@@ -205,8 +205,8 @@ def test_replay_excess_is_applied_to_similar_candidates(
 ) -> None:
     """Inputs of many micro-batches wait in host memory: more than four that stand for all of them say."""
     replays: list[Plan] = []
-    honest = search.examine
-    monkeypatch.setattr(search, "examine", lambda *arguments: replays.append(honest(*arguments)) or replays[-1])
+    honest = search.examine_rounds
+    monkeypatch.setattr(search, "examine_rounds", lambda *arguments: replays.append(honest(*arguments)) or replays[-1])
     small = replace(machine("rtx-4090"), device_nbytes=4 << 30, host_nbytes=12_000_000_000)
     model = llama_shape("8 layers", 8, 2048, vocabulary=32_000)
     one_round = {"micro_batches_per_round": 0, "wait_for": "unit", "read_ahead_nbytes": 0}

@@ -9,7 +9,7 @@ is computed as the library computes it first.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -38,6 +38,11 @@ ROPES: dict[str, dict[str, Any]] = {
 CHANGES_WITH_LENGTH = ("dynamic", "longrope")
 ORDERS = ((8, 40), (40, 8), (40, 24), (24, 40), (40, 16, 17))
 """Tokens of each micro-batch of a step, below and above `ORIGINAL`."""
+
+
+def some_slow(values: Iterable[Any]) -> list[Any]:
+    """The values as parameters of slow cases; the other cases stay in the quick suite."""
+    return [pytest.param(each, marks=pytest.mark.slow) for each in values]
 
 
 def model_with(rope: str) -> PreTrainedModel:
@@ -84,21 +89,21 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert float((found[name] - value).norm()) <= 2e-6 * max(1e-2, float(value.norm())), name
 
 
-@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("order", [*ORDERS[:2], *some_slow(ORDERS[2:])], ids=str)
 @pytest.mark.parametrize("rope", CHANGES_WITH_LENGTH)
 def test_each_micro_batch_is_rotated_for_its_own_length(rope: str, order: tuple[int, ...]) -> None:
     model = model_with(rope)
     assert_equal(ours(model, order), stock([copy.deepcopy(model) for _ in order], order))
 
 
-@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("rope", [*some_slow(("default", "linear")), "dynamic", "yarn", "llama3", "longrope"])
 def test_every_kind_of_rotary_embedding_equals_the_library(rope: str) -> None:
     model = model_with(rope)
     assert_equal(ours(model, (40,)), stock([copy.deepcopy(model)], (40,)))
     assert_equal(ours(model, (8,)), stock([copy.deepcopy(model)], (8,)))
 
 
-@pytest.mark.parametrize("order", [(8, 40), (40, 8), (40, 16, 17)], ids=str)
+@pytest.mark.parametrize("order", [(8, 40), *some_slow(((40, 8), (40, 16, 17)))], ids=str)
 def test_a_published_longrope_config_equals_one_model_that_sees_all(order: tuple[int, ...]) -> None:
     """Phi-4-mini's fields: part of each head rotated, a tied head, a factor that follows from the positions. Of what
     the library keeps between calls, nothing counts with `longrope`."""
@@ -115,7 +120,7 @@ def test_a_published_longrope_config_equals_one_model_that_sees_all(order: tuple
     assert_equal(ours(model, order), stock([copy.deepcopy(model)], order))
 
 
-@pytest.mark.parametrize("rope", CHANGES_WITH_LENGTH)
+@pytest.mark.parametrize("rope", [*some_slow(("dynamic",)), "longrope"])
 def test_no_schedule_and_nothing_seen_before_changes_a_bit(rope: str) -> None:
     """Recomputing, rounds and another device call the model's code in another order."""
     model, order = model_with(rope), (40, 24, 8, 17)
@@ -170,7 +175,7 @@ def test_dynamic_embeddings_reach_as_far_as_their_factor_stretches_them() -> Non
         ours(model, (4 * ORIGINAL + 1,))
 
 
-@pytest.mark.parametrize("rope", CHANGES_WITH_LENGTH)
+@pytest.mark.parametrize("rope", [*some_slow(("dynamic",)), "longrope"])
 def test_generation_beyond_the_original_length_equals_the_library(rope: str) -> None:
     model = model_with(rope).eval()
     prompt = batches((12,))[0]["input_ids"]

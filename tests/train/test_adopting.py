@@ -96,6 +96,12 @@ def _adopt_and_step(kind: str, device: str, disk: Path | None, seed: int) -> int
     return adopted
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_few_policies_are_refused_or_change_no_bit(kind: str, tmp_path: Path) -> None:
+    _adopt_and_step(kind, "sim:3", tmp_path, seed=1)
+
+
+@pytest.mark.slow
 @given(
     kind=st.sampled_from(KINDS), device=st.sampled_from(["cpu", "sim:3"]), on_disk=st.booleans(), seed=st.integers(0)
 )
@@ -105,6 +111,7 @@ def test_a_policy_is_refused_or_changes_no_bit(
     _adopt_and_step(kind, device, tmp_path_factory.mktemp("disk") if on_disk else None, seed)
 
 
+@pytest.mark.slow
 def test_random_policies_are_adopted_about_as_often_as_refused() -> None:
     assert 10 <= sum(_adopt_and_step("llama", "sim:3", None, seed) for seed in range(10)) <= 50
 
