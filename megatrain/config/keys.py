@@ -151,7 +151,7 @@ class ModelSection(Section):
     trust_remote_code: bool = False
     """Whether to run Python code that comes with the model."""
     allow_unloaded: bool = False
-    """Whether to train and save the model although its files hold tensors that are not loaded (a vision tower, say)."""
+    """Whether to train and save the model although tensors published with it are not loaded (a vision tower, say)."""
     verify: bool = True
     """Whether to check a small model of this architecture against the stock code, once per architecture."""
 
