@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatrain import AdamW, Engine, Policy
@@ -32,15 +33,18 @@ Step = list[dict[str, Tensor]]
 
 
 class AtTimes(nn.Module):
-    """A module with one more parameter, used for long rows only, and one that is never used."""
+    """A module with one more parameter, used for long rows only, one that is never used, and an MLP of no width, as
+    with `num_shared_experts: 0`."""
 
     def __init__(self, inner: nn.Module, width: int) -> None:
         super().__init__()
         self.inner = inner
         self.extra, self.never = nn.Parameter(torch.linspace(-1, 1, width)), nn.Parameter(torch.ones(5, width))
+        self.up, self.down = nn.Parameter(torch.empty(0, width)), nn.Parameter(torch.empty(width, 0))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.inner(x)
+        out = out + functional.linear(functional.linear(out, self.up), self.down)
         return out + self.extra * 0.3 if x.shape[1] > LONG else out
 
 
