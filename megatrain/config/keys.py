@@ -343,8 +343,8 @@ class TrainSection(Section):
     """AdamW's epsilon, added to the square root in the denominator."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, multiplied by the learning rate."""
-    no_decay: Names = ("*norm*", "*.bias")
-    """Glob patterns of parameters without weight decay."""
+    no_decay: Names = ("vectors",)
+    """Parameters without weight decay: `vectors` (all of one dimension, so norms and biases), and glob patterns."""
     freeze: Names = ()
     """Glob patterns of parameters that are not trained; they need no gradient and no optimizer state."""
     max_grad_norm: PositiveFloat | None = 1.0

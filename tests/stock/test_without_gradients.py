@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -16,6 +17,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatrain import AdamW, Engine, Policy
+from megatrain.config.keys import TrainSection
 from megatrain.dist import World
 from megatrain.errors import LossError
 from megatrain.model import PretrainedSource
@@ -269,3 +271,21 @@ def test_images_in_every_second_step(device: str) -> None:
     noise = [name for name in wanted if name.endswith("vision_tower.encoder.layers.0.self_attn.k_proj.bias")]
     for name in wanted.keys() - set(noise):  # a gradient that is zero but for rounding has any sign
         assert relative_error(found[name], wanted[name]) < 2e-5, name
+
+
+@pytest.mark.parametrize("kind", ["roberta-prelayernorm", "axk2", "gpt2", "longcat_flash"])
+def test_by_default_matrices_decay_and_norms_do_not(kind: str) -> None:
+    """Whatever their paths: an outer module's name has "norm" in it, or a norm's has not."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind))
+    optimizer = AdamW(no_decay=TrainSection.model_fields["no_decay"].default)
+    norms = {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
+        if re.search("(?i)norm$", type(module).__name__)
+    }
+    assert norms
+    for name, parameter in model.named_parameters():
+        expected = not (name in norms or name.endswith("bias"))
+        assert optimizer.decays(name, parameter.shape) is expected, name
