@@ -9,8 +9,7 @@
 # is an RMSNorm called `norm_f`, and decays. The inner model of RobertaPreLayerNorm is called `roberta_prelayernorm`, so none of
 # its matrices decays.
 # Cost: with decay a gain of 1 is pulled to 0, or the regularisation that was asked for does not happen. Nothing is logged.
-# MegaTrain decides by patterns of names, too, which are the user's to set (`train.no_decay`): `*norm*`, the default, gets Mamba2's
-# last norm right and RobertaPreLayerNorm's matrices wrong.
+# MegaTrain's runs decay what has more than one dimension (`train.no_decay: [vectors]`); `streamed(Trainer)` does as the Trainer.
 
 set -euo pipefail
 work=$(mktemp -d)

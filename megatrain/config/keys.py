@@ -150,8 +150,6 @@ class ModelSection(Section):
     """Attention kernel; auto: the one transformers chooses for the model, which the plan shows."""
     trust_remote_code: bool = False
     """Whether to run Python code that comes with the model."""
-    allow_unloaded: bool = False
-    """Whether to train and save the model although tensors published with it are not loaded (a vision tower, say)."""
     verify: bool = True
     """Whether to check a small model of this architecture against the stock code, once per architecture."""
 
@@ -343,8 +341,8 @@ class TrainSection(Section):
     """AdamW's epsilon, added to the square root in the denominator."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, multiplied by the learning rate."""
-    no_decay: Names = ("*norm*", "*.bias")
-    """Glob patterns of parameters without weight decay."""
+    no_decay: Names = ("vectors",)
+    """Parameters without weight decay: `vectors` (all of one dimension, so norms and biases), and glob patterns."""
     freeze: Names = ()
     """Glob patterns of parameters that are not trained; they need no gradient and no optimizer state."""
     max_grad_norm: PositiveFloat | None = 1.0

@@ -105,12 +105,12 @@ class GradientDestination:
 class GradientsInPlace(TorchFunctionMode):
     """While active, on this thread: `linear` and `embedding` compute the gradients of these weights in `target`.
 
-    weights: full names and leaves.
+    weights: full names and leaves. Empty ones (an MLP of no width) have no gradient to write.
     """
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]], target: GradientDestination) -> None:
         super().__init__()
-        self._names = {id(leaf): name for name, leaf in weights if leaf.dim() == 2}
+        self._names = {id(leaf): name for name, leaf in weights if leaf.dim() == 2 and leaf.numel()}
         self._target = target
 
     def __exit__(self, *_: object) -> None:

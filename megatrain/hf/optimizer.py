@@ -39,10 +39,11 @@ class EngineOptimizer(torch.optim.Optimizer):
         self, model: nn.Module, adamw: AdamW, lr: float | None = None, on_step: Callable[[], None] = lambda: None
     ) -> None:
         trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        places = [(adamw.group(name), adamw.decays(name, parameter.shape)) for name, parameter in trained]
         rates = [("", adamw.lr if lr is None else lr), *adamw.learning_rates]
         groups = [
             {
-                "params": [p for name, p in trained if (adamw.group(name), adamw.decays(name)) == (group, decays)],
+                "params": [p for (_, p), place in zip(trained, places, strict=True) if place == (group, decays)],
                 "weight_decay": adamw.weight_decay if decays else 0.0,
                 "lr": rate,
                 "pattern": pattern,

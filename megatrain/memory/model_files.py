@@ -57,7 +57,7 @@ def extents_of(layout: Layout, files: Mapping[str, Sequence[FileBytes]]) -> list
     order."""
     found: list[tuple[int, FileBytes]] = []
     for field in layout.fields:
-        if field.start >= layout.files_start:
+        if field.stop > layout.files_start:
             pieces = files[field.name]
             each = sum(piece.nbytes for piece in pieces) // (field.stop - field.start)
             start = (field.start - layout.files_start) * each

@@ -217,7 +217,7 @@ class Store:
         return self._is_read(*self._owner[name])
 
     def _is_read(self, unit: int, field: Field) -> bool:
-        return unit in self._in_files and field.start >= self.layouts[unit].files_start
+        return unit in self._in_files and field.stop > self.layouts[unit].files_start
 
     def _reads(self, unit: int, stop: int) -> bool:
         """Whether any of a unit's first `stop` elements is read from files."""
@@ -310,8 +310,7 @@ class Store:
         unit, field = self._owner[name]
         if self.model.ranks > 1:
             return _tensor(self._masters(unit)[field.start : field.stop].copy(), field)
-        (found,) = self._own(name)
-        return _tensor(found, field)
+        return _tensor(next(iter(self._own(name)), np.empty(0, np.float32)), field)
 
     def _own(self, name: str) -> list[np.ndarray]:
         """Copies of the float32 masters in this rank's share of a parameter, in order."""

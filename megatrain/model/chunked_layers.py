@@ -206,11 +206,12 @@ def _noting(seen: list[tuple[tuple[Any, ...], Mapping[str, Any], Any]]) -> Calla
 
 
 def _one_for_one(args: tuple[Any, ...], output: Any) -> bool:
-    """Whether a call got one tensor [..., tokens, channels] and returned one for the same tokens."""
+    """Whether a call got one tensor [..., tokens, channels], not empty, and returned one for the same tokens."""
     if len(args) != 1 or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
         return False
     given = args[0]
     there = given.dim() >= 2 and given.shape[-2] == TOKENS and given.is_floating_point()
+    there = there and min(given.numel(), output.numel()) > 0
     return there and output.dim() == given.dim() and output.shape[:-1] == given.shape[:-1]
 
 

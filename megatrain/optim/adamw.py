@@ -69,6 +69,11 @@ class StepScalars:
         return np.array(list(vars(self).values()), np.float32)
 
 
+VECTORS = "vectors"
+"""The word in `AdamW.no_decay` for parameters of at most one dimension. Patterns alone would take the path of a module
+for a norm's (`roberta_prelayernorm.encoder...dense.weight`) and miss norms of other names (`ln_f`)."""
+
+
 @dataclass(frozen=True)
 class AdamW:
     """The AdamW hyperparameters of a run, with the defaults of `torch.optim.AdamW`. Raises ConfigError for a value
@@ -78,7 +83,8 @@ class AdamW:
     betas: decay rates of the running means of the gradient and of its square.
     eps: added to the root; must be positive, since a gradient that was always zero would otherwise give 0 / 0.
     weight_decay: decoupled, per unit of learning rate.
-    no_decay: case-sensitive glob patterns of the parameters without weight decay, for example `*norm*`.
+    no_decay: parameters without weight decay: `vectors` for all of at most one dimension (norms and biases, whatever
+    they are called), and case-sensitive glob patterns of whole names.
     learning_rates: pairs (pattern, peak learning rate) for parameters that should not use `lr`. A schedule multiplies
     all peaks by the same factor. The parameters of one pattern form a *group*, and so do those without one.
     """
@@ -104,13 +110,14 @@ class AdamW:
                 fix="give less than 1 / lr",
             )
         if not all(self.no_decay):
-            raise ConfigError("a pattern is empty", where="no_decay", fix='write ("*norm*", "*.bias")')
+            raise ConfigError("a pattern is empty", where="no_decay", fix='write ("vectors", "*embed_tokens*")')
         if not all(pattern for pattern, _ in self.learning_rates):
             raise ConfigError("a pattern is empty", where="learning_rates", fix='write (("*embed_tokens*", 1e-5),)')
 
-    def decays(self, name: str) -> bool:
-        """Whether the parameter of this name has weight decay."""
-        return not any(fnmatchcase(name, pattern) for pattern in self.no_decay)
+    def decays(self, name: str, shape: Sequence[int]) -> bool:
+        """Whether the parameter of this name and shape has weight decay."""
+        is_vector = len(shape) < 2 and VECTORS in self.no_decay
+        return not is_vector and not any(fnmatchcase(name, pattern) for pattern in self.no_decay)
 
     def group(self, name: str) -> int:
         """The group of the parameter of this name: its position in `learning_rates`, counted from 1, or 0 if it

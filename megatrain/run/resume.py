@@ -43,7 +43,6 @@ FREE = (
     *("output", "trace", "resume", "accept_changes", "checkpoint", "memory", "disk", "lm_eval"),
     *("data.cache", "data.workers"),
     *(
-        "model.allow_unloaded",
         "model.verify",
         "model.trust_remote_code",
         "train.hardware",
@@ -141,7 +140,7 @@ def with_numbers(config: Config, numerics: Numerics) -> Config:
 
 def as_begun(config: Config, taken: Checkpoint) -> Config:
     """The configuration with the run's original batch sizes, where they are null now and fit those given, and with its
-    `data.bos`, where that is not given now: false if its version did not know the key."""
+    `data.bos` and `train.no_decay`, where they are not given now, whatever were the defaults of its version."""
     if isinstance(taken, PeerCheckpoint):
         return config
     train, then = config.train, _sizes(facts_of(taken)["config"]["train"])
@@ -153,9 +152,10 @@ def as_begun(config: Config, taken: Checkpoint) -> Config:
     numerics = {**oldest, **_renamed(engine["policy"]), **engine.get("numerics", {})}  # were once policy fields
     overrides = config.policy.overrides
     held = {name: numerics.get(name) for name in NUMERICS if name not in overrides}
-    begun = (
-        {} if "bos" in config.data.model_fields_set else {"bos": facts_of(taken)["config"]["data"].get("bos", False)}
-    )
+    was = facts_of(taken)["config"]
+    begun = {} if "bos" in config.data.model_fields_set else {"bos": was["data"].get("bos", False)}
+    if "no_decay" not in train.model_fields_set and "no_decay" in was["train"]:
+        kept["no_decay"] = tuple(was["train"]["no_decay"])
     return config.model_copy(
         update={
             "data": config.data.model_copy(update=begun),
@@ -219,7 +219,7 @@ def take_over(taken: PeerCheckpoint, source: Source, optimizer: AdamW, say: Say)
     source: with parameters frozen as in the run. Raises `CheckpointError` if the state is not this model's.
     """
     taken.name_parameters(source.model)
-    then, names = optimizer_in(taken), list(taken.moment_shapes)
+    then, shapes = optimizer_in(taken), taken.moment_shapes
     updates = counted(taken.training["engine"]["updates"], "update")
     fewer = f" ({len(taken.state.missed):,} parameters had fewer)" if taken.state.missed else ""
     of = f"AdamW's moments after {updates}{fewer}"
@@ -232,7 +232,7 @@ def take_over(taken: PeerCheckpoint, source: Source, optimizer: AdamW, say: Say)
     pairs = {key: (getattr(then, key), getattr(optimizer, key)) for key in ("betas", "eps", "weight_decay")}
     told = [f"{key} {before} -> {now}" for key, (before, now) in pairs.items() if before != now]
     if optimizer.weight_decay and then.weight_decay:
-        others = [name for name in names if then.decays(name) != optimizer.decays(name)]
+        others = [name for name, shape in shapes.items() if then.decays(name, shape) != optimizer.decays(name, shape)]
         told += [f"no_decay, for {listed(others)}"] if others else []
     if told:
         say(f"changed since the checkpoint: {'; '.join(told)}")

@@ -71,7 +71,8 @@ class UnitSpec:
 
     def with_in_files(self, names: Collection[str]) -> UnitSpec:
         """The same unit with exactly these frozen parameters in the model's files."""
-        params = tuple(replace(param, file_backed=not param.trainable and param.name in names) for param in self.params)
+        read = {param.name for param in self.params if param.numel and not param.trainable and param.name in names}
+        params = tuple(replace(param, file_backed=param.name in read) for param in self.params)
         if [*map(_home, params)] != sorted(map(_home, params)):  # not in order of use
             params = tuple(replace(param, held=-1) for param in params)
         return self if params == self.params else replace(self, params=params)

@@ -365,7 +365,8 @@ class OptimizerSink:
             if field.name not in wanted:
                 continue
             pieces = self._owned.within(layout, field.start, field.stop)
-            segments = [(piece.own.start, piece.own.stop, optimizer.decays(field.name)) for piece in pieces]
+            decays = optimizer.decays(field.name, field.shape)
+            segments = [(piece.own.start, piece.own.stop, decays) for piece in pieces]
             found.setdefault((optimizer.group(field.name), self.missed.get(field.name, 0)), []).extend(segments)
         return found
 

@@ -86,6 +86,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "experts chosen by sigmoid": {"expert_selection_fn": "sigmoid"},
     "a shared expert": {"n_shared_experts": 1},
     "shared experts": {"num_shared_experts": 2},
+    "no shared expert": {"num_shared_experts": 0},
     "a scaled router": {"routed_scaling_factor": 2.5},
     "layers without positions": {"no_rope_layer_interval": 2},
     "layers that share keys": {"num_kv_shared_layers": 2},

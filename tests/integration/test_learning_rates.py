@@ -34,7 +34,7 @@ def test_param_groups_match_pytorch_with_a_scheduler(clip: float | None) -> None
     named = list(model.named_parameters())
     rates = [OPTIMIZER.lr, *(rate for _, rate in RATES)]
     groups = [
-        {"params": [p for n, p in named if (OPTIMIZER.group(n), OPTIMIZER.decays(n)) == (group, decays)],
+        {"params": [p for n, p in named if (OPTIMIZER.group(n), OPTIMIZER.decays(n, p.shape)) == (group, decays)],
          "weight_decay": 0.1 if decays else 0.0, "peak": rate}
         for group, rate in enumerate(rates) for decays in (True, False)
     ]  # fmt: skip

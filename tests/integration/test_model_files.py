@@ -31,7 +31,6 @@ def made(folder: Path, device: str, policy: Policy, precision: str = "bf16", **m
     clip = None if policy.update == "during_backward" else 0.5
     return Engine.from_pretrained(
         folder,
-        adapter=config_of("lora"),
         device=device,
         optimizer=AdamW(lr=1e-2),
         max_grad_norm=clip,
@@ -39,7 +38,7 @@ def made(folder: Path, device: str, policy: Policy, precision: str = "bf16", **m
         seed=4,
         verify=False,
         numerics=Numerics(precision, loss_chunk_tokens=5),  # type: ignore[arg-type]
-        **more,
+        **{"adapter": config_of("lora"), **more},
     )
 
 
@@ -72,6 +71,18 @@ def test_a_file_backed_base_gives_the_same_bits_as_in_memory(
         assert read._pool.files.nbytes == pytest.approx(frozen, rel=0.01)
         assert read.memory_table()["host", "weights"] == pytest.approx(2 * read.structure.trained_numel, rel=0.05)
     assert {file: file.read_bytes() for file in folder.iterdir()} == files
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
+def test_empty_weights_are_not_read_from_files(tmp_path: Path) -> None:
+    """Among others that are: MLPs of no width, whose bytes begin where those of the next weight do."""
+    tiny_model("llama", intermediate_size=0).to(torch.bfloat16).save_pretrained(tmp_path)
+    adapter = config_of("lora", target_modules=["q_proj"])
+    with made(tmp_path, "cpu", usual("cpu", None), adapter=adapter) as held:
+        expected = results(held)
+    with made(tmp_path, "sim:1", usual("sim", IN_FILES), adapter=adapter) as read:
+        assert equal(results(read), expected)
+        assert any(not each.numel() for each in read.master_weights().values())
 
 
 def test_partly_file_backed_units_move_between_tiers_in_training(tmp_path: Path) -> None:

@@ -91,8 +91,8 @@ def test_twenty_steps_equal_a_plain_pytorch_loop(family: str, device: str, clip:
     model = tiny_model(family)
     settings = AdamW(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, no_decay=("*norm*", "*bias"))
     plain = tiny_model(family)
-    decays = [p for n, p in plain.named_parameters() if settings.decays(n)]
-    others = [p for n, p in plain.named_parameters() if not settings.decays(n)]
+    decays = [p for n, p in plain.named_parameters() if settings.decays(n, p.shape)]
+    others = [p for n, p in plain.named_parameters() if not settings.decays(n, p.shape)]
     groups = [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
     update = "during_backward" if clip is None else "next_forward"

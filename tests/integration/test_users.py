@@ -329,7 +329,7 @@ def test_hyperparameters_set_between_steps_apply_to_the_next(norm: float | None)
     second = replace(first, betas=(0.5, 0.6), eps=1e-2, weight_decay=20.0)
     model, batches = tiny_model(), [batch(2, 8, 0)]
     named = [*model.named_parameters()]
-    groups = [{"params": [p for n, p in named if first.decays(n) is decays]} for decays in (True, False)]
+    groups = [{"params": [p for n, p in named if first.decays(n, p.shape) is decays]} for decays in (True, False)]
     stock = torch.optim.AdamW(groups, lr=1e-2)
     with Engine.from_model(model, precision="fp32", optimizer=first, max_grad_norm=norm, verify=False) as engine:
         for settings in (first, second, first):

@@ -46,6 +46,21 @@ def test_mlps_of_any_width_are_found() -> None:
     assert wide.spec.units[1].profile.chunk_numel == 3 * 1024 * 4096
 
 
+class Narrow(nn.Module):
+    """A feed-forward of no width, as `num_shared_experts: 0` makes it; without warnings at its initialization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.act = nn.Parameter(torch.empty(0, 8)), nn.Parameter(torch.empty(8, 0)), nn.SiLU()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return nn.functional.linear(self.act(nn.functional.linear(hidden, self.up)), self.down)
+
+
+def test_an_mlp_of_no_width_is_left_whole() -> None:
+    assert found_in(Narrow()) == ()
+
+
 class Centred(nn.Module):
     """A feed-forward whose tokens meet by how far channels are from their mean, which is nothing if they are alike."""
 

@@ -255,13 +255,18 @@ def test_factors_are_rounded_once_from_float64() -> None:
     assert factors.packed().shape == (8,)
 
 
-def test_patterns_name_the_parameters_that_do_not_decay() -> None:
+def test_vectors_and_patterns_name_the_parameters_that_do_not_decay() -> None:
     adamw = AdamW(no_decay=("*norm*", "*.bias"))
-    assert adamw.decays("model.layers.0.mlp.up_proj.weight")
-    assert not adamw.decays("model.layers.0.input_layernorm.weight")
-    assert not adamw.decays("model.layers.0.self_attn.q_proj.bias")
-    assert adamw.decays("model.layers.0.INPUT_LAYERNORM.weight")
-    assert AdamW().decays("anything")
+    assert adamw.decays("model.layers.0.mlp.up_proj.weight", (8, 4))
+    assert not adamw.decays("model.layers.0.input_layernorm.weight", (4,))
+    assert not adamw.decays("model.layers.0.self_attn.q_proj.bias", (8,))
+    assert adamw.decays("model.layers.0.INPUT_LAYERNORM.weight", (4,))
+    assert AdamW().decays("anything", (4,))
+    adamw = AdamW(no_decay=("vectors", "*embed*"))
+    assert adamw.decays("a_norm.dense.weight", (8, 4))
+    assert not adamw.decays("ln_f.weight", (4,))
+    assert not adamw.decays("scale", ())
+    assert not adamw.decays("model.embed_tokens.weight", (8, 4))
 
 
 @pytest.mark.parametrize(

@@ -315,6 +315,19 @@ def test_a_run_keeps_how_its_texts_begin(tmp_path: Path, then: bool | None, begu
     assert as_begun(config, taken).data.bos is (begun if now is None else now)
 
 
+@pytest.mark.parametrize("now", [(), ("vectors",)])
+def test_a_run_keeps_what_decays_unless_the_key_is_set(tmp_path: Path, now: tuple[str, ...]) -> None:
+    """The default was patterns of names, which took some matrices for norms."""
+    config = config_of(tmp_path, train={"no_decay": list(now)} if now else {})
+    written = config.model_dump(mode="json")
+    written["train"]["no_decay"] = ["*norm*", "*.bias"]
+    training = {"run": {"step": 1, "data": {}, "config": written}, "engine": {"policy": as_json(Policy())}}
+    taken = cast(Checkpoint, SimpleNamespace(training=training, folder=tmp_path))
+    begun = as_begun(config, taken)
+    assert begun.train.no_decay == (now or ("*norm*", "*.bias"))
+    assert ("train.no_decay" in changes_between(written, begun.model_dump(mode="json"))) is bool(now)  # told
+
+
 # Faults --------------------------------------------------------------------------------------------------------------
 
 

@@ -299,7 +299,10 @@ def test_groups_are_recognised(how: dict[str, bool], there: Callable[..., Path])
     with taken(there("optimizer.pt", **how)) as engine:
         model = tiny_model()
         steps(model, optimizer := peer(model, **how), batches()[:DONE])
-        assert {engine.optimizer.decays(name) for name, _ in model.named_parameters()} == {True, "together" in how}
+        assert {engine.optimizer.decays(name, p.shape) for name, p in model.named_parameters()} == {
+            True,
+            "together" in how,
+        }
         engine.step(batches()[DONE : DONE + 1])
         engine.flush()
         steps(model, optimizer, batches()[DONE : DONE + 1])

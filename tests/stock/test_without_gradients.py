@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatrain import AdamW, Engine, Policy
+from megatrain.config.keys import TrainSection
 from megatrain.dist import World
 from megatrain.errors import LossError
 from megatrain.model import PretrainedSource
@@ -32,15 +35,18 @@ Step = list[dict[str, Tensor]]
 
 
 class AtTimes(nn.Module):
-    """A module with one more parameter, used for long rows only, and one that is never used."""
+    """A module with one more parameter, used for long rows only, one that is never used, and an MLP of no width, as
+    with `num_shared_experts: 0`."""
 
     def __init__(self, inner: nn.Module, width: int) -> None:
         super().__init__()
         self.inner = inner
         self.extra, self.never = nn.Parameter(torch.linspace(-1, 1, width)), nn.Parameter(torch.ones(5, width))
+        self.up, self.down = nn.Parameter(torch.empty(0, width)), nn.Parameter(torch.empty(width, 0))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.inner(x)
+        out = out + functional.linear(functional.linear(out, self.up), self.down)
         return out + self.extra * 0.3 if x.shape[1] > LONG else out
 
 
@@ -265,3 +271,21 @@ def test_images_in_every_second_step(device: str) -> None:
     noise = [name for name in wanted if name.endswith("vision_tower.encoder.layers.0.self_attn.k_proj.bias")]
     for name in wanted.keys() - set(noise):  # a gradient that is zero but for rounding has any sign
         assert relative_error(found[name], wanted[name]) < 2e-5, name
+
+
+@pytest.mark.parametrize("kind", ["roberta-prelayernorm", "axk2", "gpt2", "longcat_flash"])
+def test_by_default_matrices_decay_and_norms_do_not(kind: str) -> None:
+    """Whatever their paths: an outer module's name has "norm" in it, or a norm's has not."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind))
+    optimizer = AdamW(no_decay=TrainSection.model_fields["no_decay"].default)
+    norms = {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
+        if re.search("(?i)norm$", type(module).__name__)
+    }
+    assert norms
+    for name, parameter in model.named_parameters():
+        expected = not (name in norms or name.endswith("bias"))
+        assert optimizer.decays(name, parameter.shape) is expected, name
