@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tokenizers
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.data import chat as chats
@@ -183,7 +183,6 @@ def test_tool_calls_are_trained_and_their_results_are_not(name: str, conversatio
 WORDS = st.text(alphabet="a bé\n🎉\t'\"{}", max_size=6)
 
 
-@settings(max_examples=120)
 @given(st.sampled_from(sorted(TURNS)), st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4), st.booleans())
 def test_any_assistant_text_is_trained(name: str, pairs: list[tuple[str, str]], ends: bool) -> None:
     messages = [message for said, reply in pairs for message in (user(said), assistant(reply))]

@@ -195,6 +195,7 @@ def test_targets_equal_trls_with_its_templates() -> None:
     assert set(counts) == {"both render", "refused by both", *LOSES}
 
 
+@pytest.mark.slow
 def test_targets_of_the_models_own_templates_differ_from_trls_as_documented() -> None:
     more: dict[str, set[str]] = {}
     less: dict[str, set[str]] = {}
