@@ -7,6 +7,7 @@ reveals is refused by `ported`. `auto_class` decides the class of a config's mod
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -239,6 +240,9 @@ def refuse_other_configs(config: PreTrainedConfig, *, where: str, trust_remote_c
         raise ModelError("needs code from its own repository", where=where, fix=TRUST)
     if model_class is None:
         raise ModelError(f"a {config.model_type} is not a causal language model", where=where, fix=SOURCES)
+    if "labels" not in inspect.signature(model_class.forward).parameters:
+        what = f"a {model_class.__name__} has no loss of text, since its forward takes no labels"
+        raise ModelError(what, where=where, fix=SOURCES)
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
         can_decode = hasattr(config, "is_decoder")
         raise ModelError(

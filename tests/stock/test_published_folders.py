@@ -31,15 +31,18 @@ from transformers.models.auto.modeling_auto import (
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from megatrain import Engine
+from megatrain.checkpoint.save import PlannedCheckpoint
 from megatrain.commands.export import run_export
 from megatrain.commands.generate import GenerationModel, Sampling, run_generation
 from megatrain.config import Config
 from megatrain.hf import streamed
-from megatrain.model import PretrainedSource
+from megatrain.model import PretrainedSource, port_model
 from megatrain.model.architecture import model_class_of
 from megatrain.run.training import run_training
+from tests.ranks import together, worlds
 from tests.stock.image_models import IMAGE, KINDS, VOCABULARY, image_model, text_batch
 from tests.tiny import tiny_model
+from tests.train.test_save_from_all_ranks import Rank
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*requires torchvision")
 TEMPLATE = "{{ messages[0]['content'] }}"
@@ -265,3 +268,11 @@ def test_a_streamed_trainer_tells_and_saves_them(tmp_path: Path, caplog: pytest.
     trainer.save_model(str(tmp_path / "saved"))
     assert_carried(tmp_path / "saved")
     assert_carried(tmp_path / "run" / "checkpoint-1")
+
+
+def test_ranks_that_write_a_checkpoint_together_carry_them_over(tmp_path: Path) -> None:
+    source = with_more(tmp_path / "published")
+
+    planned = PlannedCheckpoint(port_model(PretrainedSource(source).model, torch.float32))
+    together(worlds(2, 1), lambda world: Rank(world, planned, 1).save(tmp_path, step=1))
+    assert_carried(tmp_path / "step-00000001")
