@@ -10,7 +10,7 @@ from megatrain.model.adapters import (
     lora_named,
     pretrained_source,
 )
-from megatrain.model.carried import WrittenTensor
+from megatrain.model.carried import WrittenTensor, carried_by
 from megatrain.model.checkpoint_names import Written, WrittenModel, written_of, written_parameters
 from megatrain.model.compiled import require_compiler, spent
 from megatrain.model.forward_arguments import Arguments
@@ -64,6 +64,7 @@ __all__ = [
     "WrittenTensor",
     "base_of",
     "buffer_dtypes",
+    "carried_by",
     "causal_lm_from_config",
     "freeze_parameters",
     "is_wrapped",

@@ -1,8 +1,9 @@
 """Check before planning that the disks have room for a run's files.
 
-Counts one checkpoint (float32 masters and two moments of the trained parameters) and the final model, per file system;
-files of an earlier run that will be replaced count as free. Each save checks again, exactly. Further checkpoints, which
-are skipped with a message if there is no room, are warned of. Not counted: the disk tier.
+Counts one checkpoint (float32 masters and two moments of the trained parameters) and the final model with what is
+carried over to it, per file system; files of an earlier run that will be replaced count as free. Each save checks
+again, exactly. Further checkpoints, which are skipped with a message if there is no room, are warned of. Not counted:
+the disk tier.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from megatrain.checkpoint import Checkpoint, checkpoints
 from megatrain.config import Config
 from megatrain.errors import ConfigError
 from megatrain.formatting import at_least, at_most
+from megatrain.model import PortedModel, carried_by, written_parameters
 from megatrain.plan.host_resources import available_disk_nbytes
-from megatrain.spec import ModelSpec
 from megatrain.system.paths import nearest_folder
 
 STATE_NBYTES = 12
 """Bytes per trained parameter in a checkpoint."""
 
 
-def refuse_full_disk(config: Config, spec: ModelSpec, taken: Checkpoint | None) -> None:
+def refuse_full_disk(config: Config, ported: PortedModel, taken: Checkpoint | None) -> None:
     """Raise `ConfigError` if there is no room for a checkpoint (if any are to be written) and the model."""
-    needs = [(config.folder, _model_nbytes(config, spec), "the model", "output.folder")]
+    needs = [(config.folder, model_nbytes(config, ported), "the model", "output.folder")]
     if config.checkpoint.every:
-        state = STATE_NBYTES * spec.trained_numel
+        state = STATE_NBYTES * ported.structure.trained_numel
         needs.insert(0, (config.checkpoints, state, "a checkpoint", "checkpoint.folder or output.folder"))
     together = defaultdict(list)
     for need in needs:
@@ -43,7 +44,7 @@ def refuse_full_disk(config: Config, spec: ModelSpec, taken: Checkpoint | None) 
             raise ConfigError(what, where=str(folder), fix=f"free some space, or choose another {key}")
 
 
-def checkpoint_space_warning(config: Config, spec: ModelSpec, steps: int) -> str:
+def checkpoint_space_warning(config: Config, ported: PortedModel, steps: int) -> str:
     """The warning if the disk lacks room for all checkpoints that a run of `steps` steps keeps at one time, else ""."""
     how, folder = config.checkpoint, nearest_folder(config.checkpoints)
     if not how.every:
@@ -52,17 +53,22 @@ def checkpoint_space_warning(config: Config, spec: ModelSpec, steps: int) -> str
     held = min(kept + 1, -(-steps // how.every))  # an old one stays until the new one is complete
     room = available_disk_nbytes(folder) + sum(_nbytes_in(path) for path in checkpoints(config.checkpoints))
     if folder.stat().st_dev == nearest_folder(config.folder).stat().st_dev:
-        room -= _model_nbytes(config, spec)
-    fits = max(0, room // (STATE_NBYTES * spec.trained_numel))
+        room -= model_nbytes(config, ported)
+    fits = max(0, room // (STATE_NBYTES * ported.structure.trained_numel))
     if fits >= held:
         return ""
     fix = "free some space" if kept == 1 else "free some space, or keep fewer (checkpoint.keep_last)"
     return f"{config.checkpoints} has room for {fits} of the {held} checkpoints held at one time; {fix}"
 
 
-def _model_nbytes(config: Config, spec: ModelSpec) -> int:
-    written = spec.numel if config.adapter is None else spec.trained_numel
-    return written * (4 if config.output.precision == "fp32" else 2)
+def model_nbytes(config: Config, ported: PortedModel) -> int:
+    """Bytes of the tensors that the run exports: the whole model, or an adapter with what `peft` saves beside it."""
+    written = written_parameters(ported)
+    numel = sum(param.numel for unit in ported.structure.units for param in unit.params if param.name in written)
+    nbytes = numel * (4 if config.output.precision == "fp32" else 2)
+    if ported.adapter is None:
+        nbytes += sum(tensor.nbytes for tensor in carried_by(ported.skeleton).tensors)
+    return nbytes
 
 
 def _nbytes_in(folder: Path) -> int:

@@ -77,7 +77,6 @@ from megatrain.run.replan import Replanner, foreseen
 from megatrain.run.report import write_report
 from megatrain.run.sampling import sample_of, stop_at_ends
 from megatrain.run.this_machine import this_machine
-from megatrain.spec import ModelSpec
 from megatrain.system.environment import seconds_to_stop
 from megatrain.system.locks import Claim
 from megatrain.train.batch_feed import Feed
@@ -138,7 +137,7 @@ def run_training(config: Config, console: Console) -> Path:
         with console.status("planning"):
             ported = ported_of(source, {"precision": config.train.precision}, of_checkpoint=taken is not None)
             optimizer_of({"optimizer": _optimizer(config.train)}, ported.structure)  # check its patterns now
-            plan = _plan(config, ported.spec, device, ranks, taken)
+            plan = _plan(config, ported, device, ranks, taken)
         config = _resolved(config, plan, ranks)
         corpus = _corpus(config, plan, tokenizer, vocabulary, source.model, ranks, console, taken)
         stack.callback(_close, corpus, say)
@@ -391,12 +390,12 @@ def _check_limits(config: Config, tokenizer: Tokenizer, model: Any) -> int:
     return vocabulary
 
 
-def _plan(config: Config, spec: ModelSpec, device: Device, ranks: Ranks, taken: Checkpoint | None) -> Plan:
+def _plan(config: Config, ported: PortedModel, device: Device, ranks: Ranks, taken: Checkpoint | None) -> Plan:
     """Plan the run for this machine. Raises `DoesNotFit` before anything is allocated, `ConfigError` for full disks."""
     if ranks.leads:
-        refuse_full_disk(config, spec, taken)
+        refuse_full_disk(config, ported, taken)
     hardware = this_machine(device, config.train.precision, config.train.hardware)
-    question = question_of(config, spec, hardware, {"host_threads": ranks.threads})
+    question = question_of(config, ported.spec, hardware, {"host_threads": ranks.threads})
     plan = find_plan(question) if ranks.alone else ranks.planned(question, device)
     refuse_wear(plan, config.disk)
     return plan
@@ -501,7 +500,7 @@ def _show(
         console.print(Text("the first sample; trained text is green", "bold"))
         styled = ((printable(text), "green" if trained else "dim") for text, trained in shortened(corpus.example))
         console.print(Text.assemble(*styled), soft_wrap=True)
-    for warning in slow_precision_warning(plan.question), checkpoint_space_warning(config, ported.spec, steps):
+    for warning in slow_precision_warning(plan.question), checkpoint_space_warning(config, ported, steps):
         if warning:
             warn(console, warning)
     return facts

@@ -7,17 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from megatrain.config import save_config
 from megatrain.errors import ConfigError, DataError, DeviceError, ModelError
+from megatrain.model import port_model
 from megatrain.run import disk_space, early_checks
 from megatrain.run.early_checks import refuse_mistakes
 from megatrain.run.existing_run import refuse_early
 from megatrain.train.engine import Engine
 from tests import before_torch_import
+from tests.adapted import adapted
 from tests.fake_hub import Hub
 from tests.run.test_training import configuration, train
-from tests.small import small_spec
+from tests.tiny import tiny_model
 
 
 def test_early_checks_import_no_slow_library(tmp_path: Path) -> None:
@@ -173,10 +177,24 @@ def test_a_disk_that_is_too_small_is_refused_before_the_weights_load(
 def test_a_disk_without_room_for_all_checkpoints_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], room: int, told: str
 ) -> None:
-    spec = small_spec()
-    nbytes = room * disk_space.STATE_NBYTES * spec.trained_numel + 4 * spec.numel
+    ported = port_model(tiny_model("llama"), torch.float32)
+    nbytes = room * disk_space.STATE_NBYTES * ported.structure.trained_numel + 4 * ported.structure.numel
     monkeypatch.setattr(disk_space, "available_disk_nbytes", lambda _: nbytes)
-    said = disk_space.checkpoint_space_warning(configuration(tmp_path, checkpoint=how), spec, 10)
+    said = disk_space.checkpoint_space_warning(configuration(tmp_path, checkpoint=how), ported, 10)
     assert said.startswith(f"{tmp_path}" if told else "")
     assert told in said
     assert bool(said) == bool(told)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"modules_to_save": ["lm_head"]}, {"target_modules": ["embed_tokens", "q_proj"]}]
+)
+def test_the_room_for_an_adapter_is_what_peft_writes(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """`peft` writes embeddings, frozen ones too, beside an adapter over one of them."""
+    model = adapted("llama", **changes)
+    model.save_pretrained(tmp_path / "adapter")
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    config = configuration(tmp_path, output={"folder": str(tmp_path / "run"), "precision": "fp32"})
+    with Engine.from_model(model, "cpu", precision="fp32", verify=False) as engine:
+        room = disk_space.model_nbytes(config, engine._ported)
+    assert room == sum(tensor.nbytes for tensor in tensors.values())
