@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.few import mark_all_but_few_slow
+
 try:
     from hypothesis import HealthCheck, Phase, settings
 except ModuleNotFoundError:  # `make gpu` asks for torch, transformers, numba and pytest alone
@@ -61,7 +63,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if benchmarks and "not slow" in config.option.markexpr else None
 
 
+@pytest.hookimpl(tryfirst=True)  # before the cases that `-m` asks for are picked
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_all_but_few_slow(items)
     for_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not for_gpu:
         return

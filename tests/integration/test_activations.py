@@ -99,6 +99,7 @@ def _compare(family: str, mixture: Mixture) -> None:
             assert equal(results(made), expected), device
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "family",
     [

@@ -39,6 +39,7 @@ def policy_for(device: str, **changes: object) -> Policy:
     return Policy(**{**small, **changes})  # type: ignore[arg-type]
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize(("family", "method", "device", "activations"), CASES)
 def test_loss_and_every_gradient_equal_pefts(family: str, method: str, device: str, activations: str) -> None:
     model = adapted(family, method)
@@ -99,6 +100,7 @@ def test_the_base_is_unchanged_and_the_adapter_matches_plain_pytorch() -> None:
             assert torch.equal(after[name], before[name])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", ["lora", "dora", "loha"])
 def test_dropout_is_replayed_in_recomputation(method: str) -> None:
     drops = {"module_dropout": 0.5} if method == "loha" else {"lora_dropout": 0.3}

@@ -186,6 +186,7 @@ def _times(old: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return old(x) * 1.3
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("name", HONOURED)
 def test_supported_modifications_match_plain_pytorch(name: str, activations: Any) -> None:

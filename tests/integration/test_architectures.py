@@ -244,6 +244,7 @@ def test_loss_and_every_gradient_equal_the_stock_model(place: int, kind: str) ->
     assert_equal(twin(config_of(kind)), [settings[place % len(settings)]])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_next", "deepseek_v3", "gpt2"])
 def test_the_simulated_device_computes_the_same_bits(kind: str) -> None:
     """With one slot, small pieces and a mixture of plans, against graphs kept on the cpu."""

@@ -68,6 +68,7 @@ def one_epoch(rows: PackedRows | SampleRows, size: int) -> list[Batch]:
     return next(Loader(rows, micro_batch=size, micro_batches=-(-len(rows) // size), seed=0))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("kind", "kernel"),
     [

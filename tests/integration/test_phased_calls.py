@@ -243,6 +243,7 @@ def test_gradients_released_early_are_detected(monkeypatch: pytest.MonkeyPatch) 
         made.gradients(unequal_batches(1))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("at", ["FETCH u2 s3", "FETCH u4 s1", "GRAD u1 s2", "BACKWARD u2 m0 s4", "FORWARD u1 m1 s1"])
 def test_a_failure_inside_a_call_is_raised_and_leaves_nothing_behind(at: str) -> None:
     a_step_fails_and_is_done_again(PHASED, at)

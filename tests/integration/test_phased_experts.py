@@ -51,6 +51,7 @@ def results(made: Engine) -> dict[str, Tensor]:
     return found | made.master_weights()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "experts", "keeps"),
     [
@@ -69,6 +70,7 @@ def test_waiting_for_shards_changes_no_bit(kind: str, experts: str, keeps: str) 
     assert all(torch.equal(found[name], each) for name, each in expected.items())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "keeps",
     [

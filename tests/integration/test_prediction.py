@@ -87,6 +87,7 @@ def plan_of(engine: Engine, case: Case, policy: Policy, hardware: Hardware) -> P
     return examine(question, Choice(engine.numerics, policy), case.micro_batch)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("chunked", all_of([*((case, 0) for case in CASES), *LONG_CASES], QUICK), ids=str)
 def test_on_the_cpu_the_predicted_peak_is_not_exceeded_and_within_five_percent(chunked: tuple[Case, int]) -> None:
     """Of all that the ledger knows of and all that torch allocates beside it, autograd's graphs included."""
@@ -140,6 +141,7 @@ def test_bfloat16_matmul_workspace_is_within_the_counted_size(tokens: int, width
         torch.set_num_threads(before)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", all_of(CASES, (2, 8)), ids=str)
 def test_simulated_time_and_memory_match_the_prediction(case: Case) -> None:
     case = replace(case, vocabulary=512)  # the simulator looks at all of a table, time and again

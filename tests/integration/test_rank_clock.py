@@ -63,6 +63,7 @@ def price_of(plan: Plan) -> Any:
     return op_seconds(plan.question.model, plan.numerics, plan.policy, plan.work, plan.question.hardware)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_ranks_replayed_together_take_the_planned_time(machine: str, ranks: int) -> None:

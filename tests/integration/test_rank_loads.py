@@ -92,6 +92,7 @@ def load(opened: Checkpoint, store: Store) -> None:
     read_moments(opened, store)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "precision"),
     [("llama", "fp32"), ("mixtral", "fp32"), pytest.param("llama", "bf16", marks=pytest.mark.slow)],

@@ -154,6 +154,7 @@ def by_two(**how: Any) -> Trained:
 plain_by_two = cache(by_two)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(
     ("name", "device"),
     [
@@ -183,6 +184,7 @@ UNCLIPPED: dict[str, Policy] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp32"])
 @pytest.mark.parametrize("name", UNCLIPPED)
 def test_immediate_and_device_updates_change_no_bit(name: str, precision: Precision, tmp_path: Path) -> None:
@@ -214,6 +216,7 @@ def test_uneven_micro_batches_match_one_rank_to_rounding(family: str, size: int)
     assert many.norms == pytest.approx(one.norms, rel=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "precision"),
     [
@@ -651,6 +654,7 @@ def test_unreliable_shared_writes_fall_back_to_rank_zero(tmp_path: Path, monkeyp
     assert streamed == ["what the ranks had written together was not there afterwards"] * 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "fields",
     [
