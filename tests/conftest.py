@@ -46,7 +46,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 if settings is not None:
     settings.register_profile(
         "ci",
-        max_examples=20,
+        max_examples=10,
         derandomize=True,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],

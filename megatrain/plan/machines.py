@@ -143,7 +143,7 @@ _TABLES: dict[str, tuple[str, Any, dict[str, _Number | _Word]]] = {  # key -> fi
             "precision": _PRECISION,
             "forward_bytes_per_second": _BANDWIDTH,
             "backward_bytes_per_second": _BANDWIDTH,
-            "bytes": _Number(1, 1e15, whole=True, default=1),
+            "bytes": _Number(1, 1e18, whole=True, default=1),
         },
     ),
     "optimizer_by_threads": (

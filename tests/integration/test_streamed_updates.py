@@ -83,7 +83,7 @@ def known(engine: Engine) -> Iterator[Schedule]:
 # Bits -----------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=settings.default.max_examples // (5 if settings.default.max_examples > 100 else 10))
+@settings(max_examples=settings.default.max_examples // 5 if settings.default.max_examples > 100 else 2)
 @given(
     share=st.sampled_from([0.4, 1.0]),
     slots=st.integers(1, 4),

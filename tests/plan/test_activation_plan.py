@@ -79,6 +79,7 @@ def test_activation_rows_match_layer_counts(layers: int, entries: int, kinds: tu
         assert kind not in BY_LAYER or {0, entries}.issuperset(found), "all micro-batches or none"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("layers", [2, 5, 16, 36])
 @pytest.mark.parametrize("sequences", [4, 16])
 def test_mixtures_are_priced_with_whole_layers(layers: int, sequences: int) -> None:

@@ -606,6 +606,7 @@ def test_a_sweep_of_shared_memory_has_one_column() -> None:
     assert sweep(plan).device_nbytes == (0,)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shares", [False, True])
 def test_the_table_of_owners_adds_up_to_the_peak(shares: bool) -> None:
     hardware = replace(machine("h100"), shares_memory=shares)

@@ -154,6 +154,7 @@ MANY_ROUNDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", MANY_ROUNDS)
 def test_rounds_that_are_alike_are_not_all_replayed(name: str) -> None:
     """Bytes and writes of the step are those of the whole replay, and the ops replayed do not grow with its rounds."""
@@ -194,6 +195,7 @@ def test_a_step_of_many_rounds_is_planned_with_few_ops(monkeypatch: pytest.Monke
     assert sum(len(each.ops) for each in built) < 350_000
 
 
+@pytest.mark.slow
 def test_a_120b_model_is_planned_in_six_million_calls() -> None:
     """Python and C calls do not depend on the processor's speed. Six million take about two seconds."""
     model = llama_shape("120B", 120, 8704)

@@ -26,6 +26,7 @@ def test_stored_measurements_have_the_models_parameters(name: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

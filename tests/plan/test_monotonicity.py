@@ -119,6 +119,7 @@ def slower_steps(question: Question, tier: str, top: int, step: float = 0.85, si
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "question",
     [

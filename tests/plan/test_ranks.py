@@ -267,6 +267,7 @@ def test_shared_weights_stay_in_memory_with_state_on_disk() -> None:
         find_plan(question_of_one(less, 4, 4))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "ranks", "nodes", "tiers"),
     [

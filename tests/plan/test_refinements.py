@@ -33,6 +33,7 @@ def planned(step: float, **overrides: object) -> Plan | None:
         return None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("step", "gains"), [*(pytest.param(each, True, marks=pytest.mark.slow) for each in (0, 1)), (2, True), (5, False)]
 )

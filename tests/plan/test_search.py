@@ -74,6 +74,7 @@ def test_the_choice_is_within_3_percent_of_an_exhaustive_search(name: str) -> No
     assert chosen.seconds <= 1.03 * min(plan.seconds for plan in everything(asked))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", some("slow bus", "slow launches"))
 def test_no_random_policy_beats_the_plan(name: str) -> None:
     asked = question(MACHINES[name], model=llama(layers=12))
@@ -253,6 +254,7 @@ def refused(tier: str, machine: str, changes: dict[str, Any]) -> tuple[Question,
     return asked, least
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("tier", "machine", "changes"),
     [
@@ -427,6 +429,7 @@ def test_memory_from_fewer_slots_holds_a_resident_layer() -> None:
     assert find_plan(asked).seconds < 1.005 * by_hand.seconds
 
 
+@pytest.mark.slow
 def test_a_search_leaves_the_garbage_of_its_caller_to_the_next_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made old, it would stay for ever where one search follows another, with all the memory that hangs on it."""
     monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)  # these tests' own libraries are frozen

@@ -32,6 +32,7 @@ QUESTIONS = {
 QUESTIONS["one slot"] = replace(QUESTIONS["one slot"], overrides={"weight_slots": 1})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name in ("few tokens", "compute") else ()) for name in QUESTIONS],

@@ -39,6 +39,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch, like: Plan | None) -> tuple[Plan, 
     return found, seen
 
 
+@pytest.mark.slow
 def test_a_plan_like_another_takes_fewer_replays_and_is_hardly_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(each.uses_disk for each in planned().policy.placements)
     (quick, few), (thorough, many) = (replayed(monkeypatch, like) for like in (planned(), None))
