@@ -1,0 +1,284 @@
+"""Chats with images: micro-batches are what the stock processor makes, and train as the stock model does."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from megatrain import Engine
+from megatrain.data import EncodeOptions, Encoder, Loader, SampleFile, SampleRows, Schema, Source, prepare_samples
+from megatrain.data.processor import Processor, load_processor, refuse_without_tower
+from megatrain.errors import DataError, ModelError, SampleError
+from megatrain.model.forward_arguments import arguments_of
+from megatrain.spec import Numerics
+from megatrain.train.parity import truth
+from tests.stock.image_processors import (
+    IDS,
+    chat,
+    image_chats,
+    image_model_of,
+    image_processor,
+    picture,
+    tokenizer,
+    write_chats,
+    write_pictures,
+)
+from tests.stock.test_images import errors
+from tests.tiny import tiny_model
+
+pytestmark = pytest.mark.filterwarnings("default")  # the library's own warnings
+KINDS = ["llava", "qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.slow)]
+
+
+def encoder_of(kind: str, **options: Any) -> Encoder:
+    processor, words = Processor(image_processor(kind), kind), tokenizer()
+    words.chat_template = processor.chat_template
+    return Encoder(words, EncodeOptions(**{"max_tokens": 400, **options}), processor=processor)
+
+
+def encoded(path: Path, encoder: Encoder, images: str = "images", **more: Any) -> SampleFile:
+    source = Source(str(path), Schema(images=images))
+    return prepare_samples(source, encoder, cache=path.parent / "cache", **more)
+
+
+def rows_of(file: SampleFile, encoder: Encoder, micro_batch: int = 2) -> SampleRows:
+    return SampleRows(file, np.arange(len(file)), micro_batch, processor=encoder.processor)
+
+
+def steps(rows: SampleRows, count: int = 2, skip: int = 0, workers: int = 0) -> list[list[dict[str, Tensor]]]:
+    loader = Loader(rows, micro_batch=2, micro_batches=2, seed=3, workers=workers)
+    found = [next(loader) for _ in range(count)]
+    state = loader.state_dict()
+    loader.close()
+    if not skip:
+        return found
+    again = Loader(rows, micro_batch=2, micro_batches=2, seed=3)
+    again.load_state_dict(state)
+    return [next(again) for _ in range(skip)]
+
+
+def by_stock(kind: str, folder: Path, rows: Sequence[dict[str, Any]]) -> Any:
+    """What the stock processor makes of these rows as one batch."""
+    conversations = []
+    for row in rows:
+        images = iter(row["images"])
+        conversations.append([])
+        for message in row["messages"]:
+            content = message["content"]
+            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            filled = [
+                {"type": "image", "image": Image.open(folder / next(images))} if part["type"] == "image" else part
+                for part in parts
+            ]
+            conversations[-1].append({**message, "content": filled})
+    return image_processor(kind).apply_chat_template(
+        conversations,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs={"padding": True, "padding_side": "right", "add_special_tokens": False},
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_micro_batch_is_what_the_stock_processor_makes_and_answers_are_its_targets(kind: str, tmp_path: Path) -> None:
+    written, encoder = image_chats(tmp_path), encoder_of(kind)
+    rows = rows_of(encoded(write_chats(tmp_path, written), encoder), encoder)
+    words = encoder.tokenizer
+    for step in steps(rows, 3):
+        for batch in step:
+            answers = [words.decode(row[row >= 0]) for row in batch["labels"]]
+            numbers = [int(answer.split()[2].split(".")[0]) // 7 for answer in answers]
+            expected = by_stock(kind, tmp_path, [written[number] for number in numbers])
+            assert batch.keys() - {"labels"} == expected.keys()
+            for number, row in enumerate(numbers):
+                assert answers[number] == f"It is {row * 7}.<stop>{'Yes.' * (1 + row % 2)}<stop>"
+            length = expected["input_ids"].shape[1]
+            real = expected["attention_mask"].bool()
+            for name in expected:
+                if name in ("pixel_values", "image_grid_thw"):
+                    assert torch.equal(batch[name], expected[name]), name
+                else:
+                    assert torch.equal(batch[name][:, :length][real], expected[name][real]), name
+            assert not (batch["labels"] == IDS["<image>"]).any()
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:3"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_every_gradient_equal_the_stock_models(kind: str, device: str, tmp_path: Path) -> None:
+    encoder = encoder_of(kind)
+    rows = rows_of(encoded(write_chats(tmp_path, image_chats(tmp_path)), encoder), encoder)
+    model, (batches,) = image_model_of(kind), steps(rows, 1)
+    loss, expected = truth(model, batches)
+    assert sum("vis" in name and bool(value.any()) for name, value in expected.items()) > 5
+    with Engine.from_model(model, device, numerics=Numerics("fp32"), verify=False) as engine:
+        off = errors(engine.gradients(batches), expected)
+        assert max(off.values()) < 1e-5
+        found = engine.step(batches)
+    norm = math.sqrt(sum(float(value.double().square().sum()) for value in expected.values()))
+    assert (found.loss, found.grad_norm) == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-5))
+
+
+def test_a_resumed_loader_gives_the_same_bits_with_any_number_of_threads(tmp_path: Path) -> None:
+    encoder = encoder_of("qwen2_5_vl")
+    rows = rows_of(encoded(write_chats(tmp_path, image_chats(tmp_path)), encoder), encoder)
+    whole, resumed = steps(rows, 4, workers=2), steps(rows, 2, skip=2)
+    for before, after in zip(whole[2:], resumed, strict=True):
+        for one, other in zip(before, after, strict=True):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def png(seed: int) -> bytes:
+    file = io.BytesIO()
+    picture(seed).save(file, "png")
+    return file.getvalue()
+
+
+def forms(folder: Path) -> dict[str, tuple[Path, str]]:
+    """The same chat in every form that data have: (source, column)."""
+    (name,) = write_pictures(folder, 1)
+    data, text = (folder / name).read_bytes(), "What is it?"
+    address = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    told = {"type": "text", "text": text}
+
+    def with_part(**part: Any) -> dict[str, Any]:
+        return chat([part, told], "Noise.")
+
+    rows: dict[str, dict[str, Any]] = {
+        "part": with_part(type="image") | {"pictures": [name]},
+        "no place": chat(text, "Noise.") | {"pictures": [name]},
+        "llava": {
+            "pictures": name,
+            "conversations": [{"from": "human", "value": f"<image>{text}"}, {"from": "gpt", "value": "Noise."}],
+        },
+        "own path": with_part(type="image", image=name),
+        "own url": with_part(type="image_url", image_url={"url": f"file://{folder / name}"}),
+        "base64": with_part(type="image_url", image_url={"url": address}),
+        "completion": {
+            "prompt": [{"role": "user", "content": [{"type": "image"}, told]}],
+            "completion": "Noise.",
+            "pictures": [name],
+        },
+    }
+    found = {}
+    for number, (form, row) in enumerate(rows.items()):
+        found[form] = write_chats(folder, [row], f"{number}.jsonl"), "pictures"
+    turns = [{"role": "user", "content": f"<image>{text}"}, {"role": "assistant", "content": "Noise."}]
+    table = datasets.Dataset.from_dict(
+        {"messages": [turns], "pictures": [[{"bytes": data, "path": None}]]},
+        features=datasets.Features(
+            {
+                "messages": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
+                "pictures": datasets.List(datasets.Image()),
+            }
+        ),
+    )
+    table.save_to_disk(folder / "saved")
+    table.to_parquet(folder / "table.parquet")
+    return found | {"saved": (folder / "saved", "pictures"), "parquet": (folder / "table.parquet", "pictures")}
+
+
+def test_all_forms_of_data_give_one_micro_batch(tmp_path: Path) -> None:
+    encoder = encoder_of("llava")
+    batches = {}
+    for form, (path, column) in forms(tmp_path).items():
+        rows = rows_of(encoded(path, encoder, column), encoder, 1)
+        (batches[form],) = next(Loader(rows, micro_batch=1, micro_batches=1, seed=0))
+    first = batches.pop("part")
+    assert first["pixel_values"].shape == (1, 3, 8, 8)
+    for form, batch in batches.items():
+        assert batch.keys() == first.keys(), form
+        assert all(torch.equal(batch[name], first[name]) for name in first), form
+
+
+def broken(folder: Path, kind: str) -> dict[str, Any]:
+    """A row that cannot be trained."""
+    (name,) = write_pictures(folder, 1)
+    question = [{"type": "image"}, {"type": "text", "text": "What?"}]
+    (folder / "text.png").write_text("no image")
+    changes: dict[str, dict[str, Any]] = {
+        "missing": {"images": ["none.png"]},
+        "no image": {"images": ["text.png"]},
+        "two for one": {"images": [name, name]},
+        "one for two": {**chat([{"type": "image"}, *question], "x"), "images": [name]},
+        "address": {"images": ["https://example.org/x.png"]},
+        "a number": {"images": [3]},
+        "its token": {**chat([*question, {"type": "text", "text": "<image>"}], "x"), "images": []},
+        "text": {"text": "Words.", "messages": None},
+    }
+    return {**chat(question, "Noise."), **changes[kind]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("missing", r"chats\.jsonl:2: image .*/none\.png cannot be read \(No such file or directory\); correct"),
+        ("no image", r"chats\.jsonl:2: image .*/text\.png cannot be read \(it is not a known kind of image\)"),
+        ("two for one", r"chats\.jsonl:2: 2 images in 'images', and 1 places for them in the text"),
+        ("one for two", r"chats\.jsonl:2: more places for images in the text than images in the row"),
+        ("address", r"chats\.jsonl:2: image https://example\.org/x\.png is an address; download it"),
+        ("a number", r"chats\.jsonl:2: an image is int, not a path or bytes"),
+        ("its token", r"chats\.jsonl:2: more places for images"),
+        ("text", r"chats\.jsonl:2: a sample in text format, but the file begins with chat samples"),
+    ],
+)
+def test_a_row_that_cannot_be_trained_is_named_before_training(kind: str, message: str, tmp_path: Path) -> None:
+    path = write_chats(tmp_path, [chat("Hello?", "Yes."), broken(tmp_path, kind)])
+    with pytest.raises(SampleError, match=message):
+        encoded(path, encoder_of("llava"))
+    file = encoded(path, encoder_of("llava"), bad="leave_out")
+    assert len(file) == 1
+
+
+def test_an_image_that_changes_after_encoding_is_named(tmp_path: Path) -> None:
+    encoder, rows = encoder_of("qwen2_5_vl"), image_chats(tmp_path)[1:2]
+    path = write_chats(tmp_path, rows)
+    image = tmp_path / rows[0]["images"][0]
+    file = encoded(path, encoder)
+    whole = image.read_bytes()
+    image.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(SampleError, match=r"chats\.jsonl:1: image .*png cannot be read \("):
+        rows_of(file, encoder).row(0).processor.micro_batch([file.image_text(0)], [file.sample(0)[0]], 400)  # type: ignore
+    with pytest.raises(DataError, match=r"chats\.jsonl:1: image .*png has changed since the samples were encoded"):
+        encoded(path, encoder)
+    picture(1, 200, 8).save(image)
+    with pytest.raises(DataError, match=r"chats\.jsonl:1: the processor gives other tokens than when the sample was"):
+        next(Loader(rows_of(file, encoder, 1), micro_batch=1, micro_batches=1, seed=0))
+    image.unlink()
+    with pytest.raises(DataError, match=r"chats\.jsonl:1: image .*png cannot be read \(No such file"):
+        encoded(path, encoder)
+
+
+def test_samples_are_cut_behind_their_images_only(tmp_path: Path) -> None:
+    path = write_chats(tmp_path, [chat("Hello?", "Yes."), *image_chats(tmp_path)[1:2]])
+    whole, tokens = encoded(path, encoder_of("llava")), encoder_of("llava")
+    length, first = int(whole.lengths[1]), len("<turn>user\n") - 5 + 4
+    cut = encoded(path, encoder_of("llava", max_tokens=length - 12))
+    assert cut.lengths.tolist() == [int(whole.lengths[0]), length - 12]
+    batch = next(Loader(rows_of(cut, tokens, 2), micro_batch=2, micro_batches=1, seed=0))[0]
+    assert batch["pixel_values"].shape[0] == int((batch["input_ids"] == IDS["<image>"]).sum()) // 4 == 1
+    with pytest.raises(DataError, match=r"no sample is left to train on .left out: .* 1 with an image beyond 8 tokens"):
+        encoded(path, encoder_of("llava", max_tokens=first - 1 - 1))
+
+
+def test_models_and_folders_without_images_are_refused(tmp_path: Path) -> None:
+    processor, model = Processor(image_processor("llava"), "x"), tiny_model("llama")
+    with pytest.raises(ModelError, match="model LlamaForCausalLM: takes no images: its forward has no pixel_values"):
+        refuse_without_tower(processor, type(model).__name__, arguments_of(model, ()))
+    tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(DataError, match=r"data\.images needs a processor of images, and this is a Tokeni"):
+        load_processor(str(tmp_path))
+    image_processor("llava").save_pretrained(tmp_path / "whole")
+    assert load_processor(str(tmp_path / "whole")).entries() == ["pixel_values"]
