@@ -348,7 +348,8 @@ class TrainSection(Section):
     no_decay: Names = ("*norm*", "*.bias")
     """Glob patterns of parameters without weight decay."""
     freeze: Names = ()
-    """Glob patterns of parameters that are not trained; they need no gradient and no optimizer state."""
+    """Glob patterns of parameters that are not trained; they need no gradient and no optimizer state. Also parts of a
+    model with images: vision, projector, language."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Clip gradients to this global norm, exactly; null: no clipping."""
     precision: Literal["bf16", "fp32"] = "bf16"
