@@ -20,6 +20,7 @@ from megatrain import Engine
 from megatrain.data import EncodeOptions, Encoder, Loader, SampleFile, SampleRows, Schema, Source, prepare_samples
 from megatrain.data.processor import Processor, load_processor, refuse_without_tower
 from megatrain.errors import DataError, ModelError, SampleError
+from megatrain.hf import streamed
 from megatrain.model.forward_arguments import arguments_of
 from megatrain.spec import Numerics
 from megatrain.train.parity import truth
@@ -35,7 +36,7 @@ from tests.stock.image_processors import (
     write_pictures,
 )
 from tests.stock.test_images import errors
-from tests.tiny import tiny_model
+from tests.tiny import relative_error, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("default")  # the library's own warnings
 KINDS = ["llava", "qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.slow)]
@@ -282,3 +283,63 @@ def test_models_and_folders_without_images_are_refused(tmp_path: Path) -> None:
         load_processor(str(tmp_path))
     image_processor("llava").save_pretrained(tmp_path / "whole")
     assert load_processor(str(tmp_path / "whole")).entries() == ["pixel_values"]
+
+
+# TRL ------------------------------------------------------------------------------------------------------------------
+
+
+def sft(kind: str, streams: bool, folder: Path, **changes: Any) -> Any:
+    """A run of TRL's `SFTTrainer` over chats with a column of images, which its collator processes."""
+    from trl import SFTConfig, SFTTrainer
+
+    folder.mkdir()
+    rows = image_chats(folder)
+    for row in rows:
+        row["images"] = [str(folder / name) for name in row["images"]]
+        row["messages"][0]["content"] = row["messages"][0]["content"][-1]["text"]
+    turn = {"role": datasets.Value("string"), "content": datasets.Value("string")}
+    types = datasets.Features({"messages": [turn], "images": datasets.List(datasets.Image())})
+    data = datasets.Dataset.from_list(rows, features=types)
+    usual: dict[str, Any] = {
+        **{"output_dir": str(folder), "max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-3},
+        **{"gradient_accumulation_steps": 2, "logging_steps": 1, "report_to": "none", "disable_tqdm": True},
+        **{"use_cpu": True, "bf16": False, "max_length": None, "save_strategy": "no", "max_grad_norm": 0.5},
+        **{"gradient_checkpointing": False, "eval_strategy": "steps", "eval_steps": 2},
+    }
+    trainer: Any = (streamed(SFTTrainer) if streams else SFTTrainer)(
+        model=image_model_of(kind),
+        args=SFTConfig(**{**usual, **changes}),
+        train_dataset=data,
+        eval_dataset=data.select(range(3)),
+        processing_class=image_processor(kind),
+        **({"engine_options": {"verify": False}} if streams else {}),
+    )
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        pytest.param("llava", {}, marks=pytest.mark.slow),
+        ("qwen2_5_vl", {}),  # whose forward takes no number of items: a mean of micro-batches' means
+        pytest.param("qwen2_5_vl", {"loss_type": "dft"}, marks=pytest.mark.slow),
+        pytest.param("gemma3", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_streamed_sft_trainer_logs_and_leaves_what_the_stock_one_does(
+    kind: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("CI", "1")  # no telemetry from TRL
+    stock, ours = (sft(kind, streams, tmp_path / str(streams), **changes) for streams in (False, True))
+    seen = 0
+    for mine, theirs in zip(ours.state.log_history, stock.state.log_history, strict=True):
+        for name in theirs.keys() & {"loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "eval_loss"}:
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-5), name
+            seen += 1
+    assert seen >= 11
+    weights = dict(ours.model.named_parameters())
+    for name, value in stock.model.named_parameters():
+        if not name.endswith(("k_proj.bias", "qkv.bias")):  # whose gradients are rounding, and AdamW makes steps of any
+            assert relative_error(weights[name], value) < 1e-4, name
