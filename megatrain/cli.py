@@ -416,10 +416,6 @@ def _export(
     push: Annotated[
         str | None, typer.Option(help="Upload to the hub as organisation/model; without TARGET, SOURCE unchanged.")
     ] = None,
-    allow_unloaded: Annotated[
-        bool,
-        typer.Option("--allow-unloaded", help="Write the model without tensors of SOURCE that are not loaded."),
-    ] = False,
     trust_remote_code: Remote = False,
 ) -> None:
     """Write a model as a Hugging Face folder, and upload it if asked. The folder is complete or not there."""
@@ -454,7 +450,6 @@ def _export(
                 merge=merge,
                 base=base,
                 trust_remote_code=trust_remote_code,
-                allow_unloaded=allow_unloaded,
                 progress=progress,
                 notice=_tell,
             )

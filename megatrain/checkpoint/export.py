@@ -15,7 +15,7 @@ from torch import Tensor
 from megatrain.checkpoint.safetensors_writer import Shard, ShardWriter, plan_shards, write_index
 from megatrain.errors import ExportError
 from megatrain.formatting import at_least, at_most
-from megatrain.model import PortedModel, Written, written_of, written_parameters
+from megatrain.model import PortedModel, Written, WrittenTensor, written_of, written_parameters
 from megatrain.spec import Precision
 from megatrain.spec.validate_fields import checked
 from megatrain.system.atomic import appearing
@@ -28,7 +28,7 @@ from megatrain.system.paths import usable_path
 
 _CARD = """---
 library_name: transformers
-pipeline_tag: text-generation
+pipeline_tag: {pipeline}
 tags:
 - megatrain
 ---
@@ -50,12 +50,19 @@ model to add.
 """
 
 
+_PIPELINES = {"AutoModelForImageTextToText": "image-text-to-text", "AutoModelForMultimodalLM": "any-to-any"}
+"""Auto class -> the hub's name of what its models do; for all others `text-generation`."""
+
+_FIRST = {"base": '"path/to/its/base"', "PeftModel": 'base, "path/to/this/folder"'}
+"""Variable or class -> first arguments of its `from_pretrained`, if they are not this folder alone."""
+
+
 def model_card(title: str, summary: str, classes: Mapping[str, str], arguments: str, facts: Mapping[str, str]) -> str:
     """The text of README.md.
 
-    summary: one sentence about the model. classes: variable -> the transformers class that loads it. arguments:
-    further arguments of `from_pretrained` after the folder, with a leading comma. facts: rows of the table of
-    training facts; no table if empty.
+    summary: one sentence about the model. classes: variable -> the class that loads it; `base` is that of an adapter.
+    arguments: further arguments of `from_pretrained` after the folder, with a leading comma. facts: rows of the table
+    of training facts; no table if empty.
     """
     homes = {kind: "peft" if "Peft" in kind else "transformers" for kind in classes.values()}
     loading = [
@@ -63,12 +70,13 @@ def model_card(title: str, summary: str, classes: Mapping[str, str], arguments: 
         for home in dict.fromkeys(homes.values())
     ]
     loading.append("")
-    loading += [
-        f'{variable} = {kind}.from_pretrained("path/to/this/folder"{arguments})' for variable, kind in classes.items()
-    ]
+    for variable, kind in classes.items():
+        first = _FIRST.get(variable) or _FIRST.get(kind, '"path/to/this/folder"')
+        loading.append(f"{variable} = {kind}.from_pretrained({first}{arguments})")
     rows = [f"| {_cell(name)} | {_cell(value)} |" for name, value in facts.items()]
     table = "\n".join(["", "## Training", "", "| | |", "|---|---|", *rows, ""]) if rows else ""
-    return _CARD.format(title=title, summary=summary, loading="\n".join(loading), facts=table)
+    pipeline = next((_PIPELINES[kind] for kind in classes.values() if kind in _PIPELINES), "text-generation")
+    return _CARD.format(pipeline=pipeline, title=title, summary=summary, loading="\n".join(loading), facts=table)
 
 
 def _cell(text: str) -> str:
@@ -151,7 +159,7 @@ def export_units(
     _refuse_foreign(target)
     written = written_of(ported, _WRITTEN_DTYPES[precision])
     nbytes = shard_nbytes if ported.adapter is None else 1 << 62  # `peft` reads one file
-    shards = plan_shards((tensor for unit in written.units for tensor in unit), nbytes, written.stem)
+    shards = plan_shards([*_ours(written), *_copied(written)], nbytes, written.stem)
     try:
         with appearing(target) as staging:
             _refuse_too_little_space(target, shards)
@@ -176,7 +184,7 @@ def _write_weights(
     shards: list[Shard],
     progress: Callable[[int, int], None],
 ) -> None:
-    every = [tensor for unit in written.units for tensor in unit]
+    every = [*_ours(written), *_copied(written)]
     total, done = sum(tensor.nbytes for tensor in every), 0
     masters = iter(units)
     with ShardWriter(folder, shards) as writer:
@@ -186,7 +194,20 @@ def _write_weights(
                 writer.write(each, tensors.pop(each.name))  # popped to free its memory before the next unit
                 done += each.nbytes
                 progress(done, total)
+        for each in _copied(written):
+            writer.copy(each, written.carried.blocks(each))
+            done += each.nbytes
+            progress(done, total)
     write_index(folder, shards, every, written.numel)
+
+
+def _ours(written: Written) -> list[WrittenTensor]:
+    return [tensor for unit in written.units for tensor in unit]
+
+
+def _copied(written: Written) -> list[WrittenTensor]:
+    """The tensors of the model's source that are copied after the model's own."""
+    return written.carried.without({tensor.name for tensor in _ours(written)})
 
 
 def add_files(write_more: Callable[[Path], object], folder: Path) -> None:
@@ -204,7 +225,12 @@ def add_files(write_more: Callable[[Path], object], folder: Path) -> None:
 
 
 def _card(written: Written, title: str, folder: Path, precision: Precision, facts: Mapping[str, str]) -> str:
-    classes = {"model": "AutoModelForCausalLM" if written.stem == "model" else "AutoPeftModelForCausalLM"}
+    classes = {"model": written.auto_class}
+    if written.stem != "model":
+        of_text = written.auto_class == "AutoModelForCausalLM"
+        classes = (
+            {"model": "AutoPeftModelForCausalLM"} if of_text else {"base": written.auto_class, "model": "PeftModel"}
+        )
     if (folder / "tokenizer_config.json").exists():
         classes["tokenizer"] = "AutoTokenizer"
     dtype = {"bf16": "bfloat16", "fp32": "float32"}[precision]

@@ -21,26 +21,13 @@ from torch import Tensor
 
 from megatrain.errors import ExportError
 from megatrain.model import WrittenTensor
+from megatrain.model.carried import STORED_DTYPES
 
 INDEX = "model.safetensors.index.json"
 BLOCK_NBYTES = 8 << 20
 """Bytes of a tensor converted and written at a time."""
 
-DTYPES: dict[torch.dtype, str] = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int32: "I32",
-    torch.float32: "F32",
-    torch.complex64: "C64",
-    torch.float64: "F64",
-    torch.int64: "I64",
-}
-"""The format's names of dtypes, in its own order, by rising element size."""
-_RANK = {dtype: rank for rank, dtype in enumerate(DTYPES)}
+_RANK = {dtype: rank for rank, dtype in enumerate(STORED_DTYPES)}
 
 
 @dataclass(frozen=True)
@@ -62,17 +49,22 @@ def plan_shards(tensors: Iterable[WrittenTensor], shard_nbytes: int, stem: str =
 
 
 def plan_front_to_back(
-    tensors: Sequence[WrittenTensor], shard_nbytes: int, stem: str, apart: Collection[str] = ()
+    tensors: Sequence[WrittenTensor],
+    shard_nbytes: int,
+    stem: str,
+    apart: Collection[str] = (),
+    copied: Sequence[WrittenTensor] = (),
 ) -> list[Shard]:
     """As `plan_shards`, for files named after `stem` that are written sequentially.
 
     Within a file, tensors keep their given order. Those in `apart` get separate files, and so do those that are not
-    float32, which come after all others, so that each tensor is aligned. Without tensors there is no file.
+    float32, which come after all others, so that each tensor is aligned, and then `copied`, in files of their own.
+    Without tensors there is no file.
     """
     floats = [tensor for tensor in tensors if tensor.dtype == torch.float32]
     others = sorted((tensor for tensor in tensors if tensor.dtype != torch.float32), key=_place)
     groups = [tensor for tensor in floats if tensor.name not in apart], [t for t in floats if t.name in apart], others
-    dealt = [each for group in groups for each in _dealt(group, shard_nbytes)]
+    dealt = [each for group in (*groups, sorted(copied, key=_place)) for each in _dealt(group, shard_nbytes)]
     return _named([each for each in dealt if each], stem)
 
 
@@ -80,7 +72,7 @@ def _dealt(tensors: Iterable[WrittenTensor], shard_nbytes: int) -> list[list[Wri
     dealt: list[list[WrittenTensor]] = [[]]
     room = shard_nbytes
     for tensor in tensors:
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in STORED_DTYPES:
             raise ExportError(f"tensor {tensor.name} is {tensor.dtype}, which safetensors files cannot hold")
         if dealt[-1] and tensor.nbytes > room:
             dealt.append([])
@@ -109,7 +101,7 @@ def _shard(name: str, tensors: Sequence[WrittenTensor]) -> Shard:
     for tensor in tensors:
         offsets[tensor.name], end = end, end + tensor.nbytes
         fields[tensor.name] = {
-            "dtype": DTYPES[tensor.dtype],
+            "dtype": STORED_DTYPES[tensor.dtype],
             "shape": tensor.shape,
             "data_offsets": (offsets[tensor.name], end),
         }
@@ -152,11 +144,15 @@ class ShardWriter:
         """Write `tensor` as planned, rounding to nearest even if the dtypes differ."""
         if tuple(tensor.shape) != planned.shape:
             raise ExportError(f"tensor {planned.name} is {list(tensor.shape)}, not {list(planned.shape)} as planned")
+        self.copy(planned, _blocks(tensor, planned.dtype))
+
+    def copy(self, planned: WrittenTensor, blocks: Iterable[memoryview]) -> None:
+        """Write a tensor's bytes as they are."""
         while self._open is None or planned.name not in self._open.starts:
             self._advance()
         assert self._file is not None
         self._file.seek(self._open.starts[planned.name])
-        for block in _blocks(tensor, planned.dtype):
+        for block in blocks:
             self._file.write(block)
 
     def close(self) -> None:

@@ -74,7 +74,12 @@ class PlannedCheckpoint:
         self.frozen = frozenset() if ported.adapter else _frozen(self.spec, self.written)
         """Tensors that do not train. They are in separate files, which checkpoints share (`hard_links`)."""
         nbytes = shard_nbytes if ported.adapter is None else 1 << 62  # `peft` reads one file
-        self.weights = plan_front_to_back(self.tensors, nbytes, self.written.stem, self.frozen)
+        self.copied = self.written.carried.without({tensor.name for tensor in self.tensors})
+        """Tensors of the model's source that it does not read. They are in separate files, which are shared, too."""
+        planned = plan_front_to_back(self.tensors, nbytes, self.written.stem, self.frozen, self.copied)
+        names = {tensor.name for tensor in self.copied}
+        self.copied_files = [shard for shard in planned if not names.isdisjoint(shard.starts)]
+        self.weights = [shard for shard in planned if names.isdisjoint(shard.starts)]
         self.moments = plan_front_to_back(self.moment_tensors, shard_nbytes, f"{OPTIMIZER}/moments")
         self.small_files = _small_files(self.written)
 
@@ -102,7 +107,7 @@ class PlannedCheckpoint:
     @property
     def nbytes(self) -> int:
         """Bytes of the files of weights and moments; the other files are small."""
-        return sum(shard.nbytes for shard in (*self.weights, *self.moments))
+        return sum(shard.nbytes for shard in (*self.weights, *self.copied_files, *self.moments))
 
 
 def write_checkpoint(
@@ -146,7 +151,9 @@ def write_checkpoint(
         sums = together(staging)
         if sums is None:
             sums = _write_arrays(planned, iter(units), staging, progress or _unwatched, earlier, shared)
-        write_index(staging, planned.weights, planned.tensors, planned.written.numel)
+        sums = {**sums, **_copy_files(planned, staging, earlier, shared)}
+        of_weights = [*planned.weights, *planned.copied_files], [*planned.tensors, *planned.copied]
+        write_index(staging, *of_weights, planned.written.numel)
         files = {name: sums.get(name) or sum_of(path) for name, path in _files_in(staging).items()}
         for name in files.keys() - sums.keys():
             if earlier is not None and share_instead(earlier, name, files[name], staging / name):
@@ -190,19 +197,7 @@ def _write_arrays(
     frozen = planned.frozen_weights
     trained = [shard for shard in planned.weights if shard not in frozen]
     with DirectWriter(folder) as files:
-
-        def create(path: Path, nbytes: int) -> ShardFile:
-            name = path.relative_to(folder).as_posix()
-            expected = earlier.sum_of(name, nbytes) if earlier is not None else None
-            if earlier is None or expected is None:
-                return files.open(path, nbytes)
-
-            def unchanged(found: FileSum) -> None:
-                files.sums[name] = found
-                shared(found.nbytes)
-
-            return SharedFile(earlier, name, expected, path, lambda: files.open(path, nbytes), unchanged)
-
+        create = _shared_if_equal(files, folder, earlier, shared)
         with (
             ShardWriter(folder, trained, create) as weights,
             ShardWriter(folder, frozen, create) as constant,
@@ -213,6 +208,41 @@ def _write_arrays(
                 arrays.write_unit(unit, units)
             arrays.finish(units)
     return files.sums
+
+
+def _copy_files(
+    planned: PlannedCheckpoint, folder: Path, earlier: Earlier | None, shared: Callable[[int], object]
+) -> dict[str, FileSum]:
+    """Write the files of tensors that are carried over, and return their checksums."""
+    if not planned.copied_files:
+        return {}
+    tensors = {tensor.name: tensor for tensor in planned.copied}
+    with DirectWriter(folder) as files:
+        create = _shared_if_equal(files, folder, earlier, shared)
+        with ShardWriter(folder, planned.copied_files, create) as writer:
+            for name in (name for shard in planned.copied_files for name in shard.starts):
+                writer.copy(tensors[name], planned.written.carried.blocks(tensors[name]))
+    return files.sums
+
+
+def _shared_if_equal(
+    files: DirectWriter, folder: Path, earlier: Earlier | None, shared: Callable[[int], object]
+) -> Callable[[Path, int], ShardFile]:
+    """Creates files that become hard links to the previous checkpoint's if they turn out to be equal."""
+
+    def create(path: Path, nbytes: int) -> ShardFile:
+        name = path.relative_to(folder).as_posix()
+        expected = earlier.sum_of(name, nbytes) if earlier is not None else None
+        if earlier is None or expected is None:
+            return files.open(path, nbytes)
+
+        def unchanged(found: FileSum) -> None:
+            files.sums[name] = found
+            shared(found.nbytes)
+
+        return SharedFile(earlier, name, expected, path, lambda: files.open(path, nbytes), unchanged)
+
+    return create
 
 
 def _frozen(spec: ModelSpec, written: Written) -> frozenset[str]:
@@ -229,7 +259,8 @@ def _shareable_nbytes(planned: PlannedCheckpoint, earlier: Earlier | None) -> in
     """Bytes that will probably be linked rather than written."""
     if earlier is None:
         return 0
-    there = (shard for shard in planned.frozen_weights if earlier.sum_of(shard.name, shard.nbytes) is not None)
+    still = (*planned.frozen_weights, *planned.copied_files)
+    there = (shard for shard in still if earlier.sum_of(shard.name, shard.nbytes) is not None)
     return sum(shard.nbytes for shard in there)
 
 

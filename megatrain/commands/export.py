@@ -15,7 +15,6 @@ from megatrain.errors import DataError, ExportError
 from megatrain.model import (
     AdaptedSource,
     MergedSource,
-    PretrainedSource,
     Progress,
     Source,
     WeightsInMemory,
@@ -41,16 +40,15 @@ def run_export(
     merge: bool = False,
     base: str | None = None,
     trust_remote_code: bool = False,
-    allow_unloaded: bool = False,
     progress: Progress | None = None,
     notice: Callable[[str], object] = lambda line: None,
 ) -> Path:
     """Write the model and tokenizer of `source` (model folder, run folder or hub name) to `target`; returns its path.
 
     precision: of the weights. overwrite: replace a model in `target`. merge: `source` is an adapter; merge it into its
-    base in float32 and round once. base: of that adapter, in place of the one that it names. allow_unloaded: write a
-    model without the tensors of its files that are not loaded. progress: called with (done, total) bytes. notice:
-    called with lines for the user about the source, and about a model that is replaced.
+    base in float32 and round once. base: of that adapter, in place of the one that it names. progress: called with
+    (done, total) bytes. notice: called with lines for the user about the source, and about a model that is replaced.
+    Tensors that the model does not read are copied from the source.
 
     Raises `ModelError` if the model cannot be read, `ExportError` if the folder cannot be written or already holds a
     model, and if `merge` does not match whether `source` is an adapter.
@@ -65,11 +63,8 @@ def run_export(
         what = "is not an adapter, so there is nothing to merge" if merge else "is an adapter"
         fix = "leave --merge out" if merge else "add --merge to write its base with the adapter merged in"
         raise ExportError(what, where=f"model {source}", fix=fix)
-    files = pretrained if adapted is None else adapted.base
-    if isinstance(files, PretrainedSource) and not allow_unloaded:
-        files.require_all_loaded("add --allow-unloaded to write it without")
     if left_out := pretrained.left_out():
-        notice(f"left out: {printable(left_out)}")
+        notice(f"copied unchanged: {printable(left_out)}")
     written_from: Source = pretrained if adapted is None else MergedSource(adapted)
     ported = port_model(written_from.model, torch.float32)
     not_finite: list[str] = []

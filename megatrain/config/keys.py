@@ -150,8 +150,6 @@ class ModelSection(Section):
     """Attention kernel; auto: the one transformers chooses for the model, which the plan shows."""
     trust_remote_code: bool = False
     """Whether to run Python code that comes with the model."""
-    allow_unloaded: bool = False
-    """Whether to train and save the model although tensors published with it are not loaded (a vision tower, say)."""
     verify: bool = True
     """Whether to check a small model of this architecture against the stock code, once per architecture."""
 

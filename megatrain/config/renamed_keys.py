@@ -66,6 +66,7 @@ OTHER_TRAINERS = {
     "adam_beta1": "train.betas, the first of two",
     "adam_beta2": "train.betas, the second of two",
     "adam_epsilon": "train.eps",
+    "allow_unloaded": "nothing: tensors that the model does not read are carried over to its export",
     "assistant_only_loss": "data.train_on=assistant, with data.chat_template=trl for exactly the same targets",
     "attn_implementation": "model.attention",
     "base_model": "model.path",

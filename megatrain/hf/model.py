@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,13 +56,13 @@ def named_model(name: str, args: Any, *, adapted: bool = False) -> PreTrainedMod
     """The model in a folder or of that name on the hub, in evaluation mode; its parameters are `LazyParameter`s.
 
     It is as `from_pretrained` would load it with `args.model_init_kwargs`, of which those that are `None` are ignored,
-    but in float32 if no dtype is given. adapted: whether an adapter trains over it and is saved in its place. Raises
-    `ConfigError` for options that are not supported, and `ModelError` for a model that cannot be loaded.
+    but in float32 if no dtype is given. adapted: whether an adapter trains over it and is saved in its place; otherwise
+    tensors of its files that are not loaded are logged, and carried over when it is saved. Raises `ConfigError` for
+    options that are not supported, and `ModelError` for a model that cannot be loaded.
     """
     given = {key: value for key, value in (getattr(args, WHERE, None) or {}).items() if value is not None}
     wanted = given.pop("dtype", given.pop("torch_dtype", torch.float32))
     trusted = given.pop("trust_remote_code", getattr(args, "trust_remote_code", False))
-    allowed = given.pop("allow_unloaded", False)
     _refuse_device_map(given.pop("device_map", "auto"))
     if not given.pop("use_safetensors", True):
         raise ConfigError("use_safetensors=False is not supported", where=WHERE, fix="leave it out")
@@ -72,8 +73,8 @@ def named_model(name: str, args: Any, *, adapted: bool = False) -> PreTrainedMod
         revision=given.pop("revision", None),
         fields={key: value for key, value in given.items() if key not in LOADING_OPTIONS},
     )
-    if not (allowed or adapted):
-        files.require_all_loaded(f"put allow_unloaded=True into {WHERE} to train and save it without")
+    if (left_out := files.left_out()) and not adapted:
+        logging.getLogger(__name__).warning("%s: %s; they are carried over when it is saved", name, left_out)
     dtype = _dtype(wanted, files)
     dtypes = files.dtypes(dtype)
     refuse_dtypes(dtypes.values())

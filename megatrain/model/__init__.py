@@ -10,7 +10,8 @@ from megatrain.model.adapters import (
     lora_named,
     pretrained_source,
 )
-from megatrain.model.checkpoint_names import Written, WrittenModel, WrittenTensor, written_of, written_parameters
+from megatrain.model.carried import WrittenTensor
+from megatrain.model.checkpoint_names import Written, WrittenModel, written_of, written_parameters
 from megatrain.model.compiled import require_compiler, spent
 from megatrain.model.forward_arguments import Arguments
 from megatrain.model.freeze import freeze_parameters

@@ -418,12 +418,10 @@ def pretrained_source(
     attention: str = "auto",
     trust_remote_code: bool = False,
     base: str | None = None,
-    allow_unloaded: bool = True,
 ) -> PretrainedSource | AdaptedSource:
     """The weights of a folder or hub name, with an adapter over them if given (see `AdaptedSource`).
 
     If the source is an adapter's folder, the result is `base`, or else the base that it names, with that adapter.
-    Without an adapter, raises `ModelError` for tensors of the files that are not loaded, unless they are allowed.
     """
     folder, where = model_named(source), f"adapter {source}"
     if (behind := model_behind(folder, base)) != folder:
@@ -432,8 +430,6 @@ def pretrained_source(
             raise ModelError("is itself an adapter and cannot take another", where=where, fix=fix)
         source, adapter = behind, folder
     whole = PretrainedSource(source, attention=attention, trust_remote_code=trust_remote_code)
-    if adapter is None and not allow_unloaded:
-        whole.require_all_loaded("give allow_unloaded=True to do without, or an adapter")
     name = str(Path(source).resolve()) if Path(source).exists() else str(source)
     return whole if adapter is None else AdaptedSource(whole, adapter, seed, name=name, trains=trains)
 

@@ -1,8 +1,8 @@
 """Reads model configs (from a folder, a hub name or fields) and refuses those that cannot be trained exactly.
 
-Refused from the config alone, before a structure is built or a weights file opened: encoder-decoders, vision and
-audio models, encoders that see later tokens, quantized checkpoints, and custom code without permission. What only
-the structure reveals is refused by `ported`.
+Refused from the config alone, before a structure is built or a weights file opened: encoder-decoders, models without
+text, encoders that see later tokens, quantized checkpoints, and custom code without permission. What only the structure
+reveals is refused by `ported`. `auto_class` decides the class of a config's model for everyone who builds or loads it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,13 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -229,17 +234,11 @@ def refuse_other_configs(config: PreTrainedConfig, *, where: str, trust_remote_c
         )
     if _brings_code(config) and trust_remote_code:
         return  # its own code decides the class
-    model_class = causal_class(config)
+    model_class = model_class_of(config)
     if model_class is None and _brings_code(config):
         raise ModelError("needs code from its own repository", where=where, fix=TRUST)
     if model_class is None:
         raise ModelError(f"a {config.model_type} is not a causal language model", where=where, fix=SOURCES)
-    if isinstance(config, model_class.config_class or ()) and _sees_or_hears(config):
-        raise ModelError(
-            f"a {config.model_type} takes more than text",
-            where=where,
-            fix=f"use a text model (model_type {config.model_type}_text, where there is one)",
-        )
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
         can_decode = hasattr(config, "is_decoder")
         raise ModelError(
@@ -249,12 +248,46 @@ def refuse_other_configs(config: PreTrainedConfig, *, where: str, trust_remote_c
         )
 
 
-def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """transformers' causal language model class for this config, or `None`."""
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+_MAPPINGS: dict[Any, Any] = {
+    AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForMultimodalLM: MODEL_FOR_MULTIMODAL_LM_MAPPING,
+}
+"""transformers' auto classes of models that write text, in the order of preference, and their classes by config."""
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The auto class of transformers whose `from_config` and `from_pretrained` give the config's model.
+
+    It is the first whose model is named in `architectures`; if none is, the first whose model covers the whole config,
+    and not just its text part; for a config that brings its own code, the one that it names. `AutoModelForCausalLM` if
+    transformers has no such model.
+    """
+    choices = {auto: chosen for auto in _MAPPINGS if (chosen := _choice(auto, config)) is not None}
+    brought = getattr(config, "auto_map", None) or {}
+    ranked = (
+        *(auto for auto, chosen in choices.items() if chosen.__name__ in (config.architectures or ())),
+        *(auto for auto, chosen in choices.items() if isinstance(config, chosen.config_class or ())),
+        *choices,
+        *(auto for auto in _MAPPINGS if auto.__name__ in brought),
+        AutoModelForCausalLM,
+    )
+    return ranked[0]
+
+
+def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """The class of transformers that `auto_class` builds, or `None` if it has none for this config."""
+    return _choice(auto_class(config), config)
+
+
+def _choice(auto: Any, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """The class of an auto class for a config, or `None`; of several, the one that the config names."""
+    if type(config) not in _MAPPINGS[auto]:
         return None
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return found[0] if isinstance(found, list | tuple) else found
+    known = _MAPPINGS[auto][type(config)]
+    named = {each.__name__: each for each in (known if isinstance(known, list | tuple) else (known,))}
+    first: type[PreTrainedModel] = next(iter(named.values()))
+    return next((named[name] for name in config.architectures or () if name in named), first)
 
 
 _MALFORMED = (KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError, RuntimeError)
@@ -296,10 +329,5 @@ def _is_quantized(config: PreTrainedConfig) -> bool:
 
 
 def _brings_code(config: PreTrainedConfig) -> bool:
-    return "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-
-
-def _sees_or_hears(config: PreTrainedConfig) -> bool:
-    """Whether a config has parts besides its text model."""
-    parts = getattr(config, "sub_configs", ())
-    return "text_config" in parts or any("vision" in name or "audio" in name for name in parts)
+    brought = getattr(config, "auto_map", None) or {}
+    return any(auto.__name__ in brought for auto in _MAPPINGS)

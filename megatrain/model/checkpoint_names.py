@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,24 +23,12 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from megatrain.errors import ExportError, first_line
 from megatrain.model.adapters import Adapter
-from megatrain.model.architecture import POSITIONS, position_limit
+from megatrain.model.architecture import POSITIONS, auto_class, position_limit
+from megatrain.model.carried import NOTHING, Carried, WrittenTensor, carried_by
 from megatrain.model.hub import ADAPTER
 from megatrain.model.ports import PortedModel, Weights
 from megatrain.model.weight_sources import quiet
 from megatrain.spec import ModelSpec
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenTensor:
-    """One tensor of the checkpoint."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
 
 
 class Written(Protocol):
@@ -53,6 +40,10 @@ class Written(Protocol):
     """The tensors of each unit, in the order in which `tensors` gives them."""
     needs_remote_code: bool
     """Whether `from_pretrained` will need `trust_remote_code`."""
+    auto_class: str
+    """The class of transformers that loads the model, or an adapter's base."""
+    carried: Carried
+    """What is copied from the model's source after all units."""
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -97,10 +88,12 @@ class WrittenAdapter:
 
     stem = "adapter_model"
     needs_remote_code = False
+    carried = NOTHING  # its base is published with them
 
     def __init__(self, ported: PortedModel, adapter: Adapter, dtype: torch.dtype, *, with_base: bool = True) -> None:
         self.spec, self._config = ported.structure, adapter.config_json
         whole = ported.whole()
+        self.auto_class: str = auto_class(whole.config).__name__
         names = adapter.file_names(whole)
         if not with_base and not adapter.is_resized:
             frozen = {param.name for unit in self.spec.units for param in unit.params if not param.trainable}
@@ -149,6 +142,8 @@ class WrittenModel:
         for parameter in self._whole.parameters():
             parameter.data = parameter.data.to(dtype)
         self.needs_remote_code = bool(self._whole.is_remote_code())
+        self.auto_class: str = auto_class(self._whole.config).__name__
+        self.carried = carried_by(self._whole)
         self._written_as = _names_to_write(self._whole)
         self._buffers = self._saved_buffers(ported)
         ours = [self._in_memory(unit, dtype) for unit in range(len(self.spec.units))]
@@ -179,7 +174,7 @@ class WrittenModel:
         return self._converted({**ours, **self._buffers[unit]})
 
     def write_small_files(self, folder: Path) -> None:
-        """Write config, generation config and custom code to `folder`, as transformers would.
+        """Write config, generation config and custom code to `folder`, as transformers would, and a processor's files.
 
         Raises `ExportError` for a generation config that transformers refuses to write.
         """
@@ -191,6 +186,8 @@ class WrittenModel:
                 raise ExportError(first_line(error), where=f"model {self.spec.name}", fix=fix) from error
             if (folder / "config.json").exists():  # transformers writes on rank 0 only
                 add_old_fields(folder / "config.json", self._whole.config)
+        for name, content in self.carried.files.items():
+            (folder / name).write_bytes(content)
 
     def _saved_buffers(self, ported: PortedModel) -> list[dict[str, Tensor]]:
         """Persistent buffers on the host, by unit; those outside the layers belong to the prologue."""

@@ -42,6 +42,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from megatrain.errors import ModelError, first_line
 from megatrain.model.architecture import plain_errors, read_config, set_fields
+from megatrain.model.carried import Carried, WrittenTensor, carry, processor_files, stored_dtype
 from megatrain.model.hub import cached_folder, is_local, located, model_named
 from megatrain.model.mapped_tensors import lazy_zeros
 from megatrain.model.skeleton import blueprint
@@ -93,10 +94,12 @@ class PretrainedSource:
         """The config's dtype, or that of the first tensor: the library's `auto`."""
         self._keys, self._renamed = _keys_by_target(self.model, self._mapping, self._shards.headers)
         self.unexpected: list[str] = self._check()
-        """Tensors of the checkpoint that are not loaded; `left_out` describes them."""
+        """Tensors of the checkpoint that are not loaded, but carried over to exports; `left_out` describes them."""
         self._untie()
         self._load_buffers()
         self._load_generation_config(source, revision)
+        with plain_errors(self._where):
+            carry(self.model, Carried(self._unread(), processor_files(source, structure.config, revision)))
 
     def left_out(self) -> str:
         """Describes the tensors of the checkpoint that are not loaded; empty if all are."""
@@ -106,11 +109,18 @@ class PretrainedSource:
         count = "1 tensor is" if len(self.unexpected) == 1 else f"{len(self.unexpected):,} tensors are"
         return f"{count} not loaded: {listed(_grouped(self.unexpected, loaded))}"
 
-    def require_all_loaded(self, fix: str) -> None:
-        """Raise `ModelError` if an export would lack tensors of the files. fix: what the error says to do."""
-        if self.unexpected:
-            what = f"its export would lack a part of it, since {self.left_out()}"
-            raise ModelError(what, where=self._where, fix=fix)
+    def _unread(self) -> dict[WrittenTensor, FileBytes | Tensor]:
+        """The tensors that are not loaded, and where they are."""
+        places, unread = _Places(), dict[WrittenTensor, FileBytes | Tensor]()
+        for key in self.unexpected:
+            header = self._shards.headers[key]
+            if header.file.suffix == ".safetensors":
+                tensor = WrittenTensor(key, header.shape, stored_dtype(header.dtype, key, self._where))
+                unread[tensor] = places.of(header.file, key)
+            else:
+                value = _mapped(header.file)[key]
+                unread[WrittenTensor(key, header.shape, value.dtype)] = value
+        return unread
 
     def dtypes(self, asked: torch.dtype) -> dict[str, torch.dtype]:
         """Parameter name -> dtype in which transformers would load it if asked for `asked`."""
@@ -268,9 +278,10 @@ class PretrainedSource:
                         where=self._where,
                         fix="use float32 or bfloat16 weights",
                     )
-        keys = {key for target in unexpected for key in self._keys.get(target, [target])}
-        makers = self._makers_of_tables()
-        return sorted((key for key in keys if not self._is_remade(key, makers)), key=dot_natural_key)
+        keys = {key for target in unexpected for key in self._keys.get(target, [target])} & headers.keys()
+        makers, outer = self._makers_of_tables(), _outermost(keys, headers.keys() - keys)
+        weights = {outer[key] for key in keys if not self._is_remade(key, makers)}  # with what lies beside them
+        return sorted((key for key in keys if outer[key] in weights), key=dot_natural_key)
 
     def _makers_of_tables(self) -> set[str]:
         """Names of modules, such as `rotary_emb`, that hold tables which are not saved, and nothing else."""
@@ -280,9 +291,7 @@ class PretrainedSource:
 
     def _is_remade(self, key: str, makers: Collection[str]) -> bool:
         """Whether a tensor is no weight but a table, mask or counter that the model makes itself, or needs no more."""
-        header = self._shards.headers.get(key)
-        if header is None:
-            return False
+        header = self._shards.headers[key]
         square = len(header.shape) == 4 and header.shape[:2] == (1, 1) and header.shape[2] == header.shape[3]
         if header.dtype in ("I64", "I32", "I16", "I8", "U8", "BOOL") or not header.shape or square:
             return True
@@ -338,13 +347,17 @@ class PretrainedSource:
                 return
 
 
+def _outermost(names: Iterable[str], loaded: Iterable[str]) -> dict[str, str]:
+    """Name -> its shortest prefix that no loaded one has, or itself."""
+    prefixes = {key[:place] for key in loaded for place in (match.start() for match in re.finditer(r"\.", key))}
+    ends = {name: [match.start() for match in re.finditer(r"\.", name)] for name in names}
+    return {name: next((name[:at] for at in ends[name] if name[:at] not in prefixes), name) for name in ends}
+
+
 def _grouped(names: Iterable[str], loaded: Iterable[str]) -> list[str]:
     """Names by the shortest prefixes that no loaded one has, such as `model.visual.* (33)`; layers together."""
-    prefixes = {key[:place] for key in loaded for place in (match.start() for match in re.finditer(r"\.", key))}
     groups: dict[str, list[tuple[str, str]]] = {}
-    for name in names:
-        ends = [match.start() for match in re.finditer(r"\.", name)]
-        prefix = next((name[:end] for end in ends if name[:end] not in prefixes), name)
+    for name, prefix in _outermost(names, loaded).items():
         groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", prefix), []).append((name, prefix))
     said = []
     for general, members in groups.items():

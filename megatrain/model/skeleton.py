@@ -1,7 +1,7 @@
 """A model's structure without its weights: parameters on the meta device, real buffers, all else as in the stock
 model.
 
-`AutoModelForCausalLM.from_config` runs unchanged, with `nn.Module.register_parameter` replaced during the call: each
+The library's own `from_config` runs unchanged, with `nn.Module.register_parameter` replaced during the call: each
 parameter becomes a meta tensor as soon as a module registers it. So initialisers cost nothing, and at most one
 parameter exists at a time (as untouched memory if it came from `torch.empty`, and not at all if it is huge), while
 rotary tables and other buffers are computed as usual. Building the whole model on the meta device, as
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.import_utils import (
     is_flash_attn_2_available,
     is_flash_attn_3_available,
@@ -32,7 +32,7 @@ from transformers.utils.import_utils import (
 
 from megatrain.errors import ModelError
 from megatrain.model import architecture
-from megatrain.model.architecture import causal_class, plain_errors, refuse_other_configs
+from megatrain.model.architecture import auto_class, model_class_of, plain_errors, refuse_other_configs
 from megatrain.model.weight_sources import quiet
 from megatrain.system.time_limit import Deadline
 
@@ -108,7 +108,7 @@ def build(
         registering(registered),
     ):
         torch.default_generator.manual_seed(seed)  # only the CPU's: nothing is drawn elsewhere
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = auto_class(config).from_config(
             copy.deepcopy(config),
             dtype=torch.float32,
             trust_remote_code=trust_remote_code,
@@ -204,7 +204,7 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ite
 
 def refuse_attention(config: PreTrainedConfig, attention: str, where: str) -> None:
     """Raise `ModelError`, naming the alternatives, for an attention that the model or this machine does not have."""
-    model_class = causal_class(config)
+    model_class = model_class_of(config)
     if attention == "auto" or model_class is None:
         return  # the library, or the model's own code, decides
     choices = {

@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatrain.errors import ModelError, typed_line
-from megatrain.model.architecture import ropes_of
+from megatrain.model.architecture import auto_class, ropes_of
 from megatrain.model.weight_sources import quiet
 
 MAX_PARAMETERS = 50_000_000
@@ -53,7 +53,7 @@ StockModel = PreTrainedModel
 def shrink(config: PreTrainedConfig, kind: type[PreTrainedModel] | None = None) -> PreTrainedConfig:
     """A config of the same class and kind at test size; deterministic, and `config` is not changed.
 
-    kind: the model's class; by default `AutoModelForCausalLM`'s choice. Raises `ModelError` if no candidate builds and
+    kind: the model's class; by default that of `auto_class`. Raises `ModelError` if no candidate builds and
     runs.
     """
     whole = _plain(config)
@@ -134,7 +134,7 @@ def built(config: PreTrainedConfig, kind: type[PreTrainedModel] | None, attentio
     own = copy.deepcopy(config)
     made: PreTrainedModel
     with quiet():
-        made = AutoModelForCausalLM.from_config(own, **options) if kind is None else kind._from_config(own, **options)
+        made = auto_class(own).from_config(own, **options) if kind is None else kind._from_config(own, **options)
     return made
 
 

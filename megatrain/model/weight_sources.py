@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from megatrain.errors import ModelError
-from megatrain.model.architecture import plain_errors, read_config
+from megatrain.model.architecture import auto_class, plain_errors, read_config
 from megatrain.model.hub import is_local, located
 from megatrain.spec import FileBytes
 
@@ -141,7 +141,8 @@ def load_causal_lm(
     """
     with quiet(), plain_errors(f"model {source}"):
         source = located(source, where=f"model {source}")
-        model = AutoModelForCausalLM.from_pretrained(
+        config = read_config(source, where=f"model {source}", trust_remote_code=trust_remote_code)
+        model = auto_class(config).from_pretrained(
             source, dtype=dtype, local_files_only=is_local(source), trust_remote_code=trust_remote_code
         )
     loaded: PreTrainedModel = model.train()
@@ -156,7 +157,8 @@ def causal_lm_from_config(config: str | dict[str, Any], seed: int) -> PreTrained
     where = "model.config"
     with quiet(), torch.random.fork_rng(devices=[]), plain_errors(where):
         torch.default_generator.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(read_config(config, where=where), dtype=torch.float32)
+        read = read_config(config, where=where)
+        model = auto_class(read).from_config(read, dtype=torch.float32)
     fresh: PreTrainedModel = model.train()
     return fresh
 

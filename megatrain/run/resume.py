@@ -43,7 +43,6 @@ FREE = (
     *("output", "trace", "resume", "accept_changes", "checkpoint", "memory", "disk", "lm_eval"),
     *("data.cache", "data.workers"),
     *(
-        "model.allow_unloaded",
         "model.verify",
         "model.trust_remote_code",
         "train.hardware",

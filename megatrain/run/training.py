@@ -346,11 +346,8 @@ def _whole_source(config: Config, taken: Checkpoint | None, how: Mapping[str, An
     source: Source
     masters = isinstance(taken, PeerCheckpoint) and taken.state.holds_masters
     folder = model.path if taken is None or masters else taken.folder
-    is_ours = taken is not None and not isinstance(taken, PeerCheckpoint)
     if folder is not None:
         source = PretrainedSource(folder, **how)
-        if not (model.allow_unloaded or is_ours):
-            source.require_all_loaded("set model.allow_unloaded=true to train and save it without, or train an adapter")
     else:
         assert model.config is not None  # `Config` has seen to it
         source = FreshSource(model.config, config.train.seed, **how)
@@ -484,7 +481,7 @@ def _show(
     left_out = source.left_out() if isinstance(source, PretrainedSource | AdaptedSource) else ""
     facts = [
         ("model", describe_model(engine.structure)),
-        *([("left out", printable(left_out))] if left_out else []),
+        *([("carried over" if config.adapter is None else "left out", printable(left_out))] if left_out else []),
         *([("rounded", printable(f"to bfloat16, because frozen: {listed(engine.rounded)}"))] if engine.rounded else []),
         ("attention", engine.structure.attention),
         ("verified", "no: " + engine.checked.why if engine.checked.state == "unchecked" else "against the stock code"),

@@ -178,7 +178,6 @@ class Engine(TakesTurns):
         trust_remote_code: bool = False,
         freeze: Sequence[str] = (),
         adapter: Any = None,
-        allow_unloaded: bool = False,
         progress: Progress | None = None,
         **options: Unpack[EngineOptions],
     ) -> Engine:
@@ -186,12 +185,12 @@ class Engine(TakesTurns):
 
         attention: kernel by its Hugging Face name, or `auto`, the library's choice. freeze: glob patterns of parameter
         names. adapter: a `PeftConfig`, or the folder of one to continue; then only the adapter trains. If `source` is
-        such a folder, its base and adapter are loaded. allow_unloaded: whether a model without adapter may lack tensors
-        of its files. progress: called with (done, total). options, errors: as for `from_model`, and `ModelError` for
-        files that are missing, damaged or of another model.
+        such a folder, its base and adapter are loaded. progress: called with (done, total). options, errors: as for
+        `from_model`, and `ModelError` for files that are missing, damaged or of another model. Tensors of the files
+        that the model does not read are copied by `save_pretrained` and `save`.
         """
         options = checked_options(options)
-        how: Any = {"attention": attention, "trust_remote_code": trust_remote_code, "allow_unloaded": allow_unloaded}
+        how: Any = {"attention": attention, "trust_remote_code": trust_remote_code}
         pretrained = pretrained_source(source, adapter, options.get("seed", 0), **how)
         freeze_parameters(pretrained.model, freeze)
         return cls.from_source(pretrained, progress=progress, **options)

@@ -20,6 +20,7 @@ from megatrain.checkpoint import Checkpoint, PeerCheckpoint
 from megatrain.errors import CheckpointError, ModelError
 from megatrain.memory import Store
 from megatrain.model import Fills, FreshSource, PortedModel, PretrainedSource, Progress, Source, pretrained_source
+from megatrain.model.carried import carried_by
 from megatrain.model.mapped_tensors import lazy_zeros
 from megatrain.model.weight_sources import Masters, Report, in_files_of, listed
 from megatrain.optim import AdamW
@@ -283,7 +284,8 @@ def weights_in(checkpoint: Checkpoint, ported: PortedModel) -> Fills:
     except ModelError as error:
         raise CheckpointError(f"is of another model: {error.what}", where=str(checkpoint.folder), fix=fix) from error
     ours = {param.name for unit in ported.structure.units for param in unit.params}
-    if odd := source.unexpected or sorted({name for name, _ in source.model.named_parameters()} - ours):  # untied
+    unread = sorted({*source.unexpected} - {tensor.name for tensor in carried_by(ported.skeleton).tensors})
+    if odd := unread or sorted({name for name, _ in source.model.named_parameters()} - ours):  # untied
         what = f"is of another model: only it has {listed(odd)}"
         raise CheckpointError(what, where=str(checkpoint.folder), fix=fix)
     return source

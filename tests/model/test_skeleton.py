@@ -80,7 +80,6 @@ def test_unknown_attention_is_refused(kind: str, attention: str, says: str) -> N
     [
         ({"model_type": "t5"}, "an encoder-decoder"),
         ({"model_type": "vit"}, "a vit is not a causal language model"),
-        ({"model_type": "gemma3"}, "a gemma3 takes more than text"),
         ({"model_type": "bert"}, "a bert sees later tokens; set is_decoder"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "a quantized checkpoint"),
         ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, "a quantized checkpoint"),

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     PreTrainedConfig,
-    Trainer,
-    TrainingArguments,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from megatrain import Engine
 from megatrain.checkpoint import export_model
-from megatrain.commands.export import run_export
-from megatrain.errors import ModelError
-from megatrain.hf import streamed
-from megatrain.hf.model import named_model
 from megatrain.model import PretrainedSource, port_model
 from megatrain.model.checkpoint_names import add_old_fields, old_fields
 from megatrain.model.tiny import perturb
@@ -195,78 +184,6 @@ def test_an_endless_number_is_written_as_transformers_4_reads_it(tmp_path: Path)
 
 
 # Parts that are not loaded --------------------------------------------------------------------------------------------
-
-
-def vision_language(folder: Path) -> set[str]:
-    """A Qwen3.5 as published, with a vision tower and heads for several tokens; returns the names of its tensors."""
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
-    text = {name: value for name, value in ORDINARY.items() if name != "model_type"}
-    text |= {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
-    text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
-    vision = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "depth": 2, "out_hidden_size": 32}
-    vision |= {"num_position_embeddings": 16}
-    config = AutoConfig.for_model("qwen3_5", text_config={**text, **sizes}, vision_config=vision)
-    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    tensors |= {f"mtp.layers.0.{name}.weight": torch.zeros(2, 2) for name in ("norm", "proj")}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return set(tensors)
-
-
-def test_every_tensor_that_is_not_loaded_is_named(tmp_path: Path) -> None:
-    published = vision_language(tmp_path / "model")
-    towers = {name for name in published if name.startswith("model.visual.")}
-    source = PretrainedSource(tmp_path / "model")
-    assert set(source.unexpected) == {name for name in published if name.startswith(("model.visual.", "mtp."))}
-    assert source.left_out() == f"{len(towers) + 2} tensors are not loaded: model.visual.* ({len(towers)}), mtp.* (2)"
-
-
-def with_more_heads(folder: Path) -> Path:
-    tiny_model().save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    tensors |= {f"mtp.layers.0.{name}.weight": torch.zeros(2, 2) for name in ("norm", "proj")}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return folder
-
-
-def test_an_export_without_tensors_of_the_folder_needs_a_yes(tmp_path: Path) -> None:
-    with_more_heads(tmp_path / "model")
-    said = "2 tensors are not loaded: mtp.* (2)"
-    with pytest.raises(ModelError, match=re.escape(said) + ".*allow_unloaded=True"):
-        Engine.from_pretrained(tmp_path / "model", device="cpu", verify=False)
-    with Engine.from_pretrained(tmp_path / "model", device="cpu", verify=False, allow_unloaded=True) as engine:
-        folder = engine.save_pretrained(tmp_path / "text")
-    assert not any("mtp" in name for name in load_file(folder / "model.safetensors"))
-    lora = peft.LoraConfig(target_modules=["q_proj"])
-    with Engine.from_pretrained(tmp_path / "model", device="cpu", verify=False, adapter=lora) as engine:
-        engine.save_pretrained(tmp_path / "adapter")  # what it was trained over still has its tower
-    with pytest.raises(ModelError, match=re.escape(said) + ".*--allow-unloaded"):
-        run_export(str(tmp_path / "adapter"), tmp_path / "merged", merge=True)
-    assert not (tmp_path / "merged").exists()
-
-
-def test_a_trainer_by_name_asks_for_the_same_yes(tmp_path: Path) -> None:
-    name = str(with_more_heads(tmp_path / "model"))
-    with pytest.raises(ModelError, match="put allow_unloaded=True into model_init_kwargs"):
-        named_model(name, SimpleNamespace())
-    named_model(name, SimpleNamespace(model_init_kwargs={"allow_unloaded": True}))
-    args = TrainingArguments(output_dir=str(tmp_path / "run"), report_to="none", use_cpu=True)
-    with pytest.raises(ModelError, match="put allow_unloaded=True"):
-        streamed(Trainer)(model=name, args=args)
-
-
-class WithAdapter(Trainer):
-    """Takes `peft_config`, as TRL's trainers do."""
-
-    def __init__(self, model: Any, args: Any, peft_config: Any = None) -> None:
-        super().__init__(model=peft.get_peft_model(model, peft_config), args=args)
-
-
-def test_a_trainer_of_an_adapter_asks_for_nothing(tmp_path: Path) -> None:
-    name = str(with_more_heads(tmp_path / "model"))
-    args = TrainingArguments(output_dir=str(tmp_path / "run"), report_to="none", use_cpu=True)
-    lora = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
-    streamed(WithAdapter)(model=name, args=args, peft_config=lora)
 
 
 def test_names_of_several_layers_are_joined(tmp_path: Path) -> None:
