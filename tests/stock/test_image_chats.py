@@ -15,8 +15,10 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
+from transformers import AutoModelForImageTextToText
 
 from megatrain import Engine
+from megatrain.config import Config
 from megatrain.data import EncodeOptions, Encoder, Loader, SampleFile, SampleRows, Schema, Source, prepare_samples
 from megatrain.data.processor import Processor, load_processor, refuse_without_tower
 from megatrain.errors import DataError, ModelError, SampleError
@@ -24,6 +26,8 @@ from megatrain.hf import streamed
 from megatrain.model.forward_arguments import arguments_of
 from megatrain.spec import Numerics
 from megatrain.train.parity import truth
+from tests.run.test_training import configuration, train
+from tests.run.test_training import losses as losses_of
 from tests.stock.image_processors import (
     IDS,
     chat,
@@ -36,7 +40,7 @@ from tests.stock.image_processors import (
     write_pictures,
 )
 from tests.stock.test_images import errors
-from tests.tiny import relative_error, tiny_model
+from tests.tiny import BYTE_LLAMA, relative_error, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("default")  # the library's own warnings
 KINDS = ["llava", "qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.slow)]
@@ -343,3 +347,61 @@ def test_a_streamed_sft_trainer_logs_and_leaves_what_the_stock_one_does(
     for name, value in stock.model.named_parameters():
         if not name.endswith(("k_proj.bias", "qkv.bias")):  # whose gradients are rounding, and AdamW makes steps of any
             assert relative_error(weights[name], value) < 1e-4, name
+
+
+# A run ----------------------------------------------------------------------------------------------------------------
+
+
+def run_of(folder: Path, **changed: dict[str, Any]) -> Config:
+    """The configuration of a run over chats with images, whose model and processor are in `folder`."""
+    if not (folder / "base").exists():
+        image_model_of("llava").save_pretrained(folder / "base")
+        image_processor("llava").save_pretrained(folder / "base")
+        write_chats(folder, image_chats(folder, 12))
+    data = {"sources": [str(folder / "chats.jsonl")], "images": "images", "sequence_length": 200, "tokenizer": None}
+    usual = {"micro_batch_size": 2, "precision": "fp32", "learning_rate": 1e-3, "sample_prompts": ["", "Why?"]}
+    sections = {"data": data, "model": {"path": str(folder / "base"), "config": None, "verify": False}, "train": usual}
+    for section, values in changed.items():
+        sections[section] = {**sections.get(section, {}), **values}
+    return configuration(folder, **sections)
+
+
+def test_a_run_trains_images_says_so_and_saves_what_the_stock_class_reads(tmp_path: Path) -> None:
+    said = train(run_of(tmp_path, checkpoint={"every": 2}))
+    assert "12 samples" in said
+    assert "What is 0?" in said
+    assert "loaded with from_pretrained, has loss" in said
+    saved = AutoModelForImageTextToText.from_pretrained(tmp_path / "run/model", dtype=torch.float32)
+    before = image_model_of("llava").state_dict()
+    assert saved.state_dict().keys() == before.keys()
+    moved = [name for name, value in saved.state_dict().items() if not torch.equal(value, before[name])]
+    assert any("vision_tower" in name for name in moved)
+    assert load_processor(str(tmp_path / "run/model")).entries() == ["pixel_values"]
+    begun = {"resume": str(tmp_path / "run/checkpoints/step-00000002"), "output": {"folder": str(tmp_path / "more")}}
+    train(Config.model_validate({**run_of(tmp_path).model_dump(), **begun}))
+    assert losses_of(tmp_path / "more") == losses_of(tmp_path / "run")[2:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changed",
+    [{"adapter": {"r": 2}}, {"train": {"freeze": ["vision"]}}, {"train": {"precision": "bf16"}}],
+    ids=["adapter", "frozen", "bf16"],
+)
+def test_a_run_with_a_frozen_tower_an_adapter_or_bf16(changed: dict[str, Any], tmp_path: Path) -> None:
+    said = train(run_of(tmp_path, **changed))
+    assert "loaded with from_pretrained, has loss" in said
+    assert all(math.isfinite(loss) for loss in losses_of(tmp_path / "run"))
+
+
+def test_a_run_refuses_what_does_not_go_with_images(tmp_path: Path) -> None:
+    for data, what in (({"packing": "best_fit"}, "padded, not packed"), ({"streaming": True}, "cannot be streamed")):
+        with pytest.raises(ValueError, match=what):
+            run_of(tmp_path, data=data, train={"steps": 1})
+    (tmp_path / "base/processor_config.json").unlink()
+    with pytest.raises(DataError, match=r"base: data\.images needs a processor, and none could be loaded"):
+        train(run_of(tmp_path))
+    with pytest.raises(ModelError, match="LlamaForCausalLM: takes no images: its forward has no pixel_values"):
+        image_processor("llava").save_pretrained(tmp_path / "words")
+        fresh = {"path": None, "config": {**BYTE_LLAMA, "vocab_size": 288}}
+        train(run_of(tmp_path, model=fresh, data={"tokenizer": str(tmp_path / "words"), "sequence_length": 64}))
