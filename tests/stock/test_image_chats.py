@@ -120,7 +120,7 @@ def test_a_micro_batch_is_what_the_stock_processor_makes_and_answers_are_its_tar
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim:3"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("llava", marks=pytest.mark.slow), *KINDS[1:]])
 def test_loss_and_every_gradient_equal_the_stock_models(kind: str, device: str, tmp_path: Path) -> None:
     encoder = encoder_of(kind)
     rows = rows_of(encoded(write_chats(tmp_path, image_chats(tmp_path)), encoder), encoder)

@@ -99,6 +99,7 @@ def test_an_adapter_trains_the_language_model_and_peft_reads_it(kind: str, tmp_p
     assert loss == pytest.approx(sum(losses), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_an_adapter_over_all_linear_layers_of_an_object_trains_as_in_torch() -> None:
     batches, config = mixed("llava"), LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
     torch.manual_seed(0)
