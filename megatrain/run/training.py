@@ -618,7 +618,8 @@ def _samples(train: TrainSection, run: _Run) -> list[Task]:
     if not train.sample_tokens:
         return []
     sample = partial(sample_of, train, run.engine, run.corpus, run.tokenizer)
-    return [Task(train.sample_every, partial(sample, prompt)) for prompt in train.sample_prompts]
+    named = [prompt for prompt in train.sample_prompts if prompt or not run.corpus.has_images]  # text alone is answered
+    return [Task(train.sample_every, partial(sample, prompt)) for prompt in named]
 
 
 def _over(lowest: LowestLoss, step: int, steps: int) -> StoppedEarly | None:
