@@ -79,11 +79,12 @@ def quantizer_of(config: PreTrainedConfig, *, where: str) -> Quantizer | None:
     return kind(fields)
 
 
-class Quantizer(HfQuantizer):  # type: ignore[misc]
+class Quantizer(HfQuantizer):
     """One of transformers' quantizers with the operation that computes values replaced; it changes no model."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
-        super().__init__(SimpleNamespace(**{**fields, "dequantize": True}))
+        declared: Any = SimpleNamespace(**{**fields, "dequantize": True})
+        super().__init__(declared)
         self.fields = fields
 
     @classmethod
@@ -113,7 +114,9 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
         """A model's conversions of names and layouts, extended by the companions of its weights."""
-        conversions: list[Any] = super().update_weight_conversions(weight_conversions, model)
+        conversions: list[Any] = super().update_weight_conversions(  # type: ignore[no-untyped-call]
+            weight_conversions, model
+        )
         for each in conversions:
             operations = each.operations if isinstance(each, WeightConverter) else []
             if len(operations) > 1 and isinstance(operations[0], _Dequantize):
@@ -128,7 +131,7 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
         return True
 
 
-class _Dequantize(ConversionOps):  # type: ignore[misc]
+class _Dequantize(ConversionOps):
     """The first operation of each conversion: from a checkpoint's tensors to plain weights in the model's dtype."""
 
     def __init__(self, hf_quantizer: Quantizer) -> None:
@@ -142,11 +145,11 @@ class _Dequantize(ConversionOps):  # type: ignore[misc]
     def convert(
         self,
         input_dict: dict[str, Any],
-        *,
-        full_layer_name: str,
-        model: PreTrainedModel,
-        **_: object,
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **given: Any,
     ) -> dict[str, Any]:
+        full_layer_name, model = given["full_layer_name"], given["model"]
         owner, _, key = full_layer_name.rpartition(".")
         dtype = getattr(model.get_submodule(owner), key).dtype
         grouped: dict[str, dict[str, list[Tensor]]] = {}
@@ -205,12 +208,12 @@ class _Mxfp4(Quantizer):
         whole = torch.empty(count, groups * nbytes * 2, rows, device=blocks.device)
         for place in range(count):
             values = _looked_up(blocks[place], _FP4, bits=4)
-            values = torch.ldexp(values, exponents[place].unsqueeze(-1), out=values)
+            values *= torch.pow(2.0, exponents[place].unsqueeze(-1))  # what `ldexp` computes, without its copies
             whole[place] = values.view(rows, -1).T
         return whole
 
 
-class _Fp8(Quantizer, FineGrainedFP8HfQuantizer):  # type: ignore[misc]
+class _Fp8(Quantizer, FineGrainedFP8HfQuantizer):
     """Matrices of 8-bit floats, or 4-bit ones two to a byte, with a scale for each block, or one for all."""
 
     serialized_names = FineGrainedFP8HfQuantizer.serialized_names

@@ -94,7 +94,7 @@ class PretrainedSource:
             if getattr(transform, "force_cpu", False):
                 transform.force_cpu = False  # always the CPU here, except in the check, which has no values
         published = self._shards.dtype if self._quantizer is None else torch.bfloat16
-        self.dtype: torch.dtype = saved if saved in DTYPES.values() else published
+        self.dtype: torch.dtype = saved if isinstance(saved, torch.dtype) and saved in DTYPES.values() else published
         """The config's dtype, or that of the first tensor: the library's `auto`; bfloat16 for a quantized one."""
         self._keys, self._renamed = _keys_by_target(self.model, self._mapping, self._shards.headers)
         self.unexpected: list[str] = self._check()
@@ -259,9 +259,8 @@ class PretrainedSource:
         with quiet():
             info, _ = convert_and_load_state_dict_in_model(self.model, dict(tensors), how)
         if self._quantizer is not None:  # what is written is plain: names and layouts without the companions
-            self.model._weight_conversions = [
-                each for each in self._to_write if isinstance(each, WeightConverter) or each.was_used()
-            ]
+            plain = [each for each in self._to_write if isinstance(each, WeightConverter) or each.was_used()]
+            self.model.__dict__["_weight_conversions"] = plain
         return info
 
     def _check(self) -> list[str]:
