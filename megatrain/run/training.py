@@ -481,8 +481,8 @@ def _show(
     count = train.gradient_accumulation_steps or plan.work.micro_batches
     batches, rows = counted(count, "micro-batch"), counted(plan.micro_batch, "sequence")
     speed = f"{plan.seconds:.3g} s a step, {plan.tokens_per_second:,.0f} tokens/s"
-    has_files = isinstance(source, PretrainedSource | AdaptedSource)
-    left_out, dequantized = (source.left_out(), source.dequantized()) if has_files else ("", "")
+    files = source if isinstance(source, PretrainedSource | AdaptedSource) else None
+    left_out, dequantized = ("", "") if files is None else (files.left_out(), files.dequantized())
     facts = [
         ("model", describe_model(engine.structure)),
         *([("dequantized", printable(dequantized))] if dequantized else []),
