@@ -393,6 +393,10 @@ class AdaptedSource:
         """Describes the contents of the base's files that the model does not use."""
         return self.base.left_out() if isinstance(self.base, PretrainedSource) else ""
 
+    def dequantized(self) -> str:
+        """As `PretrainedSource.dequantized`."""
+        return self.base.dequantized() if isinstance(self.base, PretrainedSource) else ""
+
     @property
     def layers(self) -> list[tuple[str, Any]]:
         """(name of a module in the base, layer of `peft` over it), the inner one first where there are two."""
