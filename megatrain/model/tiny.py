@@ -159,7 +159,7 @@ def _shrunk(
     wide = _parsed(config, narrow)
     skeleton = _skeleton(wide, kind)
     stacks = _stacks(skeleton, config)
-    kinds = [kinds_of_layers(skeleton, wide, stack) for stack in stacks]
+    kinds = [_kinds_of_all(skeleton, wide, stack, stacks) for stack in stacks]
     for stack, every in zip(stacks, kinds, strict=True):
         node = _at(narrow, stack.path)
         node.update(with_layers(node, stack.depth, layers_to_keep(every, effort.depth)))
@@ -169,7 +169,7 @@ def _shrunk(
     if numel > MAX_PARAMETERS:
         raise ModelError(f"its twin would still have {numel:,} parameters")
     for stack, every in zip(stacks, kinds, strict=True):
-        if set(every) - set(kinds_of_layers(skeleton, small, stack)):
+        if set(every) - set(_kinds_of_all(skeleton, small, stack, stacks)):
             raise ModelError("its twin lacks a kind of layer")
     _try(built(small, kind, None))
     return small
@@ -268,6 +268,14 @@ def _at(fields: Fields, path: Path) -> Fields:
     for name in path:
         fields = fields[name]
     return fields
+
+
+def _kinds_of_all(
+    model: PreTrainedModel, config: PreTrainedConfig, stack: _Stack, stacks: Sequence[_Stack]
+) -> list[object]:
+    """As `kinds_of_layers`; stacks that are equally deep are reduced alike, since nothing tells whose list is whose."""
+    alike = [each for each in stacks if each.modules == stack.modules]
+    return list(zip(*(kinds_of_layers(model, config, each) for each in alike), strict=False))
 
 
 def kinds_of_layers(model: PreTrainedModel, config: PreTrainedConfig, stack: _Stack) -> list[object]:
