@@ -210,6 +210,9 @@ class DataSection(Section):
     """Field names in your data that differ from the usual ones: {messages: dialog} reads `dialog` as messages."""
     tags: dict[str, str] = {}
     """Role and key names in ShareGPT data: {role_tag: who, user_tag: human} for turns like {who: human, ...}."""
+    images: Annotated[str, Field(min_length=1)] | None = None
+    """Column of a chat's images (relative to its source, or bytes), for a model with images and a processor; parts of
+    messages may bring theirs. null: only text is trained."""
     split: str = "train"
     """Split of a hub or saved data set to read."""
     subset: str | None = None
@@ -265,17 +268,16 @@ class DataSection(Section):
         return usable_path(self.cache, where="data.cache", to_write="folder")
 
     @model_validator(mode="after")
-    def _streams_what_has_no_end(self) -> DataSection:
+    def _keys_that_fit(self) -> DataSection:
         if self.streaming and self.validation_fraction:
-            raise ValueError(
-                "nothing can be held out of a stream; set data.validation instead of data.validation_fraction"
-            )
+            what = "nothing can be held out of a stream"
+            raise ValueError(f"{what}; set data.validation instead of data.validation_fraction")
         if self.streaming and len(self.sources) > 1 and self.weights is None:
             raise ValueError("several streamed sources have no known length to mix them by; set data.weights")
-        return self
-
-    @model_validator(mode="after")
-    def _a_weight_each(self) -> DataSection:
+        if self.streaming and self.images:
+            raise ValueError("images cannot be streamed yet; leave data.streaming or data.images out")
+        if self.images and self.packing not in ("auto", "grouped"):
+            raise ValueError(f"chats with images are padded, not packed; leave data.packing={self.packing} out")
         if self.weights is not None and len(self.weights) != len(self.sources):
             counts = f"{len(self.sources)} in data.sources, and {len(self.weights)} in data.weights"
             raise ValueError(f"data.weights needs one weight per source; there are {counts}")
@@ -344,7 +346,8 @@ class TrainSection(Section):
     no_decay: Names = ("vectors",)
     """Parameters without weight decay: `vectors` (all of one dimension, so norms and biases), and glob patterns."""
     freeze: Names = ()
-    """Glob patterns of parameters that are not trained; they need no gradient and no optimizer state."""
+    """Glob patterns of parameters that are not trained; they need no gradient and no optimizer state. Also parts of a
+    model with images: vision, projector, language."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Clip gradients to this global norm, exactly; null: no clipping."""
     precision: Literal["bf16", "fp32"] = "bf16"
@@ -679,6 +682,8 @@ class Config(Section):
         needed = "unpaired" if objective == "kto" else "preference"
         if prefers and self.data.format not in ("auto", needed):
             raise ValueError(f"train.objective={objective} needs data.format={needed}, not {self.data.format}")
+        if prefers and self.data.images:
+            raise ValueError(f"train.objective={objective} trains text only; leave data.images out")
         if prefers and self.data.packing not in ("auto", "grouped"):
             raise ValueError(f"pairs cannot be packed; leave data.packing={self.data.packing} out")
         if self.train.dpo_reference == "base" and self.adapter is None:

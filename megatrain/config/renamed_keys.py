@@ -51,7 +51,8 @@ _FUSED = "nothing: policy.kernels=compile fuses what can be fused"
 _NONFINITE = "nothing: train.on_nonfinite says what to do after a step that is not finite"
 _NOT_AN_OPTION = "nothing: there is no such option"
 _CROSS_ENTROPY = "nothing: samples are trained with cross-entropy; for another loss pass loss_fn from Python"
-_TEXT_ONLY = "nothing: only text is trained, no images or audio"
+_NO_VIDEO = "nothing: videos and audio are not trained"
+_BY_PROCESSOR = "nothing: the files of the model's processor say it, which data.images uses"
 _PRECISIONS = "nothing: matrix products are in bfloat16 or float32, by train.precision"
 _FRESH = "nothing: fresh adapters are initialized as peft's LoRA"
 _NO_AVERAGE = (
@@ -242,9 +243,9 @@ OTHER_TRAINERS = {
     "float32": "train.precision=fp32",
     "fp8": _PRECISIONS,
     "fp8_backend": _PRECISIONS,
-    "freeze_language_model": _TEXT_ONLY,
-    "freeze_multi_modal_projector": _TEXT_ONLY,
-    "freeze_vision_tower": _TEXT_ONLY,
+    "freeze_language_model": "train.freeze=language",
+    "freeze_multi_modal_projector": "train.freeze=projector",
+    "freeze_vision_tower": "train.freeze=vision",
     "fsdp_version": _STREAMED,
     **dict.fromkeys(("galore_layerwise", "galore_rank", "galore_scale", "galore_target"), _NO_OTHER_OPTIMIZER),
     **dict.fromkeys(
@@ -254,7 +255,7 @@ OTHER_TRAINERS = {
     "hf_use_auth_token": "nothing: log in with `hf auth login`",
     "hub_model_id": "output.push",
     "hub_strategy": "nothing: output.push uploads the finished model",
-    "image_max_pixels": _TEXT_ONLY,
+    "image_max_pixels": _BY_PROCESSOR,
     "include_num_input_tokens_seen": _REPORTED,
     "include_tokens_per_second": _REPORTED,
     "interleave_probs": "data.weights",
@@ -314,7 +315,7 @@ OTHER_TRAINERS = {
     "preprocessing_batch_size": _TOKENIZED,
     "pretraining_dataset": "data.sources",
     "pure_bf16": _MASTERS,
-    "processor_type": _TEXT_ONLY,
+    "processor_type": _BY_PROCESSOR,
     "push_to_hub": "output.push",
     "qat": _NO_LOW_BITS,
     "quantization_method": _NO_LOW_BITS,
@@ -383,7 +384,8 @@ OTHER_TRAINERS = {
     "use_tensorboard": "output.trackers",
     "use_unsloth": _FUSED,
     "use_wandb": "output.trackers",
-    **dict.fromkeys(("freeze_mm_modules", "video_fps", "video_max_pixels", "video_maxlen"), _TEXT_ONLY),
+    "freeze_mm_modules": "train.freeze=vision",
+    **dict.fromkeys(("video_fps", "video_max_pixels", "video_maxlen"), _NO_VIDEO),
     "wandb_entity": "nothing: set wandb's own environment variable WANDB_ENTITY",
     "wandb_log_model": "nothing: the trained model stays in the run folder; output.push uploads it to the hub",
     "wandb_mode": "output.trackers_online",

@@ -29,6 +29,7 @@ from megatrain.data.assistant_turns import (
     text_after_last_turn,
     text_of_next,
 )
+from megatrain.data.images import as_parts
 from megatrain.data.loss_switches import Parts
 from megatrain.data.messages import Message, Tool
 from megatrain.data.sample_formats import Sample
@@ -85,6 +86,7 @@ class ChatTemplate:
     own: str | None = None  # Jinja text; None: the tokenizer's, which may have another one for tools
     values: Mapping[str, Any] = field(default_factory=dict)  # template variables: `enable_thinking`, say
     moment: datetime | None = None  # what `strftime_now` of a template tells; None: the time of each rendering
+    in_parts: bool = False  # whether it gets contents as lists of parts, as templates with images expect them
 
     def text(self, tools: Sequence[Tool]) -> str:
         """The Jinja text for a conversation with these tools. Raises `DataError` if there is none."""
@@ -297,7 +299,7 @@ class _Renderer:
             raise DataError(f"takes too long ({error})", where=where, fix=fix) from error
 
     def _adapted(self, messages: Sequence[Message]) -> list[Message]:
-        for change in self.shape:
+        for change in (*self.shape, *([as_parts] if self.template.in_parts else [])):
             messages = [change(message) for message in messages]
         return list(messages)
 

@@ -68,7 +68,8 @@ def _source(entry: Mapping[str, Any], folder: Path, where: str) -> Source:
     tags = _names(entry, "tags", where)
     for column in REFUSED_COLUMNS:
         if column in columns:
-            raise DataError(f"has the column {column!r}, which is not supported; only text is trained", where=where)
+            fix = "name its file in data.sources, and set data.images" if column == "images" else "name other data"
+            raise DataError(f"has the column {column!r}, which is not supported here", where=where, fix=fix)
     location = entry.get("hf_hub_url") or entry.get("file_name")
     if not isinstance(location, str):
         hosts = [key for key in REFUSED_HOSTS if key in entry]

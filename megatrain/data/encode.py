@@ -16,7 +16,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from itertools import pairwise, takewhile
@@ -37,6 +37,7 @@ from megatrain.data.chat import (
     prompt_text,
 )
 from megatrain.data.messages import Message, Tool
+from megatrain.data.processor import ImageText, Processor
 from megatrain.data.read_rows import LeftOut
 from megatrain.data.sample_formats import NOT_A_TARGET, Sample
 from megatrain.data.tokenizer import (
@@ -79,13 +80,14 @@ class EncodeOptions:
 class EncodedSample:
     """A sample as tokens: `ids` (tokens,) and `trained` (tokens,), the mask of its targets, at least one.
 
-    origin: its file and line. answer: see `Sample.answer`.
+    origin: its file and line. answer: see `Sample.answer`. images: of a sample encoded for a processor.
     """
 
     ids: npt.NDArray[np.int32]
     trained: Mask
     origin: str
     answer: str = ""
+    images: ImageText | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -138,20 +140,26 @@ class Statistics:
 class Encoder:
     """A tokenizer with options, and what is derived from them once.
 
-    moment: whose date a chat template writes that asks for it; by default now.
+    moment: whose date a chat template writes that asks for it; by default now. processor: writes the tokens of images;
+    None: samples have none.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, options: EncodeOptions | None = None, moment: datetime | None = None
+        self,
+        tokenizer: Tokenizer,
+        options: EncodeOptions | None = None,
+        moment: datetime | None = None,
+        processor: Processor | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.processor = tokenizer, processor
         self.options = options or EncodeOptions()
         self.moment = moment or datetime.now()
 
     @cached_property
     def template(self) -> ChatTemplate:
         """The chat template, chosen on first use. Raises `DataError` if the model has none and none was chosen."""
-        return choose_template(self.tokenizer, self.options.template, self.options.template_values, self.moment)
+        chosen = choose_template(self.tokenizer, self.options.template, self.options.template_values, self.moment)
+        return chosen if self.processor is None else replace(chosen, in_parts=True)
 
     @cached_property
     def dates(self) -> list[str]:
@@ -200,6 +208,8 @@ class Encoder:
         content = [FORMAT, tokenizer_identity(self.tokenizer), own, special, options, self.dates]
         if options.pop("bos") and self.leading:
             content.append(self.leading)
+        if self.processor is not None:
+            content.append(self.processor.identity)
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
@@ -243,13 +253,15 @@ def turn_ends(template: ChatTemplate) -> list[int]:
 @dataclass(frozen=True)
 class _Tokenized:
     """A sample as tokens, before truncation. `text` and `offsets` describe the tokens after the first `leading`, but
-    not an appended end-of-text token."""
+    not an appended end-of-text token. The first `needed` hold all images of `images`."""
 
     ids: npt.NDArray[np.int64]
     trained: Mask
     text: str = ""
     offsets: Offsets = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
     leading: int = 0
+    images: ImageText | None = None
+    needed: int = 0
 
 
 def encode_samples(samples: Iterable[Sample], encoder: Encoder, statistics: Statistics) -> Iterator[EncodedSample]:
@@ -281,6 +293,10 @@ def render_example(sample: Sample, encoder: Encoder) -> list[tuple[str, bool]]:
 
     Raises `SampleError` if it is unusable.
     """
+    if sample.images:  # not the many tokens of each
+        marked = mark_chat(sample, encoder.template, encoder.options.train_on)
+        edges = [0, *(edge for span in marked.spans for edge in span), len(marked.text)]
+        return [(marked.text[a:b], bool(at % 2)) for at, (a, b) in enumerate(pairwise(edges)) if a < b]
     ((_, tokens),) = _tokenised([sample], encoder, Statistics())
     runs: list[tuple[str, bool]] = []
     for start, stop in _runs(tokens.trained):
@@ -326,12 +342,16 @@ def _tokenised(
 ) -> Iterator[tuple[Sample, _Tokenized]]:
     """The usable samples with their tokens. One tokenizer call for all chats, one for all plain texts."""
     tokens: dict[int, _Tokenized] = {}
+    expanded: dict[int, tuple[ImageText, int]] = {}
     texts: dict[str, list[tuple[int, MarkedText]]] = {"read": [], "text": []}
     for number, sample in enumerate(samples):
         try:
             if sample.ids is not None:
                 tokens[number] = _from_ids(sample, encoder)
             elif (marked := _marked(sample, encoder, statistics)) is not None:
+                if encoder.processor is not None:
+                    marked, images, end = _expanded(sample, marked, encoder.processor)
+                    expanded[number] = images, end
                 texts["read" if sample.messages else encoder.options.special_tokens].append((number, marked))
         except SampleError as error:
             statistics.left_out.refuse(error)
@@ -340,8 +360,31 @@ def _tokenised(
         encoded = encode_with_offsets(encoder.tokenizer, [m.text for _, m in texts[mode]], special_tokens=mode)
         for (number, marked), (ids, offsets) in zip(texts[mode], encoded, strict=True):
             tokens[number] = _with_mask(samples[number], marked, ids.astype(np.int64), offsets, encoder)
+            if number in expanded:
+                images, end = expanded[number]
+                tokens[number] = replace(tokens[number], images=images, needed=int((offsets[:, 0] < end).sum()))
     for number in sorted(tokens):
         yield samples[number], tokens[number]
+
+
+def _expanded(sample: Sample, marked: MarkedText, processor: Processor) -> tuple[MarkedText, ImageText, int]:
+    """(the text with what the processor writes for images, no character of which is trained, the text without, the
+    character at which the last image ends)."""
+    text, replaced = processor.expanded(marked.text, sample.images, sample.origin)
+    spans = list[Span]()
+    for start, stop in marked.spans:
+        for old, _ in replaced:
+            if start <= old.start < stop:
+                spans.append(Span(start, old.start))
+                start = old.stop
+        spans.append(Span(start, stop))
+
+    def moved(character: int) -> int:
+        return character + sum(new - (old.stop - old.start) for old, new in replaced if old.stop <= character)
+
+    trained = tuple(Span(moved(start), moved(stop)) for start, stop in spans if start < stop)
+    end = moved(replaced[-1][0].stop) if replaced else 0
+    return replace(marked, text=text, spans=trained), ImageText(marked.text, sample.images, sample.origin), end
 
 
 def _marked(sample: Sample, encoder: Encoder, statistics: Statistics) -> MarkedText | None:
@@ -412,6 +455,9 @@ def _truncated(
     if limit < count and options.too_long == "drop":
         statistics.left_out.add(f"longer than {limit:,} tokens", sample.origin)
         return None
+    if limit < tokens.needed:
+        statistics.left_out.add(f"with an image beyond {limit:,} tokens", sample.origin)
+        return None
     if not tokens.trained[1:].any():
         statistics.left_out.add("without a target", sample.origin)
         return None
@@ -423,7 +469,7 @@ def _truncated(
     if limit < count:
         statistics.cut_samples += 1
         statistics.cut_tokens += count - limit
-    return EncodedSample(tokens.ids[:limit].astype(np.int32), trained, sample.origin, sample.answer)
+    return EncodedSample(tokens.ids[:limit].astype(np.int32), trained, sample.origin, sample.answer, tokens.images)
 
 
 def batches_of(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
@@ -445,7 +491,8 @@ def _size(sample: Sample) -> int:
     if sample.ids is not None:
         return len(sample.ids)
     said = sum(len(message.get("content", "")) + len(str(message.get("tool_calls", ""))) for message in sample.messages)
-    return said + len(sample.prompt) + len(sample.text or "") + len(str(sample.tools))
+    pictures = sum(len(image.data or b"") for image in sample.images)
+    return said + len(sample.prompt) + len(sample.text or "") + len(str(sample.tools)) + pictures
 
 
 def _runs(trained: Mask) -> Iterator[tuple[int, int]]:

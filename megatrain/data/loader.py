@@ -270,9 +270,16 @@ def source_seed(seed: int, source: int) -> int:
 
 
 def batch_of(rows: Sequence[Row]) -> Batch:
-    """`packing.collate` as tensors that share its memory; an array under two names becomes one tensor."""
+    """`packing.collate` as tensors that share its memory; an array under two names becomes one tensor.
+
+    Of rows with images, their processor adds its tensors. Raises `DataError` for an image that cannot be read.
+    """
     import torch  # here, so that errors in the data are reported before torch is loaded
 
     arrays = collate(rows)
     tensors: dict[int, torch.Tensor] = {id(array): torch.from_numpy(array) for array in arrays.values()}
-    return {name: tensors[id(array)] for name, array in arrays.items()}
+    batch = {name: tensors[id(array)] for name, array in arrays.items()}
+    if (processor := rows[0].processor) is not None:
+        texts = [row.images for row in rows if row.images is not None]
+        batch |= processor.micro_batch(texts, [row.ids for row in rows], batch["input_ids"].shape[1])
+    return batch

@@ -4,8 +4,8 @@ A message is `{"role": ..., "content": text}`. An assistant's message may have `
 content; a call is `{"type": "function", "function": {"name": ..., "arguments": {...}}}`. Arguments given as JSON text
 are parsed. A content that is a list of parts becomes one text, with reasoning and calls moved to their own keys. Other
 keys of a message (`reasoning_content`, `tool_call_id`, `name`) are kept for the template. A malformed message is a
-`SampleError` that names it. The order of roles is not checked, since templates do that. Pictures and sound are not
-supported.
+`SampleError` that names it. The order of roles is not checked, since templates do that. Images are marks in a content
+by then (`images.py`); sound is not supported.
 """
 
 from __future__ import annotations
@@ -106,6 +106,8 @@ Tool: TypeAlias = dict[str, Any]
 OTHER_ROLES = ("human", "gpt", "chatgpt", "model", "bot", "ai", "observation", "function_call", "function")
 """Names of roles in other data sets, for the advice in errors."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
+IMAGES = ("image", "image_url")
+"""Types of a part that is an image."""
 
 
 def read_messages(value: object, place: str) -> list[Message]:
@@ -212,7 +214,10 @@ def _join_parts(message: Message, number: int, place: str) -> Message:
             what = f"message {number} has a part of type {named!r}; only text is trained"
             if kind in texts and isinstance(part, Mapping):
                 what = f"message {number} has a part of type {named!r} without 'text' or 'value'"
-            raise SampleError(what, reason="content that is not text", where=place, fix="remove it, or the sample")
+            fix = (
+                "set data.images=images, or the name of their column" if named in IMAGES else "remove it, or the sample"
+            )
+            raise SampleError(what, reason="content that is not text", where=place, fix=fix)
         texts[str(kind)].append(value)
         on = is_on(part, f"a part of message {number}", place) if isinstance(part, Mapping) else None
         trained.append((str(kind), value, on))

@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from megatrain.data.processor import ImageText, Processor
 from megatrain.data.sample_cache import SampleFile, holds_unpaired
 from megatrain.data.sample_formats import NOT_A_TARGET
 from megatrain.data.sampler import epoch_order, grouped_order
@@ -94,6 +95,9 @@ class Row:
     """The reference model's log-probability of the targets (a sum), if there is one."""
     desirable: bool | None = None
     """Whether the answer is labelled good; None if it has no label."""
+    images: ImageText | None = None
+    """The row's text and images for `processor`, which then makes a part of the micro-batch."""
+    processor: Processor | None = None
 
 
 class Batching(Protocol):
@@ -185,6 +189,8 @@ class SampleRows:
     micro_batch: int
     group_size: int = 1
     reference: Reference = field(default_factory=Reference)
+    processor: Processor | None = None
+    """Of samples that were encoded for one."""
 
     def __len__(self) -> int:
         return self.group_size * len(self.chosen)
@@ -199,7 +205,8 @@ class SampleRows:
         ids, trained = self.file.sample(number)
         reference = None if self.reference.values is None else float(self.reference.values[number])
         desirable = bool(self.file.marks[number]) if holds_unpaired(self.file) else None
-        return Row(ids, _labels(ids, trained), reference=reference, desirable=desirable)
+        images = self.file.image_text(number)
+        return Row(ids, _labels(ids, trained), None, reference, desirable, images, self.processor)
 
     def order(self, seed: int, epoch: int) -> Indices:
         """See `grouped_order`. The length of a pair is that of its longer sample."""

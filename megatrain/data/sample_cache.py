@@ -1,12 +1,18 @@
 """Caches encoded samples in memory-mapped files, under a key that hashes their content and how they are encoded.
 
-A sample file is six files of one name:
+A sample file is six files of one name, or eight:
 
     .bin, .json     the ids of all samples, one after another, as a token file (`token_files.py`)
     .lengths        two uint32 per sample: its numbers of tokens and of targets
     .trained        one bit per token: whether it is a target; each sample starts at a byte
     .hashes         64 bits per sample: a hash of its ids, to find copies; 0 for a mismatched answer
     .marks          one byte per sample: 1 for an answer labelled desirable
+
+and if samples may have images
+
+    .images         per sample, as JSON, its text before the processor and where its images are: their paths, or where
+                    their encoded bytes follow
+    .places         where each sample begins in `.images`, and the end: uint64
 
 The `.json` is written last, so files that a crash leaves are not taken for a sample file. Samples are written as they
 are encoded, and none is kept in memory.
@@ -25,7 +31,7 @@ import os
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from pathlib import Path
@@ -38,8 +44,10 @@ from megatrain.data.compressed_files import kind_of
 from megatrain.data.encode import EncodedSample, Encoder, Statistics, try_to_render
 from megatrain.data.encoding_processes import encode_in_processes
 from megatrain.data.hub_datasets import commit_or_download
+from megatrain.data.images import Image
 from megatrain.data.kto import BAD, GOOD, MISMATCHED
 from megatrain.data.preferences import whole_pairs
+from megatrain.data.processor import ImageText
 from megatrain.data.read_rows import JSON_LINES, SEPARATED, Bad, LeftOut, file_digest, unreadable
 from megatrain.data.sample_formats import Sample
 from megatrain.data.sample_sources import Source, read_samples
@@ -49,6 +57,7 @@ from megatrain.system.locks import alone
 from megatrain.system.paths import usable_path
 
 PARTS = (LENGTHS, TRAINED, HASHES, MARKS) = ".lengths", ".trained", ".hashes", ".marks"
+IMAGE_PARTS = (IMAGES, PLACES) = ".images", ".places"
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +70,8 @@ class SampleFile:
     bits: npt.NDArray[np.uint8]
     hashes: npt.NDArray[np.uint64]
     marks: npt.NDArray[np.uint8]
+    images: npt.NDArray[np.uint8] | None = None
+    places: npt.NDArray[np.uint64] | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -71,6 +82,36 @@ class SampleFile:
         first, byte = int(self._starts[number]), int(self._bytes[number])
         trained = np.unpackbits(self.bits[byte : byte + -(-size // 8)], count=size).astype(np.bool_)
         return self.tokens.ids[first : first + size].astype(np.int64), trained
+
+    def image_text(self, number: int) -> ImageText | None:
+        """The text and the images of sample `number`; None if samples have none."""
+        if self.images is None:
+            return None
+        fields, data = self._image_record(number)
+        images, at = list[Image](), 0
+        for path, size in fields["images"]:
+            images.append(Image(fields["place"], path, None if path else data[at : at + size].tobytes()))
+            at += 0 if path else size
+        return ImageText(fields["text"], tuple(images), fields["place"])
+
+    def require_images(self) -> None:
+        """Raise `DataError` for a file of an image that is missing, or has another size than when it was encoded."""
+        for number in range(0 if self.places is None else len(self)):
+            fields, _ = self._image_record(number)
+            for path, size in fields["images"]:
+                image = Image(fields["place"], path)
+                if path and image.nbytes != size:
+                    what = f"{image.name} has changed since the samples were encoded"
+                    raise DataError(what, where=image.place, fix="restore it, or choose another data.cache")
+
+    def _image_record(self, number: int) -> tuple[dict[str, Any], npt.NDArray[np.uint8]]:
+        """(what is said of the images of sample `number`, their bytes, of which none are read)."""
+        assert self.images is not None
+        assert self.places is not None
+        start, stop = map(int, self.places[number : number + 2])
+        size = int.from_bytes(self.images[start : start + 4].tobytes(), "little")
+        begin = start + 4 + size
+        return json.loads(self.images[start + 4 : begin].tobytes()), self.images[begin:stop]
 
     @property
     def details(self) -> Mapping[str, Any]:
@@ -99,14 +140,20 @@ class SampleFile:
 
 
 def write_samples(
-    path: Path, samples: Iterable[EncodedSample], vocab_size: int, details: Mapping[str, Any]
+    path: Path,
+    samples: Iterable[EncodedSample],
+    vocab_size: int,
+    details: Mapping[str, Any],
+    *,
+    has_images: bool = False,
 ) -> SampleFile:
     """Write `samples` as the sample file `path` (a `.bin`) and open it.
 
-    details: a JSON object to store; used only after the last sample, so `samples` may fill it. Raises what
-    `write_tokens` raises.
+    details: a JSON object to store; used only after the last sample, so `samples` may fill it. has_images: whether they
+    were encoded for a processor. Raises what `write_tokens` raises.
     """
-    drafts = {suffix: path.with_name(f"{path.stem}{suffix}.{uuid.uuid4().hex}.tmp") for suffix in PARTS}
+    suffixes = (*PARTS, *IMAGE_PARTS) if has_images else PARTS
+    drafts = {suffix: path.with_name(f"{path.stem}{suffix}.{uuid.uuid4().hex}.tmp") for suffix in suffixes}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_tokens(path, _arrays(path, samples, drafts), vocab_size, details)
@@ -127,36 +174,64 @@ def open_samples(path: Path) -> SampleFile:
         bits = np.memmap(path.with_suffix(TRAINED), dtype=np.uint8, mode="r")
         hashes = np.memmap(path.with_suffix(HASHES), dtype="<u8", mode="r")
         marks = np.memmap(path.with_suffix(MARKS), dtype=np.uint8, mode="r")
+        images = places = None
+        if path.with_suffix(PLACES).is_file():
+            images = np.memmap(path.with_suffix(IMAGES), dtype=np.uint8, mode="r")
+            places = np.memmap(path.with_suffix(PLACES), dtype="<u8", mode="r")
     except (OSError, ValueError) as error:
         raise DataError(f"is not a sample file ({error})", where=str(path), fix="remove it") from error
     sizes = lengths[:, 0].astype(np.int64)
     counts = int(sizes.sum()), int((-(-sizes // 8)).sum()), len(sizes), len(sizes)
     if counts != (len(tokens), len(bits), len(hashes), len(marks)):
         raise DataError("its files do not belong together", where=str(path), fix="remove them")
-    return SampleFile(tokens, lengths[:, 0], lengths[:, 1], bits, hashes, marks)
+    if images is not None and places is not None and (len(places) != len(sizes) + 1 or places[-1] != len(images)):
+        raise DataError("its files do not belong together", where=str(path), fix="remove them")
+    return SampleFile(tokens, lengths[:, 0], lengths[:, 1], bits, hashes, marks, images, places)
 
 
-def is_sample_file(path: Path) -> bool:
+def is_sample_file(path: Path, *, has_images: bool = False) -> bool:
     """Whether all files of the sample file `path` exist."""
-    return all(path.with_suffix(suffix).is_file() for suffix in (".bin", ".json", *PARTS))
+    suffixes = (".bin", ".json", *PARTS, *(IMAGE_PARTS if has_images else ()))
+    return all(path.with_suffix(suffix).is_file() for suffix in suffixes)
 
 
 def _arrays(path: Path, samples: Iterable[EncodedSample], drafts: Mapping[str, Path]) -> Iterator[TokenArray]:
     with ExitStack() as stack:
-        files = [stack.enter_context(drafts[suffix].open("wb")) for suffix in PARTS]
-        lengths, trained, hashes, marks = files
+        files = [stack.enter_context(draft.open("wb")) for draft in drafts.values()]
+        lengths, trained, hashes, marks, *of_images = files
+        if of_images:
+            of_images[1].write(bytes(8))
         for sample in samples:
             lengths.write(np.array([len(sample), sample.trained.sum()], dtype="<u4").tobytes())
             trained.write(np.packbits(sample.trained).tobytes())
             is_own = sample.answer != MISMATCHED
-            hashes.write(hashlib.blake2b(sample.ids.tobytes(), digest_size=8).digest() if is_own else bytes(8))
+            hashes.write(_hash_of(sample) if is_own else bytes(8))
             marks.write(bytes([sample.answer == GOOD]))
+            if of_images:
+                assert sample.images is not None
+                of_images[0].write(_image_record(sample.images))
+                of_images[1].write(np.array([of_images[0].tell()], dtype="<u8").tobytes())
             yield sample.ids
         for file in files:  # so that a power cut leaves no complete ids beside an incomplete mask
             file.flush()
             os.fsync(file.fileno())
     for suffix, draft in drafts.items():  # before `write_tokens` does so with `.bin` and `.json`
         draft.replace(path.with_suffix(suffix))
+
+
+def _hash_of(sample: EncodedSample) -> bytes:
+    """A hash of the ids of a sample, and of what tells its images from others."""
+    digest = hashlib.blake2b(sample.ids.tobytes(), digest_size=8)
+    for image in () if sample.images is None else sample.images.images:
+        digest.update(image.identity.encode())
+    return digest.digest()
+
+
+def _image_record(sample: ImageText) -> bytes:
+    """A sample of `.images`: the length of a JSON text, the text, and the bytes of images that are in no file."""
+    images = [(image.path, image.nbytes) for image in sample.images]
+    head = json.dumps({"text": sample.text, "place": sample.place, "images": images}).encode()
+    return b"".join([len(head).to_bytes(4, "little"), head, *(image.data or b"" for image in sample.images)])
 
 
 def _offsets(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -189,17 +264,17 @@ def prepare_samples(
     bad: what happens to unusable samples. Raises `DataError` for a source that cannot be read or has no sample to train
     on, and `SampleError` for an unusable sample if `bad` is `stop`.
     """
-    path = cache / f"{_key(source, encoder, bad)}.bin"
-    if is_sample_file(path):
-        return open_samples(path)
-    with alone(path):
-        if is_sample_file(path):
-            return open_samples(path)
+    path, has_images = cache / f"{_key(source, encoder, bad)}.bin", encoder.processor is not None
+    with alone(path) if not is_sample_file(path, has_images=has_images) else nullcontext():
+        if is_sample_file(path, has_images=has_images):
+            file = open_samples(path)
+            file.require_images()
+            return file
         statistics = Statistics(LeftOut(bad))
         details: dict[str, Any] = {"source": source.name}
         encode = partial(encode_in_processes, processes=processes, progress=_row_progress(source, progress))
         samples = _encoded(source, encoder, statistics, details, encode)
-        return write_samples(path, samples, encoder.vocabulary, details)
+        return write_samples(path, samples, encoder.vocabulary, details, has_images=has_images)
 
 
 def _row_progress(source: Source, progress: Progress | None) -> Callable[[int], None] | None:
@@ -303,7 +378,9 @@ def _as_json(statistics: Statistics) -> dict[str, Any]:
 
 def _key(source: Source, encoder: Encoder, bad: str) -> str:
     schema = source.schema
-    how = [schema.format, dict(schema.columns), dict(schema.tags)]
+    how: list[Any] = [schema.format, dict(schema.columns), dict(schema.tags)]
+    if schema.images is not None:  # whose paths begin at the source
+        how += [schema.images, str(usable_path(source.name, error=DataError).absolute())]
     which = [source.split, source.subset, source.folder, source.pattern, source.limit]
     content = [FORMAT, encoder.identity, _content(source), how, which, bad]
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]

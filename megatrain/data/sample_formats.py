@@ -15,8 +15,8 @@ A sample is a conversation, a text (possibly after a prompt that is not trained)
 has. `columns` gives the names of fields in the user's data, `tags` the names of roles and keys in turns. chat and
 sharegpt are distinguished by the keys of the first turn. A row of messages may bring arguments of the chat template,
 `chat_template_kwargs`. Keys that say what is not trained are read by `loss_switches.py`. Rows labelled good or bad, as
-data for KTO is, are refused unless the format is `unpaired`, since the bad answers would be learned too. Pictures are
-not supported.
+data for KTO is, are refused unless the format is `unpaired`, since the bad answers would be learned too. Images of
+chats are taken out first, if `Schema.images` asks for them (`images.py`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any, Literal, NoReturn, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
+from megatrain.data.images import MARK, Image, place_before_question, take_images
 from megatrain.data.loss_switches import ONLY_LAST, Parts, as_label, refuse_row_switches, take_switches
 from megatrain.data.messages import (
     OTHER_ROLES,
@@ -93,6 +94,8 @@ LABELLED = "says whether the answer is good or bad, as data for KTO does"
 LABELLED_FIX = "set train.objective=kto, or keep the rows with good answers and remove the column"
 ROLE_NAMES = {*ROLES, *OTHER_ROLES, *(name for _, names in TAGS.values() for name in names)}
 MEDIA = ("image", "video", "audio")
+SAID = ("system", "history", "messages", "conversations", "prompt", "instruction", "input", "completion", "output")
+"""Fields of what is said, which may hold images."""
 NOT_A_TARGET = -100
 
 
@@ -103,6 +106,7 @@ class Schema:
     format: Format = "auto"
     columns: Mapping[str, str] = field(default_factory=dict)  # our name of a field -> the user's
     tags: Mapping[str, str] = field(default_factory=dict)
+    images: str | None = None  # the user's column of a chat's images; None: only text is read
 
     def __post_init__(self) -> None:
         for name, theirs in self.columns.items():
@@ -150,6 +154,8 @@ class Sample:
     trained: npt.NDArray[np.bool_] | None = None
     answer: Literal["", "chosen", "rejected", "desirable", "undesirable", "mismatched"] = ""
     """The sample's role in a pair, of a preference or with a label; the two samples of a pair are consecutive."""
+    images: tuple[Image, ...] = ()
+    """Those of the marks in `messages`, in order."""
 
 
 def detect_schema(row: Row, schema: Schema) -> Schema:
@@ -210,7 +216,7 @@ def read_sample(row: Row, schema: Schema) -> Sample:
     required, optional = FIELDS[schema.format]
     known = {ONLY_LAST, *(schema.column(name) for name in (*required, *optional))}
     refuse_row_switches(row.fields, known, row.place, is_text=schema.format == "text")
-    sample = _READERS[schema.format](row, schema)
+    sample = _READERS[schema.format](row, schema) if schema.images is None else _read_with_images(row, schema)
     _require_text_only(row, sample)
     if not sample.messages:
         return sample
@@ -271,6 +277,23 @@ class LabelCheck:
             raise DataError(what, where=self._first[name], fix=LABELLED_FIX)
 
 
+def _read_with_images(row: Row, schema: Schema) -> Sample:
+    """A conversation with its images, in messages that hold their marks."""
+    assert schema.images is not None
+    required, optional = FIELDS[schema.format]
+    said = [schema.column(name) for name in SAID if name in (*required, *optional)]
+    row, images, unplaced = take_images(row, schema.images, said)
+    sample = _READERS[schema.format](row, schema)
+    if not sample.messages:
+        what = f"{schema.format} samples beside images: with data.images, all samples are chats"
+        raise SampleError(what, reason="not a chat", where=row.place, fix="give messages")
+    messages = place_before_question(sample.messages, unplaced, row.place) if unplaced else sample.messages
+    if sum(message.get("content", "").count(MARK) for message in messages) != len(images):
+        what = "an image that is not in the content of a message"
+        raise SampleError(what, reason="images without a place", where=row.place, fix="put it into a content")
+    return replace(sample, messages=messages, images=images)
+
+
 def _require_text_only(row: Row, sample: Sample) -> None:
     """Raise `SampleError` for a text with a placeholder (`<image>`) for media in a column, as in LLaVA's data."""
     for kind in MEDIA:
@@ -278,7 +301,8 @@ def _require_text_only(row: Row, sample: Sample) -> None:
         columns = [name for name in (kind, f"{kind}s") if row.fields.get(name)]
         if columns and any(f"<{kind}>" in text for text in (*contents, sample.prompt)):
             what = f"refers to {columns[0]!r} by <{kind}>; only text is trained"
-            raise SampleError(what, reason="content that is not text", where=row.place, fix="remove the sample")
+            fix = f"set data.images={columns[0]}, or remove the sample" if kind == "image" else "remove the sample"
+            raise SampleError(what, reason="content that is not text", where=row.place, fix=fix)
 
 
 def require_json(sample: Sample) -> None:

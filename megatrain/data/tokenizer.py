@@ -61,6 +61,20 @@ def load_tokenizer(name: str) -> Tokenizer:
         return _from_pretrained(name, local=False)
 
 
+PROCESSOR_FIX = "name a model folder with its preprocessor (and pip install torchvision if it asks for that)"
+
+
+def pretrained_processor(name: str) -> Any:
+    """The processor of a folder or a model on the hub, of transformers. Raises `DataError` if none can be loaded."""
+    from transformers import AutoProcessor
+
+    try:
+        return AutoProcessor.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # transformers passes on whatever its parsers and optional packages raise
+        what = f"data.images needs a processor, and none could be loaded ({first_line(error)})"
+        raise DataError(what, where=name, fix=PROCESSOR_FIX) from error
+
+
 def refuse_absent_tokenizer(name: str, known: Iterable[str] = ()) -> None:
     """Raise `DataError` for a name that `load_tokenizer` would not find, with similar names, also among `known`."""
     if name != "bytes" and _local_folder(name) is None and not hub_client.is_cached(name, CACHED):

@@ -122,8 +122,18 @@ def _config_fields(config: PreTrainedConfig) -> Iterator[tuple[str, Any]]:
     """Name and value of the fields to compare."""
     for name, value in vars(config).items():
         if name[0] != "_" and name not in UNCHECKED_FIELDS:
-            yield name, value.to_dict() if isinstance(value, PreTrainedConfig) else value
+            inner = _checked(value.to_dict()) if isinstance(value, PreTrainedConfig) else value
+            yield name, inner
     yield "_attn_implementation", config._attn_implementation
+
+
+def _checked(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config within a config, and of those within it, that are compared."""
+    return {
+        name: _checked(value) if isinstance(value, dict) else value
+        for name, value in fields.items()
+        if name not in UNCHECKED_FIELDS
+    }
 
 
 def _comparable(value: Any) -> Any:

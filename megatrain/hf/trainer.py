@@ -39,7 +39,13 @@ from megatrain.hf.model_changes import Snapshot, refuse_changes, snapshot_of
 from megatrain.hf.noisy_embeddings import noisy_embeddings
 from megatrain.hf.optimizer import EngineOptimizer
 from megatrain.hf.refusals import refuse_class, refuse_keywords, refuse_loss, refuse_model
-from megatrain.hf.trainer_losses import refuse_mean_of_means, router_coefficient, router_weights, stock_loss
+from megatrain.hf.trainer_losses import (
+    refuse_mean_of_means,
+    router_coefficient,
+    router_weights,
+    stock_loss,
+    with_weights,
+)
 from megatrain.hf.training_options import refuse_arguments
 from megatrain.losses import LossFn
 from megatrain.model import PretrainedSource, base_of
@@ -106,6 +112,7 @@ class Streamed:
         handled = ["torch_compile_backend", *(["model_init_kwargs"] if self._given_by_name else [])]
         with _temporarily_unset(args, *handled):  # or the accelerator would compile, and TRL refuse model_init_kwargs
             super().__init__(model=model, args=args, **keywords)  # type: ignore[call-arg]  # the trainer's
+        self.args.ddp_find_unused_parameters = None  # TRL sets it for a processor, and there is no DDP
         refuse_arguments(self.args)
         refuse_model(self.model, self.args)
         self.neftune_noise_alpha = None  # or the library would add its hook to the model after the engine is created
@@ -236,7 +243,7 @@ class Streamed:
     def training_step(self, model: Any, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Collect the micro-batch; if it is the last of an optimizer step, run the step and return its loss, else 0."""
         self.model.train()
-        self._micro_batches.append(dict(inputs))
+        self._micro_batches.append(with_weights(self._loss(), inputs))
         loss = 0.0
         if self.accelerator.sync_gradients:
             self._check_divisor(num_items_in_batch)
@@ -340,6 +347,7 @@ class Streamed:
         of several ranks are scaled so that their mean is the mean over tokens."""
         batch, loss, world = dict(inputs), None, self.engine.world
         labels = batch.get("labels")
+        batch |= {} if labels is None else with_weights(self._loss(), batch)
         targets = world.exchange("target tokens", 0 if labels is None else int((labels[:, 1:] != -100).sum()))
         if any(targets):
             found = self.engine.measure([batch], self._loss(), self._router_weights(1))

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatrain.engine import MicroBatch, count_targets, target_mask
+from megatrain.engine.chunked_loss import own_entries
 from megatrain.errors import ConfigError
 from megatrain.losses import LogitsLoss, LogProbLoss, LossFn, SmoothedCrossEntropy
 
@@ -22,14 +23,20 @@ FUSED_HEAD_NAME = "add_fused_lm_head"
 """A name that the modules of TRL's trainers have from 1.15 on. (In a source tree, `__version__` may be wrong.)"""
 
 
+MEAN_WEIGHTS = "mean_weights"
+"""Entry of a micro-batch: one over its target tokens, for each token."""
+
+
 class TokenLoss(LogitsLoss):
     """Cross-entropy, or dynamic fine-tuning (Wu et al., "On the Generalization of SFT", 2025), with TRL's metrics.
 
-    smoothing: label smoothing of the cross-entropy, 0 to 1. dynamic: dynamic fine-tuning instead.
+    smoothing: label smoothing of the cross-entropy, 0 to 1. dynamic: dynamic fine-tuning instead. is_mean: whether it
+    is averaged over each micro-batch and then over micro-batches, for models that do not take `num_items_in_batch`.
     """
 
-    def __init__(self, smoothing: float, dynamic: bool) -> None:
+    def __init__(self, smoothing: float, dynamic: bool, *, is_mean: bool = False) -> None:
         self.smoothing, self.dynamic = smoothing, dynamic
+        self.own = (MEAN_WEIGHTS,) if is_mean else ()
 
     def __call__(self, logits: Tensor, labels: Tensor, **own: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of the losses, and sums of the entropy and of correct predictions."""
@@ -42,7 +49,13 @@ class TokenLoss(LogitsLoss):
         with torch.no_grad():
             entropy = -(log_probs.exp() * log_probs).sum()
             correct = (logits.argmax(dim=-1) == labels).sum()
+        if (weights := own.get(MEAN_WEIGHTS)) is not None and len(weights):
+            entropy, correct, losses = entropy * weights[0], correct * weights[0], losses * weights
         return losses.sum(), {"entropy": entropy, "mean_token_accuracy": correct}
+
+    def divisor(self, batch: MicroBatch) -> float:
+        """The target tokens, or 1 for a mean, in which TRL counts micro-batches without a target, too."""
+        return 1.0 if self.own else super().divisor(batch)
 
 
 class MeanPerMicroBatch(LogProbLoss):
@@ -60,21 +73,27 @@ class MeanPerMicroBatch(LogProbLoss):
 def stock_loss(trainer: Any) -> LossFn | None:
     """The loss that a trainer's arguments describe; `None` is cross-entropy over the step's target tokens."""
     smoothing = float(trainer.args.label_smoothing_factor or 0.0)
-    if not trainer.model_accepts_loss_kwargs:
-        return MeanPerMicroBatch()
+    is_mean = not trainer.model_accepts_loss_kwargs
     if hasattr(trainer, "_metrics"):  # TRL's trainers log metrics
-        return TokenLoss(smoothing, _is_dynamic(trainer))
+        return TokenLoss(smoothing, _is_dynamic(trainer), is_mean=is_mean)
+    if is_mean:
+        return MeanPerMicroBatch()
     return SmoothedCrossEntropy(smoothing) if smoothing else None
 
 
+def with_weights(loss_fn: LossFn | None, batch: MicroBatch) -> MicroBatch:
+    """`batch` with the entry that a `TokenLoss` of means needs; any other as it is."""
+    if MEAN_WEIGHTS not in own_entries(loss_fn):
+        return batch
+    return {**batch, MEAN_WEIGHTS: torch.full(batch["labels"].shape, 1 / max(1, count_targets(batch)))}
+
+
 def refuse_mean_of_means(trainer: Any) -> None:
-    """Raise `ConfigError` for what `MeanPerMicroBatch` lacks: label smoothing, and the metrics that TRL logs."""
-    lacks = [("label_smoothing_factor", trainer.args.label_smoothing_factor), ("TRL", hasattr(trainer, "_metrics"))]
-    for name, asked in lacks:
-        if asked:
-            kind = type(trainer.model).__name__
-            what = f"{name} is not supported: {kind} takes no num_items_in_batch, so its loss is a mean of means"
-            raise ConfigError(what, where="StreamedTrainer", fix="give loss_fn, see megatrain.losses")
+    """Raise `ConfigError` for label smoothing, which a mean of micro-batches' means lacks."""
+    if trainer.args.label_smoothing_factor:
+        kind, key = type(trainer.model).__name__, "label_smoothing_factor"
+        what = f"{key} is not supported: {kind} takes no num_items_in_batch, so its loss is a mean of means"
+        raise ConfigError(what, where="StreamedTrainer", fix="give loss_fn, see megatrain.losses")
 
 
 def router_coefficient(trainer: Any) -> float | None:
@@ -105,4 +124,5 @@ __all__ = [
     "router_coefficient",
     "router_weights",
     "stock_loss",
+    "with_weights",
 ]

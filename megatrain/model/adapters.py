@@ -45,6 +45,7 @@ from megatrain.model.adapter_methods import (
     silenced,
 )
 from megatrain.model.architecture import plain_errors
+from megatrain.model.freeze import decoder_of
 from megatrain.model.hub import ADAPTER, cached_folder, model_behind, model_named, named_adapter
 from megatrain.model.pretrained import PretrainedSource
 from megatrain.model.weight_sources import (
@@ -332,7 +333,10 @@ class AdaptedSource:
             refuse_absent_modules(config, self._paths.values())
         named = {id(parameter): name for name, parameter in base_names(base.model, self.model)}
         if getattr(config, "target_modules", None) == "auto":
-            config.target_modules = _without_experts(config, _linear(base.model), base.model)
+            decoder = decoder_of(base.model)
+            config.target_modules = _without_experts(config, _linear(base.model, decoder), base.model)
+            if decoder is not None and not config.exclude_modules:
+                config.exclude_modules = rf"(?!{re.escape(decoder)}\.).*"
         config.inference_mode = not trains
         config.task_type = config.task_type or "CAUSAL_LM"
         config.base_model_name_or_path = name or config.base_model_name_or_path
@@ -388,6 +392,10 @@ class AdaptedSource:
     def left_out(self) -> str:
         """Describes the contents of the base's files that the model does not use."""
         return self.base.left_out() if isinstance(self.base, PretrainedSource) else ""
+
+    def dequantized(self) -> str:
+        """As `PretrainedSource.dequantized`."""
+        return self.base.dequantized() if isinstance(self.base, PretrainedSource) else ""
 
     @property
     def layers(self) -> list[tuple[str, Any]]:
@@ -462,7 +470,8 @@ def lora_config(
 ) -> Any:
     """A `peft.LoraConfig` from the configuration keys of a run. Raises `ConfigError` if `peft` is not installed.
 
-    target_modules: names, or `all-linear` (which includes fused experts and routers), or `auto` (which does not).
+    target_modules: names, or `all-linear` (which includes fused experts, routers and encoders of images), or `auto`
+    (which does not).
     """
     require_peft()
     from peft import LoraConfig
@@ -546,11 +555,11 @@ def base_names(before: nn.Module, after: nn.Module) -> Iterator[tuple[str, nn.Pa
     return zip((name for name, _ in before.named_parameters()), after.parameters(), strict=True)
 
 
-def _linear(model: PreTrainedModel) -> set[str]:
-    """Last name components of a model's linear layers, except its head and fused experts."""
+def _linear(model: PreTrainedModel, within: str | None) -> set[str]:
+    """Last name components of the linear layers of a model, or of its module `within`, but not its head or experts."""
     kinds, head = (nn.Linear, Conv1D), model.get_output_embeddings()
     found = {name for name, module in model.named_modules() if isinstance(module, kinds) and module is not head}
-    return {name.rpartition(".")[2] for name in found}
+    return {name.rpartition(".")[2] for name in found if within is None or name.startswith(f"{within}.")}
 
 
 def _without_experts(config: Any, names: set[str], model: PreTrainedModel) -> set[str]:

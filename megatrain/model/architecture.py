@@ -1,8 +1,9 @@
 """Reads model configs (from a folder, a hub name or fields) and refuses those that cannot be trained exactly.
 
 Refused from the config alone, before a structure is built or a weights file opened: encoder-decoders, models without
-text, encoders that see later tokens, quantized checkpoints, and custom code without permission. What only the structure
-reveals is refused by `ported`. `auto_class` decides the class of a config's model for everyone who builds or loads it.
+text, encoders that see later tokens, checkpoints quantized in a way that `dequantize` cannot undo, and custom code
+without permission. What only the structure reveals is refused by `ported`. `auto_class` decides the class of a
+config's model for everyone who builds or loads it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatrain.errors import ModelError, first_line
+from megatrain.model.dequantize import quantizer_of
 from megatrain.model.hub import cached_folder, is_local, located
 from megatrain.system.paths import read_json
 from megatrain.system.time_limit import OutOfTime, within
@@ -224,15 +226,10 @@ def set_fields(config: PreTrainedConfig, fields: Mapping[str, Any], *, where: st
 
 
 def refuse_other_configs(config: PreTrainedConfig, *, where: str, trust_remote_code: bool = False) -> None:
-    """Raise `ModelError` unless the config describes a causal language model with plain weights."""
+    """Raise `ModelError` unless the config describes a causal language model, with weights that can be loaded."""
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError("an encoder-decoder, not a causal language model", where=where, fix="use a decoder-only model")
-    if _is_quantized(config):
-        raise ModelError(
-            "a quantized checkpoint, which cannot be trained at full precision",
-            where=where,
-            fix="use the float32 or bfloat16 weights that it was made from",
-        )
+    quantizer_of(config, where=where)
     if _brings_code(config) and trust_remote_code:
         return  # its own code decides the class
     model_class = model_class_of(config)
@@ -324,12 +321,6 @@ def _refuse_unknown_fields(kind: str, fields: Mapping[str, Any], where: str) -> 
                 where=where,
                 fix=f"did you mean {near[0]!r}?" if near else f"see the fields of a {kind} config.json",
             )
-
-
-def _is_quantized(config: PreTrainedConfig) -> bool:
-    """Whether the config, or a part of a composite config, declares quantization."""
-    parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
-    return any(getattr(part, "quantization_config", None) for part in parts)
 
 
 def _brings_code(config: PreTrainedConfig) -> bool:

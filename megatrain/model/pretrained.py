@@ -7,7 +7,7 @@ before the next unit. Before that, the same code runs once for the whole model o
 the files' headers, and finds everything missing, unexpected or misshaped before any weights are read. A missing
 parameter, which transformers would initialise at random, is refused.
 
-Quantized checkpoints and adapters are not handled here.
+Quantized checkpoints are dequantized on the way (`dequantize`). Adapters are not handled here.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from megatrain.errors import ModelError, first_line
 from megatrain.model.architecture import plain_errors, read_config, set_fields
 from megatrain.model.carried import Carried, WrittenTensor, carry, processor_files, stored_dtype
+from megatrain.model.dequantize import OF_ACTIVATIONS, quantizer_of
 from megatrain.model.hub import cached_folder, is_local, located, model_named
 from megatrain.model.mapped_tensors import lazy_zeros
 from megatrain.model.skeleton import blueprint
@@ -78,20 +79,24 @@ class PretrainedSource:
         """
         self._where = f"model {source}"
         source = located(model_named(source), where=self._where, revision=revision)
-        saved = None
+        saved, self._quantizer = None, None
         if structure is None:
             config = read_config(source, where=self._where, trust_remote_code=trust_remote_code, revision=revision)
             set_fields(config, fields or {}, where=self._where)
-            saved = config.dtype
+            saved, self._quantizer = config.dtype, quantizer_of(config, where=self._where)
             structure = blueprint(config, attention=attention, trust_remote_code=trust_remote_code)
         self.model = structure
         self._shards = Shards(source, structure.config, where=self._where, revision=revision)
         self._mapping: list[Any] = get_model_conversion_mapping(self.model)
+        self._to_write = self._mapping
+        if self._quantizer is not None:
+            self._mapping = self._quantizer.update_weight_conversions(self._to_write, self.model)
         for transform in self._mapping:
             if getattr(transform, "force_cpu", False):
                 transform.force_cpu = False  # always the CPU here, except in the check, which has no values
-        self.dtype: torch.dtype = saved if isinstance(saved, torch.dtype) else self._shards.dtype
-        """The config's dtype, or that of the first tensor: the library's `auto`."""
+        published = self._shards.dtype if self._quantizer is None else torch.bfloat16
+        self.dtype: torch.dtype = saved if isinstance(saved, torch.dtype) and saved in DTYPES.values() else published
+        """The config's dtype, or that of the first tensor: the library's `auto`; bfloat16 for a quantized one."""
         self._keys, self._renamed = _keys_by_target(self.model, self._mapping, self._shards.headers)
         self.unexpected: list[str] = self._check()
         """Tensors of the checkpoint that are not loaded, but carried over to exports; `left_out` describes them."""
@@ -110,9 +115,12 @@ class PretrainedSource:
         return f"{count} not loaded: {listed(_grouped(self.unexpected, loaded))}"
 
     def _unread(self) -> dict[WrittenTensor, FileBytes | Tensor]:
-        """The tensors that are not loaded, and where they are."""
+        """The tensors that are not loaded but copied to exports, and where they are; none that only a quantized
+        checkpoint can hold."""
         places, unread = _Places(), dict[WrittenTensor, FileBytes | Tensor]()
         for key in self.unexpected:
+            if key in self._unread_quantized:
+                continue
             header = self._shards.headers[key]
             if header.file.suffix == ".safetensors":
                 tensor = WrittenTensor(key, header.shape, stored_dtype(header.dtype, key, self._where))
@@ -121,6 +129,32 @@ class PretrainedSource:
                 value = _mapped(header.file)[key]
                 unread[WrittenTensor(key, header.shape, value.dtype)] = value
         return unread
+
+    def dequantized(self) -> str:
+        """Describes the weights that the files hold quantized; empty if there are none."""
+        if self._quantizer is None:
+            return ""
+        count = sum(map(self._is_quantized, self._keys.values()))
+        said = "1 tensor is" if count == 1 else f"{count:,} tensors are"
+        said += f" published in {self._quantizer.name} and loaded at full precision; what is saved is not quantized"
+        lost = len(self._unread_quantized)
+        return f"{said}, and lacks {lost:,} quantized tensors that the class does not read" if lost else said
+
+    @cached_property
+    def _unread_quantized(self) -> set[str]:
+        """The tensors that are not loaded and stand for a quantized weight, with their scales."""
+        if self._quantizer is None:
+            return set()
+        ends = self._quantizer.ends
+        stems = {
+            key.rpartition(".")[0]
+            for key in self.unexpected
+            if self._is_quantized([key]) or key.endswith(tuple(end for end in ends if end != "weight"))
+        }
+        return {key for key in self.unexpected if key.rpartition(".")[0] in stems}
+
+    def _is_quantized(self, keys: Iterable[str]) -> bool:
+        return self._quantizer is not None and any(self._shards.headers[key].dtype not in DTYPES for key in keys)
 
     def dtypes(self, asked: torch.dtype) -> dict[str, torch.dtype]:
         """Parameter name -> dtype in which transformers would load it if asked for `asked`."""
@@ -182,6 +216,8 @@ class PretrainedSource:
     def _why_not(self, name: str, keys: Sequence[str], dtype: torch.dtype) -> str:
         headers = [self._shards.headers[key] for key in keys]
         kinds = sorted({header.dtype for header in headers})
+        if self._is_quantized(keys):
+            return f"is quantized in the files ({' and '.join(kinds)}), so they do not hold its value"
         if any(DTYPES.get(kind) != dtype for kind in kinds):
             return f"is {' and '.join(kinds)} in the files, but held as {str(dtype).removeprefix('torch.')}"
         if any(header.file.suffix != ".safetensors" for header in headers):
@@ -242,10 +278,15 @@ class PretrainedSource:
 
     def _run_library(self, tensors: Mapping[str, Any], device: str) -> LoadStateDictInfo:
         """Have transformers convert these tensors and load them into the model, float parameters as float32."""
-        how = LoadStateDictConfig(dtype=torch.float32, weight_mapping=self._mapping, device_map={"": device})
+        how = LoadStateDictConfig(
+            dtype=torch.float32, weight_mapping=self._mapping, device_map={"": device}, hf_quantizer=self._quantizer
+        )
         info: LoadStateDictInfo
         with quiet():
             info, _ = convert_and_load_state_dict_in_model(self.model, dict(tensors), how)
+        if self._quantizer is not None:  # what is written is plain: names and layouts without the companions
+            plain = [each for each in self._to_write if isinstance(each, WeightConverter) or each.was_used()]
+            self.model.__dict__["_weight_conversions"] = plain
         return info
 
     def _check(self) -> list[str]:
@@ -253,7 +294,7 @@ class PretrainedSource:
         fit."""
         headers = self._shards.headers
         shapes = {
-            key: torch.empty(header.shape, dtype=DTYPES.get(header.dtype), device="meta")
+            key: torch.empty(header.shape, dtype=STORED.get(header.dtype), device="meta")
             for key, header in headers.items()
         }
         with _put_back(self.model):
@@ -271,8 +312,9 @@ class PretrainedSource:
                 fix="use files and a config that belong together",
             )
         for target, held in self._keys.items():
+            is_plain = self._quantizer is None or target in self._renamed
             for key in held:
-                if target in first and headers[key].dtype not in DTYPES:
+                if target in first and is_plain and headers[key].dtype not in DTYPES:
                     raise ModelError(
                         f"{key} holds {headers[key].dtype} values (quantized?)",
                         where=self._where,
@@ -291,7 +333,11 @@ class PretrainedSource:
 
     def _is_remade(self, key: str, makers: Collection[str]) -> bool:
         """Whether a tensor is no weight but a table, mask or counter that the model makes itself, or needs no more."""
-        header = self._shards.headers[key]
+        header = self._shards.headers.get(key)
+        if header is None:
+            return False
+        if self._quantizer is not None and key.endswith((*OF_ACTIVATIONS, *self._quantizer.ends)):
+            return key.endswith(OF_ACTIVATIONS)
         square = len(header.shape) == 4 and header.shape[:2] == (1, 1) and header.shape[2] == header.shape[3]
         if header.dtype in ("I64", "I32", "I16", "I8", "U8", "BOOL") or not header.shape or square:
             return True
@@ -446,6 +492,13 @@ BLOCK_NBYTES = 8 << 20
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """safetensors' names of the dtypes that convert to float32 without a scale."""
 
+STORED = {
+    **DTYPES,
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
+    **{"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64},
+}
+"""safetensors' names of all dtypes from which weights are made."""
+
 
 @dataclass(frozen=True, slots=True)
 class Header:
@@ -526,6 +579,8 @@ class Shards:
     def _unread(self, opened: Any, name: str, dtype: torch.dtype) -> Unread:
         header = self.headers[name]
         is_large = len(header.shape) > 0 and 2 * math.prod(header.shape) >= LARGE_NBYTES
+        if name.endswith("_scale"):
+            return opened.get_slice(name)  # its dtype decides how a dequantized weight is rounded
         widened = dtype == torch.float32 and header.dtype in ("BF16", "F16")
         return _InBlocks(name, header) if is_large and widened else opened.get_slice(name)
 

@@ -33,6 +33,7 @@ from transformers.utils.import_utils import (
 from megatrain.errors import ModelError
 from megatrain.model import architecture
 from megatrain.model.architecture import auto_class, model_class_of, plain_errors, refuse_other_configs
+from megatrain.model.dequantize import drop_quantization
 from megatrain.model.weight_sources import quiet
 from megatrain.system.time_limit import Deadline
 
@@ -99,6 +100,8 @@ def build(
     where = where_of(config)
     refuse_other_configs(config, where=where, trust_remote_code=trust_remote_code)
     refuse_attention(config, attention, where)
+    config = copy.deepcopy(config)
+    drop_quantization(config)
     with (
         quiet(),
         torch.random.fork_rng(devices=[]),
@@ -109,7 +112,7 @@ def build(
     ):
         torch.default_generator.manual_seed(seed)  # only the CPU's: nothing is drawn elsewhere
         model: PreTrainedModel = auto_class(config).from_config(
-            copy.deepcopy(config),
+            config,
             dtype=torch.float32,
             trust_remote_code=trust_remote_code,
             **({} if attention == "auto" else {"attn_implementation": attention}),

@@ -17,7 +17,7 @@ import copy
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import ceil, gcd
 from typing import Any
 
@@ -106,9 +106,7 @@ def with_dropout(config: PreTrainedConfig, rate: float) -> PreTrainedConfig:
     Integer fields stay integers, since some configs insist.
     """
     fields = _plain(config)
-    nodes = [fields]
-    for node in nodes:
-        nodes += [value for value in node.values() if isinstance(value, dict)]
+    for node in nested(fields):
         node.update({name: type(value)(rate) for name, value in node.items() if _is_rate(name, value)})
         node.update({name: type(value)(0) for name, value in node.items() if name.endswith("layerdrop")})
     return _parsed(config, fields)
@@ -116,10 +114,7 @@ def with_dropout(config: PreTrainedConfig, rate: float) -> PreTrainedConfig:
 
 def dropout_rates(config: PreTrainedConfig) -> list[float]:
     """All dropout and jitter rates of a config."""
-    nodes = [_plain(config)]
-    for node in nodes:
-        nodes += [value for value in node.values() if isinstance(value, dict)]
-    return [float(value) for node in nodes for name, value in node.items() if _is_rate(name, value)]
+    return [float(value) for node in nested(_plain(config)) for name, value in node.items() if _is_rate(name, value)]
 
 
 def _is_rate(name: str, value: object) -> bool:
@@ -164,7 +159,7 @@ def _shrunk(
     wide = _parsed(config, narrow)
     skeleton = _skeleton(wide, kind)
     stacks = _stacks(skeleton, config)
-    kinds = [kinds_of_layers(skeleton, wide, stack) for stack in stacks]
+    kinds = [_kinds_of_all(skeleton, wide, stack, stacks) for stack in stacks]
     for stack, every in zip(stacks, kinds, strict=True):
         node = _at(narrow, stack.path)
         node.update(with_layers(node, stack.depth, layers_to_keep(every, effort.depth)))
@@ -174,7 +169,7 @@ def _shrunk(
     if numel > MAX_PARAMETERS:
         raise ModelError(f"its twin would still have {numel:,} parameters")
     for stack, every in zip(stacks, kinds, strict=True):
-        if set(every) - set(kinds_of_layers(skeleton, small, stack)):
+        if set(every) - set(_kinds_of_all(skeleton, small, stack, stacks)):
             raise ModelError("its twin lacks a kind of layer")
     _try(built(small, kind, None))
     return small
@@ -192,12 +187,10 @@ def _try(model: PreTrainedModel) -> None:
 def ordinary_tokens(config: PreTrainedConfig) -> list[int]:
     """Token ids without a special meaning (padding, image placeholders)."""
     special: set[int] = set()
-    nodes = [_plain(config)]
-    for node in nodes:
+    for node in nested(_plain(config)):
         for name, value in node.items():
             if TOKEN.fullmatch(name):
                 special |= {item for item in items(value) if isinstance(item, int)}
-            nodes += [value] if isinstance(value, dict) else []
     text = _plain(config.get_text_config())
     vocabulary = min(text[name] for name in ("vocab_size", "unpadded_vocab_size") if text.get(name))
     return [token for token in range(vocabulary) if token not in special]
@@ -277,6 +270,14 @@ def _at(fields: Fields, path: Path) -> Fields:
     return fields
 
 
+def _kinds_of_all(
+    model: PreTrainedModel, config: PreTrainedConfig, stack: _Stack, stacks: Sequence[_Stack]
+) -> list[object]:
+    """As `kinds_of_layers`; stacks that are equally deep are reduced alike, since nothing tells whose list is whose."""
+    alike = [each for each in stacks if each.modules == stack.modules]
+    return list(zip(*(kinds_of_layers(model, config, each) for each in alike), strict=False))
+
+
 def kinds_of_layers(model: PreTrainedModel, config: PreTrainedConfig, stack: _Stack) -> list[object]:
     """For each layer of a stack, what distinguishes it: classes, parameters, switches, and its entries in the
     config."""
@@ -284,6 +285,8 @@ def kinds_of_layers(model: PreTrainedModel, config: PreTrainedConfig, stack: _St
     modules = [list(model.get_submodule(name).children()) for name in stack.modules]
     depth = min((len(layers) for layers in modules), default=1)
     entries = [value for name in stack.fields if len(value := node[name]) == depth]
+    taps = [value for name, value in node.items() if TAPPED.fullmatch(name) and isinstance(value, list)]
+    entries += [[value.index(i) if i in value else None for i in range(depth)] for value in taps]
     return [
         (tuple(_looks(layers[i]) for layers in modules), json.dumps([each[i] for each in entries], default=str))
         for i in range(depth)
@@ -317,7 +320,9 @@ LAYER_COUNT = re.compile(r"(num_)?(hidden_|decoder_|encoder_|n_)?layers?|num_blo
 LEADING = re.compile(r"first_k_dense_replace|num_dense_layers|max_window_layers|moe_layer_start_index")
 TRAILING = re.compile(r"num_kv_shared_layers")
 LAST = re.compile(r"moe_layer_end_index")
-LAYER_NUMBERS = re.compile(r"\w*layer\w*|\w*_(idx|id)s")
+LAYER_NUMBERS = re.compile(r"\w*layer\w*|\w*_(idx|id)s|\w*_(indexes|indices)")
+TAPPED = re.compile(r"\w*_(indexes|indices)")
+"""Layers whose outputs something behind a tower takes, one by one; all of them remain."""
 
 
 def with_layers(node: Fields, depth: int, chosen: Sequence[int]) -> Fields:
@@ -405,16 +410,21 @@ EFFORTS = (
 """Tried in this order."""
 
 
-HIDDEN = ("hidden_size", "n_embd", "d_model", "embedding_dim", "emb_dim", "dim")
-MAIN_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+HIDDEN = ("hidden_size", "n_embd", "d_model", "embedding_dim", "emb_dim", "embed_dim", "hidden_dim", "dim")
+MAIN_HEADS = (
+    *("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    *("attention_heads", "decoder_attention_heads", "encoder_attention_heads"),
+)
+MERGES = (4, 9, 16)
+"""Neighbouring patches that one projection joins, so that its input is as many times as wide as a tower."""
 DIVISORS = (64, 32, 16, 8, 4, 2)
 TOKEN = re.compile(r"(\w+_)?token_(id|index)s?|(\w+_)?tokens_ids?")
 VOCABULARY = re.compile(r"\w*vocab_size\w*|\w+_vocab")
-HEADS = re.compile(r"(\w+_)?(num|n)_(\w+_)?heads?(_per_layer)?|(de|en)coder_attention_heads|num_query_groups")
+HEADS = re.compile(r"(\w+_)?(num|n)_(\w+_)?heads?(_per_layer)?|((de|en)coder_)?attention_heads|num_query_groups")
 HEAD_SIZE = re.compile(r"(\w+_)?head_?(dim|size)|kv_channels|dim_head|(\w+_)?d_head|rotary_dim|d_rel")
 SIZE = re.compile(
     r"(\w+_)?hidden_size\w*|n_embd|d_model|(\w+_)?intermediate_size\w*|n_inner|dff|dim_ff|d_inner|mamba_d_ssm|lru_width"
-    r"|(\w+_)?(embed|embd|embedding|ffn|proj|mid|in|out)_dim|(\w+_)?(in|out)put_size|embedding_size|emb_dim|dim"
+    r"|(\w+_)?(embed|embd|embedding|ffn|proj|projection|mid|in|out|output|hidden)_dim|(\w+_)?(in|out)put_size|embedding_size|emb_dim|dim"
     r"|(\w+_)?(rank|lowrank)|feed_forward_size|(\w+_)?ffn_size"
 )
 ROLES = (
@@ -423,7 +433,7 @@ ROLES = (
     ("window", re.compile(r"sliding_window(_size)?|(attention_|keep_)?window_size|local_attention|attention_chunk_size"
                           r"|local_attention_window_len|index_topk|(\w+_)?attn_chunk_length|rel_extent"
                           r"|log_scaling_n_floor|floor_scale")),
-    ("chunk", re.compile(r"(?!max_|audio)(\w+_)?(chunk|block)_size|index_topk_blocks|compress_rates")),
+    ("chunk", re.compile(r"(?!max_|audio|acoustic)(\w+_)?(chunk|block)_size|index_topk_blocks|compress_rates")),
     ("state", re.compile(r"(\w+_)?(d_state|state_size)")),
     ("experts", re.compile(r"(\w+_)?num_(local_)?experts|n_routed_experts|zero_expert_num|(\w+_)?num_moe_experts")),
     ("chosen experts", re.compile(r"num_experts_per_tok(en)?|moe_top_?k|moe_k|(router_)?top_?k(_experts)?")),
@@ -445,11 +455,16 @@ class Sizes:
     """Divides head sizes."""
     vocabulary: int
     positions: tuple[int, int]
+    shared: dict[int, int] = field(default_factory=dict)
+    """Old and new hidden sizes of all configs of the model, by which its parts refer to one another's widths."""
 
     def width(self, value: int) -> int:
-        """Scale a width with the hidden size: exactly if that is a multiple of 8, which some kernels need, else
-        roughly."""
+        """The width of another part, or of some of its patches side by side; else scaled with the hidden size: exactly
+        if that is a multiple of 8, which some kernels need, or roughly."""
         old, new = self.hidden
+        for times in (1, *MERGES) if value != old else ():
+            if value % times == 0 and value // times != old and value // times in self.shared:
+                return times * self.shared[value // times]
         if value < 8 or old == new:
             return value
         exact, rest = divmod(value * new, old)
@@ -458,14 +473,32 @@ class Sizes:
 
 def narrowed(node: Fields, effort: Effort, outer: Sizes | None = None) -> Fields:
     """The same fields with small sizes. `outer`: sizes of the enclosing config, for one without widths of its own."""
-    sizes = _sizes(node, effort) or outer
-    if sizes is None:
-        sizes = Sizes((1, 1), {}, 1, 0, (1, POSITIONS))
+    known = outer or _sizes_of_all(node, effort)
+    own = _sizes(node, effort)
+    sizes = replace(own, shared=known.shared) if own else known
     small = {name: _narrow(name, value, effort, sizes) for name, value in node.items()}
     small.update(_rejoined(node, small, sizes))
-    if (vocabulary := small.get("vocab_size")) is not None:
-        _move_tokens(small, vocabulary)
+    if outer is None:
+        _move_all_tokens(small)
     return small
+
+
+def _sizes_of_all(node: Fields, effort: Effort) -> Sizes:
+    """The sizes of the config with the largest vocabulary, and the hidden sizes of all."""
+    known = [sizes for inner in nested(node) if (sizes := _sizes(inner, effort))]
+    known.sort(key=lambda sizes: -sizes.vocabulary)
+    if not known:
+        return Sizes((1, 1), {}, 1, 0, (1, POSITIONS))
+    shared = {old: new for old, new in (sizes.hidden for sizes in reversed(known))}
+    return replace(known[0], shared=shared)
+
+
+def nested(node: Fields) -> list[Fields]:
+    """The fields and all fields nested in them, the outer ones first."""
+    nodes = [node]
+    for each in nodes:
+        nodes += [value for value in each.values() if isinstance(value, dict)]
+    return nodes
 
 
 def _narrow(name: str, value: Any, effort: Effort, sizes: Sizes) -> Any:
@@ -594,14 +627,24 @@ def _rejoined(node: Fields, small: Fields, sizes: Sizes) -> Fields:
     return fixed
 
 
-def _move_tokens(small: Fields, vocabulary: int) -> None:
-    """Move special tokens beyond the vocabulary to its end, each to its own id."""
-    names = [name for name in small if TOKEN.fullmatch(name)]
-    beyond = sorted({v for name in names for v in items(small[name]) if isinstance(v, int) and v >= vocabulary})
-    places = {token: vocabulary - 1 - rank for rank, token in enumerate(beyond)}
-    for name in names:
-        value = small[name]
-        small[name] = [places.get(v, v) for v in value] if isinstance(value, list) else places.get(value, value)
+def _move_all_tokens(small: Fields) -> None:
+    """Move special tokens beyond a vocabulary to its end. A part without a vocabulary names tokens of the largest."""
+    nodes = nested(small)
+    speaking = sorted((node for node in nodes if node.get("vocab_size")), key=lambda node: -node["vocab_size"])
+    for place, node in enumerate(speaking):
+        silent = [] if place else [each for each in nodes if not each.get("vocab_size")]
+        _move_tokens([node, *silent], node["vocab_size"])
+
+
+def _move_tokens(nodes: Sequence[Fields], vocabulary: int) -> None:
+    """Move special tokens beyond the vocabulary to its end, each to an id of its own."""
+    fields = [(node, name) for node in nodes for name in node if TOKEN.fullmatch(name)]
+    tokens = {v for node, name in fields for v in items(node[name]) if isinstance(v, int)}
+    free = [token for token in reversed(range(vocabulary)) if token not in tokens]
+    places = dict(zip(sorted(token for token in tokens if token >= vocabulary), free, strict=False))
+    for node, name in fields:
+        value = node[name]
+        node[name] = [places.get(v, v) for v in value] if isinstance(value, list) else places.get(value, value)
 
 
 def items(value: Any) -> list[Any]:

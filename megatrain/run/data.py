@@ -59,6 +59,7 @@ from megatrain.data import (
     turn_ends,
     unused_tokens,
 )
+from megatrain.data.processor import Processor, load_processor, refuse_without_tower
 from megatrain.data.stream_rows import BLOCK_ROWS, Packing
 from megatrain.data.text_sources import STDLIB
 from megatrain.dist import ALONE, World
@@ -66,6 +67,7 @@ from megatrain.dist.world import refuse_unlike
 from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.formatting import counted
 from megatrain.model import only_single_rows, why_not_packable
+from megatrain.model.forward_arguments import arguments_of
 from megatrain.plan import Plan
 from megatrain.run.early_checks import schema_of
 from megatrain.system.paths import usable_path
@@ -99,6 +101,11 @@ class Corpus:
     """The ids that begin each plain text."""
     ends: list[int] = field(default_factory=list)
     """The ids that end what is trained: an answer, a call of a function, a text."""
+
+    @property
+    def has_images(self) -> bool:
+        """Whether its chats may have images."""
+        return any(isinstance(each, SampleRows) and each.processor is not None for each in self.loader.sources)
 
     def first_batch(self) -> Batch:
         """A validation batch, or if there is none, a training batch."""
@@ -296,8 +303,17 @@ class _Opening:
         self.noun = "pair" if self.prefers and not self.unpaired else "sample"
         self.schema, self.prepare = schema_of(config), prepare
         self.moment = moment
-        self.encoder = Encoder(tokenizer, _options(self.data, self.data.sequence_length), moment)
+        self.processor = None if self.data.images is None else self._processor_of(model)
+        self.encoder = Encoder(tokenizer, _options(self.data, self.data.sequence_length), moment, self.processor)
         self._packs: bool | None = None
+
+    def _processor_of(self, model: Any) -> Processor:
+        """The processor of the model's images, whose chat template the tokenizer gets."""
+        processor = load_processor(self.config.tokenizer)
+        refuse_without_tower(processor, type(model).__name__, arguments_of(model, ()))
+        if processor.chat_template:
+            self.tokenizer.chat_template = processor.chat_template
+        return processor
 
     def validation(self) -> Iterator[_Part]:
         """The sources of `data.validation`, each as a whole."""
@@ -330,6 +346,7 @@ class _Opening:
         named = [name for name in self.data.sources if not is_described(name)]
         reads = {
             "columns": (bool(named) and has_samples, "samples"),
+            "images": (bool(named) and has_samples, "samples"),
             "tags": (bool(named) and has_samples, "samples"),
             "chat_template": (has_samples, "samples"),
             "chat_template_kwargs": (has_samples, "samples"),
@@ -456,11 +473,11 @@ class _Opening:
             of = "an answer and a mismatched one in two rows" if self.unpaired else "a pair in two rows"
             how = f"{of if size == 2 else 'one sample to a row'}, like lengths together"
             reference = Reference()
-            rows += [SampleRows(file, chosen, self.micro_batch, size, reference) for chosen in both]
+            rows += [SampleRows(file, chosen, self.micro_batch, size, reference, self.processor) for chosen in both]
         return rows[0], rows[1] if len(held_out) else None, how, copies
 
     def _can_pack(self) -> bool:
-        if self.data.packing == "grouped":
+        if self.data.packing == "grouped" or self.processor is not None:
             return False
         if self._packs is None:
             reason = self._why_not()

@@ -64,7 +64,7 @@ def schema_of(config: Config) -> Schema:
     chosen: Format = data.format
     if config.train.prefers:
         chosen = "unpaired" if config.train.objective == "kto" else "preference"
-    schema = Schema(chosen, data.columns, data.tags)
+    schema = Schema(chosen, data.columns, data.tags, data.images)
     schema.refuse_unused()
     return schema
 

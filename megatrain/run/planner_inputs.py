@@ -35,7 +35,7 @@ def question_of(config: Config, spec: ModelSpec, hardware: Hardware, overrides: 
         precision=train.precision,
         clips=train.max_grad_norm is not None,
         overrides=pinned,
-        batching="padded" if train.prefers else ROWS_OF.get(config.data.packing, "uniform"),
+        batching="padded" if train.prefers or config.data.images else ROWS_OF.get(config.data.packing, "uniform"),
         saves=config.checkpoint.every > 0,
         limits=limits_of(config.memory, config.disk, hardware),
     )

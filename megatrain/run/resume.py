@@ -146,7 +146,9 @@ def as_begun(config: Config, taken: Checkpoint) -> Config:
     train, then = config.train, _sizes(facts_of(taken)["config"]["train"])
     given = {name: getattr(train, name) for name in SIZES if getattr(train, name) is not None}
     goes_on = all(then[name] == size for name, size in given.items())
-    kept = {name: then[name] for name in ("micro_batch_size", "gradient_accumulation_steps")} if goes_on else {}
+    kept: dict[str, Any] = (
+        {name: then[name] for name in ("micro_batch_size", "gradient_accumulation_steps")} if goes_on else {}
+    )
     oldest = {"mlp_chunk_tokens": 0, "kernels": "stock"}  # for the oldest versions, which had neither key
     engine = taken.training["engine"]
     numerics = {**oldest, **_renamed(engine["policy"]), **engine.get("numerics", {})}  # were once policy fields

@@ -477,9 +477,11 @@ def _show(
     count = train.gradient_accumulation_steps or plan.work.micro_batches
     batches, rows = counted(count, "micro-batch"), counted(plan.micro_batch, "sequence")
     speed = f"{plan.seconds:.3g} s a step, {plan.tokens_per_second:,.0f} tokens/s"
-    left_out = source.left_out() if isinstance(source, PretrainedSource | AdaptedSource) else ""
+    files = source if isinstance(source, PretrainedSource | AdaptedSource) else None
+    left_out, dequantized = ("", "") if files is None else (files.left_out(), files.dequantized())
     facts = [
         ("model", describe_model(engine.structure)),
+        *([("dequantized", printable(dequantized))] if dequantized else []),
         *([("carried over" if config.adapter is None else "left out", printable(left_out))] if left_out else []),
         *([("rounded", printable(f"to bfloat16, because frozen: {listed(engine.rounded)}"))] if engine.rounded else []),
         ("attention", engine.structure.attention),
@@ -618,7 +620,8 @@ def _samples(train: TrainSection, run: _Run) -> list[Task]:
     if not train.sample_tokens:
         return []
     sample = partial(sample_of, train, run.engine, run.corpus, run.tokenizer)
-    return [Task(train.sample_every, partial(sample, prompt)) for prompt in train.sample_prompts]
+    named = [prompt for prompt in train.sample_prompts if prompt or not run.corpus.has_images]  # text alone is answered
+    return [Task(train.sample_every, partial(sample, prompt)) for prompt in named]
 
 
 def _over(lowest: LowestLoss, step: int, steps: int) -> StoppedEarly | None:

@@ -41,6 +41,7 @@ HOMES: dict[str, tuple[tuple[str, ...], str]] = {
     "peft": (("model.adapters",), "an option that nothing else may need"),
     "trl": (("data.chat",), "its templates for training; an option that nothing else may need"),
     "tokenizers": (("data",), "text becomes ids there"),
+    "PIL": (("data.images",), "images are read there"),
     "torch.cuda": (("device.cuda",), "everything else talks to the device protocol"),
     "torch.distributed": (("dist",), "one rank must not need it"),
     "os.environ": (("system.environment",), "what steers a run is in its config file"),

@@ -162,8 +162,16 @@ def test_merged_and_disabled_adapters_are_refused() -> None:
 )
 def test_unsupported_adapter_methods_are_refused_by_name(config: object, message: str) -> None:
     model = peft.get_peft_model(tiny_model(), config())  # type: ignore[operator]
-    with pytest.raises(ModelError, match=rf"adapter: {message}.*cannot stream; (use LoRA|leave \w+ out of its config)"):
+    with pytest.raises(
+        ModelError, match=rf"adapter: {message}.*cannot stream; (use LoRA|leave \w+ out of its config)"
+    ) as refusal:
         Engine.from_model(model)
+    try:
+        model.merge_and_unload()
+    except (AttributeError, NotImplementedError):
+        assert "merge it with peft" not in str(refusal.value)
+    else:
+        assert "merge it with peft" in str(refusal.value)
 
 
 def test_other_trainable_weights_beside_an_adapter_are_refused() -> None:

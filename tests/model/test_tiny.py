@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, LlamaForCausalLM, PreTrainedConfig
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, LlamaForCausalLM, PreTrainedConfig
 
 from megatrain.errors import ModelError
 from megatrain.model import causal_lm_from_config
@@ -161,6 +161,33 @@ def test_nested_text_configs_are_shrunk_with_their_tower() -> None:
     small = small_of("gemma3")
     assert small.text_config.num_hidden_layers == 2
     assert small.vision_config.num_hidden_layers == 2
+
+
+def test_a_towers_output_stays_as_wide_as_the_text() -> None:
+    """By value, whatever the field's name; and four patches side by side are as wide as four."""
+    config = AutoConfig.for_model("muse_glimmer")
+    assert config.out_hidden_size == 4 * config.vision_config.hidden_size
+    kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    small = shrink(config, kind)
+    assert small.out_hidden_size == 4 * small.vision_config.hidden_size
+    assert twin_from(small, 0, kind=kind).num_parameters() < 1_000_000
+
+
+def test_placeholders_of_images_are_ids_of_the_small_vocabulary() -> None:
+    small = small_of("gemma3")
+    special = {small.image_token_index, small.boi_token_index, small.eoi_token_index, small.text_config.eos_token_id}
+    assert len(special) == 4
+    assert max(special) < small.text_config.vocab_size == 96
+    assert not special & set(ordinary_tokens(small))
+
+
+def test_every_layer_that_a_tower_hands_on_is_kept() -> None:
+    """Images enter Qwen3-VL between layers, from layers that its tower names by number."""
+    config = AutoConfig.for_model("qwen3_vl")
+    small = shrink(config, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)])
+    tapped = small.vision_config.deepstack_visual_indexes
+    assert len(tapped) == len(config.vision_config.deepstack_visual_indexes) == 3
+    assert max(tapped) < small.vision_config.depth
 
 
 def test_shrinking_leaves_the_original_config_unchanged() -> None:

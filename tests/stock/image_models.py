@@ -199,13 +199,13 @@ REFUSED: dict[str, Kind] = {
 """Those that add an image between layers, too."""
 
 
-def image_model(kind: str) -> nn.Module:
-    """A small model of this kind in float32, with noise on every parameter."""
+def image_model(kind: str, vocabulary: int = VOCABULARY, **ids: int) -> nn.Module:
+    """A small model of this kind in float32, with noise on every parameter. ids: of its special tokens, by name."""
     of = _kind(kind)
     known = AutoConfig.for_model(kind)
     parts = {}
     for name, usual, own in (("text_config", TEXT, of.text), ("vision_config", TOWER, of.vision)):
-        changes = usual | own
+        changes = usual | own | ({"vocab_size": vocabulary} if name == "text_config" else {})
         stock = getattr(known, name)
         if stock is None:  # the default of a kind whose tower is optional
             parts[name] = {**changes, "patch_size": 4}
@@ -213,7 +213,7 @@ def image_model(kind: str) -> nn.Module:
         fields = stock.to_dict()
         parts[name] = fields | {key: value for key, value in changes.items() if key in fields or key in own}
     tied = parts["text_config"].get("tie_word_embeddings", False)
-    config = AutoConfig.for_model(kind, **parts, **of.top, tie_word_embeddings=tied)
+    config = AutoConfig.for_model(kind, **parts, **{**of.top, **ids}, tie_word_embeddings=tied)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
