@@ -57,8 +57,9 @@ NOT_COMPUTED_WITH = (
     "base_model_name_or_path",
     "_weight_conversions",
     "generation_config",
+    "carried_over",
 )
-"""What a config or a model remembers of where it was loaded from, and what it generates by."""
+"""What a config or a model remembers of where it was loaded from, what it generates by, and what it only carries."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 STATE = ("training", "_parameters", "_buffers", "_modules")
 OF_EVERY_MODULE = vars(nn.Module())
