@@ -225,7 +225,7 @@ def test_plans_use_the_configs_row_length(
         raise DoesNotFit("seen")
 
     monkeypatch.setattr(run_module, "find_plan", noted)
-    spec, device = port_model(tiny_model(), torch.float32).spec, open_device("sim")
+    ported, device = port_model(tiny_model(), torch.float32), open_device("sim")
     with pytest.raises(DoesNotFit, match="seen"):
-        run_module._plan(configuration(tmp_path, **changed), spec, device, Ranks(), None)
+        run_module._plan(configuration(tmp_path, **changed), ported, device, Ranks(), None)
     assert asked[0].batching == rows

@@ -91,13 +91,14 @@ def test_a_failed_reference_write_on_rank_zero_ends_all(tmp_path: Path) -> None:
 def test_host_memory_budgets_are_per_machine(tmp_path: Path) -> None:
     """Here each has half, and half of that is for what the device computes in."""
     config = configuration(tmp_path, memory={"host": 4 << 30})
-    spec = port_model(tiny_model(), torch.float32).spec
+    ported = port_model(tiny_model(), torch.float32)
+    assert ported.spec.layers  # measured once, before the ranks ask for it
 
     def limits(world: World) -> Limits:
         ranks = Ranks(world, world.rank, world.size)
         with MAKING:
             device = open_device("cpu")
-        return training._plan(config, spec, device, ranks, None).question.limits
+        return training._plan(config, ported, device, ranks, None).question.limits
 
     assert together(worlds(2), limits) == [Limits(1 << 30, 1 << 30, 0)] * 2
 
@@ -112,13 +113,14 @@ def test_drives_are_shared_by_all_ranks_of_a_machine(tmp_path: Path, most: str |
     """Each has half of its bandwidth, puts half of what the host lacks there, and counts the writes of both."""
     disk = {"folders": [str(tmp_path)], "max_write_per_day": most}
     config = configuration(tmp_path, memory={"host": HOST}, disk=disk, **TIGHT)
-    spec = port_model(LlamaForCausalLM(LlamaConfig(**DEEP)), torch.float32).spec
+    ported = port_model(LlamaForCausalLM(LlamaConfig(**DEEP)), torch.float32)
+    assert ported.spec.layers
     machine = Hardware("plain", HOST, HOST, 1e10, 1e10, 1e12, 1e10, shares_memory=True, disk_read_bandwidth=1e9)
 
     def planned(world: World) -> Plan:
         with MAKING:
             device = open_device("cpu")
-        return training._plan(config, spec, device, Ranks(world, world.rank, world.size), None)
+        return training._plan(config, ported, device, Ranks(world, world.rank, world.size), None)
 
     with patch.object(training, "this_machine", lambda *_: machine):
         if most is not None:
@@ -129,7 +131,7 @@ def test_drives_are_shared_by_all_ranks_of_a_machine(tmp_path: Path, most: str |
     assert plans[0].policy == plans[1].policy
     for plan in plans:
         assert plan.question.hardware.disk_read_bandwidth == 5e8
-        assert 0 < plan.nbytes["disk"] < 14 * spec.numel / 2
+        assert 0 < plan.nbytes["disk"] < 14 * ported.spec.numel / 2
 
 
 @pytest.mark.parametrize(("here", "seconds"), [(2, 0.05), (1, 0.1)])
