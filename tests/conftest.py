@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.few import mark_all_but_few_slow
+from tests.quick_cases import mark_all_but_few_slow
 
 try:
     from hypothesis import HealthCheck, Phase, settings

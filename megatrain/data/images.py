@@ -1,8 +1,8 @@
-"""Finds the images of a chat in its row, and reads them: their size from the first bytes, their pixels when needed.
+"""Reads the images of chats, and puts a mark into the text of a message for each.
 
-In a sample's messages, `MARK` stands for an image, so that a content stays one text, in which turns are found as in
-any other. It becomes a part of type `image` when a chat template renders the messages (`chat.py`). The images of a
-sample are in the order of their marks.
+Sizes are read from a file's first bytes, pixels when needed. In a sample's messages, `MARK` stands for an image, so
+that a content stays one text, in which turns are found as in any other. It becomes a part of type `image` when a chat
+template renders the messages (`chat.py`). The images of a sample are in the order of their marks.
 
     {"type": "image"}, {"type": "image_url"}    a part of a content, which may bring its image: a path or bytes
     <image>                                     in the text of a row with images in its column, as LLaVA's data has it

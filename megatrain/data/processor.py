@@ -1,4 +1,4 @@
-"""A model's processor: what it writes into a text for images, and the tensors of a micro-batch with images.
+"""Encodes chats with images by the model's Hugging Face processor, and collates them into micro-batches.
 
 The text of a chat has one token of an image where its template puts it. The processor replaces it by as many as the
 model's tower makes of the image, between marks and line ends of its own; how many depends on sizes, not on pixels. So

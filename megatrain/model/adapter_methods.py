@@ -50,8 +50,9 @@ it loads such a folder, and so does `AdaptedSource`."""
 NOT_REMADE = re.compile(r"pissa_niter_\w*|corda\w*|loftq|lora_ga")
 """Values of `init_lora_weights` that change the base by chance or by data, which no folder holds."""
 
-UNMERGEABLE = {"aLoRA", "XLORA", "ADAPTION_PROMPT"}
-"""Of them, those that `peft` does not merge into their base; it merges no learned tokens, either."""
+NOT_MERGED_BY_PEFT = {"aLoRA", "XLORA", "ADAPTION_PROMPT"}
+"""Of them, those that `peft` refuses to merge, or whose strength depends on the input (X-LoRA). Learned tokens cannot
+be merged, either."""
 
 BY_PEFT = "merge it with peft (merge_and_unload), and use the merged model"
 
@@ -76,7 +77,7 @@ def refuse_method(config: Any) -> None:
         (method, why), instead = OPTIONS[options[0]], f"leave {options[0]} out of its config"
     elif getattr(config, "is_prompt_learning", False):
         why = "adds learned tokens to the text or the cache, outside the layers"
-    can_merge = method not in UNMERGEABLE and not getattr(config, "is_prompt_learning", False)
+    can_merge = method not in NOT_MERGED_BY_PEFT and not getattr(config, "is_prompt_learning", False)
     fix = f"{instead}; or, if it is trained, {BY_PEFT}" if can_merge else instead
     raise ModelError(f"{method} {why}, so it cannot stream", where="adapter", fix=fix)
 

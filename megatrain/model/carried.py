@@ -1,4 +1,4 @@
-"""What a model's folder holds and its class does not read, so that checkpoints and exports hold it unchanged.
+"""Carries over into checkpoints and exports what a model's folder holds and its class does not read, unchanged.
 
 Layers that predict several tokens at once, say, which a causal language model leaves out, and the files of a processor.
 The tensors are not loaded: their files stay open, and their bytes are copied when a model is written. So they are there

@@ -99,7 +99,7 @@ class PretrainedSource:
         """The config's dtype, or that of the first tensor: the library's `auto`; bfloat16 for a quantized one."""
         self._keys, self._renamed = _keys_by_target(self.model, self._mapping, self._shards.headers)
         self.unexpected: list[str] = self._check()
-        """Tensors of the checkpoint that are not loaded, but carried over to exports; `left_out` describes them."""
+        """Tensors that are not loaded, but carried over to exports unless they are quantized; see `left_out`."""
         self._untie()
         self._load_buffers()
         self._load_generation_config(source, revision)
@@ -107,12 +107,13 @@ class PretrainedSource:
             carry(self.model, Carried(self._unread(), processor_files(source, structure.config, revision)))
 
     def left_out(self) -> str:
-        """Describes the tensors of the checkpoint that are not loaded; empty if all are."""
-        if not self.unexpected:
+        """Describes the tensors that are not loaded, but for those that `dequantized` tells of; empty if all are."""
+        names = [name for name in self.unexpected if name not in self._unread_quantized]
+        if not names:
             return ""
         loaded = self._shards.headers.keys() - set(self.unexpected)
-        count = "1 tensor is" if len(self.unexpected) == 1 else f"{len(self.unexpected):,} tensors are"
-        return f"{count} not loaded: {listed(_grouped(self.unexpected, loaded))}"
+        count = "1 tensor is" if len(names) == 1 else f"{len(names):,} tensors are"
+        return f"{count} not loaded: {listed(_grouped(names, loaded))}"
 
     def _unread(self) -> dict[WrittenTensor, FileBytes | Tensor]:
         """The tensors that are not loaded but copied to exports, and where they are; none that only a quantized

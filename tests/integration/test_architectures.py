@@ -122,7 +122,7 @@ REFUSED = {
 }
 
 
-MORE_THAN_TEXT = sorted(
+MULTIMODAL_TYPES = sorted(
     {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES} - {*KNOWN}
 )
 """Types of models with images or sound that no causal language model class stands for."""
@@ -330,7 +330,7 @@ def test_every_other_architecture_matches_or_is_refused(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", MORE_THAN_TEXT)
+@pytest.mark.parametrize("kind", MULTIMODAL_TYPES)
 def test_models_of_more_than_text_match_on_text(kind: str) -> None:
     """Each as its own class. A type that is refused or has no twin is listed with its reason, and no other is."""
     if kind in NOT_COMPARED:

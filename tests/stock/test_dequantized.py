@@ -378,4 +378,5 @@ def test_unread_tensors_are_carried_over_unless_they_are_quantized(tmp_path: Pat
     source = PretrainedSource(folder)
     assert len(source.unexpected) == 3
     assert [tensor.name for tensor in carried_by(source.model).tensors] == [*further]
+    assert source.left_out() == "1 tensor is not loaded: model.layers.2.enorm.weight"
     assert "lacks 2 quantized tensors that the class does not read" in source.dequantized()

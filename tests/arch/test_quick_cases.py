@@ -2,7 +2,7 @@
 
 from itertools import product
 
-from tests.few import chosen
+from tests.quick_cases import chosen
 
 
 def test_as_many_cases_as_an_argument_has_values_show_all_values() -> None:

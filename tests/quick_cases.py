@@ -1,4 +1,4 @@
-"""Chooses the cases of a grid that the quick suite runs: a test under `few(count)` has so many, its others are slow."""
+"""Chooses the cases of a grid that the quick suite runs: `count` of a test under `few(count)`; others are slow."""
 
 from __future__ import annotations
 

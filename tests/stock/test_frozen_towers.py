@@ -1,4 +1,4 @@
-"""Parts of a model with images: frozen by their role, and adapters over its language model, as peft has them."""
+"""Models with images: towers and other parts frozen by role, and adapters over the language model, as in peft."""
 
 from __future__ import annotations
 
