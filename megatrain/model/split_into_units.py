@@ -304,7 +304,7 @@ def _learn_structure(model: PreTrainedModel, ported: PortedModel, layers: list[U
             raise ModelError("its layers need a gradient other than through the hidden state", where=where)
     looks_up = only_looks_up(ported, capture.hidden, _probe_inputs())
     ported.hidden_shape = tuple(capture.hidden.shape[2:])
-    handed_out = torch.zeros(PROBE_TOKENS, *ported.hidden_shape, dtype=capture.hidden.dtype)
+    handed_out = torch.zeros(PROBE_TOKENS, *ported.hidden_shape, dtype=capture.hidden.dtype, requires_grad=True)
     with torch.enable_grad(), SkipLargeProducts(), Uses(order.reading):  # type: ignore[no-untyped-call]
         logits = ported.head(leaves, handed_out)
     for _ in range(2):  # buffers that one forward changes, the next must not change again
@@ -316,6 +316,8 @@ def _learn_structure(model: PreTrainedModel, ported: PortedModel, layers: list[U
     if whole.order != list(range(len(ported.ports))):
         raise ModelError("goes through its decoder layers more than once", where=where)
     in_prologue, in_epilogue = reachable_leaves(capture.hidden), reachable_leaves(logits)
+    if id(handed_out) not in in_epilogue:
+        raise ModelError("its logits of one token do not depend on what its layers make of it", where=where)
     prologue, epilogue, borrowed = [], [], []
     for name in in_order_of_use(leaves, order.names):
         leaf = leaves[name]

@@ -117,6 +117,7 @@ WIDER = {"jamba", "rwkv", "recurrent_gemma", "falcon_h1", "deepseek_v2", "olmo3"
 OTHERS = sorted(set(KNOWN) - set(CHOSEN))
 
 REFUSED = {
+    "blt": "its hidden state is",  # of patches; and the logits of one byte do not depend on the decoder's layers
     "gemma4_text": "gradient other than through the hidden state",  # per-layer inputs
     "xlm": "pass on the hidden state",  # positions are masked between layers
 }
@@ -138,7 +139,7 @@ NOT_COMPARED: dict[str, str] = {
     **dict.fromkeys(
         ("blip", "blip-2", "instructblip", "instructblipvideo"), "no small twin of it builds and runs (TypeError"
     ),
-    **dict.fromkeys(("kosmos-2", "pp_formulanet", "vision-encoder-decoder"), "pixel_values"),
+    **dict.fromkeys(("idefics", "kosmos-2", "pp_formulanet", "vision-encoder-decoder"), "pixel_values"),
     "pix2struct": "flattened_patches",
     "t5gemma2": "input_ids or inputs_embeds",
     "udop": "Bbox is required",
