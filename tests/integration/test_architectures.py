@@ -190,12 +190,20 @@ def options_of(kind: str) -> dict[str, Fields]:
     changes = {name: {name: not default[name]} for name in SWITCHES.split() if isinstance(default.get(name), bool)}
     changes |= {name: fields for name, fields in OPTIONS.items() if fields.keys() <= default.keys()}
     for name, rope in ROPES.items() if ropes_of(default) else ():
+        if rope["rope_type"] == "longrope" and "head_dim" in differing_by_layer(config):
+            continue  # its factors are as many as there are pairs in a head
         changes[f"{name} rope"] = {"rope_parameters": with_rope(config, rope)}
     pattern = default.get("layer_types") or []
     if set(pattern) <= {"full_attention", "sliding_attention"} and len(pattern) > 1 and "sliding_window" in default:
         mixed = ["full_attention" if layer % 3 else "sliding_attention" for layer in range(len(pattern))]
         changes["a mixture of windows"] = {"layer_types": mixed, "sliding_window": 4096, "use_sliding_window": True}
     return {name: fields for name, fields in changes.items() if any(default.get(n) != v for n, v in fields.items())}
+
+
+def differing_by_layer(config: PreTrainedConfig) -> set[str]:
+    """Fields that the layers of one model have different values of, which transformers refuses to read."""
+    spec = vars(config).get("_heterogeneity_spec")
+    return set() if spec is None else spec.per_layer_attributes
 
 
 def with_rope(config: PreTrainedConfig, rope: Fields) -> Fields:
@@ -231,7 +239,7 @@ def merged(options: dict[str, Fields]) -> list[list[str]]:
 def parsed(kind: str, fields: Fields) -> PreTrainedConfig:
     try:
         return AutoConfig.for_model(kind, **fields)
-    except (AttributeError, KeyError, NotImplementedError, StrictDataclassError, ValueError) as error:
+    except (AttributeError, KeyError, NotImplementedError, RuntimeError, StrictDataclassError, ValueError) as error:
         raise ModelError(f"transformers refuses its fields ({type(error).__name__})") from error
 
 
