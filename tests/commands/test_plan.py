@@ -262,6 +262,7 @@ def test_huge_models_are_inspected_in_little_memory(name: str, attention: str) -
     assert kilobytes < 1.5e6
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "family",
     [
@@ -537,6 +538,7 @@ def test_a_memory_that_device_and_host_divide_is_told_and_divided(saved: str) ->
         shown(saved, hardware="dgx-spark", host_memory="110GB", **FEW)
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("plan_alone")
 @pytest.mark.parametrize(("name", "is_divided"), [("dgx-spark", True), ("rtx-4090", False)])
 def test_whether_device_and_host_divide_one_memory_is_no_matter_of_sources(

@@ -60,6 +60,7 @@ def assert_true(model: peft.PeftModel, device: str, activations: str, tolerance:
     assert errors[worst] < tolerance, worst
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["bamba", "deepseek_v3", "gpt_oss"])
 def test_hybrid_and_latent_attention_models_match_peft(kind: str) -> None:
     model = stock_model(tiny_config(kind), 0)

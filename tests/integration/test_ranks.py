@@ -106,6 +106,7 @@ def batches_of(count: int) -> list[dict[str, Tensor]]:
     return [batch(2, 5 + index % 3, seed=index, padded=index % 2) for index in range(count)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "precision", "size"),
     [
@@ -559,6 +560,7 @@ def saved_again(world: World, checkpoint: Path, folder: Path, precision: Precisi
         return again, model, output.loss
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("frozen", "precision"),
     [

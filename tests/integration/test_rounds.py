@@ -71,6 +71,7 @@ def test_rounds_change_no_bit(
         assert equal(results(made, 3), plainest(precision, update, family, 3))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("device", "precision", "in_round"),
     [

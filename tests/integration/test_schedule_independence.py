@@ -65,6 +65,7 @@ def reference(
     return run("cpu", precision, policy, family, **model)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("precision", "family", "seeds"),
     [
@@ -124,6 +125,7 @@ def test_any_policy_gives_the_same_bits(
     assert equal(run("cpu", precision, replace(policy, shares_memory=True), family), expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("activations", "device"),
     [
