@@ -103,7 +103,6 @@ WIDE_FUNCTIONS = {
     "checkpoint.export.export_units": 8,
     "checkpoint.save.write_checkpoint": 11,
     "commands.export.run_export": 9,
-    "commands.plan.run_plan": 20,
     "data.loader.Loader.__init__": 9,
     "errors.RaceDetected.__init__": 8,
     "html.charts.chart": 8,
