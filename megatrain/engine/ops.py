@@ -348,16 +348,15 @@ class Streamer:
         if LayerGraph(unit, micro) in written:
             activations.graphs[unit, micro], found, sides = self._forward_with_graph(step, op, lease, hidden)
         else:
-            call, keeping = activations.calls[micro][unit - 1], nullcontext()
+            call, binder, given = activations.calls[micro][unit - 1], self._binders[unit], hidden
+            keeping = Keeping(saved.keep, self.spec.hidden_size) if saved else None
             weights = self._views(op, lease, unit)
-            if saved:
-                keeping = Keeping(saved.keep, self.spec.hidden_size)
-                weights = self._binders[unit].leaves(self._weights(op, lease, unit))
-                hidden = hidden.detach().requires_grad_()
-            values = activations.side_values(op, self.ported, call, leaves=saved is not None)
-            with keeping.running() if saved else keeping, self._waiting_for_weights(step, op, lease):
-                found, sides = self.ported.layer(unit - 1, weights, hidden, call, self.numerics, values)
-            if saved:
+            if keeping:
+                weights, given = binder.leaves(self._weights(op, lease, unit)), hidden.detach().requires_grad_()
+            values = activations.side_values(op, self.ported, call, leaves=keeping is not None)
+            with keeping.running() if keeping else nullcontext(), self._waiting_for_weights(step, op, lease):
+                found, sides = self.ported.layer(unit - 1, weights, given, call, self.numerics, values)
+            if keeping:
                 activations.stored[unit, micro] = keeping.stored()
         activations.inputs[output] = found.detach()
         activations.keep_sides(op, sides)
@@ -604,8 +603,8 @@ class Streamer:
         outputs, made = [(hidden, activations.gradients.pop(op.micro))], self.ported.prologue_sides(calls)
         outputs += [(made[number], each) for number, each in activations.side_gradients(op, made).items()]
         if outputs := [(output, gradient) for output, gradient in outputs if output.requires_grad]:
-            inputs = [leaf for _, leaf in trained]
-            torch.autograd.backward([each for each, _ in outputs], [each for _, each in outputs], inputs=inputs)
+            into = [leaf for _, leaf in trained]
+            torch.autograd.backward([each for each, _ in outputs], [each for _, each in outputs], inputs=into)
 
     def _placeholder_leaves(self) -> dict[str, Tensor]:
         """Leaves without memory in place of the prologue's weights."""

@@ -57,13 +57,14 @@ class Call:
         return (hidden, *self.args), dict(self.kwargs)
 
     @property
-    def form(self) -> tuple[Any, ...]:
+    def form(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """All arguments, in plain containers."""
         return self.args, dict(self.kwargs)
 
-    def with_form(self, form: tuple[Any, ...]) -> Call:
+    def with_form(self, form: tuple[tuple[Any, ...], dict[str, Any]]) -> Call:
         """The same call with other arguments."""
-        return Call(*form, self.by_keyword)
+        args, kwargs = form
+        return Call(args, kwargs, self.by_keyword)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor among the arguments."""

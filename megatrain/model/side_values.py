@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -101,7 +102,7 @@ class Passing:
         """A copy of the arguments with these values in their places; without one, a tensor of the prologue stays."""
 
         def put(path: Path, leaf: Any) -> Any:
-            number = leaf.number if isinstance(leaf, Marker) else self.takes.get(path)
+            number = leaf.number if isinstance(leaf, Marker) else self.takes.get(path, -1)
             return values.get(number, leaf)
 
         return rebuilt(arguments, put)
@@ -236,11 +237,14 @@ class Traffic:
                 alike[id(leaf)] = self._traceable(leaf, (index, place), value_at(seen.traced, place))
             return alike[id(leaf)]
 
+        def traceable_in(entry: Path, inner: Path, leaf: Any) -> Any:
+            return traceable((*entry, *inner), leaf)
+
         rest = tuple(seen.output[1:]) if isinstance(seen.output, tuple | list) else ()
         self._others.append(rebuilt(rest, lambda path, leaf: traceable((0, path[0] + 1, *path[1:]), leaf)))
         self._writes.append([])
         for path, key, value in seen.writes:
-            marked = rebuilt(value, lambda inner, leaf, at=(1, *path, key): traceable((*at, *inner), leaf))
+            marked = rebuilt(value, partial(traceable_in, (1, *path, key)))
             value_at(arguments, path)[key] = marked
             self._writes[-1].append((path, key, marked))
         return self._others[-1]
