@@ -358,9 +358,9 @@ def _learn_structure(
         with torch.no_grad(), SkipLargeProducts():  # type: ignore[no-untyped-call]
             ported.run(whole, ported.placeholders, _probe_inputs(1, PROBE_TOKENS))
     buffers.refuse_changed(where)
-    refuse_mixing(ported, handed_out)
     if whole.order != list(range(len(ported.ports))):
         raise ModelError("goes through its decoder layers more than once", where=where)
+    refuse_mixing(ported, handed_out)
     in_prologue, in_epilogue = reachable_leaves(capture.hidden), reachable_leaves(logits)
     if id(handed_out) not in in_epilogue:
         raise ModelError("its logits of one token do not depend on what its layers make of it", where=where)
