@@ -34,6 +34,7 @@ from megatrain.model.compiled import compiled_call
 from megatrain.model.forward_arguments import Arguments
 from megatrain.model.router_logits import recorded, replayed
 from megatrain.model.saved_activations import watched
+from megatrain.model.side_values import Passing, leaves_of, value_at
 from megatrain.model.weight_sources import InFiles, Source, in_files_of
 from megatrain.spec import ModelSpec, Numerics
 
@@ -43,26 +44,41 @@ HIDDEN = "hidden_states"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A layer's arguments besides the hidden state. `by_keyword`: whether the hidden state is passed by keyword."""
+    """A layer's arguments besides the hidden state.
+
+    by_keyword: whether the hidden state is passed by keyword. leading: how many of its dimensions come before batch
+    and length in the model's own code; everywhere else, batch and length come first.
+    """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     by_keyword: bool
+    leading: int = 0
 
     def arguments(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments of the layer for this hidden state [batch, length, hidden size]."""
+        hidden = batch_later(hidden, self.leading)
         if self.by_keyword:
             return self.args, {HIDDEN: hidden, **self.kwargs}
         return (hidden, *self.args), dict(self.kwargs)
 
     @property
-    def form(self) -> tuple[Any, ...]:
+    def form(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """All arguments, in plain containers."""
-        return self.args, dict(self.kwargs), self.by_keyword
+        return self.args, dict(self.kwargs)
+
+    def with_form(self, form: tuple[tuple[Any, ...], dict[str, Any]]) -> Call:
+        """The same call with other arguments."""
+        args, kwargs = form
+        return Call(args, kwargs, self.by_keyword, self.leading)
+
+    def hidden_of(self, output: Any) -> Tensor:
+        """The hidden state [batch, length, hidden size] in the layer's return value."""
+        return batch_first(output if isinstance(output, Tensor) else output[0], self.leading)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor among the arguments."""
-        return tensors_in((self.args, dict(self.kwargs)))
+        return tensors_in(self.form)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -76,19 +92,24 @@ def tensors_in(value: Any) -> list[Tensor]:
     return []
 
 
-def split_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, Call]:
-    """Separate the hidden state from a layer's arguments."""
+def batch_first(hidden: Tensor, leading: int) -> Tensor:
+    """A view with batch and length before the first `leading` dimensions."""
+    return hidden.movedim((leading, leading + 1), (0, 1)) if leading else hidden
+
+
+def batch_later(hidden: Tensor, leading: int) -> Tensor:
+    """What `batch_first` has been made from."""
+    return hidden.movedim((0, 1), (leading, leading + 1)) if leading else hidden
+
+
+def split_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any], leading: int = 0) -> tuple[Tensor, Call]:
+    """Separate the hidden state, batch first, from a layer's arguments."""
     if args:
-        return args[0], Call(tuple(args[1:]), dict(kwargs), by_keyword=False)
+        return batch_first(args[0], leading), Call(tuple(args[1:]), dict(kwargs), False, leading)
     if HIDDEN in kwargs:
         rest = {name: value for name, value in kwargs.items() if name != HIDDEN}
-        return kwargs[HIDDEN], Call((), rest, by_keyword=True)
+        return batch_first(kwargs[HIDDEN], leading), Call((), rest, True, leading)
     raise ModelError(f"a decoder layer is called without a hidden state (arguments: {sorted(kwargs)})")
-
-
-def hidden_of(output: Any) -> Tensor:
-    """The hidden state in a layer's return value."""
-    return output if isinstance(output, Tensor) else output[0]
 
 
 def placeholder(parameter: Tensor, device: torch.device) -> Tensor:
@@ -104,7 +125,7 @@ class PrologueDone(Exception):
 class Script(Protocol):
     """What the ports do during one run of the forward."""
 
-    def visit(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor: ...
+    def visit(self, index: int, hidden: Tensor, call: Call) -> Tensor: ...
 
 
 class Capture:
@@ -116,22 +137,53 @@ class Capture:
         self.hidden: Tensor | None = None
         self.order: list[int] = []
         self.untouched = True
+        self._passed_on: Tensor | None = None
+        self.made: dict[int, Tensor] = {}
+        """Side values of layers, filled in by measurements."""
 
-    def visit(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        hidden, call = split_hidden(args, kwargs)
-        if self.hidden is None:
+    def visit(self, index: int, hidden: Tensor, call: Call) -> Tensor:
+        if self._passed_on is None:
             self.hidden = hidden
-        self.untouched = self.untouched and hidden is self.hidden
+        else:
+            self.untouched = self.untouched and _is_same(hidden, self._passed_on)
         self.order.append(index)
         self.calls.append(call)
         if index == self.layers - 1:
             raise PrologueDone
+        self._passed_on = self.passed_on(hidden)
+        return self._passed_on
+
+    def passed_on(self, hidden: Tensor) -> Tensor:
+        """What the next layer gets."""
         return hidden
 
     @property
     def observed_only_passing(self) -> bool:
         """Whether each layer was called once, in order, with the very output of the layer before it."""
         return self.untouched and self.order == list(range(self.layers))
+
+
+class TracingCapture(Capture):
+    """A capture in which each layer passes on a leaf of its own, to tell what is computed from it before the next."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        self.leaves: list[Tensor] = []
+
+    def passed_on(self, hidden: Tensor) -> Tensor:
+        self.leaves.append(hidden.detach().requires_grad_())
+        return self.leaves[-1]
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same elements: a slice of everything is a new tensor."""
+    if one is other:
+        return True
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.dtype == other.dtype
+        and (one.shape, one.stride()) == (other.shape, other.stride())
+    )
 
 
 class Recomputed:
@@ -193,11 +245,29 @@ class HandOut:
         self.layers, self.hidden, self.sides = layers, hidden, sides
         self.order: list[int] = []
 
-    def visit(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    def visit(self, index: int, hidden: Tensor, call: Call) -> Tensor:
         self.order.append(index)
         if self.sides:
             replayed(self.sides[index])
-        return self.hidden if index == self.layers - 1 else split_hidden(args, kwargs)[0]
+        return self.hidden if index == self.layers - 1 else hidden
+
+
+class TracingHandOut(HandOut):
+    """Also keeps the hidden state that the first layer gets, and passes on leaves of its own from each layer."""
+
+    def __init__(self, layers: int, hidden: Tensor) -> None:
+        super().__init__(layers, hidden)
+        self.first = hidden
+        self.leaves: list[Tensor] = []
+
+    def visit(self, index: int, hidden: Tensor, call: Call) -> Tensor:
+        if not self.order:
+            self.first = hidden
+        passed_on = super().visit(index, hidden, call)
+        if passed_on is hidden:
+            passed_on = hidden.detach().requires_grad_()
+            self.leaves.append(passed_on)
+        return passed_on
 
 
 class Port(nn.Module):
@@ -207,15 +277,28 @@ class Port(nn.Module):
         super().__init__()
         self.index = index
         self.script: Script | None = None
+        self.leading = 0
+        """`Call.leading`."""
         self.returns: int | None = None
         """Length of the tuple that the layer returns; `None` if it returns the bare hidden state."""
         self.others: tuple[Any, ...] = ()
-        """The other elements of that tuple during the first look; later they are `None`."""
+        """The other elements of that tuple: all during the first look, later only markers of side values."""
+        self.passing: Passing | None = None
+        """The side values that the layer takes and makes, if any."""
+        self.recorded: list[int] = []
+        """Numbers of the side values that it records for the auxiliary loss."""
         self._behind = [layer]  # in a list, so that the layer is not registered as a submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self.script is not None, "a port is only run by PortedModel"
-        hidden = self.script.visit(self.index, args, kwargs)
+        hidden, call = split_hidden(args, kwargs, self.leading)
+        if self.passing is None:
+            hidden = self.script.visit(self.index, hidden, call)
+        else:
+            kept = call.with_form(self.passing.kept(call.form))
+            hidden = self.script.visit(self.index, hidden, kept)
+            self.passing.write(call.form)
+        hidden = batch_later(hidden, self.leading)
         if self.returns is None:
             return hidden
         return hidden, *(self.others or [None] * (self.returns - 1))
@@ -229,7 +312,12 @@ class Port(nn.Module):
 
 def reachable_leaves(tensor: Tensor) -> set[int]:
     """`id`s of the leaves that would get a gradient from `tensor`, found in its graph without running it."""
-    found: set[int] = set()
+    variables = (getattr(node, "variable", None) for node in nodes_of(tensor))
+    return {id(variable) for variable in variables if isinstance(variable, torch.Tensor)}
+
+
+def nodes_of(tensor: Tensor) -> set[Any]:
+    """The nodes of its graph."""
     seen: set[Any] = set()
     stack = [tensor.grad_fn]
     while stack:
@@ -237,11 +325,8 @@ def reachable_leaves(tensor: Tensor) -> set[int]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor):
-            found.add(id(variable))
         stack.extend(following for following, _ in node.next_functions)
-    return found
+    return seen
 
 
 # The model behind them ------------------------------------------------------------------------------------------------
@@ -254,7 +339,7 @@ Weights = Mapping[str, Tensor]
 """Parameters for one call: full names for prologue and epilogue, names inside the layer for layers."""
 
 Sides = tuple[Tensor, ...]
-"""A layer's outputs besides the hidden state that the loss depends on: router logits [tokens, experts]."""
+"""What a layer records for the auxiliary loss: router logits [tokens, experts]."""
 
 
 class Way(Protocol):
@@ -374,26 +459,63 @@ class PortedModel:
         return capture.hidden, capture.calls
 
     def layer(
-        self, index: int, weights: Weights, hidden: Tensor, call: Call, way: Way = AS_IT_IS
-    ) -> tuple[Tensor, Sides]:
-        """Run layer `index`, counted from 0, on `hidden` [batch, length, hidden size]; returns (same shape, sides).
+        self,
+        index: int,
+        weights: Weights,
+        hidden: Tensor,
+        call: Call,
+        way: Way = AS_IT_IS,
+        values: Mapping[int, Tensor] | None = None,
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run layer `index`, counted from 0, on `hidden` [batch, length, hidden size]; returns the same shape and the
+        side values that it makes, by number.
 
-        Raises `ModelError` where it cannot be run compiled.
+        values: the side values that it takes. Raises `ModelError` where it cannot be run compiled.
         """
         self._restore(self.templates[index])
+        passing = self.ports[index].passing
+        if passing is not None:
+            call = call.with_form(passing.given(call.form, values or {}))
         args, kwargs = call.arguments(hidden)
         compiles = way.kernels == "compile"
         plain = partial(functional_call, tie_weights=self._layers_that_tie[index])
         run = compiled_call if compiles and not watched() else plain
-        if compiles and self.balance_coefficient is not None:
+        if compiles and (self.balance_coefficient is not None or (passing is not None and passing.makes)):
             what = "its layers record router outputs for the auxiliary loss, which compiled layers cannot"
+            if passing is not None and passing.makes:
+                what = "its layers pass on more than the hidden state, which compiled layers cannot"
             raise ModelError(what, where=self.structure.name, fix="set policy.kernels=stock")
         with ExitStack() as around:
-            sides = around.enter_context(recorded()) if self.balance_coefficient is not None else []
+            found = around.enter_context(recorded()) if self.balance_coefficient is not None else []
             if way.mlp_chunk_tokens:
                 around.enter_context(in_chunks(self.templates[index], self.parts[index], way.mlp_chunk_tokens))
             output = run(self.templates[index], dict(weights), args, kwargs)
-        return hidden_of(output), tuple(sides)
+        sides = dict(zip(self.ports[index].recorded, found, strict=True)) if found else {}
+        if passing is not None:
+            sides |= passing.made(output, call.form)
+        return call.hidden_of(output), sides
+
+    def prologue_sides(self, calls: Sequence[Call]) -> dict[int, Tensor]:
+        """The side values that the prologue has made, by number, among the arguments of layers."""
+        found: dict[int, Tensor] = {}
+        for index, call in enumerate(calls):
+            found |= self.taken_from_prologue(index, call)
+        return found
+
+    def taken_from_prologue(self, index: int, call: Call) -> dict[int, Tensor]:
+        """Those that layer `index` takes."""
+        passing, sides = self.ports[index].passing, self.structure.sides
+        takes = () if passing is None else passing.takes.items()
+        return {number: value_at(call.form, path) for path, number in takes if not sides[number].source}
+
+    def other_gradients(self, calls: Sequence[Call]) -> bool:
+        """Whether layers need a gradient other than through the hidden state and known side values."""
+        for port, call in zip(self.ports, calls, strict=True):
+            known = {} if port.passing is None else port.passing.takes
+            for path, leaf in leaves_of(call.form):
+                if isinstance(leaf, Tensor) and leaf.requires_grad and path not in known:
+                    return True
+        return False
 
     @cached_property
     def _layers_that_tie(self) -> tuple[bool, ...]:
