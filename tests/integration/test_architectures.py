@@ -36,22 +36,43 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated
 TOLERANCE = 1e-6
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 COMPASS = {"full_attention": ROPE, "sliding_attention": ROPE}
-GLM = {"text_config": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}}}
-QWEN = {"text_config": {"rope_parameters": ROPE | {"mrope_section": [16, 24, 24]}}}
+
+
+def with_images(sections: list[int], text: dict[str, Any] | None = None, **rope: Any) -> dict[str, Any]:
+    """A config whose text model has the positions of images in its rotary embedding."""
+    return {"text_config": {"rope_parameters": ROPE | rope | {"mrope_section": sections}, **(text or {})}}
+
+
+GLM = with_images([8, 12, 12], partial_rotary_factor=0.5)
+QWEN = with_images([16, 24, 24])
+QWEN_4 = {
+    **{"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 128},
+    **{"indexer_budget": 2048, "indexer_compress_ratio": 16},
+    **with_images([11, 11, 10], partial_rotary_factor=0.25)["text_config"],
+}
 STATED: dict[str, dict[str, Any]] = {
+    "chameleon": {"vocabulary_map": {"<image>": 8711}},
     "cohere_compass_text": {"rope_parameters": COMPASS},
     "cohere_compass": {"text_config": {"rope_parameters": COMPASS}},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8}},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
+    "emu3": {"vocabulary_map": {"<image>": 151851}},
+    "ernie4_5_vl_moe": with_images([22, 22, 20]),
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
-    "hunyuan_vl": {"text_config": {"head_dim": 128}},
+    "hunyuan_vl": with_images([16, 16, 16, 16], {"head_dim": 128}),
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
-    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glmga", "glm_ocr"), GLM),
+    **dict.fromkeys(("glm4v", "glm46v", "glmga"), GLM),
+    "glm4v_moe": with_images([8, 12, 12], {"head_dim": 128}, partial_rotary_factor=0.5),
+    "glm_ocr": with_images([16, 24, 24], {"head_dim": 128}),
     "ministral": {"head_dim": 128},
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
     **dict.fromkeys(("paddleocr_vl", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker"), QWEN),
+    "qwen4_exp": {"text_config": QWEN_4},
+    "qwen4_exp_text": QWEN_4,
+    "step3p7": {"text_config": {"sliding_window": 512}},
+    "xmod": {"is_decoder": True, "default_language": "en_XX"},
 }
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -146,14 +167,10 @@ NOT_COMPARED: dict[str, str] = {
     "voxtral_realtime": "input_features",
     # the defaults of the type's own config do not build
     **dict.fromkeys(("fast_vlm", "gemma3n", "perception_lm"), "requires the timm library"),
-    **dict.fromkeys(
-        ("chameleon", "deepseek_ocr2", "diffusion_gemma", "emu3", "evolla"), "transformers cannot build it"
-    ),
-    **dict.fromkeys(("granite4_vision", "qwen3_omni_moe", "qwen4_exp"), "transformers cannot build it"),
+    **dict.fromkeys(("deepseek_ocr2", "diffusion_gemma", "evolla"), "transformers cannot build it"),
+    **dict.fromkeys(("granite4_vision", "qwen3_omni_moe"), "transformers cannot build it"),
     # the rules of `model.tiny` fall short
-    **dict.fromkeys(("ernie4_5_vl_moe", "glm4v_moe", "glm_ocr", "hunyuan_vl", "inkling_mm_model"), "no small twin"),
-    **dict.fromkeys(("janus", "kyutai_speech_to_text", "molmo2", "pi0", "qwen2_5_omni", "step3p7"), "no small twin"),
-    "vibevoice_asr": "no small twin",
+    **dict.fromkeys(("inkling_mm_model", "kyutai_speech_to_text", "molmo2", "pi0", "qwen2_5_omni"), "no small twin"),
 }
 """Those of them that are refused, or have no small twin -> words of the one line that says why."""
 
