@@ -51,7 +51,7 @@ from megatrain.engine.sync_free_inputs import HostAnswers
 from megatrain.engine.weights import BoundWeights, UnitBinder, describe_place, save_weights_by_name
 from megatrain.errors import LossError, ModelError, NonFinite, RankError
 from megatrain.memory import Lease, Pool
-from megatrain.model import Answering, Keeping, PortedModel, Sides
+from megatrain.model import Answering, Keeping, PortedModel
 from megatrain.schedule import CALLS, Op, Schedule, Timeline
 from megatrain.schedule.contents import PART_OF, Gradient, Hidden, LayerGraph, Saved, Weights
 from megatrain.schedule.passes.streamed_updates import piece_of
@@ -347,26 +347,19 @@ class Streamer:
         saved = next((content for content in written if isinstance(content, Saved)), None)
         if LayerGraph(unit, micro) in written:
             activations.graphs[unit, micro], found, sides = self._forward_with_graph(step, op, lease, hidden)
-            activations.inputs[output] = found.detach()
-            activations.sides[unit, micro] = tuple(side.detach() for side in sides)
-        elif saved:
-            keeping = Keeping(saved.keep, self.spec.hidden_size)
-            leaves = self._binders[unit].leaves(self._weights(op, lease, unit))
-            leaf = hidden.detach().requires_grad_()
-            with keeping.running(), self._waiting_for_weights(step, op, lease):
-                found, sides = self.ported.layer(
-                    unit - 1, leaves, leaf, activations.calls[micro][unit - 1], self.numerics
-                )
-            activations.inputs[output], activations.stored[unit, micro] = found.detach(), keeping.stored()
-            activations.sides[unit, micro] = tuple(side.detach() for side in sides)
         else:
+            call, binder, given = activations.calls[micro][unit - 1], self._binders[unit], hidden
+            keeping = Keeping(saved.keep, self.spec.hidden_size) if saved else None
             weights = self._views(op, lease, unit)
-            with self._waiting_for_weights(step, op, lease):
-                found, sides = self.ported.layer(
-                    unit - 1, weights, hidden, activations.calls[micro][unit - 1], self.numerics
-                )
-            activations.inputs[output] = found
-            activations.sides.setdefault((unit, micro), sides)  # not when recomputed: then gradients are there
+            if keeping:
+                weights, given = binder.leaves(self._weights(op, lease, unit)), hidden.detach().requires_grad_()
+            values = activations.side_values(op, self.ported, call, leaves=keeping is not None)
+            with keeping.running() if keeping else nullcontext(), self._waiting_for_weights(step, op, lease):
+                found, sides = self.ported.layer(unit - 1, weights, given, call, self.numerics, values)
+            if keeping:
+                activations.stored[unit, micro] = keeping.stored()
+        activations.inputs[output] = found.detach()
+        activations.keep_sides(op, sides)
         step.phases.enter_last_phase()  # which declares the offload slots
         if saved and saved.offloaded:
             activations.stored[unit, micro].pack(bytes_of(lease, written[saved]))
@@ -381,7 +374,7 @@ class Streamer:
             return
         with torch.enable_grad():
             _, calls = self.ported.prologue(self._binders[0].leaves(self._weights(op, lease, 0)), inputs)
-        if any(tensor.requires_grad for call in calls for tensor in call.tensors()):
+        if self.ported.other_gradients(calls):
             what = f"with {', '.join(sorted(entries))} its layers need a gradient other than through the hidden state"
             fix = "freeze what computes their other arguments, or train it on text alone"
             raise ModelError(what, where=f"model {self.spec.name}", fix=fix)
@@ -410,11 +403,11 @@ class Streamer:
 
     def _forward_with_graph(
         self, step: StepState, op: Op, lease: Lease, hidden: Tensor
-    ) -> tuple[KeptGraph, Tensor, Sides]:
+    ) -> tuple[KeptGraph, Tensor, dict[int, Tensor]]:
         """Run a layer with autograd, which saves weights by their place unless `_weights_stay`.
 
         Outputs of ops that its forward has kept are not computed again. Returns the graph, the output [batch, length,
-        hidden size] and the side outputs.
+        hidden size] and the side values that it has made.
         """
         bound = BoundWeights(self._weights(op, lease, op.unit))
         leaves = self._binders[op.unit].leaves(bound.flat)
@@ -425,6 +418,7 @@ class Streamer:
             if stored and isinstance(access.content, Saved) and access.content.offloaded:
                 stored.unpack(bytes_of(lease, access).data)
         answering = Answering(stored) if stored else nullcontext()
+        values = step.activations.side_values(op, self.ported, call, leaves=True)
         target = GradientDestination()
         in_place = self._gradients_in_place(self._binders[op.unit].trained(leaves), target)
         with (
@@ -434,11 +428,12 @@ class Streamer:
             self._waiting_for_weights(step, op, lease),
             in_place,
         ):
-            output, sides = self.ported.layer(op.unit - 1, leaves, leaf, call, self.numerics)
+            output, sides = self.ported.layer(op.unit - 1, leaves, leaf, call, self.numerics, values)
         if stored:
             stored.finish(self.spec.units[op.unit].name)
-        edges = [get_gradient_edge(each) for each in (output, *sides)]
-        return KeptGraph(bound, leaves, leaf, edges, target), output, sides
+        made = {number: get_gradient_edge(side) for number, side in sides.items() if side.requires_grad}
+        given = {number: value for number, value in values.items() if value.requires_grad}
+        return KeptGraph(bound, leaves, leaf, get_gradient_edge(output), made, given, target), output, sides
 
     def _weights_stay(self, step: StepState, op: Op) -> bool:
         """Whether autograd may save these weights as they are: they are the state itself, or a BACKWARD recomputes the
@@ -488,7 +483,7 @@ class Streamer:
             self._record_loss(step, micro, found)
             assert found.gradient is not None
             step.activations.gradients[micro] = found.gradient.view_as(hidden)
-            self._add_router_loss(step, leaves, micro)
+            self._add_router_loss(step, op, leaves)
             assert step.loss is not None
             step.landed = self.device.landing(step.loss)
         self._finish_complete_gradients(step, op)
@@ -518,32 +513,26 @@ class Streamer:
         rewind = partial(self._reseed, step, op.unit, op.micro)
         return ChunkedHead(head, trained, flat, positions, targets, self.numerics.loss_chunk_tokens, rewind)
 
-    def _add_router_loss(self, step: StepState, weights: dict[str, Tensor], micro: int) -> None:
+    def _add_router_loss(self, step: StepState, op: Op, weights: dict[str, Tensor]) -> None:
         """Add the router auxiliary loss of a micro-batch, and replace its side outputs by their gradients.
 
         Its weight is the micro-batch's share of the divisor unless `router_weights` were given. So the step's loss is
         the mean, over target tokens, of the losses that the stock model computes for each micro-batch.
         """
-        activations, layers = step.activations, self.spec.layers
-        coefficient = self.ported.balance_coefficient
+        coefficient, activations, micro = self.ported.balance_coefficient, step.activations, op.micro
         if coefficient is None or not step.labels:
             return
-        sides = [
-            tuple(side.detach().requires_grad_() for side in activations.sides.pop((unit, micro))) for unit in layers
-        ]
-        leaves = [side for of_layer in sides for side in of_layer]
+        leaves = {number: each.detach().requires_grad_() for number, each in activations.take_sides(op).items()}
+        sides = [tuple(leaves[number] for number in port.recorded) for port in self.ported.ports]
         with torch.enable_grad():
             inputs, answers = self._inputs(step, micro)
             with answers:
                 plain = self.ported.balance(weights, inputs, sides)
             loss = coefficient * plain * step.router_weights[micro]
             if step.sink is not None:
-                found = torch.autograd.grad(loss * step.scale, leaves, allow_unused=True, materialize_grads=True)
-                gradients = iter(found)
-                activations.sides |= {
-                    (unit, micro): tuple(next(gradients) for _ in of_layer)
-                    for unit, of_layer in zip(layers, sides, strict=True)
-                }
+                wanted = [*leaves.values()]
+                found = torch.autograd.grad(loss * step.scale, wanted, allow_unused=True, materialize_grads=True)
+                activations.add_side_gradients(op, dict(zip(leaves, found, strict=True)))
         assert step.loss is not None
         term = loss.detach().double()
         step.loss = step.loss + term
@@ -555,7 +544,7 @@ class Streamer:
         if step.labels:
             chunked = self._chunked_head(step, op, weights, [], hidden.flatten(0, 1))
             self._record_loss(step, op.micro, measure(step.loss_fn, chunked, step.own[op.micro]))
-            self._add_router_loss(step, weights, op.micro)
+            self._add_router_loss(step, op, weights)
             assert step.loss is not None
             step.landed = self.device.landing(step.loss)
         else:
@@ -584,11 +573,13 @@ class Streamer:
             if trained:
                 graph.target.accumulator = total = self._accumulator(step, op, lease, unit)
                 accumulate_into(total, trained, step.phases.gradient_complete)
-            inputs = [graph.input, *(leaf for _, leaf in trained)]
-            gradients = [activations.gradients.pop(micro), *activations.sides.pop((unit, micro), ())]
-            torch.autograd.backward(graph.outputs, gradients, inputs=inputs)
+            inputs = [graph.input, *(leaf for _, leaf in trained), *graph.given.values()]
+            sides = activations.side_gradients(op, graph.made)
+            edges = [graph.output, *(graph.made[number] for number in sides)]
+            torch.autograd.backward(edges, [activations.gradients.pop(micro), *sides.values()], inputs=inputs)
             assert graph.input.grad is not None
             activations.gradients[micro] = graph.input.grad
+            activations.add_side_gradients(op, {number: each.grad for number, each in graph.given.items()})
         self._finish_complete_gradients(step, op)
 
     def _backward_prologue(self, step: StepState, op: Op, lease: Lease) -> None:
@@ -605,13 +596,15 @@ class Streamer:
             self._waiting_for_weights(step, op, lease),
             self._gradients_in_place(trained, target),
         ):
-            hidden, _ = self.ported.prologue(leaves, inputs)
+            hidden, calls = self.ported.prologue(leaves, inputs)
         step.phases.before_gradients()
         target.accumulator = total = self._accumulator(step, op, lease, 0)
         accumulate_into(total, trained)
-        gradient = activations.gradients.pop(op.micro)
-        if hidden.requires_grad:
-            torch.autograd.backward([hidden], [gradient], inputs=[leaf for _, leaf in trained])
+        outputs, made = [(hidden, activations.gradients.pop(op.micro))], self.ported.prologue_sides(calls)
+        outputs += [(made[number], each) for number, each in activations.side_gradients(op, made).items()]
+        if outputs := [(output, gradient) for output, gradient in outputs if output.requires_grad]:
+            into = [leaf for _, leaf in trained]
+            torch.autograd.backward([each for each, _ in outputs], [each for _, each in outputs], inputs=into)
 
     def _placeholder_leaves(self) -> dict[str, Tensor]:
         """Leaves without memory in place of the prologue's weights."""

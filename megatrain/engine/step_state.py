@@ -8,7 +8,7 @@ bytes in a slot, with its shape and strides kept beside it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,9 +23,9 @@ from megatrain.engine.resumable_call import NO_PAUSES, PausePoints
 from megatrain.engine.weights import BoundWeights
 from megatrain.errors import MegaTrainError, ModelError
 from megatrain.memory import Lease
-from megatrain.model import Call, Sides, Stored
-from megatrain.schedule import Access
-from megatrain.schedule.contents import Arguments, Gradient, Weights
+from megatrain.model import Call, PortedModel, Stored
+from megatrain.schedule import Access, Op
+from megatrain.schedule.contents import Arguments, Gradient, Side, SideGradient, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,12 @@ class KeptGraph:
     bound: BoundWeights
     leaves: dict[str, Tensor]
     input: Tensor
-    outputs: list[GradientEdge]
-    """Of the hidden state and of each side output."""
+    output: GradientEdge
+    """Of the hidden state."""
+    made: dict[int, GradientEdge]
+    """Of side values that the layer has made, by number."""
+    given: dict[int, Tensor]
+    """Side values that it was given, as leaves."""
     target: GradientDestination
     """Where gradients of the weights are summed; set when the backward pass begins."""
 
@@ -54,16 +58,57 @@ class Activations:
     graphs: dict[tuple[int, int], KeptGraph] = field(default_factory=dict)
     stored: dict[tuple[int, int], Stored] = field(default_factory=dict)
     """Outputs of single ops in a layer, kept in addition to its input."""
-    sides: dict[tuple[int, int], Sides] = field(default_factory=dict)
-    """Side outputs of a layer, for the router auxiliary loss; after that loss, their gradients."""
+    sides: dict[str, Tensor] = field(default_factory=dict)
+    """Transient buffer of the schedule -> side value, or the gradient of one."""
     gradients: dict[int, Tensor] = field(default_factory=dict)
     """Gradient with respect to the input of the unit whose backward ran last, [batch, length, hidden size]."""
 
     def release(self, access: Access) -> None:
         """Free a transient buffer that no later op names: an input, or the arguments of a micro-batch's layers."""
         self.inputs.pop(access.buffer, None)
+        self.sides.pop(access.buffer, None)
         if isinstance(access.content, Arguments):
             self.calls.pop(access.content.micro, None)
+
+    def side_values(self, op: Op, ported: PortedModel, call: Call, *, leaves: bool) -> dict[int, Tensor]:
+        """The side values that a layer takes, by number. leaves: those whose gradient a step needs require one."""
+        spec = ported.structure
+        buffers = sides_in(op.reads, Side) if spec.sides else {}
+        found = {number: self.sides[buffer] for number, buffer in buffers.items()}
+        if not leaves or not spec.sides:
+            return found
+        found |= ported.taken_from_prologue(op.unit - 1, call)
+        wanted = {number for number in found if spec.wants_gradient(spec.sides[number])}
+        return {number: value.detach().requires_grad_(number in wanted) for number, value in found.items()}
+
+    def keep_sides(self, op: Op, made: Mapping[int, Tensor]) -> None:
+        """Keep the side values that the op writes; others are known from an earlier run of the layer."""
+        for access in op.writes:
+            if isinstance(access.content, Side):
+                value = made[access.content.number].detach()
+                alone = value.untyped_storage().nbytes() == value.nbytes  # else it would keep more than was planned
+                self.sides[access.buffer] = value if alone else value.clone()
+
+    def take_sides(self, op: Op) -> dict[int, Tensor]:
+        """The side values that the op reads, by number, which nothing needs after it."""
+        return {number: self.sides.pop(buffer) for number, buffer in sides_in(op.reads, Side).items()}
+
+    def side_gradients(self, op: Op, made: Collection[int]) -> dict[int, Tensor]:
+        """Take the gradients of what a unit has made, by number; none where no later unit has used it."""
+        buffers = sides_in(op.reads, SideGradient)
+        return {n: self.sides.pop(buffers[n]) for n in buffers if n in made and buffers[n] in self.sides}
+
+    def add_side_gradients(self, op: Op, terms: Mapping[int, Tensor | None]) -> None:
+        """Add to the gradients of what a unit has used."""
+        for number, buffer in sides_in(op.writes, SideGradient).items():
+            term, known = terms[number], self.sides.get(buffer)
+            if term is not None:
+                self.sides[buffer] = term if known is None else known.add_(term)
+
+
+def sides_in(accesses: Sequence[Access], kind: type[Side] | type[SideGradient]) -> dict[int, str]:
+    """Number -> buffer of the side values, or of their gradients, among accesses."""
+    return {each.content.number: each.buffer for each in accesses if isinstance(each.content, kind)}
 
 
 def pack(hidden: Tensor, memory: Tensor, where: str) -> Tensor:

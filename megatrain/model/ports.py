@@ -34,6 +34,7 @@ from megatrain.model.compiled import compiled_call
 from megatrain.model.forward_arguments import Arguments
 from megatrain.model.router_logits import recorded, replayed
 from megatrain.model.saved_activations import watched
+from megatrain.model.side_values import Passing, leaves_of, value_at
 from megatrain.model.weight_sources import InFiles, Source, in_files_of
 from megatrain.spec import ModelSpec, Numerics
 
@@ -56,13 +57,18 @@ class Call:
         return (hidden, *self.args), dict(self.kwargs)
 
     @property
-    def form(self) -> tuple[Any, ...]:
+    def form(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """All arguments, in plain containers."""
-        return self.args, dict(self.kwargs), self.by_keyword
+        return self.args, dict(self.kwargs)
+
+    def with_form(self, form: tuple[tuple[Any, ...], dict[str, Any]]) -> Call:
+        """The same call with other arguments."""
+        args, kwargs = form
+        return Call(args, kwargs, self.by_keyword)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor among the arguments."""
-        return tensors_in((self.args, dict(self.kwargs)))
+        return tensors_in(self.form)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -104,7 +110,7 @@ class PrologueDone(Exception):
 class Script(Protocol):
     """What the ports do during one run of the forward."""
 
-    def visit(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor: ...
+    def visit(self, index: int, hidden: Tensor, call: Call) -> Tensor: ...
 
 
 class Capture:
@@ -116,22 +122,53 @@ class Capture:
         self.hidden: Tensor | None = None
         self.order: list[int] = []
         self.untouched = True
+        self._passed_on: Tensor | None = None
+        self.made: dict[int, Tensor] = {}
+        """Side values of layers, filled in by measurements."""
 
-    def visit(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        hidden, call = split_hidden(args, kwargs)
-        if self.hidden is None:
+    def visit(self, index: int, hidden: Tensor, call: Call) -> Tensor:
+        if self._passed_on is None:
             self.hidden = hidden
-        self.untouched = self.untouched and hidden is self.hidden
+        else:
+            self.untouched = self.untouched and _is_same(hidden, self._passed_on)
         self.order.append(index)
         self.calls.append(call)
         if index == self.layers - 1:
             raise PrologueDone
+        self._passed_on = self.passed_on(hidden)
+        return self._passed_on
+
+    def passed_on(self, hidden: Tensor) -> Tensor:
+        """What the next layer gets."""
         return hidden
 
     @property
     def observed_only_passing(self) -> bool:
         """Whether each layer was called once, in order, with the very output of the layer before it."""
         return self.untouched and self.order == list(range(self.layers))
+
+
+class TracingCapture(Capture):
+    """A capture in which each layer passes on a leaf of its own, to tell what is computed from it before the next."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        self.leaves: list[Tensor] = []
+
+    def passed_on(self, hidden: Tensor) -> Tensor:
+        self.leaves.append(hidden.detach().requires_grad_())
+        return self.leaves[-1]
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same elements: a slice of everything is a new tensor."""
+    if one is other:
+        return True
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.dtype == other.dtype
+        and (one.shape, one.stride()) == (other.shape, other.stride())
+    )
 
 
 class Recomputed:
@@ -193,11 +230,11 @@ class HandOut:
         self.layers, self.hidden, self.sides = layers, hidden, sides
         self.order: list[int] = []
 
-    def visit(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    def visit(self, index: int, hidden: Tensor, call: Call) -> Tensor:
         self.order.append(index)
         if self.sides:
             replayed(self.sides[index])
-        return self.hidden if index == self.layers - 1 else split_hidden(args, kwargs)[0]
+        return self.hidden if index == self.layers - 1 else hidden
 
 
 class Port(nn.Module):
@@ -210,12 +247,22 @@ class Port(nn.Module):
         self.returns: int | None = None
         """Length of the tuple that the layer returns; `None` if it returns the bare hidden state."""
         self.others: tuple[Any, ...] = ()
-        """The other elements of that tuple during the first look; later they are `None`."""
+        """The other elements of that tuple: all during the first look, later only markers of side values."""
+        self.passing: Passing | None = None
+        """The side values that the layer takes and makes, if any."""
+        self.recorded: list[int] = []
+        """Numbers of the side values that it records for the auxiliary loss."""
         self._behind = [layer]  # in a list, so that the layer is not registered as a submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self.script is not None, "a port is only run by PortedModel"
-        hidden = self.script.visit(self.index, args, kwargs)
+        hidden, call = split_hidden(args, kwargs)
+        if self.passing is None:
+            hidden = self.script.visit(self.index, hidden, call)
+        else:
+            kept = call.with_form(self.passing.kept(call.form))
+            hidden = self.script.visit(self.index, hidden, kept)
+            self.passing.write(call.form)
         if self.returns is None:
             return hidden
         return hidden, *(self.others or [None] * (self.returns - 1))
@@ -254,7 +301,7 @@ Weights = Mapping[str, Tensor]
 """Parameters for one call: full names for prologue and epilogue, names inside the layer for layers."""
 
 Sides = tuple[Tensor, ...]
-"""A layer's outputs besides the hidden state that the loss depends on: router logits [tokens, experts]."""
+"""What a layer records for the auxiliary loss: router logits [tokens, experts]."""
 
 
 class Way(Protocol):
@@ -374,26 +421,63 @@ class PortedModel:
         return capture.hidden, capture.calls
 
     def layer(
-        self, index: int, weights: Weights, hidden: Tensor, call: Call, way: Way = AS_IT_IS
-    ) -> tuple[Tensor, Sides]:
-        """Run layer `index`, counted from 0, on `hidden` [batch, length, hidden size]; returns (same shape, sides).
+        self,
+        index: int,
+        weights: Weights,
+        hidden: Tensor,
+        call: Call,
+        way: Way = AS_IT_IS,
+        values: Mapping[int, Tensor] | None = None,
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run layer `index`, counted from 0, on `hidden` [batch, length, hidden size]; returns the same shape and the
+        side values that it makes, by number.
 
-        Raises `ModelError` where it cannot be run compiled.
+        values: the side values that it takes. Raises `ModelError` where it cannot be run compiled.
         """
         self._restore(self.templates[index])
+        passing = self.ports[index].passing
+        if passing is not None:
+            call = call.with_form(passing.given(call.form, values or {}))
         args, kwargs = call.arguments(hidden)
         compiles = way.kernels == "compile"
         plain = partial(functional_call, tie_weights=self._layers_that_tie[index])
         run = compiled_call if compiles and not watched() else plain
-        if compiles and self.balance_coefficient is not None:
+        if compiles and (self.balance_coefficient is not None or (passing is not None and passing.makes)):
             what = "its layers record router outputs for the auxiliary loss, which compiled layers cannot"
+            if passing is not None and passing.makes:
+                what = "its layers pass on more than the hidden state, which compiled layers cannot"
             raise ModelError(what, where=self.structure.name, fix="set policy.kernels=stock")
         with ExitStack() as around:
-            sides = around.enter_context(recorded()) if self.balance_coefficient is not None else []
+            found = around.enter_context(recorded()) if self.balance_coefficient is not None else []
             if way.mlp_chunk_tokens:
                 around.enter_context(in_chunks(self.templates[index], self.parts[index], way.mlp_chunk_tokens))
             output = run(self.templates[index], dict(weights), args, kwargs)
-        return hidden_of(output), tuple(sides)
+        sides = dict(zip(self.ports[index].recorded, found, strict=True)) if found else {}
+        if passing is not None:
+            sides |= passing.made(output, call.form)
+        return hidden_of(output), sides
+
+    def prologue_sides(self, calls: Sequence[Call]) -> dict[int, Tensor]:
+        """The side values that the prologue has made, by number, among the arguments of layers."""
+        found: dict[int, Tensor] = {}
+        for index, call in enumerate(calls):
+            found |= self.taken_from_prologue(index, call)
+        return found
+
+    def taken_from_prologue(self, index: int, call: Call) -> dict[int, Tensor]:
+        """Those that layer `index` takes."""
+        passing, sides = self.ports[index].passing, self.structure.sides
+        takes = () if passing is None else passing.takes.items()
+        return {number: value_at(call.form, path) for path, number in takes if not sides[number].source}
+
+    def other_gradients(self, calls: Sequence[Call]) -> bool:
+        """Whether layers need a gradient other than through the hidden state and known side values."""
+        for port, call in zip(self.ports, calls, strict=True):
+            known = {} if port.passing is None else port.passing.takes
+            for path, leaf in leaves_of(call.form):
+                if isinstance(leaf, Tensor) and leaf.requires_grad and path not in known:
+                    return True
+        return False
 
     @cached_property
     def _layers_that_tie(self) -> tuple[bool, ...]:

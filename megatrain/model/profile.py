@@ -42,13 +42,14 @@ from megatrain.model.peak import (
     Recording,
     Run,
     SkipLargeProducts,
+    growth_of,
     measured,
     recorded_backward,
     recorded_forward,
 )
 from megatrain.model.ports import Capture, PortedModel, Sides, hidden_of
 from megatrain.model.saved_activations import Answering, Keeping, Key, Level, Stored
-from megatrain.spec import LayerProfile, ModelSpec
+from megatrain.spec import LayerProfile, ModelSpec, SideValue
 from megatrain.spec.layer_profile import Outputs
 
 SHORT, BLOCKS = 8, (64, 128, 256)
@@ -95,12 +96,14 @@ class Measurement:
                 prologue = profile_prologue(self._ported, short)
                 known = {kind: self._layer(index, prologue, short, most) for kind, index in self._first.items()}
             epilogue = self._head(short)
+            sides = self._sized(short)
         layers = []
-        for index, (kind, unit) in enumerate(zip(self._kinds, structure.units[1:-1], strict=True)):
+        for index, kind in enumerate(self._kinds):
             window = told.get(index, known[kind].window)
-            layers.append(replace(known[kind], window=window, sides_nbytes=unit.profile.sides_nbytes))
+            layers.append(replace(known[kind], window=window))
         profiles = zip(structure.units, (prologue, *layers, epilogue), strict=True)
-        return replace(structure, units=tuple(replace(unit, profile=profile) for unit, profile in profiles))
+        units = tuple(replace(unit, profile=profile) for unit, profile in profiles)
+        return replace(structure, units=units, sides=sides)
 
     def _layer(self, index: int, prologue: LayerProfile, short: Lengths, most: int) -> LayerProfile:
         """As a device runs it; `cpu` among the others, where a cpu runs attention otherwise."""
@@ -144,10 +147,54 @@ class Measurement:
             capture = called(rows, count, tokens)
             assert capture.hidden is not None
             given = capture.hidden.detach().requires_grad_()
-            args, kwargs = capture.calls[index].arguments(given)
-            return hidden_of(functional_call(layer, weights, args, kwargs)), list(weights.values()), [given]
+            call, values = capture.calls[index], self._values(capture, index)
+            if (passing := self._ported.ports[index].passing) is not None:
+                call = call.with_form(passing.given(call.form, values))
+            args, kwargs = call.arguments(given)
+            output = hidden_of(functional_call(layer, weights, args, kwargs))
+            return output, list(weights.values()), [given, *(each for each in values.values() if each.requires_grad)]
 
         return run
+
+    def _values(self, capture: Capture, index: int) -> dict[int, Tensor]:
+        """The side values that a layer takes, as leaves; those of layers from running these on zeros."""
+        passing, sides = self._ported.ports[index].passing, self._ported.structure.sides
+        if passing is None:
+            return {}
+        with _disable_current_modes(), torch.no_grad():  # no part of what is measured
+            found = self._ported.taken_from_prologue(index, capture.calls[index])
+            for number in set(passing.takes.values()) - found.keys():
+                if number not in capture.made:
+                    capture.made |= self._made(capture, sides[number].source - 1)
+                found[number] = capture.made[number]
+            return {
+                number: each.detach().requires_grad_(sides[number].differentiable) for number, each in found.items()
+            }
+
+    def _made(self, capture: Capture, index: int) -> dict[int, Tensor]:
+        layer, passing = self._ported.templates[index], self._ported.ports[index].passing
+        assert passing is not None
+        assert capture.hidden is not None
+        weights = {name: lazy_zeros(p.shape, p.dtype) for name, p in layer.named_parameters()}
+        values, call = self._values(capture, index), capture.calls[index]
+        call = call.with_form(passing.given(call.form, values))
+        args, kwargs = call.arguments(capture.hidden)
+        with SkipLargeProducts():  # type: ignore[no-untyped-call]
+            return passing.made(functional_call(layer, weights, args, kwargs), call.form)
+
+    def _sized(self, lengths: Lengths) -> tuple[SideValue, ...]:
+        """The side values with their bytes; those of router logits are known."""
+        sides, ports = self._ported.structure.sides, self._ported.ports
+        called, of_loss = self._calls(), {number for port in ports for number in port.recorded}
+        sizes: dict[int, list[int]] = {number: [] for number in range(len(sides)) if number not in of_loss}
+        for tokens in lengths if sizes else ():
+            values: dict[int, Tensor] = {}
+            for port in ports:
+                values |= self._values(called(whole, 1, tokens), port.index)
+            for number, found in sizes.items():
+                found.append(values[number].nbytes)
+        measured_sizes = {number: growth_of(found, lengths) for number, found in sizes.items()}
+        return tuple(replace(side, size=measured_sizes.get(number, side.size)) for number, side in enumerate(sides))
 
     def _parts(self, called: Callable[[Batching, int, int], Capture], index: int) -> tuple[str, ...]:
         return token_wise(self._ported.templates[index], self._run(called, whole, index, 1))

@@ -9,7 +9,7 @@ model that cannot be trained exactly is refused with a `ModelError`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,18 +29,32 @@ from megatrain.model.mapped_tensors import lazy_zeros
 from megatrain.model.peak import SkipLargeProducts
 from megatrain.model.ports import (
     ROUTED,
+    Call,
     Capture,
     HandOut,
     Port,
     PortedModel,
     Sides,
+    TracingCapture,
     placeholder,
     reachable_leaves,
-    split_hidden,
     takes,
 )
 from megatrain.model.profile import Measurement, portable_attention, window_of
 from megatrain.model.router_logits import install_recorders, recorded
+from megatrain.model.side_values import (
+    Passing,
+    Path,
+    Seen,
+    Traffic,
+    Untraceable,
+    holds_containers,
+    leaves_of,
+    read_of,
+    rebuilt,
+    without,
+    written,
+)
 from megatrain.model.skeleton import as_meta, registering
 from megatrain.model.user_patches import (
     Buffers,
@@ -53,7 +67,7 @@ from megatrain.model.user_patches import (
 )
 from megatrain.model.weight_reads import TO_THE_END, OrderOfUse, Uses, in_order_of_use, only_looks_up
 from megatrain.model.weight_sources import quiet
-from megatrain.spec import LayerProfile, ModelSpec, ParamSpec, UnitSpec
+from megatrain.spec import Growth, ModelSpec, ParamSpec, SideValue, UnitSpec
 
 PROBE_TOKENS = 4
 """Length of the inputs of the tiny runs."""
@@ -99,11 +113,11 @@ def _ported(model: PreTrainedModel, stack: str, dtype: torch.dtype) -> PortedMod
     with portable_attention(ported.skeleton):
         look = _learn_layers(model, ported)
         with OwnTensors(model):
-            ported.structure = _learn_structure(model, ported, _layer_specs(model, ported, look))
+            ported.structure = _learn_structure(model, ported, _layer_specs(model, ported, look), look.traffic.sides)
         if ported.routers_off:
             ported.balance_coefficient = _learn_balance(ported, look.sides)
     if ported.balance_coefficient is not None:
-        ported.structure = _recording(ported.structure, look.sides)
+        ported.structure = _recording(ported, look.sides)
     ported.measured = _Measured(ported, look, partial(_foreign_errors, type(model).__name__, dtype))
     return ported
 
@@ -247,8 +261,13 @@ def _learn_layers(model: PreTrainedModel, ported: PortedModel) -> FirstLook:
     look = FirstLook(ported)
     with torch.enable_grad(), OwnTensors(model):
         _run_probe(ported, look, PROBE_TOKENS)
-    for port in ported.ports:
-        port.others = ()
+    try:
+        passing = look.traffic.finish(len(ported.ports))
+    except Untraceable:
+        what = "its layers write into an object that is passed to all of them, and that none of them reads"
+        raise ModelError(what, where=f"model {type(model).__name__}") from None
+    for port, each in zip(ported.ports, passing, strict=True):
+        port.passing, port.others = each, () if each is None else each.others
     return look
 
 
@@ -276,33 +295,56 @@ def _learn_balance(ported: PortedModel, sides: list[Sides]) -> float | None:
     return None if coefficient is None or not coefficient else float(coefficient)
 
 
-def _recording(structure: ModelSpec, sides: list[Sides]) -> ModelSpec:
+def _recording(ported: PortedModel, recorded: list[Sides]) -> ModelSpec:
     """Add what layers record for the auxiliary loss, for which schedules have buffers."""
-    units = list(structure.units)
-    for index, of_layer in enumerate(sides, start=1):
-        nbytes = sum(side.numel() * side.element_size() for side in of_layer) / PROBE_TOKENS
-        units[index] = replace(units[index], profile=LayerProfile(sides_nbytes=nbytes))
-    return replace(structure, units=tuple(units))
+    structure, sides = ported.structure, list(ported.structure.sides)
+    for port, of_layer in zip(ported.ports, recorded, strict=True):
+        port.recorded = [*range(len(sides), len(sides) + len(of_layer))]
+        sizes = (Growth(per_token=side.nbytes / PROBE_TOKENS) for side in of_layer)
+        sides += [SideValue(port.index + 1, (structure.epilogue,), size=size) for size in sizes]
+    return replace(structure, sides=tuple(sides))
+
+
+def _sides_of_prologue(ported: PortedModel, capture: TracingCapture, known: int) -> tuple[SideValue, ...]:
+    """The arguments of layers that need a gradient. known: the number of side values so far."""
+    users: dict[int, tuple[set[int], int]] = {}
+    between = {id(leaf) for leaf in capture.leaves}
+    for port, call in zip(ported.ports, capture.calls, strict=True):
+        takes: dict[Path, int] = {}
+        for path, leaf in leaves_of(call.form):
+            if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+                continue
+            if id(leaf) in between or reachable_leaves(leaf) & between:
+                what = "computes between its decoder layers what layers take besides the hidden state"
+                raise ModelError(what, where=f"model {type(ported.skeleton).__name__}")
+            units, takes[path] = users.setdefault(id(leaf), (set(), known + len(users)))
+            units.add(port.index + 1)
+        if takes:
+            has = port.passing or Passing({}, {}, (), ())
+            port.passing = replace(has, takes={**has.takes, **takes})
+    return tuple(SideValue(0, tuple(sorted(units))) for units, _ in users.values())
 
 
 def _probe_inputs(tokens: int = PROBE_TOKENS) -> dict[str, Tensor]:
     return {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}
 
 
-def _learn_structure(model: PreTrainedModel, ported: PortedModel, layers: list[UnitSpec]) -> ModelSpec:
-    """Find the parameters that prologue and epilogue use from two autograd graphs, and list them in order of use."""
+def _learn_structure(
+    model: PreTrainedModel, ported: PortedModel, layers: list[UnitSpec], sides: Sequence[SideValue]
+) -> ModelSpec:
+    """Find the parameters that prologue and epilogue use from two autograd graphs, and list them in order of use.
+
+    sides: those of layers."""
     where = f"model {type(model).__name__}"
     leaves = {name: zero.detach().requires_grad_() for name, zero in ported.placeholders.items()}
     trains = {name: parameter.requires_grad for name, parameter in ported.skeleton.named_parameters()}
-    capture, order = Capture(len(ported.ports)), OrderOfUse(leaves)
+    capture, order = TracingCapture(len(ported.ports)), OrderOfUse(leaves)
     with torch.enable_grad(), Uses(order.reading):  # the caller may have switched gradients off
         ported.run(capture, leaves, _probe_inputs())
     if capture.hidden is None or not capture.observed_only_passing:
         raise ModelError("does more between its decoder layers than pass on the hidden state", where=where)
-    for call in capture.calls:
-        if any(tensor.requires_grad for tensor in call.tensors()):
-            raise ModelError("its layers need a gradient other than through the hidden state", where=where)
-    looks_up = only_looks_up(ported, capture.hidden, _probe_inputs())
+    of_prologue = _sides_of_prologue(ported, capture, len(sides))
+    looks_up = not of_prologue and only_looks_up(ported, capture.hidden, _probe_inputs())
     ported.hidden_shape = tuple(capture.hidden.shape[2:])
     handed_out = torch.zeros(PROBE_TOKENS, *ported.hidden_shape, dtype=capture.hidden.dtype, requires_grad=True)
     with torch.enable_grad(), SkipLargeProducts(), Uses(order.reading):  # type: ignore[no-untyped-call]
@@ -341,6 +383,7 @@ def _learn_structure(model: PreTrainedModel, ported: PortedModel, layers: list[U
         vocab_size=logits.shape[-1],
         max_positions=position_limit(model.config),
         attention=getattr(model.config, "_attn_implementation", None) or "eager",
+        sides=(*sides, *of_prologue),
     )
 
 
@@ -380,12 +423,15 @@ def _active_share(model: PreTrainedModel, parameter: Tensor) -> float:
 # The first look at the layers -----------------------------------------------------------------------------------------
 #
 # One layer of each kind runs on zeros at its place in the model's forward. This shows the structure in which it returns
-# the hidden state, and whether layers exchange anything else: another value of that structure, or an object that they
-# write into. Models whose layers share more than the hidden state cannot run layer by layer, and are refused here.
+# the hidden state, and what else layers exchange (`side_values`): another value of that structure, or an entry that
+# they write into a dictionary. What the model's loop computes from such values is refused.
 
 
 class FirstLook(Capture):
-    """A capture that also runs one layer of each kind, with gradients enabled to trace what comes from a layer."""
+    """A capture that also runs one layer of each kind, with gradients enabled to trace what comes from a layer.
+
+    A layer that gets something of an earlier one, or a container that it may write into, is run in any case.
+    """
 
     def __init__(self, ported: PortedModel) -> None:
         super().__init__(len(ported.ports))
@@ -394,73 +440,65 @@ class FirstLook(Capture):
         """Kind of layer -> the order in which it first used its parameters."""
         self.kinds: list[object] = []
         self.sides: list[Sides] = []
-        self._known: dict[tuple[object, object], tuple[Any, Sides]] = {}
+        self.traffic = Traffic()
+        """What layers pass on besides the hidden state."""
+        self._known: dict[tuple[object, object], tuple[Seen, OrderOfUse, Sides]] = {}
         """By kind, and by what the layer's own functions refer to."""
-        self._handed: list[Any] = []
 
-    def visit(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        self._refuse_what_came_from_a_layer(args, kwargs)
-        layer = self._ported.templates[index]
+    def visit(self, index: int, hidden: Tensor, call: Call) -> Tensor:
+        if self.traffic.is_computed_in(call.form):
+            raise self._refusal("model computes between its layers with what they pass on")
+        layer, came = self._ported.templates[index], self.traffic.found_in(call.form)
         code, held = code_of(layer)
         forms = ((name, p.shape, p.requires_grad) for name, p in layer.named_parameters())
-        kind = (type(layer), *forms, window_of(layer), code)
-        if (kind, held) not in self._known:
-            # Grouped products want real strides.
-            zeros = {name: lazy_zeros(p.shape, p.dtype) for name, p in layer.named_parameters()}
-            before, buffers = _contents((args, dict(kwargs))), Buffers(layer, self._ported.prefix(index))
-            order = OrderOfUse(zeros)
-            with torch.no_grad(), recorded() as sides, SkipLargeProducts(), Uses(order.reading):  # type: ignore[no-untyped-call]
-                output = functional_call(layer, zeros, args, dict(kwargs))
-            with torch.enable_grad(), SkipLargeProducts():  # type: ignore[no-untyped-call]  # code may ask
-                leaves = {name: zero.detach().requires_grad_() for name, zero in zeros.items()}
-                functional_call(layer, leaves, args, dict(kwargs))
-            if _contents((args, dict(kwargs))) != before:
-                raise self._refusal("layers write into an object that is passed to all of them")
-            buffers.refuse_changed(f"model {type(self._ported.skeleton).__name__}")
-            self._known[kind, held] = output, tuple(sides)
-            self.used.setdefault(kind, order)
-        output, sides_of_kind = self._known[kind, held]
+        kind: tuple[Any, ...] = (type(layer), *forms, window_of(layer), code)
+        if came or holds_containers(call.form):
+            seen, order, sides = self._look(index, hidden, call, came)
+            kind = (*kind, tuple((path, came[path].shape) for path in seen.read), tuple(seen.writes))
+        else:
+            if (kind, held) not in self._known:
+                self._known[kind, held] = self._look(index, hidden, call, came)
+            seen, order, sides = self._known[kind, held]
+        self.used.setdefault(kind, order)
         port = self._ported.ports[index]
-        port.returns = len(output) if isinstance(output, tuple | list) else None
-        port.others = tuple(_marked(value) for value in output[1:]) if isinstance(output, tuple | list) else ()
-        self._handed += [value for value in port.others if value is not None]
+        port.returns = len(seen.output) if isinstance(seen.output, tuple | list) else None
+        port.others = self.traffic.passed_on(index, seen, call.form)
         self.kinds.append(kind)
-        self.sides.append(sides_of_kind)
-        return super().visit(index, args, kwargs)
+        self.sides.append(sides)
+        return super().visit(index, hidden, call)
 
-    def _refuse_what_came_from_a_layer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        _, call = split_hidden(args, kwargs)
-        for value in _leaves((call.args, dict(call.kwargs))):
-            came = isinstance(value, Tensor) and value.requires_grad and self._handed
-            if came or any(value is handed for handed in self._handed):
-                raise self._refusal("layers pass on more than the hidden state")
+    def _look(
+        self, index: int, hidden: Tensor, call: Call, came: Mapping[Path, Tensor]
+    ) -> tuple[Seen, OrderOfUse, Sides]:
+        """Run a layer where the model calls it: once to see what it reads and makes, once more for gradients."""
+        layer = self._ported.templates[index]
+        # Grouped products want real strides.
+        zeros = {name: lazy_zeros(p.shape, p.dtype) for name, p in layer.named_parameters()}
+        buffers, order = Buffers(layer, self._ported.prefix(index)), OrderOfUse(zeros)
+        touched: set[int] = set()
+
+        def reading(func: Any, tensors: Sequence[Tensor]) -> None:
+            order.reading(func, tensors)
+            touched.update(each.untyped_storage().data_ptr() for each in tensors if came)
+
+        first = call.with_form(rebuilt(call.form, lambda path, leaf: leaf))
+        args, kwargs = first.arguments(hidden)
+        with torch.no_grad(), recorded() as sides, SkipLargeProducts(), Uses(reading):  # type: ignore[no-untyped-call]
+            output = functional_call(layer, zeros, args, kwargs)
+        try:
+            writes = written(call.form, first.form)
+        except Untraceable:
+            raise self._refusal("layers write into an object that is passed to all of them") from None
+        places = {path for path, leaf in came.items() if leaf.untyped_storage().data_ptr() in touched}
+        read = read_of(call.form, places, came.keys())
+        again = call.with_form(without(call.form, came.keys() - read))
+        more = isinstance(output, tuple | list) and len(output) > 1
+        with torch.enable_grad(), SkipLargeProducts():  # type: ignore[no-untyped-call]  # code may ask
+            leaves = {name: zero.detach().requires_grad_() for name, zero in zeros.items()}
+            args, kwargs = again.arguments(hidden.detach().requires_grad_() if came or writes or more else hidden)
+            traced = functional_call(layer, leaves, args, kwargs)
+        buffers.refuse_changed(f"model {type(self._ported.skeleton).__name__}")
+        return Seen(output, sorted(read, key=str), writes, (traced, again.form)), order, tuple(sides)
 
     def _refusal(self, what: str) -> ModelError:
         return ModelError(f"its {what}", where=f"model {type(self._ported.skeleton).__name__}")
-
-
-def _marked(value: Any) -> Any:
-    """A layer's return value made traceable: by identity, and by gradient for what is computed from it."""
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.detach().requires_grad_()
-    return value
-
-
-def _contents(value: Any) -> list[tuple[int, ...]]:
-    """Identities of the current contents of mutable containers among the arguments."""
-    found: list[tuple[int, ...]] = []
-    if isinstance(value, dict | list):
-        items = list(value.values()) if isinstance(value, dict) else value
-        found.append(tuple(id(item) for item in items))
-    if isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            found += _contents(item)
-    return found
-
-
-def _leaves(value: Any) -> list[Any]:
-    """All non-containers in nested tuples, lists and dicts, without `None`."""
-    if isinstance(value, dict | list | tuple):
-        items = value.values() if isinstance(value, dict) else value
-        return [leaf for item in items for leaf in _leaves(item)]
-    return [] if value is None else [value]

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from megatrain.errors import MegaTrainError, ModelError
-from megatrain.spec import Growth, LayerProfile, ModelSpec, ParamSpec, UnitSpec
+from megatrain.spec import Growth, LayerProfile, ModelSpec, ParamSpec, SideValue, UnitSpec
 from megatrain.spec.layer_profile import Outputs, Peak
 
 DEEPEST = 3
@@ -49,6 +49,7 @@ def read_model(content: Any, where: str) -> ModelSpec:
             None if fields.get("max_positions") is None else _count(fields["max_positions"]),
             _text(fields.get("attention", "sdpa")),
             _flag(fields.get("base_apart", False)),
+            tuple(_side(each, len(units)) for each in fields.get("sides", ())),
         )
     except (KeyError, TypeError, ValueError, MegaTrainError) as error:
         detail = f"lacks {error}" if isinstance(error, KeyError) else str(error)
@@ -85,12 +86,22 @@ def _unit(fields: Mapping[str, Any], profiles: Sequence[LayerProfile]) -> UnitSp
     )
 
 
+def _side(given: Any, units: int) -> SideValue:
+    source, users = (
+        int(_number(given["source"], units)),
+        tuple(int(_number(each, units - 1)) for each in given["users"]),
+    )
+    if not users or [source, *users] != sorted({source, *users}):
+        raise ValueError(f"a side value of unit {source} is read by {users}")
+    return SideValue(source, users, _flag(given["differentiable"]), _growth(given["size"]))
+
+
 def _profile(given: Any, depth: int = 0) -> LayerProfile:
     if depth > DEEPEST:
         raise ValueError("profiles are nested too deeply")
     window, graph, outputs = given["window"], given["graph_in_chunks"], given["outputs"]
     peaks = ("forward", "backward", "backward_in_chunks", "balance")
-    fields: dict[str, Any] = {name: _number(given[name]) for name in ("attention_flops", "sides_nbytes")}
+    fields: dict[str, Any] = {"attention_flops": _number(given["attention_flops"])}
     fields |= {name: _growth(given[name]) for name in ("graph", "arguments", "row_arguments")}
     fields |= {name: _peak(given[name]) for name in peaks}
     return LayerProfile(

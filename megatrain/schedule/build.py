@@ -200,7 +200,8 @@ class Builder:
                 writes.append(self.alive.arguments(micro))
             else:
                 reads += [self.alive.hidden(unit, micro), self.alive.arguments(micro)]
-                writes += [*self.alive.left_by(unit, micro), *self.alive.sides(unit, micro)]
+                reads += self.alive.sides_used(unit, micro)
+                writes += [*self.alive.left_by(unit, micro), *self.alive.sides_made(unit, micro)]
             writes += self.alive.made(unit, micro)
             visit.compute.append(Op("FORWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
         return visit
@@ -213,12 +214,9 @@ class Builder:
             reads = [self.alive.hidden(unit, micro), *(self._weights(owner) for owner in owners)]
             nbytes = _loss_nbytes(self.model, self.numerics, self.policy, self.work, micro, trains=self.trains)
             writes = [self.alive.transient(Use.LOSS_WORKSPACE, "all", nbytes, Scratch("loss"))]
-            reads += [side for layer in self.model.layers for side in self.alive.sides(layer, micro)]
+            reads += self.alive.sides_used(unit, micro)
             if self.trains:
-                writes.append(self.alive.dhidden(unit, micro))
-                writes += [
-                    side for layer in self.model.layers for side in self.alive.sides(layer, micro, is_gradient=True)
-                ]
+                writes += [self.alive.dhidden(unit, micro), *self.alive.sides_backward(unit, micro)[1]]
                 for owner in owners:
                     if self.trained[owner].size:
                         self.gradients.add(owner, reads, writes)
@@ -241,7 +239,7 @@ class Builder:
         visit = Visit(unit)
         for step in steps:
             reads = [self._weights(unit)] if self.layouts[unit].size else []
-            reads += [step.source, self.alive.arguments(step.micro)]
+            reads += [step.source, self.alive.arguments(step.micro), *self.alive.sides_used(unit, step.micro)]
             writes = (step.target, *self.alive.made(unit, step.micro, again=True))
             visit.compute.append(Op("FORWARD", "compute", unit, step.micro, reads=tuple(reads), writes=writes))
         return visit
@@ -252,10 +250,11 @@ class Builder:
         nbytes = cache(partial(backward_nbytes, self.model, self.numerics, self.policy, self.work, unit))
         for micro in micros:
             reads = [self.alive.dhidden(unit + 1, micro), *([self._weights(unit)] if visit.reads else [])]
-            writes = []
+            taken, writes = self.alive.sides_backward(unit, micro)
+            reads += taken
             if unit > 0:
                 reads += [self.alive.arguments(micro), *self.alive.taken_up_by(unit, micro)]
-                reads += self.alive.sides(unit, micro, is_gradient=True)
+                reads += self.alive.sides_used(unit, micro)
                 if not self.alive.keeps_graph(unit, micro):
                     writes.append(self.alive.graph(unit, micro))
                 writes.append(self.alive.dhidden(unit, micro))

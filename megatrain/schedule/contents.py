@@ -166,14 +166,25 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What a layer recorded for the loss (router logits), for one micro-batch, or the gradient of that."""
+    """A side value (`ModelSpec.sides`, by number), for one micro-batch."""
 
-    unit: int
+    number: int
     micro: int
-    is_gradient: bool = False
 
     def __str__(self) -> str:
-        return f"{'t' if self.is_gradient else 's'}{self.unit}.{self.micro}"
+        return f"s{self.number}.{self.micro}"
+
+
+@dataclass(frozen=True, slots=True)
+class SideGradient:
+    """The gradient of a side value, for one micro-batch, after the terms of its users down to unit `after`."""
+
+    number: int
+    micro: int
+    after: int
+
+    def __str__(self) -> str:
+        return f"t{self.number}.{self.micro}~{self.after}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +220,7 @@ Content = (
     | LayerGraph
     | Saved
     | Side
+    | SideGradient
     | Scratch
 )
 

@@ -3,7 +3,7 @@
 from megatrain.spec.hardware import Hardware
 from megatrain.spec.layer_profile import Growth, LayerProfile
 from megatrain.spec.limits import Limits
-from megatrain.spec.model import FileBytes, ModelSpec, ParamSpec, UnitSpec
+from megatrain.spec.model import FileBytes, ModelSpec, ParamSpec, SideValue, UnitSpec
 from megatrain.spec.numerics import WEIGHT_NBYTES, Numerics, Precision
 from megatrain.spec.policy import (
     IN_HOST,
@@ -44,6 +44,7 @@ __all__ = [
     "Policy",
     "Precision",
     "SavedOutputs",
+    "SideValue",
     "StateTier",
     "Tier",
     "Transfer",

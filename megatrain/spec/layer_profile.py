@@ -88,10 +88,8 @@ class LayerProfile:
     chunk_numel: int = 0
     """Parameters of the largest token-wise part."""
     outputs: Outputs = Outputs()
-    sides_nbytes: float = 0.0
-    """Bytes per token of what a layer records for a router auxiliary loss, and later of the gradient."""
     balance: Peak = Peak()
-    """For the epilogue: peak of that loss for a micro-batch, forward and backward."""
+    """For the epilogue: peak of a router auxiliary loss for a micro-batch, forward and backward."""
     arguments: Growth = Growth()
     """For the prologue: arguments of all layers besides the hidden state that rows share."""
     row_arguments: Growth = Growth()

@@ -8,7 +8,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from megatrain.errors import PlanError
-from megatrain.spec.layer_profile import NOTHING_KNOWN, LayerProfile
+from megatrain.spec.layer_profile import NOTHING_KNOWN, Growth, LayerProfile
 
 
 class FileBytes(NamedTuple):
@@ -87,6 +87,24 @@ def _home(param: ParamSpec) -> int:
     return 0 if param.trainable else 1 + param.file_backed
 
 
+UNMEASURED = Growth()
+
+
+@dataclass(frozen=True, slots=True)
+class SideValue:
+    """A tensor besides the hidden state that a unit makes for later ones: keys and values that layers share, inputs of
+    each layer from the prologue, indices of sparse attention, or router logits for the auxiliary loss."""
+
+    source: int
+    """The unit that makes it."""
+    users: tuple[int, ...]
+    """The units that read it, ascending; the epilogue reads it in the loss."""
+    differentiable: bool = True
+    """Whether a gradient flows through it."""
+    size: Growth = UNMEASURED
+    """Bytes, once measured. Those of the prologue are among the arguments of layers; only their gradient is apart."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A causal language model as a sequence of units: prologue, layers in order of use, epilogue."""
@@ -100,6 +118,8 @@ class ModelSpec:
     """Hugging Face name of the attention kernel that the model's code calls."""
     base_apart: bool = False
     """Checkpoints hold only an adapter, without its base."""
+    sides: tuple[SideValue, ...] = ()
+    """What units pass on besides the hidden state, in order of the units that make it."""
 
     def __post_init__(self) -> None:
         kinds = [unit.kind for unit in self.units]
@@ -158,6 +178,11 @@ class ModelSpec:
     def lowest_trained(self) -> int:
         """Index of the first unit with trained parameters, where the backward pass ends."""
         return next((index for index, unit in enumerate(self.units) if unit.trains), len(self.units))
+
+    def wants_gradient(self, side: SideValue) -> bool:
+        """Whether a step needs the gradient of a side value: something at or below the unit that makes it is
+        trained."""
+        return side.differentiable and side.source >= self.lowest_trained
 
     @property
     def numel(self) -> int:

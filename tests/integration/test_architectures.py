@@ -139,7 +139,7 @@ OTHERS = sorted(set(KNOWN) - set(CHOSEN))
 
 REFUSED = {
     "blt": "its hidden state is",  # of patches; and the logits of one byte do not depend on the decoder's layers
-    "gemma4_text": "gradient other than through the hidden state",  # per-layer inputs
+    "inkling2_text": "computes between its decoder layers",  # states of blocks
     "xlm": "pass on the hidden state",  # positions are masked between layers
 }
 

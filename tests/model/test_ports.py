@@ -123,7 +123,7 @@ def test_a_parameter_that_is_a_buffer_too_is_refused() -> None:
         port_model(model, torch.float32)
 
 
-def test_gradient_paths_that_bypass_the_hidden_state_are_refused() -> None:
+def test_an_argument_of_layers_that_needs_a_gradient_is_a_side_value_of_the_prologue() -> None:
     model = tiny_model()
     rotary = model.model.rotary_emb
     rotary.scale = nn.Parameter(torch.ones(()))
@@ -135,8 +135,8 @@ def test_gradient_paths_that_bypass_the_hidden_state_are_refused() -> None:
             return cos * self.scale, sin
 
     rotary.__class__ = Learned
-    with pytest.raises(ModelError, match="gradient other than through the hidden state"):
-        port_model(model, torch.float32)
+    (side,) = port_model(model, torch.float32).structure.sides
+    assert (side.source, side.users, side.differentiable) == (0, (1, 2, 3), True)
 
 
 def test_a_fresh_model_depends_only_on_config_and_seed() -> None:
