@@ -1,9 +1,9 @@
 """Measures built-in models and writes what the package has of them, `plan/measured_models.zip`.
 
-    python -m bench.measured_models [--new]
+    python -m bench.measured_models [NAME ...]
 
 To be run when the code that measures, or the library, gives other figures: `tests/plan/test_measured_models.py` says so
-of three of them (slow). About twenty minutes on one core; with `--new`, only models that the file lacks are measured.
+of three of them (slow). About twenty minutes on one core; with names, only those and what the file lacks are measured.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def measured(name: str) -> ModelSpec:
     return port_model(blueprint(known_config(name)), torch.bfloat16).spec
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(names: Sequence[str]) -> None:
     with ZipFile(BUILT_IN) as archive:
-        kept = {name: archive.read(name).decode() for name in archive.namelist() if "--new" in arguments}
+        kept = {name: archive.read(name).decode() for name in archive.namelist() if names and name not in names}
     texts = {}
     for name in known_models():
         texts[name] = kept.get(name) or json.dumps({"model": as_fields(measured(name))}, separators=(",", ":"))
