@@ -21,7 +21,7 @@ FLOOR = 1e-2
 """The scale of an error is at least this share of the largest gradient: some are small sums of large terms."""
 
 NUMERICS = Numerics("fp32", loss_chunk_tokens=7)
-FAMILIES = ("llama", "llama-tied", "gemma2", "qwen3-moe", "mixtral-balanced")
+FAMILIES = ("llama", "llama-tied", "gemma2", "qwen3-moe", "mixtral-balanced", "gemma4")
 DEVICES = (("cpu", "recompute"), ("sim:5", "keep"))
 CASES = [
     *((family, "lora", *how) for family in (*FAMILIES, "gpt2") for how in DEVICES),

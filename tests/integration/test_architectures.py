@@ -139,7 +139,7 @@ OTHERS = sorted(set(KNOWN) - set(CHOSEN))
 
 REFUSED = {
     "blt": "its hidden state is",  # of patches; and the logits of one byte do not depend on the decoder's layers
-    "inkling2_text": "computes between its decoder layers",  # states of blocks
+    "inkling2_text": "depend on the hidden state before its last decoder layer",  # states of blocks
     "xlm": "pass on the hidden state",  # positions are masked between layers
 }
 
@@ -152,8 +152,7 @@ MULTIMODAL_TYPES = sorted(
 NOT_COMPARED: dict[str, str] = {
     # refused
     "florence2": "an encoder-decoder",
-    **dict.fromkeys(("gemma4", "inkling2"), "gradient other than through the hidden state"),
-    "mistral_large4": "pass on more than the hidden state",
+    "inkling2": "depend on the hidden state before its last decoder layer",
     "mllama": "does not call each of its decoder layers once",
     "nemotron_h_omni": "has no language-model head",
     # no text alone
@@ -327,6 +326,7 @@ def test_the_simulated_device_computes_the_same_bits(kind: str) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in REFUSED if kind in KNOWN])
 def test_architectures_that_cannot_stream_exactly_are_refused(kind: str) -> None:
     model = twin(config_of(kind))
+    torch.manual_seed(1)  # with these random weights, blt's head is as good as one that computes token by token
     with pytest.raises(ModelError, match=REFUSED[kind]):
         make(model, "cpu", PLAIN.numerics, PLAIN.policy)
 

@@ -112,6 +112,7 @@ def batches_of(count: int) -> list[dict[str, Tensor]]:
         ("llama", "bf16", 3),
         ("mixtral-balanced", "fp32", 3),
         pytest.param("llama", "fp32", 2, marks=pytest.mark.slow),
+        pytest.param("gemma4", "fp32", 2, marks=pytest.mark.slow),
         pytest.param("qwen3-moe", "bf16", 2, marks=pytest.mark.slow),
     ],
 )

@@ -37,7 +37,7 @@ KEPT: dict[str, tuple[tuple[Keep, ...], ...]] = ROWS | {"dropped": (("input",), 
 
 @settings(max_examples=DRAWN)
 @given(
-    family=st.sampled_from(["llama", "llama-tied", "gpt2", "mixtral-balanced"]),
+    family=st.sampled_from(["llama", "llama-tied", "gpt2", "mixtral-balanced", "gemma4"]),
     precision=st.sampled_from(["bf16", "fp32"]),
     rows=st.sampled_from(sorted(KEPT)),
     wait_for=st.sampled_from(["unit", "shard"]),

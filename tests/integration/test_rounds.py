@@ -27,7 +27,7 @@ ON_DEVICE, ON_DISK = Placement("device", "device", "device"), Placement("disk", 
 
 @settings(max_examples=max(1, settings.default.max_examples // 8))
 @given(
-    family=st.sampled_from(["llama", "mixtral-balanced"]),
+    family=st.sampled_from(["llama", "mixtral-balanced", "gemma4"]),
     precision=st.sampled_from(["bf16", "fp32"]),
     rows=st.sampled_from(sorted(KEPT)),
     wait_for=st.sampled_from(["unit", "shard"]),
