@@ -24,6 +24,7 @@ from megatrain.errors import ConfigError, DoesNotFit, MegaTrainError, ModelError
 from megatrain.plan import Sweep, find_plan, machine, measured_models, save_hardware
 from megatrain.spec.limits import parse_nbytes
 from tests.bad_paths import ENDLESS, endless_file
+from tests.model.test_architecture import SILENT
 from tests.tiny import FAMILIES, tiny_model
 
 CONFIG = {
@@ -481,6 +482,14 @@ def test_sequences_longer_than_the_model_supports_are_refused(config: str) -> No
         ConfigError, match="--sequence-length: sequences of 4,096 tokens exceed the model's 2,048 positions"
     ):
         shown(config, sequence_length=4096)
+
+
+@pytest.mark.usefixtures("plan_alone")
+@pytest.mark.parametrize("kind", SILENT)
+def test_sequences_longer_than_a_default_that_nobody_stated_are_planned(kind: str, tmp_path: Path) -> None:
+    """As published, without `max_position_embeddings`, whose default is 2,048."""
+    (tmp_path / "config.json").write_text(json.dumps(SILENT[kind]))
+    assert "16,384" in shown(str(tmp_path), length=16_384, tokens_per_step=16_384)
 
 
 @pytest.mark.parametrize(
