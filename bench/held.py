@@ -21,16 +21,17 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatrain import Engine, Policy
-from megatrain.engine import ops
+from megatrain.engine import streamer
 from megatrain.model.peak import Living
 from megatrain.model.tiny import ordinary_tokens, shrink, twin_from, with_dropout
 from megatrain.schedule import Op
+from megatrain.schedule.ops import Kind
 from megatrain.spec import Keep, Numerics
 from megatrain.testing import SimDevice
 from megatrain.train.parity import micro_batch, packed
 
 LENGTH, CHUNK, PADDING = 96, 64, 5
-KINDS = ("FORWARD", "LOSS", "BACKWARD")
+KINDS: tuple[Kind, ...] = ("FORWARD", "LOSS", "BACKWARD")
 
 Row = tuple[Op, int, int]
 """A compute op, the most bytes that existed while it ran, and those that the schedule has there."""
@@ -39,14 +40,14 @@ Row = tuple[Op, int, int]
 @contextmanager
 def followed() -> Iterator[list[Row]]:
     """In its block, the compute ops of engines on the simulated device, one after the other."""
-    living, rows, honest = Living(), list[Row](), dict(ops.ACTIONS)
+    living, rows, honest = Living(), list[Row](), dict(streamer.ACTIONS)
 
     def following(act: Callable[..., None]) -> Callable[..., None]:
-        def run(streamer: Any, step: Any, op: Op, lease: Any) -> None:
+        def run(context: Any, step: Any, op: Op, lease: Any) -> None:
             living.peak = 0
             with living:
-                act(streamer, step, op, lease)
-            schedule = streamer._running
+                act(context, step, op, lease)
+            schedule = step.schedule
             at = next(index for index, each in enumerate(schedule.ops) if each is op)
             there = (name for name, (first, last) in schedule.lifetimes.items() if first <= at <= last)
             device = (schedule.buffers[name] for name in there)
@@ -54,11 +55,11 @@ def followed() -> Iterator[list[Row]]:
 
         return run
 
-    ops.ACTIONS.update({kind: following(honest[kind]) for kind in KINDS})
+    streamer.ACTIONS.update({kind: following(honest[kind]) for kind in KINDS})
     try:
         yield rows
     finally:
-        ops.ACTIONS.update(honest)
+        streamer.ACTIONS.update(honest)
 
 
 def shares(kind: str, precision: str, rows: str, keep: Keep = "input") -> dict[str, float]:

@@ -35,7 +35,7 @@ from megatrain import AdamW, Engine, Policy
 from megatrain.device.base import Event, Stream, Task, Work
 from megatrain.device.cpu import CpuDevice
 from megatrain.device.worker import HostEvent, WorkerStream
-from megatrain.engine import ops as engine_step
+from megatrain.engine import Executor, streamer
 from megatrain.spec import Numerics, Placement
 from megatrain.spec.layout import layout_of
 from tests import standin_cuda
@@ -138,13 +138,13 @@ def idle(kind: str, layers: int, name: str) -> tuple[int, int, float]:
         with noted(schedules):
             for _ in range(2):
                 engine.step(batches)
-        kept, engine_step.ACTIONS = engine_step.ACTIONS, dict.fromkeys(engine_step.ACTIONS, lambda *_: None)
+        kept, streamer.ACTIONS = streamer.ACTIONS, dict.fromkeys(streamer.ACTIONS, lambda *_: None)
         try:
             with counting_calls() as calls_of:
                 called = calls_of(lambda: engine.step(batches))
             return schedules[-1], called, quickest(lambda: engine.step(batches))
         finally:
-            engine_step.ACTIONS = kept
+            streamer.ACTIONS = kept
 
 
 @contextmanager
@@ -230,17 +230,17 @@ def quickest(function: Callable[[], object]) -> float:
 @contextmanager
 def noted(sizes: list[int]) -> Iterator[None]:
     """In the block, the number of ops of each schedule that runs."""
-    whole = engine_step.Streamer._execute
+    whole = Executor.run
 
-    def execute(self: Any, schedule: Any, step: Any) -> None:
+    def run(self: Executor, schedule: Any, *how: Any) -> None:
         sizes.append(len(schedule.ops))
-        whole(self, schedule, step)
+        whole(self, schedule, *how)
 
-    engine_step.Streamer._execute = execute  # type: ignore[method-assign]
+    Executor.run = run  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        engine_step.Streamer._execute = whole  # type: ignore[method-assign]
+        Executor.run = whole  # type: ignore[method-assign]
 
 
 def stock_kernels(kind: str, layers: int, *, recomputes: bool) -> int:

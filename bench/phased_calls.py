@@ -84,8 +84,8 @@ def _seconds(phases: int, functions: int, gated: bool) -> float:
     call = ResumableCall(ops, layout, nullcontext, run)
     begun = time.perf_counter()
     if gated:
-        for _ in ops:
-            call.run_phase({})
+        for op in ops:
+            call.run_phase(op, {})
     else:
         run(ops[0], {}, NO_PAUSES)
     spent = time.perf_counter() - begun

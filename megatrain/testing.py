@@ -32,7 +32,9 @@ __all__ = [
 
 def run_idle(schedule: Schedule, device: SimDevice) -> Timeline | None:
     """Run a schedule with ops that do nothing. Raises `RaceDetected` if two conflicting accesses are not ordered."""
-    return Executor(device, Pool(device, Ledger())).walk(schedule, _nothing)
+    executor = Executor(device, Pool(device, Ledger()))
+    executor.run(schedule, [_nothing] * len(schedule.ops))
+    return executor.timeline
 
 
 def _nothing(op: Op, lease: Lease) -> None:

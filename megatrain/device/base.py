@@ -192,8 +192,7 @@ class OnTheHost:
 
 def declared(task: Task, memory: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The buffers of `memory` that `task` declares."""
-    names = {span.buffer for span in (*task.reads, *task.writes)}
-    return {name: memory[name] for name in names if name in memory}
+    return {span.buffer: memory[span.buffer] for span in (*task.reads, *task.writes) if span.buffer in memory}
 
 
 @contextmanager

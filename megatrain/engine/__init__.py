@@ -9,8 +9,10 @@ from megatrain.engine.batch import (
     target_mask,
 )
 from megatrain.engine.chunked_loss import KeepLogProbs, LogitsLoss, LogProbLoss, LossFn, StepResult, Summed, Sums
+from megatrain.engine.context import DTYPES
 from megatrain.engine.executor import Executor
-from megatrain.engine.ops import DTYPES, Streamer
+from megatrain.engine.step_state import StepInput
+from megatrain.engine.streamer import Streamer
 
 __all__ = [
     "DTYPES",
@@ -20,6 +22,7 @@ __all__ = [
     "LogitsLoss",
     "LossFn",
     "MicroBatch",
+    "StepInput",
     "StepResult",
     "Streamer",
     "Summed",

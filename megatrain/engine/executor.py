@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from megatrain.device import Device, Event
 from megatrain.errors import RaceDetected
 from megatrain.memory import Lease, Pool
-from megatrain.schedule import Op, Schedule, Timeline
+from megatrain.schedule import Access, Op, Schedule, Timeline
 
 ATTEMPTS = 4
 """How often to wait for the streams after a failure: each may report a failure of its own, or a user interrupt."""
 
-Act = Callable[[Op, Lease], None]
-"""Performs an op with the memory it declared."""
+Action = Callable[[Op, Lease], None]
+"""Runs an op with the memory it declared."""
+
+Release = Callable[[Access], None]
 
 Locate = Callable[[str, int, object], str]
 """(buffer, byte offset, content) -> the unit and parameter at that place, for messages."""
@@ -27,24 +30,28 @@ class Executor:
 
     def __init__(self, device: Device, pool: Pool, locate: Locate = lambda buffer, start, content: buffer) -> None:
         self.device, self.pool, self.locate = device, pool, locate
-        self.under_way: dict[str, tuple[str, float]] = {}
+        self.under_way: dict[str, tuple[Op, float]] = {}
         """Stream -> the op it is running, and since when (`time.monotonic`). Read by another thread to find stalls."""
         self.last_progress = time.monotonic()
         """When an op last began or ended (`time.monotonic`)."""
+        self._last: tuple[Schedule, list[Event]] | None = None
+        """The last schedule that ran on a `timed` device, and the end of each op."""
 
-    def walk(self, schedule: Schedule, act: Act) -> Timeline | None:
-        """Run the whole schedule and wait until it is done. Returns when each op ran, if the device is `timed`.
+    def run(self, schedule: Schedule, actions: Sequence[Action], release: Release = lambda access: None) -> None:
+        """Run the whole schedule and wait until it is done.
+
+        actions: of each op. release: called for each transient buffer behind the last op that names it.
 
         Raises what an op raised: `MegaTrainError` as it is, anything else as `StreamFailed` naming the op. By then all
         streams are idle and all leases returned.
         """
         torch.get_num_threads()  # makes a thread that is new to torch use the thread count that was set
         events: list[Event] = []
-        streams = {op.stream: self.device.stream(op.stream) for op in schedule.ops}
+        streams = {stream: self.device.stream(stream) for stream in schedule.streams}
         try:
             with self.device.alongside():
-                for op, waits in zip(schedule.ops, schedule.waits, strict=True):
-                    work = self._with_memory(op, act)
+                for op, action, waits, ended in zip(schedule.ops, actions, schedule.waits, schedule.ended, strict=True):
+                    work = partial(self._run_op, op, action, ended, release)
                     events.append(streams[op.stream].submit(op, work, [events[earlier] for earlier in waits]))
                 self.device.synchronize()
         except BaseException as failure:
@@ -53,27 +60,32 @@ class Executor:
                 failure.fix = _missing_wait(schedule, failure)
             self._wait_for_streams(failure)
             raise
-        return self._timeline(schedule, events) if self.device.timed else None
+        self._last = (schedule, events) if self.device.timed else None
 
-    def _timeline(self, schedule: Schedule, events: list[Event]) -> Timeline:
+    @property
+    def timeline(self) -> Timeline | None:
+        """When the ops of the last schedule ran, if the device was `timed`."""
+        if self._last is None:
+            return None
+        schedule, events = self._last
         intervals = [event.interval() for event in events]
         origin = min((start for start, _ in intervals), default=0.0)
         return Timeline(
             schedule, tuple(start - origin for start, _ in intervals), tuple(end - origin for _, end in intervals)
         )
 
-    def _with_memory(self, op: Op, act: Act) -> Callable[[], None]:
-        def work() -> None:
+    def _run_op(self, op: Op, action: Action, ended: Sequence[Access], release: Release) -> None:
+        """Lease the memory of an op, run it, and release what no later op names."""
+        self.last_progress = time.monotonic()
+        self.under_way[op.stream] = op, self.last_progress
+        try:
+            with self.pool.lease(op) as lease:
+                action(op, lease)
+                for access in ended:
+                    release(access)
+        finally:
+            self.under_way.pop(op.stream, None)
             self.last_progress = time.monotonic()
-            self.under_way[op.stream] = op.name, self.last_progress
-            try:
-                with self.pool.lease(op) as lease:
-                    act(op, lease)
-            finally:
-                self.under_way.pop(op.stream, None)
-                self.last_progress = time.monotonic()
-
-        return work
 
     def _wait_for_streams(self, failure: BaseException) -> None:
         """Wait until all streams are idle after a failure; further failures are added to the first as notes.

@@ -8,6 +8,7 @@ the whole buffer is right. The sink learns which parameters these are, since the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -128,22 +129,17 @@ OnComplete = Callable[[str], None]
 
 
 def accumulate_into(
-    total: GradientAccumulator, leaves: Iterable[tuple[str, Tensor]], on_complete: OnComplete = lambda name: None
+    total: GradientAccumulator, leaves: Iterable[tuple[str, Tensor]], on_complete: OnComplete | None = None
 ) -> None:
     """Register hooks that add each leaf's gradient to `total` as soon as autograd has it, and free it."""
     for name, leaf in leaves:
-        leaf.register_post_accumulate_grad_hook(_AccumulateHook(name, total, on_complete))
+        leaf.register_post_accumulate_grad_hook(partial(_add_and_free, name, total, on_complete))
 
 
-class _AccumulateHook:
-    __slots__ = ("name", "on_complete", "total")
-
-    def __init__(self, name: str, total: GradientAccumulator, on_complete: OnComplete) -> None:
-        self.name, self.total, self.on_complete = name, total, on_complete
-
-    def __call__(self, leaf: Tensor) -> None:  # autograd calls hooks with grad mode off
-        if leaf.grad is None:  # in a part that runs in chunks, a chunk may not use it
-            return
-        self.total.add(self.name, leaf.grad)
-        leaf.grad = None
-        self.on_complete(self.name)
+def _add_and_free(name: str, total: GradientAccumulator, on_complete: OnComplete | None, leaf: Tensor) -> None:
+    if leaf.grad is None:  # in a part that runs in chunks, a chunk may not use it
+        return
+    total.add(name, leaf.grad)  # autograd calls hooks with grad mode off
+    leaf.grad = None
+    if on_complete is not None:
+        on_complete(name)

@@ -109,8 +109,9 @@ class ResumableCall(PausePoints):
 
     # On the thread that runs ops ------------------------------------------------------------------------------------
 
-    def run_phase(self, lease: Lease) -> None:
-        """Run the next phase: the call continues until it needs a later one, or ends. Raises what its code raises."""
+    def run_phase(self, op: Op, lease: Lease) -> None:
+        """Run the next phase, `op`: the call continues until it needs a later one, or ends. Raises what its code
+        raises."""
         self._phase += 1
         self._lease.update(lease)
         if self._thread is None:
@@ -226,12 +227,12 @@ def resumable_calls(
     alongside: Alongside,
     run: Run,
 ) -> dict[int, ResumableCall]:
-    """The calls that the schedule has cut into phases, by the `id` of each phase's op."""
-    found: dict[int, ResumableCall] = {}
-    for phases in calls_in(schedule.ops):
-        call = ResumableCall(phases, layouts[phases[0].unit], alongside, run)
-        found |= dict.fromkeys(map(id, phases), call)
-    return found
+    """Place of each phase's op in the schedule -> its call, of the calls that the schedule has cut into phases."""
+    calls: dict[int, ResumableCall] = {}
+    for places in calls_in(schedule.ops):
+        phases = [schedule.ops[place] for place in places]
+        calls |= dict.fromkeys(places, ResumableCall(phases, layouts[phases[0].unit], alongside, run))
+    return calls
 
 
 @contextmanager

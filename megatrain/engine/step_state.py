@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +26,9 @@ from megatrain.engine.weights import BoundWeights
 from megatrain.errors import MegaTrainError, ModelError
 from megatrain.memory import Lease
 from megatrain.model import Call, PortedModel, Stored
-from megatrain.schedule import Access, Op
+from megatrain.schedule import Access, Op, Schedule
 from megatrain.schedule.contents import Arguments, Gradient, Side, SideGradient, Weights
+from megatrain.spec import Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +133,40 @@ def unpack(memory: Tensor, form: Tensor) -> Tensor:
     return torch.as_strided(memory[: form.nbytes].view(form.dtype), form.shape, form.stride())
 
 
+class StepInfo(NamedTuple):
+    """What one rank tells the others before a step."""
+
+    targets: int
+    """Number of target tokens."""
+    divisors: list[float]
+    """Of each micro-batch."""
+    digest: str
+    """Of the schedule's collectives, which must match."""
+    settings: Mapping[str, object]
+    """Step number, seed and optimizer settings, which must be equal."""
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """What a step is asked: checked micro-batches, and the loss that they have."""
+
+    micro_batches: Sequence[MicroBatch] = ()
+    """Of this rank, staged for the device."""
+    work: Work = field(default_factory=partial(Work, (1,)))
+    loss_fn: LossFn | None = None
+    """Cross-entropy if `None`."""
+    router_weights: Sequence[float] | None = None
+    """Per micro-batch, the weight of its router auxiliary loss in the step's loss; by default its share of the
+    divisor."""
+
+
 @dataclass(slots=True)
 class StepState:
     """Inputs, options and partial results of the running step."""
 
+    schedule: Schedule
     micro_batches: Sequence[MicroBatch]
+    """What the model gets of each."""
     labels: list[Tensor]
     """Per micro-batch, int64[batch, length] on the host; empty if only logits are computed."""
     sink: GradSink | None
@@ -146,8 +178,8 @@ class StepState:
     loss_fn: LossFn | None = None
     own: Sequence[MicroBatch] = ()
     """The micro-batches with the entries that only the loss gets."""
-    divisors: Sequence[float] = ()
-    """Per micro-batch, its share of the step's divisor: its target tokens, or what the loss function says."""
+    infos: Sequence[StepInfo] = ()
+    """Of each rank."""
     router_weights: Sequence[float] = ()
     """Per micro-batch, the weight of its router auxiliary loss, in units of the divisors."""
     targets: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -193,12 +225,21 @@ def bytes_of(lease: Lease, access: Access) -> Tensor:
     return lease[access.buffer][access.start : access.stop]
 
 
-def find_access(accesses: Sequence[Access], content: Weights | Gradient) -> Access:
-    """The access with this content, or with a partial sum of it."""
+def weights_in(accesses: Sequence[Access], unit: int) -> Access | None:
+    """The access of a unit's weights, if there is one. For each op of each step, hence no comparison of contents."""
     for access in accesses:
-        found = access.content
-        if isinstance(found, Gradient) and found.terms is not None:
-            found = Gradient(found.unit, found.version)
-        if found == content:
+        content = access.content
+        if type(content) is Weights and content.unit == unit and not content.version:
             return access
-    raise MegaTrainError(f"the op declares no {content}")
+    return None
+
+
+def gradient_in(accesses: Sequence[Access], unit: int) -> Access:
+    """The access of a unit's gradient, or of a partial sum of it."""
+    for access in accesses:
+        content = access.content
+        if type(content) is not Gradient or content.unit != unit or content.version:
+            continue
+        if content.terms is not None or not content.changing:
+            return access
+    raise MegaTrainError(f"the op declares no gradient of unit {unit}")

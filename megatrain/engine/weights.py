@@ -43,10 +43,6 @@ class BoundWeights:
         start = (tensor.data_ptr() - self.flat.data_ptr()) // tensor.itemsize
         return start, start + 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
-    def contains(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a view of `flat` in its dtype."""
-        return tensor.dtype == self.flat.dtype and self._starts_inside(tensor)
-
     def _starts_inside(self, tensor: Tensor) -> bool:
         """Whether a tensor begins inside `flat`, whose storage may have other buffers too."""
         begin = self.flat.data_ptr()
@@ -109,16 +105,18 @@ def save_weights_by_name(bound: BoundWeights) -> AbstractContextManager[object]:
     Saving reads no element. An `autograd.Function` in Python saves where function modes see it, so they are off here.
     """
 
+    begin, end, dtype = bound.flat.data_ptr(), bound.flat.data_ptr() + bound.flat.nbytes, bound.flat.dtype
+
     def pack(tensor: Tensor) -> Tensor | _SavedWeight:
         with torch._C.DisableTorchFunction():
-            if not bound.contains(tensor):
+            at = tensor.data_ptr()
+            if not begin <= at < end or tensor.dtype != dtype:
                 return tensor.detach()  # otherwise a node that saves its own output would keep itself alive
-            offset = (tensor.data_ptr() - bound.flat.data_ptr()) // tensor.itemsize
-            return _SavedWeight(offset, tensor.shape, tensor.stride())
+            return _SavedWeight((at - begin) // tensor.itemsize, tensor.shape, tensor.stride())
 
     def unpack(saved: Tensor | _SavedWeight) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
+        if type(saved) is not _SavedWeight:
+            return saved  # type: ignore[return-value]
         place = torch.as_strided(bound.flat, saved.shape, saved.stride, bound.flat.storage_offset() + saved.offset)
         if bound.before_read is not None and (extent := bound.extent(place)) is not None:
             bound.before_read(*extent)

@@ -1,7 +1,7 @@
 """NEFTune (Jain et al., "NEFTune: Noisy Embeddings Improve Instruction Finetuning", 2023): noise on embeddings.
 
 The noise is drawn in the forward of the embedding. The engine runs that forward again in its backward pass with the
-same seed, as for dropout, so both draw the same noise under any plan (`engine.ops.call_seed`).
+same seed, as for dropout, so both draw the same noise under any plan (`engine.context.call_seed`).
 """
 
 from __future__ import annotations

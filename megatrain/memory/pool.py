@@ -11,8 +11,9 @@ writes it again. The same holds for what an update on the device has left in a s
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import torch
@@ -116,20 +117,9 @@ class Pool:
             raise DeviceError(f"{name} can only be used through a lease", where="memory pool")
         return self._memory[name]
 
-    @contextmanager
-    def lease(self, op: Op) -> Iterator[Lease]:
+    def lease(self, op: Op) -> AbstractContextManager[Lease]:
         """In the block, the arena buffers that `op` declares."""
-        with self._lock:
-            self._leases += 1
-            if self._absent:
-                for name in {access.buffer for access in op.writes} & self._absent:
-                    self._bring_back(name)
-        try:
-            with self.device.lend(op, self._memory) as lease:
-                yield {**lease, **declared(op, self._of_peers)} if self._of_peers else lease
-        finally:
-            with self._lock:
-                self._leases -= 1
+        return _Leased(self, op)
 
     @property
     def leases(self) -> int:
@@ -377,3 +367,37 @@ class Pool:
 
     def _size(self, name: str) -> int:
         return self._buffers[name].nbytes if name in self._buffers else -1
+
+
+class _Leased:
+    """`Pool.lease`. A class, since a generator costs three times the calls of functions, for each op."""
+
+    __slots__ = ("_lent", "_op", "_pool")
+
+    def __init__(self, pool: Pool, op: Op) -> None:
+        self._pool, self._op = pool, op
+
+    def __enter__(self) -> Lease:
+        pool, op = self._pool, self._op
+        with pool._lock:
+            pool._leases += 1
+            if pool._absent:
+                for name in {access.buffer for access in op.writes} & pool._absent:
+                    pool._bring_back(name)
+        try:
+            self._lent = pool.device.lend(op, pool._memory)
+            lease = self._lent.__enter__()
+        except BaseException:
+            self._give_back()
+            raise
+        return {**lease, **declared(op, pool._of_peers)} if pool._of_peers else lease
+
+    def __exit__(self, *failure: Any) -> None:
+        try:
+            self._lent.__exit__(*failure)
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        with self._pool._lock:
+            self._pool._leases -= 1

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatrain.model.peak import LimitNumel, Living, SkipLargeProducts, TooLarge, in_chunk
 from megatrain.model.saved_activations import unseen
+from megatrain.model.swapped_parameters import SwappedParameters
 
 WORTH_IT = 0.5
 """Parts for which autograd keeps less than this, as a multiple of the input's bytes, are not chunked."""
@@ -126,18 +127,6 @@ class _Chunked:
         return output
 
 
-class _Plain(nn.Module):
-    """A part with its original forward, as a module that can be called with other weights."""
-
-    def __init__(self, chunked: _Chunked) -> None:
-        super().__init__()
-        self.part = chunked.part
-        self._plain = chunked.plain
-
-    def forward(self, given: Tensor) -> Tensor:
-        return self._plain(given)
-
-
 class _InChunks(torch.autograd.Function):
     """Saves only the input and the weights, the latter by offset (`engine.weights.save_weights_by_name`)."""
 
@@ -155,15 +144,15 @@ class _InChunks(torch.autograd.Function):
         leaves = [weight.detach().requires_grad_(wanted) for weight, wanted in zip(weights, wants, strict=True)]
         trained = [leaf for leaf in leaves if leaf.requires_grad]
         sums = [_Sum(leaf) for leaf in trained]
-        plain = _Plain(ctx.chunked)
-        bound = {f"part.{name}": leaf for name, leaf in zip(ctx.names, leaves, strict=True)}
+        plain, bound = ctx.chunked.plain, dict(zip(ctx.names, leaves, strict=True))
         found = torch.empty_like(given) if wants_given else None
         rows, start = ctx.chunked.rows(given), 0
+        swapped = SwappedParameters(ctx.chunked.part)
         for piece, wanted in zip(given.split(rows, dim=-2), gradient.split(rows, dim=-2), strict=True):
             leaf = piece.detach().contiguous().requires_grad_(wants_given)
             with in_chunk():
-                with torch.enable_grad():
-                    made = functional_call(plain, bound, (leaf,))
+                with torch.enable_grad(), swapped.holding(bound):
+                    made = plain(leaf)
                 torch.autograd.backward([made], [wanted], inputs=[*([leaf] if wants_given else []), *trained])
             if found is not None and leaf.grad is not None:
                 found.narrow(-2, start, piece.shape[-2]).copy_(leaf.grad)

@@ -7,7 +7,7 @@ Only the body of the forward is replaced, by `LastLogits`.
 
 The cache that `generate` makes (keys and values, or recurrent states) reaches the layers through the prologue like
 any other argument, and each layer writes its part in place. It is on the device, is not in the ledger, and is
-freed when the call ends. Logits come from `engine.ops`; attentions and hidden states are not available.
+freed when the call ends. Logits come from `engine.streamer`; attentions and hidden states are not available.
 """
 
 from __future__ import annotations

@@ -16,14 +16,13 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
@@ -35,6 +34,7 @@ from megatrain.model.forward_arguments import Arguments
 from megatrain.model.router_logits import recorded, replayed
 from megatrain.model.saved_activations import watched
 from megatrain.model.side_values import Passing, leaves_of, value_at
+from megatrain.model.swapped_parameters import SwappedParameters
 from megatrain.model.weight_sources import InFiles, Source, in_files_of
 from megatrain.spec import ModelSpec, Numerics
 
@@ -478,18 +478,23 @@ class PortedModel:
             call = call.with_form(passing.given(call.form, values or {}))
         args, kwargs = call.arguments(hidden)
         compiles = way.kernels == "compile"
-        plain = partial(functional_call, tie_weights=self._layers_that_tie[index])
-        run = compiled_call if compiles and not watched() else plain
         if compiles and (self.balance_coefficient is not None or (passing is not None and passing.makes)):
             what = "its layers record router outputs for the auxiliary loss, which compiled layers cannot"
             if passing is not None and passing.makes:
                 what = "its layers pass on more than the hidden state, which compiled layers cannot"
             raise ModelError(what, where=self.structure.name, fix="set policy.kernels=stock")
-        with ExitStack() as around:
-            found = around.enter_context(recorded()) if self.balance_coefficient is not None else []
-            if way.mlp_chunk_tokens:
-                around.enter_context(in_chunks(self.templates[index], self.parts[index], way.mlp_chunk_tokens))
-            output = run(self.templates[index], dict(weights), args, kwargs)
+        recording: AbstractContextManager[list[Tensor]] = nullcontext([])
+        if self.balance_coefficient is not None:
+            recording = recorded()
+        chunks: AbstractContextManager[object] = nullcontext()
+        if way.mlp_chunk_tokens:
+            chunks = in_chunks(self.templates[index], self.parts[index], way.mlp_chunk_tokens)
+        with recording as found, chunks:
+            if compiles and not watched():
+                output = compiled_call(self.templates[index], weights, args, kwargs)
+            else:
+                with self._swapped[index].holding(weights):
+                    output = self.templates[index](*args, **kwargs)
         sides = dict(zip(self.ports[index].recorded, found, strict=True)) if found else {}
         if passing is not None:
             sides |= passing.made(output, call.form)
@@ -518,10 +523,14 @@ class PortedModel:
         return False
 
     @cached_property
-    def _layers_that_tie(self) -> tuple[bool, ...]:
-        """For each layer, whether a parameter has two names: `functional_call` would look for them on every call."""
-        names = (list(layer.named_parameters(remove_duplicate=False)) for layer in self.templates)
-        return tuple(len(each) > len({id(param) for _, param in each}) for each in names)
+    def _swapped_ends(self) -> SwappedParameters:
+        """Of prologue and epilogue."""
+        return SwappedParameters(self.skeleton)
+
+    @cached_property
+    def _swapped(self) -> list[SwappedParameters]:
+        """Of each layer."""
+        return [SwappedParameters(layer) for layer in self.templates]
 
     def head(self, weights: Weights, hidden: Tensor) -> Tensor:
         """Run everything after the last layer on `hidden` [tokens, *hidden_shape]; returns logits [tokens, vocabulary].
@@ -606,15 +615,17 @@ class PortedModel:
         """Run the model's own forward with `script` in place of the layers; `None` if it stopped after the
         prologue."""
         self._restore(self.skeleton)
-        for port in self.ports:
-            port.script = script
+        states = [vars(port) for port in self.ports]  # `setattr` of a module costs fourteen calls
+        for state in states:
+            state["script"] = script
         try:
-            return functional_call(self.skeleton, dict(weights), (), {"use_cache": False, **self.routers_off, **inputs})
+            with self._swapped_ends.holding(weights):
+                return self.skeleton(**{"use_cache": False, **self.routers_off, **inputs})
         except PrologueDone:
             return None
         finally:
-            for port in self.ports:
-                port.script = None
+            for state in states:
+                state["script"] = None
 
 
 ROUTED: dict[str, Any] = {"output_router_logits": True, "logits_to_keep": 1}

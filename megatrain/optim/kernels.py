@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import combinations
+from itertools import pairwise
 from typing import Any
 
 import numba
@@ -57,15 +57,15 @@ def cut(segments: Sequence[Segment], nelements: int) -> NDArray[np.int64]:
         return np.zeros((0, 3), np.int64)
     table = np.array(segments, np.int64)
     start, stop = table[:, 0], table[:, 1]
-    if start[0] < 0 or stop[-1] > nelements or np.any(start > stop) or np.any(start[1:] < stop[:-1]):
+    if start[0] < 0 or stop[-1] > nelements or (start > stop).any() or (start[1:] < stop[:-1]).any():
         raise MegaTrainError(
             "segments overlap, descend or leave the array",
             where=f"{len(segments)} segments of an array of {nelements} elements",
             fix="take them from the unit's layout, in its order",
         )
     counts = -(-(stop - start) // BLOCK)
-    owner = np.repeat(np.arange(len(table)), counts)
-    index = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    owner = np.arange(len(table)).repeat(counts)
+    index = np.arange(len(owner)) - (counts.cumsum() - counts).repeat(counts)
     blocks = table[owner]
     blocks[:, 0] += index * BLOCK
     blocks[:, 1] = np.minimum(blocks[:, 0] + BLOCK, blocks[:, 1])
@@ -91,9 +91,11 @@ def check_arrays(written: dict[str, Array], read: dict[str, Array], dtypes: dict
             problem = "read-only"
         if problem:
             raise MegaTrainError(problem, where=name, fix="pass flat arrays of one length")
-    for one, other in combinations(arrays, 2):
-        if (one in written or other in written) and np.may_share_memory(arrays[one], arrays[other]):
-            raise MegaTrainError("two arrays of one call share memory", where=f"{one}, {other}")
+    starts = sorted((array.__array_interface__["data"][0], name) for name, array in arrays.items() if array.size)
+    for (begin, one), (next_begin, other) in pairwise(starts):
+        if begin + arrays[one].nbytes > next_begin and (one in written or other in written):
+            names = ", ".join(sorted((one, other), key=list(arrays).index))
+            raise MegaTrainError("two arrays of one call share memory", where=names)
 
 
 def run(kernel: Kernel, *args: Any, blocks: NDArray[np.int64], threads: int) -> None:
@@ -107,7 +109,9 @@ def run(kernel: Kernel, *args: Any, blocks: NDArray[np.int64], threads: int) -> 
     if threads < 1:
         raise ConfigError(f"{threads} threads", where="optimizer threads", fix="give at least 1")
     counter = np.zeros(1, np.int64)
-    helpers = min(threads, len(blocks), _most_threads()) - 1
+    helpers = min(threads, len(blocks)) - 1
+    if helpers > 0:
+        helpers = min(helpers, _most_threads() - 1)
     pool = _shared_pool() if helpers > 0 else None
     futures = [pool.submit(kernel, *args, blocks, counter) for _ in range(helpers)] if pool else []
     try:

@@ -52,15 +52,11 @@ def check(schedule: Schedule, capacity: Mapping[Tier, int] | None = None) -> Non
 
 
 def _check_phases(schedule: Schedule) -> None:
-    places = {id(op): index for index, op in enumerate(schedule.ops)}
-    for phases in calls_in(schedule.ops):
-        if phases[0].kind not in BACKWARD:
-            continue
-        inside = range(places[id(phases[0])] + 1, places[id(phases[-1])])
-        for index in inside:
-            op = schedule.ops[index]
-            if op.kind in BACKWARD and not any(op is phase for phase in phases):
-                raise _refusal(schedule, index, f"goes backward between the phases of {phases[0].name}")
+    for places in calls_in(schedule.ops):
+        first = schedule.ops[places[0]]
+        for index in range(places[0] + 1, places[-1]) if first.kind in BACKWARD else ():
+            if schedule.ops[index].kind in BACKWARD and index not in places:
+                raise _refusal(schedule, index, f"goes backward between the phases of {first.name}")
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ access, and the simulated device hunts for those.
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -253,13 +253,23 @@ class Schedule:
         return {name: (begin, last[name]) for name, begin in first.items()}
 
     @cached_property
-    def ended(self) -> dict[int, list[Access]]:
-        """`id` of an op -> its accesses of transient buffers that no later op mentions, one each."""
-        found: dict[int, list[Access]] = defaultdict(list)
+    def ended(self) -> list[list[Access]]:
+        """Of each op, its accesses of transient buffers that no later op mentions, one each."""
+        ended: list[list[Access]] = [[] for _ in self.ops]
         for name, (_, last) in self.lifetimes.items():
             op = self.ops[last]
-            found[id(op)].append(next(access for access in (*op.reads, *op.writes) if access.buffer == name))
-        return found
+            ended[last].append(next(access for access in (*op.reads, *op.writes) if access.buffer == name))
+        return ended
+
+    @cached_property
+    def streams(self) -> list[Stream]:
+        """Those of its ops, in order of first use."""
+        return list(dict.fromkeys(op.stream for op in self.ops))
+
+    @cached_property
+    def reduces(self) -> Counter[int]:
+        """Unit -> number of its REDUCE ops."""
+        return Counter(op.unit for op in self.ops if op.kind == "REDUCE")
 
     @cached_property
     def takes_home(self) -> dict[tuple[int, int], Op]:

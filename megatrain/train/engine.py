@@ -22,6 +22,7 @@ from megatrain.engine import (
     KeepLogProbs,
     LossFn,
     MicroBatch,
+    StepInput,
     StepResult,
     Streamer,
     check_inputs,
@@ -89,7 +90,7 @@ from megatrain.train.restore import (
 )
 from megatrain.train.save_from_rank_zero import export_together
 from megatrain.train.schedule_cache import Kind, Schedules, budgets
-from megatrain.train.step_inputs import checked_micro_batches
+from megatrain.train.step_inputs import checked_input
 from megatrain.train.timeline_file import Trace
 
 
@@ -106,6 +107,7 @@ class Engine(TakesTurns):
         self.numerics, self.limits = numerics_of(options), limits_of(options)
         policy, fits = policy_of(options, device, self.structure), options.get("policy", "auto") == "auto"
         self._ported, self._device, self._disk = ported, device, disk_of(options, policy)
+        self._checked = partial(checked_input, ported, device, world)
         self._owns_device = device is not options.get("device", "cpu")
         ledger = Ledger(budgets(self.limits, device, self._disk), one_memory=policy.shares_memory)
         shared, names = SharedMemory.of(self.structure, self.numerics, policy, device, world), self.structure.names
@@ -312,29 +314,31 @@ class Engine(TakesTurns):
         have been updated: the error names them). With clipping, updates are applied during the next step's forward;
         everything that reads the weights applies them first.
         """
-        batches, work = self._checked(micro_batches, loss_fn, router_weights, trains=True)
+        asked = self._checked(micro_batches, loss_fn, router_weights, trains=True)
         if self._sink.is_interrupted:
             self._flush()  # updates left by an interrupted step
-        schedule = self._schedules.get("pending step" if self._sink.pending else "step", work)
+        schedule = self._schedules.get("pending step" if self._sink.pending else "step", asked.work)
         self._sink.begin(self.optimizer.lr if lr is None else lr)
         self._device.stalled_seconds()
         before = self._written_nbytes
         wants_times = self.record_timeline or self._trace is not None
-        how = self._steps, loss_fn, router_weights
-        again = partial(self._forward, batches, work, *how)
+        again = partial(self._forward, asked, self._steps)
         with self._causes.named(self._steps, again), timed(self._device) if wants_times else nullcontext():
             try:
-                result = self._streamer.run_schedule(schedule, batches, self._sink, *how)
+                state = self._streamer.begin(schedule, asked, self._sink, self._steps)
+                with self._streamer.running(state) as run:
+                    run()
+                result = self._streamer.result(state)
             finally:
                 self._sink.at_rest()
             norm = self._sink.finish()
         self._steps += 1
-        trace, timeline = self._trace, self._streamer.timeline
-        if trace is not None and timeline is not None and trace.add(timeline):
+        timeline = None if self._trace is None else self._streamer.timeline
+        if self._trace is not None and timeline is not None and self._trace.add(timeline):
             self._trace = None
         written = sum(self.world.exchange("bytes written", self._written_nbytes - before)) if self._disk else 0
-        found = dict(result.metrics), result.by_micro_batch
-        return StepOutput(result.loss, norm, result.tokens, self._device.stalled_seconds(), written, *found)
+        stalled, metrics = self._device.stalled_seconds(), dict(result.metrics)
+        return StepOutput(result.loss, norm, result.tokens, stalled, written, metrics, result.by_micro_batch)
 
     @one_at_a_time
     def set_optimizer(self, optimizer: AdamW) -> None:
@@ -353,13 +357,12 @@ class Engine(TakesTurns):
         router_weights: Sequence[float] | None = None,
     ) -> dict[str, Tensor]:
         """Parameter name -> float32 gradient of the step's loss, in the parameter's shape. Nothing is updated."""
-        batches, work = self._checked(micro_batches, loss_fn, router_weights, trains=True)
+        asked = self._checked(micro_batches, loss_fn, router_weights, trains=True)
         self._settle()
         collector = GradientCollector(self.structure, self._sink.before_update, self._store)
-        schedule = self._schedules.get("step", work)
-        how = self._steps, loss_fn, router_weights
-        with self._causes.named(self._steps, partial(self._forward, batches, work, *how)):
-            self._streamer.run_schedule(schedule, batches, collector, *how)
+        schedule = self._schedules.get("step", asked.work)
+        with self._causes.named(self._steps, partial(self._forward, asked, self._steps)):
+            self._streamer.run_schedule(schedule, asked, collector, self._steps)
         return collector.finish()
 
     @one_at_a_time
@@ -537,7 +540,10 @@ class Engine(TakesTurns):
         Raises `ExportError`, and `DoesNotFit` without memory for the largest unit in float32.
         """
         self._settle()
-        seed, base = self._streamer.seed, None if self._ported.adapter is None else self._store.frozen_checksum()
+        seed, base = (
+            self._streamer.context.seed,
+            None if self._ported.adapter is None else self._store.frozen_checksum(),
+        )
         names = self._pool.units
         kept = as_saved(self._sink, self.numerics, self.policy, self._steps, seed, names, training or {}, base)
         number = self._steps if step is None else step
@@ -588,7 +594,7 @@ class Engine(TakesTurns):
 
     def _take(self, policy: Policy, *, fits_activations: bool = False) -> None:
         self._schedules.adopt(policy, fits_activations=fits_activations)
-        self._streamer.policy = policy
+        self._streamer.context.policy = policy
         self._sink.adopt(policy)
 
     @one_at_a_time
@@ -654,7 +660,9 @@ class Engine(TakesTurns):
     @one_at_a_time
     def peak_flops(self) -> float:
         """FLOPs per second of large matrix products, measured once, summed over the devices of all ranks."""
-        return sum(self.world.exchange("operations per second", matmul_flops(self._device, self._streamer.dtype)))
+        return sum(
+            self.world.exchange("operations per second", matmul_flops(self._device, self._streamer.context.dtype))
+        )
 
     def trace(self, path: str | Path, steps: int = 3) -> None:
         """Write the ops of the next steps as a trace for Perfetto, without the next one, which warms up."""
@@ -741,34 +749,20 @@ class Engine(TakesTurns):
     def _written_nbytes(self) -> int:
         return 0 if self._disk is None else self._disk.written_nbytes
 
-    def _checked(
-        self,
-        micro_batches: Iterable[MicroBatch],
-        loss_fn: LossFn | None,
-        router_weights: Sequence[float] | None = None,
-        *,
-        trains: bool = False,
-    ) -> tuple[list[MicroBatch], Work]:
-        """The micro-batches as a list, and their work. Raises all input errors before anything is computed."""
-        given = micro_batches, loss_fn, router_weights
-        return checked_micro_batches(self._ported, self._device, self.world, *given, trains=trains)
-
     def _measure(
         self, micro_batches: Iterable[MicroBatch], loss_fn: LossFn | None, router_weights: Sequence[float] | None = None
     ) -> StepResult:
-        batches, work = self._checked(micro_batches, loss_fn, router_weights)
-        forward = partial(self._forward, batches, work, 0, loss_fn, router_weights)
+        forward = partial(self._forward, self._checked(micro_batches, loss_fn, router_weights), 0)
         with self._ported.evaluation_mode(), self._causes.named(self._steps, forward):
             return forward()
 
-    def _forward(self, batches: list[MicroBatch], work: Work, number: int, *how: Any) -> StepResult:
+    def _forward(self, asked: StepInput, number: int) -> StepResult:
         self._settle()
-        schedule = self._schedules.get("forward", work)
-        return self._streamer.run_schedule(schedule, batches, None, number, *how)
+        return self._streamer.run_schedule(self._schedules.get("forward", asked.work), asked, None, number)
 
     def _flush(self) -> None:
         if self._sink.pending:
-            self._streamer.run_schedule(self._schedules.get("flush", Work((1,))), [], self._sink)
+            self._streamer.run_schedule(self._schedules.get("flush", Work((1,))), StepInput(), self._sink)
 
     def _settle(self) -> None:
         """Apply pending updates, and refuse a state in which some units are ahead of others."""
@@ -786,7 +780,7 @@ class Engine(TakesTurns):
         refuse_other_base(checkpoint, self._store.frozen_checksum)
         read_moments(checkpoint, self._store, new)
         self._sink.restore(facts["updates"], missed_in(checkpoint, self.structure))
-        self._steps, self._streamer.seed = facts["steps"], facts.get("seed", self._streamer.seed)
+        self._steps, self._streamer.context.seed = facts["steps"], facts.get("seed", self._streamer.context.seed)
         self._saver.goes_on_from(checkpoint.folder)
 
 

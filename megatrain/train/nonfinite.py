@@ -28,7 +28,7 @@ class NonfiniteCauses:
     """Checks the weights at most once per successful step, since a failing step does not change them."""
 
     def __init__(self, store: Store, streamer: Streamer) -> None:
-        self._store, self._streamer, self._world = store, streamer, streamer.world
+        self._store, self._context, self._world = store, streamer.context, streamer.context.world
         self._sound_at: int | None = None
         """Number of steps done when all weights were last found finite."""
 
@@ -62,7 +62,7 @@ class NonfiniteCauses:
     def _source(self, forward: Callable[[], object]) -> str:
         """Where a non-finite loss comes from, in words; nothing if the loss cannot be computed again. With several
         ranks, raises what fails on one of them."""
-        outputs, is_finite = ModuleValues(self._streamer.ported), True
+        outputs, is_finite = ModuleValues(self._context.ported), True
         try:
             with outputs.watched(), self._uncompiled():
                 forward()
@@ -80,18 +80,18 @@ class NonfiniteCauses:
             return f", first not finite: {name}" + (f" on rank {rank}" if self._world.size > 1 else "")
         if not is_finite:
             return ", although the outputs of all modules are finite"
-        compiled = self._streamer.numerics.kernels == "compile"
+        compiled = self._context.numerics.kernels == "compile"
         return ", and finite when computed again" + (" without compiling" if compiled else "")
 
     @contextmanager
     def _uncompiled(self) -> Iterator[None]:
         """In the block, layers run module by module."""
-        numerics = self._streamer.numerics
-        self._streamer.numerics = replace(numerics, kernels="stock")
+        numerics = self._context.numerics
+        self._context.numerics = replace(numerics, kernels="stock")
         try:
             yield
         finally:
-            self._streamer.numerics = numerics
+            self._context.numerics = numerics
 
 
 class ModuleValues:

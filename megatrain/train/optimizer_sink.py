@@ -245,9 +245,13 @@ class OptimizerSink:
         for each group and number of missed updates."""
         assert self._scalars is not None
         whole = len(names) == len(self._parameters[unit]) and self.missed.keys().isdisjoint(names)
+        is_cut = (start, stop) != (0, self._layouts[unit].trained.own_size)
         for (group, missed), segments in (self._whole[unit] if whole else self._cut(unit, names)).items():
-            cut = [(max(start, a), min(stop, b), decays) for a, b, decays in segments]
-            if inside := [segment for segment in cut if segment[0] < segment[1]]:
+            inside = segments
+            if is_cut:
+                inside = [(max(start, a), min(stop, b), decays) for a, b, decays in segments]
+                inside = [segment for segment in inside if segment[0] < segment[1]]
+            if inside:
                 yield self._scalars(missed)[group], inside
 
     @property

@@ -84,7 +84,6 @@ LARGE_CLASSES = {
     "device.base.Device": 22,
     "device.cuda.CudaDevice": 27,
     "device.sim.SimDevice": 27,
-    "engine.ops.Streamer": 44,
     "hf.trainer.Streamed": 30,
     "memory.pool.Pool": 35,
     "memory.store.Store": 37,
@@ -94,7 +93,7 @@ LARGE_CLASSES = {
     "plan.search.Search": 58,
     "schedule.passes.recompute.Activations": 22,
     "train.async_save.Saver": 24,
-    "train.engine.Engine": 60,
+    "train.engine.Engine": 59,
     "train.optimizer_sink.OptimizerSink": 22,
 }
 """Methods of the classes that are larger. A class leaves the table as it shrinks, and none comes in."""

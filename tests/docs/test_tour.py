@@ -53,7 +53,7 @@ def test_files_in_the_tour_exist(path: str) -> None:
     assert (ROOT / path).exists()
 
 
-@pytest.mark.parametrize("name", ["engine.ops.Streamer._gone", "engine.gone.Streamer"])
+@pytest.mark.parametrize("name", ["engine.streamer.Streamer._gone", "engine.gone.Streamer"])
 def test_removed_names_are_noticed(name: str) -> None:
     with pytest.raises(AttributeError):
         found(name)

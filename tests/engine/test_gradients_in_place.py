@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain import Engine, Policy
 from megatrain.engine.autograd import GradientDestination, GradientsInPlace
+from megatrain.engine.context import OpContext
 from megatrain.engine.gradient_accumulation import GradientAccumulator, accumulate_into
-from megatrain.engine.ops import Streamer
 from megatrain.spec import Numerics, ParamSpec, UnitSpec
 from megatrain.spec.layout import layout_of
 from tests.tiny import tiny_model, unequal_batches
@@ -126,7 +126,7 @@ def test_autograd_accumulates_in_place_with_the_same_bits(
     found = gradients()
     assert same_memory
     assert all(same_memory)
-    monkeypatch.setattr(Streamer, "_gradients_in_place", lambda self, trained, target: nullcontext())
+    monkeypatch.setattr(OpContext, "gradients_in_place", lambda self, trained, target: nullcontext())
     expected = gradients()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 

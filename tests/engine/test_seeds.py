@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from megatrain.engine.ops import call_seed
+from megatrain.engine.context import call_seed
 
 
 def test_dropout_seeds_are_the_documented_hash() -> None:

@@ -18,7 +18,7 @@ import torch
 from bench.gpu import small_probe
 from megatrain import AdamW, Engine, Policy
 from megatrain.device import open_device
-from megatrain.engine import ops as engine_step
+from megatrain.engine import streamer
 from megatrain.errors import DeviceError, MegaTrainError, NonFinite, OutOfDeviceMemory, StreamFailed
 from megatrain.losses import DPO, with_reference
 from megatrain.model import port_model
@@ -59,7 +59,7 @@ def test_a_failure_in_any_stream_is_reported_and_costs_one_step(kind: str, monke
         step(engine)
         step(other)
         with monkeypatch.context() as patch:
-            patch.setitem(engine_step.ACTIONS, kind, broken)
+            patch.setitem(streamer.ACTIONS, kind, broken)
             with pytest.raises(StreamFailed, match="broken on purpose"):
                 step(engine)
         losses = [step(each) for each in (engine, other) for _ in range(2)]
@@ -69,7 +69,7 @@ def test_a_failure_in_any_stream_is_reported_and_costs_one_step(kind: str, monke
 
 def test_code_that_leaves_another_stream_current_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later ops would run there, behind nothing."""
-    loss, before = engine_step.ACTIONS["LOSS"], torch.cuda.current_stream()
+    loss, before = streamer.ACTIONS["LOSS"], torch.cuda.current_stream()
 
     def leaving(*of_op: Any) -> None:
         loss(*of_op)
@@ -78,7 +78,7 @@ def test_code_that_leaves_another_stream_current_is_refused(monkeypatch: pytest.
     with small() as engine:
         first = engine.evaluate(unequal_batches(2))
         with monkeypatch.context() as patch:
-            patch.setitem(engine_step.ACTIONS, "LOSS", leaving)
+            patch.setitem(streamer.ACTIONS, "LOSS", leaving)
             with pytest.raises(DeviceError, match=r"op LOSS .*: .* changed the current CUDA stream"):
                 step(engine)
         assert torch.cuda.current_stream() == before

@@ -14,7 +14,7 @@ import torch
 
 from megatrain import AdamW, Engine, Policy
 from megatrain.device import open_device
-from megatrain.engine import ops as engine_step
+from megatrain.engine import streamer
 from megatrain.errors import DeviceError, StreamFailed
 from megatrain.spec import Precision
 from megatrain.train.parity import truth
@@ -71,7 +71,7 @@ def test_parameters_without_a_gradient_are_left_alone(clip: float | None, stream
 SWITCHES = """
 import sys, torch
 from megatrain import Engine
-from megatrain.engine import ops
+from megatrain.engine import streamer
 from tests.tiny import tiny_model, unequal_batches
 precision, names = sys.argv[1:]
 cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
@@ -84,8 +84,8 @@ else:
     matmul.fp32_precision = cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32"
     read = lambda: (matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision)
     loose, exact = ("tf32",) * 3, ("ieee",) * 3
-seen, plain = [], ops.ACTIONS["BACKWARD"]
-ops.ACTIONS["BACKWARD"] = lambda *args: (seen.append(read()), plain(*args))[1]
+seen, plain = [], streamer.ACTIONS["BACKWARD"]
+streamer.ACTIONS["BACKWARD"] = lambda *args: (seen.append(read()), plain(*args))[1]
 with Engine.from_model(tiny_model(), "cuda:0", precision, verify=False) as engine:
     engine.step(unequal_batches())
 assert set(seen) == {exact if precision == "fp32" else loose}, seen
@@ -138,7 +138,7 @@ def test_a_failure_on_a_copy_thread_surfaces_and_the_engine_recovers(monkeypatch
 
     with Engine.from_model(tiny_model(), "cuda:0") as engine:
         with monkeypatch.context() as patch:
-            patch.setitem(engine_step.ACTIONS, "FETCH", broken)
+            patch.setitem(streamer.ACTIONS, "FETCH", broken)
             with pytest.raises(StreamFailed, match="no copy"):
                 engine.step(unequal_batches())
         assert engine.step(unequal_batches()).tokens > 0

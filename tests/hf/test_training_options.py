@@ -17,7 +17,7 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 from trl import SFTConfig
 
 from megatrain import Numerics
-from megatrain.engine.ops import call_seed
+from megatrain.engine.context import call_seed
 from megatrain.errors import ConfigError
 from megatrain.hf import StreamedTrainer
 from megatrain.hf.trainer import Streamed

@@ -22,7 +22,7 @@ def kill() -> None:
 def arrange(place: str, count: float) -> None:
     """Have this process killed at the `count`th time that something is about to happen, or after so many seconds."""
     from megatrain.checkpoint import direct_io
-    from megatrain.engine import ops
+    from megatrain.engine import streamer
 
     left = [int(count)]
 
@@ -37,8 +37,8 @@ def arrange(place: str, count: float) -> None:
 
     if place == "seconds":
         threading.Thread(target=lambda: (time.sleep(count), kill()), daemon=True).start()
-    elif place in ops.ACTIONS:
-        ops.ACTIONS[place] = counted(ops.ACTIONS[place])
+    elif place in streamer.ACTIONS:
+        streamer.ACTIONS[place] = counted(streamer.ACTIONS[place])
     elif place == "write":
         direct_io.DirectFile.write = counted(direct_io.DirectFile.write)  # type: ignore[method-assign]
     elif place == "rename":

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import cycle
 from typing import Any, get_args
 from weakref import ReferenceType, ref
@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatrain import AdamW, Engine, Policy
-from megatrain.engine.executor import Act
+from megatrain.engine.executor import Action
 from megatrain.engine.step_state import pack, unpack
 from megatrain.errors import MegaTrainError, ModelError
 from megatrain.memory import Lease
-from megatrain.schedule import Op, Schedule, Use
+from megatrain.schedule import Access, Op, Schedule, Use
 from megatrain.spec import Keep, Numerics, Precision, Work
 from megatrain.testing import KINDS, SimDevice, random_fault
 from tests.tiny import batch, equal, tiny_model, unequal_batches
@@ -136,8 +136,8 @@ def watched(made: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Op, int
     """(op, outputs of prologue and layers whose memory, whoever holds it, is there behind the op), as it runs."""
     seen: list[tuple[Op, int]] = []
     outputs: list[ReferenceType[torch.UntypedStorage]] = []
-    ported, executor = made._ported, made._streamer._executor
-    walk = executor.walk
+    ported, executor = made._ported, made._streamer.executor
+    run = executor.run
 
     def noting(inner: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any) -> Any:
@@ -147,17 +147,20 @@ def watched(made: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Op, int
 
         return wrapped
 
-    def watching(schedule: Schedule, act: Act) -> object:
-        def also(op: Op, lease: Lease) -> None:
-            act(op, lease)
+    def watching(schedule: Schedule, actions: Sequence[Action], release: Callable[[Access], None]) -> None:
+        def also(op: Op, lease: Lease, action: Action, ended: Sequence[Access]) -> None:
+            action(op, lease)
+            for access in ended:
+                release(access)
             if op.stream == "compute":
                 seen.append((op, sum(output() is not None for output in outputs)))
 
-        return walk(schedule, also)
+        pairs = zip(actions, schedule.ended, strict=True)
+        run(schedule, [partial(also, action=action, ended=ended) for action, ended in pairs])
 
     monkeypatch.setattr(ported, "prologue", noting(ported.prologue))
     monkeypatch.setattr(ported, "layer", noting(ported.layer))
-    monkeypatch.setattr(executor, "walk", watching)
+    monkeypatch.setattr(executor, "run", watching)
     return seen
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain import AdamW, Engine, Policy
-from megatrain.engine import ops as engine_step
+from megatrain.engine import streamer
 from megatrain.plan import Choice
 from megatrain.schedule import build_step
 from megatrain.spec import Numerics, Placement, Work
@@ -65,7 +65,7 @@ def test_no_cast_buffer_without_a_cast(precision: Any, how: dict[str, Any]) -> N
 )
 def test_copies_allocate_nothing(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the bus's two ends the dtype is one, and no operation makes a tensor of its own."""
-    whole = engine_step.ACTIONS["GRAD"]
+    whole = streamer.ACTIONS["GRAD"]
 
     def watched(*args: Any) -> None:
         with Copies():
@@ -73,7 +73,7 @@ def test_copies_allocate_nothing(how: dict[str, Any], monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Copies, "found", set())
     for kind in ("FETCH", "PLACE", "GRAD", "OFFLOAD", "RELOAD"):
-        monkeypatch.setitem(engine_step.ACTIONS, kind, watched)
+        monkeypatch.setitem(streamer.ACTIONS, kind, watched)
     policy = Policy(shard_nbytes=4096, activations_by_layer=(("offload",),), **how)
     with Engine.from_model(tiny_model(), "sim:1", "bf16", AdamW(), None, policy, verify=False) as engine:
         engine.step(unequal_batches(2))

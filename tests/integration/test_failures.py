@@ -205,17 +205,17 @@ def test_looking_for_the_cause_of_a_nonfinite_loss_leaves_no_trace(
 def test_nonfinite_gradients_are_not_applied_and_training_continues(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatrain.engine import ops as engine_step
+    from megatrain.engine import gradient_accumulation as sums
 
     with Engine.from_model(tiny_model(), device, "fp32", AdamW(lr=0.1)) as engine:
         engine.step(unequal_batches())
         before = engine.master_weights()
-        add = engine_step.GradientAccumulator.add
+        add = sums.GradientAccumulator.add
 
-        def poisoned(self: engine_step.GradientAccumulator, name: str, gradient: Tensor) -> None:
+        def poisoned(self: sums.GradientAccumulator, name: str, gradient: Tensor) -> None:
             add(self, name, gradient * float("inf") if name.endswith("layers.1.mlp.up_proj.weight") else gradient)
 
-        monkeypatch.setattr(engine_step.GradientAccumulator, "add", poisoned)
+        monkeypatch.setattr(sums.GradientAccumulator, "add", poisoned)
         named = r"model.layers.1: the gradient is not finite for model.layers.1.mlp.up_proj.weight; nothing was updated"
         with pytest.raises(NonFinite, match=named):
             engine.step(unequal_batches())
@@ -231,14 +231,14 @@ def test_nonfinite_gradients_are_not_applied_and_training_continues(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_without_clipping_the_error_lists_units_already_updated(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatrain.engine import ops as engine_step
+    from megatrain.engine import gradient_accumulation as sums
 
-    add = engine_step.GradientAccumulator.add
+    add = sums.GradientAccumulator.add
 
-    def poisoned(self: engine_step.GradientAccumulator, name: str, gradient: Tensor) -> None:
+    def poisoned(self: sums.GradientAccumulator, name: str, gradient: Tensor) -> None:
         add(self, name, gradient * float("nan") if "embed" in name else gradient)
 
-    monkeypatch.setattr(engine_step.GradientAccumulator, "add", poisoned)
+    monkeypatch.setattr(sums.GradientAccumulator, "add", poisoned)
     engine = Engine.from_model(tiny_model(), device, "fp32", max_grad_norm=None)
     with engine, pytest.raises(NonFinite, match=r"already updated: .*epilogue.*set max_grad_norm"):
         engine.step(unequal_batches())

@@ -116,7 +116,7 @@ def test_checkpoints_of_file_backed_bases_hold_only_the_adapter(tmp_path: Path) 
         expected = first.step(unequal_batches(2)).loss, first.master_weights()
     for again in (policy, usual("cpu", None)):
         with Engine.from_checkpoint(checkpoint, max_grad_norm=0.5, policy=again, verify=False) as second:
-            second._streamer.numerics = Numerics("bf16", loss_chunk_tokens=5)
+            second._streamer.context.numerics = Numerics("bf16", loss_chunk_tokens=5)
             assert second.step(unequal_batches(2)).loss == expected[0]
             assert equal(second.master_weights(), expected[1])
 

@@ -309,8 +309,8 @@ def test_failure_to_start_a_thread_is_a_typed_error(monkeypatch: pytest.MonkeyPa
 def test_ctrl_c_in_the_middle_of_a_call_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = ResumableCall.run_phase
 
-    def run_phase(self: ResumableCall, lease: object) -> None:
-        honest(self, lease)  # type: ignore[arg-type]
+    def run_phase(self: ResumableCall, op: object, lease: object) -> None:
+        honest(self, op, lease)  # type: ignore[arg-type]
         if self._phase == 1:
             raise KeyboardInterrupt
 

@@ -23,9 +23,8 @@ from transformers import PreTrainedModel
 from megatrain import AdamW, Engine, Policy
 from megatrain.checkpoint import full_check, range_writer
 from megatrain.dist import ALONE, World
-from megatrain.engine import DTYPES
+from megatrain.engine import DTYPES, reports
 from megatrain.engine.gradient_accumulation import GradientAccumulator
-from megatrain.engine.ops import Streamer
 from megatrain.errors import BatchError, MegaTrainError, NonFinite, PlanError, RankError
 from megatrain.model import ModelSource, port_model
 from megatrain.spec import Numerics, Placement, Precision
@@ -408,7 +407,7 @@ def test_a_nonfinite_gradient_on_one_rank_stops_all() -> None:
 def test_magnitudes_of_gradients_are_read_only_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU they are still on their way while later shards are reduced."""
     on_their_way: dict[int, list[tuple[Tensor, Tensor]]] = {}
-    reduce, reports = World.reduce, Streamer._reports_of_all_ranks
+    reduce, honest = World.reduce, reports.reports_of_all_ranks
 
     def late(self: World, *tensors: Tensor) -> Tensor:
         largest = reduce(self, *tensors)
@@ -416,15 +415,15 @@ def test_magnitudes_of_gradients_are_read_only_after_the_step(monkeypatch: pytes
         on_their_way.setdefault(self.rank, []).append((landed, largest))
         return landed
 
-    def after(self: Streamer, step: Any) -> Any:
-        for landed, largest in on_their_way.pop(self.world.rank, ()):
+    def after(context: Any, step: Any) -> Any:
+        for landed, largest in on_their_way.pop(context.world.rank, ()):
             landed.copy_(largest)
-        return reports(self, step)
+        return honest(context, step)
 
     model, batches = tiny_model("llama"), batches_of(2)
     at_once = trained(2, model, batches, steps=2).losses
     monkeypatch.setattr(World, "reduce", late)
-    monkeypatch.setattr(Streamer, "_reports_of_all_ranks", after)
+    monkeypatch.setattr(reports, "reports_of_all_ranks", after)
     assert trained(2, model, batches, steps=2).losses == at_once
 
 

@@ -83,12 +83,12 @@ def random_policy(draw: random.Random, plain: Policy, units: int) -> Policy:
     )
 
 
-def interrupted_after(turns: int) -> Callable[[ResumableCall, object], None]:
+def interrupted_after(turns: int) -> Callable[[ResumableCall, object, object], None]:
     """`ResumableCall.run_phase` with Ctrl-C after this number of turns."""
     honest, left = ResumableCall.run_phase, [turns]
 
-    def run_phase(self: ResumableCall, lease: object) -> None:
-        honest(self, lease)  # type: ignore[arg-type]
+    def run_phase(self: ResumableCall, op: object, lease: object) -> None:
+        honest(self, op, lease)  # type: ignore[arg-type]
         left[0] -= 1
         if left[0] == 0:
             raise KeyboardInterrupt

@@ -299,18 +299,18 @@ def test_a_piece_with_a_failed_copy_back_is_copied_before_any_read(tmp_path: Pat
 
 @pytest.mark.parametrize("update", ["next_forward", "during_backward"])
 def test_a_gradient_that_is_not_finite_is_not_applied(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatrain.engine import ops as engine_ops
+    from megatrain.engine import gradient_accumulation as sums
 
-    add = engine_ops.GradientAccumulator.add
+    add = sums.GradientAccumulator.add
 
-    def poisoned(self: engine_ops.GradientAccumulator, name: str, gradient: Tensor) -> None:
+    def poisoned(self: sums.GradientAccumulator, name: str, gradient: Tensor) -> None:
         add(self, name, gradient * float("inf") if name.endswith("layers.0.mlp.up_proj.weight") else gradient)
 
     with made("sim:3", failing(update)) as engine:
         engine.step(unequal_batches())
         engine.flush()
         before = {name: each for name, each in engine.master_weights().items() if "layers.0." in name}
-        monkeypatch.setattr(engine_ops.GradientAccumulator, "add", poisoned)
+        monkeypatch.setattr(sums.GradientAccumulator, "add", poisoned)
         with pytest.raises(NonFinite, match=r"model.layers.0: the gradient is not finite") as caught:
             engine.step(unequal_batches())
         monkeypatch.undo()

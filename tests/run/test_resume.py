@@ -431,9 +431,9 @@ def test_a_deadline_aborts_a_long_step_without_loss(
     straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The signal comes in the middle of a step that would take ten minutes."""
-    from megatrain.engine import ops as ops
+    from megatrain.engine import streamer
 
-    honest, backward = Engine.step, ops.ACTIONS["BACKWARD"]
+    honest, backward = Engine.step, streamer.ACTIONS["BACKWARD"]
 
     def long(streamer: Any, now: Any, op: Any, held: Any) -> None:
         if now.number == 3:
@@ -442,7 +442,7 @@ def test_a_deadline_aborts_a_long_step_without_loss(
         backward(streamer, now, op, held)
 
     with monkeypatch.context() as patched:
-        patched.setitem(ops.ACTIONS, "BACKWARD", long)
+        patched.setitem(streamer.ACTIONS, "BACKWARD", long)
         patched.setattr("megatrain.train.checkpoints.REST_SECONDS", 30.0)  # whatever else the machine is at
         began = time.monotonic()
         said = train(config_of(tmp_path, checkpoint={"deadline_seconds": 30.5}))

@@ -33,8 +33,8 @@ def test_gated_schedules_pass_the_checker_and_refine_ungated_ones(
     plain, cut = (build_step(of, Numerics(), each, work, before) for each in (policy, gated(policy)))
     check(cut)
     check(build_forward(of, Numerics(), gated(policy), work))
-    wholes = {id(phases[0]): whole(phases) for phases in calls_in(cut.ops)}
-    calls = [wholes.get(id(op), op) for op in cut.ops if op.stream == "compute" and op.shard < 1]
+    wholes = {places[0]: whole([cut.ops[place] for place in places]) for places in calls_in(cut.ops)}
+    calls = [wholes.get(place, op) for place, op in enumerate(cut.ops) if op.stream == "compute" and op.shard < 1]
     assert [described(op) for op in calls] == [described(op) for op in plain.ops if op.stream == "compute"]
     assert sorted(op.name for op in cut.ops if op.stream != "compute") == sorted(
         op.name for op in plain.ops if op.stream != "compute"
@@ -123,9 +123,10 @@ def test_a_backward_pass_within_another_is_refused() -> None:
     policy = Policy(shard_nbytes=256, activations="keep", wait_for="shard")
     schedule = build_step(small_spec(2), Numerics(), policy, Work((4, 4)))
     for kind in ("BACKWARD", "LOSS"):
-        outer = next(phases for phases in calls_in(schedule.ops) if phases[0].kind == kind and len(phases) > 1)
-        inner = next(op for op in schedule.ops if op.kind == "BACKWARD" and not any(op is phase for phase in outer))
-        at = next(index for index, op in enumerate(schedule.ops) if op is outer[0]) + 1
+        calls = (places for places in calls_in(schedule.ops) if len(places) > 1)
+        outer = next(places for places in calls if schedule.ops[places[0]].kind == kind)
+        inner = next(op for place, op in enumerate(schedule.ops) if op.kind == "BACKWARD" and place not in outer)
+        at = outer[0] + 1
         ops = (*schedule.ops[:at], inner._replace(), *schedule.ops[at:])
         with pytest.raises(ScheduleError, match="goes backward between the phases of"):
             check(replace(schedule, ops=ops, waits=(*schedule.waits[:at], (), *schedule.waits[at:])))

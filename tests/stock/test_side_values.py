@@ -73,7 +73,7 @@ def twin(kind: str, **fields: Any) -> PreTrainedModel:
 def test_loss_and_gradients_equal_the_stock_model(kind: str) -> None:
     model = twin(kind)
     with make(model, "cpu", Numerics("fp32"), Policy(shares_memory=True)) as engine:
-        sides = engine._streamer.spec.sides
+        sides = engine._streamer.context.spec.sides
     assert {side.differentiable for side in sides} == PASSING[kind]
     report = compare(model, make, short_cases(model), [*short_settings(), full_settings()[-1]], 1e-6, enough=1)
     assert report.ok, report.worst

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from megatrain import Engine, Policy
-from megatrain.engine import Streamer
+from megatrain.engine.context import OpContext
 from megatrain.errors import ModelError
 from megatrain.model import Call, PortedModel
 from megatrain.model.tiny import shrink, twin_from, with_dropout
@@ -255,7 +255,7 @@ def test_dropped_masks_are_detected(kind: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_unreplayed_dropout_is_detected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(Streamer, "_reseed", lambda *_: None)
+    monkeypatch.setattr(OpContext, "reseed", lambda *_: None)
     with pytest.raises(ModelError, match="two micro-batches of whole rows; cpu, keep against cpu, "):
         short_check(tiny_model("gpt2", attn_pdrop=0.1, resid_pdrop=0.1), make, tmp_path)
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from megatrain import AdamW, Engine, Policy
 from megatrain.checkpoint.direct_io import DirectFile
 from megatrain.device.cpu import CpuDevice
-from megatrain.engine import ops as ops
+from megatrain.engine import streamer
 from megatrain.errors import DiskFull
 from megatrain.train.events import Resumed, Saved, Skipped
 from megatrain.train.progress import Progress
@@ -92,14 +92,14 @@ def test_hanging_ops_are_named_once_with_their_age(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    honest, gate = ops.ACTIONS["UPDATE"], threading.Event()
+    honest, gate = streamer.ACTIONS["UPDATE"], threading.Event()
 
     def hangs(*given: Any) -> None:
         gate.wait(60)
         honest(*given)
 
     engine.step(unequal_batches(1))
-    monkeypatch.setitem(ops.ACTIONS, "UPDATE", hangs)
+    monkeypatch.setitem(streamer.ACTIONS, "UPDATE", hangs)
     path = tmp_path / "status.json"
     with watched(engine, path, said):
         runner = threading.Thread(target=engine.step, args=(unequal_batches(1),))

@@ -14,7 +14,7 @@ if an update of this step has changed the unit. A GRAD copies the sum, still in 
 map, and a REDUCE adds up this rank's part there, as above.
 
 All collectives are on one stream, in schedule order, so ranks cannot deadlock; `check_world` proves it. All ranks
-meet between two schedules (`engine.ops`), so initial contents are there for all. Sums that wait between rounds
+meet between two schedules (`engine.streamer`), so initial contents are there for all. Sums that wait between rounds
 stay on their rank. Bytes are transferred by `dist`, memory is shared by `memory.shared_memory`.
 """
 

@@ -235,15 +235,15 @@ def _products(unit: UnitSpec, ranges: Sequence[tuple[int, int]], arrival: Arriva
 # Back to calls --------------------------------------------------------------------------------------------------------
 
 
-def calls_in(ops: Iterable[Op]) -> list[list[Op]]:
-    """The phases of each call that is split."""
-    found: list[list[Op]] = []
-    for op in ops:
+def calls_in(ops: Iterable[Op]) -> list[list[int]]:
+    """The places of the phases of each call that is split."""
+    calls: list[list[int]] = []
+    for place, op in enumerate(ops):
         if op.kind in CALLS and op.shard == 0:
-            found.append([op])
+            calls.append([place])
         elif op.kind in CALLS and op.shard > 0:
-            found[-1].append(op)
-    return found
+            calls[-1].append(place)
+    return calls
 
 
 def whole(phases: Sequence[Op]) -> Op:

@@ -1,0 +1,145 @@
+"""What the ops of all steps use: the model's units on a device, and how they are computed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.device import Device
+from megatrain.dist import World
+from megatrain.engine.autograd import GradientDestination, GradientsInPlace
+from megatrain.engine.batch import model_inputs
+from megatrain.engine.gradient_accumulation import GradientAccumulator
+from megatrain.engine.resumable_call import NO_PAUSES
+from megatrain.engine.step_state import DTYPE_OF_NBYTES, StepState, bytes_of, gradient_in, weights_in
+from megatrain.engine.sync_free_inputs import HostAnswers
+from megatrain.engine.weights import UnitBinder, describe_place
+from megatrain.memory import Lease, Pool
+from megatrain.model import PortedModel
+from megatrain.schedule import Op, Schedule
+from megatrain.schedule.contents import Gradient
+from megatrain.spec import Numerics, Policy, Precision
+from megatrain.spec.layout import layout_of
+
+NOTHING: AbstractContextManager[object] = nullcontext()
+"""For blocks without a context."""
+
+DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class OpContext:
+    """The units of one model on one device, for one rank of `world`.
+
+    seed: determines all randomness inside layers.
+    """
+
+    def __init__(
+        self,
+        ported: PortedModel,
+        device: Device,
+        pool: Pool,
+        numerics: Numerics,
+        policy: Policy,
+        seed: int,
+        world: World,
+    ) -> None:
+        self.ported, self.device, self.pool, self.seed, self.world = ported, device, pool, seed, world
+        self.numerics, self.policy = numerics, policy
+        self.spec = ported.structure
+        self.dtype = DTYPES[numerics.precision]
+        self.layouts = [layout_of(unit) for unit in self.spec.units]
+        self.binders = [
+            UnitBinder(unit, ported.prefix(index - 1) if unit.kind == "layer" else "")
+            for index, unit in enumerate(self.spec.units)
+        ]
+        self.judged: set[frozenset[str]] = {frozenset()}
+        """Entries of micro-batches with which layers need no gradient but through the hidden state."""
+
+    # Weights --------------------------------------------------------------------------------------------------------
+
+    def weights(self, op: Op, lease: Lease, unit: int) -> Tensor:
+        """The flat weights of a unit that the op reads, [elements]. It is `data`, so that for autograd copies into the
+        same memory do not count as changes."""
+        access = weights_in(op.reads, unit)
+        assert access is not None
+        return bytes_of(lease, access).view(self.dtype).data
+
+    def parameters(self, op: Op, lease: Lease, unit: int) -> dict[str, Tensor]:
+        """The parameters of a unit, without gradients."""
+        return self.binders[unit].bind(self.weights(op, lease, unit))
+
+    def waiting_for_weights(self, step: StepState, op: Op, lease: Lease) -> AbstractContextManager[object]:
+        """While active, each read of the unit's own weights waits until they have arrived."""
+        if step.phases is NO_PAUSES or weights_in(op.reads, op.unit) is None:
+            return NOTHING
+        return step.phases.waiting_for(self.weights(op, lease, op.unit))
+
+    def placeholder_leaves(self) -> dict[str, Tensor]:
+        """Leaves without memory in place of the prologue's weights."""
+        trains = {param.name: param.trainable for param in self.spec.units[0].params}
+        return {name: self.ported.placeholders[name].detach().requires_grad_(of) for name, of in trains.items()}
+
+    # Gradients ------------------------------------------------------------------------------------------------------
+
+    def gradients_in_place(
+        self, trained: Sequence[tuple[str, Tensor]], target: GradientDestination
+    ) -> AbstractContextManager[object]:
+        """In the block, gradients of weights are computed in `target`, if compute and sums share memory."""
+        shared = self.policy.shares_memory and self.numerics.kernels == "stock"
+        return GradientsInPlace(trained, target) if shared else NOTHING
+
+    def accumulator(self, step: StepState, op: Op, lease: Lease, unit: int) -> GradientAccumulator:
+        """The accumulator for the gradient of a unit, created by the op that writes the first term."""
+        known = step.accumulators.get(unit)
+        if known is None or self.policy.shares_memory:  # then a sum may return from the disk to another buffer
+            access = gradient_in(op.writes, unit)
+            layout = self.layouts[unit].trained
+            flat = bytes_of(lease, access).view(DTYPE_OF_NBYTES[(access.stop - access.start) // layout.size])
+            if known is None or not known.is_in(flat):
+                step.accumulators[unit] = GradientAccumulator(layout, flat, known)
+        return step.accumulators[unit]
+
+    def finish_complete_gradients(self, step: StepState, op: Op) -> None:
+        """Finish the gradients whose last term this op has added."""
+        for access in op.writes:
+            if isinstance(access.content, Gradient) and access.content.is_whole:
+                unit = access.content.unit
+                step.absent[unit] = step.accumulators.pop(unit).finish()
+                assert step.sink is not None
+                step.sink.absent(unit, step.absent[unit])
+
+    # Inputs and randomness ------------------------------------------------------------------------------------------
+
+    def inputs(self, step: StepState, micro: int) -> tuple[dict[str, Any], AbstractContextManager[object]]:
+        """A micro-batch on the device, and a context in which its values can be read without waiting for the device."""
+        batch = step.micro_batches[micro]
+        inputs = model_inputs(batch, self.device.torch_device)
+        on_host = {key: value for key, value in batch.items() if isinstance(value, Tensor) and not value.is_cuda}
+        return inputs, self.host_answers((inputs[key], value) for key, value in on_host.items() if key in inputs)
+
+    def host_answers(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> AbstractContextManager[object]:
+        """A context in which values of tensors on the device are read from their copies on the host, given in pairs."""
+        return HostAnswers(pairs) if self.device.torch_device.type == "cuda" else NOTHING
+
+    def reseed(self, step: StepState, unit: int, micro: int) -> None:
+        """Make the call of a unit on a micro-batch draw the numbers of that call, whenever it runs."""
+        self.device.seed(call_seed(self.seed, step.number, unit, self.world.number(micro)))
+
+    def locate(self, schedule: Schedule, buffer: str, start: int, content: object) -> str:
+        """The unit and parameter at byte `start` of a buffer, for messages."""
+        return describe_place(self.spec, self.layouts, schedule, buffer, start, content, self.dtype.itemsize)
+
+
+def call_seed(seed: int, step: int, unit: int, micro: int) -> int:
+    """The seed of a unit's call in a step, from 0 to 2**63 - 1.
+
+    These are the first 63 bits of BLAKE2b (RFC 7693) over the four numbers in decimal, separated by spaces. So dropout
+    depends on neither the policy nor Python's version.
+    """
+    digest = hashlib.blake2b(f"{seed} {step} {unit} {micro}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,46 @@
+"""Ops that move bytes: between disk and host memory, over the bus, and through pinned staging buffers."""
+
+from __future__ import annotations
+
+import torch
+
+from megatrain.engine.context import OpContext
+from megatrain.engine.step_state import StepState, bytes_of
+from megatrain.memory import Lease
+from megatrain.schedule import Op
+
+
+def read(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
+    """READ: fill a staging buffer from the disk or from the model's files."""
+    context.pool.read(op, lease)
+
+
+def write(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
+    """WRITE: write a staging buffer to the disk."""
+    context.pool.write(op, lease)
+
+
+def copy(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
+    """FETCH copies a shard of weights to its slot, or to a buffer read ahead, from which PLACE copies it there. GRAD
+    copies a shard of gradients to where the optimizer reads it; if that has another dtype, it is first cast on the
+    device. OFFLOAD and RELOAD copy what a layer keeps, or a piece of its state, unchanged.
+    """
+    if len(op.reads) > 1:
+        context.pool.overwrites(op)
+        for source_access, target_access in zip(op.reads, op.writes, strict=True):
+            bytes_of(lease, target_access).copy_(bytes_of(lease, source_access), non_blocking=True)
+        return
+    (source_access,), (target_access, *casts) = op.reads, op.writes
+    source, target = bytes_of(lease, source_access), bytes_of(lease, target_access)
+    if source.numel() > target.numel():
+        source, target = source.view(torch.float32), target.view(torch.bfloat16)
+    elif source.numel() < target.numel():
+        source, target = source.view(torch.bfloat16), target.view(torch.float32)
+    for cast in casts:  # otherwise the copy would allocate a buffer that the ledger does not know
+        source = bytes_of(lease, cast).view(target.dtype).copy_(source)
+    target.copy_(source, non_blocking=True)
+
+
+def stage(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
+    """PACK and UNPACK: copy to and from pinned staging buffers."""
+    context.pool.copy(op, lease)

@@ -1,0 +1,169 @@
+"""The FORWARD op: the prologue or a layer on one micro-batch, with or without the graph that its backward needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from megatrain.engine.autograd import GradientDestination
+from megatrain.engine.batch import TEXT_ENTRIES
+from megatrain.engine.context import NOTHING, OpContext
+from megatrain.engine.resumable_call import NO_PAUSES
+from megatrain.engine.step_state import KeptGraph, StepState, bytes_of, pack, unpack, weights_in
+from megatrain.engine.weights import BoundWeights, save_weights_by_name
+from megatrain.errors import ModelError
+from megatrain.memory import Lease
+from megatrain.model import Answering, Call, Keeping
+from megatrain.schedule import Op
+from megatrain.schedule.contents import Hidden, LayerGraph, Saved
+
+
+def forward(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
+    """FORWARD of a layer: leaves its output, and what the op declares to keep for the backward; or of the prologue."""
+    unit, micro, activations = op.unit, op.micro, step.activations
+    context.reseed(step, unit, micro)
+    written = {access.content: access for access in op.writes}
+    target = written[Hidden(unit + 1, micro)].buffer
+    if unit == 0:
+        activations.inputs[target], activations.calls[micro] = _prologue(context, step, op, lease)
+        return
+    hidden = input_of(step, op, lease)
+    run: LayerRun = (RunWithGraph if LayerGraph(unit, micro) in written else LayerRun)(context, step, op, lease, hidden)
+    with run:
+        output, sides = context.ported.layer(unit - 1, *run.arguments)
+    run.keep(output, sides)
+    activations.inputs[target] = output.detach()
+    activations.keep_sides(op, sides)
+    step.phases.enter_last_phase()  # which declares the offload slots
+    for content, access in written.items():
+        if isinstance(content, Saved) and content.offloaded:
+            activations.stored[unit, micro].pack(bytes_of(lease, access))
+        elif content == Hidden(unit, micro):
+            activations.forms[unit, micro] = pack(hidden, bytes_of(lease, access), context.spec.units[unit].name)
+
+
+def input_of(step: StepState, op: Op, lease: Lease) -> Tensor:
+    """The input of a layer, [batch, length, hidden size], from a slot, another op's output, or a kept graph."""
+    activations, key = step.activations, (op.unit, op.micro)
+    for access in op.reads:
+        if access.content == Hidden(op.unit, op.micro):
+            if access.buffer in lease:
+                return unpack(bytes_of(lease, access).data, activations.forms[key])
+            return activations.inputs[access.buffer]
+    return activations.graphs[key].input.detach()
+
+
+class LayerRun:
+    """A layer's forward in one op: what the layer is called with, and the context to call it in, once."""
+
+    def __init__(self, context: OpContext, step: StepState, op: Op, lease: Lease, hidden: Tensor) -> None:
+        self._step, self._op, self._around = step, op, ExitStack()
+        saved = next((access.content for access in op.writes if isinstance(access.content, Saved)), None)
+        self._keeping = Keeping(saved.keep, context.spec.hidden_size) if saved else None
+        weights = context.parameters(op, lease, op.unit)
+        if self._keeping:
+            weights = context.binders[op.unit].leaves(context.weights(op, lease, op.unit))
+            hidden = hidden.detach().requires_grad_()
+        call = step.activations.calls[op.micro][op.unit - 1]
+        values = step.activations.side_values(op, context.ported, call, leaves=self._keeping is not None)
+        self.arguments = weights, hidden, call, context.numerics, values
+        """Of `PortedModel.layer`, behind its index."""
+        self._contexts: list[AbstractContextManager[object]] = [
+            self._keeping.running() if self._keeping else NOTHING,
+            context.waiting_for_weights(step, op, lease),
+        ]
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            if context is not NOTHING:
+                self._around.enter_context(context)
+
+    def __exit__(self, *failure: Any) -> None:
+        self._around.__exit__(*failure)
+
+    def keep(self, output: Tensor, sides: Mapping[int, Tensor]) -> None:
+        """Keep for the backward what the op declares. output: [batch, length, hidden size]. sides: the side values that
+        the layer has made, by number."""
+        if self._keeping:
+            self._step.activations.stored[self._op.unit, self._op.micro] = self._keeping.stored()
+
+
+class RunWithGraph(LayerRun):
+    """A layer's forward with autograd, which saves weights by their place unless they stay where they are.
+
+    Outputs of ops that an earlier forward of the layer has kept are not computed again.
+    """
+
+    def __init__(self, context: OpContext, step: StepState, op: Op, lease: Lease, hidden: Tensor) -> None:
+        self._step, self._op, self._around = step, op, ExitStack()
+        self._name = context.spec.units[op.unit].name
+        self._bound = bound = BoundWeights(context.weights(op, lease, op.unit))
+        self._leaves = context.binders[op.unit].leaves(bound.flat)
+        self._leaf = hidden.detach().requires_grad_()
+        call = step.activations.calls[op.micro][op.unit - 1]
+        self._stored = stored = step.activations.stored.pop((op.unit, op.micro), None)
+        for access in op.reads:
+            if stored and isinstance(access.content, Saved) and access.content.offloaded:
+                stored.unpack(bytes_of(lease, access).data)
+        self._values = step.activations.side_values(op, context.ported, call, leaves=True)
+        self._target = GradientDestination()
+        self.arguments = self._leaves, self._leaf, call, context.numerics, self._values
+        self._contexts = [
+            torch.enable_grad(),
+            NOTHING if _weights_stay(step, op) else save_weights_by_name(bound),
+            Answering(stored) if stored else NOTHING,
+            context.waiting_for_weights(step, op, lease),
+            context.gradients_in_place(context.binders[op.unit].trained(self._leaves), self._target),
+        ]
+
+    def keep(self, output: Tensor, sides: Mapping[int, Tensor]) -> None:
+        self._step.activations.graphs[self._op.unit, self._op.micro] = self.graph(output, sides)
+
+    def graph(self, output: Tensor, sides: Mapping[int, Tensor]) -> KeptGraph:
+        """The graph of what the layer has returned; see `keep`."""
+        if self._stored:
+            self._stored.finish(self._name)
+        made = {number: get_gradient_edge(side) for number, side in sides.items() if side.requires_grad}
+        given = {number: value for number, value in self._values.items() if value.requires_grad}
+        return KeptGraph(self._bound, self._leaves, self._leaf, get_gradient_edge(output), made, given, self._target)
+
+
+def _weights_stay(step: StepState, op: Op) -> bool:
+    """Whether autograd may save a layer's weights as they are: they are the state itself, or a BACKWARD recomputes the
+    layer and reads them before their slot can change."""
+    access = weights_in(op.reads, op.unit)
+    stays = op.kind == "BACKWARD" or (access is not None and step.schedule.buffers[access.buffer].is_state)
+    return step.phases is NO_PAUSES and stays
+
+
+def _prologue(context: OpContext, step: StepState, op: Op, lease: Lease) -> tuple[Tensor, list[Call]]:
+    """The prologue's output, [batch, length, hidden size], and the arguments of each layer's call."""
+    inputs, answers = context.inputs(step, op.micro)
+    weights = context.parameters(op, lease, 0)
+    with answers, context.waiting_for_weights(step, op, lease):
+        if step.sink is not None:
+            _refuse_other_gradients(context, step, op, lease, inputs)
+        return context.ported.prologue(weights, inputs)
+
+
+def _refuse_other_gradients(
+    context: OpContext, step: StepState, op: Op, lease: Lease, inputs: Mapping[str, Any]
+) -> None:
+    """Raise `ModelError` if entries beside a text's make layers need a gradient other than through the hidden state.
+    Known for text since the model was split; found out once for other entries."""
+    entries = frozenset(inputs) - TEXT_ENTRIES
+    if entries in context.judged:
+        return
+    with torch.enable_grad():
+        _, calls = context.ported.prologue(context.binders[0].leaves(context.weights(op, lease, 0)), inputs)
+    if context.ported.other_gradients(calls):
+        what = f"with {', '.join(sorted(entries))} its layers need a gradient other than through the hidden state"
+        fix = "freeze what computes their other arguments, or train it on text alone"
+        raise ModelError(what, where=f"model {context.spec.name}", fix=fix)
+    context.judged.add(entries)
+    context.reseed(step, op.unit, op.micro)

@@ -1,0 +1,133 @@
+"""The LOSS op: head and loss of a micro-batch in chunks of tokens, and the gradient of its hidden states; or logits."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatrain.engine.autograd import GradientDestination
+from megatrain.engine.batch import targets_of
+from megatrain.engine.chunked_loss import ChunkedHead, MicroBatchLoss, differentiate, measure
+from megatrain.engine.context import OpContext
+from megatrain.engine.forward import input_of
+from megatrain.engine.gradient_accumulation import accumulate_into
+from megatrain.engine.step_state import StepState
+from megatrain.memory import Lease
+from megatrain.schedule import Op
+
+
+def loss(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
+    unit, micro = op.unit, op.micro
+    context.reseed(step, unit, micro)
+    hidden = input_of(step, op, lease)
+    if step.sink is None:
+        weights: dict[str, Tensor] = {}
+        for owner in _head_owners(context):
+            weights |= context.parameters(op, lease, owner)
+        with context.waiting_for_weights(step, op, lease):
+            _loss_or_logits(context, step, op, weights, hidden)
+        return
+    flat = hidden.flatten(0, 1)
+    leaves: dict[str, Tensor] = {}
+    trained: list[Tensor] = []
+    in_place: list[AbstractContextManager[object]] = []
+    borrowed = context.spec.units[unit].borrows
+    for owner in _head_owners(context):
+        binder = context.binders[owner]
+        bound = binder.leaves(context.weights(op, lease, owner))
+        used = [(name, leaf) for name, leaf in binder.trained(bound) if owner == unit or name in borrowed]
+        if context.layouts[owner].trained.size:
+            total = context.accumulator(step, op, lease, owner)
+            accumulate_into(total, used)
+            in_place.append(context.gradients_in_place(used, GradientDestination(total)))
+        trained += [leaf for _, leaf in used]
+        leaves |= bound
+    chunked = _chunked_head(context, step, op, leaves, trained, flat)
+    with context.waiting_for_weights(step, op, lease), ExitStack() as around:
+        for each in in_place:
+            around.enter_context(each)
+        found = differentiate(step.loss_fn, chunked, step.own[micro], step.scale)
+        _record_loss(context, step, micro, found)
+        assert found.gradient is not None
+        step.activations.gradients[micro] = found.gradient.view_as(hidden)
+        _add_router_loss(context, step, op, leaves)
+        assert step.loss is not None
+        step.landed = context.device.landing(step.loss)
+    context.finish_complete_gradients(step, op)
+
+
+def _record_loss(context: OpContext, step: StepState, micro: int, found: MicroBatchLoss) -> None:
+    """Add the result of a LOSS to the step's."""
+    step.loss = found.loss if step.loss is None else step.loss + found.loss
+    _record_term(context, step, micro, found.loss)
+    if found.sums:
+        step.reported[micro] = tuple(found.sums), context.device.landing(torch.stack(list(found.sums.values())))
+
+
+def _record_term(context: OpContext, step: StepState, micro: int, term: Tensor) -> None:
+    """With several ranks, keep a term of the loss: they add all terms in the order that one rank would."""
+    if context.world.size > 1:
+        step.terms.setdefault(micro, []).append(context.device.landing(term))
+
+
+def _chunked_head(
+    context: OpContext, step: StepState, op: Op, weights: dict[str, Tensor], trained: list[Tensor], flat: Tensor
+) -> ChunkedHead:
+    """The head for a micro-batch whose hidden states are `flat` [tokens, hidden size]."""
+
+    def head(hidden: Tensor) -> Tensor:
+        with context.host_answers(()):
+            return context.ported.head(weights, hidden)
+
+    positions, targets = step.targets[op.micro] if step.targets else targets_of(step.labels[op.micro])
+    rewind = partial(context.reseed, step, op.unit, op.micro)
+    return ChunkedHead(head, trained, flat, positions, targets, context.numerics.loss_chunk_tokens, rewind)
+
+
+def _add_router_loss(context: OpContext, step: StepState, op: Op, weights: dict[str, Tensor]) -> None:
+    """Add the router auxiliary loss of a micro-batch, and replace its side outputs by their gradients.
+
+    Its weight is the micro-batch's share of the divisor unless `router_weights` were given. So the step's loss is
+    the mean, over target tokens, of the losses that the stock model computes for each micro-batch.
+    """
+    coefficient, activations, micro = context.ported.balance_coefficient, step.activations, op.micro
+    if coefficient is None or not step.labels:
+        return
+    leaves = {number: each.detach().requires_grad_() for number, each in activations.take_sides(op).items()}
+    sides = [tuple(leaves[number] for number in port.recorded) for port in context.ported.ports]
+    with torch.enable_grad():
+        inputs, answers = context.inputs(step, micro)
+        with answers:
+            plain = context.ported.balance(weights, inputs, sides)
+        loss = coefficient * plain * step.router_weights[micro]
+        if step.sink is not None:
+            wanted = [*leaves.values()]
+            found = torch.autograd.grad(loss * step.scale, wanted, allow_unused=True, materialize_grads=True)
+            activations.add_side_gradients(op, dict(zip(leaves, found, strict=True)))
+    assert step.loss is not None
+    term = loss.detach().double()
+    step.loss = step.loss + term
+    _record_term(context, step, micro, term)
+    step.router_losses[micro] = context.device.landing(plain.detach().double())
+
+
+def _loss_or_logits(context: OpContext, step: StepState, op: Op, weights: dict[str, Tensor], hidden: Tensor) -> None:
+    """Compute the loss, or the logits if there are no labels, without gradients. hidden: [batch, length, ...]."""
+    if step.labels:
+        chunked = _chunked_head(context, step, op, weights, [], hidden.flatten(0, 1))
+        _record_loss(context, step, op.micro, measure(step.loss_fn, chunked, step.own[op.micro]))
+        _add_router_loss(context, step, op, weights)
+        assert step.loss is not None
+        step.landed = context.device.landing(step.loss)
+    else:
+        last = hidden[:, -step.logits_to_keep :]
+        step.logits = context.ported.head(weights, last.flatten(0, 1)).view(*last.shape[:2], -1)
+
+
+def _head_owners(context: OpContext) -> list[int]:
+    """Units whose weights the head uses: the epilogue, and the prologue if they are tied."""
+    own = [context.spec.epilogue] if context.layouts[context.spec.epilogue].size else []
+    return [0, *own] if context.spec.tied else own
