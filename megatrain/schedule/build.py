@@ -27,6 +27,7 @@ from megatrain.schedule.passes.gradients import Gradients
 from megatrain.schedule.passes.pinned_staging import PinnedStaging
 from megatrain.schedule.passes.prefetch import Prefetch, Visit
 from megatrain.schedule.passes.recompute import Activations, Again
+from megatrain.schedule.passes.side_values import SideValues
 from megatrain.schedule.passes.state_buffers import Pending, StateBuffers, reads_files, state_name, whole_name
 from megatrain.schedule.passes.streamed_updates import StreamedUpdates
 from megatrain.schedule.passes.weight_slots import WeightSlots
@@ -107,6 +108,7 @@ class Builder:
         self.buffers: dict[str, Buffer] = {}
         self.collectives = Collectives(model.ranks, rank, self.buffers, policy.delivery == "shared")
         self.alive = Activations(model, numerics, policy, work, self.buffers, trains=trains)
+        self.sides = SideValues(model, work, self.alive.transient)
         self.staged: dict[str, Staged] = {}
         """Placeholder names of host memory for state on the disk."""
         in_files: dict[str, tuple[Access, ...]] = {}
@@ -200,8 +202,8 @@ class Builder:
                 writes.append(self.alive.arguments(micro))
             else:
                 reads += [self.alive.hidden(unit, micro), self.alive.arguments(micro)]
-                reads += self.alive.sides_used(unit, micro)
-                writes += [*self.alive.left_by(unit, micro), *self.alive.sides_made(unit, micro)]
+                reads += self.sides.used(unit, micro)
+                writes += [*self.alive.left_by(unit, micro), *self.sides.made(unit, micro)]
             writes += self.alive.made(unit, micro)
             visit.compute.append(Op("FORWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
         return visit
@@ -214,9 +216,9 @@ class Builder:
             reads = [self.alive.hidden(unit, micro), *(self._weights(owner) for owner in owners)]
             nbytes = _loss_nbytes(self.model, self.numerics, self.policy, self.work, micro, trains=self.trains)
             writes = [self.alive.transient(Use.LOSS_WORKSPACE, "all", nbytes, Scratch("loss"))]
-            reads += self.alive.sides_used(unit, micro)
+            reads += self.sides.used(unit, micro)
             if self.trains:
-                writes += [self.alive.dhidden(unit, micro), *self.alive.sides_backward(unit, micro)[1]]
+                writes += [self.alive.dhidden(unit, micro), *self.sides.backward(unit, micro)[1]]
                 for owner in owners:
                     if self.trained[owner].size:
                         self.gradients.add(owner, reads, writes)
@@ -239,7 +241,7 @@ class Builder:
         visit = Visit(unit)
         for step in steps:
             reads = [self._weights(unit)] if self.layouts[unit].size else []
-            reads += [step.source, self.alive.arguments(step.micro), *self.alive.sides_used(unit, step.micro)]
+            reads += [step.source, self.alive.arguments(step.micro), *self.sides.used(unit, step.micro)]
             writes = (step.target, *self.alive.made(unit, step.micro, again=True))
             visit.compute.append(Op("FORWARD", "compute", unit, step.micro, reads=tuple(reads), writes=writes))
         return visit
@@ -250,11 +252,11 @@ class Builder:
         nbytes = cache(partial(backward_nbytes, self.model, self.numerics, self.policy, self.work, unit))
         for micro in micros:
             reads = [self.alive.dhidden(unit + 1, micro), *([self._weights(unit)] if visit.reads else [])]
-            taken, writes = self.alive.sides_backward(unit, micro)
+            taken, writes = self.sides.backward(unit, micro)
             reads += taken
             if unit > 0:
                 reads += [self.alive.arguments(micro), *self.alive.taken_up_by(unit, micro)]
-                reads += self.alive.sides_used(unit, micro)
+                reads += self.sides.used(unit, micro)
                 if not self.alive.keeps_graph(unit, micro):
                     writes.append(self.alive.graph(unit, micro))
                 writes.append(self.alive.dhidden(unit, micro))

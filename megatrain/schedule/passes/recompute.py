@@ -28,8 +28,6 @@ from megatrain.schedule.contents import (
     LayerGraph,
     Saved,
     Scratch,
-    Side,
-    SideGradient,
 )
 from megatrain.schedule.ops import Access, Buffer, Op, Use, declare
 from megatrain.schedule.passes.disk_staging import Route, Staged, stage
@@ -141,13 +139,6 @@ class Activations:
         """Cache of frequent accesses, by unit and micro-batch."""
         self._workspaces: dict[tuple[int, int], int] = {}
         """(unit, tokens of a micro-batch) -> `forward_nbytes`."""
-        self._made: dict[int, list[int]] = defaultdict(list)
-        """Unit -> numbers of the side values that it makes, and below of those that it reads."""
-        self._used: dict[int, list[int]] = defaultdict(list)
-        for number, side in enumerate(model.sides):
-            self._made[side.source].append(number)
-            for user in side.users:
-                self._used[user].append(number)
         self._times: Counter[tuple[int, int]] = Counter()
         """How often each was recomputed."""
 
@@ -255,48 +246,6 @@ class Activations:
             kept -= answered_nbytes(self._model, self._numerics, self._policy, self._work, layer, tokens, keep)
         nbytes = max(1, round(kept))
         return nbytes + (self._boundary_nbytes[micro] if self.keeps_graph(layer, micro) else 0)  # the input
-
-    def sides_made(self, unit: int, micro: int) -> list[Access]:
-        """The side values that a layer's forward leaves."""
-        return [self._side(number, micro) for number in self._made[unit]]
-
-    def sides_used(self, unit: int, micro: int) -> list[Access]:
-        """The side values that a unit reads; those of the prologue are among the arguments of layers."""
-        return [self._side(number, micro) for number in self._used[unit] if self._model.sides[number].source]
-
-    def sides_backward(self, unit: int, micro: int) -> tuple[list[Access], list[Access]]:
-        """Gradients of side values in a unit's backward: what it reads, and what it writes.
-
-        Each unit that used a value adds to its gradient, from the top down; the unit that made it takes the sum.
-        """
-        sides, wanted = self._model.sides, self._model.wants_gradient
-        reads = [self._side_gradient(number, micro, sides[number].users[0]) for number in self._made[unit]]
-        reads = [access for access, number in zip(reads, self._made[unit], strict=True) if wanted(sides[number])]
-        writes = []
-        for number in self._used[unit]:
-            if wanted(sides[number]):
-                above = [user for user in sides[number].users if user > unit]
-                reads += [self._side_gradient(number, micro, above[0])] if above else []
-                writes.append(self._side_gradient(number, micro, unit))
-        return reads, writes
-
-    def _side(self, number: int, micro: int) -> Access:
-        use = Use.ROUTER_LOGITS if self._only_for_the_loss(number) else Use.SIDE_VALUES
-        return self.transient(use, f"{number}.{micro}", self._side_nbytes(number, micro), Side(number, micro))
-
-    def _side_gradient(self, number: int, micro: int, after: int) -> Access:
-        """It takes the place of a value that only the loss reads."""
-        use = Use.ROUTER_LOGITS if self._only_for_the_loss(number) else Use.SIDE_GRADIENTS
-        nbytes, content = self._side_nbytes(number, micro), SideGradient(number, micro, after)
-        return self.transient(use, f"{number}.{micro}", nbytes, content)
-
-    def _only_for_the_loss(self, number: int) -> bool:
-        return self._model.sides[number].users == (self._model.epilogue,)
-
-    def _side_nbytes(self, number: int, micro: int) -> int:
-        tokens = self._work.tokens[micro]
-        nbytes = self._model.sides[number].nbytes(tokens, min(self._work.length or tokens, tokens))
-        return max(1, round(self._work.repeats * nbytes))
 
     def made(self, unit: int, micro: int, *, again: bool = False) -> list[Access]:
         """A forward's workspace; little beyond the graph if it keeps that."""

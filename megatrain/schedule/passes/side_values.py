@@ -1,0 +1,69 @@
+"""The memory of side values: what units pass to later ones besides the hidden state, and the gradients of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+from megatrain.schedule.contents import Content, Side, SideGradient
+from megatrain.schedule.ops import Access, Use
+from megatrain.spec import ModelSpec, Work
+
+Transient = Callable[[Use, str, int, Content], Access]
+"""(use, name within it, bytes, content) -> device memory that exists while ops need it."""
+
+
+class SideValues:
+    """Assigns the memory of one step's side values, which stay on the device from the unit that makes them to the last
+    that reads them."""
+
+    def __init__(self, model: ModelSpec, work: Work, transient: Transient) -> None:
+        self._model, self._work, self._transient = model, work, transient
+        self._made: dict[int, list[int]] = defaultdict(list)
+        """Unit -> numbers of the side values that it makes, and below of those that it reads."""
+        self._used: dict[int, list[int]] = defaultdict(list)
+        for number, side in enumerate(model.sides):
+            self._made[side.source].append(number)
+            for user in side.users:
+                self._used[user].append(number)
+
+    def made(self, unit: int, micro: int) -> list[Access]:
+        """The side values that a layer's forward leaves."""
+        return [self._value(number, micro) for number in self._made[unit]]
+
+    def used(self, unit: int, micro: int) -> list[Access]:
+        """The side values that a unit reads; those of the prologue are among the arguments of layers."""
+        return [self._value(number, micro) for number in self._used[unit] if self._model.sides[number].source]
+
+    def backward(self, unit: int, micro: int) -> tuple[list[Access], list[Access]]:
+        """Gradients of side values in a unit's backward: what it reads, and what it writes.
+
+        Each unit that used a value adds to its gradient, from the top down; the unit that made it takes the sum.
+        """
+        sides, wanted = self._model.sides, self._model.wants_gradient
+        made = [number for number in self._made[unit] if wanted(sides[number])]
+        reads, writes = [self._gradient(number, micro, sides[number].users[0]) for number in made], []
+        for number in self._used[unit]:
+            if wanted(sides[number]):
+                above = [user for user in sides[number].users if user > unit]
+                reads += [self._gradient(number, micro, above[0])] if above else []
+                writes.append(self._gradient(number, micro, unit))
+        return reads, writes
+
+    def _value(self, number: int, micro: int) -> Access:
+        use = Use.ROUTER_LOGITS if self._only_for_the_loss(number) else Use.SIDE_VALUES
+        return self._transient(use, f"{number}.{micro}", self._nbytes(number, micro), Side(number, micro))
+
+    def _gradient(self, number: int, micro: int, after: int) -> Access:
+        """It takes the place of a value that only the loss reads."""
+        use = Use.ROUTER_LOGITS if self._only_for_the_loss(number) else Use.SIDE_GRADIENTS
+        content = SideGradient(number, micro, after)
+        return self._transient(use, f"{number}.{micro}", self._nbytes(number, micro), content)
+
+    def _only_for_the_loss(self, number: int) -> bool:
+        return self._model.sides[number].users == (self._model.epilogue,)
+
+    def _nbytes(self, number: int, micro: int) -> int:
+        tokens = self._work.tokens[micro]
+        nbytes = self._model.sides[number].nbytes(tokens, min(self._work.length or tokens, tokens))
+        return max(1, round(self._work.repeats * nbytes))
