@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from megatrain.device import Device
 from megatrain.dist import ALONE, World
 from megatrain.dist.world import refuse_unlike
-from megatrain.engine.autograd import GradientDestination, GradientsInPlace
+from megatrain.engine.autograd import GradientDestination, GradientsInPlace, graph_without_tensors
 from megatrain.engine.batch import TEXT_ENTRIES, MicroBatch, count_targets, model_entries, model_inputs, targets_of
 from megatrain.engine.chunked_loss import (
     COUNT,
@@ -51,7 +51,7 @@ from megatrain.engine.sync_free_inputs import HostAnswers
 from megatrain.engine.weights import BoundWeights, UnitBinder, describe_place, save_weights_by_name
 from megatrain.errors import LossError, ModelError, NonFinite, RankError
 from megatrain.memory import Lease, Pool
-from megatrain.model import Answering, Keeping, PortedModel
+from megatrain.model import Answering, Call, Keeping, PortedModel
 from megatrain.schedule import CALLS, Op, Schedule, Timeline
 from megatrain.schedule.contents import PART_OF, Gradient, Hidden, LayerGraph, Saved, Weights
 from megatrain.schedule.passes.streamed_updates import piece_of
@@ -91,8 +91,8 @@ class Streamer:
         self.region: Callable[[], AbstractContextManager[object]] = nullcontext
         """Entered around the ops of each schedule only, the part of a step that may be interrupted from outside."""
         self._running: Schedule | None = None
-        self._judged: set[frozenset[str]] = {frozenset()}
-        """Entries with which layers need no gradient but through the hidden state."""
+        self._computes_between = False
+        """Whether the model's loop has computed anything between layers for a text."""
         self._reduces = Counter[int]()
         """Unit -> number of its REDUCE ops in that schedule."""
         self._layouts = [layout_of(unit) for unit in self.spec.units]
@@ -336,12 +336,7 @@ class Streamer:
         written = {access.content: access for access in op.writes}
         output = written[Hidden(unit + 1, micro)].buffer
         if unit == 0:
-            inputs, answers = self._inputs(step, micro)
-            weights = self._views(op, lease, 0)
-            with answers, self._waiting_for_weights(step, op, lease):
-                if step.sink is not None:
-                    self._refuse_other_gradients(step, op, lease, inputs)
-                activations.inputs[output], activations.calls[micro] = self.ported.prologue(weights, inputs)
+            activations.inputs[output], activations.calls[micro] = self._forward_prologue(step, op, lease)
             return
         hidden = self._input(step, op, lease)
         saved = next((content for content in written if isinstance(content, Saved)), None)
@@ -366,20 +361,29 @@ class Streamer:
         if offloaded := written.get(Hidden(unit, micro)):
             activations.forms[unit, micro] = pack(hidden, bytes_of(lease, offloaded), self.spec.units[unit].name)
 
-    def _refuse_other_gradients(self, step: StepState, op: Op, lease: Lease, inputs: Mapping[str, Any]) -> None:
-        """Raise `ModelError` if entries beside a text's make layers need a gradient other than through the hidden
-        state. Known for text since the model was split; found out once for other entries."""
-        entries = frozenset(inputs) - TEXT_ENTRIES
-        if entries in self._judged:
-            return
-        with torch.enable_grad():
-            _, calls = self.ported.prologue(self._binders[0].leaves(self._weights(op, lease, 0)), inputs)
-        if self.ported.other_gradients(calls):
-            what = f"with {', '.join(sorted(entries))} its layers need a gradient other than through the hidden state"
-            fix = "freeze what computes their other arguments, or train it on text alone"
-            raise ModelError(what, where=f"model {self.spec.name}", fix=fix)
-        self._judged.add(entries)
-        self._reseed(step, op.unit, op.micro)
+    def _forward_prologue(self, step: StepState, op: Op, lease: Lease) -> tuple[Tensor, list[Call]]:
+        """The first layer's input and the arguments of all layers.
+
+        A text's gradients are known since the model was split, unless its loop computes between layers. Otherwise a
+        graph shows in training what needs one; it keeps no tensor. Raises `ModelError` if the backward pass will not
+        have the weights that a gradient depends on.
+        """
+        inputs, answers = self._inputs(step, op.micro)
+        text, trains = inputs.keys() <= TEXT_ENTRIES, step.sink is not None
+        with answers, self._waiting_for_weights(step, op, lease):
+            if not trains or (text and not self._computes_between):
+                hidden, calls = self.ported.prologue(self._views(op, lease, 0), inputs)
+                if not trains or all(call.between is None for call in calls):
+                    return hidden, calls
+                self._computes_between = True
+                self._reseed(step, op.unit, op.micro)
+            with graph_without_tensors():
+                hidden, calls = self.ported.prologue(self._binders[0].leaves(self._weights(op, lease, 0)), inputs)
+        calls, needing = self.ported.numbered(calls)
+        if needing and text and self.spec.units[0].looks_up:
+            what = "its layers need a gradient other than through the hidden state for some texts only"
+            raise ModelError(what, where=f"model {self.spec.name}", fix="freeze what computes their other arguments")
+        return hidden.detach(), [call.detached() for call in calls]
 
     def _inputs(self, step: StepState, micro: int) -> tuple[dict[str, Any], AbstractContextManager[object]]:
         """A micro-batch on the device, and a context in which its values can be read without waiting for the device."""
@@ -601,6 +605,8 @@ class Streamer:
         target.accumulator = total = self._accumulator(step, op, lease, 0)
         accumulate_into(total, trained)
         outputs, made = [(hidden, activations.gradients.pop(op.micro))], self.ported.prologue_sides(calls)
+        if op.micro in activations.beyond:
+            made |= self.ported.numbered(calls)[1]
         outputs += [(made[number], each) for number, each in activations.side_gradients(op, made).items()]
         if outputs := [(output, gradient) for output, gradient in outputs if output.requires_grad]:
             into = [leaf for _, leaf in trained]

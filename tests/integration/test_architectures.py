@@ -117,9 +117,8 @@ WIDER = {"jamba", "rwkv", "recurrent_gemma", "falcon_h1", "deepseek_v2", "olmo3"
 OTHERS = sorted(set(KNOWN) - set(CHOSEN))
 
 REFUSED = {
-    "blt": "its hidden state is",  # of patches; and the logits of one byte do not depend on the decoder's layers
     "inkling2_text": "depend on the hidden state before its last decoder layer",  # states of blocks
-    "xlm": "pass on the hidden state",  # positions are masked between layers
+    "xlm": "is used after the next layer",  # what its layers are given is added to what they return
 }
 
 
