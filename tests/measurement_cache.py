@@ -42,6 +42,7 @@ MEASURED_ANEW = (
     "tests/gpu/",
     "tests/standin_cuda/",
     "tests/integration/test_altered.py",
+    "tests/stock/test_between_layers.py",
 )
 
 LARGE_NBYTES = 1 << 24

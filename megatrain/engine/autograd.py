@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,3 +176,15 @@ def _embedding(name: str, target: GradientDestination, args: Sequence[Any], kwar
 
 
 _REPLACEMENTS: Mapping[Any, Any] = {functional.linear: _linear, functional.embedding: _embedding}
+
+
+@contextmanager
+def graph_without_tensors() -> Iterator[None]:
+    """In the block, autograd builds graphs that keep no tensor: they tell what needs a gradient, and have none."""
+
+    def nothing(_: object) -> None:
+        return None
+
+    hooks: Any = torch.autograd.graph.saved_tensors_hooks
+    with torch.enable_grad(), hooks(nothing, nothing):
+        yield

@@ -68,6 +68,8 @@ def _backward_of_prologue(context: OpContext, step: StepState, op: Op, lease: Le
     target.accumulator = total = context.accumulator(step, op, lease, 0)
     accumulate_into(total, trained)
     outputs, made = [(hidden, activations.gradients.pop(op.micro))], context.ported.prologue_sides(calls)
+    if op.micro in activations.beyond:
+        made |= context.ported.numbered(calls)[1]
     outputs += [(made[number], gradient) for number, gradient in activations.side_gradients(op, made).items()]
     if outputs := [(output, gradient) for output, gradient in outputs if output.requires_grad]:
         into = [leaf for _, leaf in trained]

@@ -57,8 +57,8 @@ class OpContext:
             UnitBinder(unit, ported.prefix(index - 1) if unit.kind == "layer" else "")
             for index, unit in enumerate(self.spec.units)
         ]
-        self.judged: set[frozenset[str]] = {frozenset()}
-        """Entries of micro-batches with which layers need no gradient but through the hidden state."""
+        self.computes_between = False
+        """Whether the model's loop has computed anything between layers for a text."""
 
     # Weights --------------------------------------------------------------------------------------------------------
 

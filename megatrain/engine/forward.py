@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from megatrain.engine.autograd import GradientDestination
+from megatrain.engine.autograd import GradientDestination, graph_without_tensors
 from megatrain.engine.batch import TEXT_ENTRIES
 from megatrain.engine.context import NOTHING, OpContext
 from megatrain.engine.resumable_call import NO_PAUSES
@@ -142,28 +142,26 @@ def _weights_stay(step: StepState, op: Op) -> bool:
 
 
 def _prologue(context: OpContext, step: StepState, op: Op, lease: Lease) -> tuple[Tensor, list[Call]]:
-    """The prologue's output, [batch, length, hidden size], and the arguments of each layer's call."""
+    """The first layer's input, [batch, length, hidden size], and the arguments of all layers.
+
+    A text's gradients are known since the model was split, unless its loop computes between layers. Otherwise a
+    graph shows in training what needs one; it keeps no tensor. Raises `ModelError` if the backward pass will not
+    have the weights that a gradient depends on.
+    """
     inputs, answers = context.inputs(step, op.micro)
-    weights = context.parameters(op, lease, 0)
+    text, trains = inputs.keys() <= TEXT_ENTRIES, step.sink is not None
     with answers, context.waiting_for_weights(step, op, lease):
-        if step.sink is not None:
-            _refuse_other_gradients(context, step, op, lease, inputs)
-        return context.ported.prologue(weights, inputs)
-
-
-def _refuse_other_gradients(
-    context: OpContext, step: StepState, op: Op, lease: Lease, inputs: Mapping[str, Any]
-) -> None:
-    """Raise `ModelError` if entries beside a text's make layers need a gradient other than through the hidden state.
-    Known for text since the model was split; found out once for other entries."""
-    entries = frozenset(inputs) - TEXT_ENTRIES
-    if entries in context.judged:
-        return
-    with torch.enable_grad():
-        _, calls = context.ported.prologue(context.binders[0].leaves(context.weights(op, lease, 0)), inputs)
-    if context.ported.other_gradients(calls):
-        what = f"with {', '.join(sorted(entries))} its layers need a gradient other than through the hidden state"
-        fix = "freeze what computes their other arguments, or train it on text alone"
-        raise ModelError(what, where=f"model {context.spec.name}", fix=fix)
-    context.judged.add(entries)
-    context.reseed(step, op.unit, op.micro)
+        if not trains or (text and not context.computes_between):
+            hidden, calls = context.ported.prologue(context.parameters(op, lease, 0), inputs)
+            if not trains or all(call.between is None for call in calls):
+                return hidden, calls
+            context.computes_between = True
+            context.reseed(step, op.unit, op.micro)
+        with graph_without_tensors():
+            leaves = context.binders[0].leaves(context.weights(op, lease, 0))
+            hidden, calls = context.ported.prologue(leaves, inputs)
+    calls, needing = context.ported.numbered(calls)
+    if needing and text and context.spec.units[0].looks_up:
+        what = "its layers need a gradient other than through the hidden state for some texts only"
+        raise ModelError(what, where=f"model {context.spec.name}", fix="freeze what computes their other arguments")
+    return hidden.detach(), [call.detached() for call in calls]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +63,8 @@ class Activations:
     """Outputs of single ops in a layer, kept in addition to its input."""
     sides: dict[str, Tensor] = field(default_factory=dict)
     """Transient buffer of the schedule -> side value, or the gradient of one."""
+    beyond: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    """Micro-batch -> gradients of what only some have (`Call.takes`), which no schedule knows."""
     gradients: dict[int, Tensor] = field(default_factory=dict)
     """Gradient with respect to the input of the unit whose backward ran last, [batch, length, hidden size]."""
 
@@ -78,10 +80,11 @@ class Activations:
         spec = ported.structure
         buffers = sides_in(op.reads, Side) if spec.sides else {}
         found = {number: self.sides[buffer] for number, buffer in buffers.items()}
-        if not leaves or not spec.sides:
+        if not leaves or not (spec.sides or call.takes):
             return found
         found |= ported.taken_from_prologue(op.unit - 1, call)
-        wanted = {number for number in found if spec.wants_gradient(spec.sides[number])}
+        wanted = {number for number in found if spec.wants_gradient(spec.sides[number])} | {*call.takes.values()}
+        found |= {call.takes[path]: leaf for path, leaf in call.places() if path in call.takes}
         return {number: value.detach().requires_grad_(number in wanted) for number, value in found.items()}
 
     def keep_sides(self, op: Op, made: Mapping[int, Tensor]) -> None:
@@ -99,14 +102,18 @@ class Activations:
     def side_gradients(self, op: Op, made: Collection[int]) -> dict[int, Tensor]:
         """Take the gradients of what a unit has made, by number; none where no later unit has used it."""
         buffers = sides_in(op.reads, SideGradient)
-        return {n: self.sides.pop(buffers[n]) for n in buffers if n in made and buffers[n] in self.sides}
+        found = {n: self.sides.pop(buffers[n]) for n in buffers if n in made and buffers[n] in self.sides}
+        return found | self.beyond.pop(op.micro) if op.unit == 0 and op.micro in self.beyond else found
 
     def add_side_gradients(self, op: Op, terms: Mapping[int, Tensor | None]) -> None:
         """Add to the gradients of what a unit has used."""
-        for number, buffer in sides_in(op.writes, SideGradient).items():
-            term, known = terms[number], self.sides.get(buffer)
+        sums: list[tuple[int, Any, dict[Any, Tensor]]]
+        sums = [(number, buffer, self.sides) for number, buffer in sides_in(op.writes, SideGradient).items()]
+        sums += [(number, number, self.beyond.setdefault(op.micro, {})) for number in terms if number < 0]
+        for number, key, into in sums:
+            term, known = terms[number], into.get(key)
             if term is not None:
-                self.sides[buffer] = term if known is None else known.add_(term)
+                into[key] = term if known is None else known.add_(term)
 
 
 def sides_in(accesses: Sequence[Access], kind: type[Side] | type[SideGradient]) -> dict[int, str]:

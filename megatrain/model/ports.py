@@ -6,8 +6,9 @@ The forward of a causal language model is a prologue (embedding, positions, mask
 * *captures* the arguments of each layer besides the hidden state, and the prologue's true output;
 * or, if the last port returns a given hidden state, runs the true epilogue on it.
 
-This relies on layers being called once each, in order, with the hidden state passed from one to the next
-unchanged, which is checked for every model (`Capture.observed_only_passing`). No model is known by name.
+This relies on layers being called once each, in order, which is checked for every model (`Capture.each_once`). What
+the model's loop computes on the hidden state between two layers is recorded (`between_layers`). No model is known by
+name.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -28,18 +29,20 @@ from transformers import PreTrainedModel
 
 from megatrain.errors import ModelError
 from megatrain.model.adapters import Adapter, switched_off
+from megatrain.model.between_layers import Between, PrologueDone, Recorder
 from megatrain.model.chunked_layers import in_chunks
 from megatrain.model.compiled import compiled_call
 from megatrain.model.forward_arguments import Arguments
 from megatrain.model.router_logits import recorded, replayed
 from megatrain.model.saved_activations import watched
-from megatrain.model.side_values import Passing, leaves_of, value_at
+from megatrain.model.side_values import Passing, Path, leaves_of, rebuilt, value_at
 from megatrain.model.swapped_parameters import SwappedParameters
 from megatrain.model.weight_sources import InFiles, Source, in_files_of
 from megatrain.spec import ModelSpec, Numerics
 
 HIDDEN = "hidden_states"
 """Layers' keyword for the hidden state, if it is not their first positional argument."""
+CONSTANTS = "constants"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +57,18 @@ class Call:
     kwargs: Mapping[str, Any]
     by_keyword: bool
     leading: int = 0
+    between: Between | None = None
+    """What the model's loop computes on the hidden state before this layer, if anything."""
+    constants: tuple[Tensor, ...] = ()
+    """What `between` reads besides the hidden state."""
+    takes: Mapping[Path, int] = field(default_factory=dict)
+    """Place of an argument or constant that needs a gradient, besides those of `Port.passing` -> a negative number."""
 
     def arguments(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments of the layer for this hidden state [batch, length, hidden size]."""
+        """Positional and keyword arguments of the layer, if the layer before has returned this hidden state [batch,
+        length, hidden size]."""
+        if self.between is not None:
+            hidden = self.between.replayed(hidden, self.constants)
         hidden = batch_later(hidden, self.leading)
         if self.by_keyword:
             return self.args, {HIDDEN: hidden, **self.kwargs}
@@ -70,15 +82,37 @@ class Call:
     def with_form(self, form: tuple[tuple[Any, ...], dict[str, Any]]) -> Call:
         """The same call with other arguments."""
         args, kwargs = form
-        return Call(args, kwargs, self.by_keyword, self.leading)
+        return replace(self, args=args, kwargs=kwargs)
 
     def hidden_of(self, output: Any) -> Tensor:
         """The hidden state [batch, length, hidden size] in the layer's return value."""
         return batch_first(output if isinstance(output, Tensor) else output[0], self.leading)
 
+    def places(self) -> Iterator[tuple[Path, Any]]:
+        """Each argument and constant with its place."""
+        yield from leaves_of(self.form)
+        yield from leaves_of(self.constants, (CONSTANTS,))
+
+    def changed(self, change: Callable[[Path, Any], Any]) -> Call:
+        """The same call with other arguments and constants."""
+        return replace(
+            self.with_form(rebuilt(self.form, change)), constants=rebuilt(self.constants, change, (CONSTANTS,))
+        )
+
+    def given(self, values: Mapping[int, Tensor]) -> Call:
+        """The same call with these values, by number, in the places of `takes`."""
+        takes = self.takes
+        if not takes:
+            return self
+        return self.changed(lambda path, leaf: values.get(takes[path], leaf) if path in takes else leaf)
+
+    def detached(self) -> Call:
+        """The same call without graphs."""
+        return self.changed(lambda _, leaf: leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf)
+
     def tensors(self) -> list[Tensor]:
-        """Every tensor among the arguments."""
-        return tensors_in(self.form)
+        """Every tensor among the arguments and constants."""
+        return tensors_in((self.form, self.constants))
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -118,10 +152,6 @@ def placeholder(parameter: Tensor, device: torch.device) -> Tensor:
     return zero.expand(parameter.shape)
 
 
-class PrologueDone(Exception):
-    """Leaves the model's forward after the last port; never escapes `PortedModel`."""
-
-
 class Script(Protocol):
     """What the ports do during one run of the forward."""
 
@@ -129,42 +159,51 @@ class Script(Protocol):
 
 
 class Capture:
-    """Records the calls of all layers, passes the hidden state through, and stops before the epilogue."""
+    """Records the calls of all layers, passes on stand-ins for the hidden state, and stops before the epilogue."""
+
+    through_the_head = False
+    """Whether to look for what enters behind the layers up to the model's end, if anything does between them."""
 
     def __init__(self, layers: int) -> None:
         self.layers = layers
         self.calls: list[Call] = []
         self.hidden: Tensor | None = None
         self.order: list[int] = []
-        self.untouched = True
-        self._passed_on: Tensor | None = None
+        self.recorder = Recorder({})
         self.made: dict[int, Tensor] = {}
         """Side values of layers, filled in by measurements."""
 
     def visit(self, index: int, hidden: Tensor, call: Call) -> Tensor:
-        if self._passed_on is None:
+        recorder = self.recorder
+        recorder.paused = True
+        if self.hidden is None:
             self.hidden = hidden
-        else:
-            self.untouched = self.untouched and _is_same(hidden, self._passed_on)
+        elif hidden is not recorder.stand_in or recorder.steps:
+            between, constants = recorder.finished(hidden, call.form)
+            call = replace(call, between=between, constants=constants)
         self.order.append(index)
         self.calls.append(call)
-        if index == self.layers - 1:
+        last = index == self.layers - 1
+        if last and not recorder.has_recorded:
             raise PrologueDone
-        self._passed_on = self.passed_on(hidden)
-        return self._passed_on
+        stand_in = self.passed_on(hidden)
+        recorder.stands_in(stand_in, behind=last)
+        return stand_in
 
     def passed_on(self, hidden: Tensor) -> Tensor:
-        """What the next layer gets."""
-        return hidden
+        """A tensor of its own that stands for what the next layer gets."""
+        return hidden.detach()
 
     @property
-    def observed_only_passing(self) -> bool:
-        """Whether each layer was called once, in order, with the very output of the layer before it."""
-        return self.untouched and self.order == list(range(self.layers))
+    def each_once(self) -> bool:
+        """Whether each layer was called once, in order."""
+        return self.order == list(range(self.layers))
 
 
 class TracingCapture(Capture):
     """A capture in which each layer passes on a leaf of its own, to tell what is computed from it before the next."""
+
+    through_the_head = True
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers)
@@ -173,17 +212,6 @@ class TracingCapture(Capture):
     def passed_on(self, hidden: Tensor) -> Tensor:
         self.leaves.append(hidden.detach().requires_grad_())
         return self.leaves[-1]
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same elements: a slice of everything is a new tensor."""
-    if one is other:
-        return True
-    return (
-        one.data_ptr() == other.data_ptr()
-        and one.dtype == other.dtype
-        and (one.shape, one.stride()) == (other.shape, other.stride())
-    )
 
 
 class Recomputed:
@@ -265,8 +293,8 @@ class TracingHandOut(HandOut):
             self.first = hidden
         passed_on = super().visit(index, hidden, call)
         if passed_on is hidden:
-            passed_on = hidden.detach().requires_grad_()
-            self.leaves.append(passed_on)
+            self.leaves.append(hidden.detach().requires_grad_())
+            passed_on = self.leaves[-1].clone()  # which code between layers may change in place
         return passed_on
 
 
@@ -452,10 +480,10 @@ class PortedModel:
         """
         capture = Capture(len(self.ports))
         self.run(capture, weights, inputs)
-        if capture.hidden is None or not capture.observed_only_passing:
-            what = "skipped or repeated a layer, or changed the hidden state between layers"
+        if capture.hidden is None or not capture.each_once:
             fix = "leave out the images or whatever else leads to this"
-            raise ModelError(what, where=self.structure.name, fix=fix)
+            raise ModelError("skipped or repeated a layer", where=self.structure.name, fix=fix)
+        capture.recorder.check()
         return capture.hidden, capture.calls
 
     def layer(
@@ -476,7 +504,7 @@ class PortedModel:
         passing = self.ports[index].passing
         if passing is not None:
             call = call.with_form(passing.given(call.form, values or {}))
-        args, kwargs = call.arguments(hidden)
+        args, kwargs = (call.given(values) if values else call).arguments(hidden)
         compiles = way.kernels == "compile"
         if compiles and (self.balance_coefficient is not None or (passing is not None and passing.makes)):
             what = "its layers record router outputs for the auxiliary loss, which compiled layers cannot"
@@ -513,14 +541,21 @@ class PortedModel:
         takes = () if passing is None else passing.takes.items()
         return {number: value_at(call.form, path) for path, number in takes if not sides[number].source}
 
-    def other_gradients(self, calls: Sequence[Call]) -> bool:
-        """Whether layers need a gradient other than through the hidden state and known side values."""
+    def numbered(self, calls: Sequence[Call]) -> tuple[list[Call], dict[int, Tensor]]:
+        """The calls with what else needs a gradient in `Call.takes`, and these tensors of the prologue by number.
+
+        A run with gradients shows what does.
+        """
+        found: dict[int, tuple[int, Tensor]] = {}
+        numbered = []
         for port, call in zip(self.ports, calls, strict=True):
             known = {} if port.passing is None else port.passing.takes
-            for path, leaf in leaves_of(call.form):
+            takes: dict[Path, int] = {}
+            for path, leaf in call.places():
                 if isinstance(leaf, Tensor) and leaf.requires_grad and path not in known:
-                    return True
-        return False
+                    takes[path], _ = found.setdefault(id(leaf), (-1 - len(found), leaf))
+            numbered.append(replace(call, takes=takes) if takes else call)
+        return numbered, dict(found.values())
 
     @cached_property
     def _swapped_ends(self) -> SwappedParameters:
@@ -618,12 +653,16 @@ class PortedModel:
         states = [vars(port) for port in self.ports]  # `setattr` of a module costs fourteen calls
         for state in states:
             state["script"] = script
+        if isinstance(script, Capture):
+            script.recorder = Recorder(weights, self.skeleton.buffers, through=script.through_the_head)
         try:
             with self._swapped_ends.holding(weights):
                 return self.skeleton(**{"use_cache": False, **self.routers_off, **inputs})
         except PrologueDone:
             return None
         finally:
+            if isinstance(script, Capture):
+                script.recorder.leave()
             for state in states:
                 state["script"] = None
 

@@ -341,12 +341,14 @@ def _learn_structure(
     leaves = {name: zero.detach().requires_grad_() for name, zero in ported.placeholders.items()}
     trains = {name: parameter.requires_grad for name, parameter in ported.skeleton.named_parameters()}
     capture, order = TracingCapture(len(ported.ports)), OrderOfUse(leaves)
-    with torch.enable_grad(), Uses(order.reading):  # the caller may have switched gradients off
+    with torch.enable_grad(), SkipLargeProducts(), Uses(order.reading):  # type: ignore[no-untyped-call]
         ported.run(capture, leaves, _probe_inputs())
-    if capture.hidden is None or not capture.observed_only_passing:
-        raise ModelError("does more between its decoder layers than pass on the hidden state", where=where)
+    if capture.hidden is None or not capture.each_once:
+        raise ModelError("skips or repeats a decoder layer", where=where)
+    capture.recorder.check()
+    between = [each for call in capture.calls for each in call.constants if each.requires_grad]
     of_prologue = _sides_of_prologue(ported, capture, len(sides))
-    looks_up = not of_prologue and only_looks_up(ported, capture.hidden, _probe_inputs())
+    looks_up = not of_prologue and not between and only_looks_up(ported, capture.hidden, _probe_inputs())
     ported.hidden_shape = tuple(capture.hidden.shape[2:])
     handed_out = torch.zeros(PROBE_TOKENS, *ported.hidden_shape, dtype=capture.hidden.dtype, requires_grad=True)
     tracing = TracingHandOut(len(ported.ports), handed_out.unsqueeze(1))
@@ -361,7 +363,8 @@ def _learn_structure(
     if whole.order != list(range(len(ported.ports))):
         raise ModelError("goes through its decoder layers more than once", where=where)
     refuse_mixing(ported, handed_out)
-    in_prologue, in_epilogue = reachable_leaves(capture.hidden), reachable_leaves(logits)
+    in_prologue = set[int]().union(*map(reachable_leaves, (capture.hidden, *between)))
+    in_epilogue = reachable_leaves(logits)
     if id(handed_out) not in in_epilogue:
         raise ModelError("its logits of one token do not depend on what its layers make of it", where=where)
     prologue, epilogue, borrowed = [], [], []
@@ -464,6 +467,7 @@ class FirstLook(Capture):
         """By kind, and by what the layer's own functions refer to."""
 
     def visit(self, index: int, hidden: Tensor, call: Call) -> Tensor:
+        self.recorder.paused = True
         if not self.order and (leading := _leading(hidden)):
             hidden, call = batch_first(hidden, leading), replace(call, leading=leading)
             for port in self._ported.ports:
@@ -481,6 +485,8 @@ class FirstLook(Capture):
             if (kind, held) not in self._known:
                 self._known[kind, held] = self._look(index, hidden, call, came)
             seen, order, sides = self._known[kind, held]
+        if self.recorder.steps:
+            kind = (*kind, *(str(step.function) for step in self.recorder.steps))
         self.used.setdefault(kind, order)
         port = self._ported.ports[index]
         port.returns = len(seen.output) if isinstance(seen.output, tuple | list) else None

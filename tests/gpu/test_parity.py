@@ -36,7 +36,7 @@ def test_loss_and_gradients_equal_the_stock_model_in_fp32(family: str) -> None:
     assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "lfm2_vl"])
+@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "lfm2_vl", "qwen3_vl"])
 def test_images_have_the_stock_models_gradients(kind: str) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     model, batches = image_model(kind), [image_batch(kind, 1), text_batch(2)]

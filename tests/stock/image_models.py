@@ -1,4 +1,4 @@
-"""Small vision-language models of ten kinds, and micro-batches with images for them."""
+"""Small vision-language models of eleven kinds, and micro-batches with images for them."""
 
 from __future__ import annotations
 
@@ -129,6 +129,14 @@ KINDS: dict[str, Kind] = {
         _patches,
         typed=True,
     ),
+    "qwen3_vl": Kind(
+        {"rope_parameters": {**MROPE["rope_parameters"], "mrope_interleaved": True}},
+        DEEP | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        VIDEO | MARKS,
+        1,
+        _patches,
+        typed=True,
+    ),
     "glm4v": Kind(
         MROPE,
         DEEP | {"image_size": 8},
@@ -186,22 +194,9 @@ KINDS: dict[str, Kind] = {
 }
 
 
-REFUSED: dict[str, Kind] = {
-    "qwen3_vl": Kind(
-        {"rope_parameters": {**MROPE["rope_parameters"], "mrope_interleaved": True}},
-        DEEP | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
-        VIDEO | MARKS,
-        1,
-        _patches,
-        typed=True,
-    ),
-}
-"""Those that add an image between layers, too."""
-
-
 def image_model(kind: str, vocabulary: int = VOCABULARY, **ids: int) -> nn.Module:
     """A small model of this kind in float32, with noise on every parameter. ids: of its special tokens, by name."""
-    of = _kind(kind)
+    of = KINDS[kind]
     known = AutoConfig.for_model(kind)
     parts = {}
     for name, usual, own in (("text_config", TEXT, of.text), ("vision_config", TOWER, of.vision)):
@@ -221,10 +216,6 @@ def image_model(kind: str, vocabulary: int = VOCABULARY, **ids: int) -> nn.Modul
     return model.train()
 
 
-def _kind(name: str) -> Kind:
-    return KINDS[name] if name in KINDS else REFUSED[name]
-
-
 def text_batch(seed: int, rows: int = 1, length: int = 9) -> dict[str, Tensor]:
     """Text alone, int64[rows, length]."""
     ids = torch.randint(3, IMAGE, (rows, length), generator=torch.Generator().manual_seed(seed))
@@ -233,7 +224,7 @@ def text_batch(seed: int, rows: int = 1, length: int = 9) -> dict[str, Tensor]:
 
 def image_batch(kind: str, seed: int) -> dict[str, Tensor]:
     """One row of text with one image in it, which is no target."""
-    of, generator = _kind(kind), torch.Generator().manual_seed(seed)
+    of, generator = KINDS[kind], torch.Generator().manual_seed(seed)
     ids = text_batch(seed)["input_ids"]
     places = torch.full((1, of.tokens), IMAGE)
     ids = torch.cat([ids[:, :3], places, ids[:, 3:]], dim=1)
