@@ -11,6 +11,7 @@ from megatrain.engine.gradient_accumulation import accumulate_into
 from megatrain.engine.resumable_call import NO_PAUSES
 from megatrain.engine.step_state import StepState, weights_in
 from megatrain.memory import Lease
+from megatrain.model.ports import numbered, sides_of_prologue
 from megatrain.schedule import Op
 
 
@@ -67,9 +68,9 @@ def _backward_of_prologue(context: OpContext, step: StepState, op: Op, lease: Le
     step.phases.before_gradients()
     target.accumulator = total = context.accumulator(step, op, lease, 0)
     accumulate_into(total, trained)
-    outputs, made = [(hidden, activations.gradients.pop(op.micro))], context.ported.prologue_sides(calls)
+    outputs, made = [(hidden, activations.gradients.pop(op.micro))], sides_of_prologue(context.ported, calls)
     if op.micro in activations.beyond:
-        made |= context.ported.numbered(calls)[1]
+        made |= numbered(context.ported, calls)[1]
     outputs += [(made[number], gradient) for number, gradient in activations.side_gradients(op, made).items()]
     if outputs := [(output, gradient) for output, gradient in outputs if output.requires_grad]:
         into = [leaf for _, leaf in trained]

@@ -19,6 +19,7 @@ from megatrain.engine.weights import BoundWeights, save_weights_by_name
 from megatrain.errors import ModelError
 from megatrain.memory import Lease
 from megatrain.model import Answering, Call, Keeping
+from megatrain.model.ports import numbered
 from megatrain.schedule import Op
 from megatrain.schedule.contents import Hidden, LayerGraph, Saved
 
@@ -160,7 +161,7 @@ def _prologue(context: OpContext, step: StepState, op: Op, lease: Lease) -> tupl
         with graph_without_tensors():
             leaves = context.binders[0].leaves(context.weights(op, lease, 0))
             hidden, calls = context.ported.prologue(leaves, inputs)
-    calls, needing = context.ported.numbered(calls)
+    calls, needing = numbered(context.ported, calls)
     if needing and text and context.spec.units[0].looks_up:
         what = "its layers need a gradient other than through the hidden state for some texts only"
         raise ModelError(what, where=f"model {context.spec.name}", fix="freeze what computes their other arguments")

@@ -26,6 +26,7 @@ from megatrain.engine.weights import BoundWeights
 from megatrain.errors import MegaTrainError, ModelError
 from megatrain.memory import Lease
 from megatrain.model import Call, PortedModel, Stored
+from megatrain.model.ports import taken_from_prologue
 from megatrain.schedule import Access, Op, Schedule
 from megatrain.schedule.contents import Arguments, Gradient, Side, SideGradient, Weights
 from megatrain.spec import Work
@@ -82,7 +83,7 @@ class Activations:
         found = {number: self.sides[buffer] for number, buffer in buffers.items()}
         if not leaves or not (spec.sides or call.takes):
             return found
-        found |= ported.taken_from_prologue(op.unit - 1, call)
+        found |= taken_from_prologue(ported, op.unit - 1, call)
         wanted = {number for number in found if spec.wants_gradient(spec.sides[number])} | {*call.takes.values()}
         found |= {call.takes[path]: leaf for path, leaf in call.places() if path in call.takes}
         return {number: value.detach().requires_grad_(number in wanted) for number, value in found.items()}

@@ -500,7 +500,8 @@ class PortedModel:
 
         values: the side values that it takes. Raises `ModelError` where it cannot be run compiled.
         """
-        self._restore(self.templates[index])
+        template = self.templates[index]
+        self._restore(template)
         passing = self.ports[index].passing
         if passing is not None:
             call = call.with_form(passing.given(call.form, values or {}))
@@ -516,56 +517,22 @@ class PortedModel:
             recording = recorded()
         chunks: AbstractContextManager[object] = nullcontext()
         if way.mlp_chunk_tokens:
-            chunks = in_chunks(self.templates[index], self.parts[index], way.mlp_chunk_tokens)
+            chunks = in_chunks(template, self.parts[index], way.mlp_chunk_tokens)
         with recording as found, chunks:
             if compiles and not watched():
-                output = compiled_call(self.templates[index], weights, args, kwargs)
+                output = compiled_call(template, weights, args, kwargs)
             else:
-                with self._swapped[index].holding(weights):
-                    output = self.templates[index](*args, **kwargs)
+                with self._swapped[template].holding(weights):
+                    output = template(*args, **kwargs)
         sides = dict(zip(self.ports[index].recorded, found, strict=True)) if found else {}
         if passing is not None:
             sides |= passing.made(output, call.form)
         return call.hidden_of(output), sides
 
-    def prologue_sides(self, calls: Sequence[Call]) -> dict[int, Tensor]:
-        """The side values that the prologue has made, by number, among the arguments of layers."""
-        found: dict[int, Tensor] = {}
-        for index, call in enumerate(calls):
-            found |= self.taken_from_prologue(index, call)
-        return found
-
-    def taken_from_prologue(self, index: int, call: Call) -> dict[int, Tensor]:
-        """Those that layer `index` takes."""
-        passing, sides = self.ports[index].passing, self.structure.sides
-        takes = () if passing is None else passing.takes.items()
-        return {number: value_at(call.form, path) for path, number in takes if not sides[number].source}
-
-    def numbered(self, calls: Sequence[Call]) -> tuple[list[Call], dict[int, Tensor]]:
-        """The calls with what else needs a gradient in `Call.takes`, and these tensors of the prologue by number.
-
-        A run with gradients shows what does.
-        """
-        found: dict[int, tuple[int, Tensor]] = {}
-        numbered = []
-        for port, call in zip(self.ports, calls, strict=True):
-            known = {} if port.passing is None else port.passing.takes
-            takes: dict[Path, int] = {}
-            for path, leaf in call.places():
-                if isinstance(leaf, Tensor) and leaf.requires_grad and path not in known:
-                    takes[path], _ = found.setdefault(id(leaf), (-1 - len(found), leaf))
-            numbered.append(replace(call, takes=takes) if takes else call)
-        return numbered, dict(found.values())
-
     @cached_property
-    def _swapped_ends(self) -> SwappedParameters:
-        """Of prologue and epilogue."""
-        return SwappedParameters(self.skeleton)
-
-    @cached_property
-    def _swapped(self) -> list[SwappedParameters]:
-        """Of each layer."""
-        return [SwappedParameters(layer) for layer in self.templates]
+    def _swapped(self) -> dict[nn.Module, SwappedParameters]:
+        """Of the skeleton and of each template."""
+        return {root: SwappedParameters(root) for root in (self.skeleton, *self.templates)}
 
     def head(self, weights: Weights, hidden: Tensor) -> Tensor:
         """Run everything after the last layer on `hidden` [tokens, *hidden_shape]; returns logits [tokens, vocabulary].
@@ -656,7 +623,7 @@ class PortedModel:
         if isinstance(script, Capture):
             script.recorder = Recorder(weights, self.skeleton.buffers, through=script.through_the_head)
         try:
-            with self._swapped_ends.holding(weights):
+            with self._swapped[self.skeleton].holding(weights):
                 return self.skeleton(**{"use_cache": False, **self.routers_off, **inputs})
         except PrologueDone:
             return None
@@ -674,3 +641,38 @@ ROUTED: dict[str, Any] = {"output_router_logits": True, "logits_to_keep": 1}
 def takes(model: PreTrainedModel, argument: str) -> bool:
     """Whether the model's forward has a parameter of that name."""
     return argument in inspect.signature(type(model).forward).parameters
+
+
+# Side values of the prologue, which are among the arguments of layers -------------------------------------------------
+
+
+def sides_of_prologue(ported: PortedModel, calls: Sequence[Call]) -> dict[int, Tensor]:
+    """The side values that the prologue has made, by number."""
+    sides: dict[int, Tensor] = {}
+    for index, call in enumerate(calls):
+        sides |= taken_from_prologue(ported, index, call)
+    return sides
+
+
+def taken_from_prologue(ported: PortedModel, index: int, call: Call) -> dict[int, Tensor]:
+    """Those that layer `index` takes, by number."""
+    passing, sides = ported.ports[index].passing, ported.structure.sides
+    takes = () if passing is None else passing.takes.items()
+    return {number: value_at(call.form, path) for path, number in takes if not sides[number].source}
+
+
+def numbered(ported: PortedModel, calls: Sequence[Call]) -> tuple[list[Call], dict[int, Tensor]]:
+    """The calls with what else needs a gradient in `Call.takes`, and these tensors of the prologue by number.
+
+    calls: of a run with gradients, which shows what needs one.
+    """
+    needing: dict[int, tuple[int, Tensor]] = {}
+    with_numbers = []
+    for port, call in zip(ported.ports, calls, strict=True):
+        known = {} if port.passing is None else port.passing.takes
+        takes: dict[Path, int] = {}
+        for path, leaf in call.places():
+            if isinstance(leaf, Tensor) and leaf.requires_grad and path not in known:
+                takes[path], _ = needing.setdefault(id(leaf), (-1 - len(needing), leaf))
+        with_numbers.append(replace(call, takes=takes) if takes else call)
+    return with_numbers, dict(needing.values())

@@ -48,7 +48,7 @@ from megatrain.model.peak import (
     recorded_backward,
     recorded_forward,
 )
-from megatrain.model.ports import Capture, PortedModel, Sides
+from megatrain.model.ports import Capture, PortedModel, Sides, taken_from_prologue
 from megatrain.model.saved_activations import Answering, Keeping, Key, Level, Stored
 from megatrain.spec import LayerProfile, ModelSpec, SideValue
 from megatrain.spec.layer_profile import Outputs
@@ -172,7 +172,7 @@ class Measurement:
 
     def _taken(self, capture: Capture, index: int, zeros: ZerosOf) -> dict[int, Tensor]:
         passing, sides = self._ported.ports[index].passing, self._ported.structure.sides
-        found = self._ported.taken_from_prologue(index, capture.calls[index])
+        found = taken_from_prologue(self._ported, index, capture.calls[index])
         for number in set(() if passing is None else passing.takes.values()) - found.keys():
             if number not in capture.made:
                 capture.made |= self._made(capture, sides[number].source - 1, zeros)

@@ -91,7 +91,7 @@ LARGE_CLASSES = {
     "model.pretrained.PretrainedSource": 22,
     "plan.cost._Prices": 24,
     "plan.search.Search": 58,
-    "schedule.passes.recompute.Activations": 22,
+    "schedule.passes.recompute.Activations": 21,
     "train.async_save.Saver": 24,
     "train.engine.Engine": 59,
     "train.optimizer_sink.OptimizerSink": 22,

@@ -356,11 +356,9 @@ def test_the_simulated_device_computes_the_same_bits(kind: str) -> None:
 
 
 def assert_refused(kind: str) -> None:
-    """Or has no twin, in one typed line. Of some weights of blt nobody can tell that its head sees patches."""
+    """Or has no twin, in one typed line."""
     with pytest.raises(ModelError, match=NOT_COMPARED[kind]) as refusal:
-        model = twin(parsed(kind, STATED.get(kind, {})))
-        torch.manual_seed(1)
-        make(model, "cpu", PLAIN.numerics, PLAIN.policy).close()
+        make(twin(parsed(kind, STATED.get(kind, {}))), "cpu", PLAIN.numerics, PLAIN.policy).close()
     one_line(refusal.value)
 
 
