@@ -197,6 +197,34 @@ def measured(
     return peak, growth_of([sum(record.kept) for record in records], padded, rows)
 
 
+def measured_with_values(records: Sequence[Recording], lengths: Lengths, values: int, value_nbytes: float) -> Peak:
+    """The peak of a prologue for rows with images, fitted from runs of one row at three lengths, whose images have
+    so many `values`, and of two rows of the first length. value_nbytes: bytes of a value, which a device holds besides.
+    Empty without runs.
+    """
+    if not records:
+        return Peak()
+    sizes = [np.array(record.rows, dtype=float).reshape(-1, 2, 2).sum(-1) for record in records]
+    if any(record.ops != records[0].ops for record in records):
+        sizes = [each.max(0, keepdims=True) for each in sizes]
+    fits = []
+    for on, beside in ((0, value_nbytes), (1, 0.0)):
+        *single, double = (each[:, on] for each in sizes)
+        fixed, each, pair = _through(np.stack(single), lengths)
+        text = lengths[0] * (each + pair * lengths[0])
+        of_value = np.maximum(0.0, (double - single[0] - text) / values)
+        parts = np.column_stack([np.maximum(0.0, fixed - of_value * values), each, pair, of_value + beside])
+        parts = np.unique(parts.round(6), axis=0)[::-1]
+        fits.append(
+            tuple(
+                Growth(float(part[0]), float(part[1]), float(part[2]), per_value=float(part[3]))
+                for part in parts
+                if not ((parts >= part).all(1) & (parts > part).any(1)).any()
+            )
+        )
+    return Peak(*fits)
+
+
 def growth_of(sizes: Sequence[int], lengths: Lengths, rows: int = 1) -> Growth:
     """Fit of a size measured at three lengths of `rows` rows."""
     fixed, each, pair = _through(np.array(sizes, dtype=float), lengths)

@@ -354,6 +354,9 @@ class PortedModel:
     recomputed: dict[nn.Module, Recomputed] = field(default_factory=dict)
     """What the modules of the skeleton, and of each template, recompute; each call of one starts from its state after
     the first look."""
+    image_row: tuple[Mapping[str, Tensor], int] | None = None
+    """A row with images, [1, tokens], and the number of its values (`image_rows`): for which the prologue is measured
+    too."""
     _found_in: Callable[[], object] = lambda: None
     _on_a_cpu: bool = False
 
@@ -369,6 +372,16 @@ class PortedModel:
         self._on_a_cpu = device.type == "cpu"
         if self._on_a_cpu:
             self._change(ModelSpec.on_a_cpu)
+
+    @property
+    def values_per_token(self) -> float:
+        """Of the row with images; 0 without one."""
+        return 0.0 if self.image_row is None else self.image_row[1] / self.image_row[0]["input_ids"].numel()
+
+    def see(self, row: Mapping[str, Tensor], values: int) -> None:
+        """Measure `spec` for rows with as many images as this one, too."""
+        self.image_row = row, values
+        vars(self).pop("spec", None)
 
     def share(self, ranks: int) -> None:
         """Divide its state among this many ranks."""

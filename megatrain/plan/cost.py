@@ -674,12 +674,20 @@ class _Prices:
         return self._bounded_by_submission(products + added + softmax, 3 * self._launches(unit))
 
     def _lookup(self, op: Op, tokens: int) -> float:
-        """Seconds of the prologue. An embedding reads one row per token, but its gradient is as large as the table."""
+        """Seconds of the prologue. An embedding reads one row per token, but its gradient is as large as the table. An
+        encoder of images takes what products of the hidden size with as many operations take."""
         rows = 2 * tokens * self.model.hidden_size * self.numerics.weight_nbytes / self._copies
+        profile, values = self.model.units[0].profile.of("images"), tokens * self.work.values_per_token
         if op.kind == "FORWARD":
-            return rows + self._launch * PROLOGUE_KERNELS
+            return rows + self._launch * PROLOGUE_KERNELS + self._encoder(profile.value_flops * values)
         recomputed = self._launch * (PROLOGUE_KERNELS + 2 * KERNELS)  # its forward saves nothing
-        return 3 * rows + self._accumulation(op.unit, self.model.units[op.unit]) + recomputed
+        computed = self._encoder(profile.value_flops_backward * values)
+        return 3 * rows + self._accumulation(op.unit, self.model.units[op.unit]) + recomputed + computed
+
+    def _encoder(self, flops: float) -> float:
+        width = self.model.hidden_size
+        rows = round(flops / (2 * width * width))
+        return product_seconds(self.hardware, self.numerics.precision, rows, width, width) if rows else 0.0
 
 
 def _kept_for(op: Op) -> str:

@@ -12,6 +12,7 @@ from megatrain.engine.batch import TEXT_ENTRIES, as_list, check_arguments, model
 from megatrain.engine.chunked_loss import check_loss, own_entries
 from megatrain.errors import BatchError, ModelError
 from megatrain.model import PortedModel
+from megatrain.model.image_rows import values_of
 from megatrain.spec import Work
 
 
@@ -45,8 +46,10 @@ def checked_micro_batches(
         own = own_entries(loss_fn)
         for index, batch in enumerate(batches):
             check_arguments(ported.arguments, batch, own, f"micro-batch {index}")
-        found.append((batches, work))
-        return any(not model_entries(batch, own).keys() <= TEXT_ENTRIES for batch in batches)
+        given = [model_entries(batch, own) for batch in batches]
+        values = [values_of(each, TEXT_ENTRIES) / each["input_ids"].numel() for each in given]
+        found.append((batches, replace(work, values_per_token=max(values))))
+        return any(not each.keys() <= TEXT_ENTRIES for each in given)
 
     beyond_text = world.agree("micro-batches of a step" if trains else "micro-batches to measure", check)
     ((batches, work),) = found
