@@ -583,20 +583,21 @@ class Streamer:
         self._finish_complete_gradients(step, op)
 
     def _backward_prologue(self, step: StepState, op: Op, lease: Lease) -> None:
-        """Run the prologue again with autograd, then backward. It is cheap, so none of its activations are kept."""
+        """Run the prologue again with autograd, then backward, which runs layers of encoders once more."""
         activations = step.activations
         there = any(access.content == Weights(0) for access in op.reads)  # otherwise only their shapes matter
         leaves = self._binders[0].leaves(self._weights(op, lease, 0)) if there else self._placeholder_leaves()
         self._reseed(step, 0, op.micro)
         trained, target = self._binders[0].trained(leaves), GradientDestination()
         inputs, answers = self._inputs(step, op.micro)
+        in_place = self._gradients_in_place(trained, target)
         with (
             torch.enable_grad(),
             answers,
             self._waiting_for_weights(step, op, lease),
-            self._gradients_in_place(trained, target),
+            in_place,
         ):
-            hidden, calls = self.ported.prologue(leaves, inputs)
+            hidden, calls = self.ported.prologue(leaves, inputs, (answers, in_place))
         step.phases.before_gradients()
         target.accumulator = total = self._accumulator(step, op, lease, 0)
         accumulate_into(total, trained)

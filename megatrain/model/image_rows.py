@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from megatrain.model.mapped_tensors import lazy_zeros
 from megatrain.model.masks import Inputs, NotTaken, arguments_nbytes, captured
 from megatrain.model.peak import Recording, Run, growth_of, measured_with_values, recorded_backward
-from megatrain.model.ports import Capture, PortedModel
+from megatrain.model.ports import PortedModel
 from megatrain.spec import Growth, LayerProfile
 
 STEP = 16
@@ -96,13 +96,11 @@ def _run(ported: PortedModel, row: Inputs) -> Run:
             name: lazy_zeros(zero.shape, zero.dtype).requires_grad_(name in trains)
             for name, zero in ported.placeholders.items()
         }
-        capture = Capture(len(ported.ports))
-        ported.run(capture, leaves, row)
-        assert capture.hidden is not None
-        held.append(capture)
-        return capture.hidden, list(leaves.values()), []
+        hidden, calls = ported.prologue(leaves, row)
+        held.append((hidden, calls))
+        return hidden, list(leaves.values()), []
 
-    held: list[Capture] = []
+    held: list[object] = []
     return run
 
 

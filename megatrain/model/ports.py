@@ -16,7 +16,7 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -32,6 +32,7 @@ from megatrain.model.adapters import Adapter, switched_off
 from megatrain.model.chunked_layers import in_chunks
 from megatrain.model.compiled import compiled_call
 from megatrain.model.forward_arguments import Arguments
+from megatrain.model.recomputed_encoders import encoder_layers, recomputed
 from megatrain.model.router_logits import recorded, replayed
 from megatrain.model.saved_activations import watched
 from megatrain.model.side_values import Passing, leaves_of, value_at
@@ -419,14 +420,18 @@ class PortedModel:
         """Name prefix of the parameters of layer `index`, counted from 0: `model.layers.3.`"""
         return f"{self.stack}.{index}."
 
-    def prologue(self, weights: Weights, inputs: Mapping[str, Any]) -> tuple[Tensor, list[Call]]:
+    def prologue(
+        self, weights: Weights, inputs: Mapping[str, Any], around: Sequence[AbstractContextManager[object]] = ()
+    ) -> tuple[Tensor, list[Call]]:
         """Run everything before the first layer.
 
         `inputs` are keyword arguments of the model's forward: `input_ids` [batch, length], `attention_mask` and so on.
-        Returns the hidden state [batch, length, hidden size] and one `Call` per layer.
+        Returns the hidden state [batch, length, hidden size] and one `Call` per layer. With gradients, layers of
+        encoders keep no graph, and are run again by the backward pass, in the contexts `around`.
         """
         capture = Capture(len(self.ports))
-        self.run(capture, weights, inputs)
+        with recomputed(self._encoder_layers if torch.is_grad_enabled() else (), around):
+            self.run(capture, weights, inputs)
         if capture.hidden is None or not capture.observed_only_passing:
             what = "skipped or repeated a layer, or changed the hidden state between layers"
             fix = "leave out the images or whatever else leads to this"
@@ -491,6 +496,10 @@ class PortedModel:
                 if isinstance(leaf, Tensor) and leaf.requires_grad and path not in known:
                     return True
         return False
+
+    @cached_property
+    def _encoder_layers(self) -> list[nn.Module]:
+        return encoder_layers(self.skeleton, self.stack)
 
     @cached_property
     def _layers_that_tie(self) -> tuple[bool, ...]:

@@ -14,13 +14,13 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from bench.held import followed
-from megatrain import Engine
+from megatrain import Engine, Policy
 from megatrain.commands.plan import run_plan
 from megatrain.data import load_tokenizer
 from megatrain.device.sim import SimDevice
 from megatrain.engine.batch import TEXT_ENTRIES
 from megatrain.errors import DoesNotFit
-from megatrain.model import freeze_parameters, port_model
+from megatrain.model import PortedModel, freeze_parameters, port_model
 from megatrain.model.image_rows import values_of
 from megatrain.plan import Question, find_plan
 from megatrain.run.data import largest_image_row
@@ -31,6 +31,7 @@ from tests.stock import image_models
 from tests.stock.image_models import IMAGE, image_model
 from tests.stock.image_processors import image_model_of
 from tests.stock.test_image_chats import run_of
+from tests.tiny import equal
 
 pytestmark = pytest.mark.filterwarnings("default")  # the library's own warnings
 
@@ -45,6 +46,7 @@ VISION: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"depth": 4, "num_heads": 4, "out_hidden_size": WIDE["hidden_size"]},
     "gemma3": {"image_size": SIDE},
 }
+RECOMPUTE = Policy(activations_by_layer=(("input",),))
 SIMPLE = {"loss_chunk_tokens": 64, "activations": "recompute", "activations_by_layer": (), "placements": ()}
 MACHINE = Hardware("m", 1 << 40, 1 << 40, 1e10, 1e10, 1e13, 1e11, device_bandwidth=1e12, launch_seconds=1e-6)
 
@@ -144,6 +146,35 @@ def question_of(spec: ModelSpec, length: int, values: float, precision: Any, dev
     return Question(spec, MACHINE, 6 * length, length, precision, values_per_token=values, limits=limits, **more)
 
 
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", pytest.param("llava", marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("wide")
+def test_layers_of_an_encoder_run_again_in_backward_to_the_same_bits(
+    kind: str, precision: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dropout included. Their graphs exist one at a time, and those of four are more than the rest."""
+    found, peaks = [], []
+    for layers in (None, []):
+        if layers is not None:
+            monkeypatch.setattr(PortedModel, "_encoder_layers", layers)
+        model = image_model(kind)
+        for name, module in model.named_modules():
+            for dropout in ("dropout", "attention_dropout"):
+                if "vis" in name and isinstance(getattr(module, dropout, None), float):
+                    setattr(module, dropout, 0.1)
+        batches = [rows_of(kind, 2, images=6), image_models.text_batch(1)]
+        with (
+            followed() as ops,
+            Engine.from_model(model, SimDevice(1), precision, policy=RECOMPUTE, verify=False) as engine,
+        ):
+            engine.gradients(batches[1:])
+            found.append(engine.gradients(batches))
+        peaks.append(max(live for op, live, _ in ops if op.kind == "BACKWARD" and not op.unit))
+    assert sum("vis" in name and bool(value.any()) for name, value in found[0].items()) > 20
+    assert equal(*found)
+    assert peaks[0] < 0.6 * peaks[1]
+
+
 @pytest.mark.usefixtures("wide")
 def test_images_take_memory_and_time_in_a_plan_and_are_refused_where_only_text_fits() -> None:
     ported = port_model(image_model("llava"), torch.bfloat16)
@@ -151,7 +182,7 @@ def test_images_take_memory_and_time_in_a_plan_and_are_refused_where_only_text_f
     spec, length, values = ported.spec, 200, 4 * ported.values_per_token  # as of an encoder with large patches
     text = find_plan(question_of(spec, length, 0.0, "bf16"))
     images = find_plan(question_of(spec, length, values, "bf16"))
-    assert images.nbytes["device"] > 1.5 * text.nbytes["device"]
+    assert images.nbytes["device"] > 1.2 * text.nbytes["device"]
     flops = 6 * length * values * (spec.units[0].profile.of("images").value_flops_backward)
     assert images.seconds - text.seconds > flops / MACHINE.flops
     find_plan(question_of(spec, length, 0.0, "bf16", text.nbytes["device"]))
