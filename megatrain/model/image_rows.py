@@ -2,36 +2,23 @@
 
 The encoder of images runs in the prologue, and its activations may exceed all others. How many there are depends on
 what a row brings, so the row is given: the largest of the data, or one full of images. It runs forward, and forward and
-backward, as it is, with more text, and twice. From that, every count of bytes is fitted as a constant, a part per token
-(and position), and a part per value: the number of floating-point values that a row has besides text.
+backward, alone and twice in a micro-batch. From that, bytes are fitted as a constant and a part per value: the number
+of floating-point values that a row has besides text. So they are right for rows like the one given, however many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from megatrain.model.mapped_tensors import lazy_zeros
 from megatrain.model.masks import Inputs, NotTaken, arguments_nbytes, captured
-from megatrain.model.peak import Recording, Run, growth_of, measured_with_values, recorded_backward
+from megatrain.model.peak import Recording, Run, measured_of_rows, recorded_backward
 from megatrain.model.ports import PortedModel
 from megatrain.spec import Growth, LayerProfile
-
-STEP = 16
-"""Tokens of text by which the runs with more text differ."""
-
-_ON_A_CPU: dict[Any, Any] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda *shapes, **_: sdpa_flop_count(*shapes[:3]),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda *shapes, **_: sdpa_backward_flop_count(*shapes[:4])
-    ),
-}
-"""Attention on a CPU, whose operations the library does not count."""
 
 
 def values_of(row: Mapping[str, Any], names: frozenset[str]) -> int:
@@ -62,28 +49,24 @@ def _twice(row: Inputs) -> dict[str, Tensor]:
 def profile_images(ported: PortedModel, row: Inputs, values: int) -> LayerProfile:
     """Profile of the prologue for micro-batches of rows like this one. row: arguments of the model's forward, int64[1,
     tokens] among them. values: its `values_of`. Raises `NotTaken` if the model's code does not take it."""
-    length = row["input_ids"].shape[1]
-    rows = [longer(row, more * STEP) for more in range(3)]
-    rows, lengths = [*rows, _twice(row)], (length, length + STEP, length + 2 * STEP)
-    forward, arguments = list[Recording](), list[int]()
+    rows, arguments, forward = (row, _twice(row)), list[int](), list[Recording]()
     for each in rows:
         record = Recording()
         with record:
             capture = captured(ported, each)
         forward.append(record)
         arguments.append(arguments_nbytes(capture))
-    run = partial(_run, ported)
     trains = any(param.trainable for param in ported.structure.units[0].params)
-    backward = [_recorded(run(each)) for each in rows] if trains else []
+    backward = [_recorded(_run(ported, each)) for each in rows] if trains else []
     pixels = sum(each.nbytes for each in row.values() if each.is_floating_point()) / values
-    shared, apart = _arguments(arguments, lengths)
+    apart, tokens = arguments[1] - arguments[0], row["input_ids"].shape[1]
     return LayerProfile(
-        forward=measured_with_values(forward, lengths, values, pixels),
-        backward=measured_with_values(backward, lengths, values, pixels),
-        arguments=shared,
-        row_arguments=apart,
-        value_flops=_flops(lambda: captured(ported, row)) / values,
-        value_flops_backward=_flops(lambda: _recorded(run(row))) / values if trains else 0.0,
+        forward=measured_of_rows(forward, values, pixels),
+        backward=measured_of_rows(backward, values, pixels),
+        arguments=Growth(per_token=(arguments[0] - apart) / tokens),
+        row_arguments=Growth(per_token=apart / tokens),
+        value_flops=forward[0].flops / values,
+        value_flops_backward=backward[0].flops / values if trains else 0.0,
     )
 
 
@@ -109,20 +92,3 @@ def _recorded(run: Run) -> Recording:
         return recorded_backward(run, 0)
     except Exception as error:  # whatever foreign code raises
         raise NotTaken from error
-
-
-def _arguments(sizes: list[int], lengths: tuple[int, int, int]) -> tuple[Growth, Growth]:
-    """Bytes of layers' arguments that rows share, and those of each row. sizes: of all, for the three lengths, and for
-    two rows."""
-    shared = max(0, 2 * sizes[0] - sizes[3])
-    grown = growth_of(sizes[:3], lengths)
-    apart = max(0.0, grown.per_token - shared / lengths[0])
-    return Growth(per_token=grown.per_token - apart), Growth(grown.fixed, apart, grown.per_pair)
-
-
-def _flops(run: Callable[[], object]) -> float:
-    """Floating-point operations of the products in a run, none of which is computed if it is large."""
-    counter = FlopCounterMode(display=False, custom_mapping=_ON_A_CPU)
-    with Recording(), counter:
-        run()
-    return float(counter.get_total_flops())
