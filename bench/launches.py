@@ -175,7 +175,7 @@ def counting_calls() -> Iterator[Callable[[Callable[[], object]], int]]:
         threading.setprofile(before)
 
 
-def step_calls(layers: int, *, activations: str = "keep", **numerics: Any) -> int:
+def step_calls(layers: int, activations: str = "keep", **numerics: Any) -> int:
     """Calls of a steady step of a tiny Llama on a CPU: 32 tokens, in chunks as `numerics` says."""
     work, policy = [batch(4, 8, 0)], Policy(activations=activations)  # type: ignore[arg-type]
     how: Any = {"policy": policy, "numerics": Numerics("bf16", **numerics), "verify": False}

@@ -301,23 +301,21 @@ def _plan(
     let_idle_threads_sleep()
     from rich.console import Console
 
-    from megatrain.commands.plan import run_plan
+    from megatrain.commands.plan import Options, run_plan
 
-    run_plan(
-        model,
-        Console(highlight=False),
+    options = Options(
         hardware=hardware,
         tokens_per_step=tokens_per_step,
-        length=sequence_length,
+        sequence_length=sequence_length,
         precision=_precision(precision),
-        clips=clip,
+        clip=clip,
         device_memory=device_memory,
         host_memory=host_memory,
         disk_memory=disk_memory,
         token_budget=token_budget,
-        sweeps=sweep,
+        sweep=sweep,
         html=html,
-        json_file=json,
+        json=json,
         adapter=adapter,
         attention=attention,
         trust_remote_code=trust_remote_code,
@@ -325,6 +323,7 @@ def _plan(
         ranks=ranks,
         nodes=nodes,
     )
+    run_plan(model, Console(highlight=False), options)
 
 
 @app.command("verify")

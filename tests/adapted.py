@@ -31,8 +31,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "miss": {"kind": "MissConfig", "r": 4, "target_modules": PARTS},
     "norms": {"kind": "LNTuningConfig", "target_modules": ["input_layernorm"]},
     "fourier": {"kind": "FourierFTConfig", "n_frequency": 20, "target_modules": PARTS},
-    "c3a": {"kind": "C3AConfig", "block_size": 4, "target_modules": ["q_proj"]},
-    "road": {"kind": "RoadConfig", "group_size": 4, "target_modules": ["q_proj"]},
+    "c3a": {"kind": "C3AConfig", "block_size": 4, "target_modules": ["v_proj"]},
+    "road": {"kind": "RoadConfig", "group_size": 4, "target_modules": ["v_proj"]},
     "delora": {"kind": "DeloraConfig", "r": 4, "target_modules": ["q_proj"]},
     "wave": {"kind": "WaveFTConfig", "n_frequency": 20, "target_modules": ["q_proj"]},
 }

@@ -61,6 +61,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 8,
         "num_experts_per_tok": 2,
     },
+    "gemma4": {  # layers take inputs of their own from the prologue, and keys and values from each other
+        "model_type": "gemma4_text",
+        **_COMMON,
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "layer_types": ["full_attention"] * 3,
+        "num_kv_shared_layers": 2,
+        "tie_word_embeddings": False,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 4,
+    },
 }
 
 BYTE_LLAMA: dict[str, Any] = {

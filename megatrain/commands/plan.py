@@ -12,7 +12,7 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,74 +81,78 @@ LENGTH, TOKENS_PER_STEP = 4096, 65_536
 SHADES = " ░▒▓█"
 
 
-def run_plan(
-    model: str,
-    console: Console,
-    *,
-    hardware: str | None = None,
-    tokens_per_step: int | None = None,
-    length: int | None = None,
-    precision: Precision = "bf16",
-    clips: bool = True,
-    device_memory: str | None = None,
-    host_memory: str | None = None,
-    disk_memory: str | None = None,
-    token_budget: float | None = None,
-    sweeps: bool = False,
-    html: str | None = None,
-    json_file: str | None = None,
-    attention: str = "auto",
-    adapter: str | None = None,
-    trust_remote_code: bool = False,
-    overrides: Sequence[str] = (),
-    ranks: int = 1,
-    nodes: int = 1,
-) -> Outlook:
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `megatrain plan` is asked beside the model, as its options are called.
+
+    hardware: built-in machine name or a file; `None`: this machine. Memory limits are per machine, such as `24GB` or
+    `80%`; `disk_memory` of `0`: no disk tier. adapter: e.g. `lora:16`. overrides: keys to set in the configuration of a
+    run. ranks: GPUs that train together, on `nodes` machines. html, json: files to write.
+    """
+
+    hardware: str | None = None
+    tokens_per_step: int | None = None
+    sequence_length: int | None = None
+    precision: Precision = "bf16"
+    clip: bool = True
+    device_memory: str | None = None
+    host_memory: str | None = None
+    disk_memory: str | None = None
+    token_budget: float | None = None
+    sweep: bool = False
+    html: str | None = None
+    json: str | None = None
+    attention: str = "auto"
+    adapter: str | None = None
+    trust_remote_code: bool = False
+    overrides: Sequence[str] = ()
+    ranks: int = 1
+    nodes: int = 1
+
+    @property
+    def memories(self) -> dict[str, str | None]:
+        """Tier -> its limit."""
+        return {"device": self.device_memory, "host": self.host_memory, "disk": self.disk_memory}
+
+
+def run_plan(model: str, console: Console, options: Options) -> Outlook:
     """Plan, print the plan, and write the files asked for.
 
-    model: hub name, folder, config.json, the `json_file` of an earlier plan, or the configuration of a run (`.yaml`),
-    which decides everything but the machine; `overrides` set its keys. hardware: built-in machine name or a file;
-    `None`: this machine. Memory limits are per machine, such as `24GB` or `80%`; `disk_memory` of `0`: no disk tier.
-    adapter: e.g. `lora:16`. ranks: GPUs that train together, on `nodes` machines.
+    model: hub name, folder, config.json, the JSON file of an earlier plan, or the configuration of a run (`.yaml`),
+    which decides everything but the machine.
 
     Raises a `MegaTrainError` for any mistake, if possible before the model is read; `DoesNotFit` names the nearest
     change that fits.
     """
-    _refuse_words(precision, token_budget)
-    files = {"--html": html, "--json": json_file}.items()
+    _refuse_words(options.precision, options.token_budget)
+    files = {"--html": options.html, "--json": options.json}.items()
     targets = {option: _writable(option, file) for option, file in files if file is not None}
-    memories = {"device": device_memory, "host": host_memory, "disk": disk_memory}
-    _refuse_numbers(length, tokens_per_step, memories)
-    run = _run_configuration(model, overrides)
-    how: dict[str, Any] = {"attention": attention, "adapter": adapter, "trust_remote_code": trust_remote_code}
+    _refuse_numbers(options.sequence_length, options.tokens_per_step, options.memories)
+    run = _run_configuration(model, options.overrides)
     if run is not None:
-        _refuse_given(tokens_per_step, length, precision, clips, *memories.values(), *how.values())
-        precision, hardware = run.train.precision, hardware or run.train.hardware
-    machine, here = _machine_of_ranks(hardware, precision, ranks, nodes, sweeps=sweeps)
-    limits = _limits(machine, memories, is_this_one=hardware is None)
+        _refuse_given(options)
+        hardware = options.hardware or run.train.hardware
+        options = replace(options, precision=run.train.precision, hardware=hardware)
+    is_this_one = options.hardware is None
+    machine, here = _machine_of_ranks(options)
     with Console(stderr=True).status("reading the model"):
-        if run is not None:
-            question = _question_of(run, machine)
-        else:
-            spec = find_model(model, precision, **how)
-            length = _length(spec, length, tokens_per_step)
-            tokens = _usual_tokens(length * ranks) if tokens_per_step is None else tokens_per_step
-            question = Question(spec, machine, tokens, length, precision, clips, saves=True, limits=limits)
+        question = _question_of(run, machine) if run is not None else _question_by(model, options, machine)
     with gc_paused():
         with Console(stderr=True).status("planning"):
-            may_shrink = run is None and tokens_per_step is None
-            plan = _planned(question_of_one(question, ranks, here), may_shrink=may_shrink)
-            outlook = look(plan, token_budget)
-        facts = _facts(plan, question, run, is_this_one=hardware is None)
+            may_shrink = run is None and options.tokens_per_step is None
+            plan = _planned(question_of_one(question, options.ranks, here), may_shrink=may_shrink)
+            outlook = look(plan, options.token_budget)
+        facts = _facts(plan, question, run, is_this_one=is_this_one)
         show(console, outlook, facts)
         with Console(stderr=True).status("looking for improvements"):
             outlook = advised(outlook)
-            swept = sweep(plan) if sweeps else None
+            swept = sweep(plan) if options.sweep else None
     show_changes(console, outlook, swept)
     if run is not None:
-        _say_next(console, _train(plan, model, *overrides))
+        _say_next(console, _train(plan, model, *options.overrides))
     else:
-        _show_next(console, plan, _model_keys(model, attention, trust_remote_code=trust_remote_code), adapter)
+        keys = _model_keys(model, options.attention, trust_remote_code=options.trust_remote_code)
+        _show_next(console, plan, keys, options.adapter)
     _write_files(targets, outlook, facts, swept)
     return outlook
 
@@ -164,15 +168,13 @@ def _refuse_words(precision: str, token_budget: float | None) -> None:
         raise ConfigError(f"{token_budget:g} is out of range", where="--token-budget", fix="give a number such as 1e12")
 
 
-def _machine_of_ranks(
-    hardware: str | None, precision: Precision, ranks: int, nodes: int, *, sweeps: bool
-) -> tuple[Hardware, int]:
+def _machine_of_ranks(options: Options) -> tuple[Hardware, int]:
     """The machine, and the number of ranks on each. Raises errors here, before the model is read."""
-    here = ranks_on_each(ranks, nodes)
-    if sweeps and ranks > 1:
+    here = ranks_on_each(options.ranks, options.nodes)
+    if options.sweep and options.ranks > 1:
         raise ConfigError("works for one rank only", where="--sweep", fix="leave it out, or plan for one rank")
-    machine = find_hardware(hardware, precision)
-    share_of(machine, ranks, here)
+    machine = find_hardware(options.hardware, options.precision)
+    share_of(machine, options.ranks, here)
     return machine, here
 
 
@@ -195,27 +197,42 @@ def _run_configuration(name: str, overrides: Sequence[str]) -> Config | None:
 
 
 SAID_BY_A_RUN = {
-    "tokens-per-step": "train.global_batch_size",
-    "sequence-length": "data.sequence_length",
+    "tokens_per_step": "train.global_batch_size",
+    "sequence_length": "data.sequence_length",
     "precision": "train.precision",
-    "no-clip": "train.max_grad_norm",
-    "device-memory": "memory.device",
-    "host-memory": "memory.host",
-    "disk-memory": "memory.disk",
+    "clip": "train.max_grad_norm",
+    "device_memory": "memory.device",
+    "host_memory": "memory.host",
+    "disk_memory": "memory.disk",
     "attention": "model.attention",
     "adapter": "adapter",
-    "trust-remote-code": "model.trust_remote_code",
+    "trust_remote_code": "model.trust_remote_code",
 }
 """Option -> the configuration key that decides it for a run."""
 
 
-def _refuse_given(*given: object) -> None:
-    """Raise `ConfigError` if an option that a run's configuration decides is given too; same order as the table."""
-    usual = (None, None, "bf16", True, None, None, None, "auto", None, False)
-    for (option, key), value, left_out in zip(SAID_BY_A_RUN.items(), given, usual, strict=True):
-        if value != left_out:
+def _refuse_given(options: Options) -> None:
+    """Raise `ConfigError` if an option that a run's configuration decides is given too."""
+    for name, key in SAID_BY_A_RUN.items():
+        if getattr(options, name) != getattr(Options, name):  # the default
+            option = "no-clip" if name == "clip" else name.replace("_", "-")
             fix = f"set {key}, in the file or as {key}=VALUE"
             raise ConfigError("is decided by the configuration", where=f"--{option}", fix=fix)
+
+
+def _question_by(model: str, options: Options, machine: Hardware) -> Question:
+    """The question of a model that is no run, from the options alone."""
+    limits = _limits(machine, options.memories, is_this_one=options.hardware is None)
+    spec = find_model(
+        model,
+        options.precision,
+        attention=options.attention,
+        adapter=options.adapter,
+        trust_remote_code=options.trust_remote_code,
+    )
+    length = _length(spec, options.sequence_length, options.tokens_per_step)
+    tokens = options.tokens_per_step or _usual_tokens(length * options.ranks)
+    return Question(spec, machine, tokens, length, options.precision, options.clip, saves=True, limits=limits)
 
 
 def _question_of(run: Config, machine: Hardware) -> Question:

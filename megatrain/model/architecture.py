@@ -301,7 +301,8 @@ def plain_errors(where: str) -> Iterator[None]:
     try:
         yield
     except StrictDataclassError as error:
-        raise ModelError(first_line(error), where=where, fix="correct that field of its config") from error
+        said = first_line(error.__cause__ or error)  # the class's own words, or which field has a wrong type
+        raise ModelError(said, where=where, fix="correct that field of its config") from error
     except (OSError, ValueError, ImportError, *_MALFORMED) as error:
         if "trust_remote_code" in str(error):
             raise ModelError("needs code from its own repository", where=where, fix=TRUST) from error
@@ -310,11 +311,12 @@ def plain_errors(where: str) -> Iterator[None]:
 
 def _refuse_unknown_fields(kind: str, fields: Mapping[str, Any], where: str) -> None:
     """Raise `ModelError` for unknown fields: transformers silently ignores them, so a typo would train another
-    model. It keeps them as they are; an old name that it turns into another field (`rotary_pct`) is gone."""
+    model. It keeps them as they are; an old name that it turns into another field (`rotary_pct`) is gone, or only
+    computed from that field (`hybrid_override_pattern`)."""
     default = AutoConfig.for_model(kind)
     known = {*default.to_dict(), *default.attribute_map, *PreTrainedConfig().to_dict(), *COMMON_FIELDS}
     for name in fields:
-        if name not in known and hasattr(AutoConfig.for_model(kind, **{name: fields[name]}), name):
+        if name not in known and name in vars(AutoConfig.for_model(kind, **{name: fields[name]})):
             near = get_close_matches(name, known, n=1)
             raise ModelError(
                 f"{kind} has no field {name!r}",

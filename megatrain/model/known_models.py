@@ -2,7 +2,10 @@
 
 `known_models.json` has one model per line: its id on the Hugging Face hub, its `model_type`, and the config fields that
 affect sizes and work, unless they are the type's defaults. `parameters` is the published count, minus what is not a
-parameter of the library's model: buffers, a tied weight saved twice, DeepSeek-V3's multi-token prediction layer.
+parameter of the library's model: buffers, a tied weight saved twice, layers for multi-token prediction, keys and values
+of a layer that reads those of another. A model with images is the whole that its publisher gives, tower and all.
+A model is listed if a published configuration gives its sizes and they give its count. The defaults of a class that
+names a checkpoint are no such configuration: those of Qwen 3.5 have an image tower of another model's width.
 
 Fields that only change numbers (rotary bases, epsilons, scales, token ids) are left at the library's defaults: training
 reads a model's own config (`megatrain.model.architecture`). Aliases of these models and their measurements are in

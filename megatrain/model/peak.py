@@ -70,10 +70,18 @@ def in_chunk() -> Iterator[None]:
         _IN_CHUNK.reset(token)
 
 
-class Living(TorchDispatchMode):
-    """In the block, counts bytes of live tensors made by ops: `peak` is the largest total."""
+class _Watching(TorchDispatchMode):
+    """Sees each op of a run that nothing compiles: torch's guard against that costs as much as a small op."""
 
     supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class Living(_Watching):
+    """In the block, counts bytes of live tensors made by ops: `peak` is the largest total."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -83,7 +91,7 @@ class Living(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
+        given = {each.untyped_storage()._cdata for each in _tensors(*args, *kwargs.values())}
         output = self.compute(op, args, kwargs)
         for each in _tensors(output):
             storage = each.untyped_storage()
@@ -270,10 +278,8 @@ def _through(sizes: Any, lengths: Sequence[float]) -> tuple[Any, Any, Any]:
 # Runs on zeros --------------------------------------------------------------------------------------------------------
 
 
-class SkipLargeProducts(TorchDispatchMode):
+class SkipLargeProducts(_Watching):
     """In the block, products with large weights return zeros without multiplying. Only for runs on zeros."""
-
-    supports_higher_order_operators = True
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         schema, kwargs = getattr(op, "_schema", None), kwargs or {}
@@ -284,10 +290,8 @@ class TooLarge(RuntimeError):
     """An op would make or multiply more than a test may compute."""
 
 
-class LimitNumel(TorchDispatchMode):
+class LimitNumel(_Watching):
     """In the block, an op that reads or makes more than `most` elements raises `TooLarge`, unless it is a view."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, most: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -316,7 +320,7 @@ def _spared(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _largest_numel(name: str, args: Sequence[Any]) -> int:
     """Elements of the largest tensor that an op reads, or that a product or factory makes."""
-    tensors, made = list(_tensors(args)), 0
+    tensors, made = _tensors(*args), 0
     if name in PRODUCTS:
         left, right = tensors[1:3] if name in ADDING else tensors[:2]
         groups = tensors[2].numel() if name == "aten::_grouped_mm" and left.dim() == right.dim() == 2 else 1
@@ -346,12 +350,14 @@ def _lazy_zeros_like(form: Tensor) -> Tensor:
     return lazy_zeros([numel if form.numel() else 0], form.dtype).as_strided(form.shape, form.stride())
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(*values: Any) -> list[Tensor]:
     """All tensors among the arguments or results of an op."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))
+    tensors: list[Tensor] = []
+    for value in values:  # for each op of each run: no generators
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, (tuple, list)):
+            tensors += _tensors(*value)
+        elif isinstance(value, dict):
+            tensors += _tensors(*value.values())
+    return tensors

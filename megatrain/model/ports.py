@@ -45,14 +45,20 @@ HIDDEN = "hidden_states"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A layer's arguments besides the hidden state. `by_keyword`: whether the hidden state is passed by keyword."""
+    """A layer's arguments besides the hidden state.
+
+    by_keyword: whether the hidden state is passed by keyword. leading: how many of its dimensions come before batch
+    and length in the model's own code; everywhere else, batch and length come first.
+    """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     by_keyword: bool
+    leading: int = 0
 
     def arguments(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments of the layer for this hidden state [batch, length, hidden size]."""
+        hidden = batch_later(hidden, self.leading)
         if self.by_keyword:
             return self.args, {HIDDEN: hidden, **self.kwargs}
         return (hidden, *self.args), dict(self.kwargs)
@@ -65,7 +71,11 @@ class Call:
     def with_form(self, form: tuple[tuple[Any, ...], dict[str, Any]]) -> Call:
         """The same call with other arguments."""
         args, kwargs = form
-        return Call(args, kwargs, self.by_keyword)
+        return Call(args, kwargs, self.by_keyword, self.leading)
+
+    def hidden_of(self, output: Any) -> Tensor:
+        """The hidden state [batch, length, hidden size] in the layer's return value."""
+        return batch_first(output if isinstance(output, Tensor) else output[0], self.leading)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor among the arguments."""
@@ -83,19 +93,24 @@ def tensors_in(value: Any) -> list[Tensor]:
     return []
 
 
-def split_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, Call]:
-    """Separate the hidden state from a layer's arguments."""
+def batch_first(hidden: Tensor, leading: int) -> Tensor:
+    """A view with batch and length before the first `leading` dimensions."""
+    return hidden.movedim((leading, leading + 1), (0, 1)) if leading else hidden
+
+
+def batch_later(hidden: Tensor, leading: int) -> Tensor:
+    """What `batch_first` has been made from."""
+    return hidden.movedim((0, 1), (leading, leading + 1)) if leading else hidden
+
+
+def split_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any], leading: int = 0) -> tuple[Tensor, Call]:
+    """Separate the hidden state, batch first, from a layer's arguments."""
     if args:
-        return args[0], Call(tuple(args[1:]), dict(kwargs), by_keyword=False)
+        return batch_first(args[0], leading), Call(tuple(args[1:]), dict(kwargs), False, leading)
     if HIDDEN in kwargs:
         rest = {name: value for name, value in kwargs.items() if name != HIDDEN}
-        return kwargs[HIDDEN], Call((), rest, by_keyword=True)
+        return batch_first(kwargs[HIDDEN], leading), Call((), rest, True, leading)
     raise ModelError(f"a decoder layer is called without a hidden state (arguments: {sorted(kwargs)})")
-
-
-def hidden_of(output: Any) -> Tensor:
-    """The hidden state in a layer's return value."""
-    return output if isinstance(output, Tensor) else output[0]
 
 
 def placeholder(parameter: Tensor, device: torch.device) -> Tensor:
@@ -238,6 +253,24 @@ class HandOut:
         return self.hidden if index == self.layers - 1 else hidden
 
 
+class TracingHandOut(HandOut):
+    """Also keeps the hidden state that the first layer gets, and passes on leaves of its own from each layer."""
+
+    def __init__(self, layers: int, hidden: Tensor) -> None:
+        super().__init__(layers, hidden)
+        self.first = hidden
+        self.leaves: list[Tensor] = []
+
+    def visit(self, index: int, hidden: Tensor, call: Call) -> Tensor:
+        if not self.order:
+            self.first = hidden
+        passed_on = super().visit(index, hidden, call)
+        if passed_on is hidden:
+            passed_on = hidden.detach().requires_grad_()
+            self.leaves.append(passed_on)
+        return passed_on
+
+
 class Port(nn.Module):
     """Replaces decoder layer `index`; forwards the layer's other attributes (its attention type, say)."""
 
@@ -245,6 +278,8 @@ class Port(nn.Module):
         super().__init__()
         self.index = index
         self.script: Script | None = None
+        self.leading = 0
+        """`Call.leading`."""
         self.returns: int | None = None
         """Length of the tuple that the layer returns; `None` if it returns the bare hidden state."""
         self.others: tuple[Any, ...] = ()
@@ -257,13 +292,14 @@ class Port(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self.script is not None, "a port is only run by PortedModel"
-        hidden, call = split_hidden(args, kwargs)
+        hidden, call = split_hidden(args, kwargs, self.leading)
         if self.passing is None:
             hidden = self.script.visit(self.index, hidden, call)
         else:
             kept = call.with_form(self.passing.kept(call.form))
             hidden = self.script.visit(self.index, hidden, kept)
             self.passing.write(call.form)
+        hidden = batch_later(hidden, self.leading)
         if self.returns is None:
             return hidden
         return hidden, *(self.others or [None] * (self.returns - 1))
@@ -277,7 +313,12 @@ class Port(nn.Module):
 
 def reachable_leaves(tensor: Tensor) -> set[int]:
     """`id`s of the leaves that would get a gradient from `tensor`, found in its graph without running it."""
-    found: set[int] = set()
+    variables = (getattr(node, "variable", None) for node in nodes_of(tensor))
+    return {id(variable) for variable in variables if isinstance(variable, torch.Tensor)}
+
+
+def nodes_of(tensor: Tensor) -> set[Any]:
+    """The nodes of its graph."""
     seen: set[Any] = set()
     stack = [tensor.grad_fn]
     while stack:
@@ -285,11 +326,8 @@ def reachable_leaves(tensor: Tensor) -> set[int]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor):
-            found.add(id(variable))
         stack.extend(following for following, _ in node.next_functions)
-    return found
+    return seen
 
 
 # The model behind them ------------------------------------------------------------------------------------------------
@@ -473,7 +511,7 @@ class PortedModel:
         sides = dict(zip(self.ports[index].recorded, found, strict=True)) if found else {}
         if passing is not None:
             sides |= passing.made(output, call.form)
-        return hidden_of(output), sides
+        return call.hidden_of(output), sides
 
     def prologue_sides(self, calls: Sequence[Call]) -> dict[int, Tensor]:
         """The side values that the prologue has made, by number, among the arguments of layers."""

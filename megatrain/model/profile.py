@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -48,7 +49,7 @@ from megatrain.model.peak import (
     recorded_backward,
     recorded_forward,
 )
-from megatrain.model.ports import Capture, PortedModel, Sides, hidden_of
+from megatrain.model.ports import Capture, PortedModel, Sides
 from megatrain.model.saved_activations import Answering, Keeping, Key, Level, Stored
 from megatrain.spec import LayerProfile, ModelSpec, SideValue
 from megatrain.spec.layer_profile import Outputs, Peak
@@ -65,6 +66,7 @@ MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 RunOf = Callable[[int], Run]
 """Number of rows -> run of a layer."""
+ZerosOf = Callable[[Sequence[int], torch.dtype], Tensor]
 Record = Callable[[int], Recording]
 
 
@@ -94,10 +96,12 @@ class Measurement:
         with _on_the_cpu(self._ported):
             told = windows_of(self._ported, each)
             with windows(self._ported, LARGE):
-                prologue = self._with_images(profile_prologue(self._ported, short))
+                with SkipLargeProducts():  # type: ignore[no-untyped-call]
+                    prologue = profile_prologue(self._ported, short)
+                prologue = self._with_images(prologue)
                 known = {kind: self._layer(index, prologue, short, most) for kind, index in self._first.items()}
             epilogue = self._head(short)
-            sides = self._sized(short)
+            sides = self._sized(short, most)
         layers = []
         for index, kind in enumerate(self._kinds):
             window = told.get(index, known[kind].window)
@@ -153,7 +157,7 @@ class Measurement:
     def _calls(self) -> Callable[[Batching, int, int], Capture]:
         @cache
         def called(rows: Batching, count: int, tokens: int) -> Capture:
-            with _disable_current_modes():  # not part of the measurement
+            with _disable_current_modes(), SkipLargeProducts():  # type: ignore[no-untyped-call]  # not what is measured
                 return captured(self._ported, rows(count, tokens))
 
         return called
@@ -173,7 +177,7 @@ class Measurement:
             if (passing := self._ported.ports[index].passing) is not None:
                 call = call.with_form(passing.given(call.form, values))
             args, kwargs = call.arguments(given)
-            output = hidden_of(functional_call(layer, weights, args, kwargs))
+            output = call.hidden_of(functional_call(layer, weights, args, kwargs))
             return output, list(weights.values()), [given, *(each for each in values.values() if each.requires_grad)]
 
         return run
@@ -184,27 +188,32 @@ class Measurement:
         if passing is None:
             return {}
         with _disable_current_modes(), torch.no_grad():  # no part of what is measured
-            found = self._ported.taken_from_prologue(index, capture.calls[index])
-            for number in set(passing.takes.values()) - found.keys():
-                if number not in capture.made:
-                    capture.made |= self._made(capture, sides[number].source - 1)
-                found[number] = capture.made[number]
+            found = self._taken(capture, index, lazy_zeros)
             return {
                 number: each.detach().requires_grad_(sides[number].differentiable) for number, each in found.items()
             }
 
-    def _made(self, capture: Capture, index: int) -> dict[int, Tensor]:
+    def _taken(self, capture: Capture, index: int, zeros: ZerosOf) -> dict[int, Tensor]:
+        passing, sides = self._ported.ports[index].passing, self._ported.structure.sides
+        found = self._ported.taken_from_prologue(index, capture.calls[index])
+        for number in set(() if passing is None else passing.takes.values()) - found.keys():
+            if number not in capture.made:
+                capture.made |= self._made(capture, sides[number].source - 1, zeros)
+            found[number] = capture.made[number]
+        return found
+
+    def _made(self, capture: Capture, index: int, zeros: ZerosOf) -> dict[int, Tensor]:
         layer, passing = self._ported.templates[index], self._ported.ports[index].passing
         assert passing is not None
         assert capture.hidden is not None
-        weights = {name: lazy_zeros(p.shape, p.dtype) for name, p in layer.named_parameters()}
-        values, call = self._values(capture, index), capture.calls[index]
+        weights = {name: zeros(p.shape, p.dtype) for name, p in layer.named_parameters()}
+        values, call = self._taken(capture, index, zeros), capture.calls[index]
         call = call.with_form(passing.given(call.form, values))
         args, kwargs = call.arguments(capture.hidden)
         with SkipLargeProducts():  # type: ignore[no-untyped-call]
             return passing.made(functional_call(layer, weights, args, kwargs), call.form)
 
-    def _sized(self, lengths: Lengths) -> tuple[SideValue, ...]:
+    def _sized(self, lengths: Lengths, most: int) -> tuple[SideValue, ...]:
         """The side values with their bytes; those of router logits are known."""
         sides, ports = self._ported.structure.sides, self._ported.ports
         called, of_loss = self._calls(), {number for port in ports for number in port.recorded}
@@ -215,8 +224,26 @@ class Measurement:
                 values |= self._values(called(whole, 1, tokens), port.index)
             for number, found in sizes.items():
                 found.append(values[number].nbytes)
-        measured_sizes = {number: growth_of(found, lengths) for number, found in sizes.items()}
-        return tuple(replace(side, size=measured_sizes.get(number, side.size)) for number, side in enumerate(sides))
+        growths = {number: growth_of(found, lengths) for number, found in sizes.items()}
+        pairs = {number for number, growth in growths.items() if growth.per_pair}
+        limits = self._of_long_sequences(pairs, most) if pairs else {}
+        return tuple(
+            replace(side, size=growths.get(number, side.size), most_per_token=limits.get(number, 0.0))
+            for number, side in enumerate(sides)
+        )
+
+    def _of_long_sequences(self, numbers: set[int], tokens: int) -> dict[int, float]:
+        """Bytes of a token in the longest sequence, of side values that may grow no further (the positions that
+        sparse attention chooses). Only shapes are computed."""
+        found: dict[int, Tensor] = {}
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+                capture = captured(self._ported, whole(1, tokens))
+                for port in self._ported.ports:
+                    found |= self._taken(capture, port.index, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
+        except Exception:  # of foreign code that needs values
+            return {}
+        return {number: found[number].nbytes / tokens for number in numbers}
 
     def _parts(self, called: Callable[[Batching, int, int], Capture], index: int) -> tuple[str, ...]:
         return token_wise(self._ported.templates[index], self._run(called, whole, index, 1))

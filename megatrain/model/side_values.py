@@ -31,6 +31,7 @@ class Marker:
     """Stands for a side value of a layer."""
 
     number: int
+    """-1 in the first look."""
 
 
 def leaves_of(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -88,10 +89,8 @@ class Passing:
     def kept(self, arguments: Any) -> Any:
         """A copy of the arguments, so that later layers do not change it, without entries that the layer does not
         read."""
-        return rebuilt(arguments, lambda path, leaf: _DROPPED if self._is_unread(path, leaf) else leaf)
-
-    def _is_unread(self, path: Path, leaf: Any) -> bool:
-        return isinstance(leaf, Marker) and path not in self.takes
+        unread = {path for path, leaf in leaves_of(arguments) if isinstance(leaf, Marker) and path not in self.takes}
+        return without(arguments, unread)
 
     def write(self, arguments: Any) -> None:
         """Let later layers find what this one would have written."""
@@ -170,10 +169,9 @@ def _is_as_before(before: Any, after: Any) -> bool:
 
 
 def read_of(arguments: Any, touched: Set[Path], came: Set[Path]) -> set[Path]:
-    """The values that a layer may read: all that it gets by themselves, and the entries of mappings that it has
-    `touched`."""
-    entries = {_entry_of(arguments, path) for path in touched}
-    return {path for path in came if (entry := _entry_of(arguments, path)) == () or entry in entries}
+    """The values that a layer reads: those that it has `touched`, with all of the same entry of a mapping."""
+    entries = {_entry_of(arguments, path) for path in touched} - {()}
+    return {path for path in came if path in touched or _entry_of(arguments, path) in entries}
 
 
 def _entry_of(arguments: Any, path: Path) -> Path:
@@ -187,8 +185,15 @@ def _entry_of(arguments: Any, path: Path) -> Path:
 
 
 def without(arguments: Any, places: Set[Path]) -> Any:
-    """A copy of the arguments without the entries of mappings that these places are in."""
-    return rebuilt(arguments, lambda path, leaf: _DROPPED if path in places else leaf)
+    """A copy of the arguments without the entries of mappings that these places are in; what is passed by itself is
+    replaced by a marker, of which nothing can be computed."""
+
+    def left(path: Path, leaf: Any) -> Any:
+        if path not in places:
+            return leaf
+        return _DROPPED if _entry_of(arguments, path) else leaf if isinstance(leaf, Marker) else Marker(-1)
+
+    return rebuilt(arguments, left)
 
 
 class Traffic:

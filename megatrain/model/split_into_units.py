@@ -36,6 +36,9 @@ from megatrain.model.ports import (
     PortedModel,
     Sides,
     TracingCapture,
+    TracingHandOut,
+    batch_first,
+    nodes_of,
     placeholder,
     reachable_leaves,
     takes,
@@ -277,8 +280,7 @@ def _run_probe(ported: PortedModel, capture: Capture, tokens: int) -> None:
     if capture.hidden is None or len(capture.calls) < len(ported.ports):
         raise ModelError("does not call each of its decoder layers once", where=where)
     if capture.hidden.dim() < 3 or capture.hidden.shape[:2] != (1, tokens):
-        shape = list(capture.hidden.shape)
-        raise ModelError(f"its hidden state is {shape}, which does not start with batch and length", where=where)
+        raise ModelError(f"its hidden state is {list(capture.hidden.shape)}, without batch and length", where=where)
 
 
 def _learn_balance(ported: PortedModel, sides: list[Sides]) -> float | None:
@@ -325,8 +327,8 @@ def _sides_of_prologue(ported: PortedModel, capture: TracingCapture, known: int)
     return tuple(SideValue(0, tuple(sorted(units))) for units, _ in users.values())
 
 
-def _probe_inputs(tokens: int = PROBE_TOKENS) -> dict[str, Tensor]:
-    return {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}
+def _probe_inputs(tokens: int = PROBE_TOKENS, rows: int = 1) -> dict[str, Tensor]:
+    return {"input_ids": torch.zeros(rows, tokens, dtype=torch.long)}
 
 
 def _learn_structure(
@@ -347,16 +349,18 @@ def _learn_structure(
     looks_up = not of_prologue and only_looks_up(ported, capture.hidden, _probe_inputs())
     ported.hidden_shape = tuple(capture.hidden.shape[2:])
     handed_out = torch.zeros(PROBE_TOKENS, *ported.hidden_shape, dtype=capture.hidden.dtype, requires_grad=True)
+    tracing = TracingHandOut(len(ported.ports), handed_out.unsqueeze(1))
     with torch.enable_grad(), SkipLargeProducts(), Uses(order.reading):  # type: ignore[no-untyped-call]
-        logits = ported.head(leaves, handed_out)
+        logits = ported.run(tracing, leaves, _probe_inputs(1, PROBE_TOKENS)).logits.reshape(PROBE_TOKENS, -1)
+    _refuse_logits_of_more(tracing, logits, where)
     for _ in range(2):  # buffers that one forward changes, the next must not change again
         whole, buffers = HandOut(len(ported.ports), handed_out.unsqueeze(1)), Buffers(ported.skeleton)
         with torch.no_grad(), SkipLargeProducts():  # type: ignore[no-untyped-call]
-            ported.run(whole, ported.placeholders, {"input_ids": torch.zeros(PROBE_TOKENS, 1, dtype=torch.long)})
+            ported.run(whole, ported.placeholders, _probe_inputs(1, PROBE_TOKENS))
     buffers.refuse_changed(where)
-    refuse_mixing(ported, handed_out)
     if whole.order != list(range(len(ported.ports))):
         raise ModelError("goes through its decoder layers more than once", where=where)
+    refuse_mixing(ported, handed_out)
     in_prologue, in_epilogue = reachable_leaves(capture.hidden), reachable_leaves(logits)
     if id(handed_out) not in in_epilogue:
         raise ModelError("its logits of one token do not depend on what its layers make of it", where=where)
@@ -385,6 +389,14 @@ def _learn_structure(
         attention=getattr(model.config, "_attn_implementation", None) or "eager",
         sides=(*sides, *of_prologue),
     )
+
+
+def _refuse_logits_of_more(tracing: TracingHandOut, logits: Tensor, where: str) -> None:
+    """Raise `ModelError` if logits [tokens, vocabulary] need what the prologue computes, or an earlier layer."""
+    computed = {node for node in nodes_of(tracing.first) if not hasattr(node, "variable")}
+    if nodes_of(logits) & computed or reachable_leaves(logits) & {id(leaf) for leaf in tracing.leaves}:
+        what = "its logits depend on the hidden state before its last decoder layer"
+        raise ModelError(what, where=where)
 
 
 def _layer_specs(model: PreTrainedModel, ported: PortedModel, look: FirstLook) -> list[UnitSpec]:
@@ -427,6 +439,12 @@ def _active_share(model: PreTrainedModel, parameter: Tensor) -> float:
 # they write into a dictionary. What the model's loop computes from such values is refused.
 
 
+def _leading(hidden: Tensor) -> int:
+    """How many dimensions the hidden state of the probe has before batch and length."""
+    places = (place for place in range(hidden.dim() - 2) if hidden.shape[place : place + 2] == (1, PROBE_TOKENS))
+    return next(places, 0)
+
+
 class FirstLook(Capture):
     """A capture that also runs one layer of each kind, with gradients enabled to trace what comes from a layer.
 
@@ -446,6 +464,10 @@ class FirstLook(Capture):
         """By kind, and by what the layer's own functions refer to."""
 
     def visit(self, index: int, hidden: Tensor, call: Call) -> Tensor:
+        if not self.order and (leading := _leading(hidden)):
+            hidden, call = batch_first(hidden, leading), replace(call, leading=leading)
+            for port in self._ported.ports:
+                port.leading = leading
         if self.traffic.is_computed_in(call.form):
             raise self._refusal("model computes between its layers with what they pass on")
         layer, came = self._ported.templates[index], self.traffic.found_in(call.form)

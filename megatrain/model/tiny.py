@@ -440,9 +440,12 @@ ROLES = (
     ("expert groups", re.compile(r"n_group|num_expert_groups?")),
     ("chosen groups", re.compile(r"topk_group")),
     ("state groups", re.compile(r"(mamba_)?n_?groups|o_groups")),
+    ("channels", re.compile(r"base_channels")),
+    ("filters", re.compile(r"(num|n)_filters")),
 )  # fmt: skip
 SMALL = {"window": 4, "chunk": 4, "state": 8, "experts": 8, "chosen experts": 2, "expert groups": 2, "state groups": 2}
-"""Target sizes; smaller fields are not changed."""
+SMALL |= {"channels": 32, "filters": 4}
+"""Target sizes; smaller fields are not changed. Channels are normalized in 32 groups; filters double in every layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,13 +510,20 @@ def _narrow(name: str, value: Any, effort: Effort, sizes: Sizes) -> Any:
     if isinstance(value, dict):
         return narrowed(value, effort, sizes)
     if name == "mrope_section" and isinstance(value, list):
-        ends = [sum(value[: i + 1]) // sizes.divisor for i in range(len(value))]
-        return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        return _sections(value, sizes.divisor)
     if name in ("short_factor", "long_factor") and isinstance(value, list):
         return value[:: sizes.divisor][: len(value) // sizes.divisor]
     if isinstance(value, list):
         return [_narrow_number(name, item, effort, sizes) for item in value]
     return _narrow_number(name, value, effort, sizes)
+
+
+def _sections(values: list[int], divisor: int) -> list[int]:
+    """Parts of a rotary embedding, as many and with the same sum as if it were cut whole. Equal ones stay equal, since
+    heights and widths of images take turns: what is left goes to the part that has a size of its own."""
+    small = [value // divisor for value in values]
+    small[values.index(min(values, key=values.count))] += sum(values) // divisor - sum(small)
+    return small
 
 
 def _narrow_number(name: str, value: Any, effort: Effort, sizes: Sizes) -> Any:
@@ -562,11 +572,12 @@ def _sizes(node: Fields, effort: Effort) -> Sizes | None:
     share = min([1.0, *_numbers(node, re.compile(r"partial_rotary_factor|rot\w*_pct"))])
     # what `dynamic` multiplies is raised to the power of d / (d - 2)
     least_rotary = 4 if any("dynamic" in str(rope["rope_type"]) for rope in ropes_of(node)) else 2
+    section = min(_numbers(node, re.compile("mrope_section")), default=DIVISORS[0])  # none becomes empty
     for divisor in DIVISORS if effort.widths != "kept" else ():
         small = size // divisor if size else 16
         new = hidden // divisor if divided else _new_hidden(hidden, heads, size, counts.get(heads, heads), small)
         fits = all(v % divisor == 0 and v // divisor % 2 == 0 and v // divisor >= 4 for v in every)
-        if divided and hidden % divisor:
+        if divisor > section or (divided and hidden % divisor):
             fits = False
         rotary = int(small * share)
         if fits and small >= 8 and rotary >= least_rotary and rotary % 2 == 0 and new >= min(32, hidden):

@@ -230,14 +230,23 @@ def refuse_mixing(ported: PortedModel, hidden: Tensor) -> None:
     rows = {name: torch.randn(each.shape[-1:], dtype=each.dtype) for name, each in ported.placeholders.items()}
     weights = {name: rows[name].expand(each.shape) for name, each in ported.placeholders.items()}
     hidden, ids = torch.randn_like(hidden), torch.zeros(1, len(hidden), dtype=torch.long)
+
+    def whole(given: Tensor) -> Tensor:
+        torch.default_generator.manual_seed(0)
+        handing_out = HandOut(len(ported.ports), given.unsqueeze(0))
+        logits: Tensor = ported.run(handing_out, weights, {"input_ids": ids}).logits
+        return logits.reshape(len(given), -1).float()
+
     with torch.no_grad(), ported.evaluation_mode(), ExpandedRowLinear():
         torch.default_generator.manual_seed(0)
-        apart = ported.head(weights, hidden).float()
-        torch.default_generator.manual_seed(0)
-        whole = ported.run(HandOut(len(ported.ports), hidden.unsqueeze(0)), weights, {"input_ids": ids}).logits.float()
-    if not torch.allclose(
-        apart, whole.reshape(apart.shape), rtol=0.05, atol=0.05 * float(apart.nan_to_num().abs().max()), equal_nan=True
-    ):
+        apart, together = ported.head(weights, hidden).float(), whole(hidden)
+        mixes = False
+        for token in range(len(hidden)):
+            others, changed = torch.arange(len(hidden)) != token, hidden.clone()
+            changed[token] *= -1
+            mixes = mixes or not _alike(together[others], whole(changed)[others])
+    atol = 0.05 * float(apart.nan_to_num().abs().max())
+    if mixes or not torch.allclose(apart, together, rtol=0.05, atol=atol, equal_nan=True):
         raise ModelError(
             "code after its layers looks at several tokens at a time, but tokens go through the head in chunks",
             where=f"model {type(skeleton).__name__}",

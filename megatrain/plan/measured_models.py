@@ -27,7 +27,7 @@ from megatrain.system.paths import read_json, refuse_impossible_model, usable_pa
 
 BUILT_IN = Path(__file__).parent / "measured_models.zip"
 
-VARIANTS = frozenset({"base", "chat", "hf", "instruct", "it", "pt"})
+VARIANTS = frozenset({"base", "bf16", "chat", "fp8", "hf", "instruct", "it", "pt"})
 """Parts of a hub id, between dashes, that do not change the model's shape."""
 
 FOLDER = Path("~/.cache/megatrain/measured")

@@ -93,7 +93,8 @@ def _side(given: Any, units: int) -> SideValue:
     )
     if not users or [source, *users] != sorted({source, *users}):
         raise ValueError(f"a side value of unit {source} is read by {users}")
-    return SideValue(source, users, _flag(given["differentiable"]), _growth(given["size"]))
+    most = _number(given["most_per_token"])
+    return SideValue(source, users, _flag(given["differentiable"]), _growth(given["size"]), most)
 
 
 def _profile(given: Any, depth: int = 0) -> LayerProfile:

@@ -4,6 +4,7 @@
 
 * every read finds the content that it expects: written, and not overwritten since;
 * every gradient leaves once: each byte reaches its home exactly once, and is used by at most one `UPDATE`;
+* every sum of gradients of a side value is read by the next unit that adds to it, or by the one that takes it;
 * every update is complete: a step leaves no part of a unit's state in two versions;
 * the waits order every conflicting pair of ops, whatever the streams do;
 * no backward pass runs between the phases of another: on a GPU autograd has one thread per device, which would be
@@ -22,7 +23,7 @@ from itertools import pairwise
 
 from megatrain.errors import ScheduleError
 from megatrain.formatting import at_least, at_most
-from megatrain.schedule.contents import Content, Gradient
+from megatrain.schedule.contents import Content, Gradient, SideGradient
 from megatrain.schedule.deps import unordered
 from megatrain.schedule.ops import Access, Op, Schedule, Use, show_schedule
 from megatrain.schedule.passes.phases import calls_in
@@ -112,7 +113,7 @@ class _Contents:
 
 
 def _check_contents(schedule: Schedule) -> None:
-    contents = _Contents(schedule)
+    contents, unread = _Contents(schedule), dict[Content, int]()
     for index, op in enumerate(schedule.ops):
         for access in (*op.reads, *op.writes):
             if access.buffer not in schedule.buffers:
@@ -123,8 +124,13 @@ def _check_contents(schedule: Schedule) -> None:
             found = contents.mismatch(read)
             if found is not None:
                 raise _refusal(schedule, index, f"reads {read.content} from {read.buffer} but finds {found}")
+            unread.pop(read.content, None)
         for write in op.writes:
             contents.write(write)
+            if isinstance(write.content, SideGradient):
+                unread[write.content] = index
+    for content, index in unread.items():
+        raise _refusal(schedule, index, f"writes {content}, which nothing reads")
     for buffer in schedule.buffers.values():
         left = contents.of(buffer.name) if buffer.is_state else set()
         if len(left) > 1:

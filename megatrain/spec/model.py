@@ -103,6 +103,13 @@ class SideValue:
     """Whether a gradient flows through it."""
     size: Growth = UNMEASURED
     """Bytes, once measured. Those of the prologue are among the arguments of layers; only their gradient is apart."""
+    most_per_token: float = 0.0
+    """Bytes of a token in sequences of any length; 0 if nothing limits what `size` says."""
+
+    def nbytes(self, tokens: int, length: int) -> float:
+        """Bytes for `tokens` tokens in sequences of `length`."""
+        nbytes = self.size.nbytes(tokens, length)
+        return min(nbytes, tokens * self.most_per_token) if self.most_per_token else nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,7 @@ HOMES: dict[str, tuple[tuple[str, ...], str]] = {
     "psutil": (("plan.host_resources", "memory"), "what this machine has, and how much of it is free"),
 }
 
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 ROOTS = ("__init__", "__main__", "cli", "hf", "testing")  # what a user can start; all else must be imported from there
 # Folders under tests/ that test no one room.
 TESTS_WITHOUT_ROOM = ("arch", "bench", "docs", "gpu", "integration", "standin_cuda", "stock")
@@ -77,6 +78,58 @@ EXPAND_HOME = (
 VAGUE_NAMES = ("utils", "util", "common", "core", "helpers", "misc")
 MAX_FUNCTION_LINES = 70
 MAX_FILE_LINES = 800  # a file is a concept: it is split for one, never for a line count
+MAX_METHODS = 20
+LARGE_CLASSES = {
+    "data.assistant_turns.Turns": 22,
+    "device.base.Device": 22,
+    "device.cuda.CudaDevice": 27,
+    "device.sim.SimDevice": 27,
+    "engine.ops.Streamer": 44,
+    "hf.trainer.Streamed": 30,
+    "memory.pool.Pool": 35,
+    "memory.store.Store": 37,
+    "model.ports.PortedModel": 21,
+    "model.pretrained.PretrainedSource": 22,
+    "plan.cost._Prices": 24,
+    "plan.search.Search": 58,
+    "schedule.passes.recompute.Activations": 22,
+    "train.async_save.Saver": 24,
+    "train.engine.Engine": 60,
+    "train.optimizer_sink.OptimizerSink": 22,
+}
+"""Methods of the classes that are larger. A class leaves the table as it shrinks, and none comes in."""
+MAX_PARAMETERS = 7
+WIDE_FUNCTIONS = {
+    "checkpoint.export.export_units": 8,
+    "checkpoint.save.write_checkpoint": 11,
+    "commands.export.run_export": 9,
+    "data.loader.Loader.__init__": 9,
+    "errors.RaceDetected.__init__": 8,
+    "html.charts.chart": 8,
+    "model.attention_stand_in._as_on_cuda": 8,
+    "model.attention_stand_in._forward": 8,
+    "optim.adamw.update_split": 8,
+    "optim.kernels.adamw_split": 8,
+    "plan.placement.place_state": 8,
+    "run.data.open_corpus": 9,
+    "run.sampling.draw_ids": 11,
+    "run.training._corpus": 8,
+    "run.training._engine": 8,
+    "run.training._show": 8,
+    "train.device_adamw.adamw_by_operations": 8,
+    "train.device_adamw_triton._adamw": 19,
+    "train.device_adamw_triton.adamw": 8,
+    "train.engine.Engine.from_checkpoint": 8,
+    "train.engine.Engine.from_model": 12,
+    "train.loop._stepped": 10,
+    "train.loop.train": 15,
+    "train.optimizer_sink.OptimizerSink.__init__": 8,
+    "train.restore.as_saved": 8,
+    "train.status.Health.__init__": 8,
+}
+"""Parameters of the functions that have more. As above."""
+COMMAND_LINES = ("cli",)  # where a function's parameters are the options of a command
+FILLER_NAMES = ("found", "each", "there", "own", "how", "again", "way", "sides", "taken")
 
 
 @dataclass(frozen=True)
@@ -325,6 +378,66 @@ def files_and_functions_are_short(house: House) -> Iterator[str]:
                     yield f"{where}: {node.name} has {nlines} lines, {MAX_FUNCTION_LINES} at most"
 
 
+def classes_are_small(house: House) -> Iterator[str]:
+    yield from _within_limits("methods", methods_of(house), MAX_METHODS, LARGE_CLASSES)
+
+
+def functions_take_few_parameters(house: House) -> Iterator[str]:
+    yield from _within_limits("parameters", parameters_of(house), MAX_PARAMETERS, WIDE_FUNCTIONS)
+
+
+def _within_limits(what: str, counts: dict[str, int], usual: int, larger: dict[str, int]) -> Iterator[str]:
+    for name, count in counts.items():
+        most = larger.get(name, usual)
+        if count > most:
+            yield f"{name} has {count} {what}, {most} at most"
+        elif name in larger and count < most:
+            yield f"{name} has {count} {what} and may have {most}: correct the table, or take it out"
+
+
+def methods_of(house: House) -> dict[str, int]:
+    """Dotted name of each class -> its methods, with properties."""
+    return {
+        f"{module.name}.{node.name}": sum(isinstance(item, FUNCTIONS) for item in node.body)
+        for module in house.modules.values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+def parameters_of(house: House) -> dict[str, int]:
+    """Dotted name of each function -> its parameters, without `self`. Not of those that are a command line."""
+    counts: dict[str, int] = {}
+    for module in house.modules.values():
+        for name, node in _functions(module.tree, module.name) if module.name not in COMMAND_LINES else ():
+            names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            names += [argument.arg for argument in (node.args.vararg, node.args.kwarg) if argument]
+            counts[name] = max(counts.get(name, 0), len(names) - (names[:1] in (["self"], ["cls"])))
+    return counts
+
+
+def _functions(tree: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for node in ast.iter_child_nodes(tree):
+        name = f"{prefix}.{node.name}" if isinstance(node, (*FUNCTIONS, ast.ClassDef)) else prefix
+        if isinstance(node, FUNCTIONS):
+            yield name, node
+        yield from _functions(node, name)
+
+
+def filler_names(house: House) -> dict[str, int]:
+    """How often a variable or parameter is given each of `FILLER_NAMES`."""
+    counts = dict.fromkeys(FILLER_NAMES, 0)
+    for module in house.modules.values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                name = node.id
+            else:
+                name = node.arg if isinstance(node, ast.arg) else ""
+            if name in counts:
+                counts[name] += 1
+    return counts
+
+
 def paths_of_users_become_paths_in_one_place(house: House) -> Iterator[str]:
     """`~` is what only a user writes, so whoever expands it has a user's text in hand."""
     for module in house.modules.values():
@@ -373,6 +486,8 @@ CHECKS = (
     modules_are_named_for_what_they_do,
     modules_open_with_a_docstring,
     files_and_functions_are_short,
+    classes_are_small,
+    functions_take_few_parameters,
     paths_of_users_become_paths_in_one_place,
     the_tree_of_rooms_is_whole,
 )

@@ -87,7 +87,8 @@ def llama() -> tuple[PortedModel, Callable[[str], Tensor]]:
 # What is written ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "deepseek-v3"])
+# Not gemma4, whose persistent buffers are written as what they compute in.
+@pytest.mark.parametrize("family", [*(each for each in FAMILIES if each != "gemma4"), "deepseek-v3"])
 def test_files_equal_save_pretrained_byte_for_byte(family: str, tmp_path: Path) -> None:
     model = stock(family)
     model.save_pretrained(tmp_path / "stock")

@@ -237,6 +237,7 @@ KILLS: dict[str, Callable[[], object]] = {
 }
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(
     ("kill", "replaces"), [*((kill, True) for kill in KILLS), *((kill, False) for kill in KILLS if "old" not in kill)]
 )

@@ -95,6 +95,7 @@ def test_tokenizers_are_shared_by_content(tmp_path: Path) -> None:
     assert paths[1].read_text().endswith("a")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "at",
     [

@@ -290,6 +290,7 @@ def fail_in(place: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 PLACES = ["space", "config", "training", "tokenizer", "first block", "later block", "no progress", "disk"]
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("place", [*PLACES, "last rename", "folder"])
 @pytest.mark.parametrize("replaces", [False, True])
 def test_a_failed_save_leaves_the_previous_checkpoint_intact(

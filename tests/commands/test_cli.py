@@ -108,6 +108,7 @@ def test_generate_export_and_verify_tell_mistakes_before_torch_is_imported(tmp_p
     assert before_torch_import.told([*told], tmp_path, slow=["torch"]) == [f"error: {line}" for line in told.values()]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_reachable", [False, True])
 def test_a_typo_in_a_hub_name_is_told_with_the_near_name_before_torch_is_imported(
     tmp_path: Path, is_reachable: bool
@@ -218,6 +219,7 @@ NO_PATHS = (
 )
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(("arguments", "where", "kinds"), WITH_PATHS, ids=lambda value: str(value)[:40])
 def test_unusable_paths_are_refused_in_every_argument(
     arguments: tuple[str, ...],

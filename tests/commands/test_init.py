@@ -67,6 +67,7 @@ def test_a_fresh_model_gets_a_chat_template_and_pretraining_rate(tmp_path: Path)
     assert f"3 epochs are about {steps:,} steps" in text, "a token of its tokenizer is a byte"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("samples", "sequences"), [(100, 1), (4_000, 16)])
 def test_the_default_step_is_a_hundredth_of_three_epochs(tmp_path: Path, samples: int, sequences: int) -> None:
     row = json.dumps({"prompt": "q", "completion": "words " * 10})
@@ -165,6 +166,7 @@ def test_init_asks_for_missing_options(tmp_path: Path, capsys: pytest.CaptureFix
     assert "error: megatrain init: --model is missing; give it as --model VALUE" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_adapters_are_requested_by_name(tmp_path: Path) -> None:
     data = (str(chats(tmp_path / "chats.jsonl")),)
     plans = {}

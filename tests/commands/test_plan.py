@@ -18,12 +18,13 @@ import megatrain.commands.plan
 import megatrain.plan.analysis
 import megatrain.run.this_machine
 from bench.shapes import llama_shape
-from megatrain.commands.plan import SHADES, _heat_map, find_hardware, find_model, run_plan
+from megatrain.commands.plan import SHADES, Options, _heat_map, find_hardware, find_model, run_plan
 from megatrain.config import load_config
 from megatrain.errors import ConfigError, DoesNotFit, MegaTrainError, ModelError, PlanError
 from megatrain.plan import Sweep, find_plan, machine, measured_models, save_hardware
 from megatrain.spec.limits import parse_nbytes
 from tests.bad_paths import ENDLESS, endless_file
+from tests.model.test_architecture import SILENT
 from tests.tiny import FAMILIES, tiny_model
 
 CONFIG = {
@@ -37,7 +38,7 @@ CONFIG = {
     "max_position_embeddings": 2048,
 }
 
-FEW: dict[str, Any] = {"tokens_per_step": 4096, "length": 512}
+FEW: dict[str, Any] = {"tokens_per_step": 4096, "sequence_length": 512}
 """What plans in a second where tokens are not the question."""
 
 
@@ -66,7 +67,7 @@ def plan_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shown(model: str, **options: Any) -> str:
     console = Console(file=io.StringIO(), width=160, highlight=False)
-    run_plan(model, console, **{"hardware": "rtx-4090", **options})
+    run_plan(model, console, Options(**{"hardware": "rtx-4090", **options}))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -86,7 +87,7 @@ def test_the_heat_map_of_a_sweep_fits_80_columns() -> None:
 @pytest.mark.usefixtures("plan_alone")
 def test_plans_for_ranks_show_the_launch_command(saved: str, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
-    text = shown(saved, hardware="8x-h100", ranks=16, nodes=2, length=512, json_file=str(file))
+    text = shown(saved, hardware="8x-h100", ranks=16, nodes=2, sequence_length=512, json=str(file))
     assert "65,536 tokens in 1 micro-batch of 8 x 512 on each rank" in text
     assert "16 on 2 machines, 8 on each: each with 1/16 of the state and 4,096 tokens of a step" in text
     assert "2.19 TB host" in text
@@ -112,7 +113,7 @@ def test_a_run_config_can_be_planned_for_ranks(config: str, tmp_path: Path) -> N
         ({"ranks": 8}, "ranks: 8 ranks on each machine, and NVIDIA RTX 4090, 128 GiB host has one GPU"),
         ({"ranks": 4, "nodes": 3}, "nodes: 4 ranks cannot be divided evenly among 3 machines"),
         ({"ranks": 2, "nodes": 2}, "the bandwidth to other machines is unknown"),
-        ({"ranks": 2, "sweeps": True}, "--sweep: works for one rank only"),
+        ({"ranks": 2, "sweep": True}, "--sweep: works for one rank only"),
     ],
 )
 def test_impossible_ranks_are_refused_before_the_model_is_read(options: dict[str, Any], told: str) -> None:
@@ -124,17 +125,17 @@ def test_impossible_ranks_are_refused_before_the_model_is_read(options: dict[str
 def test_progress_is_shown_only_on_a_terminal(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown(config, length=512)
+    shown(config, sequence_length=512)
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    shown(config, length=512)
+    shown(config, sequence_length=512)
     assert "looking for improvements" in capsys.readouterr().err
 
 
 def test_a_config_plan_shows_every_section(config: str, tmp_path: Path) -> None:
     html, content = tmp_path / "plan.html", tmp_path / "plan.json"
-    text = shown(config, attention="eager", length=512, sweeps=True, html=str(html), json_file=str(content))
+    text = shown(config, attention="eager", sequence_length=512, sweep=True, html=str(html), json=str(content))
     for words in (
         *("tiny-llama", "NVIDIA RTX 4090", "optimizer state", "tokens/s", "MFU", "what limits", "10% more"),
         *(
@@ -163,7 +164,11 @@ def test_disk_access_is_described_when_the_plan_uses_it(saved: str, tmp_path: Pa
     described = machine("rtx-4090")
     sources = tuple({**dict(described.sources), "disk_read_bandwidth": refused}.items())
     save_hardware(replace(described, sources=sources), tmp_path / "probed.json")
-    options: dict[str, Any] = {"hardware": str(tmp_path / "probed.json"), "tokens_per_step": 4096, "length": 512}
+    options: dict[str, Any] = {
+        "hardware": str(tmp_path / "probed.json"),
+        "tokens_per_step": 4096,
+        "sequence_length": 512,
+    }
     assert refused in " ".join(shown(saved, host_memory="12GB", device_memory="6GB", **options).split())
     assert "disk tier" not in shown(saved, **options)
 
@@ -175,9 +180,9 @@ def test_sections_not_asked_for_are_not_shown(saved: str) -> None:
 
 def test_a_saved_spec_is_planned_again_without_the_model(config: str, tmp_path: Path) -> None:
     first, second = tmp_path / "first.json", tmp_path / "second.json"
-    shown(config, json_file=str(first))
+    shown(config, json=str(first))
     Path(config).unlink()
-    shown(str(first), json_file=str(second))
+    shown(str(first), json=str(second))
     assert first.read_text() == second.read_text()
 
 
@@ -186,7 +191,7 @@ def test_a_spec_saved_on_a_cpu_is_the_models_and_not_a_cpus(tmp_path: Path) -> N
     """A cpu has no fused kernel for attention with dropout."""
     files = {name: tmp_path / f"{name}.json" for name in ("cpu-server", "rtx-4090")}
     for name, file in files.items():
-        shown("gpt2", hardware=name, json_file=str(file), **FEW)
+        shown("gpt2", hardware=name, json=str(file), **FEW)
     models = [json.loads(file.read_text())["model"] for file in files.values()]
     assert models[0] == models[1]
 
@@ -262,6 +267,7 @@ def test_huge_models_are_inspected_in_little_memory(name: str, attention: str) -
     assert kilobytes < 1.5e6
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "family",
     [
@@ -296,19 +302,18 @@ def test_host_gradient_sums_keep_the_default_tokens(saved: str) -> None:
 @pytest.mark.usefixtures("plan_alone")
 def test_options_reach_the_plan(saved: str) -> None:
     console = Console(file=io.StringIO())
-    outlook = run_plan(
-        saved,
-        console,
+    options = Options(
         hardware="h200",
         tokens_per_step=16_384,
-        length=2048,
+        sequence_length=2048,
         precision="fp32",
-        clips=False,
+        clip=False,
         device_memory="40GiB",
         host_memory="0.5TB",
         disk_memory="2TB",
         token_budget=2e9,
     )
+    outlook = run_plan(saved, console, options)
     plan = outlook.plan
     assert plan.question.budgets() == {"device": 40 << 30, "host": 5 * 10**11, "disk": 2 * 10**12}
     assert (plan.numerics.precision, plan.policy.update) == ("fp32", "during_backward")
@@ -324,7 +329,7 @@ def test_this_machine_is_probed_or_roughly_described(
     monkeypatch.setattr(megatrain.run.this_machine, "PROBED", tmp_path / "hardware.json")
     rough = find_hardware(None)
     assert "not probed" in rough.name
-    text = shown(config, hardware=None, length=128, tokens_per_step=256)
+    text = shown(config, hardware=None, sequence_length=128, tokens_per_step=256)
     assert "not probed" in text
     probed = replace(machine("laptop"), name="my own")
     save_hardware(probed, tmp_path / "hardware.json")
@@ -369,19 +374,19 @@ def test_invalid_memory_amounts_are_refused(text: str) -> None:
             "B of host memory",
         ),
         (
-            {"tokens_per_step": 100, "length": 200},
+            {"tokens_per_step": 100, "sequence_length": 200},
             ConfigError,
             "--tokens-per-step: 100 tokens per step are less than",
         ),
         ({"tokens_per_step": 0}, ConfigError, "--tokens-per-step: 0 tokens per step"),
         ({"tokens_per_step": 1 << 27}, ConfigError, "--tokens-per-step: 134,217,728 tokens per step are too many"),
-        ({"length": 1 << 27}, ConfigError, "--sequence-length: 134,217,728 tokens per step are too many"),
-        ({"length": 0}, ConfigError, "--sequence-length: 0 is too small"),
+        ({"sequence_length": 1 << 27}, ConfigError, "--sequence-length: 134,217,728 tokens per step are too many"),
+        ({"sequence_length": 0}, ConfigError, "--sequence-length: 0 is too small"),
         ({"token_budget": 0.0}, ConfigError, "--token-budget: 0 is out of range"),
         ({"token_budget": float("nan")}, ConfigError, "--token-budget"),
         ({"precision": "fp8"}, ConfigError, "unknown precision 'fp8'; use bf16 or fp32"),
         ({"html": "/no/folder/x.html"}, ConfigError, "--html: there is no folder"),
-        ({"json_file": "/"}, ConfigError, "--json: /: is a folder"),
+        ({"json": "/"}, ConfigError, "--json: /: is a folder"),
     ],
 )
 def test_user_errors_are_one_line(saved: str, options: dict[str, Any], kind: type, complaint: str) -> None:
@@ -397,10 +402,10 @@ def test_user_errors_are_one_line(saved: str, options: dict[str, Any], kind: typ
         {"hardware": "h20"},
         {"host_memory": "24 gigs"},
         {"device_memory": "24 gigs", "hardware": None},
-        {"tokens_per_step": 100, "length": 200},
+        {"tokens_per_step": 100, "sequence_length": 200},
         {"precision": "fp8"},
         {"html": "/no/folder/x.html"},
-        {"json_file": "/"},
+        {"json": "/"},
         {"token_budget": 0.0},
     ],
     ids=str,
@@ -421,12 +426,12 @@ def test_bad_options_are_refused_before_the_model_is_read(
 def test_memory_overrides_are_noted_and_impossible_ones_refused(
     saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = shown(saved, hardware="h200", host_memory="4TB", tokens_per_step=4096, length=512)
+    told = shown(saved, hardware="h200", host_memory="4TB", tokens_per_step=4096, sequence_length=512)
     assert "4.00 TB as asked; the described machine has 1.64 TB" in told
     assert "total of 4.00 TB" in told
-    less = shown(saved, hardware="h200", host_memory="1TB", tokens_per_step=4096, length=512)
+    less = shown(saved, hardware="h200", host_memory="1TB", tokens_per_step=4096, sequence_length=512)
     assert "1.00 TB as asked; the described machine has 1.64 TB" in less
-    assert "as asked" not in shown(saved, hardware="h200", tokens_per_step=4096, length=512)
+    assert "as asked" not in shown(saved, hardware="h200", tokens_per_step=4096, sequence_length=512)
     monkeypatch.setattr(megatrain.run.this_machine, "PROBED", tmp_path / "hardware.json")
     save_hardware(machine("laptop"), tmp_path / "hardware.json")
     with pytest.raises(
@@ -437,7 +442,7 @@ def test_memory_overrides_are_noted_and_impossible_ones_refused(
 
 @pytest.mark.usefixtures("plan_alone")
 def test_drive_wear_within_a_year_is_the_first_line(saved: str) -> None:
-    told = shown(saved, tokens_per_step=4096, length=512, host_memory="12GB", device_memory="6GB")
+    told = shown(saved, tokens_per_step=4096, sequence_length=512, host_memory="12GB", device_memory="6GB")
     assert re.match(r"warning +\S+ TB written to disk per day: the drive's endurance lasts \S+ days", told)
 
 
@@ -445,7 +450,7 @@ def test_drive_wear_within_a_year_is_the_first_line(saved: str) -> None:
 @pytest.mark.parametrize("kind", ["folder", "config", "saved"])
 def test_output_ends_with_a_config_and_the_next_command(kind: str, config: str, saved: str, tmp_path: Path) -> None:
     model = {"folder": str(Path(config).parent), "config": config, "saved": saved}[kind]
-    told = shown(model, tokens_per_step=4096, length=512, clips=False, host_memory="64GB", attention="auto")
+    told = shown(model, tokens_per_step=4096, sequence_length=512, clip=False, host_memory="64GB", attention="auto")
     lines = told.split("in a configuration:\n")[1].splitlines()
     needed = ["train.steps=3", "output.folder=runs/x", "data.sources=[x.txt]"]
     needed += ["data.tokenizer=bytes"] if kind == "config" else []
@@ -476,14 +481,22 @@ def test_sequences_longer_than_the_model_supports_are_refused(config: str) -> No
     with pytest.raises(
         ConfigError, match="--sequence-length: sequences of 4,096 tokens exceed the model's 2,048 positions"
     ):
-        shown(config, length=4096)
+        shown(config, sequence_length=4096)
+
+
+@pytest.mark.usefixtures("plan_alone")
+@pytest.mark.parametrize("kind", SILENT)
+def test_sequences_longer_than_a_default_that_nobody_stated_are_planned(kind: str, tmp_path: Path) -> None:
+    """As published, without `max_position_embeddings`, whose default is 2,048."""
+    (tmp_path / "config.json").write_text(json.dumps(SILENT[kind]))
+    assert "16,384" in shown(str(tmp_path), length=16_384, tokens_per_step=16_384)
 
 
 @pytest.mark.parametrize(
     ("memory", "tokens", "named"),
     [
         (("6GB", "5GB"), FEW, r"all 25.8 GB of device memory would make it fit \(\S+ tokens/s\)"),
-        (("3GB", "2GB"), {"tokens_per_step": 1 << 17, "length": 1 << 17}, "no single upgrade makes it fit"),
+        (("3GB", "2GB"), {"tokens_per_step": 1 << 17, "sequence_length": 1 << 17}, "no single upgrade makes it fit"),
         pytest.param(
             ("6GB", "12GB"),
             FEW,
@@ -509,7 +522,7 @@ def test_a_refusal_tells_the_step_that_its_speeds_are_for(saved: str, monkeypatc
         lambda question: asked.append(question.tokens_per_step) or find_plan(question),
     )
     with pytest.raises(DoesNotFit, match=r"would make it fit \(\S+ tokens/s with 512 tokens per step\)"):
-        shown(saved, length=512, device_memory="6GB", host_memory="5GB", disk_memory="0")
+        shown(saved, sequence_length=512, device_memory="6GB", host_memory="5GB", disk_memory="0")
     assert asked == [512]
 
 
@@ -537,6 +550,7 @@ def test_a_memory_that_device_and_host_divide_is_told_and_divided(saved: str) ->
         shown(saved, hardware="dgx-spark", host_memory="110GB", **FEW)
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("plan_alone")
 @pytest.mark.parametrize(("name", "is_divided"), [("dgx-spark", True), ("rtx-4090", False)])
 def test_whether_device_and_host_divide_one_memory_is_no_matter_of_sources(
@@ -601,6 +615,6 @@ def test_a_run_config_is_planned_as_written(config: str, tmp_path: Path) -> None
     assert f"{steps} steps = about 2 epochs" in whole
     assert "of them trained" in whole
     with pytest.raises(ConfigError, match=r"--sequence-length: is decided by the configuration; set data\.sequence"):
-        shown(str(run), length=32)
+        shown(str(run), sequence_length=32)
     with pytest.raises(ConfigError, match=r"'train\.steps=3': sets a key, but a model has no keys"):
         shown(config, overrides=["train.steps=3"])

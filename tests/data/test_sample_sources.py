@@ -102,6 +102,7 @@ def test_a_compressed_file_gives_the_same_samples(tmp_path: Path, suffix: str, c
     assert not left_out.counts
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("compression", [".gz", ".zst"])
 def test_truncated_compressed_data_is_refused(tmp_path: Path, compression: str) -> None:
     rng = random.Random(0)

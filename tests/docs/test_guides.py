@@ -87,6 +87,7 @@ def events(folder: str, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines(Path(folder)) if line["event"] == kind]
 
 
+@pytest.mark.slow
 def test_data_is_mixed_with_the_hubs_by_weight_and_columns_are_renamed(hub: Hub) -> None:
     hub.publish("org/dataset", {"train.jsonl": Path("data", "math.jsonl").read_bytes()})
     run("train", written(shown("data.md", lambda tree: "weights" in tree["data"]), output={"folder": "mixed"}))

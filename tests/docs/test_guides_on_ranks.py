@@ -129,6 +129,7 @@ def test_shown_commands_have_the_options_of_today() -> None:
             command.commands[verb].make_context(verb, words)
 
 
+@pytest.mark.slow
 def test_the_script_trains_on_two_ranks(preloaded: Preloaded) -> None:
     Path("script.py").write_text(script())
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}

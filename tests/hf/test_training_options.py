@@ -142,6 +142,7 @@ def _determinism(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = flags
 
 
+@pytest.mark.few(3)
 @pytest.mark.usefixtures("_determinism")
 @pytest.mark.parametrize(
     "changes",

@@ -21,7 +21,7 @@ FLOOR = 1e-2
 """The scale of an error is at least this share of the largest gradient: some are small sums of large terms."""
 
 NUMERICS = Numerics("fp32", loss_chunk_tokens=7)
-FAMILIES = ("llama", "llama-tied", "gemma2", "qwen3-moe", "mixtral-balanced")
+FAMILIES = ("llama", "llama-tied", "gemma2", "qwen3-moe", "mixtral-balanced", "gemma4")
 DEVICES = (("cpu", "recompute"), ("sim:5", "keep"))
 CASES = [
     *((family, "lora", *how) for family in (*FAMILIES, "gpt2") for how in DEVICES),
@@ -60,6 +60,7 @@ def assert_true(model: peft.PeftModel, device: str, activations: str, tolerance:
     assert errors[worst] < tolerance, worst
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["bamba", "deepseek_v3", "gpt_oss"])
 def test_hybrid_and_latent_attention_models_match_peft(kind: str) -> None:
     model = stock_model(tiny_config(kind), 0)

@@ -95,6 +95,7 @@ def test_a_nonfinite_loss_of_finite_weights_names_the_first_module(device: str, 
         assert equal(engine.master_weights(), before)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("targets", "parameter", "says"),
@@ -172,6 +173,7 @@ def test_a_loss_function_that_returns_nan_is_told_from_the_model(device: str) ->
         assert engine.step(unequal_batches(1), loss_fn=loss).tokens
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("max_grad_norm", [1.0, None])
 def test_looking_for_the_cause_of_a_nonfinite_loss_leaves_no_trace(

@@ -302,6 +302,7 @@ def _fail_somewhere(kind: str, seeds: range, update: str) -> None:
             assert equal(engine.master_weights(), expected), f"seed {seed}: a whole step counts, none does not"
 
 
+@pytest.mark.few(4)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("update", ["next_forward", pytest.param("during_backward", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
@@ -474,6 +475,7 @@ WAYS = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_an_engine_step_takes_the_predicted_time_on_the_virtual_clock(way: str) -> None:
     """With real work and the schedule that the engine really ran, a step after others, and an evaluation."""

@@ -135,6 +135,7 @@ def test_a_killed_run_resumes_bit_for_bit(preloaded: Preloaded, tmp_path: Path, 
     survive(preloaded, tmp_path, disk, random.Random(int(disk)), kills=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kills", "home"),
     [

@@ -76,6 +76,7 @@ def plainest(update: str) -> dict[str, Tensor]:
     return trained(Policy(update=update))  # type: ignore[arg-type]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("device", "policy"),
     [

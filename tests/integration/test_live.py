@@ -52,6 +52,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "precision", "chunk", "keep"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
 )
@@ -98,6 +99,7 @@ def rows_of(rows: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("family", "rows", "changes"), [*MASKED, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_MASKED)]

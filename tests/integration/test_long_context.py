@@ -40,6 +40,7 @@ def results(device: str, numerics: Numerics, policy: Policy, family: str = "llam
         return found | engine.master_weights()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "activations"),
     [("llama", "keep"), ("gpt2", "recompute"), ("mixtral-balanced", "recompute")],

@@ -98,6 +98,7 @@ def pairs(count: int, length: int, seed: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "device"), [("llama", "cpu"), ("qwen3-tied", "sim:3"), ("gpt2", "cpu"), ("mixtral-balanced", "sim:4")]
 )
@@ -168,6 +169,7 @@ def stock_dpo(log_probs: Tensor, reference: Tensor, each: dict[str, Tensor], los
     return torch.stack(losses), torch.stack(margins)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("loss", "family"),
     [(DPO(), "llama"), (DPO(0.5, 0.1), "qwen3-tied"), (DPO(0.3, loss_type="ipo"), "llama-tied")],
@@ -207,6 +209,7 @@ def test_preference_steps_equal_a_plain_pytorch_loop(loss: DPO, family: str) -> 
     assert out.metrics["rewards/margins"] > 0.01, "the policy must have moved"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("loss", [ORPO(), ORPO(0.4), SimPO(), SimPO(0.7, 0.2)], ids=str)
 def test_steps_without_a_reference_equal_a_plain_pytorch_loop_around_trl(loss: ORPO | SimPO) -> None:
     """Loss and every gradient, by TRL's own functions over the stock model's log-probabilities."""
@@ -313,6 +316,7 @@ def trls_kto(log_probs: Tensor, reference: Tensor, each: dict[str, Tensor], loss
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "loss",
     [KTO(), KTO(0.5, 0.7, 1.4), KTO(0.3, loss_type="apo_zero_unpaired")],

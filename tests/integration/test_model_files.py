@@ -47,6 +47,7 @@ def usual(device: str, placement: Placement | None, units: int = 5, **fields: An
     return Policy(shard_nbytes=3000, shares_memory=device == "cpu", placements=placements, **fields)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("device", "family", "update"),
     [
@@ -142,6 +143,7 @@ def test_weights_stored_in_another_form_stay_in_memory(tmp_path: Path) -> None:
         made_whole.step(unequal_batches(2))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", ["written", "replaced", "gone", "cut"])
 def test_a_file_that_changes_while_it_is_read_ends_the_run(how: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "base")

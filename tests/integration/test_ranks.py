@@ -106,12 +106,14 @@ def batches_of(count: int) -> list[dict[str, Tensor]]:
     return [batch(2, 5 + index % 3, seed=index, padded=index % 2) for index in range(count)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "precision", "size"),
     [
         ("llama", "bf16", 3),
         ("mixtral-balanced", "fp32", 3),
         pytest.param("llama", "fp32", 2, marks=pytest.mark.slow),
+        pytest.param("gemma4", "fp32", 2, marks=pytest.mark.slow),
         pytest.param("qwen3-moe", "bf16", 2, marks=pytest.mark.slow),
     ],
 )
@@ -559,6 +561,7 @@ def saved_again(world: World, checkpoint: Path, folder: Path, precision: Precisi
         return again, model, output.loss
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("frozen", "precision"),
     [

@@ -37,7 +37,7 @@ KEPT: dict[str, tuple[tuple[Keep, ...], ...]] = ROWS | {"dropped": (("input",), 
 
 @settings(max_examples=DRAWN)
 @given(
-    family=st.sampled_from(["llama", "llama-tied", "gpt2", "mixtral-balanced"]),
+    family=st.sampled_from(["llama", "llama-tied", "gpt2", "mixtral-balanced", "gemma4"]),
     precision=st.sampled_from(["bf16", "fp32"]),
     rows=st.sampled_from(sorted(KEPT)),
     wait_for=st.sampled_from(["unit", "shard"]),
@@ -83,6 +83,7 @@ def test_a_ring_of_shards_changes_no_bit(
     assert not calls_under_way()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("frozen", [("*layers.0*", "*norm*"), ("*q_proj*", "*layers.1.*")])
 def test_frozen_shards_stay_until_the_end_of_a_call(frozen: tuple[str, ...]) -> None:
     batches = unequal_batches(2)
@@ -150,6 +151,7 @@ def test_reads_after_release_name_the_weight(device: str, monkeypatch: pytest.Mo
         assert not calls_under_way()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "at",
     [
@@ -187,6 +189,7 @@ def test_an_engine_switches_gates_on_and_off_between_steps() -> None:
     assert losses == expected
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("wait_for", "rows"),
     [

@@ -27,7 +27,7 @@ ON_DEVICE, ON_DISK = Placement("device", "device", "device"), Placement("disk", 
 
 @settings(max_examples=max(1, settings.default.max_examples // 8))
 @given(
-    family=st.sampled_from(["llama", "mixtral-balanced"]),
+    family=st.sampled_from(["llama", "mixtral-balanced", "gemma4"]),
     precision=st.sampled_from(["bf16", "fp32"]),
     rows=st.sampled_from(sorted(KEPT)),
     wait_for=st.sampled_from(["unit", "shard"]),
@@ -71,6 +71,7 @@ def test_rounds_change_no_bit(
         assert equal(results(made, 3), plainest(precision, update, family, 3))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("device", "precision", "in_round"),
     [

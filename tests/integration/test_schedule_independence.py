@@ -65,6 +65,7 @@ def reference(
     return run("cpu", precision, policy, family, **model)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("precision", "family", "seeds"),
     [
@@ -96,7 +97,7 @@ def test_two_hundred_hostile_schedules_change_no_bit(precision: Precision, famil
     update=st.sampled_from(["next_forward", "during_backward"]),
     precision=st.sampled_from(["bf16", "fp32"]),
     seed=st.integers(0, 10**6),
-    family=st.sampled_from(["llama", "llama-tied"]),
+    family=st.sampled_from(["llama", "llama-tied", "gemma4"]),
     in_round=st.integers(0, 2),
 )
 def test_any_policy_gives_the_same_bits(
@@ -124,6 +125,7 @@ def test_any_policy_gives_the_same_bits(
     assert equal(run("cpu", precision, replace(policy, shares_memory=True), family), expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("activations", "device"),
     [

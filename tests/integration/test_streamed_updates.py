@@ -147,6 +147,7 @@ def test_the_device_updates_the_planned_pieces(update: str) -> None:
         assert set(engine.applied_updates().values()) == {2}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["next_forward", "during_backward"])
 def test_partly_frozen_layers_are_updated_on_the_host(update: str) -> None:
     frozen = "layers.1.mlp"
@@ -256,6 +257,7 @@ QUICK = [("raise", "next_forward"), ("copy", "during_backward"), ("hang", "durin
 """An op, a copy and a stream; `test_hostile` has all kinds for engines that update in host memory."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("kind", "update"),

@@ -106,6 +106,7 @@ WAYS = [("bf16", "next_forward"), ("fp32", "during_backward"), ("bf16", "during_
 FAMILIES = ("llama", "llama-tied")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("precision", "update", "family", "part"),
     [
@@ -130,6 +131,7 @@ def test_ten_splits_between_host_and_disk_give_the_same_bits(
             )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("precision", "update", "part"),
     [
@@ -172,6 +174,7 @@ def _random_home(draw: random.Random) -> Placement:
     return Placement(*(draw.choice(tiers) for _ in range(4)))  # type: ignore[arg-type]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("device", "update"),
     [

@@ -40,6 +40,7 @@ CASES = [(family, *how) for place, family in enumerate(FAMILIES) for how in PAIR
 """Each family on both devices and in both plans; the first one in all four ways."""
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(("family", "device", "activations"), [*CASES, *(("llama", *how) for how in PAIRS[1])])
 def test_loss_and_every_gradient_equal_the_stock_model(family: str, device: str, activations: str) -> None:
     model = tiny_model(family)
@@ -77,6 +78,7 @@ def test_parameters_outside_the_graph_have_zero_gradients() -> None:
         assert not engine.gradients(unequal_batches())["model.unused"].any()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "device", "clip"),
     [

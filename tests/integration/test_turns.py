@@ -211,6 +211,7 @@ def test_a_forked_child_cannot_use_the_parents_engine(parent: Engine, tmp_path: 
         assert re.match(REFUSED.format(os.getpid()), said), f"{name}: {said}"
 
 
+@pytest.mark.few(2)
 @fork
 def test_a_forked_child_cannot_harm_the_parents_engine(parent: Engine) -> None:
     before = parent.master_weights()
@@ -233,6 +234,7 @@ def test_a_forked_child_cannot_harm_the_parents_engine(parent: Engine) -> None:
     assert parent.step(unequal_batches()).tokens > 0
 
 
+@pytest.mark.few(2)
 @fork
 def test_parts_of_an_engine_refuse_forked_children(parent: Engine, tmp_path: Path) -> None:
     """A stream, a device and a disk that somebody holds; a disk's files are those of the parent."""
@@ -285,6 +287,7 @@ class Forked(Dataset[Tensor]):
         return batch(1, 6, index)["input_ids"][0]
 
 
+@pytest.mark.few(1)
 @fork
 @pytest.mark.parametrize("persistent", [False, True])
 def test_forked_data_loader_workers_can_feed_an_engine(persistent: bool) -> None:

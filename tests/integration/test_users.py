@@ -169,6 +169,7 @@ def test_manually_tied_models_stay_tied(tmp_path: Path) -> None:
     assert again == pytest.approx(loss, rel=1e-6)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("rate", "clip"),
     [

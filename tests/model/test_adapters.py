@@ -61,6 +61,7 @@ def test_a_fresh_file_backed_adapter_equals_pefts_for_the_seed(base: Path, metho
     assert equal(weights, {name: each.detach() for name, each in stock.named_parameters()})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "method", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in METHODS]
 )
@@ -130,6 +131,7 @@ def test_an_engine_without_an_adapter_has_none_to_save(tmp_path: Path) -> None:
         engine.save_adapter(tmp_path / "adapter")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("method", ["lora", "dora", "whole ends", "of the ends", "ia3", "loha", "norms"])
 def test_merging_equals_pefts_float32_merge_unit_by_unit(base: Path, method: str, tmp_path: Path) -> None:
     model = adapted(in_memory(base), method)
@@ -190,6 +192,7 @@ def state_of(engine: Engine) -> dict[str, Tensor]:
     return {name: each.clone() for name, each in engine.master_weights().items()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["lora", "whole ends"])
 def test_an_adapter_checkpoint_holds_no_base_and_resumes_bit_for_bit(base: Path, method: str, tmp_path: Path) -> None:
     with Engine.from_pretrained(base, adapter=config_of(method), verify=False) as engine:

@@ -78,3 +78,14 @@ def test_a_vocabulary_for_each_layer_is_no_count_of_layers(tmp_path: Path) -> No
     for name, value in {"num_hidden_layers": 262_144, "vocab_size_per_layer_input": 10**9}.items():
         with pytest.raises(ModelError, match=f"{value:,} for {name}"):
             read_config({**fields, name: value}, where="model")
+
+
+def test_what_a_config_class_says_of_its_fields_is_said_in_its_own_words(tmp_path: Path) -> None:
+    """Qwen3.8-Flash-Next: its hashes of token sequences need to know where a text ends, and its class asks for it."""
+    text = {"num_hidden_layers": 4, "ple_layer_ids": [1], "model_type": "qwen4_exp_text"}
+    folder = written(tmp_path / "model", {"model_type": "qwen4_exp", "text_config": text})
+    said = "model: eos_token_id must be set when Qwen4-Exp PLE layers are enabled; correct that field of its config"
+    with pytest.raises(ModelError, match=f"^{said}$"):
+        read_config(folder, where="model")
+    folder = written(tmp_path / "mended", {"model_type": "qwen4_exp", "text_config": text | {"eos_token_id": 7}})
+    assert read_config(folder, where="model").text_config.eos_token_id == 7

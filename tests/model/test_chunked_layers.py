@@ -24,6 +24,7 @@ PARTS = {
 QUICK = ("llama", 0), ("gpt2", 1), ("qwen3-moe", 1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [

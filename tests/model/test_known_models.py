@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from torch import nn
 
-from megatrain.model.architecture import read_config, refuse_other_configs
+from megatrain.model.architecture import auto_class, read_config, refuse_other_configs
 from megatrain.model.known_models import known_config, known_models
 
 
 @pytest.mark.parametrize("name", known_models())
 def test_built_in_models_have_their_published_parameter_counts(name: str) -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(known_config(name))
+        model = auto_class(known_config(name)).from_config(known_config(name))
     assert sum(parameter.numel() for parameter in model.parameters()) == known_models()[name]["parameters"]
 
 
@@ -27,8 +27,30 @@ def test_built_in_models_are_trainable_and_their_fields_valid(name: str) -> None
 
 
 def test_common_models_are_built_in() -> None:
-    assert len(known_models()) >= 50
+    assert len(known_models()) >= 80
     assert {"meta-llama/Llama-3.1-8B", "Qwen/Qwen3-8B", "deepseek-ai/DeepSeek-V3"} <= known_models().keys()
+    assert {"Qwen/Qwen3.6-27B", "Qwen/Qwen3-VL-8B-Instruct", "moonshotai/Kimi-K2.6"} <= known_models().keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "of_images"),
+    [
+        ("Qwen/Qwen3.5-27B", 460_730_096),
+        ("Qwen/Qwen3-VL-4B-Instruct", 415_347_712),
+        ("moonshotai/Kimi-K2.6", 471_143_920),
+    ],
+)
+def test_a_model_with_images_has_the_tower_that_was_published(name: str, of_images: int) -> None:
+    """Published counts of what is not the language model, which a total alone would not tell from it."""
+    config = known_config(name)
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config)
+    text = {id(parameter) for part in ("language_model", "lm_head") for parameter in parts(model, part)}
+    assert sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in text) == of_images
+
+
+def parts(model: nn.Module, name: str) -> list[nn.Parameter]:
+    return [each for path, module in model.named_modules() if path.endswith(name) for each in module.parameters()]
 
 
 def test_built_in_configs_are_independent_copies() -> None:

@@ -60,6 +60,7 @@ def test_fits_are_never_below_their_measurements() -> None:
             assert found.nbytes(tokens, tokens) >= size - 1e-6
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [

@@ -19,9 +19,11 @@ def in_pieces(model: PreTrainedModel, ported: PortedModel, inputs: dict[str, Ten
     units = ported.structure.units
     own = [{param.name: weights[param.name] for param in unit.params} for unit in units]
     hidden, calls = ported.prologue(own[0], inputs)
+    values: dict[int, Tensor] = {}
     for index, call in enumerate(calls):
         inside = {name.removeprefix(ported.prefix(index)): value for name, value in own[1 + index].items()}
-        hidden, _ = ported.layer(index, inside, hidden, call)
+        hidden, made = ported.layer(index, inside, hidden, call, values=values)
+        values |= made
     head = {**own[-1], **{name: weights[name] for name in units[-1].borrows}}
     return ported.head(head, hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 

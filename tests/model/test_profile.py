@@ -77,6 +77,7 @@ def test_scores_that_a_cpu_alone_makes_are_counted_there_alone(kind: str, change
             assert engine.spec == on_a_cpu
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_attention_that_is_not_run_is_counted_like_one_that_is(rows: int) -> None:
     """Without dropout a cpu has a fused kernel, which gives and saves the same."""

@@ -12,7 +12,16 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, Llama
 
 from megatrain.errors import ModelError
 from megatrain.model import causal_lm_from_config
-from megatrain.model.tiny import dropout_rates, ordinary_tokens, shrink, twin_from, twin_of, with_dropout
+from megatrain.model.tiny import (
+    EFFORTS,
+    dropout_rates,
+    narrowed,
+    ordinary_tokens,
+    shrink,
+    twin_from,
+    twin_of,
+    with_dropout,
+)
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192, "rope_theta": 5e5}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -179,6 +188,27 @@ def test_placeholders_of_images_are_ids_of_the_small_vocabulary() -> None:
     assert len(special) == 4
     assert max(special) < small.text_config.vocab_size == 96
     assert not special & set(ordinary_tokens(small))
+
+
+@pytest.mark.parametrize(
+    ("sections", "share", "small"),
+    [
+        ([22, 22, 20], 1.0, [1, 1, 2]),  # Ernie 4.5 VL: heights and widths take turns
+        ([24, 20, 20], 1.0, [2, 1, 1]),  # Qwen3-VL
+        ([16, 24, 24], 1.0, [2, 1, 1]),
+        ([11, 11, 10], 0.25, [1, 1, 2]),  # Qwen 3.5
+        ([16, 16, 16, 16], 1.0, [1, 1, 1, 1]),  # HunYuan-VL
+    ],
+)
+def test_equal_sections_of_image_positions_stay_equal_and_none_is_empty(
+    sections: list[int], share: float, small: list[int]
+) -> None:
+    rope = {"rope_type": "default", "partial_rotary_factor": share, "mrope_section": sections}
+    head = round(2 * sum(sections) / share)
+    node = {"hidden_size": 16 * head, "num_attention_heads": 16, "head_dim": head, "vocab_size": 1000}
+    made = narrowed(node | {"rope_parameters": rope}, EFFORTS[0])
+    assert made["rope_parameters"]["mrope_section"] == small
+    assert 2 * sum(small) == made["head_dim"] * share
 
 
 def test_every_layer_that_a_tower_hands_on_is_kept() -> None:

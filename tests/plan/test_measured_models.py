@@ -19,7 +19,7 @@ def test_every_built_in_model_has_measurements() -> None:
     assert known_names() == tuple(known_models())
 
 
-@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "openai/gpt-oss-120b", "google/gemma-3-1b-pt"])
+@pytest.mark.parametrize("name", known_models())
 def test_stored_measurements_have_the_models_parameters(name: str) -> None:
     assert (
         sum(param.numel for unit in built_in(name).units for param in unit.params) == known_models()[name]["parameters"]
@@ -56,6 +56,8 @@ def test_stored_measurements_equal_new_ones(name: str) -> None:
         ("deepseek-ai/DeepSeek-V3-Base", "deepseek-ai/DeepSeek-V3"),
         ("gpt2", "openai-community/gpt2"),
         ("Phi-4", "microsoft/phi-4"),
+        ("qwen3.6-27b-fp8", "Qwen/Qwen3.6-27B"),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
         ("qwen2.5-7b-instruct", "Qwen/Qwen2.5-7B"),
     ],
 )

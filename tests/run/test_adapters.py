@@ -85,6 +85,7 @@ def test_an_adapter_run_resumes_bit_for_bit_from_small_checkpoints(base: Path) -
         run(base, "cut", 6, resume="auto", adapter=other, accept_changes=True)
 
 
+@pytest.mark.slow
 def test_fresh_models_can_have_an_adapter(base: Path) -> None:
     fields = {**tiny_model("llama", vocab_size=512).config.to_dict(), "dtype": None}
     fields = {key: fields[key] for key in ("model_type", "vocab_size", "hidden_size", "intermediate_size")}
@@ -96,6 +97,7 @@ def test_fresh_models_can_have_an_adapter(base: Path) -> None:
     assert torch.isfinite(next(iter(peft.load_peft_weights(str(saved), device="cpu").values()))).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [

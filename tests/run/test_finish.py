@@ -84,6 +84,7 @@ def test_the_router_auxiliary_loss_is_in_both_losses(tmp_path: Path) -> None:
     assert theirs == pytest.approx(ours, rel=2e-4)
 
 
+@pytest.mark.slow
 def test_models_with_remote_code_are_verified_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     train(configuration(tmp_path, train={"steps": 1, "sample_tokens": 0}))

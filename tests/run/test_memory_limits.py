@@ -119,6 +119,7 @@ SPLITS = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("split", SPLITS)
 def test_plans_reserve_exactly_what_saves_need(tmp_path: Path, precision: Precision, split: str) -> None:
@@ -137,6 +138,7 @@ def least_in(error: DoesNotFit, tier: str) -> int:
     return error.needed[tier]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("tier", "device", "precision", "every", "host"),
     [

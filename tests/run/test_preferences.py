@@ -67,6 +67,7 @@ def test_dpo_training_increases_the_reported_margin(tmp_path: Path) -> None:
     assert measured[-1]["rewards/accuracies"] > 0.7
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("objective", ["orpo", "simpo"])
 def test_reference_free_objectives_increase_the_margin(objective: str, tmp_path: Path) -> None:
     changed = {"objective": objective, "steps": 8, "learning_rate": 1e-2}

@@ -62,6 +62,7 @@ def asked(world: World, config: Config, folder: Path) -> tuple[list[Any], float]
     return [np.asarray(each) for each in said], loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_compute_the_same_reference_log_probabilities_as_one(tmp_path: Path, size: int) -> None:
     """Bit for bit, whoever asked; what was asked once is found in the cache by any number of ranks."""

@@ -312,6 +312,7 @@ def elsewhere(folder: str, libraries: str, *arguments: str) -> None:
     command_line(*arguments)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("unlike", "told"),
     [

@@ -103,6 +103,7 @@ def made_tiny(name: str, tmp_path: Path, model: Path) -> Config:
     return load_config(RECIPES / name, [f"{key}={value}" for key, value in changes.items()])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "name",
     [

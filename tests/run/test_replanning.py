@@ -30,6 +30,7 @@ class Asked:
     overrides: dict[str, Any] = field(default_factory=dict)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("refuses", [False, True])
 def test_a_disk_filling_up_does_not_end_a_run(refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = Policy(shares_memory=True)
@@ -49,12 +50,14 @@ def test_a_disk_filling_up_does_not_end_a_run(refuses: bool, tmp_path: Path, mon
     assert losses[0] == losses[1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("wait_for", ["unit", "shard"])
 def test_replans_can_change_gates(wait_for: WaitFor, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = Policy(shard_nbytes=2000, wait_for=wait_for)
     goes_over(usual, replace(usual, wait_for="shard" if wait_for == "unit" else "unit", weight_slots=3), monkeypatch)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ahead", [(0, 16_384), (16_384, 0)])
 def test_replans_can_add_and_remove_a_ring(ahead: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     before = Policy(shard_nbytes=16_384, wait_for="shard", read_ahead_nbytes=ahead[0])

@@ -623,6 +623,7 @@ def test_checkpoints_with_old_config_keys_resume(tmp_path: Path) -> None:
     assert said == [f"changed since the checkpoint: train.learning_rate 0.5 -> {config.train.learning_rate}"]
 
 
+@pytest.mark.slow
 def test_epochs_end_as_planned_and_can_be_extended(tmp_path: Path) -> None:
     """The same weights as by the steps that they are; from a checkpoint too; more of them go on behind the end."""
 

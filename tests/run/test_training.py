@@ -108,6 +108,7 @@ def test_a_finished_run_folder_is_complete(tmp_path: Path) -> None:
         assert part in said
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_the_saved_model_is_the_trained_one(tmp_path: Path, precision: str) -> None:
     said = train(configuration(tmp_path, train={"precision": precision}))
@@ -256,6 +257,7 @@ def test_a_diverging_run_keeps_the_old_model(tmp_path: Path, monkeypatch: pytest
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("on_nonfinite", ["skip", "rollback"])
 def test_nonfinite_weights_end_the_run_and_are_named(on_nonfinite: str, tmp_path: Path) -> None:
     train(configuration(tmp_path, train={"steps": 1, "sample_tokens": 0}))

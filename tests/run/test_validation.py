@@ -242,6 +242,7 @@ def test_custom_metrics_are_reported_like_the_loss(tmp_path: Path, monkeypatch: 
         train(run_of(tmp_path, train={"metrics": "own_metrics:wrong"}, output={"folder": str(tmp_path / "third")}))
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_a_metric_that_one_of_them_works_out_as_for_what_one_does_for_all() -> None:
     """And not as in a step, where a rank that is later than ten minutes is taken to stand still."""
     is_asked = threading.Event()

@@ -137,6 +137,7 @@ def small_files(folder: Path) -> dict[str, str]:
     return {name: (folder / name).read_text() for name in names if (folder / name).exists()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in ("llava", "qwen3_5") else pytest.mark.slow) for kind in KINDS]
 )

@@ -96,6 +96,7 @@ def _adopt_and_step(kind: str, device: str, disk: Path | None, seed: int) -> int
     return adopted
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_few_policies_are_refused_or_change_no_bit(kind: str, tmp_path: Path) -> None:
     _adopt_and_step(kind, "sim:3", tmp_path, seed=1)

@@ -88,6 +88,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
 # One moment ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("how", "device"),
     [
@@ -171,6 +172,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("precision", "placements", "device"),
     [
@@ -216,6 +218,7 @@ def test_an_engine_restores_in_place(tmp_path: Path) -> None:
     assert saved.training["run"] == {"a": [1, None]}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "family", ["llama-tied", "gpt2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mixtral", "gemma2"))]
 )

@@ -228,6 +228,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], Callable[[PortedModel], None]]] = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_templates_are_detected(case: str) -> None:
     kind, changes, change = WRONG[case]
@@ -238,6 +239,7 @@ def test_wrong_templates_are_detected(case: str) -> None:
     assert report.worst.error > 10 * report.tolerance
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "qwen3_next"])
 def test_dropped_masks_are_detected(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Call.arguments

@@ -295,7 +295,7 @@ class Activations:
 
     def _side_nbytes(self, number: int, micro: int) -> int:
         tokens = self._work.tokens[micro]
-        nbytes = self._model.sides[number].size.nbytes(tokens, min(self._work.length or tokens, tokens))
+        nbytes = self._model.sides[number].nbytes(tokens, min(self._work.length or tokens, tokens))
         return max(1, round(self._work.repeats * nbytes))
 
     def made(self, unit: int, micro: int, *, again: bool = False) -> list[Access]:
