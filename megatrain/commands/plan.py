@@ -242,7 +242,7 @@ def _question_of(run: Config, machine: Hardware) -> Question:
     from megatrain.engine.batch import TEXT_ENTRIES
     from megatrain.model import freeze_parameters, lora_config, port_model
     from megatrain.model.adapters import with_adapter
-    from megatrain.model.image_rows import values_of
+    from megatrain.model.image_rows import see, values_of, values_per_token
     from megatrain.model.skeleton import blueprint
     from megatrain.run.planner_inputs import question_of
 
@@ -264,11 +264,11 @@ def _question_of(run: Config, machine: Hardware) -> Question:
         processor = load_processor(run.tokenizer)
         refuse_without_tower(processor, type(structure).__name__, ported.arguments)
         row = processor.full_row(run.data.sequence_length)
-        ported.see(row, values_of(row, TEXT_ENTRIES))
+        see(ported, row, values_of(row, TEXT_ENTRIES))
     spec = ported.spec
     if run.adapter is not None and run.model.path is not None:
         spec = _over_files(spec, run.train.precision)
-    return question_of(run, spec, machine, {}, ported.values_per_token)
+    return question_of(run, spec, machine, {}, values_per_token(ported))
 
 
 def _over_files(spec: ModelSpec, precision: Precision) -> ModelSpec:

@@ -31,6 +31,17 @@ def values_of(row: Mapping[str, Any], names: frozenset[str]) -> int:
     )
 
 
+def see(ported: PortedModel, row: Mapping[str, Tensor], values: int) -> None:
+    """Have the model measured for rows with images like this one, too. values: its `values_of`."""
+    ported.image_row = row, values
+    vars(ported).pop("spec", None)
+
+
+def values_per_token(ported: PortedModel) -> float:
+    """Of the row that the model is measured for; 0 without one."""
+    return 0.0 if ported.image_row is None else ported.image_row[1] / ported.image_row[0]["input_ids"].numel()
+
+
 def longer(row: Inputs, tokens: int) -> dict[str, Tensor]:
     """Rows with this many more tokens of text. What they have for each token is followed by zeros."""
     shape = row["input_ids"].shape

@@ -32,7 +32,7 @@ from megatrain.model.adapters import Adapter, switched_off
 from megatrain.model.chunked_layers import in_chunks
 from megatrain.model.compiled import compiled_call
 from megatrain.model.forward_arguments import Arguments
-from megatrain.model.recomputed_encoders import encoder_layers, recomputed
+from megatrain.model.recomputed_encoders import recomputed
 from megatrain.model.router_logits import recorded, replayed
 from megatrain.model.saved_activations import watched
 from megatrain.model.side_values import Passing, leaves_of, value_at
@@ -393,6 +393,8 @@ class PortedModel:
     recomputed: dict[nn.Module, Recomputed] = field(default_factory=dict)
     """What the modules of the skeleton, and of each template, recompute; each call of one starts from its state after
     the first look."""
+    encoders: Sequence[nn.Module] = ()
+    """The layers of the prologue's encoders (`recomputed_encoders`)."""
     image_row: tuple[Mapping[str, Tensor], int] | None = None
     """A row with images, [1, tokens], and the number of its values (`image_rows`): for which the prologue is measured
     too."""
@@ -411,16 +413,6 @@ class PortedModel:
         self._on_a_cpu = device.type == "cpu"
         if self._on_a_cpu:
             self._change(ModelSpec.on_a_cpu)
-
-    @property
-    def values_per_token(self) -> float:
-        """Of the row with images; 0 without one."""
-        return 0.0 if self.image_row is None else self.image_row[1] / self.image_row[0]["input_ids"].numel()
-
-    def see(self, row: Mapping[str, Tensor], values: int) -> None:
-        """Measure `spec` for rows with as many images as this one, too."""
-        self.image_row = row, values
-        vars(self).pop("spec", None)
 
     def share(self, ranks: int) -> None:
         """Divide its state among this many ranks."""
@@ -468,7 +460,7 @@ class PortedModel:
         encoders keep no graph, and are run again by the backward pass, in the contexts `around`.
         """
         capture = Capture(len(self.ports))
-        with recomputed(self._encoder_layers if torch.is_grad_enabled() else (), around):
+        with recomputed(self.encoders if torch.is_grad_enabled() else (), around):
             self.run(capture, weights, inputs)
         if capture.hidden is None or not capture.observed_only_passing:
             what = "skipped or repeated a layer, or changed the hidden state between layers"
@@ -534,10 +526,6 @@ class PortedModel:
                 if isinstance(leaf, Tensor) and leaf.requires_grad and path not in known:
                     return True
         return False
-
-    @cached_property
-    def _encoder_layers(self) -> list[nn.Module]:
-        return encoder_layers(self.skeleton, self.stack)
 
     @cached_property
     def _layers_that_tie(self) -> tuple[bool, ...]:

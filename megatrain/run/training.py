@@ -57,7 +57,7 @@ from megatrain.model import (
 from megatrain.model import Progress as LoadingProgress
 from megatrain.model.architecture import position_limit
 from megatrain.model.hub import located
-from megatrain.model.image_rows import values_of
+from megatrain.model.image_rows import see, values_of, values_per_token
 from megatrain.optim import AdamW, lr_schedule
 from megatrain.plan import Plan, find_plan
 from megatrain.plan.report import slow_precision_warning
@@ -433,12 +433,12 @@ def _plan(
     """Plan the run for this machine. images: a row with the most of the data, if they have any. Raises `DoesNotFit`
     before anything is allocated, `ConfigError` for full disks."""
     if images is not None:
-        ported.see(images, values_of(images, TEXT_ENTRIES))
+        see(ported, images, values_of(images, TEXT_ENTRIES))
     if ranks.leads:
         refuse_full_disk(config, ported, taken)
     hardware = this_machine(device, config.train.precision, config.train.hardware)
     threads = {"host_threads": ranks.threads}
-    question = question_of(config, ported.spec, hardware, threads, ported.values_per_token)
+    question = question_of(config, ported.spec, hardware, threads, values_per_token(ported))
     plan = find_plan(question) if ranks.alone else ranks.planned(question, device)
     refuse_wear(plan, config.disk)
     return plan
