@@ -64,6 +64,7 @@ from megatrain.plan.report import (
     warning_rows,
     without_gain,
 )
+from megatrain.run.memory_limits import describe_images
 from megatrain.run.this_machine import described_machine, probed_machine, this_machine
 from megatrain.spec import Hardware, Limits, ModelSpec, Precision
 from megatrain.spec.limits import parse_nbytes
@@ -236,9 +237,12 @@ def _question_by(model: str, options: Options, machine: Hardware) -> Question:
 
 def _question_of(run: Config, machine: Hardware) -> Question:
     """The planning question of a run on a machine, with its adapter and frozen parameters. Reads no weights."""
+    from megatrain.data.processor import load_processor, refuse_without_tower
     from megatrain.engine import DTYPES
+    from megatrain.engine.batch import TEXT_ENTRIES
     from megatrain.model import freeze_parameters, lora_config, port_model
     from megatrain.model.adapters import with_adapter
+    from megatrain.model.image_rows import see, values_of, values_per_token
     from megatrain.model.skeleton import blueprint
     from megatrain.run.planner_inputs import question_of
 
@@ -255,10 +259,16 @@ def _question_of(run: Config, machine: Hardware) -> Question:
         structure = with_adapter(structure, run.adapter.path or fresh)
     else:
         freeze_parameters(structure, run.train.freeze)
-    spec = port_model(structure, DTYPES[run.train.precision]).spec
+    ported = port_model(structure, DTYPES[run.train.precision])
+    if run.data.images is not None:  # as many as a row has room for, since the data are not read
+        processor = load_processor(run.tokenizer)
+        refuse_without_tower(processor, type(structure).__name__, ported.arguments)
+        row = processor.full_row(run.data.sequence_length)
+        see(ported, row, values_of(row, TEXT_ENTRIES))
+    spec = ported.spec
     if run.adapter is not None and run.model.path is not None:
         spec = _over_files(spec, run.train.precision)
-    return question_of(run, spec, machine, {})
+    return question_of(run, spec, machine, {}, values_per_token(ported))
 
 
 def _over_files(spec: ModelSpec, precision: Precision) -> ModelSpec:
@@ -533,6 +543,7 @@ def _facts(plan: Plan, question: Question, run: Config | None, *, is_this_one: b
         ("attention", plan.question.model.attention),
         ("policy", "; ".join(describe_policy(plan.numerics, plan.policy))),
         *_disk_tier(plan),
+        *describe_images(plan),
         *([] if run is None else [("length", _length_of(run, plan))]),
     ]
 

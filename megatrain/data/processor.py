@@ -29,6 +29,8 @@ from megatrain.errors import DataError, ModelError, SampleError, first_line
 if TYPE_CHECKING:
     import torch
 
+SIDES = (64, 128, 256, 362, 512, 724, 1024, 1448, 2048, 2896, 4096)
+"""Sides in pixels of the square images that are tried for a full row."""
 MOST_SIZES = 1 << 16
 """Sets of sizes whose replacements are kept in memory."""
 
@@ -56,7 +58,7 @@ class Processor:
         if not isinstance(token, str) or not hasattr(processor, "tokenizer"):
             what = f"{type(processor).__name__} has no token for images in a text"
             raise DataError(what, where=f"processor {name}", fix="leave data.images out")
-        self.image_token = token
+        self.image_token, self.image_token_id = token, int(processor.tokenizer.convert_tokens_to_ids(token))
         if processor.tokenizer.pad_token is None:
             processor.tokenizer.pad_token = processor.tokenizer.eos_token  # which token it is makes no difference
         self._per_token = frozenset(self._call(text=["x"]))
@@ -85,6 +87,20 @@ class Processor:
         """The names of what it returns for a text with an image, besides the ids and their mask."""
         names = self._call(images=[[_blank((64, 64))]], text=[self.image_token])
         return sorted(set(names) - {"input_ids", "attention_mask"})
+
+    def full_row(self, tokens: int) -> dict[str, torch.Tensor]:
+        """The arguments of a model's forward for one row of this many tokens or a few more, all of them of images: as
+        large as the processor leaves them, and as fit."""
+        sizes: dict[int, int] = {}
+        for side in SIDES:
+            blanks: dict[str, Any] = {"images": [[_blank((side, side))]], "text": [self.image_token]}
+            sizes.setdefault(len(self._call(**blanks)["input_ids"][0]), side)
+            if max(sizes) > tokens:
+                break
+        size = max((each for each in sizes if each <= tokens), default=min(sizes))
+        count, side = -(-tokens // size), sizes[size]
+        given: dict[str, Any] = {"images": [[_blank((side, side))] * count], "text": [self.image_token * count]}
+        return dict(self._call(**given, return_tensors="pt"))
 
     def expanded(self, text: str, images: Sequence[Image], place: str) -> tuple[str, list[tuple[Span, int]]]:
         """(`text` with the tokens of each image, and for each image its span in the old text and its new length).

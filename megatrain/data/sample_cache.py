@@ -57,6 +57,8 @@ from megatrain.system.locks import alone
 from megatrain.system.paths import usable_path
 
 PARTS = (LENGTHS, TRAINED, HASHES, MARKS) = ".lengths", ".trained", ".hashes", ".marks"
+COUNTED = 4096
+"""Samples whose tokens are counted at a time."""
 IMAGE_PARTS = (IMAGES, PLACES) = ".images", ".places"
 
 
@@ -127,6 +129,16 @@ class SampleFile:
         if holds_unpaired(self):
             digest.update(np.ascontiguousarray(self.marks).tobytes())
         return digest.hexdigest()[:32]
+
+    def counts(self, token: int) -> npt.NDArray[np.int64]:
+        """How often each sample has this token."""
+        counts = np.zeros(len(self), dtype=np.int64)
+        for first in range(0, len(self), COUNTED):
+            starts = self._starts[first : first + COUNTED]
+            stop = int(self._starts[first + COUNTED]) if first + COUNTED < len(self) else len(self.tokens.ids)
+            ids = self.tokens.ids[int(starts[0]) : stop]
+            counts[first : first + COUNTED] = np.add.reduceat(ids == token, starts - starts[0], dtype=np.int64)
+        return counts
 
     @cached_property
     def _starts(self) -> npt.NDArray[np.int64]:

@@ -49,7 +49,7 @@ def backward(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
 
 
 def _backward_of_prologue(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
-    """Run the prologue again with autograd, then backward. It is cheap, so none of its activations are kept."""
+    """Run the prologue again with autograd, then backward, which runs layers of encoders once more."""
     activations = step.activations
     if weights_in(op.reads, 0) is None:  # then only their shapes matter
         leaves = context.placeholder_leaves()
@@ -58,13 +58,9 @@ def _backward_of_prologue(context: OpContext, step: StepState, op: Op, lease: Le
     context.reseed(step, 0, op.micro)
     trained, target = context.binders[0].trained(leaves), GradientDestination()
     inputs, answers = context.inputs(step, op.micro)
-    with (
-        torch.enable_grad(),
-        answers,
-        context.waiting_for_weights(step, op, lease),
-        context.gradients_in_place(trained, target),
-    ):
-        hidden, calls = context.ported.prologue(leaves, inputs)
+    in_place = context.gradients_in_place(trained, target)
+    with torch.enable_grad(), answers, context.waiting_for_weights(step, op, lease), in_place:
+        hidden, calls = context.ported.prologue(leaves, inputs, (answers, in_place))
     step.phases.before_gradients()
     target.accumulator = total = context.accumulator(step, op, lease, 0)
     accumulate_into(total, trained)

@@ -90,7 +90,7 @@ def _profile(ported: PortedModel, rows: Batching, lengths: Lengths) -> LayerProf
         inputs, record = rows(1, tokens), Recording()
         with record:
             one = captured(ported, inputs)
-        nbytes, of_two = _arguments_nbytes(one), _arguments_nbytes(captured(ported, rows(2, tokens)))
+        nbytes, of_two = arguments_nbytes(one), arguments_nbytes(captured(ported, rows(2, tokens)))
         shared.append(2 * nbytes - of_two)
         apart.append(of_two - nbytes)
         return record
@@ -102,7 +102,7 @@ def _profile(ported: PortedModel, rows: Batching, lengths: Lengths) -> LayerProf
     )
 
 
-def _arguments_nbytes(capture: Capture) -> int:
+def arguments_nbytes(capture: Capture) -> int:
     """Bytes of all arguments of layers except the hidden state."""
     assert capture.hidden is not None
     tensors = [tensor for call in capture.calls for tensor in call.tensors()]

@@ -25,6 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
 
 from megatrain.model.mapped_tensors import lazy_zeros
 from megatrain.spec.layer_profile import Growth, Peak
@@ -44,6 +45,16 @@ Lengths = tuple[int, int, int]
 Run = Callable[[int], tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]]
 """Runs something with gradients on a number of tokens; returns its output, weights and inputs."""
 
+_FLOPS: dict[Any, Any] = {
+    **flop_registry,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: shape_wrapper(
+        lambda *shapes, **_: sdpa_flop_count(*shapes[:3])
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: shape_wrapper(
+        lambda *shapes, **_: sdpa_backward_flop_count(*shapes[:4])
+    ),
+}
+"""Op -> a function that counts its operations; the library has none for attention on a CPU."""
 _expired: Callable[[int], bool] = torch.UntypedStorage._expired  # type: ignore[assignment]
 
 _IN_CHUNK: ContextVar[bool] = ContextVar("in chunk", default=False)
@@ -123,9 +134,14 @@ class Recording(Living):
         self.rows: list[tuple[int, int, int, int]] = []
         self.kept: tuple[int, int] = (0, 0)
         """Bytes alive between forward and backward."""
+        self.flops = 0
+        """Floating-point operations of products and attention."""
 
     def compute(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return _spared(op, args, kwargs)
+        output = _spared(op, args, kwargs)
+        if (count := _FLOPS.get(getattr(op, "overloadpacket", None))) is not None:
+            self.flops += count(*args, **kwargs, out_val=output)
+        return output
 
     def watch(self, op: Any, output: Any) -> None:
         name = op._schema.name if hasattr(op, "_schema") else str(op)
@@ -203,6 +219,31 @@ def measured(
         device, host = (np.array([[(each[:, on].sum(-1).max(), 0.0)] for each in found]) for on in (0, 1))
     peak = Peak(_largest(device, kernel, padded, rows), _largest(host, kernel, padded, rows))
     return peak, growth_of([sum(record.kept) for record in records], padded, rows)
+
+
+def measured_of_rows(records: Sequence[Recording], values: int, value_nbytes: float) -> Peak:
+    """The peak for rows that are alike, fitted from runs of one row and of two: a constant, and a part per value of a
+    row's images, of which it has so many. value_nbytes: bytes of a value, which a device holds besides. Empty without
+    runs.
+    """
+    if not records:
+        return Peak()
+    sizes = [np.array(record.rows, dtype=float).reshape(-1, 2, 2).sum(-1) for record in records]
+    if records[0].ops != records[1].ops:
+        sizes = [each.max(0, keepdims=True) for each in sizes]
+    fits = []
+    for on, beside in ((0, value_nbytes), (1, 0.0)):
+        one, two = (each[:, on] for each in sizes)
+        slope = np.maximum(0.0, two - one)
+        parts = np.unique(np.column_stack([np.maximum(0.0, one - slope), slope]), axis=0)[::-1]
+        fits.append(
+            tuple(
+                Growth(float(fixed), per_value=float(each) / values + beside)
+                for fixed, each in parts
+                if not ((parts >= (fixed, each)).all(1) & (parts > (fixed, each)).any(1)).any()
+            )
+        )
+    return Peak(*fits)
 
 
 def growth_of(sizes: Sequence[int], lengths: Lengths, rows: int = 1) -> Growth:

@@ -33,6 +33,7 @@ from megatrain.model.between_layers import Between, PrologueDone, Recorder
 from megatrain.model.chunked_layers import in_chunks
 from megatrain.model.compiled import compiled_call
 from megatrain.model.forward_arguments import Arguments
+from megatrain.model.recomputed_encoders import recomputed
 from megatrain.model.router_logits import recorded, replayed
 from megatrain.model.saved_activations import watched
 from megatrain.model.side_values import Passing, Path, leaves_of, rebuilt, value_at
@@ -420,6 +421,11 @@ class PortedModel:
     recomputed: dict[nn.Module, Recomputed] = field(default_factory=dict)
     """What the modules of the skeleton, and of each template, recompute; each call of one starts from its state after
     the first look."""
+    encoders: Sequence[nn.Module] = ()
+    """The layers of the prologue's encoders (`recomputed_encoders`)."""
+    image_row: tuple[Mapping[str, Tensor], int] | None = None
+    """A row with images, [1, tokens], and the number of its values (`image_rows`): for which the prologue is measured
+    too."""
     _found_in: Callable[[], object] = lambda: None
     _on_a_cpu: bool = False
 
@@ -472,14 +478,18 @@ class PortedModel:
         """Name prefix of the parameters of layer `index`, counted from 0: `model.layers.3.`"""
         return f"{self.stack}.{index}."
 
-    def prologue(self, weights: Weights, inputs: Mapping[str, Any]) -> tuple[Tensor, list[Call]]:
+    def prologue(
+        self, weights: Weights, inputs: Mapping[str, Any], around: Sequence[AbstractContextManager[object]] = ()
+    ) -> tuple[Tensor, list[Call]]:
         """Run everything before the first layer.
 
         `inputs` are keyword arguments of the model's forward: `input_ids` [batch, length], `attention_mask` and so on.
-        Returns the hidden state [batch, length, hidden size] and one `Call` per layer.
+        Returns the hidden state [batch, length, hidden size] and one `Call` per layer. With gradients, layers of
+        encoders keep no graph, and are run again by the backward pass, in the contexts `around`.
         """
         capture = Capture(len(self.ports))
-        self.run(capture, weights, inputs)
+        with recomputed(self.encoders if torch.is_grad_enabled() else (), around):
+            self.run(capture, weights, inputs)
         if capture.hidden is None or not capture.each_once:
             fix = "leave out the images or whatever else leads to this"
             raise ModelError("skipped or repeated a layer", where=self.structure.name, fix=fix)

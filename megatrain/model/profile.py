@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from megatrain.model.attention_stand_in import ATTENTION, DeviceAttention
 from megatrain.model.chunked_layers import in_chunks, token_wise
+from megatrain.model.image_rows import profile_images
 from megatrain.model.mapped_tensors import lazy_zeros
 from megatrain.model.masks import (
     LARGE,
@@ -51,7 +52,7 @@ from megatrain.model.peak import (
 from megatrain.model.ports import Capture, PortedModel, Sides, taken_from_prologue
 from megatrain.model.saved_activations import Answering, Keeping, Key, Level, Stored
 from megatrain.spec import LayerProfile, ModelSpec, SideValue
-from megatrain.spec.layer_profile import Outputs
+from megatrain.spec.layer_profile import Outputs, Peak
 
 SHORT, BLOCKS = 8, (64, 128, 256)
 """Tokens of the shortest of three runs, each twice as long as the one before; block sizes that layers may pad to."""
@@ -97,6 +98,7 @@ class Measurement:
             with windows(self._ported, LARGE):
                 with SkipLargeProducts():  # type: ignore[no-untyped-call]
                     prologue = profile_prologue(self._ported, short)
+                prologue = self._with_images(prologue)
                 known = {kind: self._layer(index, prologue, short, most) for kind, index in self._first.items()}
             epilogue = self._head(short)
             sides = self._sized(short, most)
@@ -107,6 +109,27 @@ class Measurement:
         profiles = zip(structure.units, (prologue, *layers, epilogue), strict=True)
         units = tuple(replace(unit, profile=profile) for unit, profile in profiles)
         return replace(structure, units=units, sides=sides)
+
+    def _with_images(self, prologue: LayerProfile) -> LayerProfile:
+        """Also for rows with images, if the model is to see some; as it is if the model's code does not take them."""
+        row = self._ported.image_row
+        if row is None or not row[1]:
+            return prologue
+        measure = partial(profile_images, self._ported, *row)
+        try:
+            with DeviceAttention() as otherwise:
+                images = measure()
+            here = measure() if otherwise.calls else images
+        except NotTaken:
+            return prologue
+        known, on_a_cpu = (self._beside_text(each, prologue) for each in (images, here))
+        return known if here is images else replace(known, others=(*known.others, ("cpu", on_a_cpu)))
+
+    def _beside_text(self, images: LayerProfile, prologue: LayerProfile) -> LayerProfile:
+        """The prologue, and as what differs in it rows with images, whose text alone may take more than these."""
+        text = prologue.of("padded").forward
+        forward = Peak(images.forward.device + text.device, images.forward.host + text.host)
+        return replace(prologue, others=(("images", replace(images, forward=forward)), *prologue.others))
 
     def _layer(self, index: int, prologue: LayerProfile, short: Lengths, most: int) -> LayerProfile:
         """As a device runs it; `cpu` among the others, where a cpu runs attention otherwise."""

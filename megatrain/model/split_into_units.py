@@ -44,6 +44,7 @@ from megatrain.model.ports import (
     takes,
 )
 from megatrain.model.profile import Measurement, portable_attention, window_of
+from megatrain.model.recomputed_encoders import encoder_layers
 from megatrain.model.router_logits import install_recorders, recorded
 from megatrain.model.side_values import (
     Passing,
@@ -221,9 +222,9 @@ def _take_apart(model: PreTrainedModel, stack: str, dtype: torch.dtype) -> Porte
         name: placeholder(parameter, torch.device("cpu")) for name, parameter in skeleton.named_parameters()
     }
     taken = arguments_of(skeleton, templates)
-    return PortedModel(
-        nothing, skeleton, templates, ports, stack, placeholders, routers_off=routers_off, arguments=taken
-    )
+    encoders = encoder_layers(skeleton, stack)
+    more: Any = {"routers_off": routers_off, "arguments": taken, "encoders": encoders}
+    return PortedModel(nothing, skeleton, templates, ports, stack, placeholders, **more)
 
 
 def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from math import exp, inf, log, log2, prod
 from statistics import median
@@ -103,6 +103,12 @@ def product_flops(hardware: Hardware, precision: Precision) -> float:
     if precision == "bf16":
         return hardware.flops
     return hardware.flops_fp32 or min(hardware.flops, hardware.peak_flops_fp32 or hardware.flops)
+
+
+def encoder_seconds(hardware: Hardware, precision: Precision, width: int, flops: float) -> float:
+    """Seconds of so many operations in products of this width."""
+    rows = round(flops / (2 * width * width))
+    return product_seconds(hardware, precision, rows, width, width) if rows else 0.0
 
 
 def attention_seconds(
@@ -674,12 +680,17 @@ class _Prices:
         return self._bounded_by_submission(products + added + softmax, 3 * self._launches(unit))
 
     def _lookup(self, op: Op, tokens: int) -> float:
-        """Seconds of the prologue. An embedding reads one row per token, but its gradient is as large as the table."""
+        """Seconds of the prologue. An embedding reads one row per token, but its gradient is as large as the table. An
+        encoder of images takes what products of the hidden size with as many operations take."""
         rows = 2 * tokens * self.model.hidden_size * self.numerics.weight_nbytes / self._copies
+        profile = self.model.units[0].profile.of("images")
+        encoder = partial(encoder_seconds, self.hardware, self.numerics.precision, self.model.hidden_size)
+        values = tokens * self.work.values_per_token
         if op.kind == "FORWARD":
-            return rows + self._launch * PROLOGUE_KERNELS
+            return rows + self._launch * PROLOGUE_KERNELS + encoder(profile.value_flops * values)
         recomputed = self._launch * (PROLOGUE_KERNELS + 2 * KERNELS)  # its forward saves nothing
-        return 3 * rows + self._accumulation(op.unit, self.model.units[op.unit]) + recomputed
+        computed = encoder(profile.value_flops_backward * values)
+        return 3 * rows + self._accumulation(op.unit, self.model.units[op.unit]) + recomputed + computed
 
 
 def _kept_for(op: Op) -> str:

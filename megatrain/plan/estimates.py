@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -344,10 +344,7 @@ def _works(question: Question, choice: Choice, micro_batch: int) -> list[tuple[f
     rounds = ceil(round_count(choice.policy, question.sequences / micro_batch))
     if rounds == 1:
         return [(1.0, coarse(question, micro_batch))]
-    one, two = (
-        Work((micro_batch * question.length,) * (size * count), question.length, batching=question.batching)
-        for count in (1, 2)
-    )
+    one, two = (_work(question, (micro_batch,) * (size * count)) for count in (1, 2))
     return [(2.0 - rounds, one), (rounds - 1.0, two)]
 
 
@@ -355,7 +352,13 @@ def cut(question: Question, micro_batch: int) -> Work:
     """A step's sequences in micro-batches of `micro_batch`; the last may be smaller."""
     full, rest = divmod(question.sequences, micro_batch)
     sizes = [micro_batch] * full + ([rest] if rest else [])
-    return Work(tuple(size * question.length for size in sizes), question.length, batching=question.batching)
+    return _work(question, sizes)
+
+
+def _work(question: Question, sizes: Sequence[int], repeats: float = 1) -> Work:
+    """Micro-batches of so many sequences."""
+    tokens, values = tuple(size * question.length for size in sizes), question.values_per_token
+    return Work(tokens, question.length, repeats, question.batching, values > 0, values)
 
 
 def coarse(question: Question, micro_batch: int) -> Work:
@@ -364,7 +367,7 @@ def coarse(question: Question, micro_batch: int) -> Work:
     if question.sequences <= micro_batch * MOST_MICRO_BATCHES:
         return cut(question, micro_batch)
     repeats = question.sequences / micro_batch / MOST_MICRO_BATCHES
-    return Work((micro_batch * question.length,) * MOST_MICRO_BATCHES, question.length, repeats, question.batching)
+    return _work(question, (micro_batch,) * MOST_MICRO_BATCHES, repeats)
 
 
 def sizes(rows: int) -> list[int]:

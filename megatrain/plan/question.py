@@ -24,6 +24,9 @@ RESERVE_NBYTES = 1 << 30
 """Memory of each tier that is left to the driver, kernels, fragmentation and the process itself."""
 
 
+VALUE_NBYTES = 4
+"""Bytes of a value of an image: processors give float32."""
+
 NO_LIMITS = Limits()
 
 
@@ -86,6 +89,10 @@ class Question:
     calibration: Calibration | None = None
     batching: Batching = "uniform"
     """How sequences form a micro-batch (`Work.batching`)."""
+    values_per_token: float = 0.0
+    """Values of images for each token (`Work.values_per_token`)."""
+    read_ahead: int = 0
+    """How many steps' images are in host memory at a time."""
     saves: bool = False
     """Whether checkpoints are written during training. The plan includes the host memory for that."""
     parts: float = 1.0
@@ -123,9 +130,18 @@ class Question:
         """Tokens in a step of all ranks, in whole sequences."""
         return round(self.parts * self.sequences * self.length)
 
+    @property
+    def images_nbytes(self) -> int:
+        """Bytes of images in host memory: of steps that are read ahead."""
+        return round(self.read_ahead * self.sequences * self.length * self.values_per_token * VALUE_NBYTES)
+
     def budgets(self) -> dict[str, int]:
-        """Tier -> bytes that a run may use. A device that shares memory with the host has no entry."""
-        return {tier: usable_nbytes(total) if limit is None else limit for tier, limit, total in self._limits()}
+        """Tier -> bytes that a run may use, besides its images in host memory. A device that shares memory with the
+        host has no entry."""
+        return {
+            tier: (usable_nbytes(total) if limit is None else limit) - (self.images_nbytes if tier == "host" else 0)
+            for tier, limit, total in self._limits()
+        }
 
     def limit(self, tier: str) -> str:
         """The budget of a tier, and where it comes from, in words."""
@@ -152,7 +168,7 @@ class CostKey:
         rates = replace(question.hardware, name="", device_nbytes=0, host_nbytes=0, disk_nbytes=None, sources=())
         rates = replace(rates, disk_endurance_nbytes=None, pinnable_nbytes=None)
         measured = question.calibration and tuple(question.calibration.factors.items())
-        step = question.sequences, question.length, question.batching, question.saves
+        step = question.sequences, question.length, question.batching, question.saves, question.values_per_token
         self._key = question.model, rates, measured, step
         self._hash = hash(self._key)
 

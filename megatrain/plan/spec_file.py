@@ -103,6 +103,7 @@ def _profile(given: Any, depth: int = 0) -> LayerProfile:
     window, graph, outputs = given["window"], given["graph_in_chunks"], given["outputs"]
     peaks = ("forward", "backward", "backward_in_chunks", "balance")
     fields: dict[str, Any] = {"attention_flops": _number(given["attention_flops"])}
+    fields |= {name: _number(given.get(name, 0.0)) for name in ("value_flops", "value_flops_backward")}
     fields |= {name: _growth(given[name]) for name in ("graph", "arguments", "row_arguments")}
     fields |= {name: _peak(given[name]) for name in peaks}
     return LayerProfile(

@@ -30,6 +30,7 @@ from megatrain.data import (
     Reference,
     SampleFile,
     SampleRows,
+    Source,
     StreamRows,
     TokenFile,
     Tokenizer,
@@ -68,6 +69,7 @@ from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.formatting import counted
 from megatrain.model import only_single_rows, why_not_packable
 from megatrain.model.forward_arguments import arguments_of
+from megatrain.model.image_rows import longer
 from megatrain.plan import Plan
 from megatrain.run.early_checks import schema_of
 from megatrain.system.paths import usable_path
@@ -197,9 +199,8 @@ def open_corpus(
     """
     data, size = config.data, plan.micro_batch
     prepare = partial(prepare_samples, processes=processes, progress=progress)
-    begun = {key: begun[key] for key in ("moment", "stops") if begun is not None and key in begun}
-    moment = world.exchange("the date", begun.get("moment") or datetime.now().isoformat(timespec="seconds"))[0]
-    opened = _Opening(config, size, tokenizer, vocabulary, model, prepare, datetime.fromisoformat(moment))
+    begun = as_begun(world, begun)
+    opened = _Opening(config, size, tokenizer, vocabulary, model, prepare, datetime.fromisoformat(begun["moment"]))
     parts = list(opened.parts())
     loader = Loader(
         [part.training for part in parts] if len(parts) > 1 else parts[0].training,
@@ -233,9 +234,51 @@ def open_corpus(
     ends = [] if chats is None else turn_ends(chats.template)
     if not all(part.holds_chats for part in parts) and tokenizer.eos_token_id is not None:
         ends = [*ends, opened.encoder.end_of_text]
-    return Corpus(
-        loader, validation, data.sequence_length, facts, example, chats, {**begun, "moment": moment}, leading, ends
-    )
+    return Corpus(loader, validation, data.sequence_length, facts, example, chats, begun, leading, ends)
+
+
+def as_begun(world: World, begun: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """What a run takes over (`Corpus.begun`) of how it began; the present moment, if it begins now."""
+    begun = {key: begun[key] for key in ("moment", "stops") if begun is not None and key in begun}
+    now = begun.get("moment") or datetime.now().isoformat(timespec="seconds")
+    return {**begun, "moment": world.exchange("the date", now)[0]}
+
+
+def largest_image_row(
+    config: Config,
+    tokenizer: Tokenizer,
+    vocabulary: int,
+    model: Any,
+    moment: str,
+    *,
+    processes: int = 1,
+    progress: Progress | None = None,
+) -> dict[str, Any] | None:
+    """The sample of a run whose images have the most tokens, as arguments of the model's forward: one padded row of
+    `data.sequence_length`. `None` if there are no images. Arguments and errors: as for `open_corpus`. moment:
+    `Corpus.begun`."""
+    data = config.data
+    if data.images is None:
+        return None
+    prepare = partial(prepare_samples, processes=processes, progress=progress)
+    opened = _Opening(config, 1, tokenizer, vocabulary, model, prepare, datetime.fromisoformat(moment))
+    most, largest = 0, None
+    for split, names in ((data.split, data.sources), (data.validation_split, data.validation.values())):
+        opened.split = split
+        for file in (opened.prepared(name) for name in names if opened.holds_samples(name)):
+            assert opened.processor is not None
+            counts = file.counts(opened.processor.image_token_id)
+            if len(counts) and counts.max() > most:
+                chosen = np.array([counts.argmax()])
+                most, largest = int(counts.max()), SampleRows(file, chosen, 1, processor=opened.processor).row(0)
+    if largest is None:
+        return None
+    row = batch_of([largest])
+    del row["labels"]
+    row.setdefault("attention_mask", row["input_ids"].new_ones(row["input_ids"].shape))
+    padded = longer(row, data.sequence_length - row["input_ids"].shape[1])
+    padded["attention_mask"][:, -1] = 0  # a shorter row is beside others
+    return padded
 
 
 def _distinct(named: Iterable[tuple[str, Batching]]) -> dict[str, Batching]:
@@ -319,7 +362,7 @@ class _Opening:
         """The sources of `data.validation`, each as a whole."""
         self.split, self.fraction = self.data.validation_split, 0.0
         for name, source in self.data.validation.items():
-            part = self._samples(source) if self._holds_samples(source) else self._windows([source])
+            part = self._samples(source) if self.holds_samples(source) else self._windows([source])
             yield replace(part, name=name)
 
     def parts(self) -> Iterator[_Part]:
@@ -329,7 +372,7 @@ class _Opening:
             self._refuse_unread(has_samples=True)
             yield from (self._stream(name, number) for number, name in enumerate(data.sources))
             return
-        rich = [self._holds_samples(name) for name in data.sources]
+        rich = [self.holds_samples(name) for name in data.sources]
         self._refuse_unread(any(rich))
         texts = [name for name, is_rich in zip(data.sources, rich, strict=True) if not is_rich]
         for name, is_rich in zip(data.sources, rich, strict=True):
@@ -359,7 +402,7 @@ class _Opening:
                 what = f"applies only to {by}, and there is no such source"
                 raise ConfigError(what, where=f"data.{key}", fix=f"leave data.{key} out, or name such a source")
 
-    def _holds_samples(self, name: str) -> bool:
+    def holds_samples(self, name: str) -> bool:
         whole = self.data.packing in ("best_fit", "grouped")
         found = holds_samples(name, self.schema, self.data.pattern)
         if whole and not found:
@@ -368,6 +411,17 @@ class _Opening:
                 raise ConfigError(what, where="data.packing", fix="set data.packing=windows")
             return True
         return found
+
+    def prepared(self, name: str) -> SampleFile:
+        """The encoded samples of a source of chats."""
+        return self._prepared(self._source(name), self.encoder)
+
+    def _source(self, name: str) -> Source:
+        data = self.data
+        return source_called(name, self.schema, split=self.split, subset=data.subset, pattern=data.pattern)
+
+    def _prepared(self, source: Source, encoder: Encoder) -> SampleFile:
+        return self.prepare(source, encoder, cache=self.cache, bad=self.data.bad_samples)
 
     def _windows(self, names: list[str]) -> _Part:
         data = self.data
@@ -397,10 +451,10 @@ class _Opening:
 
     def _samples(self, name: str) -> _Part:
         data = self.data
-        source = source_called(name, self.schema, split=self.split, subset=data.subset, pattern=data.pattern)
+        source = self._source(name)
         runs_on = data.packing == "windows" or (data.packing == "auto" and begins_with_text(source))
         encoder = Encoder(self.tokenizer, _options(data, None), self.moment) if runs_on else self.encoder
-        whole = self.prepare(source, encoder, cache=self.cache, bad=data.bad_samples)
+        whole = self._prepared(source, encoder)
         whole.tokens.require_ids_below(self.vocabulary)
         self._refuse_other_kind(whole, name)
         statistics = statistics_of(whole)
@@ -429,7 +483,7 @@ class _Opening:
         if name == STDLIB:
             what, fix = f"{STDLIB} cannot be streamed", "leave data.streaming out"
             raise ConfigError(what, where="data.sources", fix=fix)
-        source = source_called(name, self.schema, split=self.split, subset=data.subset, pattern=data.pattern)
+        source = self._source(name)
         runs_on = data.packing == "windows" or (data.packing == "auto" and begins_with_text(source))
         how: Packing = "windows" if runs_on else "best_fit" if self._can_pack() else "grouped"
         encoder = Encoder(self.tokenizer, _options(data, None), self.moment) if runs_on else self.encoder

@@ -15,8 +15,19 @@ ROWS_OF: Mapping[str, Batching] = {"best_fit": "packed", "grouped": "padded"}
 """data.packing -> how rows are packed; `auto` is decided only after planning, when the data are read."""
 
 
-def question_of(config: Config, spec: ModelSpec, hardware: Hardware, overrides: Mapping[str, Any]) -> Question:
-    """The planning question of one rank. overrides: policy fields in addition to `config.policy`'s.
+STAGED = 2
+"""Steps whose images are in host memory besides those read ahead: the running one's, as read and as staged."""
+
+
+def question_of(
+    config: Config,
+    spec: ModelSpec,
+    hardware: Hardware,
+    overrides: Mapping[str, Any],
+    values_per_token: float = 0.0,
+) -> Question:
+    """The planning question of one rank. overrides: policy fields in addition to `config.policy`'s. values_per_token:
+    see `Work`.
 
     Raises `ConfigError` if nothing is left to train.
     """
@@ -36,6 +47,8 @@ def question_of(config: Config, spec: ModelSpec, hardware: Hardware, overrides: 
         clips=train.max_grad_norm is not None,
         overrides=pinned,
         batching="padded" if train.prefers or config.data.images else ROWS_OF.get(config.data.packing, "uniform"),
+        values_per_token=values_per_token,
+        read_ahead=STAGED + (config.data.workers + 1 if config.data.workers else 0),
         saves=config.checkpoint.every > 0,
         limits=limits_of(config.memory, config.disk, hardware),
     )

@@ -38,6 +38,7 @@ from megatrain.checkpoint import Checkpoint, PeerCheckpoint, Retention
 from megatrain.config import AdapterSection, Config, TrainSection, save_config
 from megatrain.data import Loader, Tokenizer, load_tokenizer, vocabulary_size
 from megatrain.device import Device, open_device
+from megatrain.engine.batch import TEXT_ENTRIES
 from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.formatting import counted, counted_epochs
 from megatrain.model import (
@@ -56,11 +57,12 @@ from megatrain.model import (
 from megatrain.model import Progress as LoadingProgress
 from megatrain.model.architecture import position_limit
 from megatrain.model.hub import located
+from megatrain.model.image_rows import see, values_of, values_per_token
 from megatrain.optim import AdamW, lr_schedule
 from megatrain.plan import Plan, find_plan
 from megatrain.plan.report import slow_precision_warning
 from megatrain.run import resume
-from megatrain.run.data import Corpus, open_corpus, shortened
+from megatrain.run.data import Corpus, as_begun, largest_image_row, open_corpus, shortened
 from megatrain.run.disk_space import checkpoint_space_warning, refuse_full_disk
 from megatrain.run.early_checks import keys_named, refuse_mistakes
 from megatrain.run.evaluation import Evaluation, Metric, evaluated, load_metrics, scored
@@ -68,7 +70,14 @@ from megatrain.run.existing_run import MODEL, is_own, remove_others
 from megatrain.run.finish import restore_best, save_beside, save_trained, say_where, verify_trained
 from megatrain.run.history import CONFIG, METRICS
 from megatrain.run.lm_eval_tasks import Tasks
-from megatrain.run.memory_limits import describe_disk, describe_files, describe_memory, open_disk, refuse_wear
+from megatrain.run.memory_limits import (
+    describe_disk,
+    describe_files,
+    describe_images,
+    describe_memory,
+    open_disk,
+    refuse_wear,
+)
 from megatrain.run.objective import loss_of, take_up_reference, without_reference
 from megatrain.run.planner_inputs import question_of
 from megatrain.run.push_to_hub import push, refuse_push
@@ -134,12 +143,12 @@ def run_training(config: Config, console: Console) -> Path:
         tokenizer = load_tokenizer(config.tokenizer)
         source = _source(config, taken, say)
         vocabulary = _check_limits(config, tokenizer, source.model)
+        begun, images = _looked_at(config, tokenizer, vocabulary, source.model, ranks, console, taken)
         with console.status("planning"):
-            ported = ported_of(source, {"precision": config.train.precision}, of_checkpoint=taken is not None)
-            optimizer_of({"optimizer": _optimizer(config.train)}, ported.structure)  # check its patterns now
-            plan = _plan(config, ported, device, ranks, taken)
+            ported = _ported(config, source, of_checkpoint=taken is not None)
+            plan = _plan(config, ported, device, ranks, taken, images)
         config = _resolved(config, plan, ranks)
-        corpus = _corpus(config, plan, tokenizer, vocabulary, source.model, ranks, console, taken)
+        corpus = _corpus(config, plan, tokenizer, vocabulary, source.model, ranks, console, begun)
         stack.callback(_close, corpus, say)
         feed = Feed(corpus.loader)
         begins = 0 if taken is None else resume.take_up_data(feed, taken, config, say)
@@ -265,6 +274,23 @@ def _optimizer(train: TrainSection) -> AdamW:
     )
 
 
+def _looked_at(
+    config: Config,
+    tokenizer: Tokenizer,
+    vocabulary: int,
+    model: Any,
+    ranks: Ranks,
+    console: Console,
+    taken: Checkpoint | None,
+) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+    """What the run began with (`as_begun`); and the row with the largest images, if it has any, for the plan. Their
+    samples are encoded here."""
+    begun = as_begun(ranks.world, None if taken is None else taken.training.get("run"))
+    with preparing(console) as told:
+        how = partial(largest_image_row, processes=ranks.threads, progress=told)
+        return begun, how(config, tokenizer, vocabulary, model, begun["moment"])
+
+
 def _corpus(
     config: Config,
     plan: Plan,
@@ -273,10 +299,9 @@ def _corpus(
     model: Any,
     ranks: Ranks,
     console: Console,
-    taken: Checkpoint | None,
+    begun: Mapping[str, Any],
 ) -> Corpus:
-    """Open the data, encoding it on this rank's cores, with what the run began with if it is resumed."""
-    begun = None if taken is None else taken.training.get("run")
+    """Open the data, encoding it on this rank's cores, with what the run began with."""
     with preparing(console) as told:
         how = partial(open_corpus, world=ranks.world, begun=begun, processes=ranks.threads, progress=told)
         return how(config, plan, tokenizer, vocabulary, model)
@@ -390,12 +415,30 @@ def _check_limits(config: Config, tokenizer: Tokenizer, model: Any) -> int:
     return vocabulary
 
 
-def _plan(config: Config, ported: PortedModel, device: Device, ranks: Ranks, taken: Checkpoint | None) -> Plan:
-    """Plan the run for this machine. Raises `DoesNotFit` before anything is allocated, `ConfigError` for full disks."""
+def _ported(config: Config, source: Source, *, of_checkpoint: bool) -> PortedModel:
+    """The source's model in units. Raises `ConfigError` for a pattern of the optimizer that matches nothing in it."""
+    ported = ported_of(source, {"precision": config.train.precision}, of_checkpoint=of_checkpoint)
+    optimizer_of({"optimizer": _optimizer(config.train)}, ported.structure)
+    return ported
+
+
+def _plan(
+    config: Config,
+    ported: PortedModel,
+    device: Device,
+    ranks: Ranks,
+    taken: Checkpoint | None,
+    images: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Plan the run for this machine. images: a row with the most of the data, if they have any. Raises `DoesNotFit`
+    before anything is allocated, `ConfigError` for full disks."""
+    if images is not None:
+        see(ported, images, values_of(images, TEXT_ENTRIES))
     if ranks.leads:
         refuse_full_disk(config, ported, taken)
     hardware = this_machine(device, config.train.precision, config.train.hardware)
-    question = question_of(config, ported.spec, hardware, {"host_threads": ranks.threads})
+    threads = {"host_threads": ranks.threads}
+    question = question_of(config, ported.spec, hardware, threads, values_per_token(ported))
     plan = find_plan(question) if ranks.alone else ranks.planned(question, device)
     refuse_wear(plan, config.disk)
     return plan
@@ -494,6 +537,7 @@ def _show(
         *describe_disk(engine.disk, config.disk),
         *((name, printable(fact)) for name, fact in describe_files(plan, ported.in_files)),
         ("memory", f"peak {describe_memory(plan)}"),
+        *describe_images(plan),
         ("prediction", f"{speed} on {plan.question.hardware.name}"),
     ]
     engine.prepare(plan.work)

@@ -19,10 +19,13 @@ class Growth:
     """Per token of a chunk, if token-wise parts run in chunks."""
     with_kernel: bool = False
     """For a peak: whether a kernel that allocates memory (attention, loss) runs there."""
+    per_value: float = 0.0
+    """Per value of images (`Work.values_per_token`)."""
 
-    def nbytes(self, tokens: int, length: int, chunk: int = 0) -> float:
+    def nbytes(self, tokens: int, length: int, chunk: int = 0, values: float = 0.0) -> float:
         """Bytes for `tokens` tokens in sequences of `length`."""
-        return self.fixed + tokens * (self.per_token + self.per_pair * length) + self.per_chunk_token * chunk
+        text = self.fixed + tokens * (self.per_token + self.per_pair * length) + self.per_chunk_token * chunk
+        return text + self.per_value * values
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +40,13 @@ class Peak:
     def on(self, host: bool) -> Sequence[Growth]:
         return self.host if host else self.device
 
-    def nbytes(self, host: bool, tokens: int, length: int, chunk: int = 0, kernel: int = 0) -> float:
+    def nbytes(
+        self, host: bool, tokens: int, length: int, chunk: int = 0, kernel: int = 0, values: float = 0.0
+    ) -> float:
         """kernel: bytes that the kernel allocates."""
+        fits = self.on(host)
         return max(
-            (each.nbytes(tokens, length, chunk) + kernel * each.with_kernel for each in self.on(host)), default=0.0
+            (each.nbytes(tokens, length, chunk, values) + kernel * each.with_kernel for each in fits), default=0.0
         )
 
 
@@ -76,7 +82,8 @@ class LayerProfile:
     forward: Peak = Peak()
     """Peak of a forward without gradients, including the output; for the prologue, including layers' arguments."""
     backward: Peak = Peak()
-    """Peak of a forward with gradients and its backward; for the epilogue, of a chunk of the loss."""
+    """Peak of a forward with gradients and its backward; for the epilogue, of a chunk of the loss. A prologue has it
+    only for rows with images."""
     backward_in_chunks: Peak = Peak()
     """The same with token-wise parts in chunks."""
     graph: Growth = Growth()
@@ -94,9 +101,13 @@ class LayerProfile:
     """For the prologue: arguments of all layers besides the hidden state that rows share."""
     row_arguments: Growth = Growth()
     """The same per row."""
+    value_flops: float = 0.0
+    """For a prologue with images: FLOPs of its products per value, forward."""
+    value_flops_backward: float = 0.0
+    """The same, forward and backward."""
     others: tuple[tuple[str, LayerProfile], ...] = ()
-    """Where it differs: for other rows, `padded`, `packed`, `masked` (attention is told by a mask) and `several`; and
-    `cpu`, on which attention may have no fused kernel."""
+    """Where it differs: for other rows, `padded`, `packed`, `masked` (attention is told by a mask), `several` and
+    `images`; and `cpu`, on which attention may have no fused kernel."""
 
     def __hash__(self) -> int:
         """Hashes only short fields; equality compares all. A search calls it hundreds of thousands of times."""

@@ -12,6 +12,7 @@ from megatrain.engine.batch import TEXT_ENTRIES, as_list, check_arguments, model
 from megatrain.engine.chunked_loss import check_loss, own_entries
 from megatrain.errors import BatchError, ModelError
 from megatrain.model import PortedModel
+from megatrain.model.image_rows import values_of
 
 
 def checked_input(
@@ -45,8 +46,10 @@ def checked_input(
             raise BatchError(what, where="step", fix="give one for each micro-batch")
         for index, batch in enumerate(batches):
             check_arguments(ported.arguments, batch, only_loss, f"micro-batch {index}")
-        asked = StepInput(batches, work, loss_fn, router_weights)
-        return any(not model_entries(batch, only_loss).keys() <= TEXT_ENTRIES for batch in batches)
+        entries = [model_entries(batch, only_loss) for batch in batches]
+        values = [values_of(of_batch, TEXT_ENTRIES) / of_batch["input_ids"].numel() for of_batch in entries]
+        asked = StepInput(batches, replace(work, values_per_token=max(values)), loss_fn, router_weights)
+        return any(not of_batch.keys() <= TEXT_ENTRIES for of_batch in entries)
 
     beyond_text = world.agree("micro-batches of a step" if trains else "micro-batches to measure", check)
     return replace(asked, work=replace(asked.work, beyond_text=any(beyond_text)))

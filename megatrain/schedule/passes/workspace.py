@@ -57,12 +57,17 @@ def _forms(numerics: Numerics, policy: Policy, work: Work) -> bool:
 
 def profile_of(model: ModelSpec, unit: int, work: Work, length: int) -> LayerProfile:
     """A unit's profile for the step's batching and sequences of `length`."""
-    return _profile_of(model, unit, work.batching, length, max(work.tokens, default=0) > length)
+    several, images = max(work.tokens, default=0) > length, unit == 0 and work.values_per_token > 0
+    return _profile_of(model, unit, work.batching, length, several, images)
 
 
 @lru_cache(maxsize=4096)
-def _profile_of(model: ModelSpec, unit: int, batching: Batching, length: int, several: bool) -> LayerProfile:
+def _profile_of(
+    model: ModelSpec, unit: int, batching: Batching, length: int, several: bool, images: bool
+) -> LayerProfile:
     profile = model.units[unit].profile
+    if images and (found := profile.of("images")) is not profile:
+        return found
     if model.attention in MASKED:
         of = (profile,) if unit else tuple(model.units[layer].profile for layer in model.layers)
         windowed = any(each.window is not None and each.window <= length for each in of)
@@ -94,7 +99,8 @@ def forward_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy, work: W
     length = min(work.length or tokens, tokens)
     profile = profile_of(model, unit, work, length)
     padded = profile.padded(length)
-    peak = profile.forward.nbytes(policy.shares_memory, tokens // length * padded, padded)
+    values = tokens * work.values_per_token
+    peak = profile.forward.nbytes(policy.shares_memory, tokens // length * padded, padded, values=values)
     given = tokens * model.hidden_size * numerics.weight_nbytes
     return max(0, ceil(peak) - given - (0 if unit else arguments_nbytes(model, numerics, work, tokens)))
 
@@ -148,7 +154,10 @@ def backward_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy, work: 
         )
         gradient = min(largest, hidden + tokens * PLACES_NBYTES) if _forms(numerics, policy, work) else largest
         made = forward_nbytes(model, numerics, policy, work, unit, tokens)
-        return hidden + arguments + max(angles, gradient, made)
+        text = hidden + arguments + max(angles, gradient, made)
+        length, values = min(work.length or tokens, tokens), tokens * work.values_per_token
+        backward = profile_of(model, 0, work, length).backward
+        return max(text, ceil(backward.nbytes(policy.shares_memory, tokens, length, values=values)))
     length, chunk = min(work.length or tokens, tokens), numerics.mlp_chunk_tokens
     profile = profile_of(model, unit, work, length)
     peak = profile.backward_in_chunks if runs_in_chunks(model.units[unit], numerics, tokens) else profile.backward
