@@ -53,6 +53,7 @@ from megatrain.plan.measured_models import (
 from megatrain.plan.report import (
     as_content,
     configuration,
+    describe_images,
     free_rows,
     hiding_line,
     rate_lines,
@@ -64,7 +65,6 @@ from megatrain.plan.report import (
     warning_rows,
     without_gain,
 )
-from megatrain.run.memory_limits import describe_images
 from megatrain.run.this_machine import described_machine, probed_machine, this_machine
 from megatrain.spec import Hardware, Limits, ModelSpec, Precision
 from megatrain.spec.limits import parse_nbytes

@@ -394,3 +394,14 @@ def as_content(outlook: Outlook, swept: Sweep | None = None) -> dict[str, Any]:
         "upgrades": [asdict(upgrade) for upgrade in outlook.upgrades],
         "sweep": None if swept is None else asdict(swept),
     }
+
+
+def describe_images(plan: Plan) -> list[tuple[str, str]]:
+    """(name, fact) about what images take in the plan, if there are any."""
+    question = plan.question
+    if not question.values_per_token:
+        return []
+    if question.model.units[0].profile.of("images") is question.model.units[0].profile:
+        return [("images", "not in the plan, since the model's code cannot be run on them alone: leave memory free")]
+    values = f"{round(question.values_per_token * question.length):,} values in a sequence"
+    return [("images", f"{values}, and {amount(question.images_nbytes)} of host memory for those read ahead")]

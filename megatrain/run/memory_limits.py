@@ -110,17 +110,6 @@ def describe_memory(plan: Plan) -> str:
     return tiers + (f" ({amount(plan.save_nbytes)} of it for checkpoints)" if plan.save_nbytes else "")
 
 
-def describe_images(plan: Plan) -> list[tuple[str, str]]:
-    """(name, fact) about what images take in the plan, if there are any."""
-    question = plan.question
-    if not question.values_per_token:
-        return []
-    if question.model.units[0].profile.of("images") is question.model.units[0].profile:
-        return [("images", "not in the plan, since the model's code cannot be run on them alone: leave memory free")]
-    values = f"{round(question.values_per_token * question.length):,} values in a sequence"
-    return [("images", f"{values}, and {amount(question.images_nbytes)} of host memory for those read ahead")]
-
-
 def describe_disk(disk: Disk | None, section: DiskSection) -> list[tuple[str, str]]:
     """(name, fact) about the disk tier, if there is one."""
     if disk is None:

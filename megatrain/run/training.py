@@ -60,7 +60,7 @@ from megatrain.model.hub import located
 from megatrain.model.image_rows import see, values_of, values_per_token
 from megatrain.optim import AdamW, lr_schedule
 from megatrain.plan import Plan, find_plan
-from megatrain.plan.report import slow_precision_warning
+from megatrain.plan.report import describe_images, slow_precision_warning
 from megatrain.run import resume
 from megatrain.run.data import Corpus, as_begun, largest_image_row, open_corpus, shortened
 from megatrain.run.disk_space import checkpoint_space_warning, refuse_full_disk
@@ -73,7 +73,6 @@ from megatrain.run.lm_eval_tasks import Tasks
 from megatrain.run.memory_limits import (
     describe_disk,
     describe_files,
-    describe_images,
     describe_memory,
     open_disk,
     refuse_wear,

@@ -36,7 +36,7 @@ class Work:
     """How sequences are arranged in micro-batches, which decides the masks."""
     beyond_text: bool = False
     """Whether any micro-batch of any rank brings the model more than ids, a mask and positions: images, say."""
-    values_per_token: float = 0.0
+    values_per_token: Annotated[float, Bounds(0)] = 0.0
     """Values of images (pixels times channels) for each token, in the micro-batch that has the most."""
 
     def __post_init__(self) -> None:

@@ -489,7 +489,7 @@ def test_sequences_longer_than_the_model_supports_are_refused(config: str) -> No
 def test_sequences_longer_than_a_default_that_nobody_stated_are_planned(kind: str, tmp_path: Path) -> None:
     """As published, without `max_position_embeddings`, whose default is 2,048."""
     (tmp_path / "config.json").write_text(json.dumps(SILENT[kind]))
-    assert "16,384" in shown(str(tmp_path), length=16_384, tokens_per_step=16_384)
+    assert "16,384" in shown(str(tmp_path), sequence_length=16_384, tokens_per_step=16_384)
 
 
 @pytest.mark.parametrize(
