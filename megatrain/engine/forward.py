@@ -80,9 +80,13 @@ class LayerRun:
         ]
 
     def __enter__(self) -> None:
-        for context in self._contexts:
-            if context is not NOTHING:
-                self._around.enter_context(context)
+        try:
+            for context in self._contexts:
+                if context is not NOTHING:
+                    self._around.enter_context(context)
+        except BaseException:  # Ctrl-C, say: the block is not entered, so nothing else leaves what was
+            self._around.close()
+            raise
 
     def __exit__(self, *failure: Any) -> None:
         self._around.__exit__(*failure)

@@ -45,8 +45,12 @@ class _Swap:
         self._before = [(parameters, key, parameters[key]) for parameters, key, _ in places]
 
     def __enter__(self) -> None:
-        for parameters, key, tensor in self._places:
-            parameters[key] = tensor
+        try:
+            for parameters, key, tensor in self._places:
+                parameters[key] = tensor
+        except BaseException:  # Ctrl-C, say: the block is not entered, so nothing else puts them back
+            self.__exit__()
+            raise
 
     def __exit__(self, *failure: object) -> None:
         for parameters, key, tensor in reversed(self._before):
