@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.device import Device
-from megatrain.dist import ALONE, World
 from megatrain.engine import backward, collectives, copies, forward, loss, update
 from megatrain.engine.batch import count_targets, model_entries, targets_of
 from megatrain.engine.chunked_loss import StepResult, divisor_of, own_entries
@@ -33,11 +31,9 @@ from megatrain.engine.resumable_call import (
 )
 from megatrain.engine.step_state import StepInfo, StepInput, StepState
 from megatrain.errors import LossError
-from megatrain.memory import Lease, Pool
-from megatrain.model import PortedModel
+from megatrain.memory import Lease
 from megatrain.schedule import Op, Schedule, Timeline
 from megatrain.schedule.ops import Kind
-from megatrain.spec import Numerics, Policy
 
 RunOp = Callable[[OpContext, StepState, Op, Lease], None]
 
@@ -64,29 +60,17 @@ ACTIONS: dict[Kind, RunOp] = {
 
 
 class Streamer:
-    """Runs schedules of one model on one device, as one rank of `world`.
+    """Runs schedules of one model on one device, as one rank."""
 
-    seed: determines all randomness inside layers.
-    """
-
-    def __init__(
-        self,
-        ported: PortedModel,
-        device: Device,
-        pool: Pool,
-        numerics: Numerics,
-        policy: Policy,
-        seed: int = 0,
-        world: World = ALONE,
-    ) -> None:
-        self.context = OpContext(ported, device, pool, numerics, policy, seed, world)
-        self.executor = Executor(device, pool, self._locate)
+    def __init__(self, context: OpContext) -> None:
+        self.context = context
+        self.executor = Executor(context.device, context.pool, self._locate)
         self.region: Callable[[], AbstractContextManager[object]] = nullcontext
         """Entered around the ops of each schedule only, the part of a step that may be interrupted from outside."""
         self._running: Schedule | None = None
-        if numerics.mlp_chunk_tokens:
-            _ = ported.parts  # found now, not during a step
-        ported.compute_on(device.torch_device)
+        if context.numerics.mlp_chunk_tokens:
+            _ = context.ported.parts  # found now, not during a step
+        context.ported.compute_on(context.device.torch_device)
 
     @property
     def timeline(self) -> Timeline | None:

@@ -30,6 +30,7 @@ from megatrain.engine import (
     sequences_of,
 )
 from megatrain.engine.batch import check_arguments, check_mapping, model_entries
+from megatrain.engine.context import OpContext
 from megatrain.errors import CheckpointError, ConfigError, MegaTrainError, ModelError, PlanError
 from megatrain.formatting import amount
 from megatrain.memory import Disk, Ledger, Pool, SharedMemory, Store
@@ -119,7 +120,9 @@ class Engine(TakesTurns):
         try:
             self._schedules.get(self._main_kind, Work((1,)))
             self._sink = OptimizerSink(*how, owned, world)
-            self._streamer = Streamer(ported, device, self._pool, self.numerics, policy, options.get("seed", 0), world)
+            seed = options.get("seed", 0)
+            context = OpContext(ported, device, self._pool, self.numerics, policy, seed, world)
+            self._streamer = Streamer(context)
         except BaseException:
             self._pool.release()
             raise
