@@ -6,7 +6,7 @@ import torch
 
 from megatrain.engine.autograd import GradientDestination
 from megatrain.engine.context import OpContext
-from megatrain.engine.forward import RunWithGraph, input_of
+from megatrain.engine.forward import DifferentiableLayerCall, input_of
 from megatrain.engine.gradient_accumulation import accumulate_into
 from megatrain.engine.resumable_call import NO_PAUSES
 from megatrain.engine.step_state import StepState, weights_in
@@ -24,11 +24,11 @@ def backward(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     graph = activations.graphs.pop((unit, micro), None)
     if graph is None:
         context.reseed(step, unit, micro)
-        run = RunWithGraph(context, step, op, lease, input_of(step, op, lease))
-        with run:
-            returned = context.ported.layer(unit - 1, *run.arguments)
-        graph = run.graph(*returned)
-        del run, returned  # the output is not needed, and would be held during the backward
+        call = DifferentiableLayerCall(context, step, op, lease, input_of(step, op, lease))
+        with call:
+            returned = context.ported.layer(unit - 1, *call.arguments)
+        graph = call.graph(*returned)
+        del call, returned  # the output is not needed, and would be held during the backward
     else:
         graph.bound.flat = context.weights(op, lease, unit)
         graph.bound.before_read = None if step.phases is NO_PAUSES else step.phases.before_read

@@ -1,4 +1,4 @@
-"""What the ops of all steps use: the model's units on a device, and how they are computed."""
+"""What ops share across steps: the model's units, their device, and the settings they are computed with."""
 
 from __future__ import annotations
 

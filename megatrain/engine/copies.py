@@ -1,4 +1,4 @@
-"""Ops that move bytes: between disk and host memory, over the bus, and through pinned staging buffers."""
+"""Ops that move bytes between disk and host memory and between host and device, also through pinned staging buffers."""
 
 from __future__ import annotations
 

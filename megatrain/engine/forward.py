@@ -34,10 +34,11 @@ def forward(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
         activations.inputs[target], activations.calls[micro] = _prologue(context, step, op, lease)
         return
     hidden = input_of(step, op, lease)
-    run: LayerRun = (RunWithGraph if LayerGraph(unit, micro) in written else LayerRun)(context, step, op, lease, hidden)
-    with run:
-        output, sides = context.ported.layer(unit - 1, *run.arguments)
-    run.keep(output, sides)
+    kind = DifferentiableLayerCall if LayerGraph(unit, micro) in written else LayerCall
+    call = kind(context, step, op, lease, hidden)
+    with call:
+        output, sides = context.ported.layer(unit - 1, *call.arguments)
+    call.keep(output, sides)
     activations.inputs[target] = output.detach()
     activations.keep_sides(op, sides)
     step.phases.enter_last_phase()  # which declares the offload slots
@@ -59,7 +60,7 @@ def input_of(step: StepState, op: Op, lease: Lease) -> Tensor:
     return activations.graphs[key].input.detach()
 
 
-class LayerRun:
+class LayerCall:
     """A layer's forward in one op: what the layer is called with, and the context to call it in, once."""
 
     def __init__(self, context: OpContext, step: StepState, op: Op, lease: Lease, hidden: Tensor) -> None:
@@ -98,7 +99,7 @@ class LayerRun:
             self._step.activations.stored[self._op.unit, self._op.micro] = self._keeping.stored()
 
 
-class RunWithGraph(LayerRun):
+class DifferentiableLayerCall(LayerCall):
     """A layer's forward with autograd, which saves weights by their place unless they stay where they are.
 
     Outputs of ops that an earlier forward of the layer has kept are not computed again.

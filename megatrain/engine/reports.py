@@ -1,4 +1,4 @@
-"""What a step reports: its loss and metrics, of the micro-batches of all ranks, and whether they are finite."""
+"""A step's report: loss and metrics over all micro-batches and ranks; refuses what is not finite."""
 
 from __future__ import annotations
 

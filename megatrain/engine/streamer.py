@@ -1,4 +1,4 @@
-"""Runs schedules of a model on a device: stages what a step is asked, runs its ops, and reads its result.
+"""Runs the schedule of a step on a device: prepares its inputs, runs its ops, and reads its result.
 
 Training state is not changed here: gradients go to a sink. Randomness inside layers (dropout) depends on (seed, step,
 unit, micro-batch) alone, so a recomputed layer draws the same numbers again, under any schedule.

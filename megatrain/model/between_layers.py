@@ -1,4 +1,4 @@
-"""What a model's loop computes on the hidden state between two decoder layers: recorded once, replayed in the layer.
+"""Records what a model computes on the hidden state between two decoder layers, and replays it in the later one.
 
 While the model's own forward runs with ports in place of its layers, each port returns a stand-in for the hidden state.
 `Recorder` is a function mode: it notes each torch function that meets the stand-in, or what came of it, and runs it on

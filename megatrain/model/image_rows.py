@@ -1,4 +1,4 @@
-"""Measures what a prologue takes in memory and time for rows with images, by running it on zeros.
+"""Measures memory and time that all before the first layer needs for rows with images, by running it on zeros.
 
 The encoder of images runs in the prologue, and its activations may exceed all others. How many there are depends on
 what a row brings, so the row is given: the largest of the data, or one full of images. It runs forward, and forward and

@@ -1,4 +1,4 @@
-"""Recomputes the layers of a prologue's encoders in its backward pass, so that one at a time has a graph.
+"""Checkpoints encoders of images: the backward pass recomputes their layers one by one, so only one has a graph.
 
 An encoder of images in the prologue may be as deep as the text model, and its graph larger than all else that a step
 holds. In the block of `recomputed`, a layer with something to train keeps its arguments alone, and runs once more when

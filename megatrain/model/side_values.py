@@ -1,4 +1,4 @@
-"""Side values: what a model passes to later layers besides the hidden state.
+"""Finds the tensors that a layer or the prologue passes to later layers besides the hidden state, such as shared keys.
 
 A layer may return more than the hidden state, and the model's loop hands that to a later layer (indices of sparse
 attention, states of routers); it may write into a dictionary that all layers get (keys and values that layers share);
