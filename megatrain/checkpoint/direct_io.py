@@ -49,8 +49,8 @@ class DirectWriter:
         """Create a file at `path`, inside the folder, with space for `nbytes`. Raises `OSError`."""
         name = path.relative_to(self._folder).as_posix()
 
-        def closed(found: FileSum) -> None:
-            self.sums[name] = found
+        def closed(file: FileSum) -> None:
+            self.sums[name] = file
 
         return DirectFile(path, nbytes, self._threads, self._free, closed)
 

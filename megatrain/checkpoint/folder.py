@@ -56,11 +56,11 @@ class Newest:
 def newest_sound(folder: str | Path, check: Check = full_check) -> Newest:
     """Find the newest checkpoint in which `check` finds nothing wrong."""
     skipped: list[str] = []
-    for each in checkpoints(folder):
+    for path in checkpoints(folder):
         try:
-            return Newest(open_checkpoint(each, check), tuple(skipped))
+            return Newest(open_checkpoint(path, check), tuple(skipped))
         except DamagedCheckpoint as error:
-            skipped.append(f"{each.name}: {error.what}")
+            skipped.append(f"{path.name}: {error.what}")
     return Newest(None, tuple(skipped))
 
 
@@ -70,13 +70,13 @@ def lowest_scored(folder: str | Path, since: int = -1) -> Checkpoint | None:
     since: scores up to this step measure something else and do not count.
     """
     scores: list[tuple[float, int, Path]] = []
-    for each in checkpoints(folder):
+    for path in checkpoints(folder):
         with suppress(DamagedCheckpoint):
-            if (score := read_manifest(each).score) is not None and step_of(each) > since:
-                scores.append((score, -step_of(each), each))
-    for _, _, each in sorted(scores):
+            if (score := read_manifest(path).score) is not None and step_of(path) > since:
+                scores.append((score, -step_of(path), path))
+    for _, _, path in sorted(scores):
         with suppress(DamagedCheckpoint):
-            return open_checkpoint(each)
+            return open_checkpoint(path)
     return None
 
 
@@ -92,14 +92,14 @@ def prune(folder: str | Path, retention: Retention, since: int = -1) -> list[Pat
     finish_vanishing(Path(folder))
     scores: dict[int, float | None] = {}
     ours: dict[int, Path] = {}
-    for each in checkpoints(folder):
+    for path in checkpoints(folder):
         try:
-            manifest = read_manifest(each)
+            manifest = read_manifest(path)
         except DamagedCheckpoint:
             continue
-        ours[step_of(each)] = each
-        if not quick_check(each):
-            scores[step_of(each)] = manifest.score if step_of(each) > since else None
+        ours[step_of(path)] = path
+        if not quick_check(path):
+            scores[step_of(path)] = manifest.score if step_of(path) > since else None
     kept = retention.kept(scores)
     going = [path for step, path in ours.items() if step not in kept and step < max(scores, default=0)]
     for path in going:

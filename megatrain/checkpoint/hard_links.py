@@ -55,8 +55,8 @@ class Earlier:
 
     def sum_of(self, name: str, nbytes: int) -> FileSum | None:
         """The checksums of the file with that name, if it has that size and may be shared."""
-        found = self._files.get(name)
-        return found if found is not None and found.nbytes == nbytes >= SMALLEST else None
+        known = self._files.get(name)
+        return known if known is not None and known.nbytes == nbytes >= SMALLEST else None
 
     def is_as_written(self, name: str) -> bool:
         """Whether the file still has the content in the manifest."""
@@ -190,9 +190,9 @@ class SharedFile:
             self._file.write(data)
 
 
-def share_instead(earlier: Earlier, name: str, found: FileSum, path: Path) -> bool:
+def share_instead(earlier: Earlier, name: str, sums: FileSum, path: Path) -> bool:
     """Replace a written file by the previous checkpoint's equal one; returns whether that was possible."""
-    if earlier.sum_of(name, found.nbytes) != found or not earlier.is_as_written(name):
+    if earlier.sum_of(name, sums.nbytes) != sums or not earlier.is_as_written(name):
         return False
     beside = path.with_name(f".{path.name}.link")
     try:
@@ -205,5 +205,5 @@ def share_instead(earlier: Earlier, name: str, found: FileSum, path: Path) -> bo
 
 
 def _stamp(path: Path) -> Stamp:
-    found = path.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -46,8 +46,8 @@ class Checkpoint:
     @cached_property
     def moment_shapes(self) -> dict[str, tuple[int, ...]]:
         """Parameter name -> shape of its moments, for trained parameters."""
-        found = {key.rpartition("."): shape for key, (_, shape) in self._tensors.items()}
-        return {name: shape for (name, _, kind), shape in found.items() if kind == "m"}
+        shapes = {key.rpartition("."): shape for key, (_, shape) in self._tensors.items()}
+        return {name: shape for (name, _, kind), shape in shapes.items() if kind == "m"}
 
     def moments(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor, Tensor]]:
         """(name, m, v) of each of these parameters, float32 in its shape.
@@ -68,12 +68,12 @@ class Checkpoint:
     @cached_property
     def _tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name of an optimizer tensor -> (its file, its shape)."""
-        found: dict[str, tuple[str, tuple[int, ...]]] = {}
+        tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         for file in self.manifest.files:
             if file.startswith(f"{OPTIMIZER}/"):
                 with self._open(file) as opened:
-                    found |= {key: (file, tuple(opened.get_slice(key).get_shape())) for key in opened.keys()}  # noqa: SIM118
-        return found
+                    tensors |= {key: (file, tuple(opened.get_slice(key).get_shape())) for key in opened.keys()}  # noqa: SIM118
+        return tensors
 
     def _open(self, file: str) -> Any:
         try:
@@ -112,13 +112,13 @@ class PeerCheckpoint(Checkpoint):
     def _settings(self) -> dict[str, Any]:
         """The fields of our AdamW. Raises `CheckpointError` for groups that it cannot express."""
         groups = [group for group in self.state.groups if group.names]
-        of = {key: [read(each.settings[key]) for each in groups] for key, read in SETTINGS.items()}
-        decay = {each for each in of["weight_decay"] if each}
+        of = {key: [read(group.settings[key]) for group in groups] for key, read in SETTINGS.items()}
+        decay = {rate for rate in of["weight_decay"] if rate}
         for key, values in {**of, "weight_decay": decay}.items():
-            if key != "lr" and len({str(each) for each in values}) > 1:
+            if key != "lr" and len({str(value) for value in values}) > 1:
                 raise self.state.error(f"its groups differ in {key}: {', '.join(map(str, values))}", RESTART)
         first = [of[key][0] for key in ("lr", "betas", "eps")]
-        undecayed = [group.names for group, each in zip(groups, of["weight_decay"], strict=True) if decay and not each]
+        undecayed = [group.names for group, rate in zip(groups, of["weight_decay"], strict=True) if decay and not rate]
         others = [(group.names, rate) for group, rate in zip(groups, of["lr"], strict=True) if rate != first[0]]
         return {
             **dict(zip(("lr", "betas", "eps"), first, strict=True)),
@@ -169,5 +169,5 @@ def _inside(folder: Path) -> list[Path]:
     """The checkpoints in a folder of them, or of a run."""
     if not folder.is_dir() or (folder / MANIFEST).exists():
         return []
-    of_trainer = sorted(folder.glob("checkpoint-*"), key=lambda each: each.stat().st_mtime, reverse=True)
+    of_trainer = sorted(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime, reverse=True)
     return checkpoints(folder) or checkpoints(folder / "checkpoints") or of_trainer

@@ -53,7 +53,7 @@ class FileSum:
 
 def file_sum(nbytes: int, sums: Iterable[int]) -> FileSum:
     """The `FileSum` for a file's size and its blocks' checksums."""
-    return FileSum(nbytes, "".join(digits(each) for each in sums))
+    return FileSum(nbytes, "".join(digits(value) for value in sums))
 
 
 def block_sum(memory: NDArray[np.uint8], nbytes: int) -> int:
@@ -75,9 +75,9 @@ def differences(folder: Path, files: Mapping[str, FileSum]) -> dict[str, str]:
     """
     runs = [(name, first) for name in files for first in range(0, max(_blocks(files[name]), 1), _RUN)]
     with ThreadPoolExecutor(min(_READERS, 2 * available_threads())) as threads:
-        found = threads.map(lambda run: _difference(folder / run[0], files[run[0]], run[1]), runs)
+        complaints = threads.map(lambda run: _difference(folder / run[0], files[run[0]], run[1]), runs)
         wrong: dict[str, str] = {}
-        for (name, _), what in zip(runs, found, strict=True):
+        for (name, _), what in zip(runs, complaints, strict=True):
             if what and name not in wrong:
                 wrong[name] = what
     return wrong
@@ -86,12 +86,12 @@ def differences(folder: Path, files: Mapping[str, FileSum]) -> dict[str, str]:
 def _difference(path: Path, expected: FileSum, first: int) -> str:
     """What is wrong with a run of blocks, empty if nothing."""
     try:
-        found = [digits(each) for each in itertools.islice(_sums(path, first), _RUN)]
+        sums = [digits(value) for value in itertools.islice(_sums(path, first), _RUN)]
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
     last = min(first + _RUN, _blocks(expected))
     for block in range(first, last):
-        if block - first >= len(found) or found[block - first] != digits_of_block(expected, block):
+        if block - first >= len(sums) or sums[block - first] != digits_of_block(expected, block):
             start, stop = block * BLOCK_NBYTES, min((block + 1) * BLOCK_NBYTES, expected.nbytes)
             return f"is damaged between byte {start:,} and byte {stop:,}"
     return ""
@@ -101,9 +101,9 @@ def _blocks(file: FileSum) -> int:
     return len(file.blocks) // DIGITS
 
 
-def digits(found: int) -> str:
+def digits(value: int) -> str:
     """A checksum in hexadecimal."""
-    return f"{found:0{DIGITS}x}"
+    return f"{value:0{DIGITS}x}"
 
 
 def digits_of_block(file: FileSum, block: int) -> str:
@@ -189,10 +189,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise _damaged(folder, f"cannot be read ({error.strerror or error})") from error
     try:
         fields = parsed_json(raw)
-        found = fields["format"]
-        if isinstance(found, int) and found > FORMAT:
-            raise _damaged(folder, f"has format {found}, but this MegaTrain reads up to {FORMAT}")
-        files = {name: FileSum(**each) for name, each in fields["files"].items()}
+        version = fields["format"]
+        if isinstance(version, int) and version > FORMAT:
+            raise _damaged(folder, f"has format {version}, but this MegaTrain reads up to {FORMAT}")
+        files = {name: FileSum(**file) for name, file in fields["files"].items()}
         manifest = Manifest(fields["step"], fields["score"], fields["version"], files)
         if manifest.text().encode() == raw:
             return manifest
@@ -208,10 +208,10 @@ def quick_check(folder: Path) -> list[Damage]:
 
 def full_check(folder: Path) -> list[Damage]:
     """List what is wrong in any byte of any file. Reads everything, with several threads."""
-    listed, found = _look(folder)
-    known = {damage.file for damage in found}
+    listed, wrong = _look(folder)
+    known = {damage.file for damage in wrong}
     files = {name: file for name, file in listed.items() if name not in known}
-    return [*found, *(Damage(name, what) for name, what in differences(folder, files).items())]
+    return [*wrong, *(Damage(name, what) for name, what in differences(folder, files).items())]
 
 
 def _look(folder: Path) -> tuple[Mapping[str, FileSum], list[Damage]]:
@@ -240,10 +240,10 @@ def _size_wrong(folder: Path, name: str, nbytes: int) -> str:
             return "lies outside the folder"
         if not path.is_file():
             return "is missing"
-        found = path.stat().st_size
+        size = path.stat().st_size
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
-    return "" if found == nbytes else f"has {found:,} bytes, but was written with {nbytes:,}"
+    return "" if size == nbytes else f"has {size:,} bytes, but was written with {nbytes:,}"
 
 
 def _strangers(folder: Path, files: Mapping[str, FileSum]) -> list[Damage]:

@@ -130,7 +130,7 @@ class PeerState:
         model: with `requires_grad` as in the other trainer; parameters may be on the meta device. Raises
         `CheckpointError` if the state cannot be this model's.
         """
-        due = {name: tuple(each.shape) for name, each in model.named_parameters(remove_duplicate=False)}
+        due = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
         for name, shape in self.shapes.items():
             if due.get(name) != shape:
                 here = f"is {list(due[name])} in this one" if name in due else "is missing in this one"
@@ -242,9 +242,9 @@ class OptimizerFile(PeerState):
         saved = self.load(folder / name)
         self._state: Mapping[Any, Mapping[str, Any]] = self.value(saved, "state", file=name)
         self._groups: Sequence[Mapping[str, Any]] = self.value(saved, "param_groups", file=name)
-        parts = {part for each in self._state.values() for part in each}
+        parts = {part for parts_of_one in self._state.values() for part in parts_of_one}
         self.refuse_other_optimizer(parts, self._groups)
-        self._steps = {key: int(self.value(each, STEP, file=name)) for key, each in self._state.items()}
+        self._steps = {key: int(self.value(state, STEP, file=name)) for key, state in self._state.items()}
         self._sizes = {key: {tuple(self._part(key, part).shape) for part in PARTS} for key in self._state}
         self._numbers = [list(self.value(group, "params", file=name)) for group in self._groups]
         self._names: list[list[str]] = []
@@ -253,13 +253,13 @@ class OptimizerFile(PeerState):
 
     def name_parameters(self, model: nn.Module) -> None:
         """See `PeerState`. An index counts the trained parameters of all groups in their order."""
-        shapes = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
+        shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters() if weight.requires_grad}
         keys = self._numbers
         named = [self._names_in(group, indices) for group, indices in zip(self._groups, keys, strict=True)]
         possible = [named] if any(named) else list(_partitions(model, shapes))
-        flat = [key for each in keys for key in each]
+        flat = [key for group in keys for key in group]
         for groups in possible:
-            key_of = dict(zip((name for each in groups for name in each), flat, strict=False))
+            key_of = dict(zip((name for group in groups for name in group), flat, strict=False))
             fits = [len(each) for each in groups] == [len(each) for each in keys]
             if fits and all(self._fits(key, shapes.get(name)) for name, key in key_of.items()):
                 self._names, self._keys = groups, key_of
@@ -362,8 +362,8 @@ class Sharded(PeerState):
         self._settings: dict[int, dict[str, str]] = {}
         for file in _metadata_in(folder):
             self._add(file)
-        settings = [each for _, each in sorted(self._settings.items())]
-        self._groups = [{key: self._read(self._places[at][0]) for key, at in each.items()} for each in settings]
+        settings = [group for _, group in sorted(self._settings.items())]
+        self._groups = [{key: self._read(self._places[at][0]) for key, at in group.items()} for group in settings]
         self.refuse_other_optimizer((part for parts in self._parts.values() for part in parts), self._groups)
         if not self._weights or not self._parts:
             lacks = "the optimizer (optimizer_0)" if self._weights else "the model (pytorch_model_fsdp_0)"
@@ -471,7 +471,7 @@ class Zero3(PeerState):
         self._shared: Mapping[str, str] = self._models[0].get("shared_params") or {}
         self._open()
         held = self._optimizer.get("state") or {}
-        self.refuse_other_optimizer((part for each in held.values() for part in each), self._param_groups)
+        self.refuse_other_optimizer((part for parts in held.values() for part in parts), self._param_groups)
         if sum(len(group["params"]) for group in self._param_groups) != len(self._param_shapes):
             raise self.error("has another number of flat groups than of lists of parameters")
 
@@ -491,7 +491,7 @@ class Zero3(PeerState):
         """Open the optimizer's files, and find where each parameter begins in its flat group."""
         saved = self._of_ranks(self.folder.glob("*zero_pp_rank_*_optim_states.pt"))
         name = "optim_states"
-        self._ranks = [self.value(each, OPTIMIZER, file=name) for each in saved]
+        self._ranks = [self.value(rank, OPTIMIZER, file=name) for rank in saved]
         if "fp32_flat_groups" not in self._ranks[0]:
             command = "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state"
             fix = f"convert it: {command} --input_folder {self.folder} --output_folder NEW, and resume=NEW"
@@ -504,8 +504,8 @@ class Zero3(PeerState):
         self._starts: dict[str, tuple[int, int]] = {}
         for number, shapes in enumerate(self._param_shapes):
             start = 0
-            for each, shape in shapes.items():
-                self._starts[each] = number, start
+            for parameter, shape in shapes.items():
+                self._starts[parameter] = number, start
                 start += self._share(shape)
             held = self.value(self._ranks[0], "fp32_flat_groups", number, file=name).numel()
             if held != start:
@@ -533,14 +533,14 @@ class Zero3(PeerState):
 
     def update_counts(self) -> dict[str, int]:
         held = {flat: group.get(STEP) for group in self._param_groups for flat in group["params"]}
-        held |= {flat: each[STEP] for flat, each in (self._optimizer.get("state") or {}).items() if STEP in each}
+        held |= {flat: parts[STEP] for flat, parts in (self._optimizer.get("state") or {}).items() if STEP in parts}
         steps = {flat: int(step) for flat, step in held.items() if step is not None}
         return {name: step for flat, step in steps.items() for name in self._param_shapes[flat]}
 
     def moment(self, name: str, part: str) -> Tensor:
         flat, _ = self._starts[name]
         place = OPTIMIZER, "state", flat, part
-        return self._joined(name, [self.value(each, *place, file="optim_states") for each in self._ranks])
+        return self._joined(name, [self.value(rank, *place, file="optim_states") for rank in self._ranks])
 
     def _joined(self, name: str, flat_groups: Sequence[Tensor]) -> Tensor:
         """A parameter from its share in each rank's flat group."""
@@ -549,14 +549,14 @@ class Zero3(PeerState):
         return torch.cat(shares)[: math.prod(shape)].view(shape)
 
     def _master(self, name: str) -> Tensor:
-        return self._joined(name, [each["fp32_flat_groups"][self._starts[name][0]] for each in self._ranks])
+        return self._joined(name, [rank["fp32_flat_groups"][self._starts[name][0]] for rank in self._ranks])
 
     def weight(self, name: str) -> Tensor | None:
         name, first = self._shared.get(name, name), self._models[0]
         if name in self.shapes:
             return self._master(name)
         if shape := (first.get("frozen_param_shapes") or {}).get(name):
-            pieces = [each["frozen_param_fragments"][name].flatten() for each in self._models]
+            pieces = [model["frozen_param_fragments"][name].flatten() for model in self._models]
             return torch.cat(pieces)[: math.prod(shape)].view(tuple(shape))
         return first["module"].get(name) if name in first["buffer_names"] else None
 
@@ -576,9 +576,9 @@ class Universal(Zero3):
         saved = self.load(self.folder / "zero" / name)
         self._optimizer = saved.get(OPTIMIZER, saved)
         self._param_groups = self.value(self._optimizer, "param_groups", file=name)
-        for each in self.shapes:
-            if not (self.folder / "zero" / each).is_dir():
-                raise self.error(f"lacks zero/{each}", "convert it again")
+        for parameter in self.shapes:
+            if not (self.folder / "zero" / parameter).is_dir():
+                raise self.error(f"lacks zero/{parameter}", "convert it again")
 
     def update_counts(self) -> dict[str, int]:
         held = [name for name in self.shapes if (self.folder / "zero" / name / f"{STEP}.pt").exists()]

@@ -106,7 +106,7 @@ class RangeWriter:
     def settle(self) -> None:
         """Wait until everything is written. Raises `OSError`."""
         under_way, self._under_way = self._under_way, []
-        self.written += [each.result() for each in under_way]
+        self.written += [part.result() for part in under_way]
 
     def finish(self) -> None:
         """Wait, and sync everything to the disk. Raises `OSError`."""

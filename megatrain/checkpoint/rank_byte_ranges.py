@@ -100,25 +100,25 @@ class RankByteRanges:
         writes = self._planned.written.writes
         fields = {param.name: layout.by_name[param.name] for param in params if writes(param.name)}
         empty = {name: torch.empty(field.shape, device="meta") for name, field in fields.items()}
-        found = self._planned.written.tensors(unit, empty)
-        whole = {id(each): fields[name] for name, each in empty.items()}
-        converted = [each for each in found.values() if each.is_meta and id(each) not in whole]
-        moved = iter(self._moved(unit, list(empty), found) if converted else ())
+        tensors = self._planned.written.tensors(unit, empty)
+        whole = {id(value): fields[name] for name, value in empty.items()}
+        converted = [value for value in tensors.values() if value.is_meta and id(value) not in whole]
+        moved = iter(self._moved(unit, list(empty), tensors) if converted else ())
         planned = {tensor.name: tensor for tensor in self._planned.tensors_of(unit)}
-        for name, each in found.items():
-            if not each.is_meta:
-                yield planned[name], each
-            elif (field := whole.get(id(each))) is not None:
+        for name, value in tensors.items():
+            if not value.is_meta:
+                yield planned[name], value
+            elif (field := whole.get(id(value))) is not None:
                 yield planned[name], [Run(0, field.start, field.stop)]
             else:
                 yield planned[name], next(moved)
 
-    def _moved(self, unit: int, names: list[str], found: dict[str, Tensor]) -> list[list[Run]]:
+    def _moved(self, unit: int, names: list[str], tensors: dict[str, Tensor]) -> list[list[Run]]:
         """The runs of each converted tensor, in order."""
         layout = self._layouts[unit]
         given = tuple(layout.by_name[name] for name in names)
-        taken = tuple((_alike(name), tuple(each.shape)) for name, each in found.items())
-        key = tuple((_alike(field.name), field.start, field.shape) for field in given), taken
+        made = tuple((_alike(name), tuple(value.shape)) for name, value in tensors.items())
+        key = tuple((_alike(field.name), field.start, field.shape) for field in given), made
         if key in self._alike:
             return self._alike[key]
         if layout.size > MOST_NUMBERED:
@@ -126,17 +126,17 @@ class RankByteRanges:
         numbers = torch.arange(layout.size, dtype=torch.int32).view(torch.float32)
         params = {field.name: numbers[field.start : field.stop].view(field.shape) for field in given}
         converted = self._planned.written.tensors(unit, params)
-        is_plain = {id(each) for each in params.values()}
+        is_plain = {id(value) for value in params.values()}
         seen, runs, count = np.zeros(layout.size, bool), list[list[Run]](), 0
-        for name, each in converted.items():
-            if not found[name].is_meta:
+        for name, value in converted.items():
+            if not tensors[name].is_meta:
                 continue
-            at = each.reshape(-1).view(torch.int32).numpy()
-            if at.size and (each.dtype != torch.float32 or at.min() < 0 or at.max() >= layout.size):
+            at = value.reshape(-1).view(torch.int32).numpy()
+            if at.size and (value.dtype != torch.float32 or at.min() < 0 or at.max() >= layout.size):
                 raise _Moved
             seen[at] = True
             count += at.size
-            if id(each) not in is_plain:
+            if id(value) not in is_plain:
                 runs.append(_runs_of(at))
         if not np.count_nonzero(seen) == count == sum(field.stop - field.start for field in given):
             raise _Moved

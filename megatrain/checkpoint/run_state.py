@@ -58,12 +58,12 @@ def _plain(value: Any, place: str) -> Any:
         case bytes():
             return {"$bytes": base64.b64encode(value).decode()}
         case list():
-            return [_plain(each, f"{place}[{index}]") for index, each in enumerate(value)]
+            return [_plain(item, f"{place}[{index}]") for index, item in enumerate(value)]
         case dict():
             for key in value:
                 if not isinstance(key, str) or key.startswith("$"):
                     raise CheckpointError(f"the key {key!r} cannot be written", where=f"{TRAINING}, {place}")
-            return {key: _plain(each, f"{place}.{key}") for key, each in value.items()}
+            return {key: _plain(item, f"{place}.{key}") for key, item in value.items()}
     raise CheckpointError(f"a {type(value).__name__} cannot be written", where=f"{TRAINING}, {place}")
 
 
@@ -75,7 +75,7 @@ def _given(value: Any) -> Any:
         case {"$bytes": str(text)}:
             return base64.b64decode(text, validate=True)
         case dict():
-            return {key: _given(each) for key, each in value.items()}
+            return {key: _given(item) for key, item in value.items()}
         case list():
-            return [_given(each) for each in value]
+            return [_given(item) for item in value]
     return value

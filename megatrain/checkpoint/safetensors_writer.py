@@ -45,7 +45,7 @@ def plan_shards(tensors: Iterable[WrittenTensor], shard_nbytes: int, stem: str =
 
     A larger tensor gets a file of its own. Raises `ExportError` for a dtype that the format lacks.
     """
-    return _named([sorted(each, key=_place) for each in _dealt(tensors, shard_nbytes)], stem)
+    return _named([sorted(tensors_of_file, key=_place) for tensors_of_file in _dealt(tensors, shard_nbytes)], stem)
 
 
 def plan_front_to_back(
@@ -64,8 +64,8 @@ def plan_front_to_back(
     floats = [tensor for tensor in tensors if tensor.dtype == torch.float32]
     others = sorted((tensor for tensor in tensors if tensor.dtype != torch.float32), key=_place)
     groups = [tensor for tensor in floats if tensor.name not in apart], [t for t in floats if t.name in apart], others
-    dealt = [each for group in (*groups, sorted(copied, key=_place)) for each in _dealt(group, shard_nbytes)]
-    return _named([each for each in dealt if each], stem)
+    dealt = [of_file for group in (*groups, sorted(copied, key=_place)) for of_file in _dealt(group, shard_nbytes)]
+    return _named([of_file for of_file in dealt if of_file], stem)
 
 
 def _dealt(tensors: Iterable[WrittenTensor], shard_nbytes: int) -> list[list[WrittenTensor]]:
@@ -86,7 +86,7 @@ def _named(dealt: Sequence[Sequence[WrittenTensor]], stem: str) -> list[Shard]:
     if len(dealt) == 1:
         return [_shard(f"{stem}.safetensors", dealt[0])]
     count = len(dealt)
-    return [_shard(f"{stem}-{1 + at:05d}-of-{count:05d}.safetensors", each) for at, each in enumerate(dealt)]
+    return [_shard(f"{stem}-{1 + at:05d}-of-{count:05d}.safetensors", tensors) for at, tensors in enumerate(dealt)]
 
 
 def _place(tensor: WrittenTensor) -> tuple[int, str]:

@@ -114,8 +114,8 @@ def join(rank: int, size: int, device: str, address: str = "", seconds: float | 
     if not address:
         return world
     watch = Watch(world, address, limits)
-    for each in carriers:
-        each.watch = watch
+    for carrier in carriers:
+        carrier.watch = watch
     atexit.register(watch.close)
     _tell_of_what_nobody_catches(watch)
     return replace(world, watch=watch)
@@ -126,10 +126,10 @@ def name_of_start(store: Any, rank: int, size: int, seconds: float) -> str:
     there: `torchrun` keeps one store for all its restarts, and a rank that found the address of one that was killed
     would wait for it. The first rank answers what each asks now. Raises `RankError` and what the store raises.
     """
-    own, ends = secrets.token_hex(8), time.monotonic() + seconds
+    token, ends = secrets.token_hex(8), time.monotonic() + seconds
     if rank > 0:
-        store.set(f"asks {rank}", own)
-        name = bytes(store.get(f"answer to {own}")).decode()
+        store.set(f"asks {rank}", token)
+        name = bytes(store.get(f"answer to {token}")).decode()
         store.set(f"{name} has {rank}", "")
         return name
     missing = list(range(1, size))
@@ -138,10 +138,10 @@ def name_of_start(store: Any, rank: int, size: int, seconds: float) -> str:
             raise RankError(f"no sign of rank {missing[0]}", where=f"rank 0 of {size}", fix="start all of them")
         for other in missing:
             if store.check([f"asks {other}"]):
-                store.set(f"answer to {bytes(store.get(f'asks {other}')).decode()}", own)
-        missing = [other for other in missing if not store.check([f"{own} has {other}"])]
+                store.set(f"answer to {bytes(store.get(f'asks {other}')).decode()}", token)
+        missing = [other for other in missing if not store.check([f"{token} has {other}"])]
         time.sleep(PAUSE_SECONDS)
-    return own
+    return token
 
 
 def _tell_of_what_nobody_catches(watch: Watch) -> None:

@@ -150,8 +150,8 @@ class Watch:
     def _accepted(self, listener: socket.socket, key: str) -> dict[int, socket.socket]:
         """The connections of all others; those without the key are rejected."""
         listener.settimeout(SECONDS)
-        found: dict[int, socket.socket] = {}
-        while len(found) < self._size - 1:
+        connections: dict[int, socket.socket] = {}
+        while len(connections) < self._size - 1:
             other, _ = listener.accept()
             other.settimeout(SECONDS)
             with suppress(OSError, ValueError):
@@ -160,10 +160,10 @@ class Watch:
                     hello += more
                 if secrets.compare_digest(hello[4:], key.encode()):
                     other.settimeout(None)
-                    found[int.from_bytes(hello[:4], "little")] = other
+                    connections[int.from_bytes(hello[:4], "little")] = other
                     continue
             other.close()
-        return found
+        return connections
 
     def _connected(self, address: str, port: int, key: str) -> socket.socket:
         first = socket.create_connection((address, port), timeout=SECONDS)
@@ -182,10 +182,10 @@ class Watch:
         """Runs on a thread per connection."""
         line = "was killed, or its machine failed"
         with suppress(OSError), other.makefile("r") as said:
-            for each in said:
-                if not each.endswith("\n"):  # it ended in the middle of a message
+            for text in said:
+                if not text.endswith("\n"):  # it ended in the middle of a message
                     break
-                message = json.loads(each)
+                message = json.loads(text)
                 if "done" in message:
                     self._done.add(rank)
                     return
@@ -225,8 +225,8 @@ class Watch:
         self._heard.set()
         if self._leaves.wait(grace_seconds) or not (self.owns_process or self._waiting()):
             return
-        for each in self.ending:
-            each(line)
+        for act in self.ending:
+            act(line)
         os.write(2, f"error: {line}\n".encode())
         os._exit(ENDED)
 
@@ -258,7 +258,7 @@ class Watch:
             late = {name: seconds for name, seconds in self._waiting().items() if seconds >= least}
             if not late or self._clock < self._asked + least / 2 or self._heard.is_set():
                 continue
-            self._asked, name = self._clock, max(late, key=lambda each: late[each])
+            self._asked, name = self._clock, max(late, key=lambda name: late[name])
             is_due = late[name] >= (least if self._is_prompt(name) else self._limits.get(name, 0.0))
             waits_at = self._op() or self.about
             missed = name, self._come_to[name], late[name], waits_at, is_due
@@ -287,7 +287,7 @@ class Watch:
         silent = [rank for rank in range(self._size) if rank not in answers and rank not in self._done]
         if silent:
             return self._end(self._named(silent[0], _stands_still(seconds, waits_at)), PAUSE_SECONDS)
-        behind = [rank for rank, found in answers.items() if found["come_to"].get(carrier, 0) < number]
+        behind = [rank for rank, state in answers.items() if state["come_to"].get(carrier, 0) < number]
         if behind and is_due:
             is_at = answers[behind[0]]["doing"]
             line = f"is still in {is_at}; the others have waited for {seconds:.0f} s{_where(waits_at)}"

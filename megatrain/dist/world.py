@@ -92,12 +92,12 @@ class World:
         if self.watch is not None:
             self.watch.about = what
         told = self._told(json.dumps([what, value]).encode())
-        heard: list[Any] = [json.loads(each) for each in told]
+        heard: list[Any] = [json.loads(text) for text in told]
         for rank, (about, _) in enumerate(heard):
             if about != heard[0][0]:
                 where = f"rank {rank}"
                 raise RankError(f"is at {about}, but rank 0 at {heard[0][0]}", where=where, fix="call alike on all")
-        return [each for _, each in heard]
+        return [value for _, value in heard]
 
     def agree(self, what: str, make: Callable[[], T]) -> list[T]:
         """The results of `make` on all ranks, in rank order. If it raises on any rank, all raise: that rank its
@@ -116,21 +116,21 @@ class World:
         for rank, (line, _) in enumerate(told):
             if line is not None:
                 raise RankError(line, where=f"rank {rank}")
-        return [each for _, each in told]  # type: ignore[misc]  # there is a value if there is no error
+        return [value for _, value in told]  # type: ignore[misc]  # there is a value if there is no error
 
     def _told(self, text: bytes) -> list[bytes]:
         """Each rank's bytes, of any length."""
         framed = len(text).to_bytes(HEAD_NBYTES, "little") + text
         first = self._gathered(framed[:FRAME_NBYTES].ljust(FRAME_NBYTES))
-        lengths = [int.from_bytes(each[:HEAD_NBYTES], "little") for each in first]
+        lengths = [int.from_bytes(frame[:HEAD_NBYTES], "little") for frame in first]
         rest = HEAD_NBYTES + max(lengths) - FRAME_NBYTES
         more = self._gathered(framed[FRAME_NBYTES:].ljust(rest)) if rest > 0 else [b""] * self.size
         whole = (head[HEAD_NBYTES:] + tail for head, tail in zip(first, more, strict=True))
-        return [each[:length] for each, length in zip(whole, lengths, strict=True)]
+        return [text[:length] for text, length in zip(whole, lengths, strict=True)]
 
     def _gathered(self, text: bytes) -> list[bytes]:
-        own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        return [each.numpy().tobytes() for each in self.together(own)]
+        message = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return [row.numpy().tobytes() for row in self.together(message)]
 
     def together(self, own: Tensor) -> Tensor:
         """[ranks, n] of all ranks' `own` [n], in host memory, of any dtype."""
@@ -173,7 +173,7 @@ class World:
     def reduce_there(self, own: Tensor, terms: Sequence[Tensor]) -> Tensor:
         """As `reduce`, reading all ranks' `terms`, each float32[ranks * n], in place; nobody may change them
         meanwhile."""
-        parts = [each.view(self.size, -1)[self.rank] for each in terms]
+        parts = [term.view(self.size, -1)[self.rank] for term in terms]
         largest = []
         for start in range(0, own.numel(), AT_ONCE):
             some = slice(start, start + AT_ONCE)
@@ -189,7 +189,7 @@ class World:
     def dealt(self, of_ranks: Sequence[Sequence[T]]) -> list[T]:
         """All ranks' per-micro-batch values in step-wide order. Raises `RankError` if they are not dealt
         round-robin."""
-        counts = [len(each) for each in of_ranks]
+        counts = [len(values) for values in of_ranks]
         total = sum(counts)
         fair = [(total - rank + self.size - 1) // self.size for rank in range(self.size)]
         if counts != fair:
@@ -210,10 +210,10 @@ ALONE = World()
 
 def refuse_unlike(verb: str, told: Sequence[Mapping[str, object]]) -> None:
     """Raise `RankError`, the same on all, where a rank has another value than rank 0 under one of the names."""
-    for rank, own in enumerate(told):
-        for name in dict.fromkeys((*told[0], *own)):
-            if own.get(name) != told[0].get(name):
-                values = (_short(of.get(name)) for of in (own, told[0]))
+    for rank, values_of_rank in enumerate(told):
+        for name in dict.fromkeys((*told[0], *values_of_rank)):
+            if values_of_rank.get(name) != told[0].get(name):
+                values = (_short(of.get(name)) for of in (values_of_rank, told[0]))
                 what = f"{verb} {name} {{}}, where rank 0 {verb} {{}}".format(*values)
                 raise RankError(what, where=f"rank {rank}", fix="start all alike")
 

@@ -110,13 +110,13 @@ def finish_vanishing(folder: Path) -> None:
 
 def _left_in(folder: Path) -> list[tuple[Path, str, str]]:
     """Leftovers in `folder` of processes that no longer run: path, kind, and name of the target."""
-    found: list[tuple[Path, str, str]] = []
+    leftovers: list[tuple[Path, str, str]] = []
     with contextlib.suppress(OSError):
         for path in list(folder.iterdir()):
             match = _LEFT.fullmatch(path.name)
             if match is not None and not _runs_elsewhere(int(match[2])):
-                found.append((path, match[3], match[1]))
-    return found
+                leftovers.append((path, match[3], match[1]))
+    return leftovers
 
 
 def _settle(path: Path, kind: str, target: Path) -> None:

@@ -30,12 +30,12 @@ def ask_hub(request: Callable[[HfApi], Any]) -> Any:
     """The result of `request`, which is called with a client. Raises what it raises, or `TimeoutError`."""
     import huggingface_hub
 
-    found: list[Any] = []
+    answers: list[Any] = []
     failed: list[Exception] = []
 
     def call() -> None:
         try:
-            found.append(request(huggingface_hub.HfApi()))
+            answers.append(request(huggingface_hub.HfApi()))
         except Exception as error:  # the client's errors have no other common base
             failed.append(error)
 
@@ -44,9 +44,9 @@ def ask_hub(request: Callable[[HfApi], Any]) -> Any:
     thread.join(TIMEOUT_SECONDS)
     if failed:
         raise failed[0]
-    if not found:
+    if not answers:
         raise TimeoutError(f"no answer in {TIMEOUT_SECONDS:g} s")
-    return found[0]
+    return answers[0]
 
 
 def refuse_absent_model(name: str, where: str, revision: str | None = None, known: Iterable[str] = ()) -> None:
@@ -81,9 +81,9 @@ def nearest_names(name: str, known: Iterable[str] = ()) -> list[str]:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     path = usable_path(name)
-    near = [str(path.parent / each) for each in difflib.get_close_matches(path.name, names_in(path.parent), 2, 0.7)]
-    cached = [each for each in names_in(HF_HUB_CACHE) if each.startswith("models--")]
-    names = [each.removeprefix("models--").replace("--", "/") for each in cached]
+    near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, names_in(path.parent), 2, 0.7)]
+    cached = [entry for entry in names_in(HF_HUB_CACHE) if entry.startswith("models--")]
+    names = [entry.removeprefix("models--").replace("--", "/") for entry in cached]
     return [*near, *difflib.get_close_matches(name, dict.fromkeys([*names, *known]), n=2, cutoff=0.6)]
 
 

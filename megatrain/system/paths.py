@@ -73,18 +73,18 @@ def usable_path(
         raise error(what, where=place, fix="give the full path, or write ./~... for a name that begins with ~")
     if not path.is_absolute() and (problem := _no_working_directory()):
         raise error(f"the working directory is gone ({problem})", where=place, fix="change to one that exists")
-    found: int | None = None
+    mode: int | None = None
     try:
-        found = _mode(path)
+        mode = _mode(path)
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as problem:
         raise error(_unreachable(path, problem), where=place, fix="fix that, or name another path") from problem
-    if found is not None and to_write == "folder" and not stat.S_ISDIR(found):
-        raise error(f"is {_kind(found)}, not a folder", where=place, fix="name another folder")
-    if found is not None and to_write == "file" and not stat.S_ISREG(found):
-        raise error(f"is {_kind(found)}, not a file", where=place, fix="name another file")
-    if found is None and to_write and (obstacle := _obstacle(path)) is not None:
+    if mode is not None and to_write == "folder" and not stat.S_ISDIR(mode):
+        raise error(f"is {_kind(mode)}, not a folder", where=place, fix="name another folder")
+    if mode is not None and to_write == "file" and not stat.S_ISREG(mode):
+        raise error(f"is {_kind(mode)}, not a file", where=place, fix="name another file")
+    if mode is None and to_write and (obstacle := _obstacle(path)) is not None:
         raise error(f"{shown(str(obstacle))} is not a folder", where=place, fix="name a path without it")
     return path
 
@@ -136,9 +136,9 @@ def _unreachable(path: Path, problem: OSError) -> str:
 
 def _obstacle(path: Path) -> Path | None:
     """A parent of `path` that is not a folder; `path` itself if it is a broken link."""
-    for each in (path, *path.parents):
-        if os.path.lexists(each):
-            return None if each.is_dir() else each
+    for folder in (path, *path.parents):
+        if os.path.lexists(folder):
+            return None if folder.is_dir() else folder
     return None
 
 
@@ -148,7 +148,7 @@ def _kind(mode: int) -> str:
 
 def shown(text: str) -> str:
     """A path for a message: printable and shortened."""
-    plain = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+    plain = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
     half = LONGEST_SHOWN // 2
     return plain if len(plain) <= LONGEST_SHOWN else f"{plain[:half]}...{plain[-half:]}"
 
@@ -179,7 +179,7 @@ def refuse_impossible_model(name: str, where: str) -> None:
 def nearest_folder(path: Path) -> Path:
     """`path` if it is a folder, else its nearest parent that exists."""
     absolute = path.absolute()
-    return next(each for each in (absolute, *absolute.parents) if each.is_dir())
+    return next(folder for folder in (absolute, *absolute.parents) if folder.is_dir())
 
 
 def nearest_path(path: Path) -> Path | None:
@@ -228,11 +228,11 @@ def lies_within(path: Path, folder: Path) -> bool:
 
 def read_bytes(path: str | Path) -> bytes:
     """Content of a file. Raises `OSError`, also for anything but a regular file and above `LARGEST_NBYTES`."""
-    found = os.stat(path)
-    if stat.S_ISDIR(found.st_mode):
+    status = os.stat(path)
+    if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     refuse_special(path)
-    if found.st_size > LARGEST_NBYTES:
+    if status.st_size > LARGEST_NBYTES:
         raise OSError(errno.EFBIG, f"larger than {LARGEST_NBYTES >> 30} GiB", str(path))
     with open(path, "rb") as file:
         return file.read()  # not `st_size` bytes, which are 0 for files of /proc
