@@ -504,9 +504,9 @@ class Engine(TakesTurns):
     def save_pretrained(self, folder: str | Path, **options: Unpack[ExportOptions]) -> Path:
         """Write a Hugging Face folder, streamed unit by unit; it appears complete or not at all.
 
-        precision: `fp32`, the exact masters, or `bf16`, rounded. facts: name -> value, for the model card's table on
-        training. write_more: called with the folder before it appears, to add a tokenizer, say. progress: called with
-        (done, total) bytes. Returns the folder's absolute path. Raises `ExportError` if it cannot be written; a model
+        precision: `fp32`, the exact masters, or `bf16`, rounded; `None` (default) is `fp32`, or `bf16` for a model that
+        was published quantized. facts: name -> value, for the model card's table on training. write_more: called with
+        the folder before it appears, to add a tokenizer, say. progress: called with (done, total) bytes. Returns the folder's absolute path. Raises `ExportError` if it cannot be written; a model
         already there then stays.
         """
         self._settle()
