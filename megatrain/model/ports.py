@@ -424,8 +424,8 @@ class PortedModel:
     encoders: Sequence[nn.Module] = ()
     """The layers of the prologue's encoders (`recomputed_encoders`)."""
     image_row: tuple[Mapping[str, Tensor], int] | None = None
-    """A row with images, [1, tokens], and the number of its values (`image_rows`): for which the prologue is measured
-    too."""
+    """Rows with images, [rows, tokens], and the number of their values (`image_rows`): for which the prologue is
+    measured too."""
     _found_in: Callable[[], object] = lambda: None
     _on_a_cpu: bool = False
 

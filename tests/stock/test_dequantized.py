@@ -342,9 +342,7 @@ def test_a_streamed_trainer_saves_bfloat16(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_a_load_takes_one_weight_beside_the_result(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_load_takes_one_weight_beside_the_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Bytes that torch allocates, but for the maps of files; a weight is the largest one in float32."""
 
     class Dropped:
