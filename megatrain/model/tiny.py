@@ -162,7 +162,12 @@ def _shrunk(
     kinds = [_kinds_of_all(skeleton, wide, stack, stacks) for stack in stacks]
     for stack, every in zip(stacks, kinds, strict=True):
         node = _at(narrow, stack.path)
-        node.update(with_layers(node, stack.depth, layers_to_keep(every, effort.depth)))
+        keeps_all = effort.depth == "patches" and "patch_size" in node
+        chosen = list(range(stack.depth)) if keeps_all else layers_to_keep(every, effort.depth)
+        node.update(with_layers(node, stack.depth, chosen))
+        for of, name in _tapping(narrow, stack.path):
+            places = [chosen.index(layer) for layer in items(of[name])]
+            of[name] = places if isinstance(of[name], list) else places[0]
     small = _parsed(config, narrow)
     skeleton = _skeleton(small, kind)
     numel = sum(parameter.numel() for parameter in skeleton.parameters())
@@ -286,10 +291,23 @@ def kinds_of_layers(model: PreTrainedModel, config: PreTrainedConfig, stack: _St
     depth = min((len(layers) for layers in modules), default=1)
     entries = [value for name in stack.fields if len(value := node[name]) == depth]
     taps = [value for name, value in node.items() if TAPPED.fullmatch(name) and isinstance(value, list)]
+    taps += [items(of[name]) for of, name in _tapping(_plain(config), stack.path)]
     entries += [[value.index(i) if i in value else None for i in range(depth)] for value in taps]
     return [
         (tuple(_looks(layers[i]) for layers in modules), json.dumps([each[i] for each in entries], default=str))
         for i in range(depth)
+    ]
+
+
+def _tapping(fields: Fields, path: Path) -> list[tuple[Fields, str]]:
+    """Fields that name layers of the tower at `path`, by their numbers from its first: `vision_feature_layer`."""
+    named = path[-1].removesuffix("_config") if path else ""
+    return [
+        (node, name)
+        for node in nested(fields)
+        for name, value in node.items()
+        if named and name in (f"{named}_feature_layer", f"{named}_feature_layers")
+        if all(isinstance(layer, int) and layer >= 0 for layer in items(value))
     ]
 
 
@@ -390,7 +408,8 @@ class Effort:
     """How hard to shrink.
 
     widths: `tiny`, fixed small sizes; `divided`, all by one number, keeping head counts; `kept`. spared: groups of
-    fields to keep. depth: `chosen`, one layer of each kind, or `prefix`, the first layers up to the last kind.
+    fields to keep. depth: `chosen`, one layer of each kind, `prefix`, the first layers up to the last kind, or
+    `patches`, as chosen, but towers keep their layers and get small patches: widths may follow from both.
     """
 
     widths: str
@@ -405,6 +424,7 @@ EFFORTS = (
     Effort("tiny", _NONE, "prefix"),
     *(Effort("tiny", frozenset({group}), "chosen") for group in SPARABLE),
     Effort("tiny", _ALL, "prefix"),
+    Effort("tiny", _NONE, "patches"),
     *(Effort(widths, *how) for widths in ("divided", "kept") for how in ((_NONE, "chosen"), (_ALL, "prefix"))),
 )
 """Tried in this order."""
@@ -444,7 +464,7 @@ ROLES = (
     ("filters", re.compile(r"(num|n)_filters")),
 )  # fmt: skip
 SMALL = {"window": 4, "chunk": 4, "state": 8, "experts": 8, "chosen experts": 2, "expert groups": 2, "state groups": 2}
-SMALL |= {"channels": 32, "filters": 4}
+SMALL |= {"channels": 32, "filters": 4, "patch": 2}
 """Target sizes; smaller fields are not changed. Channels are normalized in 32 groups; filters double in every layer."""
 
 
@@ -535,6 +555,8 @@ def _narrow_number(name: str, value: Any, effort: Effort, sizes: Sizes) -> Any:
         return sizes.heads.get(value, value)
     if HEAD_SIZE.fullmatch(name):
         return value // sizes.divisor if value > 8 and value % sizes.divisor == 0 else value
+    if name == "patch_size" and effort.depth == "patches":
+        return min(value, SMALL["patch"])
     if name == "query_pre_attn_scalar":  # a head size, used only to scale scores
         return max(1, value // sizes.divisor)
     if SIZE.fullmatch(name):
