@@ -154,6 +154,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "its logits read more than the output of the last layer": dict.fromkeys(
         ("inkling2", "inkling2_text"), "depend on the hidden state before its last decoder layer"
     ),
+    "its layers share parameters": dict.fromkeys(("zamba", "zamba2"), "layers share a parameter"),
     "what its layers are given is added to what they return": {"xlm": "is used after the next layer"},
     "an encoder-decoder": {"florence2": "an encoder-decoder"},
 }
@@ -175,7 +176,6 @@ WITHOUT_TWIN: dict[str, dict[str, str]] = {
         **dict.fromkeys(("gemma4_unified_assistant", "musicgen", "musicgen_melody", "reformer"), "cannot build it"),
         "gemma4_assistant": "refuses its fields",
     },
-    "the rules of `model/tiny.py` fall short": dict.fromkeys(("zamba", "zamba2"), "no small twin"),
 }
 """Why a type has no small twin -> type -> pattern of the one line that says so."""
 

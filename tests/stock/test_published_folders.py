@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from megatrain import Engine
+from megatrain import Engine, Policy
 from megatrain.checkpoint.save import PlannedCheckpoint
 from megatrain.commands.export import run_export
 from megatrain.commands.generate import GenerationModel, Sampling, run_generation
@@ -185,7 +185,8 @@ def test_a_published_type_trains_from_its_folder_is_read_whole_by_its_class_and_
     model = twin(config_of(kind))
     model.save_pretrained(tmp_path / "published")
     tokens = torch.tensor([ordinary_tokens(model.config)[:9]])
-    with Engine.from_pretrained(tmp_path / "published", device="cpu", precision="fp32", verify=False) as engine:
+    how: Any = {"device": "cpu", "precision": "fp32", "policy": Policy(shares_memory=True), "verify": False}
+    with Engine.from_pretrained(tmp_path / "published", **how) as engine:
         assert type(engine._ported.skeleton) is type(model)
         engine.step([{"input_ids": tokens, "labels": tokens}])
         folder, weights = engine.save_pretrained(tmp_path / "trained"), engine.master_weights()
