@@ -99,12 +99,12 @@ def test_keys_and_values_of_earlier_layers_get_the_gradients_of_all_that_use_the
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the compiler imports
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize(
-    ("kind", "activations"), [("gemma4_text", "keep"), ("glm_moe_dsa", "recompute"), ("zaya", "recompute")]
+    ("kind", "activations"), [("gemma4", "keep"), ("glm_moe_dsa", "recompute"), ("zaya", "recompute")]
 )
 def test_compiled_layers_make_and_take_them(kind: str, activations: Any) -> None:
     """By writing into a dictionary, by returning more, and with gradients."""
     torch._dynamo.reset()
-    model, numerics = twin(kind), Numerics("fp32", kernels="compile")
+    model, numerics = small(kind), Numerics("fp32", kernels="compile")
     batches = [{"input_ids": (ids := torch.arange(3 + n, 15 + n).unsqueeze(0)), "labels": ids} for n in range(2)]
     with make(model, "cpu", numerics, Policy(shares_memory=True, activations=activations)) as engine:
         found = engine.gradients(batches)
