@@ -264,6 +264,7 @@ def test_an_engine_made_in_python_refuses_images_that_do_not_fit_before_the_firs
     assert on_all(state + needed - 1, text) == needed - 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("wide")
 def test_a_streamed_trainer_refuses_images_that_do_not_fit_before_the_first_step(tmp_path: Path) -> None:
     usual: dict[str, Any] = {"max_steps": 1, "use_cpu": True, "report_to": "none", "remove_unused_columns": False}

@@ -315,6 +315,7 @@ def test_a_run_goes_on_from_its_checkpoint_and_exports_plain_bfloat16(case: str,
         assert torch.equal(value, masters[name].bfloat16()), name
 
 
+@pytest.mark.slow
 def test_a_run_and_its_resumption_save_bfloat16_unless_told_otherwise(tmp_path: Path) -> None:
     fields = {**MINIMAX, "vocab_size": 260}
     folder = str(published(tmp_path / "model", fields, *CASES["minimax"][1:3]))
@@ -331,6 +332,7 @@ def test_a_run_and_its_resumption_save_bfloat16_unless_told_otherwise(tmp_path: 
     assert dtype_of("run", train=steps | {"steps": 2}, resume="auto") == "bfloat16"
 
 
+@pytest.mark.slow
 def test_a_streamed_trainer_saves_bfloat16(tmp_path: Path) -> None:
     folder = published(tmp_path / "model", *CASES["minimax"][:3])
     batch = unequal_batches(1)[0]
