@@ -88,26 +88,40 @@ def forget(profile: ModuleType) -> None:
 
 def spare(schedule_cache: ModuleType) -> None:
     """Have nothing measured from now on to see whether what a tiny model keeps fits."""
-    plain = schedule_cache.Schedules._fitted
-    if not hasattr(plain, "__wrapped__"):
-        schedule_cache.Schedules._fitted = spared(plain)
+    schedules = schedule_cache.Schedules
+    if not hasattr(schedules._fitted, "__wrapped__"):
+        schedules._fitted, schedules._refuse_images = spared(schedules._fitted), unasked(schedules._refuse_images)
 
 
 def ask(schedule_cache: ModuleType) -> None:
     """Have it measured."""
-    plain = schedule_cache.Schedules._fitted
-    schedule_cache.Schedules._fitted = getattr(plain, "__wrapped__", plain)
+    for name in ("_fitted", "_refuse_images"):
+        plain = getattr(schedule_cache.Schedules, name)
+        setattr(schedule_cache.Schedules, name, getattr(plain, "__wrapped__", plain))
 
 
 def spared(fit: Callable[[Any, int, Work], Policy]) -> Callable[[Any, int, Work], Policy]:
     @wraps(fit)
     def fitted(schedules: Any, free_nbytes: int, work: Work) -> Policy:
-        is_tiny = schedules._ported.structure.numel <= TINY_NUMEL and sum(work.tokens) <= FEW_TOKENS
-        if not is_tiny or free_nbytes < MUCH_NBYTES:
+        if not _has_much_room(schedules, free_nbytes, work):
             return fit(schedules, free_nbytes, work)
         return replace(schedules.policy, activations="keep")
 
     return fitted
+
+
+def unasked(refuse: Callable[[Any, Work], None]) -> Callable[[Any, Work], None]:
+    @wraps(refuse)
+    def refused(schedules: Any, work: Work) -> None:
+        if not _has_much_room(schedules, schedules._memory_for_activations, work):
+            refuse(schedules, work)
+
+    return refused
+
+
+def _has_much_room(schedules: Any, free_nbytes: int, work: Work) -> bool:
+    is_tiny = schedules._ported.structure.numel <= TINY_NUMEL and sum(work.tokens) <= FEW_TOKENS
+    return is_tiny and free_nbytes >= MUCH_NBYTES
 
 
 def cached(measure: Callable[[Any], ModelSpec]) -> Callable[[Any], ModelSpec]:
@@ -115,7 +129,8 @@ def cached(measure: Callable[[Any], ModelSpec]) -> Callable[[Any], ModelSpec]:
     def spec(measurement: Any) -> ModelSpec:
         ported = measurement._ported
         try:
-            model = _form((ported.skeleton, ported.templates, ported.placeholders, ported.routers_off), {})
+            whole = ported.skeleton, ported.templates, ported.placeholders, ported.routers_off, ported.image_row
+            model = _form(whole, {})
         except _Unlike:
             return measure(measurement)
         key = _settings(), model, ported.structure, ported.balance_coefficient, measurement._seen

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatrain.checkpoint.safetensors_writer import Shard, ShardWriter, plan_shards, write_index
 from megatrain.errors import ExportError
 from megatrain.formatting import at_least, at_most
-from megatrain.model import PortedModel, Written, WrittenTensor, written_of, written_parameters
+from megatrain.model import PortedModel, Written, WrittenTensor, written_of, written_parameters, written_precision
 from megatrain.spec import Precision
 from megatrain.spec.validate_fields import checked
 from megatrain.system.atomic import appearing
@@ -106,8 +106,9 @@ _WRITTEN_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32":
 class ExportOptions(TypedDict, total=False):
     """Keyword arguments of all functions that write a model (see `export_units`)."""
 
-    precision: Precision
-    """`fp32` (default) writes the masters, `bf16` rounds them to nearest even; buffers keep their dtype."""
+    precision: Precision | None
+    """`fp32` writes the masters, `bf16` rounds them to nearest even; buffers keep their dtype. `None` (default) is
+    `fp32`, or `bf16` for a model that was published quantized."""
     shard_nbytes: int
     """Maximum bytes of tensors in one file."""
     facts: Mapping[str, str] | None
@@ -144,7 +145,7 @@ def export_units(
     units: Iterable[Mapping[str, Tensor]],
     folder: str | Path,
     *,
-    precision: Precision = "fp32",
+    precision: Precision | None = None,
     shard_nbytes: int = SHARD_NBYTES,
     facts: Mapping[str, str] | None = None,
     write_more: Callable[[Path], object] | None = None,
@@ -155,8 +156,8 @@ def export_units(
     It is advanced only after the previous unit has been written, so a generator may reuse its memory.
     """
     target = usable_path(folder, error=ExportError, to_write="folder").resolve()
-    checked(precision, Precision, ExportError, "precision")
     _refuse_foreign(target)
+    precision = checked(precision, Precision | None, ExportError, "precision") or written_precision(ported)
     written = written_of(ported, _WRITTEN_DTYPES[precision])
     nbytes = shard_nbytes if ported.adapter is None else 1 << 62  # `peft` reads one file
     shards = plan_shards([*_ours(written), *_copied(written)], nbytes, written.stem)

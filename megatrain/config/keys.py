@@ -585,8 +585,9 @@ class OutputSection(Section):
     the new one is complete. Otherwise such a folder is refused. Not saved in the run's config.yaml."""
     best: bool = False
     """Whether `model/` is the checkpoint with the lowest validation loss instead of the last state."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Data type of the weights in `model/`: the exact float32 masters, or rounded to bfloat16."""
+    precision: Literal["fp32", "bf16"] | None = None
+    """Data type of the weights in `model/`: the exact float32 masters, or rounded to bfloat16. Unset: `fp32`, or `bf16`
+    for a model that was published quantized."""
     push: str | None = None
     """Upload the finished model to this Hugging Face hub name (organisation/model); a new repository is private. Your
     permission to write is checked before training."""

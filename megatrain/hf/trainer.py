@@ -374,7 +374,10 @@ class Streamed:
             self._on_rank_0(lambda: _replace_folder(made, folder))
             engine.saver.goes_on_from(folder)
             return
-        precision: Precision = "bf16" if self.model.dtype == torch.bfloat16 else "fp32"
+        loaded_as = {"dtype", "torch_dtype"} & (getattr(self.args, "model_init_kwargs", None) or {}).keys()
+        precision: Precision | None = "fp32" if loaded_as else None
+        if self.model.dtype == torch.bfloat16:
+            precision = "bf16"
         beside = folder / ".megatrain"
         self._on_rank_0(lambda: shutil.rmtree(beside, ignore_errors=True))
         engine.save_pretrained(beside, precision=precision)

@@ -11,7 +11,7 @@ from megatrain.model.adapters import (
     pretrained_source,
 )
 from megatrain.model.carried import WrittenTensor, carried_by
-from megatrain.model.checkpoint_names import Written, WrittenModel, written_of, written_parameters
+from megatrain.model.checkpoint_names import Written, WrittenModel, written_of, written_parameters, written_precision
 from megatrain.model.compiled import require_compiler, spent
 from megatrain.model.forward_arguments import Arguments
 from megatrain.model.freeze import freeze_parameters
@@ -86,4 +86,5 @@ __all__ = [
     "why_not_packable",
     "written_of",
     "written_parameters",
+    "written_precision",
 ]

@@ -44,7 +44,7 @@ from megatrain.model.adapter_methods import (
     refuse_start,
     silenced,
 )
-from megatrain.model.architecture import plain_errors
+from megatrain.model.architecture import head_of, plain_errors
 from megatrain.model.freeze import decoder_of
 from megatrain.model.hub import ADAPTER, cached_folder, model_behind, model_named, named_adapter
 from megatrain.model.pretrained import PretrainedSource
@@ -224,7 +224,7 @@ def _is_resized(model: Any, config: Any) -> bool:
 
 def _ends(model: Any) -> list[nn.Module]:
     """The input and the output embeddings, with what `peft` has put around them."""
-    return [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+    return [end for end in (model.get_input_embeddings(), head_of(model)) if end is not None]
 
 
 def replaced_fields(config: Any, **fields: Any) -> Any:
@@ -557,7 +557,7 @@ def base_names(before: nn.Module, after: nn.Module) -> Iterator[tuple[str, nn.Pa
 
 def _linear(model: PreTrainedModel, within: str | None) -> set[str]:
     """Last name components of the linear layers of a model, or of its module `within`, but not its head or experts."""
-    kinds, head = (nn.Linear, Conv1D), model.get_output_embeddings()
+    kinds, head = (nn.Linear, Conv1D), head_of(model)
     found = {name for name, module in model.named_modules() if isinstance(module, kinds) and module is not head}
     return {name.rpartition(".")[2] for name in found if within is None or name.startswith(f"{within}.")}
 

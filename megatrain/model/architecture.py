@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from huggingface_hub.errors import StrictDataclassError
+from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -274,6 +275,12 @@ def auto_class(config: PreTrainedConfig) -> Any:
         AutoModelForCausalLM,
     )
     return ranked[0]
+
+
+def head_of(model: PreTrainedModel) -> nn.Module | None:
+    """The language-model head: the model's own, or that of the part that is a whole causal model inside it."""
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    return next((head for part in parts if (head := part.get_output_embeddings()) is not None), None)
 
 
 def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:

@@ -49,6 +49,9 @@ PROCESSOR = ("processor_config.json", "preprocessor_config.json", "video_preproc
 BESIDE_PROCESSOR = ("chat_template.jinja", "chat_template.json", "audio_tokenizer_config.json")
 """Files of a processor besides those that make a folder's processor; a tokenizer's are written by the tokenizer."""
 
+WAS_QUANTIZED = "published_quantized"
+"""The field of a checkpoint's config.json that keeps `Carried.was_quantized`; exports do not have it."""
+
 BLOCK_NBYTES = 8 << 20
 """Bytes copied at a time."""
 
@@ -73,10 +76,12 @@ class Carried:
         self,
         tensors: Mapping[WrittenTensor, FileBytes | Tensor] | None = None,
         files: Mapping[str, bytes] | None = None,
+        *,
+        was_quantized: bool = False,
     ) -> None:
-        """tensors: a tensor -> the bytes that hold it, or itself if its file is no safetensors file. Raises `OSError`
-        if a file cannot be opened."""
-        self.tensors, self.files = dict(tensors or {}), dict(files or {})
+        """tensors: a tensor -> the bytes that hold it, or itself if its file is no safetensors file. was_quantized:
+        whether the source was published quantized. Raises `OSError` if a file cannot be opened."""
+        self.tensors, self.files, self.was_quantized = dict(tensors or {}), dict(files or {}), was_quantized
         self._opened: dict[str, int] = {}
         for place in self.tensors.values():
             if isinstance(place, FileBytes) and place.file not in self._opened:

@@ -24,11 +24,11 @@ from transformers.core_model_loading import revert_weight_conversion
 from megatrain.errors import ExportError, first_line
 from megatrain.model.adapters import Adapter
 from megatrain.model.architecture import POSITIONS, auto_class, position_limit
-from megatrain.model.carried import NOTHING, Carried, WrittenTensor, carried_by
+from megatrain.model.carried import NOTHING, WAS_QUANTIZED, Carried, WrittenTensor, carried_by
 from megatrain.model.hub import ADAPTER
 from megatrain.model.ports import PortedModel, Weights
 from megatrain.model.weight_sources import quiet
-from megatrain.spec import ModelSpec
+from megatrain.spec import ModelSpec, Precision
 
 
 class Written(Protocol):
@@ -69,11 +69,19 @@ class Written(Protocol):
 def written_of(ported: PortedModel, dtype: torch.dtype, *, for_checkpoint: bool = False) -> Written:
     """What a ported model is written as: its adapter if it has one, else all of it.
 
-    for_checkpoint: without what an adapter's base holds; `peft` saves the weights of adapted embeddings too.
+    for_checkpoint: without what an adapter's base holds (`peft` saves the weights of adapted embeddings too), and with
+    whether the model was published quantized, which a resumed run's export asks for.
     """
     if ported.adapter is None:
-        return WrittenModel(ported, dtype)
+        return WrittenModel(ported, dtype, for_checkpoint=for_checkpoint)
     return WrittenAdapter(ported, ported.adapter, dtype, with_base=not for_checkpoint)
+
+
+def written_precision(ported: PortedModel) -> Precision:
+    """The precision of an export if none is asked for: float32, the masters, or bfloat16 for a model that was
+    published quantized, so that it does not become eight times as large."""
+    was_quantized = ported.adapter is None and carried_by(ported.skeleton).was_quantized
+    return "bf16" if was_quantized else "fp32"
 
 
 def written_parameters(ported: PortedModel) -> Collection[str]:
@@ -136,7 +144,7 @@ class WrittenModel:
 
     stem = "model"
 
-    def __init__(self, ported: PortedModel, dtype: torch.dtype) -> None:
+    def __init__(self, ported: PortedModel, dtype: torch.dtype, *, for_checkpoint: bool = False) -> None:
         self.spec = ported.structure
         self._whole: PreTrainedModel = ported.whole()
         for parameter in self._whole.parameters():
@@ -144,6 +152,8 @@ class WrittenModel:
         self.needs_remote_code = bool(self._whole.is_remote_code())
         self.auto_class: str = auto_class(self._whole.config).__name__
         self.carried = carried_by(self._whole)
+        if for_checkpoint and self.carried.was_quantized:
+            setattr(self._whole.config, WAS_QUANTIZED, True)
         self._written_as = _names_to_write(self._whole)
         self._buffers = self._saved_buffers(ported)
         ours = [self._in_memory(unit, dtype) for unit in range(len(self.spec.units))]

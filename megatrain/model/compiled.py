@@ -4,8 +4,8 @@ inputs.
 What is compiled is the call of a layer with given weights, not a module. Each shape of a micro-batch is compiled
 separately, so that no result depends on what ran before, also after a resume. Numbers differ from the uncompiled
 library's by rounding. Dropout draws the same values as without compilation, and values are rounded to bfloat16 in
-the same places. Not compiled: layers whose router outputs are recorded, which needs the library's hooks, and parts
-that run in chunks (`chunked_layers`).
+the same places. What layers pass to each other besides the hidden state is compiled, too. Not compiled: layers whose
+router outputs are recorded, which needs the library's hooks, and parts that run in chunks (`chunked_layers`).
 """
 
 from __future__ import annotations

@@ -36,6 +36,10 @@ class Arguments:
         return name in self.own or name in self.read
 
 
+MARKS = ("mm_token_type_ids", "token_type_ids")
+"""Arguments that tell which tokens are parts of an image. Some models want them for text, too: zeros."""
+
+
 def arguments_of(model: PreTrainedModel, layers: Iterable[nn.Module]) -> Arguments:
     """The arguments of a model's forward, including its decoder `layers`, which may have been replaced by ports."""
     forward = _function(model.forward)

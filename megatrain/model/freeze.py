@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from megatrain.errors import ModelError
+from megatrain.model.architecture import head_of
 from megatrain.spec.validate_fields import checked
 
 ENCODERS = {"vision": "image", "audio": "audio"}
@@ -61,7 +62,7 @@ def _of_role(model: PreTrainedModel, role: str) -> list[str]:
     named = decoder_of(model)
     parts = {**encoders, "language": model.get_submodule(named) if named else None}
     of = {name: {id(each) for each in part.parameters()} for name, part in parts.items() if part is not None}
-    if head := model.get_output_embeddings() if "language" in of else None:
+    if head := head_of(model) if "language" in of else None:
         of["language"] |= {id(each) for each in head.parameters()}
     if of:
         every = {id(each) for each in model.parameters()}

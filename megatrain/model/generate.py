@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig, PreTrainedModel, TextStreamer
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.utils.generic import ModelOutput
 
 from megatrain.errors import BatchError, ConfigError, ModelError, NonFinite, OutOfDeviceMemory, first_line
@@ -126,8 +127,28 @@ def _speaking(kind: Any) -> type[PreTrainedModel]:
 
     functools.update_wrapper(forward, kind.forward)
     forward.__dict__["__signature__"] = _with_logits_to_keep(inspect.signature(kind.forward))
-    members = {"forward": forward, "device": property(lambda self: self._place), "__module__": kind.__module__}
+    members = {
+        "forward": forward,
+        "device": property(lambda self: self._place),
+        "__module__": kind.__module__,
+        "_supports_mm_encoder_outputs": lambda self: False,  # the prologue encodes images: it has the weights
+        "_expand_inputs_for_generation": _one_answer(kind),
+    }
     return type(f"Speaking{kind.__name__}", (kind,), members)
+
+
+def _one_answer(kind: Any) -> Callable[..., Any]:
+    """The model's own repetition of inputs for several beams or answers, refused with images: their parts are not as
+    many as rows, so the library repeats what its encoder returns, which only the prologue computes here."""
+
+    def expanded(self: Any, expand_size: int = 1, **inputs: Any) -> Any:
+        brings = (name for name in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL if inputs.get(name) is not None)
+        if expand_size > 1 and (name := next(brings, None)):
+            fix = "leave num_beams and num_return_sequences out"
+            raise ConfigError(f"{name} goes with one answer and no beams", where=WHERE, fix=fix)
+        return kind._expand_inputs_for_generation(self, expand_size, **inputs)
+
+    return expanded
 
 
 def _with_logits_to_keep(signature: inspect.Signature) -> inspect.Signature:

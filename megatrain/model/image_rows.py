@@ -9,7 +9,7 @@ of floating-point values that a row has besides text. So they are right for rows
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,8 +31,27 @@ def values_of(row: Mapping[str, Any], names: frozenset[str]) -> int:
     )
 
 
+def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward as plain values, from which `row_from` makes rows that a model can be measured for:
+    integers as they are, and of floating-point values, which are zero there, only the shape."""
+    return {
+        name: (str(each.dtype), list(each.shape) if each.is_floating_point() else each.tolist())
+        for name, each in row.items()
+        if isinstance(each, Tensor)
+    }
+
+
+def row_from(plain: Mapping[str, Any]) -> dict[str, Tensor]:
+    """See `plain_row`."""
+    row = dict[str, Tensor]()
+    for name, (kind, told) in plain.items():
+        dtype = cast(torch.dtype, getattr(torch, kind.removeprefix("torch.")))
+        row[name] = lazy_zeros(told, dtype) if dtype.is_floating_point else torch.tensor(told, dtype=dtype)
+    return row
+
+
 def see(ported: PortedModel, row: Mapping[str, Tensor], values: int) -> None:
-    """Have the model measured for rows with images like this one, too. values: its `values_of`."""
+    """Have the model measured for rows with images like these, too. values: their `values_of`."""
     ported.image_row = row, values
     vars(ported).pop("spec", None)
 
@@ -58,7 +77,7 @@ def _twice(row: Inputs) -> dict[str, Tensor]:
 
 
 def profile_images(ported: PortedModel, row: Inputs, values: int) -> LayerProfile:
-    """Profile of the prologue for micro-batches of rows like this one. row: arguments of the model's forward, int64[1,
+    """Profile of the prologue for micro-batches of rows like these. row: arguments of the model's forward, int64[rows,
     tokens] among them. values: its `values_of`. Raises `NotTaken` if the model's code does not take it."""
     rows, arguments, forward = (row, _twice(row)), list[int](), list[Recording]()
     for each in rows:
@@ -70,12 +89,12 @@ def profile_images(ported: PortedModel, row: Inputs, values: int) -> LayerProfil
     trains = any(param.trainable for param in ported.structure.units[0].params)
     backward = [_recorded(_run(ported, each)) for each in rows] if trains else []
     pixels = sum(each.nbytes for each in row.values() if each.is_floating_point()) / values
-    apart, tokens = arguments[1] - arguments[0], row["input_ids"].shape[1]
+    apart, (count, tokens) = arguments[1] - arguments[0], row["input_ids"].shape
     return LayerProfile(
         forward=measured_of_rows(forward, values, pixels),
         backward=measured_of_rows(backward, values, pixels),
         arguments=Growth(per_token=(arguments[0] - apart) / tokens),
-        row_arguments=Growth(per_token=apart / tokens),
+        row_arguments=Growth(per_token=apart / (count * tokens)),
         value_flops=forward[0].flops / values,
         value_flops_backward=backward[0].flops / values if trains else 0.0,
     )

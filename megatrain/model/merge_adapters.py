@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatrain.errors import ModelError
 from megatrain.model.adapters import UNMERGED, AdaptedSource, merge_layer
+from megatrain.model.architecture import head_of
 from megatrain.model.pretrained import first_names, untie
 from megatrain.model.weight_sources import Masters, Progress, quiet
 
@@ -67,7 +68,7 @@ class MergedSource:
         return not getattr(self._adapted.config, "ensure_weight_tying", False)
 
     def _untie(self, first: str, name: str) -> None:
-        ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        ends = (self.model.get_input_embeddings(), head_of(self.model))
         text: Any = self.model.config.get_text_config()
         parameter = self.model.get_parameter(name)
         if not text.tie_word_embeddings or any(getattr(end, "weight", None) is not parameter for end in ends):

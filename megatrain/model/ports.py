@@ -412,6 +412,8 @@ class PortedModel:
     """Weight of the router auxiliary loss; `None` if the model has none or its config disables it."""
     arguments: Arguments = field(default_factory=Arguments)
     """The arguments that its forward takes."""
+    marks: Sequence[str] = ()
+    """Arguments that its forward wants of text, too: zeros for every token (`forward_arguments.MARKS`)."""
     measured: Measured | None = None
     """Measures profiles and token-wise parts on demand."""
     adapter: Adapter | None = None
@@ -424,8 +426,8 @@ class PortedModel:
     encoders: Sequence[nn.Module] = ()
     """The layers of the prologue's encoders (`recomputed_encoders`)."""
     image_row: tuple[Mapping[str, Tensor], int] | None = None
-    """A row with images, [1, tokens], and the number of its values (`image_rows`): for which the prologue is measured
-    too."""
+    """Rows with images, [rows, tokens], and the number of their values (`image_rows`): for which the prologue is
+    measured too."""
     _found_in: Callable[[], object] = lambda: None
     _on_a_cpu: bool = False
 
@@ -517,10 +519,8 @@ class PortedModel:
             call = call.with_form(passing.given(call.form, values or {}))
         args, kwargs = (call.given(values) if values else call).arguments(hidden)
         compiles = way.kernels == "compile"
-        if compiles and (self.balance_coefficient is not None or (passing is not None and passing.makes)):
+        if compiles and self.balance_coefficient is not None:
             what = "its layers record router outputs for the auxiliary loss, which compiled layers cannot"
-            if passing is not None and passing.makes:
-                what = "its layers pass on more than the hidden state, which compiled layers cannot"
             raise ModelError(what, where=self.structure.name, fix="set policy.kernels=stock")
         recording: AbstractContextManager[list[Tensor]] = nullcontext([])
         if self.balance_coefficient is not None:
@@ -633,6 +633,8 @@ class PortedModel:
         if isinstance(script, Capture):
             script.recorder = Recorder(weights, self.skeleton.buffers, through=script.through_the_head)
         try:
+            if self.marks:
+                inputs = {**dict.fromkeys(self.marks, torch.zeros_like(inputs["input_ids"])), **inputs}
             with self._swapped[self.skeleton].holding(weights):
                 return self.skeleton(**{"use_cache": False, **self.routers_off, **inputs})
         except PrologueDone:

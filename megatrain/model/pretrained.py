@@ -42,7 +42,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from megatrain.errors import ModelError, first_line
 from megatrain.model.architecture import plain_errors, read_config, set_fields
-from megatrain.model.carried import Carried, WrittenTensor, carry, processor_files, stored_dtype
+from megatrain.model.carried import WAS_QUANTIZED, Carried, WrittenTensor, carry, processor_files, stored_dtype
 from megatrain.model.dequantize import OF_ACTIVATIONS, quantizer_of
 from megatrain.model.hub import cached_folder, is_local, located, model_named
 from megatrain.model.mapped_tensors import lazy_zeros
@@ -79,11 +79,12 @@ class PretrainedSource:
         """
         self._where = f"model {source}"
         source = located(model_named(source), where=self._where, revision=revision)
-        saved, self._quantizer = None, None
+        saved, self._quantizer, was_quantized = None, None, False
         if structure is None:
             config = read_config(source, where=self._where, trust_remote_code=trust_remote_code, revision=revision)
             set_fields(config, fields or {}, where=self._where)
             saved, self._quantizer = config.dtype, quantizer_of(config, where=self._where)
+            was_quantized = bool(config.__dict__.pop(WAS_QUANTIZED, False))
             structure = blueprint(config, attention=attention, trust_remote_code=trust_remote_code)
         self.model = structure
         self._shards = Shards(source, structure.config, where=self._where, revision=revision)
@@ -104,7 +105,10 @@ class PretrainedSource:
         self._load_buffers()
         self._load_generation_config(source, revision)
         with plain_errors(self._where):
-            carry(self.model, Carried(self._unread(), processor_files(source, structure.config, revision)))
+            files = processor_files(source, structure.config, revision)
+            carry(
+                self.model, Carried(self._unread(), files, was_quantized=was_quantized or self._quantizer is not None)
+            )
 
     def left_out(self) -> str:
         """Describes the tensors that are not loaded, but for those that `dequantized` tells of; empty if all are."""
@@ -256,6 +260,7 @@ class PretrainedSource:
                             masters.write_master(first[target], value)
                             written.add(first[target])
                             report.add(value.numel())
+                        del value  # not held while the next are loaded
         require_all(written, units, where=self._where)
         report.end()
 

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from megatrain.errors import MegaTrainError, ModelError, typed_line
 from megatrain.model.adapters import FULL_PRECISION, adapter_of, without_parametrize
-from megatrain.model.architecture import position_limit
-from megatrain.model.forward_arguments import arguments_of
+from megatrain.model.architecture import head_of, position_limit
+from megatrain.model.forward_arguments import MARKS, arguments_of
 from megatrain.model.mapped_tensors import lazy_zeros
 from megatrain.model.peak import SkipLargeProducts
 from megatrain.model.ports import (
@@ -168,7 +168,7 @@ def refuse_other_kinds(model: nn.Module) -> None:
         raise ModelError("not a transformers model", where=where, fix="pass an AutoModelForCausalLM")
     if getattr(model.config, "is_encoder_decoder", False):
         raise ModelError("an encoder-decoder, not a causal language model", where=where, fix="use a decoder-only model")
-    if model.get_output_embeddings() is None:
+    if head_of(model) is None:
         fix = "load it with AutoModelForCausalLM; heads for classification or scoring are not supported"
         raise ModelError("has no language-model head", where=where, fix=fix)
 
@@ -264,7 +264,14 @@ def _learn_layers(model: PreTrainedModel, ported: PortedModel) -> FirstLook:
     """Run one layer of each kind: does it return the hidden state, or a tuple that starts with it?"""
     look = FirstLook(ported)
     with torch.enable_grad(), OwnTensors(model):
-        _run_probe(ported, look, PROBE_TOKENS)
+        try:
+            _run_probe(ported, look, PROBE_TOKENS)
+        except Exception as error:
+            ported.marks = [name for name in MARKS if name in ported.arguments.own]
+            if isinstance(error, MegaTrainError) or not ported.marks:
+                raise
+            look = FirstLook(ported)
+            _run_probe(ported, look, PROBE_TOKENS)
     try:
         passing = look.traffic.finish(len(ported.ports))
     except Untraceable:

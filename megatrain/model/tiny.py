@@ -18,6 +18,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil, gcd
 from typing import Any
 
@@ -159,17 +160,23 @@ def _shrunk(
     wide = _parsed(config, narrow)
     skeleton = _skeleton(wide, kind)
     stacks = _stacks(skeleton, config)
-    kinds = [_kinds_of_all(skeleton, wide, stack, stacks) for stack in stacks]
+    kinds_of = partial(_kinds_of_all, stacks=stacks, counted=effort.depth != "twice")
+    kinds = [kinds_of(skeleton, wide, stack) for stack in stacks]
     for stack, every in zip(stacks, kinds, strict=True):
         node = _at(narrow, stack.path)
-        node.update(with_layers(node, stack.depth, layers_to_keep(every, effort.depth)))
+        keeps_all = effort.depth == "patches" and "patch_size" in node
+        chosen = list(range(stack.depth)) if keeps_all else layers_to_keep(every, effort.depth)
+        node.update(with_layers(node, stack.depth, chosen))
+        for of, name in _tapping(narrow, stack.path):
+            places = [chosen.index(layer) for layer in items(of[name])]
+            of[name] = places if isinstance(of[name], list) else places[0]
     small = _parsed(config, narrow)
     skeleton = _skeleton(small, kind)
     numel = sum(parameter.numel() for parameter in skeleton.parameters())
     if numel > MAX_PARAMETERS:
         raise ModelError(f"its twin would still have {numel:,} parameters")
     for stack, every in zip(stacks, kinds, strict=True):
-        if set(every) - set(_kinds_of_all(skeleton, small, stack, stacks)):
+        if set(every) - set(kinds_of(skeleton, small, stack)):
             raise ModelError("its twin lacks a kind of layer")
     _try(built(small, kind, None))
     return small
@@ -271,30 +278,49 @@ def _at(fields: Fields, path: Path) -> Fields:
 
 
 def _kinds_of_all(
-    model: PreTrainedModel, config: PreTrainedConfig, stack: _Stack, stacks: Sequence[_Stack]
+    model: PreTrainedModel, config: PreTrainedConfig, stack: _Stack, *, stacks: Sequence[_Stack], counted: bool
 ) -> list[object]:
     """As `kinds_of_layers`; stacks that are equally deep are reduced alike, since nothing tells whose list is whose."""
     alike = [each for each in stacks if each.modules == stack.modules]
-    return list(zip(*(kinds_of_layers(model, config, each) for each in alike), strict=False))
+    return list(zip(*(kinds_of_layers(model, config, each, counted=counted) for each in alike), strict=False))
 
 
-def kinds_of_layers(model: PreTrainedModel, config: PreTrainedConfig, stack: _Stack) -> list[object]:
+def kinds_of_layers(
+    model: PreTrainedModel, config: PreTrainedConfig, stack: _Stack, *, counted: bool = True
+) -> list[object]:
     """For each layer of a stack, what distinguishes it: classes, parameters, switches, and its entries in the
-    config."""
+    config. counted: whether it matters how many like modules a list in it has."""
     node = _at(_plain(config), stack.path)
     modules = [list(model.get_submodule(name).children()) for name in stack.modules]
     depth = min((len(layers) for layers in modules), default=1)
     entries = [value for name in stack.fields if len(value := node[name]) == depth]
     taps = [value for name, value in node.items() if TAPPED.fullmatch(name) and isinstance(value, list)]
+    taps += [items(of[name]) for of, name in _tapping(_plain(config), stack.path)]
     entries += [[value.index(i) if i in value else None for i in range(depth)] for value in taps]
     return [
-        (tuple(_looks(layers[i]) for layers in modules), json.dumps([each[i] for each in entries], default=str))
+        (
+            tuple(_looks(layers[i], counted) for layers in modules),
+            json.dumps([each[i] for each in entries], default=str),
+        )
         for i in range(depth)
     ]
 
 
-def _looks(layer: nn.Module) -> tuple[object, ...]:
-    """What distinguishes a layer besides its number: classes, shapes, switches, strings, and what is absent."""
+def _tapping(fields: Fields, path: Path) -> list[tuple[Fields, str]]:
+    """Fields that name layers of the tower at `path`, by their numbers from its first: `vision_feature_layer`."""
+    named = path[-1].removesuffix("_config") if path else ""
+    return [
+        (node, name)
+        for node in nested(fields)
+        for name, value in node.items()
+        if named and name in (f"{named}_feature_layer", f"{named}_feature_layers")
+        if all(isinstance(layer, int) and layer >= 0 for layer in items(value))
+    ]
+
+
+def _looks(layer: nn.Module, counted: bool) -> tuple[object, ...]:
+    """What distinguishes a layer besides its number: classes, shapes, switches, strings, and what is absent. counted:
+    see `kinds_of_layers`."""
     looks: list[object] = []
     for name, module in layer.named_modules():
         switches = sorted(
@@ -303,12 +329,16 @@ def _looks(layer: nn.Module) -> tuple[object, ...]:
             if not key.startswith("_")
         )
         shapes = [(key, tuple(value.shape)) for key, value in module.named_parameters(recurse=False)]
-        looks.append((name, type(module).__qualname__, repr(switches), repr(shapes)))
-    return tuple(looks)
+        place = name if counted else re.sub(r"\d+", "", name)
+        looks.append((place, type(module).__qualname__, repr(switches), repr(shapes)))
+    return tuple(looks if counted else dict.fromkeys(looks))
 
 
 def layers_to_keep(kinds: Sequence[object], depth: str) -> list[int]:
-    """Numbers of layers that cover every kind: the first of each, or all up to the last of these; at least two."""
+    """Numbers of layers that cover every kind: the first of each, or two, or all up to the last of these; at least
+    two."""
+    if depth == "twice":
+        return [index for index, kind in enumerate(kinds) if kinds[:index].count(kind) < 2][:MAX_PREFIX]
     firsts = [index for index, kind in enumerate(kinds) if kind not in kinds[:index]]
     if depth == "prefix":
         firsts = list(range(firsts[-1] + 1))
@@ -390,7 +420,9 @@ class Effort:
     """How hard to shrink.
 
     widths: `tiny`, fixed small sizes; `divided`, all by one number, keeping head counts; `kept`. spared: groups of
-    fields to keep. depth: `chosen`, one layer of each kind, or `prefix`, the first layers up to the last kind.
+    fields to keep. depth: `chosen`, one layer of each kind, `prefix`, the first layers up to the last kind,
+    `patches`, as chosen, but towers keep their layers and get small patches: widths may follow from both, or `twice`,
+    two of each kind, since some share what lies in them, and have lists of one part for each that shares.
     """
 
     widths: str
@@ -405,6 +437,8 @@ EFFORTS = (
     Effort("tiny", _NONE, "prefix"),
     *(Effort("tiny", frozenset({group}), "chosen") for group in SPARABLE),
     Effort("tiny", _ALL, "prefix"),
+    Effort("tiny", _NONE, "patches"),
+    Effort("tiny", _NONE, "twice"),
     *(Effort(widths, *how) for widths in ("divided", "kept") for how in ((_NONE, "chosen"), (_ALL, "prefix"))),
 )
 """Tried in this order."""
@@ -444,7 +478,7 @@ ROLES = (
     ("filters", re.compile(r"(num|n)_filters")),
 )  # fmt: skip
 SMALL = {"window": 4, "chunk": 4, "state": 8, "experts": 8, "chosen experts": 2, "expert groups": 2, "state groups": 2}
-SMALL |= {"channels": 32, "filters": 4}
+SMALL |= {"channels": 32, "filters": 4, "patch": 2}
 """Target sizes; smaller fields are not changed. Channels are normalized in 32 groups; filters double in every layer."""
 
 
@@ -535,6 +569,8 @@ def _narrow_number(name: str, value: Any, effort: Effort, sizes: Sizes) -> Any:
         return sizes.heads.get(value, value)
     if HEAD_SIZE.fullmatch(name):
         return value // sizes.divisor if value > 8 and value % sizes.divisor == 0 else value
+    if name == "patch_size" and effort.depth == "patches":
+        return min(value, SMALL["patch"])
     if name == "query_pre_attn_scalar":  # a head size, used only to scale scores
         return max(1, value // sizes.divisor)
     if SIZE.fullmatch(name):

@@ -24,7 +24,7 @@ from megatrain.plan.cost import (
     product_seconds,
     step_flops,
 )
-from megatrain.plan.defaults import choose_policy, fit_activations
+from megatrain.plan.defaults import choose_policy, fit_activations, images_nbytes
 from megatrain.plan.estimates import estimate, examine, memory_table
 from megatrain.plan.host_resources import available_host_nbytes, available_threads
 from megatrain.plan.html import render_page
@@ -57,6 +57,7 @@ __all__ = [
     "fit_activations",
     "fits",
     "hiding",
+    "images_nbytes",
     "load_hardware",
     "loads",
     "look",

@@ -15,8 +15,9 @@ from megatrain.checkpoint import Checkpoint, checkpoints
 from megatrain.config import Config
 from megatrain.errors import ConfigError
 from megatrain.formatting import at_least, at_most
-from megatrain.model import PortedModel, carried_by, written_parameters
+from megatrain.model import PortedModel, carried_by, written_parameters, written_precision
 from megatrain.plan.host_resources import available_disk_nbytes
+from megatrain.spec.numerics import WEIGHT_NBYTES
 from megatrain.system.paths import nearest_folder
 
 STATE_NBYTES = 12
@@ -65,7 +66,7 @@ def model_nbytes(config: Config, ported: PortedModel) -> int:
     """Bytes of the tensors that the run exports: the whole model, or an adapter with what `peft` saves beside it."""
     written = written_parameters(ported)
     numel = sum(param.numel for unit in ported.structure.units for param in unit.params if param.name in written)
-    nbytes = numel * (4 if config.output.precision == "fp32" else 2)
+    nbytes = numel * WEIGHT_NBYTES[config.output.precision or written_precision(ported)]
     if ported.adapter is None:
         nbytes += sum(tensor.nbytes for tensor in carried_by(ported.skeleton).tensors)
     return nbytes

@@ -414,8 +414,9 @@ class Engine(TakesTurns):
 
         attention_mask: int64[rows, length], 0 for padding, which is on the left. seed: determines sampling; the
         caller's random state does not change. options: arguments of transformers' `generate`, such as
-        `max_new_tokens`, `do_sample`, `temperature`, `num_beams`, `streamer`, `use_cache=False`; defaults come from
-        the model's generation config. With `return_dict_in_generate=True` it returns what transformers then does.
+        `max_new_tokens`, `do_sample`, `temperature`, `num_beams`, `streamer`, `use_cache=False`, and what else the
+        model's forward reads, `pixel_values` say; defaults come from the model's generation config. With
+        `return_dict_in_generate=True` it returns what transformers then does.
 
         Without dropout; pending updates are applied first. Each new token streams the weights once. The KV cache is on
         the device during the call, and not counted in the ledger.
@@ -504,10 +505,10 @@ class Engine(TakesTurns):
     def save_pretrained(self, folder: str | Path, **options: Unpack[ExportOptions]) -> Path:
         """Write a Hugging Face folder, streamed unit by unit; it appears complete or not at all.
 
-        precision: `fp32`, the exact masters, or `bf16`, rounded. facts: name -> value, for the model card's table on
-        training. write_more: called with the folder before it appears, to add a tokenizer, say. progress: called with
-        (done, total) bytes. Returns the folder's absolute path. Raises `ExportError` if it cannot be written; a model
-        already there then stays.
+        precision: `fp32`, the exact masters, or `bf16`, rounded; `None` (default) is `fp32`, or `bf16` for a model that
+        was published quantized. facts: name -> value, for the model card's table on training. write_more: called with
+        the folder before it appears, to add a tokenizer, say. progress: called with (done, total) bytes. Returns the
+        folder's absolute path. Raises `ExportError` if it cannot be written; a model already there then stays.
         """
         self._settle()
         try:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megatrain.engine import MicroBatch
 from megatrain.errors import ModelError, typed_line
 from megatrain.model.adapters import Adapter, adapter_of
-from megatrain.model.forward_arguments import arguments_of
+from megatrain.model.forward_arguments import MARKS, arguments_of
 from megatrain.model.ports import takes
 from megatrain.model.skeleton import refuse_attention, where_of
 from megatrain.model.tiny import (
@@ -90,13 +90,27 @@ def micro_batch(
 
 
 def _read_by(model: StockModel, cases: Sequence[Case]) -> list[Case]:
-    """The cases, without masks if nothing in the model reads one: engines refuse them then."""
-    if "attention_mask" in arguments_of(model, ()):
-        return list(cases)
-    without = [
-        [{key: each[key] for key in each if key != "attention_mask"} for each in case.micro_batches] for case in cases
-    ]
-    return [replace(case, micro_batches=tuple(batches)) for case, batches in zip(cases, without, strict=True)]
+    """The cases, without masks if nothing in the model reads one: engines refuse them then. With marks of which tokens
+    are parts of an image, none, if the model wants them of text, too."""
+    taken = arguments_of(model, ())
+    marks = [name for name in MARKS if name in taken.own]
+    if marks and _computes(model, cases[0].micro_batches[0]):
+        marks = []
+
+    def read(batch: MicroBatch) -> dict[str, Tensor]:
+        kept = {key: each for key, each in batch.items() if key != "attention_mask" or key in taken}
+        return kept | {name: torch.zeros_like(batch["input_ids"]) for name in marks}
+
+    return [replace(case, micro_batches=tuple(map(read, case.micro_batches))) for case in cases]
+
+
+def _computes(model: StockModel, batch: MicroBatch) -> bool:
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            model(**batch)
+    except Exception:  # whatever foreign code raises
+        return False
+    return True
 
 
 def packed(tokens: Sequence[int], lengths: Sequence[int], seed: int) -> dict[str, Tensor]:

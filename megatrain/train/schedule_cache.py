@@ -7,18 +7,20 @@ each step; results do not depend on it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, reduce
+from functools import reduce
 from itertools import zip_longest
 from typing import Literal
 
 from megatrain.device import Device
 from megatrain.dist import ALONE, World
 from megatrain.errors import DoesNotFit, PlanError
+from megatrain.formatting import at_least, at_most
 from megatrain.memory import Disk, Store
 from megatrain.model import PortedModel
-from megatrain.plan import available_host_nbytes, fit_activations, nearest_that_fits
+from megatrain.plan import available_host_nbytes, fit_activations, images_nbytes, nearest_that_fits
 from megatrain.schedule import Schedule, build_flush, build_forward, build_step, check
 from megatrain.spec import Limits, ModelSpec, Numerics, Policy, Work
 
@@ -53,6 +55,10 @@ class Schedules:
         """The work that each was built for."""
         self._store, self._pool, self._device, self._world = store, store.pool, device, world
         self.fits_activations = fits_activations
+        self._memory_for_activations = self._free_nbytes if fits_activations else 0
+        """Bytes that were free on each rank after the state was allocated."""
+        self._most_values = 0.0
+        """Values of the images of a micro-batch that are known to fit."""
         self._is_scattered = False
         """Whether state may not be where `policy` says, since it could not be moved back."""
 
@@ -86,7 +92,28 @@ class Schedules:
                 f"{error.fix}; {nearest_that_fits(self._ported.structure, self._numerics, self.policy, work, left)}"
             )
             raise
+        if self.fits_activations and kind in ("step", "pending step"):
+            self._refuse_images(self._widest(work))
         return self.known[key]
+
+    def _refuse_images(self, work: Work) -> None:
+        """Raise `DoesNotFit` if images take more than is free beside all slots: whoever gave no policy had no plan that
+        says so. Asked once for images of that many values."""
+        if work.values_per_token * max(work.tokens) <= self._most_values:
+            return
+        needed = images_nbytes(self._ported.spec, self._numerics, self.policy, work)
+        free, tier = self._free_nbytes, "host" if self._device.shares_memory else "device"
+        if not needed:
+            said = "what its images take is not known in advance: its code does not run on zeros in their place"
+            logging.getLogger(__name__).warning("%s: %s", self._ported.structure.name, said)
+        if needed > free:
+            raise DoesNotFit(
+                f"the images of a micro-batch take {at_least(needed)} in their encoder, and {at_most(free)} are free",
+                where=tier,
+                fix="use fewer rows in a micro-batch, or fewer or smaller images in a row",
+                needed={tier: needed},
+            )
+        self._most_values = work.values_per_token * max(work.tokens)
 
     def adopt(self, policy: Policy, *, fits_activations: bool = False) -> None:
         """Use another policy from now on; its memory is allocated with its first schedule, and the old slots are
@@ -130,9 +157,9 @@ class Schedules:
         """Layers' memory is measured for it."""
         return fit_activations(self._ported.spec, self._numerics, self.policy, work, free_nbytes)
 
-    @cached_property
-    def _memory_for_activations(self) -> int:
-        """Bytes that were free on each rank after the state was allocated."""
+    @property
+    def _free_nbytes(self) -> int:
+        """Bytes that are free now on each rank for activations."""
         shared = self._device.shares_memory
         free = available_host_nbytes() // self._world.size if shared else self._device.free_nbytes()
         return min(self._world.exchange("free memory", free))

@@ -12,6 +12,7 @@ import torch
 import yaml
 from rich.console import Console
 from torch import Tensor, nn
+from transformers import TrainingArguments
 
 from bench.held import followed
 from megatrain import Engine, Policy
@@ -19,14 +20,17 @@ from megatrain.commands.plan import run_plan
 from megatrain.data import load_tokenizer
 from megatrain.data.processor import Processor
 from megatrain.device.sim import SimDevice
+from megatrain.dist import World
 from megatrain.engine.batch import TEXT_ENTRIES
 from megatrain.errors import DoesNotFit
+from megatrain.hf import StreamedTrainer
 from megatrain.model import freeze_parameters, port_model
 from megatrain.model.image_rows import see, values_of, values_per_token
 from megatrain.plan import Question, find_plan
 from megatrain.run.data import largest_image_row
 from megatrain.spec import Hardware, Limits, ModelSpec
 from tests.integration.test_live import SCALARS
+from tests.ranks import together, worlds
 from tests.run.test_training import train
 from tests.small import small_spec
 from tests.stock import image_models
@@ -50,6 +54,8 @@ VISION: dict[str, dict[str, Any]] = {
 }
 RECOMPUTE = Policy(activations_by_layer=(("input",),))
 SIMPLE = {"loss_chunk_tokens": 64, "activations": "recompute", "activations_by_layer": (), "placements": ()}
+SPACIOUS, SCARCE = 1 << 30, 4 << 20
+"""Device memory with room for anything here, and with room for text alone."""
 MACHINE = Hardware("m", 1 << 40, 1 << 40, 1e10, 1e10, 1e13, 1e11, device_bandwidth=1e12, launch_seconds=1e-6)
 
 
@@ -227,3 +233,48 @@ def test_a_run_plans_for_the_row_with_the_most_images_and_refuses_it_before_the_
     with pytest.raises(DoesNotFit):
         train(run_of(tmp_path, memory={"host": "1.5MB"}, output={"folder": str(tmp_path / "small")}))
     assert not (tmp_path / "small").exists()
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_engine_made_in_python_refuses_images_that_do_not_fit_before_the_first_step(count: int) -> None:
+    """It prices the first micro-batch that has some; with several ranks, all price that of one."""
+    images, text = rows_of("llava", 3), image_models.text_batch(0, rows=3, length=40)
+    model, spec = image_model("llava"), dict[int, ModelSpec]()
+
+    def stepped(world: World, capacity: int, batch: dict[str, Tensor]) -> int:
+        """Bytes that are free after a step, or that it would have needed."""
+        with Engine.from_model(model, SimDevice(1, capacity=capacity), verify=False, world=world) as engine:
+            try:
+                engine.step([batch if world.rank == 0 else text])
+            except DoesNotFit as error:
+                return error.needed["device"] if engine.steps == 0 else -1
+            spec[world.rank] = engine.spec
+            return engine._device.free_nbytes()
+
+    def on_all(capacity: int, batch: dict[str, Tensor]) -> int:
+        (found,) = set(together(worlds(count, 1), lambda world: stepped(world, capacity, batch)))
+        return found
+
+    state = SPACIOUS - on_all(SPACIOUS, images)
+    assert len(set(spec.values())) == 1
+    needed = on_all(state + 1, images)
+    on_all(state + needed, images)
+    assert on_all(state + needed - 1, images) == needed
+    assert on_all(state + needed - 1, text) == needed - 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("wide")
+def test_a_streamed_trainer_refuses_images_that_do_not_fit_before_the_first_step(tmp_path: Path) -> None:
+    usual: dict[str, Any] = {"max_steps": 1, "use_cpu": True, "report_to": "none", "remove_unused_columns": False}
+    trainer = StreamedTrainer(
+        image_model("llava"),
+        TrainingArguments(str(tmp_path), **usual),
+        data_collator=lambda rows: rows_of("llava", len(rows)),
+        train_dataset=[{"number": number} for number in range(8)],  # type: ignore[arg-type]
+        engine_options={"device": SimDevice(1, capacity=SCARCE), "verify": False},
+    )
+    with pytest.raises(DoesNotFit, match=r"the images of a micro-batch take .* use fewer rows in a micro-batch"):
+        trainer.train()
+    assert trainer.engine.steps == 0

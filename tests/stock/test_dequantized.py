@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,19 @@ from transformers import (
     FineGrainedFP8Config,
     Mxfp4Config,
     PreTrainedModel,
+    Trainer,
+    TrainingArguments,
 )
 
 from megatrain import Engine
+from megatrain.config.keys import ModelSection
 from megatrain.errors import ModelError
-from megatrain.model import PretrainedSource, carried_by
+from megatrain.hf import streamed
+from megatrain.model import PretrainedSource, carried_by, pretrained
 from megatrain.model.architecture import read_config
+from megatrain.model.carried import WAS_QUANTIZED
 from megatrain.model.skeleton import blueprint
+from tests.run.test_training import configuration, train
 from tests.tiny import FAMILIES, VOCAB, equal, stock_gradients, unequal_batches
 
 Tensors = dict[str, Tensor]
@@ -287,20 +295,80 @@ def test_a_run_goes_on_from_its_checkpoint_and_exports_plain_bfloat16(case: str,
     folder = published(tmp_path / "model", fields, quantization, quantize)
     masters = loaded(PretrainedSource(folder))
     with Engine.from_pretrained(folder, device="cpu", verify=False) as engine:
-        saved = engine.save_pretrained(tmp_path / "export", precision="bf16")
+        saved = engine.save_pretrained(tmp_path / "export")
+        exact = engine.save_pretrained(tmp_path / "exact", precision="fp32")
         engine.step(unequal_batches(1))
         checkpoint = engine.save(tmp_path / "checkpoints").wait()
         expected = engine.step(unequal_batches(1)).loss, engine.master_weights()
     with Engine.from_checkpoint(checkpoint, verify=False) as engine:
         assert engine.step(unequal_batches(1)).loss == expected[0]
         assert equal(engine.master_weights(), expected[1])
-    written = json.loads((saved / "config.json").read_text())
-    assert (written["dtype"], "quantization_config" in written) == ("bfloat16", False)
+        later = engine.save_pretrained(tmp_path / "later")
+    for there, dtype in ((saved, "bfloat16"), (later, "bfloat16"), (exact, "float32")):
+        written = json.loads((there / "config.json").read_text())
+        assert written["dtype"] == dtype
+        assert not {"quantization_config", WAS_QUANTIZED} & written.keys()
     model, report = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
     assert not any(report.values())
     for name, value in model.named_parameters():
         assert value.dtype == torch.bfloat16
         assert torch.equal(value, masters[name].bfloat16()), name
+
+
+@pytest.mark.slow
+def test_a_run_and_its_resumption_save_bfloat16_unless_told_otherwise(tmp_path: Path) -> None:
+    fields = {**MINIMAX, "vocab_size": 260}
+    folder = str(published(tmp_path / "model", fields, *CASES["minimax"][1:3]))
+
+    def dtype_of(name: str, resume: str | None = None, **changes: Any) -> str:
+        config = configuration(tmp_path, output={"folder": str(tmp_path / name)}, **changes)
+        train(config.model_copy(update={"model": ModelSection(path=folder), "resume": resume}))
+        written: str = json.loads((tmp_path / name / "model" / "config.json").read_text())["dtype"]
+        return written
+
+    steps = {"steps": 1, "sample_tokens": 0}
+    assert dtype_of("run", train=steps, checkpoint={"every": 1}) == "bfloat16"
+    shutil.rmtree(tmp_path / "run" / "model")
+    assert dtype_of("run", train=steps | {"steps": 2}, resume="auto") == "bfloat16"
+
+
+@pytest.mark.slow
+def test_a_streamed_trainer_saves_bfloat16(tmp_path: Path) -> None:
+    folder = published(tmp_path / "model", *CASES["minimax"][:3])
+    batch = unequal_batches(1)[0]
+    arguments = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to="none", save_strategy="no")
+    rows = [{name: value[0] for name, value in batch.items()}] * 8
+    trainer = streamed(Trainer)(str(folder), arguments, train_dataset=rows, engine_options={"verify": False})
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_load_takes_one_weight_beside_the_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Bytes that torch allocates, but for the maps of files; a weight is the largest one in float32."""
+
+    class Dropped:
+        def master(self, name: str) -> Tensor:
+            raise AssertionError(name)
+
+        def write_master(self, name: str, value: Tensor) -> None:
+            pass
+
+    monkeypatch.setattr(pretrained, "BATCH_NBYTES", 1)  # the masters take one weight at a time
+    wide = {"hidden_size": 256, "intermediate_size": 512}
+    for number, (fields, quantization, quantize) in enumerate(
+        [*(CASES[case][:3] for case in ("gpt-oss", "minimax")), *((DEEPSEEK, *of) for of in INTEGERS.values())]
+    ):
+        folder = published(tmp_path / str(number), {**fields, **wide}, quantization, quantize)
+        source = PretrainedSource(folder)
+        sizes = {name: 4 * parameter.numel() for name, parameter in source.model.named_parameters()}
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            source.fill(Dropped(), [[*sizes]])
+        changes = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
+        changes.sort(key=lambda each: each.start_ns())
+        of_file = (folder / "model.safetensors").stat().st_size
+        held = itertools.accumulate(each.nbytes() for each in changes if abs(each.nbytes()) != of_file)
+        assert max(held) <= 2.3 * max(sizes.values())
 
 
 def test_an_adapter_is_trained_over_the_dequantized_base(tmp_path: Path) -> None:

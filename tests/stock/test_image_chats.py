@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
@@ -26,6 +27,7 @@ from megatrain.hf import streamed
 from megatrain.model.forward_arguments import arguments_of
 from megatrain.spec import Numerics
 from megatrain.train.parity import truth
+from tests.run.test_ranks import launched
 from tests.run.test_training import configuration, train
 from tests.run.test_training import losses as losses_of
 from tests.stock.image_processors import (
@@ -380,6 +382,23 @@ def test_a_run_trains_images_says_so_and_saves_what_the_stock_class_reads(tmp_pa
     begun = {"resume": str(tmp_path / "run/checkpoints/step-00000002"), "output": {"folder": str(tmp_path / "more")}}
     train(Config.model_validate({**run_of(tmp_path).model_dump(), **begun}))
     assert losses_of(tmp_path / "more") == losses_of(tmp_path / "run")[2:]
+
+
+@pytest.mark.slow
+def test_two_ranks_have_the_losses_and_weights_of_one(tmp_path: Path) -> None:
+    """Chats have no, one or two images, so that ranks have unlike micro-batches."""
+    one, two = (
+        run_of(tmp_path, output={"folder": str(tmp_path / name), "verify_export": False}) for name in ("one", "two")
+    )
+    train(one)
+    process = launched(2, two, "--ranks")
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    assert losses_of(two.folder) == pytest.approx(losses_of(one.folder), rel=1e-6)
+    alone, both = (load_file(each.folder / "model" / "model.safetensors") for each in (one, two))
+    for name, value in alone.items():
+        if not name.endswith("k_proj.bias"):  # whose gradients are rounding, and AdamW makes steps of any
+            assert relative_error(both[name], value) < 1e-4, name
 
 
 @pytest.mark.slow

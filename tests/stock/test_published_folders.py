@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from megatrain import Engine
+from megatrain import Engine, Policy
 from megatrain.checkpoint.save import PlannedCheckpoint
 from megatrain.commands.export import run_export
 from megatrain.commands.generate import GenerationModel, Sampling, run_generation
@@ -38,10 +38,12 @@ from megatrain.config import Config
 from megatrain.hf import streamed
 from megatrain.model import PretrainedSource, port_model
 from megatrain.model.architecture import model_class_of
+from megatrain.model.tiny import ordinary_tokens
 from megatrain.run.training import run_training
+from tests.integration.test_architectures import config_of, twin
 from tests.ranks import together, worlds
 from tests.stock.image_models import IMAGE, KINDS, VOCABULARY, image_model, text_batch
-from tests.tiny import tiny_model
+from tests.tiny import equal, tiny_model
 from tests.train.test_save_from_all_ranks import Rank
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*requires torchvision")
@@ -164,6 +166,37 @@ def test_training_on_text_keeps_every_tensor_name_and_file(kind: str, tmp_path: 
         kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     )
     run_generation(GenerationModel(str(tmp_path / "run" / "model")), "w3 w4", lambda text: None, Sampling(most=2))
+
+
+PUBLISHED = """
+gemma4 gemma4_unified gemma3n_text qwen3_vl qwen3_vl_moe mistral4 mistral_large4 kimi_k25 minimax_m3_vl muse_spark
+muse_glimmer step3p7 glm5_next internvl lfm2_vl llava smolvlm qwen3_5 qwen3_5_moe glm_moe_dsa hy_v4 zaya gpt_oss
+deepseek_v32 deepseek_v4 minimax_m2 mimo_v2_flash qwen4_exp inkling_mm_model nemotron_h_omni molmo2
+"""
+"""The types of the models that people asked for in 2026."""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # the library's own warnings
+@pytest.mark.parametrize("kind", PUBLISHED.split())
+def test_a_published_type_trains_from_its_folder_is_read_whole_by_its_class_and_generates(
+    kind: str, tmp_path: Path
+) -> None:
+    model = twin(config_of(kind))
+    model.save_pretrained(tmp_path / "published")
+    tokens = torch.tensor([ordinary_tokens(model.config)[:9]])
+    how: Any = {"device": "cpu", "precision": "fp32", "policy": Policy(shares_memory=True), "verify": False}
+    with Engine.from_pretrained(tmp_path / "published", **how) as engine:
+        assert type(engine._ported.skeleton) is type(model)
+        engine.step([{"input_ids": tokens, "labels": tokens}])
+        folder, weights = engine.save_pretrained(tmp_path / "trained"), engine.master_weights()
+        found = engine.generate(tokens, do_sample=False, max_new_tokens=4)
+    read, report = type(model).from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+    assert not any(report.values()), report
+    assert equal(dict(read.named_parameters()), weights)
+    assert not equal(dict(model.named_parameters()), weights)
+    assert tensors_in(folder).keys() == tensors_in(tmp_path / "published").keys()
+    assert torch.equal(found, read.eval().generate(tokens, do_sample=False, max_new_tokens=4))
 
 
 def test_an_adapter_over_such_a_folder_is_read_by_peft(tmp_path: Path) -> None:
