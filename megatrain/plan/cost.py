@@ -296,7 +296,7 @@ def step_flops(model: ModelSpec, sequences: Sequence[tuple[int, int]], targets: 
     costs 4, and 2 below the lowest trained unit, where there is no backward pass.
     """
     each = head = 0.0
-    for index, unit in enumerate(model.units):
+    for index, unit in enumerate(model.units[: model.epilogue + 1]):
         for param in _multiplied(model, unit):
             passes = 1 + (index >= model.lowest_trained) + param.trainable
             numbers = 2.0 * passes * param.numel * param.active
@@ -561,6 +561,8 @@ class _Prices:
             return self._loss(unit, tokens)
         if unit.kind == "prologue":
             return self._lookup(op, tokens)
+        if op.unit > self.model.epilogue:
+            return self._encoded(op, unit, tokens)
         if op.kind == "FORWARD":
             return self.forward(unit, tokens, "")
         recomputed = 0.0 if kept == "graph" else self.forward(unit, tokens, kept)
@@ -691,6 +693,13 @@ class _Prices:
         recomputed = self._launch * (PROLOGUE_KERNELS + 2 * KERNELS)  # its forward saves nothing
         computed = encoder(profile.value_flops_backward * values)
         return 3 * rows + self._accumulation(op.unit, self.model.units[op.unit]) + recomputed + computed
+
+    def _encoded(self, op: Op, unit: UnitSpec, tokens: int) -> float:
+        """Seconds of a unit of an encoder of images."""
+        flops = unit.profile.value_flops if op.kind == "FORWARD" else unit.profile.value_flops_backward
+        flops *= tokens * self.work.values_per_token
+        seconds = encoder_seconds(self.hardware, self.numerics.precision, self.model.hidden_size, flops)
+        return seconds + (self._accumulation(op.unit, unit) if op.kind == "BACKWARD" else 0.0)
 
 
 def _kept_for(op: Op) -> str:
