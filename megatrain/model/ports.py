@@ -16,11 +16,11 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,9 @@ from megatrain.model.side_values import Passing, Path, leaves_of, rebuilt, value
 from megatrain.model.swapped_parameters import SwappedParameters
 from megatrain.model.weight_sources import InFiles, Source, in_files_of
 from megatrain.spec import ModelSpec, Numerics
+
+if TYPE_CHECKING:
+    from megatrain.model.encoder_stack import EncoderStack
 
 HIDDEN = "hidden_states"
 """Layers' keyword for the hidden state, if it is not their first positional argument."""
@@ -423,6 +426,8 @@ class PortedModel:
     the first look."""
     encoders: Sequence[nn.Module] = ()
     """The layers of the prologue's encoders (`recomputed_encoders`)."""
+    encoder: EncoderStack | None = None
+    """The layers of an encoder that are units of their own (`encoder_stack`)."""
     image_row: tuple[Mapping[str, Tensor], int] | None = None
     """A row with images, [1, tokens], and the number of its values (`image_rows`): for which the prologue is measured
     too."""
@@ -479,16 +484,24 @@ class PortedModel:
         return f"{self.stack}.{index}."
 
     def prologue(
-        self, weights: Weights, inputs: Mapping[str, Any], around: Sequence[AbstractContextManager[object]] = ()
+        self,
+        weights: Weights,
+        inputs: Mapping[str, Any],
+        around: Sequence[AbstractContextManager[object]] = (),
+        encoded: Tensor | None = None,
     ) -> tuple[Tensor, list[Call]]:
         """Run everything before the first layer.
 
         `inputs` are keyword arguments of the model's forward: `input_ids` [batch, length], `attention_mask` and so on.
         Returns the hidden state [batch, length, hidden size] and one `Call` per layer. With gradients, layers of
-        encoders keep no graph, and are run again by the backward pass, in the contexts `around`.
+        encoders keep no graph, and are run again by the backward pass, in the contexts `around`. encoded: what the
+        streamed encoder has made, if the micro-batch has anything for it.
         """
-        capture = Capture(len(self.ports))
-        with recomputed(self.encoders if torch.is_grad_enabled() else (), around):
+        capture, handing_out = Capture(len(self.ports)), cast(AbstractContextManager[object], nullcontext())
+        if self.encoder is not None:
+            handing_out = self.encoder.handing_out(encoded)
+            weights = {**{name: self.placeholders[name] for name in self.encoder.start}, **weights}
+        with handing_out, recomputed(self.encoders if torch.is_grad_enabled() else (), around):
             self.run(capture, weights, inputs)
         if capture.hidden is None or not capture.each_once:
             fix = "leave out the images or whatever else leads to this"
@@ -511,7 +524,6 @@ class PortedModel:
         values: the side values that it takes. Raises `ModelError` where it cannot be run compiled.
         """
         template = self.templates[index]
-        self._restore(template)
         passing = self.ports[index].passing
         if passing is not None:
             call = call.with_form(passing.given(call.form, values or {}))
@@ -530,19 +542,25 @@ class PortedModel:
             chunks = in_chunks(template, self.parts[index], way.mlp_chunk_tokens)
         with recording as found, chunks:
             if compiles and not watched():
+                self._restore(template)
                 output = compiled_call(template, weights, args, kwargs)
             else:
-                with self._swapped[template].holding(weights):
+                with self.holding(template, weights):
                     output = template(*args, **kwargs)
         sides = dict(zip(self.ports[index].recorded, found, strict=True)) if found else {}
         if passing is not None:
             sides |= passing.made(output, call.form)
         return call.hidden_of(output), sides
 
+    def holding(self, root: nn.Module, weights: Weights) -> AbstractContextManager[object]:
+        """In the block, the skeleton or a template can be called with these parameters, by its names."""
+        self._restore(root)
+        return self._swapped[root].holding(weights)
+
     @cached_property
     def _swapped(self) -> dict[nn.Module, SwappedParameters]:
         """Of the skeleton and of each template."""
-        return {root: SwappedParameters(root) for root in (self.skeleton, *self.templates)}
+        return {root: SwappedParameters(root) for root in roots_of(self)}
 
     def head(self, weights: Weights, hidden: Tensor) -> Tensor:
         """Run everything after the last layer on `hidden` [tokens, *hidden_shape]; returns logits [tokens, vocabulary].
@@ -574,7 +592,7 @@ class PortedModel:
 
     def to_device(self, device: torch.device) -> None:
         """Move the buffers of skeleton and templates (parameters have no storage)."""
-        for root in (self.skeleton, *self.templates):
+        for root in roots_of(self):
             self._restore(root)
             for module in root.modules():
                 for name, buffer in module._buffers.items():
@@ -585,7 +603,7 @@ class PortedModel:
 
     def remember_recomputed(self) -> None:
         """From now on, calls of the skeleton and of the templates start from their present state (`Recomputed`)."""
-        self.recomputed = {root: Recomputed(root) for root in (self.skeleton, *self.templates)}
+        self.recomputed = {root: Recomputed(root) for root in roots_of(self)}
 
     def _restore(self, root: nn.Module) -> None:
         if root in self.recomputed:
@@ -594,7 +612,7 @@ class PortedModel:
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
         """In the block, no dropout and the like; afterwards every module is back in its mode."""
-        modules = [module for root in (self.skeleton, *self.templates) for module in root.modules()]
+        modules = [module for root in roots_of(self) for module in root.modules()]
         modes = [module.training for module in modules]
         for module in modules:
             module.training = False
@@ -610,7 +628,7 @@ class PortedModel:
         if self.adapter is None:
             raise ModelError("has no adapter", where=self.structure.name, fix="ask the model itself")
         with ExitStack() as off:
-            for root in (self.skeleton, *self.templates):
+            for root in roots_of(self):
                 off.enter_context(switched_off(root))
             yield
 
@@ -619,21 +637,21 @@ class PortedModel:
         together = copy.deepcopy(self.skeleton)
         if self.structure.tied:
             together.config.tie_word_embeddings = True  # even if only the code tied them: one name is written
-        parent, _, attribute = self.stack.rpartition(".")
-        setattr(together.get_submodule(parent), attribute, nn.ModuleList(copy.deepcopy(self.templates)))
+        with_layers(together, self.stack, copy.deepcopy(self.templates))
+        if self.encoder is not None:
+            with_layers(together, self.encoder.name, copy.deepcopy(self.encoder.templates))
         return together
 
-    def run(self, script: Capture | HandOut, weights: Weights, inputs: Mapping[str, Any]) -> Any:
+    def run(self, script: Script, weights: Weights, inputs: Mapping[str, Any]) -> Any:
         """Run the model's own forward with `script` in place of the layers; `None` if it stopped after the
         prologue."""
-        self._restore(self.skeleton)
         states = [vars(port) for port in self.ports]  # `setattr` of a module costs fourteen calls
         for state in states:
             state["script"] = script
         if isinstance(script, Capture):
             script.recorder = Recorder(weights, self.skeleton.buffers, through=script.through_the_head)
         try:
-            with self._swapped[self.skeleton].holding(weights):
+            with self.holding(self.skeleton, weights):
                 return self.skeleton(**{"use_cache": False, **self.routers_off, **inputs})
         except PrologueDone:
             return None
@@ -642,6 +660,18 @@ class PortedModel:
                 script.recorder.leave()
             for state in states:
                 state["script"] = None
+
+
+def roots_of(ported: PortedModel) -> list[nn.Module]:
+    """The modules that are called: the skeleton, and each layer that is a unit."""
+    encoder = () if ported.encoder is None else ported.encoder.templates
+    return [ported.skeleton, *ported.templates, *encoder]
+
+
+def with_layers(model: nn.Module, stack: str, layers: Iterable[nn.Module]) -> None:
+    """Put modules in place of those of a module list."""
+    parent, _, attribute = stack.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, nn.ModuleList(layers))
 
 
 ROUTED: dict[str, Any] = {"output_router_logits": True, "logits_to_keep": 1}
