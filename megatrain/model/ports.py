@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,9 +40,6 @@ from megatrain.model.side_values import Passing, Path, leaves_of, rebuilt, value
 from megatrain.model.swapped_parameters import SwappedParameters
 from megatrain.model.weight_sources import InFiles, Source, in_files_of
 from megatrain.spec import ModelSpec, Numerics
-
-if TYPE_CHECKING:
-    from megatrain.model.encoder_stack import EncoderStack
 
 HIDDEN = "hidden_states"
 """Layers' keyword for the hidden state, if it is not their first positional argument."""
@@ -390,6 +387,22 @@ class Measured(Protocol):
     def parts(self) -> list[tuple[str, ...]]: ...
 
 
+class Encoder(Protocol):
+    """The layers of an encoder that are units of their own (`encoder_stack.EncoderStack`)."""
+
+    name: str
+    templates: list[nn.Module]
+    start: tuple[str, ...]
+
+    def begin(
+        self, ported: PortedModel, weights: Weights, inputs: Mapping[str, Any]
+    ) -> tuple[Tensor, list[Call]] | None: ...
+    def handing_out(self, encoded: Tensor | None) -> AbstractContextManager[None]: ...
+    def layer(
+        self, ported: PortedModel, index: int, weights: Weights, hidden: Tensor, call: Call
+    ) -> tuple[Tensor, dict[int, Tensor]]: ...
+
+
 AS_IT_IS: Way = Numerics()
 """All tokens at once, with the library's own code."""
 
@@ -426,7 +439,7 @@ class PortedModel:
     the first look."""
     encoders: Sequence[nn.Module] = ()
     """The layers of the prologue's encoders (`recomputed_encoders`)."""
-    encoder: EncoderStack | None = None
+    encoder: Encoder | None = None
     """The layers of an encoder that are units of their own (`encoder_stack`)."""
     image_row: tuple[Mapping[str, Tensor], int] | None = None
     """A row with images, [1, tokens], and the number of its values (`image_rows`): for which the prologue is measured
@@ -542,8 +555,8 @@ class PortedModel:
             chunks = in_chunks(template, self.parts[index], way.mlp_chunk_tokens)
         with recording as found, chunks:
             if compiles and not watched():
-                self._restore(template)
-                output = compiled_call(template, weights, args, kwargs)
+                with self.holding(template, {}):
+                    output = compiled_call(template, weights, args, kwargs)
             else:
                 with self.holding(template, weights):
                     output = template(*args, **kwargs)
@@ -553,8 +566,10 @@ class PortedModel:
         return call.hidden_of(output), sides
 
     def holding(self, root: nn.Module, weights: Weights) -> AbstractContextManager[object]:
-        """In the block, the skeleton or a template can be called with these parameters, by its names."""
-        self._restore(root)
+        """In the block, the skeleton or a template has these parameters, by its names; what it recomputes is as at the
+        start."""
+        if root in self.recomputed:
+            self.recomputed[root].restore()
         return self._swapped[root].holding(weights)
 
     @cached_property
@@ -593,21 +608,17 @@ class PortedModel:
     def to_device(self, device: torch.device) -> None:
         """Move the buffers of skeleton and templates (parameters have no storage)."""
         for root in roots_of(self):
-            self._restore(root)
-            for module in root.modules():
-                for name, buffer in module._buffers.items():
-                    if buffer is not None and not buffer.is_meta:
-                        module._buffers[name] = buffer.to(device)
+            with self.holding(root, {}):
+                for module in root.modules():
+                    for name, buffer in module._buffers.items():
+                        if buffer is not None and not buffer.is_meta:
+                            module._buffers[name] = buffer.to(device)
         self.placeholders = {name: placeholder(zero, device) for name, zero in self.placeholders.items()}
         self.remember_recomputed()
 
     def remember_recomputed(self) -> None:
         """From now on, calls of the skeleton and of the templates start from their present state (`Recomputed`)."""
         self.recomputed = {root: Recomputed(root) for root in roots_of(self)}
-
-    def _restore(self, root: nn.Module) -> None:
-        if root in self.recomputed:
-            self.recomputed[root].restore()
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:

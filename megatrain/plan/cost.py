@@ -559,10 +559,8 @@ class _Prices:
     def _compute(self, op: Op, unit: UnitSpec, tokens: int, kept: str) -> float:
         if op.kind == "LOSS":
             return self._loss(unit, tokens)
-        if unit.kind == "prologue":
+        if unit.kind == "prologue" or op.unit > self.model.epilogue:
             return self._lookup(op, tokens)
-        if op.unit > self.model.epilogue:
-            return self._encoded(op, unit, tokens)
         if op.kind == "FORWARD":
             return self.forward(unit, tokens, "")
         recomputed = 0.0 if kept == "graph" else self.forward(unit, tokens, kept)
@@ -682,10 +680,10 @@ class _Prices:
         return self._bounded_by_submission(products + added + softmax, 3 * self._launches(unit))
 
     def _lookup(self, op: Op, tokens: int) -> float:
-        """Seconds of the prologue. An embedding reads one row per token, but its gradient is as large as the table. An
-        encoder of images takes what products of the hidden size with as many operations take."""
-        rows = 2 * tokens * self.model.hidden_size * self.numerics.weight_nbytes / self._copies
-        profile = self.model.units[0].profile.of("images")
+        """Seconds of the prologue, or of a unit of an encoder. An embedding reads one row per token, but its gradient
+        is as large as the table. An encoder takes what products of the hidden size with as many operations take."""
+        rows = 2 * tokens * self.model.hidden_size * self.numerics.weight_nbytes / self._copies * (op.unit == 0)
+        profile = self.model.units[op.unit].profile.of("images")
         encoder = partial(encoder_seconds, self.hardware, self.numerics.precision, self.model.hidden_size)
         values = tokens * self.work.values_per_token
         if op.kind == "FORWARD":
@@ -693,13 +691,6 @@ class _Prices:
         recomputed = self._launch * (PROLOGUE_KERNELS + 2 * KERNELS)  # its forward saves nothing
         computed = encoder(profile.value_flops_backward * values)
         return 3 * rows + self._accumulation(op.unit, self.model.units[op.unit]) + recomputed + computed
-
-    def _encoded(self, op: Op, unit: UnitSpec, tokens: int) -> float:
-        """Seconds of a unit of an encoder of images."""
-        flops = unit.profile.value_flops if op.kind == "FORWARD" else unit.profile.value_flops_backward
-        flops *= tokens * self.work.values_per_token
-        seconds = encoder_seconds(self.hardware, self.numerics.precision, self.model.hidden_size, flops)
-        return seconds + (self._accumulation(op.unit, unit) if op.kind == "BACKWARD" else 0.0)
 
 
 def _kept_for(op: Op) -> str:

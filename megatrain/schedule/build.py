@@ -26,7 +26,7 @@ from megatrain.schedule.passes.disk_staging import Staged, stage
 from megatrain.schedule.passes.gradients import Gradients
 from megatrain.schedule.passes.pinned_staging import PinnedStaging
 from megatrain.schedule.passes.prefetch import Prefetch, Visit
-from megatrain.schedule.passes.recompute import Activations, Again
+from megatrain.schedule.passes.recompute import Activations, Again, workspace_name
 from megatrain.schedule.passes.side_values import SideValues
 from megatrain.schedule.passes.state_buffers import Pending, StateBuffers, reads_files, state_name, whole_name
 from megatrain.schedule.passes.streamed_updates import StreamedUpdates
@@ -257,7 +257,7 @@ class Builder:
         return visit
 
     def _backward_visit(self, unit: int, micros: range) -> Visit:
-        visit, kind = Visit(unit, reads=self._backward_reads(unit)), self.model.units[unit].kind
+        visit, name = Visit(unit, reads=self._backward_reads(unit)), workspace_name(self.model, unit)
         is_layer, encoded = not self.model.is_first(unit), bool(self._encoded(unit, micros[0]))
         visit.before = self._restored(unit, micros)
         nbytes = cache(partial(backward_nbytes, self.model, self.numerics, self.policy, self.work, unit))
@@ -276,7 +276,7 @@ class Builder:
                     writes.append(self.alive.graph(unit, micro))
                 writes.append(self.alive.dhidden(unit, micro))
             workspace = nbytes(self.work.tokens[micro]) + beside_nbytes(self.numerics, self.policy)
-            writes.append(self.alive.transient(Use.BACKWARD_WORKSPACE, kind, workspace, Scratch("partial")))
+            writes.append(self.alive.transient(Use.BACKWARD_WORKSPACE, name, workspace, Scratch("partial")))
             if self.trained[unit].size:
                 self.gradients.add(unit, reads, writes)
             visit.compute.append(Op("BACKWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))

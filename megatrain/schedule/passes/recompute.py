@@ -35,8 +35,8 @@ from megatrain.schedule.passes.workspace import (
     answered_nbytes,
     arguments_nbytes,
     beside_nbytes,
-    encoded_nbytes,
     forward_nbytes,
+    input_nbytes,
     profile_of,
     runs_in_chunks,
 )
@@ -52,6 +52,14 @@ WORKSPACES = (Use.FORWARD_WORKSPACE, Use.LOSS_WORKSPACE, Use.BACKWARD_WORKSPACE)
 
 PREFIXES = {use: f"device/{use.name.lower()}/" for use in Use}
 """Prefix of the names of transient buffers."""
+
+
+def workspace_name(model: ModelSpec, unit: int) -> str:
+    """The name of a unit's workspace, which is as large as any of its kind needs."""
+    if unit in model.encoder:
+        return "start" if model.is_first(unit) else "encoder"
+    return model.units[unit].kind
+
 
 Pass = tuple[int, int]
 """(start, stop): recompute layers from boundary `start`, which exists, to `stop`, which is held from then on."""
@@ -145,18 +153,11 @@ class Activations:
 
     def _keep(self, layer: int, micro: int) -> Keep:
         if layer not in self._model.layers:
-            return "offload" if self._policy.offloads else "input"
+            return "input" if self._policy.shares_memory else "offload"
         keep = self._policy.keep(layer - 1, micro)
         if keep == "drop" and layer == self._lowest:
             return "input"
         return NOT_OFFLOADED.get(keep, keep) if self._policy.shares_memory else keep
-
-    def _boundary_nbytes(self, unit: int, micro: int) -> int:
-        """Bytes of a unit's input."""
-        tokens, each = self._work.tokens[micro], self._numerics.weight_nbytes
-        if unit in self._model.layers or unit == self._model.epilogue:
-            return round(tokens * self._work.repeats * self._model.hidden_size * each)
-        return max(1, round(self._work.repeats * encoded_nbytes(self._model, self._numerics, self._work, tokens)))
 
     # One op's part --------------------------------------------------------------------------------------------------
 
@@ -216,7 +217,7 @@ class Activations:
         """A unit's input: batch x length x hidden size, in the compute dtype."""
         key = Use.INPUTS, unit, micro
         if key not in self._known:
-            nbytes = self._boundary_nbytes(unit, micro)
+            nbytes = input_nbytes(self._model, self._numerics, self._work, unit, micro)
             self._known[key] = self.transient(Use.INPUTS, f"{unit}.{micro}", nbytes, Hidden(unit, micro))
         return self._known[key]
 
@@ -224,7 +225,10 @@ class Activations:
         """The gradient of a unit's input; each unit overwrites that of the unit above it."""
         key = Use.INPUT_GRADIENTS, unit, micro
         if key not in self._known:
-            nbytes, of_text = self._boundary_nbytes(unit, micro), 0 < unit <= self._model.epilogue
+            nbytes, of_text = (
+                input_nbytes(self._model, self._numerics, self._work, unit, micro),
+                0 < unit <= self._model.epilogue,
+            )
             name = f"{micro}" if of_text else f"encoder.{micro}"
             self._known[key] = self.transient(Use.INPUT_GRADIENTS, name, nbytes, HiddenGradient(unit, micro))
         return self._known[key]
@@ -257,7 +261,9 @@ class Activations:
         if keep in SAVED_BY and not (in_chunks and SAVED_BY[keep] == "chosen"):  # outputs within chunks are not stored
             kept -= answered_nbytes(self._model, self._numerics, self._policy, self._work, layer, tokens, keep)
         nbytes = max(1, round(kept))
-        return nbytes + (self._boundary_nbytes(layer, micro) if self.keeps_graph(layer, micro) else 0)  # the input
+        return nbytes + (
+            input_nbytes(self._model, self._numerics, self._work, layer, micro) if self.keeps_graph(layer, micro) else 0
+        )  # the input
 
     def made(self, unit: int, micro: int, *, again: bool = False) -> list[Access]:
         """A forward's workspace; little beyond the graph if it keeps that."""
@@ -272,7 +278,7 @@ class Activations:
         return [
             self.transient(
                 Use.FORWARD_WORKSPACE,
-                self._model.units[unit].kind,
+                workspace_name(self._model, unit),
                 nbytes + beside_nbytes(self._numerics, self._policy),
                 Scratch("made"),
             )
@@ -302,13 +308,15 @@ class Activations:
         times = self._times[unit, micro]
         self._times[unit, micro] += 1
         which = f"{unit}.{micro}" + (f".{times}" if times else "")
-        nbytes = self._boundary_nbytes(unit, micro)
+        nbytes = input_nbytes(self._model, self._numerics, self._work, unit, micro)
         return self.transient(Use.RECOMPUTED_INPUTS, which, nbytes, Hidden(unit, micro))
 
     def _offloaded(self, layer: int, micro: int) -> Access:
         """An offloaded input, whose name `offloaded` replaces by a slot."""
         name = f"{PREFIXES[Use.OFFLOADED_INPUTS]}{layer}.{micro}"
-        return Access(name, 0, self._boundary_nbytes(layer, micro), Hidden(layer, micro))
+        return Access(
+            name, 0, input_nbytes(self._model, self._numerics, self._work, layer, micro), Hidden(layer, micro)
+        )
 
     def transient(self, use: Use, which: str, nbytes: int, content: Content) -> Access:
         """Device memory that exists while ops need it."""

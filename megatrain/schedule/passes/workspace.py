@@ -75,6 +75,14 @@ def _profile_of(
     return profile.of("several") if several else profile
 
 
+def input_nbytes(model: ModelSpec, numerics: Numerics, work: Work, unit: int, micro: int) -> int:
+    """Bytes of a unit's input, for a micro-batch or those that it represents; of the prologue's from an encoder."""
+    tokens, each = work.tokens[micro], numerics.weight_nbytes
+    if 0 < unit <= model.epilogue:
+        return round(tokens * work.repeats * model.hidden_size * each)
+    return max(1, round(work.repeats * encoded_nbytes(model, numerics, work, tokens)))
+
+
 def encoded_nbytes(model: ModelSpec, numerics: Numerics, work: Work, tokens: int) -> int:
     """Bytes of the input of an encoder's layer, for a micro-batch of `tokens`."""
     return ceil(tokens * work.values_per_token * model.encoded_per_value) * numerics.weight_nbytes
