@@ -176,7 +176,7 @@ class Engine(TakesTurns):
         options |= {"optimizer": optimizer, "max_grad_norm": max_grad_norm, "limits": limits, "disk": disk}
         options |= {"seed": seed, "verify": verify}
         given: Any = {**options, **more}
-        return cls.from_source(ModelSource(model), **given)
+        return cls.from_source(ModelSource(model), **given)  # type: ignore[arg-type]  # no other kind is left
 
     @classmethod
     def from_pretrained(
