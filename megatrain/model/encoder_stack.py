@@ -3,8 +3,9 @@
 With ports in place of the encoder's layers, too, the model's own forward runs in three parts: up to the encoder's first
 layer (the *start*, which makes patches), from the encoder's last layer to the first decoder layer (the prologue), and
 behind the last decoder layer. This is exact where the encoder calls each of its layers once, in order, hands on what
-they return as it is, and nothing else than its last output reaches the decoder. `stream_encoder` finds that out from a
-row with images, by the model's graph; otherwise everything stays in the prologue. No model is known by name.
+they return as it is, and the decoder gets the output of one of them: those above it, as Llava has, stay in the
+prologue. `stream_encoder` finds that out from a row with images, by the model's graph; otherwise everything stays in
+the prologue. No model is known by name.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.func import functional_call
 from megatrain.errors import ModelError
 from megatrain.model.between_layers import PrologueDone, is_same
 from megatrain.model.mapped_tensors import lazy_zeros
+from megatrain.model.masks import NotTaken, captured
 from megatrain.model.peak import SkipLargeProducts
 from megatrain.model.ports import (
     Call,
@@ -57,8 +59,9 @@ class EncoderStack:
 
     def __post_init__(self) -> None:
         self.ports = [Port(index, layer) for index, layer in enumerate(self.templates)]
-        for port in self.ports:
+        for port, layer in zip(self.ports, self.templates, strict=True):
             port.script = self
+            port._forward_hooks.update(layer._forward_hooks)  # by which the library collects hidden states
 
     def visit(self, index: int, hidden: Tensor, call: Call) -> Tensor:
         return hidden if self._script is None else self._script.visit(index, hidden, call)
@@ -180,6 +183,10 @@ class _Unlike(Exception):
     """A list of modules is not the layers of an encoder as it is streamed."""
 
 
+class _Fewer(Exception):
+    """The decoder gets what an earlier layer returns, with this number of layers."""
+
+
 def stream_encoder(ported: PortedModel, row: Mapping[str, Tensor], values: int) -> None:
     """Make units of the layers of the encoder that a row with images goes through, if they are like decoder layers.
 
@@ -188,23 +195,39 @@ def stream_encoder(ported: PortedModel, row: Mapping[str, Tensor], values: int) 
     """
     rows = {name: torch.cat([each, each]) for name, each in row.items()}  # an encoder may run once for each row
     lists = layer_lists(ported.skeleton, ported.stack)
-    for name in sorted(lists, key=lambda name: -sum(p.numel() for p in lists[name].parameters())):
-        encoder, before = EncoderStack(name, list(lists[name].children())), ported.placeholders
-        _put(ported, encoder, encoder)
-        prefix = f"{name}."
-        ported.placeholders = {key: each for key, each in before.items() if not key.startswith(prefix)}
-        try:
-            with portable_attention(ported.skeleton), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
-                structure = _with_encoder(ported, encoder, rows, 2 * values)
-        except Exception:  # whatever foreign code raises: it stays where it is, and is exact there
-            ported.placeholders = before
-            _put(ported, encoder, None)
-            continue
-        ported.structure = structure.with_in_files(ported.in_files.files.keys())
-        ported.encoders = [each for each in ported.encoders if not any(each is layer for layer in encoder.templates)]
-        vars(ported).pop("spec", None)
-        ported.remember_recomputed()
+    try:
+        with SkipLargeProducts():  # type: ignore[no-untyped-call]
+            captured(ported, rows)  # at its first run the library puts its hooks on the layers
+    except NotTaken:
         return
+    for name in sorted(lists, key=lambda name: -sum(p.numel() for p in lists[name].parameters())):
+        layers = list(lists[name].children())
+        structure = _tried(ported, EncoderStack(name, layers), rows, 2 * values)
+        if isinstance(structure, _Fewer):
+            structure = _tried(ported, EncoderStack(name, layers[: structure.args[0]]), rows, 2 * values)
+        if isinstance(structure, ModelSpec) and ported.encoder is not None:
+            ported.structure = structure.with_in_files(ported.in_files.files.keys())
+            streamed = {id(layer) for layer in ported.encoder.templates}
+            ported.encoders = [layer for layer in ported.encoders if id(layer) not in streamed]
+            vars(ported).pop("spec", None)
+            ported.remember_recomputed()
+            return
+
+
+def _tried(
+    ported: PortedModel, encoder: EncoderStack, rows: Mapping[str, Tensor], values: int
+) -> ModelSpec | Exception:
+    """The structure with the encoder's units, if they can be streamed; otherwise the model is as before."""
+    before, prefixes = ported.placeholders, tuple(f"{encoder.name}.{port.index}." for port in encoder.ports)
+    ported.placeholders = {name: each for name, each in before.items() if not name.startswith(prefixes)}
+    _put(ported, encoder, encoder)
+    try:
+        with portable_attention(ported.skeleton), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
+            return _with_encoder(ported, encoder, rows, values)
+    except Exception as error:  # whatever foreign code raises: the encoder stays where it is, and is exact there
+        ported.placeholders = before
+        _put(ported, encoder, None)
+        return error
 
 
 def _put(ported: PortedModel, encoder: EncoderStack, now: EncoderStack | None) -> None:
@@ -235,8 +258,11 @@ def _with_encoder(ported: PortedModel, encoder: EncoderStack, rows: Mapping[str,
     outputs = [capture.hidden, *(each for call in capture.calls for each in call.tensors())]
     behind = set[int]().union(*map(reachable_leaves, outputs))
     needing = {id(each) for call in look.calls for each in call.tensors() if each.requires_grad}
-    if id(given) not in behind or needing or behind & {id(leaf) for leaf in handed.leaves}:
+    read = [index for index, leaf in enumerate((*handed.leaves, given)) if id(leaf) in behind]
+    if len(read) != 1 or needing:
         raise _Unlike
+    if read[0] < layers - 1:
+        raise _Fewer(read[0] + 1)
     before = reachable_leaves(look.hidden)
     encoder.start = tuple(name for name, leaf in leaves.items() if id(leaf) in before)
     params = structure.units[0].params

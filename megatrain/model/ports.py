@@ -680,9 +680,11 @@ def roots_of(ported: PortedModel) -> list[nn.Module]:
 
 
 def with_layers(model: nn.Module, stack: str, layers: Iterable[nn.Module]) -> None:
-    """Put modules in place of those of a module list."""
+    """Put modules in place of the first of a module list."""
     parent, _, attribute = stack.rpartition(".")
-    setattr(model.get_submodule(parent), attribute, nn.ModuleList(layers))
+    first = list(layers)
+    rest = list(model.get_submodule(stack).children())[len(first) :]
+    setattr(model.get_submodule(parent), attribute, nn.ModuleList([*first, *rest]))
 
 
 ROUTED: dict[str, Any] = {"output_router_logits": True, "logits_to_keep": 1}
