@@ -242,6 +242,7 @@ def _question_of(run: Config, machine: Hardware) -> Question:
     from megatrain.engine.batch import TEXT_ENTRIES
     from megatrain.model import freeze_parameters, lora_config, port_model
     from megatrain.model.adapters import with_adapter
+    from megatrain.model.encoder_stack import stream_encoder
     from megatrain.model.image_rows import see, values_of, values_per_token
     from megatrain.model.skeleton import blueprint
     from megatrain.run.planner_inputs import question_of
@@ -264,7 +265,9 @@ def _question_of(run: Config, machine: Hardware) -> Question:
         processor = load_processor(run.tokenizer)
         refuse_without_tower(processor, type(structure).__name__, ported.arguments)
         row = processor.full_row(run.data.sequence_length)
-        see(ported, row, values_of(row, TEXT_ENTRIES))
+        values = values_of(row, TEXT_ENTRIES)
+        stream_encoder(ported, row, values)
+        see(ported, row, values)
     spec = ported.spec
     if run.adapter is not None and run.model.path is not None:
         spec = _over_files(spec, run.train.precision)

@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from megatrain.engine.autograd import GradientDestination
 from megatrain.engine.context import OpContext
-from megatrain.engine.forward import DifferentiableLayerCall, input_of
+from megatrain.engine.forward import DifferentiableLayerCall, encoded_for, input_of
 from megatrain.engine.gradient_accumulation import accumulate_into
 from megatrain.engine.resumable_call import NO_PAUSES
 from megatrain.engine.step_state import StepState, weights_in
 from megatrain.memory import Lease
+from megatrain.model import Call
 from megatrain.model.ports import numbered, sides_of_prologue
 from megatrain.schedule import Op
 
 
 def backward(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
-    """BACKWARD of a layer, through its kept graph or after its forward has run once more; or of the prologue."""
-    if op.unit == 0:
-        _backward_of_prologue(context, step, op, lease)
-        return
+    """BACKWARD of a layer, through its kept graph or after its forward has run once more; or of the prologue, or of an
+    encoder, which add nothing for text."""
     unit, micro, activations = op.unit, op.micro, step.activations
+    if unit > context.spec.epilogue and micro not in activations.gradients:
+        _add_nothing(context, step, op, lease)
+        return
+    if context.spec.is_first(unit):
+        _backward_of_first(context, step, op, lease)
+        return
     graph = activations.graphs.pop((unit, micro), None)
     if graph is None:
         context.reseed(step, unit, micro)
         call = DifferentiableLayerCall(context, step, op, lease, input_of(step, op, lease))
         with call:
-            returned = context.ported.layer(unit - 1, *call.arguments)
+            returned = call.run()
         graph = call.graph(*returned)
         del call, returned  # the output is not needed, and would be held during the backward
     else:
@@ -48,27 +58,57 @@ def backward(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     context.finish_complete_gradients(step, op)
 
 
-def _backward_of_prologue(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
-    """Run the prologue again with autograd, then backward, which runs layers of encoders once more."""
-    activations = step.activations
-    if weights_in(op.reads, 0) is None:  # then only their shapes matter
+def _first(
+    context: OpContext,
+    unit: int,
+    leaves: dict[str, Tensor],
+    inputs: dict[str, Any],
+    around: Sequence[AbstractContextManager[object]],
+    encoded: Tensor | None,
+) -> tuple[Tensor, list[Call]]:
+    """What the prologue makes; or the start of an encoder, whose layers' arguments get no gradient."""
+    if unit == 0:
+        return context.ported.prologue(leaves, inputs, around, encoded)
+    assert context.ported.encoder is not None
+    begun = context.ported.encoder.begin(context.ported, leaves, inputs)
+    assert begun is not None
+    return begun[0], []
+
+
+def _add_nothing(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
+    """A micro-batch without images: only what no micro-batch has added to is zero."""
+    step.phases.before_gradients()
+    if context.layouts[op.unit].trained.size:
+        context.accumulator(step, op, lease, op.unit)
+        context.finish_complete_gradients(step, op)
+
+
+def _backward_of_first(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
+    """Run the prologue again with autograd, or the start of an encoder, then backward, which runs layers of encoders
+    that are not streamed once more."""
+    activations, unit = step.activations, op.unit
+    if weights_in(op.reads, unit) is None:  # then only their shapes matter
         leaves = context.placeholder_leaves()
     else:
-        leaves = context.binders[0].leaves(context.weights(op, lease, 0))
-    context.reseed(step, 0, op.micro)
-    trained, target = context.binders[0].trained(leaves), GradientDestination()
+        leaves = context.binders[unit].leaves(context.weights(op, lease, unit))
+    context.reseed(step, unit, op.micro)
+    trained, target = context.binders[unit].trained(leaves), GradientDestination()
     inputs, answers = context.inputs(step, op.micro)
-    in_place = context.gradients_in_place(trained, target)
+    in_place, encoded = context.gradients_in_place(trained, target), encoded_for(context, step, op, lease)
     with torch.enable_grad(), answers, context.waiting_for_weights(step, op, lease), in_place:
-        hidden, calls = context.ported.prologue(leaves, inputs, (answers, in_place))
+        hidden, calls = _first(context, unit, leaves, inputs, (answers, in_place), encoded)
     step.phases.before_gradients()
-    target.accumulator = total = context.accumulator(step, op, lease, 0)
-    accumulate_into(total, trained)
+    if trained:
+        target.accumulator = total = context.accumulator(step, op, lease, unit)
+        accumulate_into(total, trained)
     outputs, made = [(hidden, activations.gradients.pop(op.micro))], sides_of_prologue(context.ported, calls)
     if op.micro in activations.beyond:
         made |= numbered(context.ported, calls)[1]
     outputs += [(made[number], gradient) for number, gradient in activations.side_gradients(op, made).items()]
     if outputs := [(output, gradient) for output, gradient in outputs if output.requires_grad]:
         into = [leaf for _, leaf in trained]
+        into += [encoded] if encoded is not None and encoded.requires_grad else []
         torch.autograd.backward([output for output, _ in outputs], [gradient for _, gradient in outputs], inputs=into)
+    if encoded is not None and encoded.grad is not None:
+        activations.gradients[op.micro] = encoded.grad
     context.finish_complete_gradients(step, op)

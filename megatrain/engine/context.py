@@ -54,7 +54,7 @@ class OpContext:
         self.dtype = DTYPES[numerics.precision]
         self.layouts = [layout_of(unit) for unit in self.spec.units]
         self.binders = [
-            UnitBinder(unit, ported.prefix(index - 1) if unit.kind == "layer" else "")
+            UnitBinder(unit, f"{unit.name}." if unit.kind == "layer" and not self.spec.is_first(index) else "")
             for index, unit in enumerate(self.spec.units)
         ]
         self.computes_between = False

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,19 +26,24 @@ from megatrain.schedule.contents import Hidden, LayerGraph, Saved
 
 
 def forward(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
-    """FORWARD of a layer: leaves its output, and what the op declares to keep for the backward; or of the prologue."""
+    """FORWARD of a layer: leaves its output, and what the op declares to keep for the backward; or of the prologue, or
+    of an encoder, which do nothing for text."""
     unit, micro, activations = op.unit, op.micro, step.activations
     context.reseed(step, unit, micro)
     written = {access.content: access for access in op.writes}
-    target = written[Hidden(unit + 1, micro)].buffer
-    if unit == 0:
-        activations.inputs[target], activations.calls[micro] = _prologue(context, step, op, lease)
+    target = written[Hidden(context.spec.after(unit), micro)].buffer
+    if context.spec.is_first(unit):
+        made = _prologue(context, step, op, lease) if unit == 0 else _begun(context, step, op, lease)
+        if made is not None:
+            activations.inputs[target], activations.calls[unit, micro] = made
+        return
+    if unit > context.spec.epilogue and micro not in activations.answers:
         return
     hidden = input_of(step, op, lease)
     kind = DifferentiableLayerCall if LayerGraph(unit, micro) in written else LayerCall
     call = kind(context, step, op, lease, hidden)
     with call:
-        output, sides = context.ported.layer(unit - 1, *call.arguments)
+        output, sides = call.run()
     call.keep(output, sides)
     activations.inputs[target] = output.detach()
     activations.keep_sides(op, sides)
@@ -45,8 +51,26 @@ def forward(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     for content, access in written.items():
         if isinstance(content, Saved) and content.offloaded:
             activations.stored[unit, micro].pack(bytes_of(lease, access))
-        elif content == Hidden(unit, micro):
-            activations.forms[unit, micro] = pack(hidden, bytes_of(lease, access), context.spec.units[unit].name)
+    keep_away(context, step, op, lease, hidden)
+
+
+def keep_away(context: OpContext, step: StepState, op: Op, lease: Lease, hidden: Tensor) -> None:
+    """Put a unit's input into the slot from which it is offloaded, if the op says so."""
+    content = Hidden(op.unit, op.micro)
+    for access in op.writes:
+        if access.content == content:
+            name = context.spec.units[op.unit].name
+            step.activations.forms[op.unit, op.micro] = pack(hidden, bytes_of(lease, access), name)
+
+
+def encoded_for(context: OpContext, step: StepState, op: Op, lease: Lease) -> Tensor | None:
+    """What the encoder has made of a micro-batch, with a gradient if the encoder wants one; `None` without images."""
+    key, activations = (0, op.micro), step.activations
+    for access in op.reads:
+        if access.content == Hidden(*key) and (access.buffer in activations.inputs or key in activations.forms):
+            wants = step.sink is not None and context.spec.has_backward(context.spec.encoder[-1])
+            return input_of(step, op, lease).detach().requires_grad_(wants)
+    return None
 
 
 def input_of(step: StepState, op: Op, lease: Lease) -> Tensor:
@@ -60,6 +84,9 @@ def input_of(step: StepState, op: Op, lease: Lease) -> Tensor:
     return activations.graphs[key].input.detach()
 
 
+Run = Callable[[], tuple[Tensor, dict[int, Tensor]]]
+
+
 class LayerCall:
     """A layer's forward in one op: what the layer is called with, and the context to call it in, once."""
 
@@ -71,14 +98,36 @@ class LayerCall:
         if self._keeping:
             weights = context.binders[op.unit].leaves(context.weights(op, lease, op.unit))
             hidden = hidden.detach().requires_grad_()
-        call = step.activations.calls[op.micro][op.unit - 1]
+        call = self._call(context)
         values = step.activations.side_values(op, context.ported, call, leaves=self._keeping is not None)
-        self.arguments = weights, hidden, call, context.numerics, values
-        """Of `PortedModel.layer`, behind its index."""
+        self.run = self._ran_with(context, weights, hidden, call, values)
+        """Calls the layer: its output, and the side values that it makes. It has no frame of its own."""
         self._contexts: list[AbstractContextManager[object]] = [
             self._keeping.running() if self._keeping else NOTHING,
             context.waiting_for_weights(step, op, lease),
+            self._answers(context),
         ]
+
+    def _call(self, context: OpContext) -> Call:
+        """The layer's arguments."""
+        unit = self._op.unit
+        first = 0 if unit < context.spec.epilogue else context.spec.encoder[0]
+        return self._step.activations.calls[first, self._op.micro][unit - first - 1]
+
+    def _ran_with(
+        self, context: OpContext, weights: dict[str, Tensor], hidden: Tensor, call: Call, values: dict[int, Tensor]
+    ) -> Run:
+        """What `run` is."""
+        unit, encoder = self._op.unit, context.ported.encoder
+        if unit < context.spec.epilogue:
+            return partial(context.ported.layer, unit - 1, weights, hidden, call, context.numerics, values)
+        assert encoder is not None
+        return partial(encoder.layer, context.ported, unit - context.spec.encoder[1], weights, hidden, call)
+
+    def _answers(self, context: OpContext) -> AbstractContextManager[object]:
+        """In which values of an encoder's arguments are read on the host."""
+        is_encoder = self._op.unit > context.spec.epilogue
+        return self._step.activations.answers[self._op.micro] if is_encoder else NOTHING
 
     def __enter__(self) -> None:
         try:
@@ -111,20 +160,21 @@ class DifferentiableLayerCall(LayerCall):
         self._bound = bound = BoundWeights(context.weights(op, lease, op.unit))
         self._leaves = context.binders[op.unit].leaves(bound.flat)
         self._leaf = hidden.detach().requires_grad_()
-        call = step.activations.calls[op.micro][op.unit - 1]
+        call = self._call(context)
         self._stored = stored = step.activations.stored.pop((op.unit, op.micro), None)
         for access in op.reads:
             if stored and isinstance(access.content, Saved) and access.content.offloaded:
                 stored.unpack(bytes_of(lease, access).data)
         self._values = step.activations.side_values(op, context.ported, call, leaves=True)
         self._target = GradientDestination()
-        self.arguments = self._leaves, self._leaf, call, context.numerics, self._values
+        self.run = self._ran_with(context, self._leaves, self._leaf, call, self._values)
         self._contexts = [
             torch.enable_grad(),
             NOTHING if _weights_stay(step, op) else save_weights_by_name(bound),
             Answering(stored) if stored else NOTHING,
             context.waiting_for_weights(step, op, lease),
             context.gradients_in_place(context.binders[op.unit].trained(self._leaves), self._target),
+            self._answers(context),
         ]
 
     def keep(self, output: Tensor, sides: Mapping[int, Tensor]) -> None:
@@ -155,19 +205,35 @@ def _prologue(context: OpContext, step: StepState, op: Op, lease: Lease) -> tupl
     have the weights that a gradient depends on.
     """
     inputs, answers = context.inputs(step, op.micro)
+    encoded = encoded_for(context, step, op, lease)
     text, trains = inputs.keys() <= TEXT_ENTRIES, step.sink is not None
     with answers, context.waiting_for_weights(step, op, lease):
         if not trains or (text and not context.computes_between):
-            hidden, calls = context.ported.prologue(context.parameters(op, lease, 0), inputs)
+            hidden, calls = context.ported.prologue(context.parameters(op, lease, 0), inputs, encoded=encoded)
             if not trains or all(call.between is None for call in calls):
                 return hidden, calls
             context.computes_between = True
             context.reseed(step, op.unit, op.micro)
         with graph_without_tensors():
             leaves = context.binders[0].leaves(context.weights(op, lease, 0))
-            hidden, calls = context.ported.prologue(leaves, inputs)
+            hidden, calls = context.ported.prologue(leaves, inputs, encoded=encoded)
     calls, needing = numbered(context.ported, calls)
     if needing and text and context.spec.units[0].looks_up:
         what = "its layers need a gradient other than through the hidden state for some texts only"
         raise ModelError(what, where=f"model {context.spec.name}", fix="freeze what computes their other arguments")
+    if encoded is not None:
+        keep_away(context, step, op, lease, encoded.detach())
     return hidden.detach(), [call.detached() for call in calls]
+
+
+def _begun(context: OpContext, step: StepState, op: Op, lease: Lease) -> tuple[Tensor, list[Call]] | None:
+    """The input of an encoder's first layer, and the arguments of its layers; `None` for text."""
+    inputs, answers = context.inputs(step, op.micro)
+    if inputs.keys() <= TEXT_ENTRIES:
+        return None
+    assert context.ported.encoder is not None
+    with answers, context.waiting_for_weights(step, op, lease):
+        begun = context.ported.encoder.begin(context.ported, context.parameters(op, lease, op.unit), inputs)
+    if begun is not None:
+        step.activations.answers[op.micro] = answers
+    return begun

@@ -9,6 +9,7 @@ bytes in a slot, with its shape and strides kept beside it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -53,8 +54,10 @@ class KeptGraph:
 class Activations:
     """Values between ops of one step, by micro-batch or by (unit, micro-batch)."""
 
-    calls: dict[int, list[Call]] = field(default_factory=dict)
-    """The arguments of each layer's call."""
+    calls: dict[tuple[int, int], list[Call]] = field(default_factory=dict)
+    """(unit that makes them, micro-batch) -> the arguments of each layer's call; of an encoder only with images."""
+    answers: dict[int, AbstractContextManager[object]] = field(default_factory=dict)
+    """Micro-batch with images -> the context in which values of an encoder's arguments are read on the host."""
     inputs: dict[str, Tensor] = field(default_factory=dict)
     """Transient buffer of the schedule -> input of a unit, [batch, length, hidden size]."""
     forms: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -74,7 +77,9 @@ class Activations:
         self.inputs.pop(access.buffer, None)
         self.sides.pop(access.buffer, None)
         if isinstance(access.content, Arguments):
-            self.calls.pop(access.content.micro, None)
+            self.calls.pop((access.content.of, access.content.micro), None)
+            if access.content.of:
+                self.answers.pop(access.content.micro, None)
 
     def side_values(self, op: Op, ported: PortedModel, call: Call, *, leaves: bool) -> dict[int, Tensor]:
         """The side values that a layer takes, by number. leaves: those whose gradient a step needs require one."""

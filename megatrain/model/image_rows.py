@@ -8,16 +8,18 @@ of floating-point values that a row has besides text. So they are right for rows
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from megatrain.model.mapped_tensors import lazy_zeros
-from megatrain.model.masks import Inputs, NotTaken, arguments_nbytes, captured
-from megatrain.model.peak import Recording, Run, measured_of_rows, recorded_backward
-from megatrain.model.ports import PortedModel
+from megatrain.model.masks import Inputs, NotTaken, arguments_nbytes, captured, nbytes_of_arguments
+from megatrain.model.peak import Recording, Run, measured_of_rows, recorded_backward, recorded_forward
+from megatrain.model.ports import Call, PortedModel
 from megatrain.spec import Growth, LayerProfile
 
 
@@ -85,9 +87,9 @@ def profile_images(ported: PortedModel, row: Inputs, values: int) -> LayerProfil
         with record:
             capture = captured(ported, each)
         forward.append(record)
-        arguments.append(arguments_nbytes(capture))
+        arguments.append(nbytes_of_arguments(capture))
     trains = any(param.trainable for param in ported.structure.units[0].params)
-    backward = [_recorded(_run(ported, each)) for each in rows] if trains else []
+    backward = [_recorded(_run(ported, each)) for each in rows] if trains or _encoder_trains(ported) else []
     pixels = sum(each.nbytes for each in row.values() if each.is_floating_point()) / values
     apart, (count, tokens) = arguments[1] - arguments[0], row["input_ids"].shape
     return LayerProfile(
@@ -96,22 +98,105 @@ def profile_images(ported: PortedModel, row: Inputs, values: int) -> LayerProfil
         arguments=Growth(per_token=(arguments[0] - apart) / tokens),
         row_arguments=Growth(per_token=apart / (count * tokens)),
         value_flops=forward[0].flops / values,
-        value_flops_backward=backward[0].flops / values if trains else 0.0,
+        value_flops_backward=backward[0].flops / values if backward else 0.0,
     )
+
+
+def profile_encoder(ported: PortedModel, row: Inputs, values: int) -> list[LayerProfile]:
+    """Profiles of the units of the streamed encoder, if there is one; arguments as for `profile_images`."""
+    encoder, spec = ported.encoder, ported.structure
+    if encoder is None:
+        return []
+    begun, arguments, forward = list[tuple[Tensor, list[Call]]](), list[int](), list[Recording]()
+    for each in (row, _twice(row)):
+        record = Recording()
+        with torch.no_grad(), record:
+            begun.append(_begun(ported, ported.placeholders, each))
+        forward.append(record)
+        arguments.append(arguments_nbytes(*begun[-1]))
+    backward = list[Recording]()
+    if spec.has_backward(spec.encoder[0]):
+        backward = [_recorded(partial(_run_of_start, ported, each)) for each in (row, _twice(row))]
+    slope = arguments[1] - arguments[0]
+    size = Growth(max(0.0, arguments[0] - slope), per_value=slope / values)
+    pixels = sum(each.nbytes for each in row.values() if each.is_floating_point()) / values
+    profiles = [replace(_profile_of(forward, backward, values, pixels), arguments=size)]
+    known: dict[object, LayerProfile] = {}
+    for index, layer in enumerate(encoder.templates):
+        trained = tuple((each.shape, each.requires_grad) for each in layer.parameters())
+        shapes = tuple(tensor.shape for tensor in begun[0][1][index].tensors())
+        kind, unit = (type(layer), trained, shapes, spec.has_backward(spec.encoder[1 + index])), spec.encoder[1 + index]
+        if kind not in known:
+            runs = [partial(_run_of_layer, ported, index, hidden, calls[index]) for hidden, calls in begun]
+            forward = [recorded_forward(run, 0) for run in runs]
+            backward = [_recorded(run) for run in runs] if spec.has_backward(unit) else []
+            known[kind] = _profile_of(forward, backward, values, 0.0)
+        profiles.append(known[kind])
+    return profiles
+
+
+def _profile_of(
+    forward: Sequence[Recording], backward: Sequence[Recording], values: int, value_nbytes: float
+) -> LayerProfile:
+    return LayerProfile(
+        forward=measured_of_rows(forward, values, value_nbytes),
+        backward=measured_of_rows(backward, values, value_nbytes),
+        value_flops=forward[0].flops / values,
+        value_flops_backward=backward[0].flops / values if backward else 0.0,
+    )
+
+
+def _encoder_trains(ported: PortedModel) -> bool:
+    return ported.encoder is not None and ported.structure.has_backward(ported.structure.encoder[-1])
+
+
+def _begun(ported: PortedModel, weights: Mapping[str, Tensor], row: Inputs) -> tuple[Tensor, list[Call]]:
+    """The input of an encoder's first layer, and the arguments of its layers. Raises `NotTaken`."""
+    assert ported.encoder is not None
+    if (begun := ported.encoder.begin(ported, weights, row)) is None:
+        raise NotTaken
+    return begun
+
+
+def _run_of_start(ported: PortedModel, row: Inputs, _: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    leaves = _leaves(ported, ported.structure.encoder[0])
+    return _begun(ported, leaves, row)[0], list(leaves.values()), []
+
+
+def _run_of_layer(
+    ported: PortedModel, index: int, hidden: Tensor, call: Call, _: int
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    assert ported.encoder is not None
+    layer = ported.encoder.templates[index]
+    weights = {
+        name: lazy_zeros(each.shape, each.dtype).requires_grad_(each.requires_grad)
+        for name, each in layer.named_parameters()
+    }
+    given = hidden.detach().requires_grad_()
+    return ported.encoder.layer(ported, index, weights, given, call)[0], list(weights.values()), [given]
+
+
+def _leaves(ported: PortedModel, unit: int) -> dict[str, Tensor]:
+    """Zeros in place of everything outside the layers; those that a unit trains require a gradient."""
+    trains = {param.name for param in ported.structure.units[unit].params if param.trainable}
+    return {
+        name: lazy_zeros(zero.shape, zero.dtype).requires_grad_(name in trains)
+        for name, zero in ported.placeholders.items()
+    }
 
 
 def _run(ported: PortedModel, row: Inputs) -> Run:
     """The prologue with gradients for what it trains; its results stay."""
-    trains = {param.name for param in ported.structure.units[0].params if param.trainable}
+    encoded: list[Tensor] = []
+    if ported.encoder is not None:
+        with torch.no_grad():
+            encoded = [_begun(ported, ported.placeholders, row)[0].requires_grad_(_encoder_trains(ported))]
 
     def run(_: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        leaves = {
-            name: lazy_zeros(zero.shape, zero.dtype).requires_grad_(name in trains)
-            for name, zero in ported.placeholders.items()
-        }
-        hidden, calls = ported.prologue(leaves, row)
+        leaves = _leaves(ported, 0)
+        hidden, calls = ported.prologue(leaves, row, encoded=encoded[0] if encoded else None)
         held.append((hidden, calls))
-        return hidden, list(leaves.values()), []
+        return hidden, list(leaves.values()), [each for each in encoded if each.requires_grad]
 
     held: list[object] = []
     return run

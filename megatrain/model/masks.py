@@ -7,7 +7,7 @@ which layers have a window, and how masks and tables grow, with one row and with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatrain.model.peak import Lengths, Recording, growth_of, measured
-from megatrain.model.ports import Capture, PortedModel
+from megatrain.model.ports import Call, Capture, PortedModel
 from megatrain.spec import LayerProfile
 
 WINDOWS = ("sliding_window", "attention_chunk_size")
@@ -90,7 +90,7 @@ def _profile(ported: PortedModel, rows: Batching, lengths: Lengths) -> LayerProf
         inputs, record = rows(1, tokens), Recording()
         with record:
             one = captured(ported, inputs)
-        nbytes, of_two = arguments_nbytes(one), arguments_nbytes(captured(ported, rows(2, tokens)))
+        nbytes, of_two = (nbytes_of_arguments(each) for each in (one, captured(ported, rows(2, tokens))))
         shared.append(2 * nbytes - of_two)
         apart.append(of_two - nbytes)
         return record
@@ -102,12 +102,17 @@ def _profile(ported: PortedModel, rows: Batching, lengths: Lengths) -> LayerProf
     )
 
 
-def arguments_nbytes(capture: Capture) -> int:
+def nbytes_of_arguments(capture: Capture) -> int:
     """Bytes of all arguments of layers except the hidden state."""
     assert capture.hidden is not None
-    tensors = [tensor for call in capture.calls for tensor in call.tensors()]
+    return arguments_nbytes(capture.hidden, capture.calls)
+
+
+def arguments_nbytes(hidden: Tensor, calls: Iterable[Call]) -> int:
+    """The same, of these calls, the first of which gets `hidden`."""
+    tensors = [tensor for call in calls for tensor in call.tensors()]
     nbytes = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
-    nbytes.pop(capture.hidden.untyped_storage().data_ptr(), None)
+    nbytes.pop(hidden.untyped_storage().data_ptr(), None)
     return sum(nbytes.values())
 
 

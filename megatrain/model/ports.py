@@ -16,11 +16,11 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -387,6 +387,22 @@ class Measured(Protocol):
     def parts(self) -> list[tuple[str, ...]]: ...
 
 
+class Encoder(Protocol):
+    """The layers of an encoder that are units of their own (`encoder_stack.EncoderStack`)."""
+
+    name: str
+    templates: list[nn.Module]
+    start: tuple[str, ...]
+
+    def begin(
+        self, ported: PortedModel, weights: Weights, inputs: Mapping[str, Any]
+    ) -> tuple[Tensor, list[Call]] | None: ...
+    def handing_out(self, encoded: Tensor | None) -> AbstractContextManager[None]: ...
+    def layer(
+        self, ported: PortedModel, index: int, weights: Weights, hidden: Tensor, call: Call
+    ) -> tuple[Tensor, dict[int, Tensor]]: ...
+
+
 AS_IT_IS: Way = Numerics()
 """All tokens at once, with the library's own code."""
 
@@ -425,6 +441,8 @@ class PortedModel:
     the first look."""
     encoders: Sequence[nn.Module] = ()
     """The layers of the prologue's encoders (`recomputed_encoders`)."""
+    encoder: Encoder | None = None
+    """The layers of an encoder that are units of their own (`encoder_stack`)."""
     image_row: tuple[Mapping[str, Tensor], int] | None = None
     """Rows with images, [rows, tokens], and the number of their values (`image_rows`): for which the prologue is
     measured too."""
@@ -481,16 +499,24 @@ class PortedModel:
         return f"{self.stack}.{index}."
 
     def prologue(
-        self, weights: Weights, inputs: Mapping[str, Any], around: Sequence[AbstractContextManager[object]] = ()
+        self,
+        weights: Weights,
+        inputs: Mapping[str, Any],
+        around: Sequence[AbstractContextManager[object]] = (),
+        encoded: Tensor | None = None,
     ) -> tuple[Tensor, list[Call]]:
         """Run everything before the first layer.
 
         `inputs` are keyword arguments of the model's forward: `input_ids` [batch, length], `attention_mask` and so on.
         Returns the hidden state [batch, length, hidden size] and one `Call` per layer. With gradients, layers of
-        encoders keep no graph, and are run again by the backward pass, in the contexts `around`.
+        encoders keep no graph, and are run again by the backward pass, in the contexts `around`. encoded: what the
+        streamed encoder has made, if the micro-batch has anything for it.
         """
-        capture = Capture(len(self.ports))
-        with recomputed(self.encoders if torch.is_grad_enabled() else (), around):
+        capture, handing_out = Capture(len(self.ports)), cast(AbstractContextManager[object], nullcontext())
+        if self.encoder is not None:
+            handing_out = self.encoder.handing_out(encoded)
+            weights = {**{name: self.placeholders[name] for name in self.encoder.start}, **weights}
+        with handing_out, recomputed(self.encoders if torch.is_grad_enabled() else (), around):
             self.run(capture, weights, inputs)
         if capture.hidden is None or not capture.each_once:
             fix = "leave out the images or whatever else leads to this"
@@ -513,7 +539,6 @@ class PortedModel:
         values: the side values that it takes. Raises `ModelError` where it cannot be run compiled.
         """
         template = self.templates[index]
-        self._restore(template)
         passing = self.ports[index].passing
         if passing is not None:
             call = call.with_form(passing.given(call.form, values or {}))
@@ -530,19 +555,27 @@ class PortedModel:
             chunks = in_chunks(template, self.parts[index], way.mlp_chunk_tokens)
         with recording as found, chunks:
             if compiles and not watched():
-                output = compiled_call(template, weights, args, kwargs)
+                with self.holding(template, {}):
+                    output = compiled_call(template, weights, args, kwargs)
             else:
-                with self._swapped[template].holding(weights):
+                with self.holding(template, weights):
                     output = template(*args, **kwargs)
         sides = dict(zip(self.ports[index].recorded, found, strict=True)) if found else {}
         if passing is not None:
             sides |= passing.made(output, call.form)
         return call.hidden_of(output), sides
 
+    def holding(self, root: nn.Module, weights: Weights) -> AbstractContextManager[object]:
+        """In the block, the skeleton or a template has these parameters, by its names; what it recomputes is as at the
+        start."""
+        if root in self.recomputed:
+            self.recomputed[root].restore()
+        return self._swapped[root].holding(weights)
+
     @cached_property
     def _swapped(self) -> dict[nn.Module, SwappedParameters]:
         """Of the skeleton and of each template."""
-        return {root: SwappedParameters(root) for root in (self.skeleton, *self.templates)}
+        return {root: SwappedParameters(root) for root in roots_of(self)}
 
     def head(self, weights: Weights, hidden: Tensor) -> Tensor:
         """Run everything after the last layer on `hidden` [tokens, *hidden_shape]; returns logits [tokens, vocabulary].
@@ -574,27 +607,23 @@ class PortedModel:
 
     def to_device(self, device: torch.device) -> None:
         """Move the buffers of skeleton and templates (parameters have no storage)."""
-        for root in (self.skeleton, *self.templates):
-            self._restore(root)
-            for module in root.modules():
-                for name, buffer in module._buffers.items():
-                    if buffer is not None and not buffer.is_meta:
-                        module._buffers[name] = buffer.to(device)
+        for root in roots_of(self):
+            with self.holding(root, {}):
+                for module in root.modules():
+                    for name, buffer in module._buffers.items():
+                        if buffer is not None and not buffer.is_meta:
+                            module._buffers[name] = buffer.to(device)
         self.placeholders = {name: placeholder(zero, device) for name, zero in self.placeholders.items()}
         self.remember_recomputed()
 
     def remember_recomputed(self) -> None:
         """From now on, calls of the skeleton and of the templates start from their present state (`Recomputed`)."""
-        self.recomputed = {root: Recomputed(root) for root in (self.skeleton, *self.templates)}
-
-    def _restore(self, root: nn.Module) -> None:
-        if root in self.recomputed:
-            self.recomputed[root].restore()
+        self.recomputed = {root: Recomputed(root) for root in roots_of(self)}
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
         """In the block, no dropout and the like; afterwards every module is back in its mode."""
-        modules = [module for root in (self.skeleton, *self.templates) for module in root.modules()]
+        modules = [module for root in roots_of(self) for module in root.modules()]
         modes = [module.training for module in modules]
         for module in modules:
             module.training = False
@@ -610,7 +639,7 @@ class PortedModel:
         if self.adapter is None:
             raise ModelError("has no adapter", where=self.structure.name, fix="ask the model itself")
         with ExitStack() as off:
-            for root in (self.skeleton, *self.templates):
+            for root in roots_of(self):
                 off.enter_context(switched_off(root))
             yield
 
@@ -619,14 +648,14 @@ class PortedModel:
         together = copy.deepcopy(self.skeleton)
         if self.structure.tied:
             together.config.tie_word_embeddings = True  # even if only the code tied them: one name is written
-        parent, _, attribute = self.stack.rpartition(".")
-        setattr(together.get_submodule(parent), attribute, nn.ModuleList(copy.deepcopy(self.templates)))
+        with_layers(together, self.stack, copy.deepcopy(self.templates))
+        if self.encoder is not None:
+            with_layers(together, self.encoder.name, copy.deepcopy(self.encoder.templates))
         return together
 
-    def run(self, script: Capture | HandOut, weights: Weights, inputs: Mapping[str, Any]) -> Any:
+    def run(self, script: Script, weights: Weights, inputs: Mapping[str, Any]) -> Any:
         """Run the model's own forward with `script` in place of the layers; `None` if it stopped after the
         prologue."""
-        self._restore(self.skeleton)
         states = [vars(port) for port in self.ports]  # `setattr` of a module costs fourteen calls
         for state in states:
             state["script"] = script
@@ -635,7 +664,7 @@ class PortedModel:
         try:
             if self.marks:
                 inputs = {**dict.fromkeys(self.marks, torch.zeros_like(inputs["input_ids"])), **inputs}
-            with self._swapped[self.skeleton].holding(weights):
+            with self.holding(self.skeleton, weights):
                 return self.skeleton(**{"use_cache": False, **self.routers_off, **inputs})
         except PrologueDone:
             return None
@@ -644,6 +673,20 @@ class PortedModel:
                 script.recorder.leave()
             for state in states:
                 state["script"] = None
+
+
+def roots_of(ported: PortedModel) -> list[nn.Module]:
+    """The modules that are called: the skeleton, and each layer that is a unit."""
+    encoder = () if ported.encoder is None else ported.encoder.templates
+    return [ported.skeleton, *ported.templates, *encoder]
+
+
+def with_layers(model: nn.Module, stack: str, layers: Iterable[nn.Module]) -> None:
+    """Put modules in place of the first of a module list."""
+    parent, _, attribute = stack.rpartition(".")
+    first = list(layers)
+    rest = list(model.get_submodule(stack).children())[len(first) :]
+    setattr(model.get_submodule(parent), attribute, nn.ModuleList([*first, *rest]))
 
 
 ROUTED: dict[str, Any] = {"output_router_logits": True, "logits_to_keep": 1}

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from megatrain.model.attention_stand_in import ATTENTION, DeviceAttention
 from megatrain.model.chunked_layers import in_chunks, token_wise
-from megatrain.model.image_rows import profile_images
+from megatrain.model.image_rows import profile_encoder, profile_images
 from megatrain.model.mapped_tensors import lazy_zeros
 from megatrain.model.masks import (
     LARGE,
@@ -100,13 +100,14 @@ class Measurement:
                     prologue = profile_prologue(self._ported, short)
                 prologue = self._with_images(prologue)
                 known = {kind: self._layer(index, prologue, short, most) for kind, index in self._first.items()}
+                encoder = self._encoder()
             epilogue = self._head(short)
             sides = self._sized(short, most)
         layers = []
         for index, kind in enumerate(self._kinds):
             window = told.get(index, known[kind].window)
             layers.append(replace(known[kind], window=window))
-        profiles = zip(structure.units, (prologue, *layers, epilogue), strict=True)
+        profiles = zip(structure.units, (prologue, *layers, epilogue, *encoder), strict=True)
         units = tuple(replace(unit, profile=profile) for unit, profile in profiles)
         return replace(structure, units=units, sides=sides)
 
@@ -124,6 +125,18 @@ class Measurement:
             return prologue
         known, on_a_cpu = (self._beside_text(each, prologue) for each in (images, here))
         return known if here is images else replace(known, others=(*known.others, ("cpu", on_a_cpu)))
+
+    def _encoder(self) -> list[LayerProfile]:
+        """Profiles of the units of a streamed encoder, for rows like the one that the model is to see."""
+        row, count = self._ported.image_row, self._ported.structure.encoders
+        if row is None or not count:
+            return [LayerProfile()] * count
+        with DeviceAttention() as otherwise:
+            there = profile_encoder(self._ported, *row)
+        if not otherwise.calls:
+            return there
+        here = profile_encoder(self._ported, *row)
+        return [replace(one, others=(("cpu", other),)) for one, other in zip(there, here, strict=True)]
 
     def _beside_text(self, images: LayerProfile, prologue: LayerProfile) -> LayerProfile:
         """The prologue, and as what differs in it rows with images, whose text alone may take more than these."""
@@ -251,7 +264,7 @@ class Measurement:
     def _head(self, lengths: Lengths) -> LayerProfile:
         """Profile of the LOSS op: the head on one chunk, and the router auxiliary loss, whose gradients remain."""
         ported, structure = self._ported, self._ported.structure
-        epilogue = structure.units[-1]
+        epilogue = structure.units[structure.epilogue]
         units = (*(structure.units[:1] if structure.tied else ()), epilogue)
         trains = {param.name: param.trainable for unit in units for param in unit.params}
         forms = {name: ported.placeholders[name] for name in trains}

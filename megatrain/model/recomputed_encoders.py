@@ -20,11 +20,17 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 
+def layer_lists(skeleton: nn.Module, stack: str) -> dict[str, nn.ModuleList]:
+    """The outermost module lists besides that of the decoder layers, which is named `stack`."""
+    lists = {name: each for name, each in skeleton.named_modules() if isinstance(each, nn.ModuleList) and name != stack}
+    return {
+        name: each for name, each in lists.items() if not any(name.startswith(f"{other}.") for other in (*lists, stack))
+    }
+
+
 def encoder_layers(skeleton: nn.Module, stack: str) -> list[nn.Module]:
     """The layers of encoders. stack: name of the module list of decoder layers."""
-    lists = [name for name, each in skeleton.named_modules() if isinstance(each, nn.ModuleList) and name != stack]
-    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in (*lists, stack))]
-    layers = [layer for name in outer for layer in skeleton.get_submodule(name).children()]
+    layers = [layer for each in layer_lists(skeleton, stack).values() for layer in each.children()]
     return [layer for layer in layers if any(True for _ in layer.parameters())]
 
 

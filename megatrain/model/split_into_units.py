@@ -42,6 +42,7 @@ from megatrain.model.ports import (
     placeholder,
     reachable_leaves,
     takes,
+    with_layers,
 )
 from megatrain.model.profile import Measurement, portable_attention, window_of
 from megatrain.model.recomputed_encoders import encoder_layers
@@ -215,8 +216,7 @@ def _take_apart(model: PreTrainedModel, stack: str, dtype: torch.dtype) -> Porte
         routers_off = {"output_router_logits": False}
     templates = list(skeleton.get_submodule(stack).children())
     ports = [Port(index, layer) for index, layer in enumerate(templates)]
-    parent, _, attribute = stack.rpartition(".")
-    setattr(skeleton.get_submodule(parent), attribute, nn.ModuleList(ports))
+    with_layers(skeleton, stack, ports)
     nothing = ModelSpec(type(model).__name__, _placeholder_units(len(templates)), 1, 1)
     placeholders = {
         name: placeholder(parameter, torch.device("cpu")) for name, parameter in skeleton.named_parameters()

@@ -296,7 +296,7 @@ def step_flops(model: ModelSpec, sequences: Sequence[tuple[int, int]], targets: 
     costs 4, and 2 below the lowest trained unit, where there is no backward pass.
     """
     each = head = 0.0
-    for index, unit in enumerate(model.units):
+    for index, unit in enumerate(model.units[: model.epilogue + 1]):
         for param in _multiplied(model, unit):
             passes = 1 + (index >= model.lowest_trained) + param.trainable
             numbers = 2.0 * passes * param.numel * param.active
@@ -559,7 +559,7 @@ class _Prices:
     def _compute(self, op: Op, unit: UnitSpec, tokens: int, kept: str) -> float:
         if op.kind == "LOSS":
             return self._loss(unit, tokens)
-        if unit.kind == "prologue":
+        if unit.kind == "prologue" or op.unit > self.model.epilogue:
             return self._lookup(op, tokens)
         if op.kind == "FORWARD":
             return self.forward(unit, tokens, "")
@@ -680,10 +680,10 @@ class _Prices:
         return self._bounded_by_submission(products + added + softmax, 3 * self._launches(unit))
 
     def _lookup(self, op: Op, tokens: int) -> float:
-        """Seconds of the prologue. An embedding reads one row per token, but its gradient is as large as the table. An
-        encoder of images takes what products of the hidden size with as many operations take."""
-        rows = 2 * tokens * self.model.hidden_size * self.numerics.weight_nbytes / self._copies
-        profile = self.model.units[0].profile.of("images")
+        """Seconds of the prologue, or of a unit of an encoder. An embedding reads one row per token, but its gradient
+        is as large as the table. An encoder takes what products of the hidden size with as many operations take."""
+        rows = 2 * tokens * self.model.hidden_size * self.numerics.weight_nbytes / self._copies * (op.unit == 0)
+        profile = self.model.units[op.unit].profile.of("images")
         encoder = partial(encoder_seconds, self.hardware, self.numerics.precision, self.model.hidden_size)
         values = tokens * self.work.values_per_token
         if op.kind == "FORWARD":

@@ -410,7 +410,8 @@ def _with_layers(model: ModelSpec, kinds: Mapping[object, list[int]], counts: Ma
     for kind, places in kinds.items():
         last = max(1, counts[kind] - 1)
         chosen += [places[round(place * (len(places) - 1) / last)] for place in range(counts[kind])]
-    return replace(model, units=(model.units[0], *(model.units[index] for index in sorted(chosen)), model.units[-1]))
+    units = model.units
+    return replace(model, units=(units[0], *(units[index] for index in sorted(chosen)), *units[model.epilogue :]))
 
 
 def memory_table(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work) -> dict[tuple[str, str], int]:

@@ -114,7 +114,7 @@ def spill(
     """
     if host_nbytes(model, numerics, policy, saves) <= room:
         return policy
-    layers, ends = list(model.layers), [0, model.epilogue]
+    layers, ends = list(model.streamed), [0, model.epilogue]
     tried = [
         each
         for among in ((layers, ends), (layers,))
@@ -307,7 +307,7 @@ def resident_placements(model: ModelSpec, layer_parts: int, weight_parts: int) -
     Prologue and epilogue are on the device if all layers are.
     """
     placements = [IN_HOST] * len(model.units)
-    layers = list(model.layers)
+    layers = list(model.streamed)
     chosen = spread(layers, -(-layer_parts * len(layers) // PARTS)) if layer_parts else []
     others = [unit for unit in layers if unit not in chosen]
     for unit in chosen:
@@ -315,5 +315,5 @@ def resident_placements(model: ModelSpec, layer_parts: int, weight_parts: int) -
     for unit in spread(others, -(-weight_parts * len(others) // PARTS)) if weight_parts and others else []:
         placements[unit] = WEIGHTS_ON_DEVICE
     if PARTS in (layer_parts, weight_parts):
-        placements[0] = placements[-1] = ON_DEVICE if layer_parts == PARTS else WEIGHTS_ON_DEVICE
+        placements[0] = placements[model.epilogue] = ON_DEVICE if layer_parts == PARTS else WEIGHTS_ON_DEVICE
     return tuple(placements)

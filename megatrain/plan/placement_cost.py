@@ -77,7 +77,7 @@ def _unit_seconds(
     """Stream -> seconds that one unit's placement adds to a step."""
     layout = layout_of(model.units[index])
     weights, trained = layout.own_size * numerics.weight_nbytes, layout.trained.own_size
-    visits = rounds * (2 if index in model.layers and index >= model.lowest_trained else 1)
+    visits = rounds * (2 if index in model.streamed and model.has_backward(index) else 1)
     sums = 4 * layout.trained.size * (rounds - 1)  # bytes of gradient sums that wait in host memory between rounds
     fetches = visits + int(index == 0 and model.tied and policy.read_ahead_nbytes > 0)  # once more for the head
     fetching, leaving = bus_bandwidths(hardware, policy.transfer)
@@ -127,7 +127,7 @@ def _late_disk_seconds(
 ) -> dict[str, float]:
     """The part of a unit's reads and writes, in seconds by stream, that comes after the forward pass."""
     layout = layout_of(model.units[index])
-    has_backward = index in model.layers and index >= model.lowest_trained
+    has_backward = index in model.streamed and model.has_backward(index)
     reading, writing = duplex_disk_bandwidths(hardware)
     read_each = rounds * _read_nbytes(layout, numerics, placement) / reading
     weights = read_each if has_backward else 0.0

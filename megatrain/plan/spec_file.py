@@ -50,6 +50,8 @@ def read_model(content: Any, where: str) -> ModelSpec:
             _text(fields.get("attention", "sdpa")),
             _flag(fields.get("base_apart", False)),
             tuple(_side(each, len(units)) for each in fields.get("sides", ())),
+            int(_number(fields.get("encoders", 0))),
+            _number(fields.get("encoded_per_value", 0.0)),
         )
     except (KeyError, TypeError, ValueError, MegaTrainError) as error:
         detail = f"lacks {error}" if isinstance(error, KeyError) else str(error)

@@ -56,6 +56,7 @@ from megatrain.model import (
 )
 from megatrain.model import Progress as LoadingProgress
 from megatrain.model.architecture import position_limit
+from megatrain.model.encoder_stack import stream_encoder
 from megatrain.model.hub import located
 from megatrain.model.image_rows import see, values_of, values_per_token
 from megatrain.optim import AdamW, lr_schedule
@@ -432,7 +433,9 @@ def _plan(
     """Plan the run for this machine. images: a row with the most of the data, if they have any. Raises `DoesNotFit`
     before anything is allocated, `ConfigError` for full disks."""
     if images is not None:
-        see(ported, images, values_of(images, TEXT_ENTRIES))
+        values = values_of(images, TEXT_ENTRIES)
+        stream_encoder(ported, images, values)
+        see(ported, images, values)
     if ranks.leads:
         refuse_full_disk(config, ported, taken)
     hardware = this_machine(device, config.train.precision, config.train.hardware)

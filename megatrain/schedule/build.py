@@ -26,7 +26,7 @@ from megatrain.schedule.passes.disk_staging import Staged, stage
 from megatrain.schedule.passes.gradients import Gradients
 from megatrain.schedule.passes.pinned_staging import PinnedStaging
 from megatrain.schedule.passes.prefetch import Prefetch, Visit
-from megatrain.schedule.passes.recompute import Activations, Again
+from megatrain.schedule.passes.recompute import Activations, Again, workspace_name
 from megatrain.schedule.passes.side_values import SideValues
 from megatrain.schedule.passes.state_buffers import Pending, StateBuffers, reads_files, state_name, whole_name
 from megatrain.schedule.passes.streamed_updates import StreamedUpdates
@@ -115,8 +115,11 @@ class Builder:
         self.pinned_staging = PinnedStaging(policy, self.buffers, self.staged, in_files)
         self.slots = WeightSlots(model, numerics, policy, self.layouts, self.buffers)
         self.gradients = Gradients(model, numerics, policy, work, self.buffers, self.pinned_staging)
-        self.lowest = model.lowest_trained
-        """Units below it have no backward pass, since nothing in them trains."""
+        encodes = work.beyond_text or (trains and any(map(model.has_backward, model.encoder)))
+        self.order = [*(model.encoder if encodes else ()), *range(model.epilogue)]
+        """The units before the epilogue, in order of the forward pass."""
+        self._place = {unit: place for place, unit in enumerate([*self.order, model.epilogue])}
+        """Unit -> its first visit."""
         self.state = StateBuffers(model, numerics, policy, pending, self.buffers, self.staged, in_files)
         self.streamed = StreamedUpdates(model, numerics, policy, self.buffers, self.gradients, self.state)
 
@@ -179,34 +182,41 @@ class Builder:
     def _updated_at(self, unit: int) -> int:
         """The visit before which a pending update is placed: as early as there is a place for its weights until
         they are used."""
+        place = self._place.get(unit, 0)
         if self.placements[unit].on_device:  # with several ranks, before they gather it
-            return unit if self.model.ranks == 1 else max(0, unit - self.policy.layer_slots + 1)
+            return place if self.model.ranks == 1 else max(0, place - self.policy.layer_slots + 1)
         if not self._weights_on_disk:
             return 0
-        earliest = int(unit == self.model.epilogue)  # not before the prologue has left their common slot
-        return max(earliest, unit - self.policy.disk_staging_slots + 1)
+        # The epilogue not before the prologue has left their common slot.
+        earliest = self._place[0] + 1 if unit == self.model.epilogue else 0
+        return max(earliest, place - self.policy.disk_staging_slots + 1)
 
     # Compute --------------------------------------------------------------------------------------------------------
 
     def _forward_visits(self, micros: range) -> list[Visit]:
         """From the bottom up; the last round visits the prologue again if a tied head no longer finds it."""
-        visits = [self._forward_visit(unit, micros) for unit in self.units[:-1]]
+        visits = [self._forward_visit(unit, micros) for unit in self.order]
         return [*visits, Visit(0)] if self.slots.again_for_head() else visits
 
     def _forward_visit(self, unit: int, micros: range) -> Visit:
         visit = Visit(unit)
         for micro in reversed(micros) if self.trains else micros:  # what was kept last is needed first
             reads = [self._weights(unit)] if self.layouts[unit].size else []
-            writes = [self.alive.hidden(unit + 1, micro)]
-            if unit == 0:
-                writes.append(self.alive.arguments(micro))
+            writes = [self.alive.hidden(self.model.after(unit), micro)]
+            reads += self._encoded(unit, micro)
+            if self.model.is_first(unit):
+                writes += [self.alive.arguments(unit, micro), *self.alive.left_by(unit, micro)]
             else:
-                reads += [self.alive.hidden(unit, micro), self.alive.arguments(micro)]
+                reads += [self.alive.hidden(unit, micro), self.alive.arguments(unit, micro)]
                 reads += self.sides.used(unit, micro)
                 writes += [*self.alive.left_by(unit, micro), *self.sides.made(unit, micro)]
             writes += self.alive.made(unit, micro)
             visit.compute.append(Op("FORWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
         return visit
+
+    def _encoded(self, unit: int, micro: int) -> list[Access]:
+        """What the encoder has made of images, which the prologue reads."""
+        return [self.alive.hidden(0, micro)] if unit == 0 and self.order[0] else []
 
     def _loss_visit(self, micros: range) -> Visit:
         unit = self.model.epilogue
@@ -230,7 +240,7 @@ class Builder:
     def _backward_visits(self, micros: range) -> list[Visit]:
         """From the top down, each after the visits that recompute dropped inputs."""
         visits = []
-        for unit in reversed(self.units[self.lowest : -1]):
+        for unit in filter(self.model.has_backward, reversed(self.order)):
             visits += [self._visit_again(steps) for steps in self.alive.again(unit, micros)]
             visits.append(self._backward_visit(unit, micros))
         return visits
@@ -241,32 +251,37 @@ class Builder:
         visit = Visit(unit)
         for step in steps:
             reads = [self._weights(unit)] if self.layouts[unit].size else []
-            reads += [step.source, self.alive.arguments(step.micro), *self.sides.used(unit, step.micro)]
+            reads += [step.source, self.alive.arguments(unit, step.micro), *self.sides.used(unit, step.micro)]
             writes = (step.target, *self.alive.made(unit, step.micro, again=True))
             visit.compute.append(Op("FORWARD", "compute", unit, step.micro, reads=tuple(reads), writes=writes))
         return visit
 
     def _backward_visit(self, unit: int, micros: range) -> Visit:
-        visit, kind = Visit(unit, reads=self._backward_reads(unit)), self.model.units[unit].kind
+        visit, name = Visit(unit, reads=self._backward_reads(unit)), workspace_name(self.model, unit)
+        is_layer, encoded = not self.model.is_first(unit), bool(self._encoded(unit, micros[0]))
         visit.before = self._restored(unit, micros)
         nbytes = cache(partial(backward_nbytes, self.model, self.numerics, self.policy, self.work, unit))
         for micro in micros:
-            reads = [self.alive.dhidden(unit + 1, micro), *([self._weights(unit)] if visit.reads else [])]
+            above = self.alive.dhidden(self.model.after(unit), micro)
+            reads = [above, *([self._weights(unit)] if visit.reads else [])]
             taken, writes = self.sides.backward(unit, micro)
             reads += taken
-            if unit > 0:
-                reads += [self.alive.arguments(micro), *self.alive.taken_up_by(unit, micro)]
+            if encoded:
+                reads += self.alive.taken_up_by(unit, micro)
+                writes += [self.alive.dhidden(unit, micro)] if self.model.has_backward(self.model.encoder[-1]) else []
+            if is_layer:
+                reads += [self.alive.arguments(unit, micro), *self.alive.taken_up_by(unit, micro)]
                 reads += self.sides.used(unit, micro)
                 if not self.alive.keeps_graph(unit, micro):
                     writes.append(self.alive.graph(unit, micro))
                 writes.append(self.alive.dhidden(unit, micro))
             workspace = nbytes(self.work.tokens[micro]) + beside_nbytes(self.numerics, self.policy)
-            writes.append(self.alive.transient(Use.BACKWARD_WORKSPACE, kind, workspace, Scratch("partial")))
+            writes.append(self.alive.transient(Use.BACKWARD_WORKSPACE, name, workspace, Scratch("partial")))
             if self.trained[unit].size:
                 self.gradients.add(unit, reads, writes)
             visit.compute.append(Op("BACKWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
         visit.after = self._gradient_out(unit)
-        visit.last_first = unit > 0 and self.alive.keeps_graph(unit, micros[0])
+        visit.last_first = is_layer and self.alive.keeps_graph(unit, micros[0])
         return visit
 
     def _backward_reads(self, unit: int) -> bool:

@@ -133,9 +133,11 @@ class Arguments:
     """The arguments of layers besides the hidden state, for one micro-batch."""
 
     micro: int
+    of: int = 0
+    """The unit that makes them: the prologue, or the first of an encoder."""
 
     def __str__(self) -> str:
-        return f"a{self.micro}"
+        return f"a{self.of}.{self.micro}" if self.of else f"a{self.micro}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`ModelSpec`: a causal language model as streamed units: a prologue, its decoder layers, an epilogue."""
+"""`ModelSpec`: a causal language model as streamed units: a prologue, its decoder layers, an epilogue, an encoder."""
 
 from __future__ import annotations
 
@@ -114,7 +114,11 @@ class SideValue:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A causal language model as a sequence of units: prologue, layers in order of use, epilogue."""
+    """A causal language model as a sequence of units: prologue, layers in order of use, epilogue.
+
+    Behind these may be the units of an encoder of images, which are run before the prologue: the first makes the input
+    of its layers, the others are its layers. The prologue reads what the last one returns.
+    """
 
     name: str
     units: tuple[UnitSpec, ...]
@@ -127,10 +131,14 @@ class ModelSpec:
     """Checkpoints hold only an adapter, without its base."""
     sides: tuple[SideValue, ...] = ()
     """What units pass on besides the hidden state, in order of the units that make it."""
+    encoders: int = 0
+    """How many units are of an encoder of images."""
+    encoded_per_value: float = 0.0
+    """Numbers in the input of one of its layers for each value of images (`Work.values_per_token`)."""
 
     def __post_init__(self) -> None:
-        kinds = [unit.kind for unit in self.units]
-        if len(kinds) < 3 or kinds != ["prologue", *["layer"] * (len(kinds) - 2), "epilogue"]:
+        kinds, behind = [unit.kind for unit in self.units], ["layer"] * self.encoders
+        if len(kinds) < 3 or kinds != ["prologue", *["layer"] * (self.epilogue - 1), "epilogue", *behind]:
             raise PlanError(
                 f"units must be a prologue, layers and an epilogue, not {kinds}", where=f"model {self.name}"
             )
@@ -170,21 +178,48 @@ class ModelSpec:
     @property
     def layers(self) -> range:
         """Indices of the decoder layers among the units."""
-        return range(1, len(self.units) - 1)
+        return range(1, self.epilogue)
 
     @property
     def epilogue(self) -> int:
-        return len(self.units) - 1
+        return len(self.units) - 1 - self.encoders
+
+    @property
+    def encoder(self) -> range:
+        """Indices of the units of the encoder."""
+        return range(self.epilogue + 1, len(self.units))
+
+    @property
+    def streamed(self) -> tuple[int, ...]:
+        """Indices of all layers, and of what is streamed like one."""
+        return (*self.layers, *self.encoder)
+
+    def after(self, unit: int) -> int:
+        """The unit that gets what this one makes of its input."""
+        return 0 if unit == len(self.units) - 1 else unit + 1
+
+    def is_first(self, unit: int) -> bool:
+        """Whether a unit makes its output from a micro-batch, and the arguments of the layers behind it."""
+        return unit in (0, self.epilogue + 1)
 
     @property
     def tied(self) -> bool:
         """Whether the epilogue uses a parameter of the prologue (a tied head)."""
-        return bool(self.units[-1].borrows)
+        return bool(self.units[self.epilogue].borrows)
 
     @property
     def lowest_trained(self) -> int:
-        """Index of the first unit with trained parameters, where the backward pass ends."""
+        """Index of the first unit up to the epilogue that has trained parameters or trained units of the encoder before
+        it: there the backward pass ends, or enters the encoder."""
+        if any(self.units[unit].trains for unit in self.encoder):
+            return 0
         return next((index for index, unit in enumerate(self.units) if unit.trains), len(self.units))
+
+    def has_backward(self, unit: int) -> bool:
+        """Whether something in a unit, or in one that is run before it, is trained."""
+        if unit > self.epilogue:
+            return any(self.units[index].trains for index in range(self.epilogue + 1, unit + 1))
+        return unit >= self.lowest_trained
 
     def wants_gradient(self, side: SideValue) -> bool:
         """Whether a step needs the gradient of a side value: something at or below the unit that makes it is

@@ -238,6 +238,11 @@ class Policy:
         """Whether inputs of layers are offloaded."""
         return not self.shares_memory and not NOT_OFFLOADED.keys().isdisjoint(self.kept_shares)
 
+    def offloads_in(self, model: ModelSpec) -> bool:
+        """Whether inputs of layers are offloaded, those of a trained encoder of images included: always, since they
+        are many and small."""
+        return self.offloads or (model.encoders > 0 and not self.shares_memory)
+
     @property
     def offloads_outputs(self) -> bool:
         """Whether outputs of single ops are offloaded."""

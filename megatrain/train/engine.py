@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatrain.checkpoint import Checkpoint, ExportOptions, open_checkpoint
 from megatrain.device import Device, matmul_flops, open_device, timed
-from megatrain.dist import ALONE, World
+from megatrain.dist import ALONE
 from megatrain.engine import (
     KeepLogProbs,
     LossFn,
@@ -61,6 +61,7 @@ from megatrain.train.one_call_at_a_time import TakesTurns, Turn, one_at_a_time
 from megatrain.train.optimizer_sink import GradientCollector, OptimizerSink
 from megatrain.train.options import (
     EngineOptions,
+    MoreOptions,
     Seed,
     checked_options,
     disk_of,
@@ -148,7 +149,7 @@ class Engine(TakesTurns):
         disk: str | Path | Sequence[str | Path] | Disk = (),
         limits: Limits | None = None,
         numerics: Numerics | None = None,
-        world: World | None = None,
+        **more: Unpack[MoreOptions],
     ) -> Engine:
         """An engine that starts from a copy of the weights of a Hugging Face causal language model.
 
@@ -162,6 +163,8 @@ class Engine(TakesTurns):
         disk: folders, on fast drives, for the state that the policy places there. limits: bytes of each tier that it
         may use; by default all that is free. numerics: all that numbers depend on, including the precision. world: the
         ranks that train together, calling their engines alike; by default torchrun's processes, if anything trains.
+        image_row: a micro-batch of one row with images, as large as any; the layers of the encoder that it goes through
+        are then streamed like the model's other layers, where that is exact, and stay in the prologue otherwise.
 
         Raises `ModelError` for a model that cannot be streamed exactly, `PlanError` for a policy that contradicts
         the other arguments, `ConfigError` for an invalid argument, `RankError` if other ranks do not connect,
@@ -171,8 +174,9 @@ class Engine(TakesTurns):
         refuse_other_kinds(model)
         options: EngineOptions = {"device": device, "precision": precision, "numerics": numerics, "policy": policy}
         options |= {"optimizer": optimizer, "max_grad_norm": max_grad_norm, "limits": limits, "disk": disk}
-        options |= {"seed": seed, "verify": verify, "world": world}
-        return cls.from_source(ModelSource(model), **options)  # type: ignore[arg-type]  # no other kind is left
+        options |= {"seed": seed, "verify": verify}
+        given: Any = {**options, **more}
+        return cls.from_source(ModelSource(model), **given)  # type: ignore[arg-type]  # no other kind is left
 
     @classmethod
     def from_pretrained(

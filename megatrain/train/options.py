@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fractions import Fraction
 from numbers import Real
@@ -12,17 +12,20 @@ from pathlib import Path
 from typing import Annotated, Literal, TypedDict, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatrain.device import Device
 from megatrain.dist import ALONE, World
 from megatrain.dist.processes import join
 from megatrain.engine import DTYPES
+from megatrain.engine.batch import TEXT_ENTRIES
 from megatrain.errors import ConfigError, DiskError, DoesNotFit, PlanError
 from megatrain.formatting import at_least, at_most
 from megatrain.memory import Disk
 from megatrain.memory.model_files import ModelFiles, extents_of
 from megatrain.model import AdaptedSource, PortedModel, Source, port_model, require_compiler
+from megatrain.model.encoder_stack import stream_encoder
+from megatrain.model.image_rows import values_of
 from megatrain.optim import AdamW
 from megatrain.plan import available_threads, choose_policy, memory_table
 from megatrain.plan.host_resources import available_cores
@@ -40,7 +43,14 @@ Seed = Annotated[int, Bounds(-(1 << 63), (1 << 63) - 1)]
 Folders = tuple[str | Path, ...]
 
 
-class EngineOptions(TypedDict, total=False):
+class MoreOptions(TypedDict, total=False):
+    """Those that are rarely given."""
+
+    world: World | None
+    image_row: Mapping[str, Tensor] | None
+
+
+class EngineOptions(MoreOptions, total=False):
     """Keyword arguments common to all constructors of `Engine`; documented in `Engine.from_model`."""
 
     device: str | torch.device | Device
@@ -53,7 +63,6 @@ class EngineOptions(TypedDict, total=False):
     seed: int
     verify: bool
     disk: str | Path | Sequence[str | Path] | Disk
-    world: World | None
 
 
 def checked_options(options: EngineOptions) -> EngineOptions:
@@ -275,6 +284,9 @@ def ported_of(source: Source, options: EngineOptions, *, of_checkpoint: bool = F
     """
     dtype = DTYPES[numerics_of(options).precision]
     ported = port_model(source.model, dtype)
+    row = {name: each for name, each in (options.get("image_row") or {}).items() if name != "labels"}
+    if row:
+        stream_encoder(ported, row, values_of(row, TEXT_ENTRIES))
     if not of_checkpoint or isinstance(source, AdaptedSource):
         ported.find_in(source, dtype)
     return ported

@@ -74,7 +74,7 @@ class Schedules:
         key: Key = kind, work.micro_batches, work.beyond_text, self.policy
         built = self._work.get(key)
         wanted = built or work
-        if self.policy.offloads:
+        if self.policy.offloads_in(self._ported.structure):
             wanted = _larger(wanted, work)
         if wanted != built:
             # Output slots have the measured size; without a measurement they would hold nothing.
@@ -186,7 +186,10 @@ def budgets(limits: Limits, device: Device, disk: Disk | None = None) -> dict[st
 def _larger(left: Work, right: Work) -> Work:
     """Micro-batches at least as large as those of either."""
     tokens = tuple(max(pair) for pair in zip_longest(left.tokens, right.tokens, fillvalue=0))
-    return replace(right, tokens=tokens, length=left.length if left.length == right.length else None)
+    length = left.length if left.length == right.length else None
+    return replace(
+        right, tokens=tokens, length=length, values_per_token=max(left.values_per_token, right.values_per_token)
+    )
 
 
 def _build(kind: Kind, spec: ModelSpec, numerics: Numerics, policy: Policy, work: Work, rank: int) -> Schedule:

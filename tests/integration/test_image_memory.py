@@ -25,6 +25,7 @@ from megatrain.engine.batch import TEXT_ENTRIES
 from megatrain.errors import DoesNotFit
 from megatrain.hf import StreamedTrainer
 from megatrain.model import freeze_parameters, port_model
+from megatrain.model.encoder_stack import stream_encoder
 from megatrain.model.image_rows import see, values_of, values_per_token
 from megatrain.plan import Question, find_plan
 from megatrain.run.data import largest_image_row
@@ -118,30 +119,43 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("streams", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("kind", "precision", "frozen"), CASES)
 @pytest.mark.usefixtures("wide")
-def test_a_planned_step_with_images_holds_what_the_plan_says(kind: str, precision: Any, frozen: str) -> None:
-    """For two micro-batches of three rows: the prologue is within what the schedule has, and the peak within 5%."""
+def test_a_planned_step_with_images_holds_what_the_plan_says(
+    kind: str, precision: Any, frozen: str, streams: bool
+) -> None:
+    """For two micro-batches of three rows: prologue and encoder are within what the schedule has, and the peak is
+    within 5%."""
     batches = [rows_of(kind, 3, seed=seed) for seed in range(2)]
+    row, values = seen(rows_of(kind, 1))
     ported = port_model(model_of(kind, frozen), {"bf16": torch.bfloat16, "fp32": torch.float32}[precision])
+    if streams:
+        stream_encoder(ported, row, values)
     ported.compute_on(torch.device("cpu"))
-    see(ported, *seen(rows_of(kind, 1)))
+    see(ported, row, values)
     length = batches[0]["input_ids"].shape[1]
     plan = find_plan(question_of(ported.spec, length, values_per_token(ported), precision))
     with (
         followed() as ops,
         Engine.from_model(
-            model_of(kind, frozen), SimDevice(1), numerics=plan.numerics, policy=plan.policy, verify=False
+            model_of(kind, frozen),
+            SimDevice(1),
+            numerics=plan.numerics,
+            policy=plan.policy,
+            verify=False,
+            image_row=row if streams else None,
         ) as engine,
     ):
-        see(engine._ported, *seen(rows_of(kind, 1)))
-        assert engine.spec.units[0] == ported.spec.units[0]  # measured: so schedules know what they hold
+        see(engine._ported, row, values)
+        assert engine.spec == ported.spec  # measured: so schedules know what they hold
+        assert bool(engine.spec.encoders) == streams
         engine.evaluate(batches[:1])
         engine.step(batches)
         ops.clear()
         engine.step(batches)
     for op, live, declared in ops:
-        assert op.unit or live <= declared + SCALARS, op.name
+        assert 0 < op.unit <= ported.spec.epilogue or live <= declared + SCALARS, op.name
     assert engine.timeline is not None
     peak = max(live for _, live, _ in ops) + engine.timeline.schedule.arena_nbytes("device")
     assert peak <= plan.nbytes["device"] <= 1.05 * peak

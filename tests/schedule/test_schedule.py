@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -25,7 +27,7 @@ from megatrain.schedule import (
 )
 from megatrain.schedule.deps import conflicts, unordered
 from megatrain.spec import ModelSpec, Numerics, Policy, UnitSpec, Work
-from tests.small import small_spec
+from tests.small import small_spec, with_encoder
 
 precisions = st.builds(Numerics, st.sampled_from(["bf16", "fp32"]))
 policies = st.builds(
@@ -65,6 +67,45 @@ def test_every_built_schedule_passes_the_checker(
     check(build_forward(of, numerics, policy, work))
     if policy.update == "next_forward":
         check(build_flush(of, numerics, policy))
+
+
+@given(
+    numerics=precisions,
+    policy=policies,
+    work=works,
+    tied=st.booleans(),
+    pending=st.booleans(),
+    in_round=st.integers(0, 3),
+    trained=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    keep=st.sampled_from([(), (("offload",),), (("drop",), ("offload", "input"))]),
+    reading=st.sampled_from([{}, {"wait_for": "shard"}, {"wait_for": "shard", "read_ahead_nbytes": 200}]),
+)
+def test_schedules_with_an_encoder_pass_the_checker_and_use_it_for_images_alone(
+    numerics: Numerics,
+    policy: Policy,
+    work: Work,
+    tied: bool,
+    pending: bool,
+    in_round: int,
+    trained: tuple[bool, bool, bool],
+    keep: Any,
+    reading: Any,
+) -> None:
+    of = with_encoder(small_spec(3, tied), 2, trained)
+    policy = replace(policy, micro_batches_per_round=0 if tied else in_round, activations_by_layer=keep, **reading)
+    waiting: Any = "all" if pending and policy.update == "next_forward" else "none"
+    images = replace(work, beyond_text=True, values_per_token=5.0)
+    step, forward = build_step(of, numerics, policy, images, waiting), build_forward(of, numerics, policy, images)
+    calls = Counter((op.kind, op.unit) for op in step.ops if op.shard <= 0 and op.kind in ("FORWARD", "BACKWARD"))
+    for unit in of.encoder:
+        assert calls["FORWARD", unit] == work.micro_batches
+        assert calls["BACKWARD", unit] == work.micro_batches * of.has_backward(unit)
+    text = build_step(of, numerics, policy, work, waiting), build_forward(of, numerics, policy, work)
+    for schedule in (step, forward, *text):
+        check(schedule)
+    visited = [{op.unit for op in each.ops if op.kind in ("FORWARD", "FETCH")} & {*of.encoder} for each in text]
+    assert not visited[1]
+    assert bool(visited[0]) == any(trained[:2])
 
 
 @given(numerics=precisions, policy=policies, work=works, tied=st.booleans())

@@ -53,7 +53,7 @@ class Gradients:
         """For each unit, whether its update reads the gradient on the device."""
         for unit in policy.updates_streamed(model) if policy.update == "during_backward" else ():
             self.on_device[unit] = True
-        self._layers = max((self._nbytes[layer] for layer in model.layers), default=0)
+        self._layers = max((self._nbytes[layer] for layer in model.streamed), default=0)
         self._terms = [0] * len(model.units)
         self._sums: dict[int, Access] = {}
         """Unit -> where its gradient is summed."""
@@ -82,11 +82,13 @@ class Gradients:
             return self.landed(unit)
         kind, nbytes, tied = self._model.units[unit].kind, self._nbytes[unit], self._model.tied
         beside = tied and kind != "layer"
-        ends = nbytes if beside else 0 if tied else max(self._nbytes[0], self._nbytes[-1])
+        ends = nbytes if beside else 0 if tied else max(self._nbytes[0], self._nbytes[self._model.epilogue])
         total = ends if beside else max(self._slots * self._layers, ends)
         name = f"device/gradient_slots/{kind if beside else 'all'}"
         declare(self._buffers, Buffer(name, "device", total, Use.GRADIENT_SLOTS))
         above = self._model.epilogue - 1 - unit
+        if unit in self._model.encoder:  # after all of these
+            above = len(self._model.layers) + self._model.encoder[-1] - unit
         start = above % self._slots * self._layers if kind == "layer" else total - nbytes
         return Access(name, start, start + nbytes, Gradient(unit))
 
@@ -175,7 +177,7 @@ class Gradients:
     @cached_property
     def _largest_layer(self) -> int:
         """Trained elements of the largest layer that this rank owns."""
-        return max(self._trained[layer].own_size for layer in self._model.layers)
+        return max(self._trained[layer].own_size for layer in self._model.streamed)
 
     def _cast(self, nbytes: int) -> Access:
         """Device buffer in which a shard of a gradient is cast to the dtype that crosses the bus."""

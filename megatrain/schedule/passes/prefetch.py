@@ -87,7 +87,7 @@ class Prefetch:
         self._numerics, self._policy = slots.numerics, slots.policy
         self._slots, self._pinned_staging, self._ready = slots, pinned_staging, ready
         self._streamed, self._update = {*streamed}, update
-        self._reloads = slots.policy.offloads
+        self._reloads = slots.policy.offloads_in(slots.model)
         self._visits: list[Visit] = []
         self._uses: dict[int, list[int]] = defaultdict(list)
         """Unit -> the visits that use its weights."""

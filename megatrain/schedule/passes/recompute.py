@@ -36,6 +36,7 @@ from megatrain.schedule.passes.workspace import (
     arguments_nbytes,
     beside_nbytes,
     forward_nbytes,
+    input_nbytes,
     profile_of,
     runs_in_chunks,
 )
@@ -51,6 +52,14 @@ WORKSPACES = (Use.FORWARD_WORKSPACE, Use.LOSS_WORKSPACE, Use.BACKWARD_WORKSPACE)
 
 PREFIXES = {use: f"device/{use.name.lower()}/" for use in Use}
 """Prefix of the names of transient buffers."""
+
+
+def workspace_name(model: ModelSpec, unit: int) -> str:
+    """The name of a unit's workspace, which is as large as any of its kind needs."""
+    if unit in model.encoder:
+        return "start" if model.is_first(unit) else "encoder"
+    return model.units[unit].kind
+
 
 Pass = tuple[int, int]
 """(start, stop): recompute layers from boundary `start`, which exists, to `stop`, which is held from then on."""
@@ -124,17 +133,17 @@ class Activations:
         self._lowest = max(1, model.lowest_trained)
         """The lowest layer with a backward pass."""
         layers = range(self._lowest, model.epilogue) if trains else range(0)
+        of_encoder = [unit for unit in (0, *model.encoder[1:]) if model.encoders and model.has_backward(unit)]
+        """What the encoder hands to the prologue, and inputs of its layers with a backward pass."""
         self._keeps = {
-            (layer, micro): self._keep(layer, micro) for layer in layers for micro in range(work.micro_batches)
+            (layer, micro): self._keep(layer, micro)
+            for layer in (*layers, *(of_encoder if trains else ()))
+            for micro in range(work.micro_batches)
         }
         self.round = 0
         """Round of the ops being made."""
         self._held: dict[tuple[int, int], Access] = {}
         """Where a recomputed input is."""
-        self._boundary_nbytes = [
-            round(tokens * work.repeats * model.hidden_size * numerics.weight_nbytes) for tokens in work.tokens
-        ]
-        """Bytes of a layer's input, for each micro-batch."""
         self._known: dict[tuple[Use, int, int], Access] = {}
         """Cache of frequent accesses, by unit and micro-batch."""
         self._workspaces: dict[tuple[int, int], int] = {}
@@ -143,6 +152,8 @@ class Activations:
         """How often each was recomputed."""
 
     def _keep(self, layer: int, micro: int) -> Keep:
+        if layer not in self._model.layers:
+            return "input" if self._policy.shares_memory else "offload"
         keep = self._policy.keep(layer - 1, micro)
         if keep == "drop" and layer == self._lowest:
             return "input"
@@ -206,7 +217,7 @@ class Activations:
         """A unit's input: batch x length x hidden size, in the compute dtype."""
         key = Use.INPUTS, unit, micro
         if key not in self._known:
-            nbytes = self._boundary_nbytes[micro]
+            nbytes = input_nbytes(self._model, self._numerics, self._work, unit, micro)
             self._known[key] = self.transient(Use.INPUTS, f"{unit}.{micro}", nbytes, Hidden(unit, micro))
         return self._known[key]
 
@@ -214,17 +225,22 @@ class Activations:
         """The gradient of a unit's input; each unit overwrites that of the unit above it."""
         key = Use.INPUT_GRADIENTS, unit, micro
         if key not in self._known:
-            nbytes = self._boundary_nbytes[micro]
-            self._known[key] = self.transient(Use.INPUT_GRADIENTS, f"{micro}", nbytes, HiddenGradient(unit, micro))
+            nbytes, of_text = (
+                input_nbytes(self._model, self._numerics, self._work, unit, micro),
+                0 < unit <= self._model.epilogue,
+            )
+            name = f"{micro}" if of_text else f"encoder.{micro}"
+            self._known[key] = self.transient(Use.INPUT_GRADIENTS, name, nbytes, HiddenGradient(unit, micro))
         return self._known[key]
 
-    def arguments(self, micro: int) -> Access:
-        """The arguments of layers besides the hidden state."""
-        key = Use.ARGUMENTS, 0, micro
+    def arguments(self, unit: int, micro: int) -> Access:
+        """The arguments besides the hidden state of the layers that a unit is among, or makes them for."""
+        of = 0 if unit <= self._model.epilogue else self._model.encoder[0]
+        key = Use.ARGUMENTS, of, micro
         if key not in self._known:
-            each = arguments_nbytes(self._model, self._numerics, self._work, self._work.tokens[micro])
-            nbytes = round(self._work.repeats * each)
-            self._known[key] = self.transient(Use.ARGUMENTS, f"{micro}", nbytes, Arguments(micro))
+            each = arguments_nbytes(self._model, self._numerics, self._work, self._work.tokens[micro], of)
+            nbytes, name = round(self._work.repeats * each), f"encoder.{micro}" if of else f"{micro}"
+            self._known[key] = self.transient(Use.ARGUMENTS, name, nbytes, Arguments(micro, of))
         return self._known[key]
 
     def graph(self, layer: int, micro: int) -> Access:
@@ -245,7 +261,9 @@ class Activations:
         if keep in SAVED_BY and not (in_chunks and SAVED_BY[keep] == "chosen"):  # outputs within chunks are not stored
             kept -= answered_nbytes(self._model, self._numerics, self._policy, self._work, layer, tokens, keep)
         nbytes = max(1, round(kept))
-        return nbytes + (self._boundary_nbytes[micro] if self.keeps_graph(layer, micro) else 0)  # the input
+        return nbytes + (
+            input_nbytes(self._model, self._numerics, self._work, layer, micro) if self.keeps_graph(layer, micro) else 0
+        )  # the input
 
     def made(self, unit: int, micro: int, *, again: bool = False) -> list[Access]:
         """A forward's workspace; little beyond the graph if it keeps that."""
@@ -260,7 +278,7 @@ class Activations:
         return [
             self.transient(
                 Use.FORWARD_WORKSPACE,
-                self._model.units[unit].kind,
+                workspace_name(self._model, unit),
                 nbytes + beside_nbytes(self._numerics, self._policy),
                 Scratch("made"),
             )
@@ -290,12 +308,15 @@ class Activations:
         times = self._times[unit, micro]
         self._times[unit, micro] += 1
         which = f"{unit}.{micro}" + (f".{times}" if times else "")
-        return self.transient(Use.RECOMPUTED_INPUTS, which, self._boundary_nbytes[micro], Hidden(unit, micro))
+        nbytes = input_nbytes(self._model, self._numerics, self._work, unit, micro)
+        return self.transient(Use.RECOMPUTED_INPUTS, which, nbytes, Hidden(unit, micro))
 
     def _offloaded(self, layer: int, micro: int) -> Access:
         """An offloaded input, whose name `offloaded` replaces by a slot."""
         name = f"{PREFIXES[Use.OFFLOADED_INPUTS]}{layer}.{micro}"
-        return Access(name, 0, self._boundary_nbytes[micro], Hidden(layer, micro))
+        return Access(
+            name, 0, input_nbytes(self._model, self._numerics, self._work, layer, micro), Hidden(layer, micro)
+        )
 
     def transient(self, use: Use, which: str, nbytes: int, content: Content) -> Access:
         """Device memory that exists while ops need it."""

@@ -179,7 +179,7 @@ def _kinds(model: ModelSpec) -> tuple[int, ...]:
     kinds = []
     for unit, spec in enumerate(model.units):
         layout = layout_of(spec)
-        key = spec.kind, layout.size, layout.trained.size, layout.files_start, unit >= model.lowest_trained
+        key = spec.kind, layout.size, layout.trained.size, layout.files_start, model.has_backward(unit)
         kinds.append(first.setdefault(key, unit))
     return tuple(kinds)
 

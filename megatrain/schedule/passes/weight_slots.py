@@ -109,7 +109,7 @@ class WeightSlots:
     @cached_property
     def _largest_layer(self) -> int:
         """Bytes of the largest layer that uses a slot."""
-        return max(self._nbytes(layer) for layer in self.model.layers if not self.stays(layer))
+        return max(self._nbytes(layer) for layer in self.model.streamed if not self.stays(layer))
 
     def _declare(self, slot: str, start: int, nbytes: int) -> str:
         buffer = RING if self.in_ring else slot

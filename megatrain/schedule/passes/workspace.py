@@ -75,12 +75,28 @@ def _profile_of(
     return profile.of("several") if several else profile
 
 
-def arguments_nbytes(model: ModelSpec, numerics: Numerics, work: Work, tokens: int) -> int:
-    """Bytes of layers' arguments besides the hidden state, for a micro-batch of `tokens`.
+def input_nbytes(model: ModelSpec, numerics: Numerics, work: Work, unit: int, micro: int) -> int:
+    """Bytes of a unit's input, for a micro-batch or those that it represents; of the prologue's from an encoder."""
+    tokens, each = work.tokens[micro], numerics.weight_nbytes
+    if 0 < unit <= model.epilogue:
+        return round(tokens * work.repeats * model.hidden_size * each)
+    return max(1, round(work.repeats * encoded_nbytes(model, numerics, work, tokens)))
+
+
+def encoded_nbytes(model: ModelSpec, numerics: Numerics, work: Work, tokens: int) -> int:
+    """Bytes of the input of an encoder's layer, for a micro-batch of `tokens`."""
+    return ceil(tokens * work.values_per_token * model.encoded_per_value) * numerics.weight_nbytes
+
+
+def arguments_nbytes(model: ModelSpec, numerics: Numerics, work: Work, tokens: int, unit: int = 0) -> int:
+    """Bytes of layers' arguments besides the hidden state, for a micro-batch of `tokens`. unit: makes them.
 
     Rotary tables, positions, and masks if the kernel needs them. Rows share them, unless padded or packed.
     """
     length = min(work.length or tokens, tokens)
+    if unit:
+        profile, values = model.units[unit].profile, tokens * work.values_per_token
+        return max(1, ceil(profile.arguments.nbytes(tokens, length, values=values)))
     profile = profile_of(model, 0, work, length)
     of_rows = profile.row_arguments.nbytes(length, length) * tokens / length
     return max(1, ceil(profile.arguments.nbytes(length, length) + of_rows))
@@ -102,13 +118,16 @@ def forward_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy, work: W
     values = tokens * work.values_per_token
     peak = profile.forward.nbytes(policy.shares_memory, tokens // length * padded, padded, values=values)
     given = tokens * model.hidden_size * numerics.weight_nbytes
-    return max(0, ceil(peak) - given - (0 if unit else arguments_nbytes(model, numerics, work, tokens)))
+    if unit > model.epilogue:
+        given = encoded_nbytes(model, numerics, work, tokens)
+    made = arguments_nbytes(model, numerics, work, tokens, unit) if model.is_first(unit) else 0
+    return max(0, ceil(peak) - given - made)
 
 
 def loss_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work, micro: int, *, trains: bool) -> int:
     """Workspace of the loss, the larger of two: a chunk's (the head's activations, the gradient of its logits, and
     a float32 block of them or the head's backward), or the router auxiliary loss of a micro-batch."""
-    profile, tokens, on_cpu = model.units[-1].profile, work.tokens[micro], policy.shares_memory
+    profile, tokens, on_cpu = model.units[model.epilogue].profile, work.tokens[micro], policy.shares_memory
     chunk = min(numerics.loss_chunk_tokens, tokens)
     rows = min(chunk, max(1, LOSS_BLOCK_NUMEL["cpu" if on_cpu else "cuda"] // model.vocab_size))
     block = rows * (4 * model.vocab_size + ROW_NBYTES)
@@ -130,8 +149,9 @@ def loss_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work
 
 def _not_made(model: ModelSpec, numerics: Numerics, peak: Growth, formed: int) -> int:
     """The part of the head's peak for a gradient that is formed in its sum, or not needed."""
-    params = [param for param in model.units[0].params if param.name in model.units[-1].borrows]
-    largest = max((param.numel for param in (*model.units[-1].params, *params)), default=0) * numerics.weight_nbytes
+    head = model.units[model.epilogue]
+    params = [param for param in model.units[0].params if param.name in head.borrows]
+    largest = max((param.numel for param in (*head.params, *params)), default=0) * numerics.weight_nbytes
     if not 0 < largest <= peak.fixed:
         return 0
     if largest_nbytes(model, numerics, model.epilogue) < largest:
@@ -160,6 +180,9 @@ def backward_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy, work: 
         return max(text, ceil(backward.nbytes(policy.shares_memory, tokens, length, values=values)))
     length, chunk = min(work.length or tokens, tokens), numerics.mlp_chunk_tokens
     profile = profile_of(model, unit, work, length)
+    if unit > model.epilogue:
+        values, largest = tokens * work.values_per_token, largest_nbytes(model, numerics, unit)
+        return max(largest, ceil(profile.backward.nbytes(policy.shares_memory, tokens, length, values=values)))
     peak = profile.backward_in_chunks if runs_in_chunks(model.units[unit], numerics, tokens) else profile.backward
     kernel = _attention_nbytes(model.units[unit], numerics, policy, tokens, length)
     padded = profile.padded(length)

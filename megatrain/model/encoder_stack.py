@@ -1,0 +1,365 @@
+"""Takes the layers of an encoder of images out of the prologue, so that they are streamed like decoder layers.
+
+With ports in place of the encoder's layers, too, the model's own forward runs in three parts: up to the encoder's first
+layer (the *start*, which makes patches), from the encoder's last layer to the first decoder layer (the prologue), and
+behind the last decoder layer. This is exact where the encoder calls each of its layers once, in order, hands on what
+they return as it is, and the decoder gets the output of one of them: those above it, as Llava has, stay in the
+prologue. `stream_encoder` finds that out from a row with images, by the model's graph; otherwise everything stays in
+the prologue. No model is known by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from megatrain.errors import ModelError
+from megatrain.model.between_layers import PrologueDone, is_same
+from megatrain.model.mapped_tensors import lazy_zeros
+from megatrain.model.masks import NotTaken, captured
+from megatrain.model.peak import SkipLargeProducts
+from megatrain.model.ports import (
+    Call,
+    Capture,
+    Port,
+    PortedModel,
+    Script,
+    Weights,
+    reachable_leaves,
+    with_layers,
+)
+from megatrain.model.profile import portable_attention
+from megatrain.model.recomputed_encoders import layer_lists
+from megatrain.model.user_patches import Buffers
+from megatrain.model.weight_reads import OrderOfUse, Uses, in_order_of_use
+from megatrain.spec import ModelSpec, ParamSpec, UnitSpec
+
+WHERE = "the encoder of images"
+FIX = "leave out image_row, with which the encoder is streamed, or put what is encoded apart into several micro-batches"
+
+
+@dataclass
+class EncoderStack:
+    """The layers of an encoder, behind ports of their own. `structure.encoder[1 + i]` is the unit of layer i."""
+
+    name: str
+    """Of the module list, `model.visual.blocks`."""
+    templates: list[nn.Module]
+    ports: list[Port] = field(default_factory=list)
+    start: tuple[str, ...] = ()
+    """Names of the parameters that are read before the first layer."""
+    _script: Script | None = None
+    """What the ports do now; without one, they pass on what they get."""
+
+    def __post_init__(self) -> None:
+        self.ports = [Port(index, layer) for index, layer in enumerate(self.templates)]
+        for port, layer in zip(self.ports, self.templates, strict=True):
+            port.script = self
+            port._forward_hooks.update(layer._forward_hooks)  # by which the library collects hidden states
+
+    def visit(self, index: int, hidden: Tensor, call: Call) -> Tensor:
+        return hidden if self._script is None else self._script.visit(index, hidden, call)
+
+    @contextmanager
+    def playing(self, script: Script) -> Iterator[None]:
+        """In the block, the ports do this."""
+        self._script = script
+        try:
+            yield
+        finally:
+            self._script = None
+
+    def begin(
+        self, ported: PortedModel, weights: Weights, inputs: Mapping[str, Any]
+    ) -> tuple[Tensor, list[Call]] | None:
+        """The first layer's input, and one `Call` per layer; `None` if the micro-batch has nothing to encode.
+
+        weights: parameters of the start, by full names. inputs: as for `PortedModel.prologue`.
+        """
+        begun = Begun(len(self.ports))
+        with self.playing(begun):
+            ported.run(Stop(), {**ported.placeholders, **weights}, inputs)
+        if begun.hidden is None:
+            return None
+        begun.check()
+        return begun.hidden, begun.calls
+
+    @contextmanager
+    def handing_out(self, encoded: Tensor | None) -> Iterator[None]:
+        """In the block, in which the prologue runs, the encoder's last layer returns this; without it, the encoder is
+        not reached."""
+        handed = Handed(len(self.ports), encoded)
+        with self.playing(handed):
+            yield
+        handed.check()
+
+    def layer(
+        self, ported: PortedModel, index: int, weights: Weights, hidden: Tensor, call: Call
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """As `PortedModel.layer`."""
+        args, kwargs = call.arguments(hidden)
+        with ported.holding(self.templates[index], weights):
+            return call.hidden_of(self.templates[index](*args, **kwargs)), {}
+
+
+class Stop:
+    """Leaves the forward at the first decoder layer."""
+
+    def visit(self, index: int, hidden: Tensor, call: Call) -> Tensor:
+        raise PrologueDone
+
+
+class _Ordered:
+    """What both parts around the layers demand: each is called once, in order."""
+
+    def __init__(self, layers: int) -> None:
+        self._layers, self._order = layers, list[int]()
+
+    def check(self) -> None:
+        """Raise `ModelError` if layers were called otherwise."""
+        if self._order != list(range(self._layers)) and self._order:
+            raise ModelError("runs other than once for a micro-batch", where=WHERE, fix=FIX)
+
+
+class Begun(_Ordered):
+    """Records the calls of the encoder's layers, and stops behind the last."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        self.calls: list[Call] = []
+        self.hidden: Tensor | None = None
+        self._passed: tuple[Tensor, int] | None = None
+
+    def visit(self, index: int, hidden: Tensor, call: Call) -> Tensor:
+        if self._passed is None:
+            self.hidden = hidden
+        elif not is_same(hidden, self._passed[0]) or hidden._version != self._passed[1]:
+            raise ModelError("computes on the hidden state between its layers", where=WHERE, fix=FIX)
+        self._order.append(index)
+        self.calls.append(call)
+        if index == self._layers - 1:
+            raise PrologueDone
+        passed = self.passed_on(hidden)
+        self._passed = passed, passed._version
+        return passed
+
+    def passed_on(self, hidden: Tensor) -> Tensor:
+        """A tensor of its own that stands for what the next layer gets."""
+        return hidden.detach()
+
+
+class Handed(_Ordered):
+    """Makes the last layer return what the encoder has made."""
+
+    def __init__(self, layers: int, encoded: Tensor | None) -> None:
+        super().__init__(layers)
+        self._encoded = encoded
+
+    def visit(self, index: int, hidden: Tensor, call: Call) -> Tensor:
+        self._order.append(index)
+        if self._encoded is None:
+            raise ModelError("is reached only behind another part of the prologue", where=WHERE, fix=FIX)
+        return self._encoded if index == self._layers - 1 else self.passed_on(hidden)
+
+    def check(self) -> None:
+        super().check()
+        if self._encoded is not None and not self._order:
+            raise ModelError("is not reached a second time", where=WHERE, fix=FIX)
+
+    def passed_on(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+# Finding it -----------------------------------------------------------------------------------------------------------
+
+
+class _Unlike(Exception):
+    """A list of modules is not the layers of an encoder as it is streamed."""
+
+
+class _Fewer(Exception):
+    """The decoder gets what an earlier layer returns, with this number of layers."""
+
+
+def stream_encoder(ported: PortedModel, row: Mapping[str, Tensor], values: int) -> None:
+    """Make units of the layers of the encoder that a row with images goes through, if they are like decoder layers.
+
+    row: arguments of the model's forward, int64[1, tokens] among them. values: its floating-point values besides text
+    (`image_rows.values_of`).
+    """
+    rows = {name: torch.cat([each, each]) for name, each in row.items()}  # an encoder may run once for each row
+    lists = layer_lists(ported.skeleton, ported.stack)
+    try:
+        with SkipLargeProducts():  # type: ignore[no-untyped-call]
+            captured(ported, rows)  # at its first run the library puts its hooks on the layers
+    except NotTaken:
+        return
+    for name in sorted(lists, key=lambda name: -sum(p.numel() for p in lists[name].parameters())):
+        layers = list(lists[name].children())
+        structure = _tried(ported, EncoderStack(name, layers), rows, 2 * values)
+        if isinstance(structure, _Fewer):
+            structure = _tried(ported, EncoderStack(name, layers[: structure.args[0]]), rows, 2 * values)
+        if isinstance(structure, ModelSpec) and ported.encoder is not None:
+            ported.structure = structure.with_in_files(ported.in_files.files.keys())
+            streamed = {id(layer) for layer in ported.encoder.templates}
+            ported.encoders = [layer for layer in ported.encoders if id(layer) not in streamed]
+            vars(ported).pop("spec", None)
+            ported.remember_recomputed()
+            return
+
+
+def _tried(
+    ported: PortedModel, encoder: EncoderStack, rows: Mapping[str, Tensor], values: int
+) -> ModelSpec | Exception:
+    """The structure with the encoder's units, if they can be streamed; otherwise the model is as before."""
+    before, prefixes = ported.placeholders, tuple(f"{encoder.name}.{port.index}." for port in encoder.ports)
+    ported.placeholders = {name: each for name, each in before.items() if not name.startswith(prefixes)}
+    _put(ported, encoder, encoder)
+    try:
+        with portable_attention(ported.skeleton), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
+            return _with_encoder(ported, encoder, rows, values)
+    except Exception as error:  # whatever foreign code raises: the encoder stays where it is, and is exact there
+        ported.placeholders = before
+        _put(ported, encoder, None)
+        return error
+
+
+def _put(ported: PortedModel, encoder: EncoderStack, now: EncoderStack | None) -> None:
+    """Let the model have ports in place of the encoder's layers, or none."""
+    with_layers(ported.skeleton, encoder.name, encoder.templates if now is None else encoder.ports)
+    ported.encoder = now
+    vars(ported).pop("_swapped", None)
+
+
+def _with_encoder(ported: PortedModel, encoder: EncoderStack, rows: Mapping[str, Tensor], values: int) -> ModelSpec:
+    """The structure with the encoder's units. Raises `_Unlike`, or what the model's code raises."""
+    structure, layers = ported.structure, len(encoder.ports)
+    leaves = {name: zero.detach().requires_grad_() for name, zero in ported.placeholders.items()}
+    look, capture = _Look(encoder), Capture(len(ported.ports))
+    with torch.enable_grad(), SkipLargeProducts(), encoder.playing(look):  # type: ignore[no-untyped-call]
+        ported.run(Stop(), leaves, rows)
+    if look.hidden is None:
+        raise _Unlike
+    look.check()
+    given = torch.zeros(look.hidden.shape, dtype=look.hidden.dtype, requires_grad=True)
+    handed = _Traced(layers, given)
+    with torch.enable_grad(), SkipLargeProducts(), encoder.playing(handed):  # type: ignore[no-untyped-call]
+        ported.run(capture, leaves, rows)
+    handed.check()
+    if capture.hidden is None or not capture.each_once:
+        raise _Unlike
+    capture.recorder.check()
+    outputs = [capture.hidden, *(each for call in capture.calls for each in call.tensors())]
+    behind = set[int]().union(*map(reachable_leaves, outputs))
+    needing = {id(each) for call in look.calls for each in call.tensors() if each.requires_grad}
+    read = [index for index, leaf in enumerate((*handed.leaves, given)) if id(leaf) in behind]
+    if len(read) != 1 or needing:
+        raise _Unlike
+    if read[0] < layers - 1:
+        raise _Fewer(read[0] + 1)
+    before = reachable_leaves(look.hidden)
+    encoder.start = tuple(name for name, leaf in leaves.items() if id(leaf) in before)
+    params = structure.units[0].params
+    if behind & before or not {*encoder.start} <= {param.name for param in params}:
+        raise _Unlike
+    _refuse_other_reads(ported, encoder, rows, given.detach())
+    units = [
+        UnitSpec(f"{encoder.name} input", "layer", tuple(param for param in params if param.name in encoder.start))
+    ]
+    units += _layer_specs(encoder, look, {param.name: param for param in params})
+    taken = {param.name for unit in units for param in unit.params}
+    prologue = replace(structure.units[0], params=tuple(param for param in params if param.name not in taken))
+    return replace(
+        structure,
+        units=(prologue, *structure.units[1:], *(replace(unit, ranks=structure.ranks) for unit in units)),
+        encoders=len(units),
+        encoded_per_value=given.numel() / values,
+    )
+
+
+class _Look(Begun):
+    """Also runs each kind of layer on zeros, to learn what it returns and in which order it reads its weights."""
+
+    def __init__(self, encoder: EncoderStack) -> None:
+        super().__init__(len(encoder.ports))
+        self._encoder = encoder
+        self._known: dict[object, tuple[int | None, OrderOfUse]] = {}
+        self.used: list[OrderOfUse] = []
+
+    def visit(self, index: int, hidden: Tensor, call: Call) -> Tensor:
+        layer = self._encoder.templates[index]
+        kind = type(layer), tuple((name, each.shape) for name, each in layer.named_parameters())
+        if kind not in self._known:
+            self._known[kind] = self._seen(layer, hidden, call)
+        self._encoder.ports[index].returns, used = self._known[kind]
+        self.used.append(used)
+        return super().visit(index, hidden, call)
+
+    def passed_on(self, hidden: Tensor) -> Tensor:
+        return hidden.detach().requires_grad_()
+
+    @staticmethod
+    def _seen(layer: nn.Module, hidden: Tensor, call: Call) -> tuple[int | None, OrderOfUse]:
+        zeros = {name: lazy_zeros(each.shape, each.dtype) for name, each in layer.named_parameters()}
+        used, buffers = OrderOfUse(zeros), Buffers(layer)
+        args, kwargs = call.arguments(hidden.detach())
+        with torch.no_grad(), SkipLargeProducts(), Uses(used.reading):  # type: ignore[no-untyped-call]
+            output = functional_call(layer, zeros, args, kwargs)
+        buffers.refuse_changed(WHERE)
+        others = () if isinstance(output, Tensor) else output[1:]
+        found = call.hidden_of(output)
+        if (found.shape, found.dtype) != (hidden.shape, hidden.dtype) or any(each is not None for each in others):
+            raise _Unlike
+        return None if isinstance(output, Tensor) else len(output), used
+
+
+class _Traced(Handed):
+    """Passes on leaves, to tell whether anything is computed from the outputs of other layers than the last."""
+
+    def __init__(self, layers: int, encoded: Tensor) -> None:
+        super().__init__(layers, encoded)
+        self.leaves: list[Tensor] = []
+
+    def passed_on(self, hidden: Tensor) -> Tensor:
+        self.leaves.append(hidden.detach().requires_grad_())
+        return self.leaves[-1]
+
+
+def _refuse_other_reads(
+    ported: PortedModel, encoder: EncoderStack, rows: Mapping[str, Tensor], encoded: Tensor
+) -> None:
+    """Raise `_Unlike` if a part reads parameters of the other, which a graph does not show where gradients are off."""
+    zeros, capture = ported.placeholders, Capture(len(ported.ports))
+    nothing = {name: torch.full((), torch.nan, dtype=each.dtype).expand(each.shape) for name, each in zeros.items()}
+    begun, handed = Begun(len(encoder.ports)), Handed(len(encoder.ports), encoded)
+    with torch.no_grad():
+        with encoder.playing(begun):
+            ported.run(Stop(), {**nothing, **{name: zeros[name] for name in encoder.start}}, rows)
+        with encoder.playing(handed):
+            ported.run(capture, {**zeros, **{name: nothing[name] for name in encoder.start}}, rows)
+    calls = [*begun.calls, *capture.calls]
+    for each in (begun.hidden, capture.hidden, *(tensor for call in calls for tensor in call.tensors())):
+        if each is None or bool(each.isnan().any()):
+            raise _Unlike
+
+
+def _layer_specs(encoder: EncoderStack, look: _Look, known: Mapping[str, ParamSpec]) -> list[UnitSpec]:
+    """Units of the layers, their parameters in order of use."""
+    units, seen = list[UnitSpec](), set[int]()
+    for index, (template, used) in enumerate(zip(encoder.templates, look.used, strict=True)):
+        parameters, prefix = dict(template.named_parameters()), f"{encoder.name}.{index}."
+        if not parameters or seen & {id(each) for each in parameters.values()}:
+            raise _Unlike  # shared between layers
+        seen |= {id(each) for each in parameters.values()}
+        params = [
+            replace(known[prefix + name], held=used.held.get(name, -1))
+            for name in in_order_of_use(parameters, used.names)
+        ]
+        units.append(UnitSpec(prefix.rstrip("."), "layer", tuple(params)))
+    return units
