@@ -382,35 +382,22 @@ def _on_hub(library: ModuleType, name: str, subset: str | None, split: str, left
     """Open a data set on the hub as a stream, with its files read like local ones: JSON, CSV and texts by this module's
     readers if they can. Columns whose types the data set's card declares have these, except in JSON, which states its
     types."""
-    builder, more = library.load_dataset_builder(name, subset, **options), dict[str, Any]()
+    builder = library.load_dataset_builder(name, subset, **options)
     files = (builder.config.data_files or {}).get(split)
     if files and _reads_all(builder, files):
         return FileRows([RemoteFile(file) if "://" in file else Path(file) for file in files], left_out)
-    if builder.name == "text":
-        more["sample_by"] = "document"
-    elif builder.name == "csv" and files and not builder.info.features:
-        columns = _header(files[0], builder.config.sep)
-        more["features"] = library.Features(dict.fromkeys(columns, library.Value("string")))
-        more["keep_default_na"] = False
-    return library.load_dataset(name, subset, split=split, streaming=True, **options, **more)
+    whole = {"sample_by": "document"} if builder.name == "text" else {}
+    return library.load_dataset(name, subset, split=split, streaming=True, **options, **whole)
 
 
 def _reads_all(builder: Any, files: Sequence[str]) -> bool:
     """Whether this module's reader for a builder reads all of its files (not in archives), and by its options."""
-    found = {kind_of(Path(file)) for file in files}
-    if builder.name not in READERS or not found <= {*READERS[builder.name][1]}:
+    kinds = {kind_of(Path(file)) for file in files}
+    if builder.name not in READERS or not kinds <= {*READERS[builder.name][1]}:
         return False
     if builder.name == "csv":
-        return not builder.info.features and {SEPARATED[kind] for kind in found} == {builder.config.sep}
+        return not builder.info.features and {SEPARATED[kind] for kind in kinds} == {builder.config.sep}
     return not getattr(builder.config, "field", None)
-
-
-def _header(file: str, delimiter: str) -> list[str]:
-    """The names of the columns of a CSV file, given its path or its place on the hub."""
-    import fsspec  # type: ignore[import-untyped]
-
-    with fsspec.open(file, "rt", compression="infer", encoding="utf-8-sig", newline="") as text:
-        return next(csv.reader(text, delimiter=delimiter), [])
 
 
 def _downloaded(library: ModuleType, name: str, subset: str | None, folder: str | None, split: str) -> Any:
@@ -595,7 +582,7 @@ def _datasets_library(name: str) -> ModuleType:
 
 def _register_zstd() -> None:
     """Let `datasets` stream `.zst` files through pyarrow; by itself it needs another package for them."""
-    from fsspec import compression
+    from fsspec import compression  # type: ignore[import-untyped]
 
     if "zstd" not in compression.compr:
         compression.register_compression("zstd", lambda file, mode="rb", **_: zstd_reader(file), "zst")
