@@ -115,21 +115,6 @@ class Turns:
             raise UnclearTurn("two turns would overlap")
         return spans
 
-    def positions(self, index: int, offsets: Sequence[int]) -> list[int]:
-        """Where the characters at `offsets`, ascending, of the content of message `index` are in the text. Raises
-        `UnclearTurn` if the content is not written as it is."""
-        content, anchors = self.messages[index].get("content", ""), _unused_characters(self.text, len(offsets))
-        pieces = [content[start:stop] for start, stop in pairwise([0, *offsets, len(content)])]
-        marked = "".join(f"{piece}{anchor}" for piece, anchor in zip(pieces, [*anchors, ""], strict=True))
-        text = self._render("conversation", self._with(index, {**self.messages[index], "content": marked})) or ""
-        parts = re.split(f"[{''.join(anchors)}]", text)
-        if len(parts) != len(pieces) or "".join(parts) != self.text:
-            raise UnclearTurn(f"the template changes the content of message {index + 1}, of which parts are trained")
-        return list(accumulate(len(part) for part in parts[:-1]))
-
-    def _with(self, index: int, message: Message) -> list[Message]:
-        return [*self.messages[:index], message, *self.messages[index + 1 :]]
-
     @cached_property
     def _content_ends(self) -> list[tuple[int, int]]:
         """(message, position in the full text where its content ends), for the contents that an anchor can find."""

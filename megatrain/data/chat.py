@@ -30,7 +30,6 @@ from megatrain.data.assistant_turns import (
     text_of_next,
 )
 from megatrain.data.images import as_parts
-from megatrain.data.loss_switches import Parts
 from megatrain.data.messages import Message, Tool
 from megatrain.data.sample_formats import Sample
 from megatrain.data.tokenizer import Tokenizer, render_marked, special_tokens
@@ -217,8 +216,6 @@ def mark_chat(sample: Sample, template: ChatTemplate, train_on: TrainOn) -> Mark
                 spans = [
                     span for span in spans if any(span.start < turn.stop and turn.start < span.stop for turn in own)
                 ]
-        for index in sample.trained_parts.keys() & {*chosen}:
-            spans = _parts_only(spans, turns, index, sample.trained_parts[index])
     except UnclearTurn as error:
         what = f"does not show which characters to train on: {error}"
         raise _refused(f"{what}{MARKED_BY_TRL}", "turns that cannot be found in the text", sample, template) from error
@@ -365,23 +362,6 @@ def _marked_spans(renderer: _Renderer, turns: Turns) -> list[Span]:
     if text != turns.text:
         raise UnclearTurn("it renders a different text when its marks are requested")
     return [Span(start, stop) for start, stop in marks if start < stop]
-
-
-def _parts_only(spans: Sequence[Span], turns: Turns, index: int, parts: Parts) -> list[Span]:
-    """`spans`, of which those in the turn of message `index` keep these parts of its content and what follows it."""
-    turn, content = turns.span(index), turns.messages[index].get("content", "")
-    begin, end = len(content) - len(content.lstrip()), len(content.rstrip())
-    kept = [(max(start, begin), min(stop, end)) for start, stop in parts if start < end and stop > begin]
-    *edges, after = turns.positions(index, [*(offset for part in kept for offset in part), end])
-    wanted = [*zip(edges[::2], edges[1::2], strict=True), (after, len(turns.text) + len(turns.closing))]
-    found: list[Span] = []
-    for span in spans:
-        if span.stop <= turn.start or turn.stop <= span.start:
-            found.append(span)
-            continue
-        pieces = (Span(max(span.start, start), min(span.stop, stop)) for start, stop in wanted)
-        found += [piece for piece in pieces if piece.start < piece.stop]
-    return found
 
 
 def _notes(sample: Sample, text: str, template: ChatTemplate) -> tuple[str, ...]:

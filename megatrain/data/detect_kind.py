@@ -13,9 +13,8 @@ import re
 from itertools import islice
 from pathlib import Path
 
-from megatrain.data.compressed_files import kind_of, open_bytes
 from megatrain.data.dataset_info import read_dataset_info
-from megatrain.data.hub_datasets import commit_or_download
+from megatrain.data.files import STDLIB, find_files, kind_of, open_bytes
 from megatrain.data.json_text import parse_json
 from megatrain.data.read_rows import (
     DATASET_INFO,
@@ -26,6 +25,7 @@ from megatrain.data.read_rows import (
     TEXTS,
     LeftOut,
     Row,
+    commit_or_download,
     is_saved,
     read_rows,
     refuse_missing,
@@ -33,7 +33,6 @@ from megatrain.data.read_rows import (
 )
 from megatrain.data.sample_formats import FIELDS, Format, Schema, detect_schema
 from megatrain.data.sample_sources import Source
-from megatrain.data.text_sources import STDLIB, find_files
 from megatrain.data.token_files import is_token_file
 from megatrain.errors import DataError, SampleError
 from megatrain.system.paths import may_be_hub_name, usable_path
@@ -118,7 +117,7 @@ def has_splits(name: str) -> bool:
 
 def begins_with_text(source: Source) -> bool:
     """Whether the first row of `source` is a plain text. Raises `DataError` if it cannot be read."""
-    rows = source.rows(LeftOut("leave_out"))
+    rows = source.opened(LeftOut("leave_out")).rows_from(0, None)
     try:
         first = next(rows, None)
         return first is not None and detect_schema(first, source.schema).format == "text"

@@ -91,10 +91,7 @@ def _pair(sample: Sample, other: Sample) -> tuple[Sample, Sample]:
     own, theirs = _prompt_length(sample), _prompt_length(other)
     messages = (*sample.messages[:own], *other.messages[theirs:])
     untrained = {*range(own), *(own + at - theirs for at in other.untrained if at >= theirs)}
-    parts = {own + at - theirs: trained for at, trained in other.trained_parts.items() if at >= theirs}
-    return sample, replace(
-        sample, messages=messages, untrained=frozenset(untrained), trained_parts=parts, answer=MISMATCHED
-    )
+    return sample, replace(sample, messages=messages, untrained=frozenset(untrained), answer=MISMATCHED)
 
 
 def _prompt_length(sample: Sample) -> int:

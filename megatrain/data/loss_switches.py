@@ -8,10 +8,10 @@ A message is not trained if one of these keys says so:
     loss_mask, step_loss_mask       0            slime
     masked                          true         torchtune
 
-`train_detail` (Axolotl) lists the characters of a content that are trained, as {"begin_offset", "end_offset", "train"}
-with the last character included; so do these keys in the parts of a content. `only_last` (mistral-finetune) of a row
-trains its last answer only. What cannot be honoured is refused: weights between 0 and 1, user messages that are to be
-trained, and unknown keys and columns whose name has no other words than such a key (`no_loss`, but not `loss_history`).
+`only_last` (mistral-finetune) of a row trains its last answer only. What cannot be honoured is refused: weights between
+0 and 1, messages of which only a part is trained (Axolotl's `train_detail`, such keys in parts of a content), user
+messages that are to be trained, and unknown keys and columns whose name has no other words than such a key (`no_loss`,
+but not `loss_history`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ SWITCHES = {
 ANY_ROLE = ("weight", "loss_mask", "step_loss_mask")
 """Keys that their trainers give to messages of any role, and read in the assistant's."""
 DETAILS = ("train_detail", "training_detail")
+"""Axolotl's keys for the characters of a content that are trained."""
+WHOLE_FIX = "train the whole message or none of it, or give the row as token ids with labels"
 ONLY_LAST = "only_last"
 ROLES_OF_USERS = ("user", "human", "system", "prompt", "")
 """Roles that NeMo's key `mask` of a row names for what is done here anyway."""
@@ -52,9 +54,6 @@ BESIDE = {*("is", "be", "to", "for", "from", "in", "on", "the", "this", "use", "
 
 NUMBER = re.compile(r"\s*\d*\.?\d+\s*")
 
-Parts = tuple[tuple[int, int], ...]
-"""Characters [start, stop) of a content."""
-
 
 def as_label(value: Any) -> bool | None:
     """0, 1, true or false, or one of these as text, as a boolean; None for anything else."""
@@ -63,26 +62,20 @@ def as_label(value: Any) -> bool | None:
     return bool(value) if isinstance(value, int | float | np.integer | np.bool_) and value in (0, 1) else None
 
 
-def take_switches(
-    messages: Sequence[dict[str, Any]], place: str
-) -> tuple[tuple[dict[str, Any], ...], set[int], dict[int, Parts]]:
-    """(`messages` without the keys that say what is trained, the messages that are not, message -> the only characters
-    of its content that are). Raises `SampleError` if the keys cannot be honoured. place: of the row, for errors."""
-    off, parts = set[int](), dict[int, Parts]()
+def take_switches(messages: Sequence[dict[str, Any]], place: str) -> tuple[tuple[dict[str, Any], ...], set[int]]:
+    """(`messages` without the keys that say what is trained, the messages that are not). Raises `SampleError` if the
+    keys cannot be honoured. place: of the row, for errors."""
+    off = set[int]()
     for index, message in enumerate(messages):
         where = f"message {index + 1}"
         on = is_on(message, where, place)
-        ranges = next((_ranges(message, key, where, place) for key in DETAILS if key in message), None)
-        if message["role"] != "assistant" and (on or (on is None and ranges)):
-            key = next(key for key in (*SWITCHES, *DETAILS) if key in message and key not in ANY_ROLE)
+        if message["role"] != "assistant" and on:
+            key = next(key for key in SWITCHES if key in message and key not in ANY_ROLE)
             fix = "remove the key; data.train_on=all trains all text"
             raise _refused(f"{where} ({message['role']}) has {key!r}, but only answers are trained", place, fix)
-        if on is False or (on is None and ranges == ()):
+        if on is False:
             off.add(index)
-        elif ranges is not None:
-            parts[index] = ranges
-    known = {*SWITCHES, *DETAILS}
-    return tuple({key: value for key, value in each.items() if key not in known} for each in messages), off, parts
+    return tuple({key: value for key, value in message.items() if key not in SWITCHES} for message in messages), off
 
 
 def is_on(item: Mapping[str, Any], where: str, place: str) -> bool | None:
@@ -97,7 +90,9 @@ def is_on(item: Mapping[str, Any], where: str, place: str) -> bool | None:
                 what = f"{where} has a {key} of {value!r}"
                 raise SampleError(what, reason="fractional weight", where=place, fix="a weight is 0 or 1")
             said[key] = label is SWITCHES[key]
-        elif key not in DETAILS and _may_switch_off(key, value):
+        elif key in DETAILS:
+            raise _refused(f"{where} has {key!r}, which trains a part of it", place, WHOLE_FIX)
+        elif _may_switch_off(key, value):
             what = f"{where} has {key!r}: {_short(value)}, which may say whether it is trained"
             raise _refused(what, place, "write `train`: true or false in the message, or remove the key")
     if not all(said.values()):
@@ -105,24 +100,16 @@ def is_on(item: Mapping[str, Any], where: str, place: str) -> bool | None:
     return True if said.keys() - {*ANY_ROLE} else None
 
 
-def join_switches(parts: Sequence[tuple[str, str, bool | None]], where: str, place: str) -> dict[str, Any]:
-    """The key of a message whose content consists of `parts`: (kind, text, whether it is trained, if it says so).
+def join_switches(parts: Sequence[tuple[str, bool | None]], where: str, place: str) -> dict[str, Any]:
+    """The key of a message whose content consists of `parts`: (text, whether it is trained, if it says so).
 
-    Raises `SampleError` if only some are trained and they are not all text.
+    Raises `SampleError` if only some are trained.
     """
-    if all(on is not False for _, _, on in parts):
+    if all(on is not False for _, on in parts):
         return {}
-    if all(on is False for _, text, on in parts if text):
-        return {"train": False}
-    if any(kind != "text" for kind, _, _ in parts):
-        what = f"{where} has parts that are not trained beside reasoning or calls"
-        raise _refused(what, place, "write the message as several, or train all of its parts")
-    details, start = list[dict[str, Any]](), 0
-    for _, text, on in parts:
-        if text:
-            details.append({"begin_offset": start, "end_offset": start + len(text) - 1, "train": on is not False})
-        start += len(text)
-    return {DETAILS[0]: details}
+    if any(text and on is not False for text, on in parts):
+        raise _refused(f"{where} has parts that are trained beside others that are not", place, WHOLE_FIX)
+    return {"train": False}
 
 
 def refuse_row_switches(fields: Mapping[str, Any], known: Collection[str], place: str, *, is_text: bool) -> None:
@@ -171,24 +158,6 @@ def _may_switch_off(name: str, value: Any) -> bool:
     return bool(words & MASKS) or as_label(value) is not (not words & OFF)
 
 
-def _ranges(message: Mapping[str, Any], key: str, where: str, place: str) -> Parts:
-    """The trained characters of a content by its `train_detail`, in order and disjoint."""
-    details, content = message[key], message.get("content")
-    wrong = "content is no text" if not isinstance(content, str) else ""
-    trained = np.zeros(len(content or ""), dtype=np.bool_)
-    for detail in details if isinstance(details, Sequence) and not isinstance(details, str) else [None]:
-        entry = detail if isinstance(detail, Mapping) else {}
-        begin, end, on = entry.get("begin_offset"), entry.get("end_offset"), as_label(entry.get("train"))
-        if on is None or not isinstance(begin, int) or not isinstance(end, int) or begin < 0:
-            wrong = 'an entry is not {"begin_offset", "end_offset", "train"}'
-        elif on:
-            trained[begin : end + 1] = True
-    if wrong:
-        raise _refused(f"{where} has a {key} that cannot be used: {wrong}", place, "correct it")
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], trained.astype(np.int8), [0]]))).tolist()
-    return tuple(zip(edges[::2], edges[1::2], strict=True))
-
-
 def _are_numbers(values: Sequence[Any] | np.ndarray[Any, Any]) -> bool:
     first = list(islice(values, 10))
     return bool(first) and all(isinstance(each, bool | int | float | np.number | np.bool_) for each in first)
@@ -205,7 +174,6 @@ def _refused(what: str, place: str, fix: str) -> SampleError:
 
 __all__ = [
     "ONLY_LAST",
-    "Parts",
     "as_label",
     "is_on",
     "join_switches",

@@ -202,10 +202,10 @@ def _join_parts(message: Message, number: int, place: str) -> Message:
     """`message`, whose content is a list of parts, with their joined text as its content.
 
     A part is a text, or an object with a `type` and its text under `text` or, in LLaMA-Factory's v1 format, `value`.
-    Parts of type `reasoning` and `tool_call` get their own keys, and parts that are not trained one for them all.
+    Parts of type `reasoning` and `tool_call` get their own keys.
     """
     texts: dict[str, list[str]] = {"text": [], "reasoning": [], "tool_call": []}
-    trained: list[tuple[str, str, bool | None]] = []
+    trained: list[tuple[str, bool | None]] = []
     for part in message["content"]:
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
         value = part.get("text", part.get("value")) if isinstance(part, Mapping) else part
@@ -220,7 +220,7 @@ def _join_parts(message: Message, number: int, place: str) -> Message:
             raise SampleError(what, reason="content that is not text", where=place, fix=fix)
         texts[str(kind)].append(value)
         on = is_on(part, f"a part of message {number}", place) if isinstance(part, Mapping) else None
-        trained.append((str(kind), value, on))
+        trained.append((value, on))
     joined: Message = {} if texts["tool_call"] and not texts["text"] else {"content": "".join(texts["text"])}
     if texts["reasoning"]:
         joined["reasoning_content"] = "".join(texts["reasoning"])

@@ -22,24 +22,33 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import date, time
 from decimal import Decimal
+from functools import cache
 from itertools import islice
 from pathlib import Path, PosixPath
 from types import ModuleType
 from typing import Any, Literal, TextIO, TypeAlias
 
-from megatrain.data.compressed_files import (
-    DamagedData,
+from megatrain.data.files import (
+    SourceFile,
+    find_files,
     kind_of,
     open_bytes,
     open_text,
+    unreadable,
     without_compression,
     zstd_reader,
 )
-from megatrain.data.hub_datasets import commit_or_download
 from megatrain.data.json_text import MalformedJson, list_elements, parse_json
-from megatrain.data.text_sources import SourceFile, find_files
 from megatrain.errors import DataError, SampleError, first_line
-from megatrain.system.paths import may_be_hub_name, missing, read_json, refuse_unreadable_in, usable_path
+from megatrain.system import hub_client
+from megatrain.system.paths import (
+    may_be_hub_name,
+    missing,
+    nearest_path,
+    read_json,
+    refuse_unreadable_in,
+    usable_path,
+)
 
 Bad: TypeAlias = Literal["stop", "leave_out"]
 """What happens to an unusable sample: its error stops the run, or it is left out and counted."""
@@ -88,6 +97,8 @@ TABLES = {".parquet": "parquet", ".arrow": "arrow"}
 SEPARATED = {".csv": ",", ".tsv": "\t"}
 TURNS = ({"role", "content"}, {"from", "value"})
 """Keys of a turn of a chat, in the two common formats."""
+TABLE_ROWS = 1000
+"""Rows of a table that are converted at once."""
 LONGEST_CELL = 1 << 30
 """Characters of a cell; Python's default is 131,072."""
 TEXTS = (".txt", ".md")
@@ -106,36 +117,9 @@ class Row:
     place: str  # `chats.jsonl:17` or `chats.parquet[16]`: lines count from 1, rows from 0
 
 
-def read_rows(
-    name: str,
-    left_out: LeftOut,
-    *,
-    split: str = "train",
-    subset: str | None = None,
-    folder: str | None = None,
-    pattern: str = "*",
-) -> Iterator[Row]:
-    """The rows of `name`: a file, a folder, or a data set on the hub (of which `subset` and `folder` select parts).
-
-    Files of a folder that match `pattern` are read in sorted order. Files of another kind, empty files and exact copies
-    are left out and counted. Raises `DataError` for a source that is missing, unreadable or malformed; a single
-    malformed row goes to `left_out`.
-    """
-    path = usable_path(name, error=DataError)
-    if path.is_dir():
-        if is_saved(path):
-            yield from RowStream(name, split, None, None).rows_from(0, None)
-            return
-        yield from _folder_rows(path, left_out, pattern)
-    elif path.is_file() and path.name == DATASET_INFO:
-        raise _list_of_data_sets(path)
-    elif path.is_file():
-        yield from _file_rows(path, left_out)
-    elif path.exists():
-        raise DataError("neither a file nor a folder", where=name)
-    else:
-        refuse_missing(name)
-        yield from RowStream(name, split, subset, folder, left_out=left_out).rows_from(0, None)
+def read_rows(name: str, left_out: LeftOut, **which: Any) -> Iterator[Row]:
+    """The rows of a `RowStream` from the first one on, all of them."""
+    yield from RowStream(name, left_out, **which).rows_from(0, None)
 
 
 def refuse_missing(name: str) -> None:
@@ -157,23 +141,23 @@ def without_docs(files: Sequence[SourceFile]) -> list[SourceFile]:
     return [file for file in files if without_compression(file.path).stem.lower() not in DOCS]
 
 
-def _folder_rows(folder: Path, left_out: LeftOut, pattern: str) -> Iterator[Row]:
+def _folder_files(folder: Path, left_out: LeftOut, pattern: str) -> list[Path]:
+    """The files of samples in a folder. Others, empty files and copies are left out and counted."""
     if (folder / DATASET_INFO).is_file():
         raise _list_of_data_sets(folder / DATASET_INFO)
-    found, skipped = find_files([folder], pattern)
+    everything, skipped = find_files([folder], pattern)
     for reason, count in skipped.items():
         left_out.add(f"{reason} in a folder", str(folder), count)
-    data = without_docs(found)
+    data = without_docs(everything)
     files = [file for file in data if kind_of(file.path) in SUFFIXES]
-    for file in found:
+    for file in everything:
         if file not in data:
             left_out.add("file about the data", str(file.path))
         elif kind_of(file.path) not in SUFFIXES:
             left_out.add("file of another kind", str(file.path))
     if not files:
         raise DataError("holds no file of samples", where=str(folder), fix=f"known are {', '.join(SUFFIXES)}")
-    for file in _without_copies(files, left_out):
-        yield from _file_rows(file.path, left_out)
+    return [file.path for file in _without_copies(files, left_out)]
 
 
 def _list_of_data_sets(index: Path) -> DataError:
@@ -217,32 +201,48 @@ def file_digest(path: Path) -> str:
         raise unreadable(error, path) from error
 
 
-def unreadable(error: OSError, path: Path) -> DataError:
-    """The error for a file, or for a folder with one, that the system refuses to read."""
-    return DataError(error.strerror or str(error), where=str(error.filename or path), fix="make it readable")
-
-
-def _file_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
+def _file_rows(path: Path, left_out: LeftOut, skipped: int) -> Iterator[Row]:
+    """The rows of a file after the first `skipped`; `left_out` gets only what comes after these."""
     if kind_of(path) not in SUFFIXES:
         fix = f"known are {', '.join(SUFFIXES)}, and all but {' and '.join(TABLES)} followed by .gz or .zst"
         raise DataError(f"a file of samples does not end in {kind_of(path) or 'nothing'!r}", where=str(path), fix=fix)
-    rows = 0
+    is_remote, rows = isinstance(path, RemoteFile), skipped
     try:
-        for row in _parsed(path, left_out) if path.stat().st_size else ():
+        for row in _parsed(path, left_out, skipped) if is_remote or path.stat().st_size else ():
             rows += 1
             yield row
     except OSError as error:
-        fix = "download it again, or leave it out" if isinstance(error, DamagedData) else "make it readable"
-        raise DataError(error.strerror or str(error), where=str(path), fix=fix) from error
+        if is_remote:
+            raise
+        raise unreadable(error, path) from error
     if rows == 0:
         left_out.add("empty file", str(path))
 
 
-def _parsed(path: Path, left_out: LeftOut) -> Iterator[Row]:
+def _parsed(path: Path, left_out: LeftOut, skipped: int) -> Iterator[Row]:
     if kind_of(path) in TABLES:
-        return RowStream(str(path), "train", None, None).rows_from(0, None)
+        yield from _table_rows(path, skipped)
+        return
     parse = next(parse for parse, kinds in READERS.values() if kind_of(path) in kinds)
-    return parse(path, left_out)
+    rows = parse(path, left_out)
+    for _ in islice(rows, skipped):
+        pass
+    if skipped:
+        left_out.clear()
+    yield from rows
+
+
+def _table_rows(path: Path, skipped: int) -> Iterator[Row]:
+    """The rows of a Parquet or Arrow file. Those that are skipped are read, but not converted."""
+    library = _datasets_library(str(path))
+    files = glob.escape(str(path))
+    data = library.load_dataset(TABLES[kind_of(path)], data_files=files, split="train", streaming=True)
+    types, first = dict(data.features), 0
+    for table in data.with_format("arrow").iter(TABLE_ROWS):
+        start = max(first, skipped)
+        for number, fields in enumerate(table.slice(start - first).to_pylist(), start):
+            yield Row(_plain(fields, types), str(path), f"{path}[{number}]")
+        first += len(table)
 
 
 def _text_row(path: Path, _: LeftOut) -> Iterator[Row]:
@@ -378,38 +378,26 @@ def _not_utf8(error: UnicodeDecodeError, place: str) -> DataError:
     return DataError(f"not UTF-8 text ({error.reason})", where=place, fix="convert it to UTF-8")
 
 
-def _as_local(library: ModuleType, name: str, subset: str | None, split: str, **options: Any) -> Any:
-    """Load a data set as a stream, with its files read like local ones: JSON, CSV and texts by this module's readers if
-    they can. Columns whose types the data set's card declares have these, except in JSON, which states its types."""
-    builder, more = library.load_dataset_builder(name, subset, **options), dict[str, Any]()
+def _on_hub(library: ModuleType, name: str, subset: str | None, split: str, left_out: LeftOut, **options: Any) -> Any:
+    """Open a data set on the hub as a stream, with its files read like local ones: JSON, CSV and texts by this module's
+    readers if they can. Columns whose types the data set's card declares have these, except in JSON, which states its
+    types."""
+    builder = library.load_dataset_builder(name, subset, **options)
     files = (builder.config.data_files or {}).get(split)
     if files and _reads_all(builder, files):
-        return _Files([RemoteFile(file) if "://" in file else Path(file) for file in files], READERS[builder.name][0])
-    if builder.name == "text":
-        more["sample_by"] = "document"
-    elif builder.name == "csv" and files and not builder.info.features:
-        columns = _header(files[0], builder.config.sep)
-        more["features"] = library.Features(dict.fromkeys(columns, library.Value("string")))
-        more["keep_default_na"] = False
-    return library.load_dataset(name, subset, split=split, streaming=True, **options, **more)
+        return FileRows([RemoteFile(file) if "://" in file else Path(file) for file in files], left_out)
+    whole = {"sample_by": "document"} if builder.name == "text" else {}
+    return library.load_dataset(name, subset, split=split, streaming=True, **options, **whole)
 
 
 def _reads_all(builder: Any, files: Sequence[str]) -> bool:
     """Whether this module's reader for a builder reads all of its files (not in archives), and by its options."""
-    found = {kind_of(Path(file)) for file in files}
-    if builder.name not in READERS or not found <= {*READERS[builder.name][1]}:
+    kinds = {kind_of(Path(file)) for file in files}
+    if builder.name not in READERS or not kinds <= {*READERS[builder.name][1]}:
         return False
     if builder.name == "csv":
-        return not builder.info.features and {SEPARATED[kind] for kind in found} == {builder.config.sep}
+        return not builder.info.features and {SEPARATED[kind] for kind in kinds} == {builder.config.sep}
     return not getattr(builder.config, "field", None)
-
-
-def _header(file: str, delimiter: str) -> list[str]:
-    """The names of the columns of a CSV file, given its path or its place on the hub."""
-    import fsspec  # type: ignore[import-untyped]
-
-    with fsspec.open(file, "rt", compression="infer", encoding="utf-8-sig", newline="") as text:
-        return next(csv.reader(text, delimiter=delimiter), [])
 
 
 def _downloaded(library: ModuleType, name: str, subset: str | None, folder: str | None, split: str) -> Any:
@@ -430,14 +418,14 @@ def _saved(library: ModuleType, path: Path, split: str) -> Any:
 
 
 @contextmanager
-def _as_data_error(name: str, fix: str) -> Iterator[None]:
+def _as_data_error(name: str) -> Iterator[None]:
     """In the block, whatever `datasets`, its readers and its network client raise becomes a `DataError`."""
     try:
         yield
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"cannot be read ({first_line(error)})", where=name, fix=fix) from error
+        raise DataError(f"cannot be read ({first_line(error)})", where=name, fix=READABLE) from error
 
 
 READERS: dict[str, tuple[Callable[[Path, LeftOut], Iterator[Row]], tuple[str, ...]]] = {
@@ -446,8 +434,6 @@ READERS: dict[str, tuple[Callable[[Path, LeftOut], Iterator[Row]], tuple[str, ..
     "text": (_text_row, TEXTS),
 }
 """Name of a builder in `datasets` -> what reads its files here, and which files."""
-STREAMABLE = (*TABLES, ".json", *JSON_LINES)
-"""Suffixes of files that can be streamed."""
 READABLE = "check the network, the files, the split and the subset"
 
 
@@ -464,11 +450,11 @@ class RemoteFile(PosixPath):
         return xopen(str(self), "rb")
 
 
-class _Files:
-    """Rows of files that this module reads, with a state as a data set of `datasets` has it."""
+class FileRows:
+    """Rows of files, one file after another, with a state as a data set of `datasets` has it."""
 
-    def __init__(self, files: Sequence[Path], parse: Callable[[Path, LeftOut], Iterator[Row]]) -> None:
-        self._files, self.parse = files, parse
+    def __init__(self, files: Sequence[Path], left_out: LeftOut) -> None:
+        self.files, self._left_out = files, left_out
         self._file, self._rows = 0, 0  # the current file, and how many of its rows have been read
 
     def state_dict(self) -> dict[str, Any]:
@@ -479,35 +465,33 @@ class _Files:
         """Go on from `state`."""
         self._file, self._rows = state["file"], state["rows"]
 
-    def rows(self, left_out: LeftOut) -> Iterator[Row]:
-        """The rows from the state on; unusable ones go to `left_out`."""
-        while self._file < len(self._files):
-            done = self._rows
-            for number, row in enumerate(self.parse(self._files[self._file], left_out), start=1):
-                if number > done:
-                    self._rows = number
-                    yield row
-                elif number == done:
-                    left_out.clear()  # what precedes the state has been counted
+    def __iter__(self) -> Iterator[Row]:
+        """The rows from the state on; unusable ones are left out."""
+        while self._file < len(self.files):
+            for row in _file_rows(self.files[self._file], self._left_out, self._rows):
+                self._rows += 1
+                yield row
             self._file, self._rows = self._file + 1, 0
 
 
 class RowStream:
-    """The rows of a data set in its own order, from any state that was saved. Nothing is cached.
+    """The rows of a source in its own order, from the first one or from any state that was saved. Nothing is cached.
 
-    The data set is on the hub, at one commit, or a folder, a saved data set or a file of a `STREAMABLE` kind. States
-    lead to the right part of the right file; those of tables are the states of `datasets`. left_out: receives unusable
-    rows. Raises `DataError` for a data set that is missing or cannot be read.
+    name: a file, a folder (of which `pattern` chooses files), a saved data set, or a data set on the hub at one commit
+    (of which `subset` and `folder` select parts). split: of a saved data set or one on the hub. left_out: receives
+    unusable rows, and files of folders that are not read. Raises `DataError` for a source that is missing, malformed or
+    cannot be read.
     """
 
     def __init__(
         self,
         name: str,
-        split: str,
-        subset: str | None,
-        folder: str | None,
-        pattern: str = "*",
         left_out: LeftOut | None = None,
+        *,
+        split: str = "train",
+        subset: str | None = None,
+        folder: str | None = None,
+        pattern: str = "*",
     ) -> None:
         self.name, self._split, self._subset, self._folder, self._pattern = name, split, subset, folder, pattern
         self.left_out = left_out or LeftOut()
@@ -516,13 +500,15 @@ class RowStream:
         if not usable_path(name, error=DataError).exists():
             refuse_missing(name)
             self.commit = commit_or_download(name)
-        self._data, self._beginning = self._open()
+        self._data = self._open()
+        self._beginning: Mapping[str, Any] = self._data.state_dict()
 
     def go_to(self, commit: str | None) -> None:
         """Read the data set at another commit from now on."""
         if commit != self.commit:
             self.commit = commit
-            self._data, self._beginning = self._open()
+            self._data = self._open()
+            self._beginning = self._data.state_dict()
 
     def rows_from(self, number: int, state: Mapping[str, Any] | None) -> Iterator[Row]:
         """Row `number` and those after it in an epoch. state: `state()` at that row, or None for the first row.
@@ -530,21 +516,15 @@ class RowStream:
         A state that another reader of the same rows has left is not used: the rows before are read again.
         """
         is_known = state is not None and _reader_of(state) == _reader_of(self._beginning)
-        with _as_data_error(self.name, READABLE):
+        with _as_data_error(self.name):
             self._data.load_state_dict(dict(state if state is not None and is_known else self._beginning))
-            rows = islice(self._rows(number if is_known else 0), 0 if is_known else number, None)
-        while True:
-            with _as_data_error(self.name, READABLE):
-                row = next(rows, None)
-            if row is None:
-                return
-            yield row
+            yield from islice(self._rows(number if is_known else 0), 0 if is_known else number, None)
 
     @property
     def holds_texts(self) -> bool:
         """Whether the rows are whole text files."""
-        if isinstance(self._data, _Files):
-            return self._data.parse is _text_row
+        if isinstance(self._data, FileRows):
+            return {kind_of(file) for file in self._data.files} <= {*TEXTS}
         return bool(self._data.info.builder_name == "text")
 
     def state(self) -> dict[str, Any]:
@@ -553,43 +533,37 @@ class RowStream:
         return state
 
     def _rows(self, first: int) -> Iterator[Row]:
-        if isinstance(self._data, _Files):
-            yield from self._data.rows(self.left_out)
+        if isinstance(self._data, FileRows):
+            yield from self._data
             return
-        types = self._data.features
+        types = dict(self._data.features or {})
         for number, fields in enumerate(self._data, start=first):
-            yield Row(_plain(fields, dict(types or {})), self.name, f"{self.name}[{number}]")
+            yield Row(_plain(fields, types), self.name, f"{self.name}[{number}]")
 
-    def _open(self) -> tuple[Any, Mapping[str, Any]]:
-        """(the data set, its state at the first row)."""
+    def _open(self) -> Any:
+        """The data set: `FileRows`, or a stream of `datasets`."""
         path = usable_path(self.name, error=DataError)
-        if path.is_file() and kind_of(path) in (".json", *JSON_LINES) and self._split == "train":
-            data: Any = _Files([path], _json_rows)  # without `datasets`, which takes seconds to import
-            return data, data.state_dict()
+        if path.is_file():  # without `datasets`, which takes seconds to import
+            if path.name == DATASET_INFO:
+                raise _list_of_data_sets(path)
+            return FileRows([path], self.left_out)
+        if path.is_dir() and not is_saved(path):
+            return FileRows(_folder_files(path, self.left_out, self._pattern), self.left_out)
+        if path.exists() and not path.is_dir():
+            raise DataError("neither a file nor a folder", where=self.name)
         library = _datasets_library(self.name)
-        with _as_data_error(self.name, READABLE):
-            data = self._load(library)
+        with _as_data_error(self.name):
+            if path.is_dir():
+                data = _saved(library, path, self._split)
+            elif self.commit is None:
+                data = _downloaded(library, self.name, self._subset, self._folder, self._split)
+            else:
+                options = {"data_dir": self._folder, "revision": self.commit}
+                data = _on_hub(library, self.name, self._subset, self._split, self.left_out, **options)
             data = data.to_iterable_dataset() if isinstance(data, library.Dataset) else data
             if "decode=True" in str(getattr(data, "features", None)):  # its decoder of JSON rounds numbers
                 data = data.decode(False)
-            return data, data.state_dict()
-
-    def _load(self, library: ModuleType) -> Any:
-        path = usable_path(self.name, error=DataError)
-        if path.is_file():
-            if kind_of(path) not in STREAMABLE:
-                fix = f"leave data.streaming out, or name a folder, a data set on the hub or {', '.join(STREAMABLE)}"
-                raise DataError("is not a file that can be streamed", where=self.name, fix=fix)
-            kind, files = TABLES.get(kind_of(path), "json"), glob.escape(str(path))
-            return library.load_dataset(kind, data_files=files, split=self._split, streaming=True)
-        if path.is_dir() and is_saved(path):
-            return _saved(library, path, self._split)
-        if not path.exists() and self.commit is None:
-            return _downloaded(library, self.name, self._subset, self._folder, self._split)
-        options: dict[str, Any] = {"data_dir": self._folder, "revision": self.commit}
-        if path.is_dir():
-            options = {"data_files": None if self._pattern == "*" else self._pattern}
-        return _as_local(library, self.name, self._subset, self._split, **options)
+            return data
 
 
 def _datasets_library(name: str) -> ModuleType:
@@ -608,7 +582,7 @@ def _datasets_library(name: str) -> ModuleType:
 
 def _register_zstd() -> None:
     """Let `datasets` stream `.zst` files through pyarrow; by itself it needs another package for them."""
-    from fsspec import compression
+    from fsspec import compression  # type: ignore[import-untyped]
 
     if "zstd" not in compression.compr:
         compression.register_compression("zstd", lambda file, mode="rb", **_: zstd_reader(file), "zst")
@@ -638,3 +612,42 @@ def _plain(value: Any, kind: Any) -> Any:
         number = int(value) if value.as_tuple().exponent == 0 else float(value)
         return number if Decimal(repr(number)) == value else value  # not if it would be rounded
     return value
+
+
+# The hub --------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def commit_or_download(name: str) -> str | None:
+    """The latest commit of a data set, or `None` if the hub does not provide it but an earlier download exists.
+
+    A process looks up a data set once, so it checks, caches and reads the same commit. Raises `DataError` if there is
+    neither.
+    """
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        return str(hub_client.ask_hub(lambda api: api.dataset_info(name, timeout=hub_client.TIMEOUT_SECONDS)).sha)
+    except Exception as error:
+        if is_downloaded(name):
+            return None
+        nearest = nearest_path(Path(name))
+        what = "neither a local file nor an earlier download, and the Hugging Face hub did not provide it"
+        what, fix = f"{what} ({first_line(error)})", "name a local file or folder"
+        if isinstance(error, RepositoryNotFoundError):
+            what = "the Hugging Face hub has no data set of this name, or keeps it private"
+            fix = "correct the name, or log in with `hf auth login`"
+        raise DataError(what, where=name, fix=f"did you mean {nearest}?" if nearest else fix) from error
+
+
+def is_downloaded(name: str) -> bool:
+    """Whether the cache of `datasets` may hold `name`, without importing `datasets`, which takes seconds."""
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HOME, "datasets")
+    return folder.is_dir() and any(_letters(each.name) == _letters(name) for each in folder.iterdir())
+
+
+def _letters(name: str) -> str:
+    """What `Org/TinyTexts` has in common with the name of its folder, `Org___tiny_texts`."""
+    return name.replace("/", "").replace("_", "").lower()

@@ -40,15 +40,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.data.compressed_files import kind_of
 from megatrain.data.encode import EncodedSample, Encoder, Statistics, try_to_render
 from megatrain.data.encoding_processes import encode_in_processes
-from megatrain.data.hub_datasets import commit_or_download
+from megatrain.data.files import kind_of, unreadable
 from megatrain.data.images import Image
 from megatrain.data.kto import BAD, GOOD, MISMATCHED
 from megatrain.data.preferences import whole_pairs
 from megatrain.data.processor import ImageText
-from megatrain.data.read_rows import JSON_LINES, SEPARATED, Bad, LeftOut, file_digest, unreadable
+from megatrain.data.read_rows import JSON_LINES, SEPARATED, Bad, LeftOut, commit_or_download, file_digest
 from megatrain.data.sample_formats import Sample
 from megatrain.data.sample_sources import Source, read_samples
 from megatrain.data.token_files import TokenArray, TokenFile, open_tokens, write_tokens

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.data.images import MARK, Image, place_before_question, take_images
-from megatrain.data.loss_switches import ONLY_LAST, Parts, as_label, refuse_row_switches, take_switches
+from megatrain.data.loss_switches import ONLY_LAST, as_label, refuse_row_switches, take_switches
 from megatrain.data.messages import (
     OTHER_ROLES,
     ROLES,
@@ -146,8 +146,7 @@ class Sample:
     tools: tuple[Tool, ...] = ()
     values: Mapping[str, Any] = field(default_factory=dict)  # arguments of the chat template, before those of the run
     untrained: frozenset[int] = frozenset()  # messages not trained: those of a prompt, and those with a weight of 0
-    trained_parts: Mapping[int, Parts] = field(default_factory=dict)  # message -> its only trained characters
-    says_untrained: bool = False  # whether keys of its row say that messages, or parts of them, are not trained
+    says_untrained: bool = False  # whether keys of its row say that messages are not trained
     prompt: str = ""  # precedes `text` and is not trained
     text: str | None = None
     ids: TokenArray | None = None
@@ -433,7 +432,7 @@ _READERS = {
 
 def _with_switches(sample: Sample, row: Row) -> Sample:
     """`sample`, with what the keys of its messages and of the row say about what is trained (see `loss_switches`)."""
-    messages, off, parts = take_switches(sample.messages, row.place)
+    messages, off = take_switches(sample.messages, row.place)
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if (only_last := row.fields.get(ONLY_LAST)) not in (None, ""):
         if as_label(only_last) is None:
@@ -444,8 +443,7 @@ def _with_switches(sample: Sample, row: Row) -> Sample:
         sample,
         messages=messages,
         untrained=sample.untrained | off,
-        trained_parts=parts,
-        says_untrained=bool(off or parts),
+        says_untrained=bool(off),
     )
 
 

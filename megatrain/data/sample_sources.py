@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from megatrain.data.kto import read_unpaired, with_mismatched
 from megatrain.data.preferences import read_pair
-from megatrain.data.read_rows import LeftOut, Row, read_rows
+from megatrain.data.read_rows import LeftOut, Row, RowStream
 from megatrain.data.sample_formats import LabelCheck, Sample, Schema, detect_schema, read_sample, require_json
 from megatrain.errors import DataError, SampleError
 from megatrain.system.paths import usable_path
@@ -29,9 +29,9 @@ class Source:
     limit: int | None = None  # read this many samples, the first ones
     pattern: str = "*"  # which files of a local folder are read
 
-    def rows(self, left_out: LeftOut) -> Iterator[Row]:
-        """See `read_rows`."""
-        return read_rows(
+    def opened(self, left_out: LeftOut) -> RowStream:
+        """Its rows; unusable ones go to `left_out`."""
+        return RowStream(
             self.name, left_out, split=self.split, subset=self.subset, folder=self.folder, pattern=self.pattern
         )
 
@@ -62,7 +62,7 @@ def read_samples(sources: Sequence[Source], left_out: LeftOut) -> Iterator[Sampl
 
 def _read_source(source: Source, left_out: LeftOut, labels: LabelCheck) -> Iterator[Sample]:
     taken = 0
-    rows = source.rows(left_out)
+    rows = source.opened(left_out).rows_from(0, None)
 
     def within_limit() -> Iterator[Row]:
         for row in rows:

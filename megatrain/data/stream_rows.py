@@ -25,7 +25,7 @@ import numpy as np
 
 from megatrain.data.encode import EncodedSample, Encoder, Statistics, encode_batch
 from megatrain.data.packing import Indices, Row, best_fit, packed_row
-from megatrain.data.read_rows import Bad, LeftOut, RowStream
+from megatrain.data.read_rows import Bad, LeftOut
 from megatrain.data.read_rows import Row as FileRow
 from megatrain.data.sample_formats import LabelCheck, Sample
 from megatrain.data.sample_sources import Source, samples_of
@@ -108,9 +108,7 @@ class StreamRows:
         """The first sample that was read."""
         self.holds_chats = False
         self._unusable = LeftOut(bad)  # of the rows that are being read
-        self._stream = RowStream(
-            source.name, source.split, source.subset, source.folder, source.pattern, self._unusable
-        )
+        self._stream = source.opened(self._unusable)
         if self._stream.holds_texts:
             what, fix = "is plain text, of which each file would be a sample", "leave data.streaming out"
             raise DataError(what, where=source.name, fix=fix)

@@ -3,7 +3,7 @@
 A source is one of
 
 * a text file with any suffix: one document;
-* a `.jsonl` file: one document per line, its `text` field; both may be compressed (`compressed_files.py`);
+* a `.jsonl` file: one document per line, its `text` field; both may be compressed (`files.py`);
 * a folder: every file below it that matches a pattern, in sorted order, each read as above;
 * `python-stdlib`: the Python code of the interpreter's standard library, real text that needs no network (write
   `./python-stdlib` for a folder of that name).
@@ -18,23 +18,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
-from megatrain.data.compressed_files import (
+from megatrain.data.files import (
     COMPRESSIONS,
+    STDLIB,
     DamagedData,
+    SourceFile,
+    find_files,
     kind_of,
     open_bytes,
     open_text,
-    without_compression,
+    unreadable,
 )
 from megatrain.data.json_text import parse_json
 from megatrain.data.token_files import TokenArray, TokenFile, is_token_file, open_tokens, write_tokens
@@ -49,29 +49,13 @@ from megatrain.data.tokenizer import (
 from megatrain.errors import DataError
 from megatrain.formatting import counted
 from megatrain.system.locks import alone
-from megatrain.system.paths import missing, usable_path
+from megatrain.system.paths import usable_path
 
-STDLIB = "python-stdlib"
 PIECE_CHARACTERS = 1 << 20
 BYTES_PER_TOKEN = 4
 """A rough average, also used as the compression ratio of text files."""
 COMPRESSION_MAGIC = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ", b"PK\x03\x04")
 """The first bytes of gzip, zstd, bzip2, xz and zip files."""
-
-# Installed packages, tests, and files that are mostly tables or copies.
-STDLIB_LEFT_OUT = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings"}
-)
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """A file to read, with its size and modification time, which show whether it has changed."""
-
-    path: Path
-    nbytes: int
-    mtime_ns: int
-    named: bool  # named by the user, not found in a folder, so it must be text
 
 
 class Piece(NamedTuple):
@@ -79,32 +63,6 @@ class Piece(NamedTuple):
 
     text: str
     ends_document: bool
-
-
-def find_files(sources: Sequence[str | Path], pattern: str = "*") -> tuple[list[SourceFile], Counter[str]]:
-    """(the files of `sources` in reading order, reason -> number of files that were left out of folders).
-
-    pattern: chooses the files of a folder, matched from the right: `*.md` at any depth, `docs/*.md` in any folder
-    `docs`. Raises `DataError` for a source that is missing or unreadable, and if no file matches.
-    """
-    files: list[SourceFile] = []
-    skipped: Counter[str] = Counter()
-    for source in sources:
-        path = usable_path(source, error=DataError)
-        if source == STDLIB:
-            found = _stdlib_files()
-        elif path.is_dir():
-            found = _folder_files(path, pattern, skipped)
-        elif path.is_file():
-            found = [path]
-        elif path.exists():
-            raise DataError("neither a file nor a folder", where=str(path))
-        else:
-            raise missing(path, DataError)
-        files += [_source_file(file, named=file == path) for file in found]
-    if not sources:
-        raise DataError("no data source was given", fix=f"name a file or folder, or `{STDLIB}`")
-    return files, skipped
 
 
 def about_tokens(sources: Sequence[str], tokenizer: str = "", pattern: str = "*") -> int | None:
@@ -137,76 +95,7 @@ def read_pieces(files: Iterable[SourceFile], skipped: Counter[str]) -> Iterator[
         except UnicodeDecodeError as error:
             raise _not_text(error, file.path) from error
         except OSError as error:
-            raise _unreadable(error, file.path) from error
-
-
-def _source_file(path: Path, *, named: bool) -> SourceFile:
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise _unreadable(error, path) from error
-    # Links are not resolved: in the hub's cache the link has the file's name, and its target a hash.
-    return SourceFile(path.absolute(), status.st_size, status.st_mtime_ns, named)
-
-
-def _folder_files(folder: Path, pattern: str, skipped: Counter[str]) -> list[Path]:
-    glob = pattern.removeprefix("**/")  # implied by every pattern
-    if not glob or "**" in glob or glob.startswith("/"):
-        raise DataError(f"{pattern!r} is not a pattern for files", where=str(folder), fix="write `*.txt`")
-    found: list[Path] = []
-    for path in _walk(folder, skipped, frozenset()):
-        if not path.relative_to(folder).match(glob):
-            continue
-        if path.name.startswith("."):
-            skipped["hidden"] += 1
-        elif not _is_file(path):
-            skipped["special"] += 1  # a pipe, or a broken link
-        else:
-            found.append(path)
-    if not found:
-        fix = "name a folder with text in it" if glob == "*" else "correct the pattern"
-        raise DataError(f"no file matches {pattern!r}", where=str(folder), fix=fix)
-    once: dict[Path, Path] = {}  # by the uncompressed name; an uncompressed file is sorted first
-    for path in sorted(found):
-        once.setdefault(without_compression(path), path)
-    if copies := len(found) - len(once):
-        skipped["compressed copy of a file"] += copies
-    return list(once.values())
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError as error:  # in a folder that may be listed, but not entered
-        raise _unreadable(error, path) from error
-
-
-def _stdlib_files() -> list[Path]:
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    found = sorted(path for path in _walk(folder, Counter(), STDLIB_LEFT_OUT) if path.suffix == ".py")
-    if not found:
-        fix = "name another source, since this interpreter keeps its library elsewhere"
-        raise DataError(f"no Python file in {folder}", where=STDLIB, fix=fix)
-    return found
-
-
-def _walk(folder: Path, skipped: Counter[str], without: frozenset[str]) -> Iterator[Path]:
-    """The files in `folder` and below it, except in hidden folders, linked folders and those named in `without`."""
-    for place, folders, names in os.walk(folder, onerror=_refuse):
-        inside = []
-        for name in folders:
-            if name.startswith("."):
-                skipped["hidden"] += 1
-            elif os.path.islink(os.path.join(place, name)):
-                skipped["linked"] += 1
-            elif name not in without:
-                inside.append(name)
-        folders[:] = inside  # `os.walk` continues with these
-        yield from (Path(place, name) for name in names)
-
-
-def _refuse(error: OSError) -> NoReturn:
-    raise _unreadable(error, error.filename) from error
+            raise unreadable(error, file.path) from error
 
 
 def _not_text(error: UnicodeDecodeError, path: Path) -> DataError:
@@ -217,11 +106,6 @@ def _not_text(error: UnicodeDecodeError, path: Path) -> DataError:
         return DataError(what, where=str(path), fix="rename it to end in .gz or .zst, or decompress it")
     what = f"not UTF-8 text ({error.reason})"
     return DataError(what, where=str(path), fix="convert it to UTF-8, or leave it out")
-
-
-def _unreadable(error: OSError, path: Path | str) -> DataError:
-    remedy = "download it again" if isinstance(error, DamagedData) else "make it readable"
-    return DataError(error.strerror or str(error), where=str(path), fix=f"{remedy}, or leave it out")
 
 
 def _text_pieces(path: Path, skipped: Counter[str]) -> Iterator[Piece]:

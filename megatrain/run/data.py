@@ -60,9 +60,9 @@ from megatrain.data import (
     turn_ends,
     unused_tokens,
 )
+from megatrain.data.files import STDLIB
 from megatrain.data.processor import Processor, load_processor, refuse_without_tower
 from megatrain.data.stream_rows import BLOCK_ROWS, Packing
-from megatrain.data.text_sources import STDLIB
 from megatrain.dist import ALONE, World
 from megatrain.dist.world import refuse_unlike
 from megatrain.errors import ConfigError, DataError, ModelError
@@ -393,7 +393,7 @@ class _Opening:
             "tags": (bool(named) and has_samples, "samples"),
             "chat_template": (has_samples, "samples"),
             "chat_template_kwargs": (has_samples, "samples"),
-            "split": (self.data.streaming or any(map(has_splits, named)), "a data set on the hub or a saved one"),
+            "split": (any(map(has_splits, named)), "a data set on the hub or a saved one"),
             "validation_split": (any(map(has_splits, self.data.validation.values())), "a data set with splits"),
             "subset": (any(map(is_of_hub, named)), "a data set on the hub"),
         }

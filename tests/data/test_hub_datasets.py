@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pyarrow
@@ -77,7 +78,7 @@ def test_rows_are_of_the_commit_that_was_looked_up(hub: Hub, monkeypatch: pytest
     """Even if the data set is changed between the two."""
     commit = hub.publish("org/texts", shards("jsonl"))
     hub.publish("org/texts", shards("jsonl", ["later"] * COUNT))
-    monkeypatch.setattr("megatrain.data.read_rows.commit_or_download", lambda name: commit)
+    monkeypatch.setattr(hub_client, "ask_hub", lambda _: SimpleNamespace(sha=commit))
     assert sorted(row.fields["text"] for row in read_rows("org/texts", LeftOut())) == sorted(TEXTS)
 
 
@@ -181,7 +182,7 @@ def test_cells_of_tables_are_texts_as_in_local_files(hub: Hub, tmp_path: Path, e
     assert local[1] == {"prompt": "agent", "completion": "007"}
     assert [row.fields for row in read_rows("org/table", LeftOut())] == local
     for name in ("org/table", str(tmp_path)):
-        assert [row.fields for row in RowStream(name, "train", None, None).rows_from(0, None)] == local
+        assert [row.fields for row in RowStream(name).rows_from(0, None)] == local
 
 
 def test_text_files_are_documents_as_local_ones_are(hub: Hub) -> None:

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 from megatrain.data.chat import choose_template, mark_chat
-from megatrain.data.encode import EncodeOptions, Encoder, Statistics, encode_samples
-from megatrain.data.kto import read_unpaired, with_mismatched
 from megatrain.data.preferences import read_pair
 from megatrain.data.read_rows import Row
 from megatrain.data.sample_formats import Sample, Schema, detect_schema, read_sample
@@ -59,45 +57,15 @@ def test_every_key_of_other_trainers_is_honoured(key: str, off: Any, on: Any) ->
     assert trained({"prompt": [user("q")], "completion": completion}) == [f"GOOD{ENDED}"]
 
 
-@pytest.mark.parametrize("key", ["train_detail", "training_detail"])
-def test_characters_of_a_content_are_trained_as_axolotl_documents_it(key: str) -> None:
-    says = "I'm doing very well, thank you!"
-    details = [(0, 8, False), (9, 18, True), (19, 30, False)]
-    entries = [{"begin_offset": begin, "end_offset": end, "train": on} for begin, end, on in details]
-    fields = {"messages": [user("q"), assistant(says, **{key: entries}), user("r"), assistant("b")]}
-    assert trained(fields) == [" very well", ENDED, f"b{ENDED}"]
-    for name in ("qwen3", "llama3_1", "phi4"):  # the last has generation marks
-        texts = trained(fields, name)
-        assert texts[0] == " very well"
-        assert not any("thank" in text or "doing" in text for text in texts)
-        assert texts[1].startswith("<|")
-    whole = [{"begin_offset": 0, "end_offset": 99, "train": True}]
-    assert trained({"messages": [user("q"), assistant(" a ", **{key: whole}), user("r")]}, "llama3_1")[0] == "a"
-    assert trained({"messages": [user("q"), assistant("a", **{key: entries[:1]})]}) == []
-    assert trained({"messages": [user("q"), assistant("a", **{key: []})]}) == []
-    assert trained({"messages": [user("q"), assistant("a", train=False, **{key: entries})]}) == []
-
-
-def test_parts_of_a_content_are_trained_one_by_one() -> None:
+def test_parts_of_a_content_are_all_trained_or_none() -> None:
     def parts(*pairs: tuple[str, Any]) -> dict[str, Any]:
         content = [{"type": "text", "text": text, **({} if on is None else {"train": on})} for text, on in pairs]
         return {"role": "assistant", "content": content}
 
-    some = parts(("BAD ", False), ("good", None), (" BAD", False))
-    assert trained({"messages": [user("q"), some]}) == ["good", ENDED]
     assert trained({"messages": [user("q"), parts(("BAD", False), ("", True))]}) == []
     assert trained({"messages": [user("q"), parts(("a", True), ("b", None))]}) == [f"ab{ENDED}"]
-    mixed = [{"type": "reasoning", "value": "r", "loss_weight": 0}, {"type": "text", "value": "a", "loss_weight": 1}]
-    message = {"role": "assistant", "content": mixed}
-    assert "parts that are not trained beside reasoning" in refused({"messages": [user("q"), message]})
-
-
-def test_the_mask_of_tokens_follows_the_characters() -> None:
-    detail = [{"begin_offset": 2, "end_offset": 3, "train": True}]
-    sample = read({"messages": [user("q"), assistant("abcdef", train_detail=detail)]})
-    (found,) = encode_samples([sample], Encoder(byte_tokenizer("chatml"), EncodeOptions()), Statistics())
-    ids = found.ids[found.trained]
-    assert byte_tokenizer("chatml").decode(ids) == f"cd{ENDED}"
+    some = {"messages": [user("q"), parts(("BAD ", False), ("good", None))]}
+    assert "message 2 has parts that are trained beside others that are not; train the whole" in refused(some)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +80,8 @@ def test_the_mask_of_tokens_follows_the_characters() -> None:
         (assistant("a", is_trained=False), "message 2 has 'is_trained': False"),
         (assistant("a", loss_weights=[0, 1]), r"message 2 has 'loss_weights': \[0, 1\]"),
         (assistant("a", skip=1), "message 2 has 'skip': 1"),
-        (assistant("a", train_detail=[{"begin": 1}]), "message 2 has a train_detail that cannot be used: an entry"),
-        (assistant("a", train_detail="x"), "message 2 has a train_detail that cannot be used"),
+        (assistant("a", train_detail=[]), "message 2 has 'train_detail', which trains a part of it; train the whole"),
+        (assistant("a", training_detail=[{"train": True}]), "message 2 has 'training_detail', which trains a part"),
         ({**user("r"), "train": True}, r"message 2 \(user\) has 'train', but only answers are trained"),
         ({**user("r"), "loss_weight": 1.0}, r"message 2 \(user\) has 'loss_weight', but only answers are trained"),
     ],
@@ -228,11 +196,3 @@ def test_answers_of_pairs_keep_their_keys() -> None:
     }
     chosen, rejected = read_pair(Row(row, "r", "r:1"), Schema("preference"))
     assert (chosen.untrained, rejected.untrained) == ({0, 1}, {0})
-    detail = [{"begin_offset": 0, "end_offset": 0, "train": True}]
-    rows = [
-        {"messages": [user("q"), assistant("ab", train_detail=detail)], "label": True},
-        {"messages": [user("q"), assistant("x"), user("r"), assistant("cd")], "label": False},
-    ]
-    samples = [read_unpaired(Row(each, "r", f"r:{n}"), Schema("unpaired")) for n, each in enumerate(rows)]
-    found = list(with_mismatched(iter(samples), "rows"))
-    assert [sample.trained_parts for sample in found] == [{1: ((0, 1),)}, {}, {}, {3: ((0, 1),)}]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.data import Encoder, Loader, Source, StreamRows
+from megatrain.data import Loader
 from megatrain.data.stream_rows import Packing
 from megatrain.errors import DataError, SampleError
 from tests.data.streamed_datasets import TOKENIZER, WINDOW, loader, small_blocks, steps, stream, text  # noqa: F401  # a fixture
@@ -120,18 +120,10 @@ def test_text_shorter_than_a_row_is_not_called_empty(tmp_path: Path) -> None:
 
 
 def test_sources_that_cannot_stream_are_named(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("text\nx\n")
-    with pytest.raises(
-        DataError, match=r"a\.csv: is not a file that can be streamed; leave data\.streaming out, or name"
-    ):
-        stream(tmp_path / "a.csv")
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "a.txt").write_text("one\ntwo\n")
     with pytest.raises(DataError, match="plain: is plain text, of which each file would be a sample"):
         stream(tmp_path / "plain")
-    source, encoder = Source(str(folder(tmp_path / "a")), split="x"), Encoder(TOKENIZER)
-    with pytest.raises(DataError, match=r"cannot be read .*; check the network, the files, the split and the subset"):
-        StreamRows(source, encoder, "grouped", window=9, micro_batch=1, seed=0)
     (tmp_path / "mixed.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 3)
     with pytest.raises(DataError, match=r"mixed\.jsonl:1: is not plain text, but would be divided into windows"):
         stream(tmp_path / "mixed.jsonl", "windows").row(0)

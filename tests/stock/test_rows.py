@@ -140,16 +140,16 @@ def test_every_reader_gives_the_ids_of_the_rows_as_json(tmp_path: Path, writer: 
     (tmp_path / "data").mkdir()
     write(tmp_path / "data" / name, rows)
     expected = stock(rows)
-    assert ids_of(Source(str(tmp_path / "data" / name)).rows(LeftOut())) == expected
-    streamed = tmp_path / "data" if name == "a.csv" else tmp_path / "data" / name
-    stream = RowStream(str(streamed), "train", None, None)
+    assert ids_of(Source(str(tmp_path / "data" / name)).opened(LeftOut()).rows_from(0, None)) == expected
+    streamed = tmp_path / "data" / name
+    stream = RowStream(str(streamed))
     assert ids_of(stream.rows_from(0, None)) == expected
     going = stream.rows_from(0, None)
     list(zip(range(5), going, strict=False))
     state = json.loads(json.dumps(stream.state()))
-    assert ids_of(RowStream(str(streamed), "train", None, None).rows_from(5, state)) == expected[5:]
+    assert ids_of(RowStream(str(streamed)).rows_from(5, state)) == expected[5:]
     earlier = {"examples_iterable": {"type": "of another reader"}}
-    assert ids_of(RowStream(str(streamed), "train", None, None).rows_from(5, earlier)) == expected[5:]
+    assert ids_of(RowStream(str(streamed)).rows_from(5, earlier)) == expected[5:]
 
 
 def alike(*arguments: Fields) -> list[Fields]:
@@ -178,10 +178,10 @@ def test_streamed_json_keeps_its_types(tmp_path: Path, rows: list[Fields]) -> No
     (tmp_path / "a.jsonl").write_bytes(as_lines(rows))
     (tmp_path / "a.json").write_text(json.dumps(rows))
     for name in ("a.jsonl", "a.json"):
-        assert ids_of(RowStream(str(tmp_path / name), "train", None, None).rows_from(0, None)) == stock(rows)
+        assert ids_of(RowStream(str(tmp_path / name)).rows_from(0, None)) == stock(rows)
     (tmp_path / "folder").mkdir()
     (tmp_path / "a.jsonl").rename(tmp_path / "folder" / "a.jsonl")
-    assert ids_of(RowStream(str(tmp_path / "folder"), "train", None, None).rows_from(0, None)) == stock(rows)
+    assert ids_of(RowStream(str(tmp_path / "folder")).rows_from(0, None)) == stock(rows)
 
 
 def test_columns_that_datasets_made_dates_train_their_iso_text(tmp_path: Path) -> None:
@@ -193,8 +193,8 @@ def test_columns_that_datasets_made_dates_train_their_iso_text(tmp_path: Path) -
     made.save_to_disk(tmp_path / "saved")
     assert "timestamp" in str(made.features)
     for name in ("a.parquet", "saved"):
-        assert ids_of(Source(str(tmp_path / name)).rows(LeftOut())) == stock(rows)
-        assert ids_of(RowStream(str(tmp_path / name), "train", None, None).rows_from(0, None)) == stock(rows)
+        assert ids_of(Source(str(tmp_path / name)).opened(LeftOut()).rows_from(0, None)) == stock(rows)
+        assert ids_of(RowStream(str(tmp_path / name)).rows_from(0, None)) == stock(rows)
 
 
 def test_typed_columns_train_their_json_and_fillers_of_structs_are_no_keys(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_typed_columns_train_their_json_and_fillers_of_structs_are_no_keys(tmp_p
     others = [pyarrow.array(["x", "y"]).dictionary_encode(), pyarrow.array([b"0", b"1"])]
     table = pyarrow.table([turns, *others], ["messages", "kind", "bytes"])
     parquet.write_table(table, tmp_path / "a.parquet")
-    assert ids_of(Source(str(tmp_path / "a.parquet")).rows(LeftOut())) == stock(expected)
+    assert ids_of(Source(str(tmp_path / "a.parquet")).opened(LeftOut()).rows_from(0, None)) == stock(expected)
 
 
 @pytest.mark.parametrize("value", [b"x", timedelta(seconds=3), Decimal("0.12345678901234567890123")])
@@ -216,14 +216,14 @@ def test_values_that_json_does_not_have_are_refused(tmp_path: Path, value: objec
     turns = pyarrow.array([chat({"value": value})["messages"]])
     parquet.write_table(pyarrow.table([turns, pyarrow.array([b"x"])], ["messages", "more"]), tmp_path / "a.parquet")
     with pytest.raises(SampleError, match=r"a\.parquet\[0\]: holds .*, which no JSON can hold; write it as text or"):
-        ids_of(Source(str(tmp_path / "a.parquet")).rows(LeftOut()))
+        ids_of(Source(str(tmp_path / "a.parquet")).opened(LeftOut()).rows_from(0, None))
 
 
 def test_json_lines_of_which_no_row_parses_are_told_of_their_json(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{'messages': []}\n" * 3)
     assert holds_samples(str(tmp_path / "a.jsonl"))
     with pytest.raises(SampleError, match=r"a\.jsonl:1: not a line of JSON"):
-        ids_of(Source(str(tmp_path / "a.jsonl")).rows(LeftOut()))
+        ids_of(Source(str(tmp_path / "a.jsonl")).opened(LeftOut()).rows_from(0, None))
 
 
 # Plain texts ----------------------------------------------------------------------------------------------------------

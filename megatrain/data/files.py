@@ -1,0 +1,192 @@
+"""Finds the files of a source, and opens them, transparently decompressing `.gz` and `.zst` (`chats.jsonl.gz`, say).
+
+The last suffix says how a file is compressed, the one before it what it contains. A folder is every file below it that
+matches a pattern, in sorted order; hidden files and links to folders are left out, and a file and its compressed copy
+count once. Not supported: compressed Parquet and Arrow files, which have a compression of their own, bzip2, xz and
+archives.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import sysconfig
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, BinaryIO, NoReturn, TextIO, cast
+
+from megatrain.errors import DataError, first_line
+from megatrain.system.paths import missing, usable_path
+
+STDLIB = "python-stdlib"
+"""The source that is the Python code of the interpreter's standard library, real text that needs no network."""
+# Installed packages, tests, and files that are mostly tables or copies.
+STDLIB_LEFT_OUT = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings"}
+)
+COMPRESSIONS = (".gz", ".zst")
+COLUMNS = (".parquet", ".arrow")
+
+
+class DamagedData(OSError):
+    """Compressed data that is truncated, corrupt, or of another format than its suffix says."""
+
+
+def without_compression(path: Path) -> Path:
+    """The path without the suffix of a compression: `chats.jsonl` for `chats.jsonl.gz`."""
+    return path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
+
+
+def kind_of(path: Path) -> str:
+    """The suffix that says what a file contains, in lower case: `.jsonl` for `chats.JSONL.gz`. A compressed table keeps
+    both suffixes (`.parquet.gz`), which no reader accepts."""
+    inner = without_compression(path).suffix.lower()
+    return inner + path.suffix.lower() if inner in COLUMNS and path.suffix.lower() != inner else inner
+
+
+@contextmanager
+def open_bytes(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading bytes, decompressed as they are read. Raises `OSError`, which includes `DamagedData`."""
+    with path.open("rb") as stored, _decompressed(stored, path.suffix.lower()) as file:
+        try:
+            yield cast(BinaryIO, file)
+        except (EOFError, zlib.error, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # not from a decompressor
+                raise
+            raise DamagedData(f"compressed data that is damaged ({first_line(error)})") from error
+
+
+@contextmanager
+def open_text(path: Path) -> Iterator[TextIO]:
+    """`open_bytes` as UTF-8 text, without a byte-order mark and with line ends unchanged."""
+    with open_bytes(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+        yield text
+
+
+def _decompressed(file: IO[bytes], suffix: str) -> IO[bytes]:
+    if suffix == ".gz":
+        return cast(IO[bytes], gzip.open(file))
+    return zstd_reader(file) if suffix == ".zst" else file
+
+
+def zstd_reader(source: IO[bytes]) -> IO[bytes]:
+    """Read the decompressed bytes of an open zstd file."""
+    import pyarrow  # `datasets` brings it
+
+    return io.BufferedReader(pyarrow.input_stream(source, compression="zstd"))
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file to read, with its size and modification time, which show whether it has changed."""
+
+    path: Path
+    nbytes: int
+    mtime_ns: int
+    named: bool  # named by the user, not found in a folder, so it must be text
+
+
+def find_files(sources: Sequence[str | Path], pattern: str = "*") -> tuple[list[SourceFile], Counter[str]]:
+    """(the files of `sources` in reading order, reason -> number of files that were left out of folders).
+
+    pattern: chooses the files of a folder, matched from the right: `*.md` at any depth, `docs/*.md` in any folder
+    `docs`. Raises `DataError` for a source that is missing or unreadable, and if no file matches.
+    """
+    files: list[SourceFile] = []
+    skipped: Counter[str] = Counter()
+    for source in sources:
+        path = usable_path(source, error=DataError)
+        if source == STDLIB:
+            found = _stdlib_files()
+        elif path.is_dir():
+            found = _folder_files(path, pattern, skipped)
+        elif path.is_file():
+            found = [path]
+        elif path.exists():
+            raise DataError("neither a file nor a folder", where=str(path))
+        else:
+            raise missing(path, DataError)
+        files += [_source_file(file, named=file == path) for file in found]
+    if not sources:
+        raise DataError("no data source was given", fix=f"name a file or folder, or `{STDLIB}`")
+    return files, skipped
+
+
+def _source_file(path: Path, *, named: bool) -> SourceFile:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise unreadable(error, path) from error
+    # Links are not resolved: in the hub's cache the link has the file's name, and its target a hash.
+    return SourceFile(path.absolute(), status.st_size, status.st_mtime_ns, named)
+
+
+def _folder_files(folder: Path, pattern: str, skipped: Counter[str]) -> list[Path]:
+    glob = pattern.removeprefix("**/")  # implied by every pattern
+    if not glob or "**" in glob or glob.startswith("/"):
+        raise DataError(f"{pattern!r} is not a pattern for files", where=str(folder), fix="write `*.txt`")
+    found: list[Path] = []
+    for path in _walk(folder, skipped, frozenset()):
+        if not path.relative_to(folder).match(glob):
+            continue
+        if path.name.startswith("."):
+            skipped["hidden"] += 1
+        elif not _is_file(path):
+            skipped["special"] += 1  # a pipe, or a broken link
+        else:
+            found.append(path)
+    if not found:
+        fix = "name a folder with text in it" if glob == "*" else "correct the pattern"
+        raise DataError(f"no file matches {pattern!r}", where=str(folder), fix=fix)
+    once: dict[Path, Path] = {}  # by the uncompressed name; an uncompressed file is sorted first
+    for path in sorted(found):
+        once.setdefault(without_compression(path), path)
+    if copies := len(found) - len(once):
+        skipped["compressed copy of a file"] += copies
+    return list(once.values())
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError as error:  # in a folder that may be listed, but not entered
+        raise unreadable(error, path) from error
+
+
+def _stdlib_files() -> list[Path]:
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    found = sorted(path for path in _walk(folder, Counter(), STDLIB_LEFT_OUT) if path.suffix == ".py")
+    if not found:
+        fix = "name another source, since this interpreter keeps its library elsewhere"
+        raise DataError(f"no Python file in {folder}", where=STDLIB, fix=fix)
+    return found
+
+
+def _walk(folder: Path, skipped: Counter[str], without: frozenset[str]) -> Iterator[Path]:
+    """The files in `folder` and below it, except in hidden folders, linked folders and those named in `without`."""
+    for place, folders, names in os.walk(folder, onerror=_refuse):
+        inside = []
+        for name in folders:
+            if name.startswith("."):
+                skipped["hidden"] += 1
+            elif os.path.islink(os.path.join(place, name)):
+                skipped["linked"] += 1
+            elif name not in without:
+                inside.append(name)
+        folders[:] = inside  # `os.walk` continues with these
+        yield from (Path(place, name) for name in names)
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise unreadable(error, error.filename) from error
+
+
+def unreadable(error: OSError, path: Path | str) -> DataError:
+    """The error for a file, or for a folder with one, that the system or its compression refuses to read."""
+    remedy = "download it again" if isinstance(error, DamagedData) else "make it readable"
+    return DataError(error.strerror or str(error), where=str(error.filename or path), fix=f"{remedy}, or leave it out")
