@@ -39,7 +39,6 @@ from megatrain.plan import (
     step_flops,
 )
 from megatrain.plan.estimates import coarse, cut, shallow
-from megatrain.plan.search_space import ATTENTION, CHOSEN
 from megatrain.schedule import Access, Op, Schedule, replay
 from megatrain.schedule.build import Builder
 from megatrain.schedule.contents import Gradient
@@ -266,7 +265,9 @@ def in_memory(plan: Plan) -> Taken:
     plain = replace(plan.policy, placements=(), activations_by_layer=(), update="next_forward")
     plain = replace(plain, shares_memory=True, transfer="pinned")
     stores = question.model.units[1].profile.outputs.chosen_nbytes > 0
-    ways: list[dict[str, Any]] = [{"activations_by_layer": kept} for kept in ((CHOSEN, ATTENTION) if stores else ())]
+    ways: list[dict[str, Any]] = [
+        {"activations_by_layer": ((kept,),)} for kept in (("chosen", "attention") if stores else ())
+    ]
     ways = [{"activations": "keep"}, {"activations": "recompute"}, *ways]
     for rows in _sizes(question):
         numerics = replace(plan.numerics, grad_precision="fp32" if rows < question.sequences else None)

@@ -32,9 +32,8 @@ from megatrain.plan.machines import load_hardware, machine, machine_names, save_
 from megatrain.plan.question import Choice, Plan, Question
 from megatrain.plan.ranks import question_of_one, ranks_on_each, share_of
 from megatrain.plan.report import peak_table
-from megatrain.plan.search import find_plan
+from megatrain.plan.search import find_plan, fits, survey
 from megatrain.plan.spec_file import read_model
-from megatrain.plan.what_if import fits, survey
 
 __all__ = [
     "Calibration",

@@ -133,8 +133,9 @@ def round_count(policy: Policy, micro_batches: float) -> float:
 class Mixtures:
     """All mixtures for one policy, with their estimates. found: the estimate of the policy, which keeps inputs."""
 
-    def __init__(self, question: Question, choice: Choice, work: Work, found: Estimate) -> None:
-        self._question, self._found = question, found
+    def __init__(self, question: Question, choice: Choice, micro_batch: int, work: Work, found: Estimate) -> None:
+        self.choice, self._micro_batch = choice, micro_batch
+        self._question, self.found = question, found
         per_round = choice.policy.micro_batches_per_round or ceil(work.micro_batches * work.repeats)
         self._layers, self._entries = len(question.model.layers), gcd(per_round, MOST_ENTRIES)
         saves_outputs = question.model.units[1].profile.outputs.chosen_nbytes > 0
@@ -145,7 +146,7 @@ class Mixtures:
     def _price(self, costs: KindCosts) -> None:
         self._costs = costs
         shares = self._question.hardware.shares_memory
-        self.device, self.host, self.seconds = _bytes_and_seconds(costs, self._parts, self._found, shares)
+        self.device, self.host, self.seconds = _bytes_and_seconds(costs, self._parts, self.found, shares)
 
     def slowed(self, counts: Counts, seconds: float) -> Mixtures:
         """The same with slower offloading, so that the mixture of these counts takes `seconds`. It must offload some
@@ -164,7 +165,7 @@ class Mixtures:
         fit = self._outputs_stay.copy() if outputs_stay else np.ones(len(self._table), dtype=bool)
         for tier, added in (("device", self.device), ("host", self.host)):
             if tier in budgets:
-                fit &= self._found.nbytes[tier] + added <= budgets[tier]
+                fit &= self.found.nbytes[tier] + added <= budgets[tier]
         places = np.flatnonzero(fit)
         seconds = np.round(self.seconds[places], 12)
         if most < len(places):  # only the fastest have to be sorted
@@ -174,13 +175,32 @@ class Mixtures:
         order = places[np.lexsort((size[places], seconds))][:most]
         return [(float(self.seconds[place]), tuple(int(n) for n in self._table[place])) for place in order]
 
+    def leanest(self, budgets: Mapping[str, float]) -> Counts:
+        """The mixture that exceeds these budgets least; of several, the fastest."""
+        added = {"device": self.device, "host": self.host}
+        short = [self.found.nbytes[tier] + added[tier] - budgets[tier] for tier in added if tier in budgets]
+        order = np.lexsort((self.seconds, np.maximum.reduce(short)))
+        return tuple(int(count) for count in self._table[order[0]])
+
+    def option(self, counts: Counts) -> Option:
+        """A step with this mixture."""
+        return Option(self.choice, self._micro_batch, self.estimate(counts), self, counts)
+
     def estimate(self, counts: Counts) -> Estimate:
         """The estimate of one mixture."""
-        return _estimate(self._costs, self._parts_of(counts), self._found, self._question.hardware.shares_memory)
+        return _estimate(self._costs, self._parts_of(counts), self.found, self._question.hardware.shares_memory)
 
-    def rows(self, counts: Counts) -> ActivationRows:
-        """`activations_by_layer` of one mixture."""
-        return rows_of(counts, self._layers, self._entries)
+    def host_nbytes(self, kind: Keep) -> int:
+        """Bytes of host memory that a kind takes if all layers are of it."""
+        return round(self._costs.host[KINDS.index(kind)])
+
+    def fields(self, counts: Counts) -> dict[str, Any]:
+        """The fields of a policy with this mixture."""
+        rows = rows_of(counts, self._layers, self._entries)
+        kinds = {keep for row in rows for keep in row}
+        if kinds <= {"graph"} or kinds <= {"input"}:
+            return {"activations": "keep" if "graph" in kinds else "recompute", "activations_by_layer": ()}
+        return {"activations_by_layer": ((*kinds,),) if len(kinds) == 1 else rows}
 
     def _parts_of(self, counts: Counts) -> Any:
         return _whole_parts(np.array([counts]), self._layers, self._entries)
@@ -188,22 +208,27 @@ class Mixtures:
 
 def offloads_outputs(counts: Counts) -> bool:
     """Whether any layer of a mixture offloads outputs of its ops."""
-    return any(counts[place] for place in OFFLOADED_OUTPUTS)
+    return any(counts[place] for place in OFFLOADED_OUTPUTS if counts)
 
 
 @dataclass(frozen=True)
-class MixtureOption:
-    """A mixture to be replayed, with the estimate of its seconds."""
+class Option:
+    """A way to run a step, with its estimate. mixtures, counts: what layers keep, if the choice does not say it."""
 
-    seconds: float
-    micro_batch: int
-    counts: Counts
-    mixtures: Mixtures
     choice: Choice
+    micro_batch: int
+    estimate: Estimate
+    mixtures: Mixtures | None = None
+    counts: Counts = ()
 
     @property
-    def offloads_outputs(self) -> bool:
-        return offloads_outputs(self.counts)
+    def seconds(self) -> float:
+        return self.estimate.seconds
+
+    @property
+    def chosen(self) -> Choice:
+        """The choice with its mixture."""
+        return self.choice if self.mixtures is None else self.choice.change(**self.mixtures.fields(self.counts))
 
 
 def estimate_rows(question: Question, choice: Choice, work: Work, found: Estimate) -> Estimate:

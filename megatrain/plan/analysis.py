@@ -29,7 +29,7 @@ from megatrain.plan.estimates import estimate, examine, examine_rounds, gc_pause
 from megatrain.plan.machines import machine, machine_names
 from megatrain.plan.question import Choice, Estimate, Plan, Question, usable_nbytes
 from megatrain.plan.ranks import OF_CORES, SHARED
-from megatrain.plan.what_if import faster_plan, fits, survey
+from megatrain.plan.search import faster_plan, fits, survey
 from megatrain.schedule import Timeline
 from megatrain.spec import Hardware, Precision
 from megatrain.spec.work import MOST_TOKENS
@@ -642,7 +642,7 @@ def free_changes(plan: Plan) -> tuple[Upgrade, ...]:
     for name, change in _free_changes(question).items():
         asked = replace(change, overrides={**change.overrides, "micro_batch": plan.micro_batch})
         if _uses_disk(plan) or plan.policy.streamed_updates:
-            better = faster_plan(asked, inf, plan)
+            better = faster_plan(asked)
             gained = plan.seconds / better.seconds if better else 0.0
         else:
             (estimated,) = survey(asked, [asked.budgets()])
@@ -682,7 +682,7 @@ def upgrades(question: Question, plan: Plan | None) -> tuple[Upgrade, ...]:
         asked = change(question)
         seconds = [seconds_on(each, asked) for each in own]
         more_memory = asked.budgets() != question.budgets()
-        better = faster_plan(asked, WORTH_A_SEARCH * today, plan) if more_memory else None
+        better = faster_plan(asked, WORTH_A_SEARCH * today) if more_memory else None
         seconds += [] if better is None else [better.seconds]
         best = min(seconds, default=None)
         rate = None if best is None else question.tokens_of_all / best

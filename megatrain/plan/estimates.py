@@ -20,7 +20,7 @@ from math import ceil, inf, isqrt, lcm, log2
 
 from megatrain.plan.activation_plan import (
     Counts,
-    MixtureOption,
+    Option,
     estimate_rows,
     offloads_outputs,
     round_count,
@@ -29,7 +29,6 @@ from megatrain.plan.cost import DRAM, contention, op_seconds, unit_cost_key
 from megatrain.plan.placement import ON_DEVICE, state_numerics, state_policy
 from megatrain.plan.placement_cost import placement_seconds
 from megatrain.plan.question import Choice, CostKey, Estimate, Plan, Question
-from megatrain.plan.search_space import FIT_ATTEMPTS, SLOW_OFFLOAD, WORTH_A_MIXTURE
 from megatrain.schedule import Schedule, Timeline, build_step, nbytes_by_use, replay
 from megatrain.schedule.build import with_loss_chunks
 from megatrain.schedule.passes.state_buffers import Pending, save_nbytes, state_nbytes
@@ -53,6 +52,16 @@ MOST_MICRO_BATCHES = 4
 ROUNDS = 3
 """Rounds of a step that are replayed to compare it with others: between the losses of the last two, a step of any
 number of rounds repeats itself."""
+
+FIT_ATTEMPTS = 3
+"""Replays of one option, each with a mixture corrected by what the one before left unused or lacked."""
+
+WORTH_A_MIXTURE = 0.9995
+"""Estimate of a mixture, relative to that of the one before, whose replay has corrected both: else it is not
+replayed. Replays gain more than that, since estimates leave out how long streams wait for each other."""
+
+SLOW_OFFLOAD = 1.01
+"""Replay of a mixture over its estimate from which offloading is assumed to be slower than estimated."""
 
 DEFAULTS, DEFAULT_NUMERICS = Policy(), Numerics()
 
@@ -102,19 +111,21 @@ def _examine_rounds(key: CostKey, choice: Choice, micro_batch: int) -> Plan:
     return replace(plan, left_out=rounds - ROUNDS)
 
 
-def fitted(question: Question, budgets: Mapping[str, int], option: MixtureOption) -> list[Plan]:
-    """Replays of a mixture, then of better ones, until the choice agrees with the replay.
+def fitted(question: Question, budgets: Mapping[str, int], option: Option) -> list[Plan]:
+    """Replays of an option, then of better mixtures, until the choice agrees with the replay.
 
     After each replay the best mixture is chosen again, with the budgets corrected by the error of its estimate. If
     offloaded outputs made it slower than estimated, offloading is assumed to be slower: when other streams use host
     memory at the same time does not show in sums.
     """
+    if option.mixtures is None:
+        return [examine_rounds(question, option.choice, option.micro_batch)]
     plans: list[Plan] = []
-    mixtures = option.mixtures
+    mixtures, stays = option.mixtures, not offloads_outputs(option.counts)
     counts, tried = option.counts, set[Counts]()
     while counts not in tried and len(tried) < FIT_ATTEMPTS:
         tried.add(counts)
-        mixture = option.choice.change(activations_by_layer=mixtures.rows(counts))
+        mixture = option.choice.change(**mixtures.fields(counts))
         if not mixture.policy.offloads and "offload_slots" not in question.overrides:
             mixture = mixture.change(offload_slots=DEFAULTS.offload_slots)
         plans.append(examine_rounds(question, mixture, option.micro_batch))
@@ -123,7 +134,7 @@ def fitted(question: Question, budgets: Mapping[str, int], option: MixtureOption
             mixtures = mixtures.slowed(counts, plans[-1].seconds)
             estimated = mixtures.estimate(counts)
         left = {tier: budget - plans[-1].nbytes[tier] + estimated.nbytes[tier] for tier, budget in budgets.items()}
-        for seconds, better in mixtures.best(left, 1, outputs_stay=not option.offloads_outputs):
+        for seconds, better in mixtures.best(left, 1, outputs_stay=stays):
             counts = better if not fits or seconds < WORTH_A_MIXTURE * estimated.seconds else counts
     return plans
 

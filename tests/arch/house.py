@@ -90,7 +90,6 @@ LARGE_CLASSES = {
     "model.ports.PortedModel": 21,
     "model.pretrained.PretrainedSource": 22,
     "plan.cost._Prices": 24,
-    "plan.search.Search": 58,
     "schedule.passes.recompute.Activations": 21,
     "train.async_save.Saver": 24,
     "train.engine.Engine": 59,

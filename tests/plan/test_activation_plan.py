@@ -19,9 +19,8 @@ MACHINE = Hardware("m", 1 << 40, 1 << 40, 1e9, 1e9, 2e10, 1e10, device_bandwidth
 def mixtures(hardware: Hardware) -> tuple[Question, Mixtures]:
     asked = Question(llama_shape("llama", 16, 64, vocabulary=512), hardware, 2048, 128)
     policy = Policy(shares_memory=hardware.shares_memory)
-    return asked, Mixtures(
-        asked, Choice(Numerics(), policy), coarse(asked, 4), estimate(asked, Choice(Numerics(), policy), 4)
-    )
+    choice = Choice(Numerics(), policy)
+    return asked, Mixtures(asked, choice, 4, coarse(asked, 4), estimate(asked, choice, 4))
 
 
 @pytest.mark.parametrize("bus", [2e8, pytest.param(1e9, marks=pytest.mark.slow), 1e10])
@@ -86,13 +85,16 @@ def test_mixtures_are_priced_with_whole_layers(layers: int, sequences: int) -> N
     asked = replace(mixtures(MACHINE)[0], model=llama_shape("llama", layers, 64, vocabulary=512))
     asked = replace(asked, tokens_per_step=sequences * asked.length)
     choice = Choice(Numerics(), Policy())
-    found = Mixtures(asked, choice, coarse(asked, 4), estimate(asked, choice, 4))
+    found = Mixtures(asked, choice, 4, coarse(asked, 4), estimate(asked, choice, 4))
     every = [counts for _, counts in found.best({}, 10**6)]
-    assert len({found.rows(counts) for counts in every}) == len(every)
+    assert len({tuple(found.fields(counts).items()) for counts in every}) == len(every)
     for counts in every[:: -(-len(every) // 200)]:
-        rows = found.rows(counts)
-        assert rows == rows_of(counts, layers, sequences // 4)
-        by_rows = estimate(asked, choice.change(activations_by_layer=rows), 4)
+        rows = rows_of(counts, layers, sequences // 4)
+        wide = choice.change(activations_by_layer=rows)
+        policy = choice.change(**found.fields(counts)).policy
+        cells = [(layer, micro) for layer in range(layers) for micro in range(sequences // 4)]
+        assert all(policy.keep(*cell) == wide.policy.keep(*cell) for cell in cells)
+        by_rows = estimate(asked, wide, 4)
         assert found.estimate(counts).seconds == pytest.approx(by_rows.seconds)
         assert found.estimate(counts).nbytes == by_rows.nbytes
 

@@ -554,7 +554,7 @@ def test_measured_matmuls_and_threads_are_scaled_in_upgrades() -> None:
 def test_an_upgrade_is_found_if_nothing_fits() -> None:
     model, host = deep(8), computer()
     streams = find_plan(Question(model, host, 4 * LENGTH, LENGTH)).nbytes["device"]
-    short = replace(host, host_nbytes=9 * model.numel, device_nbytes=2 * streams)  # 14 bytes each needed
+    short = replace(host, host_nbytes=9 * model.numel, device_nbytes=streams // 2)  # 14 bytes each needed
     question = Question(model, short, 4 * LENGTH, LENGTH)
     with pytest.raises(DoesNotFit):
         find_plan(question)

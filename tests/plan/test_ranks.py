@@ -227,7 +227,7 @@ def test_weights_stay_in_files_for_one_rank_and_never_for_several() -> None:
     assert all(placement.weights != "file" for placement in two.policy.placements)
     told = r"policy\.placements: with several ranks weights in files cannot be shared by ranks yet; use host, disk"
     with pytest.raises(PlanError, match=told):
-        build_step(base.over(2), one.numerics, one.policy, one.work)
+        build_step(base.over(2), one.numerics, replace(one.policy, read_ahead_nbytes=0), one.work)
 
 
 def test_ranks_whose_steps_wait_for_their_hosts_update_on_their_devices() -> None:

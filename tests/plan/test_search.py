@@ -15,9 +15,9 @@ import pytest
 from bench.shapes import llama_shape
 from megatrain.errors import DoesNotFit, PlanError
 from megatrain.formatting import at_least
-from megatrain.plan import Choice, Plan, Question, examine, find_plan, machine, search
+from megatrain.plan import Choice, Plan, Question, estimates, examine, find_plan, machine, search
 from megatrain.plan.placement import ON_DEVICE
-from megatrain.plan.search import KNOBS
+from megatrain.plan.search_space import KNOBS
 from megatrain.spec import IN_HOST, SAVED_BY, Hardware, Limits, ModelSpec, Numerics, Placement, Policy
 from megatrain.spec.limits import parse_nbytes
 
@@ -91,6 +91,14 @@ def test_no_random_policy_beats_the_plan(name: str) -> None:
         plan = examine(asked, Choice(numerics, policy), draw.choice((1, 2, 4)))
         tried += 1
         assert not fits(plan) or chosen.seconds <= 1.001 * plan.seconds, policy
+
+
+def test_no_step_is_shorter_than_its_busiest_stream() -> None:
+    plans = search.Search(question(MACHINES["slow bus"])).plans()
+    assert plans
+    for plan in plans:
+        asked = plan.question, plan.choice, plan.micro_batch
+        assert max(estimates.estimate(*asked).busy.values()) < 1.001 * plan.seconds
 
 
 def test_the_same_question_has_the_same_answer() -> None:
@@ -206,8 +214,10 @@ def test_replay_excess_is_applied_to_similar_candidates(
 ) -> None:
     """Inputs of many micro-batches wait in host memory: more than four that stand for all of them say."""
     replays: list[Plan] = []
-    honest = search.examine_rounds
-    monkeypatch.setattr(search, "examine_rounds", lambda *arguments: replays.append(honest(*arguments)) or replays[-1])
+    honest = estimates.examine_rounds
+    monkeypatch.setattr(
+        estimates, "examine_rounds", lambda *arguments: replays.append(honest(*arguments)) or replays[-1]
+    )
     small = replace(machine("rtx-4090"), device_nbytes=4 << 30, host_nbytes=12_000_000_000)
     model = llama_shape("8 layers", 8, 2048, vocabulary=32_000)
     one_round = {"micro_batches_per_round": 0, "wait_for": "unit", "read_ahead_nbytes": 0}

