@@ -33,11 +33,12 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from megatrain import Engine
 from megatrain.checkpoint.save import PlannedCheckpoint
 from megatrain.commands.export import run_export
-from megatrain.commands.generate import GenerationModel, Sampling, run_generation
+from megatrain.commands.generate import GenerationModel, run_generation
 from megatrain.config import Config
 from megatrain.hf import streamed
 from megatrain.model import PretrainedSource, port_model
 from megatrain.model.architecture import model_class_of
+from megatrain.run.sampling import Sampling
 from megatrain.run.training import run_training
 from tests.ranks import together, worlds
 from tests.stock.image_models import IMAGE, KINDS, VOCABULARY, image_model, text_batch
