@@ -373,7 +373,8 @@ def _generate(
     _refuse_absent(folder)
     from rich.console import Console
 
-    from megatrain.commands.generate import GenerationModel, Sampling, run_chat, run_generation
+    from megatrain.commands.generate import GenerationModel, run_chat, run_generation
+    from megatrain.run.sampling import Sampling
     from megatrain.train.progress import loading
 
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
@@ -432,7 +433,7 @@ def _export(
         holds_model(usable_path(target), overwrite=overwrite)
     from rich.console import Console
 
-    from megatrain.commands.export import push_export, run_export
+    from megatrain.commands.export import ModelToRead, push_export, run_export
     from megatrain.train.progress import loading
 
     if push is not None:
@@ -442,13 +443,11 @@ def _export(
     if target is not None:
         with loading(Console(stderr=True), "writing the model") as progress:
             written = run_export(
-                source,
+                ModelToRead(source, base, trust_remote_code),
                 target,
                 precision=precision,
                 overwrite=overwrite,
                 merge=merge,
-                base=base,
-                trust_remote_code=trust_remote_code,
                 progress=progress,
                 notice=_tell,
             )

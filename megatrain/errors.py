@@ -161,10 +161,8 @@ class RaceDetected(DeviceError):
         stop: int,
         content: object,
         tasks: tuple[object, object],
-        where: str = "",
-        fix: str = "",
     ) -> None:
-        super().__init__(what, where=where, fix=fix)
+        super().__init__(what, fix="the one that comes later in the schedule must wait for the other")
         self.buffer, self.start, self.stop, self.content, self.tasks = buffer, start, stop, content, tasks
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -31,24 +32,35 @@ from megatrain.system.paths import usable_path
 from megatrain.train.progress import printable
 
 
+@dataclass(frozen=True)
+class ModelToRead:
+    """Which model is read, and with what.
+
+    name: a model folder, run folder or hub name. base: of an adapter, in place of the one that it names.
+    trust_remote_code: run code that comes with the model.
+    """
+
+    name: str
+    base: str | None = None
+    trust_remote_code: bool = False
+
+
 def run_export(
-    source: str,
+    source: str | ModelToRead,
     target: str | Path,
     *,
     precision: Precision = "bf16",
     overwrite: bool = False,
     merge: bool = False,
-    base: str | None = None,
-    trust_remote_code: bool = False,
     progress: Progress | None = None,
     notice: Callable[[str], object] = lambda line: None,
 ) -> Path:
     """Write the model and tokenizer of `source` (model folder, run folder or hub name) to `target`; returns its path.
 
     precision: of the weights. overwrite: replace a model in `target`. merge: `source` is an adapter; merge it into its
-    base in float32 and round once. base: of that adapter, in place of the one that it names. progress: called with
-    (done, total) bytes. notice: called with lines for the user about the source, and about a model that is replaced.
-    Tensors that the model does not read are copied from the source.
+    base in float32 and round once. progress: called with (done, total) bytes. notice: called with lines for the user
+    about the source, and about a model that is replaced. Tensors that the model does not read are copied from the
+    source.
 
     Raises `ModelError` if the model cannot be read, `ExportError` if the folder cannot be written or already holds a
     model, and if `merge` does not match whether `source` is an adapter.
@@ -56,13 +68,14 @@ def run_export(
     there = usable_path(target, where="TARGET", error=ExportError, to_write="folder")
     if holds_model(there, overwrite=overwrite):
         notice(f"replacing the model in {there}")
-    name = model_named(source)
-    pretrained = pretrained_source(name, trust_remote_code=trust_remote_code, base=base)
+    source = ModelToRead(source) if isinstance(source, str) else source
+    name = model_named(source.name)
+    pretrained = pretrained_source(name, trust_remote_code=source.trust_remote_code, base=source.base)
     adapted = pretrained if isinstance(pretrained, AdaptedSource) else None
     if merge == (adapted is None):
         what = "is not an adapter, so there is nothing to merge" if merge else "is an adapter"
         fix = "leave --merge out" if merge else "add --merge to write its base with the adapter merged in"
-        raise ExportError(what, where=f"model {source}", fix=fix)
+        raise ExportError(what, where=f"model {source.name}", fix=fix)
     if left_out := pretrained.left_out():
         notice(f"copied unchanged: {printable(left_out)}")
     written_from: Source = pretrained if adapted is None else MergedSource(adapted)
@@ -79,7 +92,7 @@ def run_export(
         map(masters, ported.structure.units),
         there,
         precision=precision,
-        facts={"made from": source},
+        facts={"made from": source.name},
         write_more=_tokenizer(name) or (None if adapted is None else _tokenizer(adapted.base_name)),
         progress=progress,
     )

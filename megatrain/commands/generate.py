@@ -12,24 +12,21 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatrain.config.keys import LEAST, MOST
 from megatrain.data import load_tokenizer
 from megatrain.data.chat import ChatTemplate, choose_template
 from megatrain.data.encode import chat_prompt_ids, turn_ends
 from megatrain.data.messages import Message
-from megatrain.errors import BatchError, ConfigError, DataError
+from megatrain.errors import BatchError, DataError
 from megatrain.model import Progress, TextStream, freeze_parameters, model_behind, model_named, pretrained_source
 from megatrain.model.architecture import position_limit, read_config
-from megatrain.run.sampling import WHERE, draw_ids, prompt_ids
+from megatrain.run.sampling import USUAL_NEW_TOKENS, WHERE, Sampling, draw_ids, prompt_ids
 from megatrain.spec import Precision
 from megatrain.train.engine import Engine
 from megatrain.train.progress import printable
 
-USUAL_NEW_TOKENS = 200
-"""Default number of new tokens, if the model has enough positions."""
 RESET = "/reset"
 """Message that starts a new chat."""
 
@@ -46,31 +43,6 @@ class Spoken:
         """One line: how much, and how fast."""
         count = "1 token" if self.tokens == 1 else f"{self.tokens:,} tokens"
         return f"{count} in {self.seconds:.1f} s, {self.tokens / max(self.seconds, 1e-9):.2f} per second"
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """Sampling settings.
-
-    most: maximum number of new tokens; `None`: 200, or fewer if the model has no room for them. temperature, top_k,
-    top_p: `None`: as in the model's generation config; temperature 0 always takes the most likely token.
-
-    Raises `ConfigError` for a temperature or seed out of range.
-    """
-
-    most: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.temperature and not LEAST <= self.temperature <= MOST:  # NaN among them
-            fix = f"give 0, or a number from {LEAST:g} to {MOST:g}"
-            raise ConfigError(f"temperature {self.temperature:g} is out of range", where=WHERE, fix=fix)
-        if not 0 <= self.seed < 1 << 63:
-            what = f"seed {str(self.seed)[:40]} is out of range"
-            raise ConfigError(what, where=WHERE, fix="give a number from 0 to 2**63 - 1")
 
 
 class GenerationModel:
@@ -136,9 +108,9 @@ def run_generation(
     """
     sampling = sampling or Sampling()
     ids = prompt_ids(model.tokenizer, prompt)
-    tokens = model.room(len(ids), sampling.most)
+    sampling = replace(sampling, most=model.room(len(ids), sampling.most))
     with model.load() as engine:
-        return _say(model, engine, ids, tokens, sampling, heard)
+        return _say(model, engine, ids, sampling, heard)
 
 
 def run_chat(
@@ -182,7 +154,7 @@ def run_chat(
             if model.positions is not None:
                 tokens = min(tokens, model.positions - len(ids))
             with interruptions() as stopped:
-                spoken = _say(model, engine, ids, tokens, sampling, heard, stopped)
+                spoken = _say(model, engine, ids, replace(sampling, most=tokens), heard, stopped)
             heard("\n")
             messages.append({"role": "assistant", "content": spoken.text.strip()})
             answers += 1
@@ -220,7 +192,6 @@ def _say(
     model: GenerationModel,
     engine: Engine,
     ids: Sequence[int],
-    tokens: int,
     sampling: Sampling,
     heard: Callable[[str], None],
     stopped: Callable[[], bool] | None = None,
@@ -232,19 +203,8 @@ def _say(
         heard(pieces[-1])
 
     began = time.perf_counter()
-    new = draw_ids(
-        engine,
-        model.tokenizer,
-        ids,
-        tokens=tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        seed=sampling.seed,
-        ends=model.ends,
-        streamer=TextStream(model.tokenizer, listen),
-        stopped=stopped,
-    )
+    streamer = TextStream(model.tokenizer, listen)
+    new = draw_ids(engine, model.tokenizer, ids, sampling, ends=model.ends, streamer=streamer, stopped=stopped)
     return Spoken("".join(pieces), len(new), time.perf_counter() - began)
 
 

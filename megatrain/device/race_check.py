@@ -88,5 +88,4 @@ def _report(task: Task, stream: str, span: Span, writes: bool, earlier: _Access)
         stop=stop,
         content=span.content,
         tasks=(earlier.task, task),
-        fix="the one that comes later in the schedule must wait for the other",
     )

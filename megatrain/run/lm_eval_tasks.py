@@ -23,7 +23,7 @@ from megatrain.data import Tokenizer
 from megatrain.data.tokenizer import encode_text, end_of_text_id
 from megatrain.engine import LogitsLoss
 from megatrain.errors import ConfigError, MegaTrainError, first_line
-from megatrain.run.sampling import draw_ids
+from megatrain.run.sampling import Sampling, draw_ids
 from megatrain.train.engine import Engine
 from megatrain.train.events import Scored
 
@@ -170,7 +170,7 @@ def _continued(engine: Engine, tokenizer: Tokenizer, context: str, options: Mapp
     room = max(1, (engine.spec.max_positions or UNLIMITED) - count)
     ids = [int(each) for each in encode_text(tokenizer, context)][-room:] or [end_of_text_id(tokenizer)]
     heat = float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0
-    drawn = draw_ids(engine, tokenizer, ids, tokens=count, temperature=heat)
+    drawn = draw_ids(engine, tokenizer, ids, Sampling(count, heat))
     text = str(tokenizer.decode(drawn, skip_special_tokens=True))
     ends = [at for stop in stops if stop and (at := text.find(stop)) >= 0]
     return text[: min(ends)] if ends else text

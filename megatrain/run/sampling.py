@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from megatrain.config import Config, TrainSection
+from megatrain.config.keys import LEAST, MOST
 from megatrain.data import Tokenizer, vocabulary_size
 from megatrain.data.tokenizer import encode_text, end_of_text_id, leading_ids
-from megatrain.errors import DataError
+from megatrain.errors import ConfigError, DataError
 from megatrain.model import TextStream
 from megatrain.run.data import Corpus
 from megatrain.train.engine import Engine
@@ -19,6 +20,33 @@ from megatrain.train.events import Sampled
 from megatrain.train.progress import printable
 
 WHERE = "generate"
+USUAL_NEW_TOKENS = 200
+"""Default number of new tokens, if the model has enough positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampling settings of a text.
+
+    most: maximum number of new tokens; `None`: 200, or fewer if the model has no room for them. temperature, top_k,
+    top_p: `None`: as in the model's generation config; temperature 0 always takes the most likely token.
+
+    Raises `ConfigError` for a temperature or seed out of range.
+    """
+
+    most: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature and not LEAST <= self.temperature <= MOST:  # NaN among them
+            fix = f"give 0, or a number from {LEAST:g} to {MOST:g}"
+            raise ConfigError(f"temperature {self.temperature:g} is out of range", where=WHERE, fix=fix)
+        if not 0 <= self.seed < 1 << 63:
+            what = f"seed {str(self.seed)[:40]} is out of range"
+            raise ConfigError(what, where=WHERE, fix="give a number from 0 to 2**63 - 1")
 
 
 def stop_at_ends(config: Config, engine: Engine, corpus: Corpus, tokenizer: Tokenizer) -> Corpus:
@@ -59,20 +87,15 @@ def draw_ids(
     engine: Engine,
     tokenizer: Tokenizer,
     ids: Sequence[int],
+    sampling: Sampling,
     *,
-    tokens: int,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
     ends: Sequence[int] = (),
     streamer: TextStream | None = None,
     stopped: Callable[[], bool] | None = None,
 ) -> list[int]:
-    """Generate up to `tokens` ids after `ids`; the last may be one that ends generation.
+    """Generate ids after `ids`; the last may be one that ends generation.
 
     Ids unknown to the tokenizer are never drawn, as a model may have more logits than its tokenizer has tokens.
-    temperature, top_k, top_p: `None`: as in the model's generation config; temperature 0 takes the most likely token.
     ends: ids that end generation, besides those of the generation config and the tokenizer's end-of-text token.
     stopped: called after each token; generation ends when it returns true.
     """
@@ -83,13 +106,14 @@ def draw_ids(
         options["suppress_tokens"] = list(unknown)
     if stopped is not None:
         options["stopping_criteria"] = [lambda ids, *_, **__: torch.full((len(ids),), stopped(), device=ids.device)]
-    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    if temperature == 0:
+    given = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    if sampling.temperature == 0:
         options["do_sample"] = False
     elif chosen := {name: value for name, value in given.items() if value is not None}:
         options |= {"do_sample": True, **chosen}
-    found = engine.generate(torch.tensor([ids]), seed=seed, max_new_tokens=tokens, **options)
-    new: list[int] = found[0, len(ids) :].tolist()
+    options["max_new_tokens"] = sampling.most or USUAL_NEW_TOKENS
+    text = engine.generate(torch.tensor([ids]), seed=sampling.seed, **options)
+    new: list[int] = text[0, len(ids) :].tolist()
     return new
 
 
@@ -114,16 +138,8 @@ def sample_of(
     while len(drawn) < train.sample_tokens and not ends & {*drawn[-1:]}:
         seen = [*ids, *drawn]
         seen = seen if len(seen) < window else seen[-max(1, window // 2) :]
-        drawn += draw_ids(
-            engine,
-            tokenizer,
-            seen,
-            tokens=max(1, min(train.sample_tokens - len(drawn), window - len(seen))),
-            temperature=train.sample_temperature,
-            top_k=train.sample_top_k,
-            top_p=1.0,
-            seed=train.seed + len(drawn),
-            ends=corpus.ends,
-        )
+        most = max(1, min(train.sample_tokens - len(drawn), window - len(seen)))
+        sampling = Sampling(most, train.sample_temperature, train.sample_top_k, 1.0, train.seed + len(drawn))
+        drawn += draw_ids(engine, tokenizer, seen, sampling, ends=corpus.ends)
     said = drawn[:-1] if ends & {*drawn[-1:]} else drawn
     return Sampled(step, prompt, str(tokenizer.decode(said)))

@@ -93,12 +93,12 @@ from megatrain.train.checkpoints import Checkpoints, found_by_first
 from megatrain.train.early_stopping import LowestLoss
 from megatrain.train.engine import Engine
 from megatrain.train.events import Compiled, Ended, Event, Resumed, StoppedEarly, Watcher
-from megatrain.train.loop import Task, train
+from megatrain.train.loop import Between, Course, Task, train
 from megatrain.train.metrics import OPTIONAL, JsonLines, Tracked, identity_of, open_tracker
 from megatrain.train.options import EngineOptions, optimizer_of, ported_of
 from megatrain.train.progress import Progress, describe_model, loading, preparing, printable, show_plan, warn
 from megatrain.train.restore import NewMoments, PeerSource
-from megatrain.train.status import STATUS, Health
+from megatrain.train.status import STATUS, Health, Pace
 from megatrain.train.stop import StopSignals
 from megatrain.train.timeline_file import TRACE
 
@@ -585,24 +585,17 @@ def _train(
         _tell(watchers, *checkpoints.finish(start))
     if engine.policy.update == "next_forward":
         engine.run_ops_in(stop.region)
+    course = Course(run.steps, _learning_rate(train_, run.steps), start, lambda: (run.corpus.loader.epoch, run.epochs))
+    between = Between(
+        tasks=_tasks(config, run, start),
+        should_stop=lambda: checkpoints.lowest.is_over or any(engine.world.exchange("a stop", stop.requested)),
+        undo=run.feed.put_back,
+        nonfinite_limit=_nonfinite_limit(train_, engine),
+        recover=checkpoints.roll_back if train_.on_nonfinite == "rollback" else None,
+    )
     try:
         with stop.interruptible():
-            ended = train(
-                engine,
-                run.feed,
-                steps=run.steps,
-                lr=_learning_rate(train_, run.steps),
-                loss_fn=loss_of(config),
-                start=start,
-                watchers=watchers,
-                tasks=_tasks(config, run, start),
-                nonfinite_limit=_nonfinite_limit(train_, engine),
-                recover=checkpoints.roll_back if train_.on_nonfinite == "rollback" else None,
-                should_stop=lambda: checkpoints.lowest.is_over or any(engine.world.exchange("a stop", stop.requested)),
-                undo=run.feed.put_back,
-                epochs=lambda: (run.corpus.loader.epoch, run.epochs),
-                world=engine.world,
-            )
+            ended = train(engine, run.feed, course, loss_of(config), watchers, between)
     except Exception:
         _tell(watchers, *checkpoints.settle())
         raise
@@ -684,9 +677,8 @@ def _health(config: Config, engine: Engine, stop: StopSignals, steps: int, conso
     return Health(
         config.folder / STATUS,
         engine,
-        steps=steps,
-        log_every=config.train.log_every,
-        stall_seconds=config.train.stall_seconds,
+        steps,
+        Pace(config.train.log_every, config.train.stall_seconds),
         say=partial(warn, console),
         stopping=lambda: stop.requested,
     )

@@ -1,7 +1,7 @@
 """The training loop.
 
-`train` takes everything it uses as plain arguments and reports by events, so that it fits on one screen and tests can
-pass a fake engine and a fake clock. A step's tokens are counted over its whole wall time, including the wait for data.
+`train` is given everything it uses and reports by events, so that it fits on one screen and tests can pass a fake
+engine and a fake clock. A step's tokens are counted over its whole wall time, including the wait for data.
 A step that is not finite was not applied by the engine: it is skipped, or the run goes back to its last checkpoint;
 several in a row end it. Saving is a task like any other (`checkpoints`).
 """
@@ -16,7 +16,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
-from megatrain.dist import ALONE, World
+from megatrain.dist import World
 from megatrain.errors import NonFinite
 from megatrain.spec import Policy
 from megatrain.train.events import Ended, Event, RolledBack, Skipped, Stepped, Watcher
@@ -53,6 +53,22 @@ class Trainable(Protocol):
     def memory_table(self) -> Mapping[tuple[str, str], int]: ...
     @property
     def policy(self) -> Policy: ...
+    @property
+    def world(self) -> World: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The steps of a run and their learning rates."""
+
+    steps: int
+    """Number of the last step."""
+    lr: Callable[[int], float]
+    """Step, counted from 0 -> learning rate."""
+    start: int = 0
+    """Steps done before, by the run that this one resumes."""
+    epochs: Callable[[], tuple[float | None, float | None]] = lambda: (None, None)
+    """Passes over the data so far, and of the whole run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,48 +86,54 @@ class Task:
         return step == steps or (self.every > 0 and step % self.every == 0)
 
 
+@dataclass(frozen=True, slots=True)
+class Between:
+    """What happens between two steps: tasks, a stop, and how the run goes on after a step that is not finite."""
+
+    tasks: Sequence[Task] = ()
+    should_stop: Callable[[], bool] = lambda: False
+    """Whether the run ends now; then no more tasks run."""
+    undo: Callable[[], None] = lambda: None
+    """Puts back the data of a step that ran `OutOfTime`."""
+    nonfinite_limit: int = 3
+    """As many failed steps in a row end the run."""
+    recover: Callable[[NonFinite, int], int] | None = None
+    """Given a failed step's error and number, rolls the run back and returns the step it went back to. Without it the
+    step is skipped, and its data are used up."""
+
+
 def train(
     engine: Trainable,
     batches: Iterable[MicroBatches],
-    *,
-    steps: int,
-    lr: Callable[[int], float],
+    course: Course,
     loss_fn: Any = None,
-    start: int = 0,
     watchers: Sequence[Watcher] = (),
-    tasks: Sequence[Task] = (),
-    nonfinite_limit: int = 3,
-    recover: Callable[[NonFinite, int], int] | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
-    undo: Callable[[], None] = lambda: None,
-    epochs: Callable[[], tuple[float | None, float | None]] = lambda: (None, None),
+    between: Between = Between(),
     clock: Clock = time.perf_counter,
-    world: World = ALONE,
 ) -> Ended:
-    """Train from step `start` to step `steps`, or until `should_stop` returns true; then no more tasks run.
+    """Train all steps of the course, or until `between.should_stop` returns true, and tell the watchers.
 
-    lr: step, counted from 0 -> learning rate. epochs: so far, and of the whole run. A step that is not finite uses up
-    its data, unless `recover`, given error and step, rolls back and returns the step it went back to. `undo` puts the
-    data of a step that ran `OutOfTime` back. Raises `NonFinite` after `nonfinite_limit` failed steps in a row, and at
-    once if weights are not finite and there are no others to go back to.
+    loss_fn: as of `Engine.step`. Raises `NonFinite` after `between.nonfinite_limit` failed steps in a row, and at once
+    if weights are not finite and there are no others to go back to.
     """
-    tell, peak_flops, feed = partial(_tell, watchers), engine.peak_flops(), iter(batches)
-    done, in_a_row, failed, restored = start, 0, 0, start
+    tell, peak_flops, feed, steps = partial(_tell, watchers), engine.peak_flops(), iter(batches), course.steps
+    done, in_a_row, failed, restored = course.start, 0, 0, course.start
+    recover, should_stop = between.recover, between.should_stop
     began = ready = clock()
     while done < steps:
         try:
             micro_batches = next(feed)
-            loaded, rate, waited = clock(), lr(done), world.waited_seconds
+            loaded, rate, waited = clock(), course.lr(done), engine.world.waited_seconds
             out = engine.step(micro_batches, rate, loss_fn)
         except StopIteration:
             break
         except OutOfTime:
-            undo()
+            between.undo()
             break
         except NonFinite as error:
             done, in_a_row, failed, now = done + 1, in_a_row + 1, done + 1, clock()
             lost = bool(error.parameters) and (recover is None or done - 1 == restored)  # so would all other steps
-            ends = lost or in_a_row >= nonfinite_limit
+            ends = lost or in_a_row >= between.nonfinite_limit
             tell(Skipped(done, steps, str(error), in_a_row, now - ready, now - began, ends))
             if ends:
                 raise _hopeless(done, in_a_row, error) from error
@@ -125,12 +147,13 @@ def train(
         else:
             done, now = done + 1, clock()
             in_a_row = in_a_row if done < failed else 0  # failing again after a rollback is the same failure
-            timed = _Times(now - ready, loaded - ready, now - began, world.waited_seconds - waited)
             flops = engine.step_flops(micro_batches)
-            peak_flops = max(peak_flops, flops / timed.step)  # if the measurement was disturbed: this was reached
-            tell(_stepped(out, done, steps, rate, start, timed, (flops, peak_flops), epochs(), engine, world))
+            peak_flops = max(peak_flops, flops / (now - ready))  # if the measurement was disturbed: this was reached
+            waited = engine.world.waited_seconds - waited
+            measured = _Measured(now - ready, loaded - ready, now - began, waited, flops, peak_flops)
+            tell(_stepped(engine, course, out, done, rate, measured))
         try:
-            for task in tasks if not should_stop() else ():
+            for task in between.tasks if not should_stop() else ():
                 tell(task.run(done) if task.is_due(done, steps) else None)
         except OutOfTime:
             break
@@ -148,56 +171,51 @@ def _tell(watchers: Sequence[Watcher], event: Event | None) -> None:
             watch(event)
 
 
-class _Times(NamedTuple):
-    """Seconds of a step, of its wait for data, since the start, and of the step's waits for other ranks."""
+class _Measured(NamedTuple):
+    """Seconds of a step, of its wait for data, since the start, and of the step's waits for other ranks; its FLOPs, and
+    the most that the devices do in a second."""
 
-    step: float
-    data: float
-    elapsed: float
-    waited: float
+    seconds: float
+    data_seconds: float
+    elapsed_seconds: float
+    waited_seconds: float
+    flops: float
+    peak_flops: float
 
 
 def _stepped(
-    out: StepOutput,
-    done: int,
-    steps: int,
-    rate: float,
-    start: int,
-    seconds: _Times,
-    flops: tuple[float, float],
-    epochs: tuple[float | None, float | None],
-    engine: Trainable,
-    world: World,
+    engine: Trainable, course: Course, out: StepOutput, step: int, rate: float, measured: _Measured
 ) -> Stepped:
+    epoch, epochs = course.epochs()
     event = Stepped(
-        step=done,
-        steps=steps,
+        step=step,
+        steps=course.steps,
         loss=out.loss,
         grad_norm=out.grad_norm,
         lr=rate,
         tokens=out.tokens,
-        seconds=seconds.step,
-        data_seconds=seconds.data,
+        seconds=measured.seconds,
+        data_seconds=measured.data_seconds,
         stall_seconds=out.stall_seconds,
-        flops=flops[0],
-        peak_flops=flops[1],
+        flops=measured.flops,
+        peak_flops=measured.peak_flops,
         nbytes=_by_tier(engine),
-        elapsed_seconds=seconds.elapsed,
-        resumed_at=start,
-        epoch=epochs[0],
-        epochs=epochs[1],
+        elapsed_seconds=measured.elapsed_seconds,
+        resumed_at=course.start,
+        epoch=epoch,
+        epochs=epochs,
         written_nbytes=out.written_nbytes,
         kept=engine.policy.kept_shares,
         metrics=out.metrics,
     )
-    return _of_all(event, seconds, world)
+    return _of_all(event, measured, engine.world)
 
 
-def _of_all(event: Stepped, timed: _Times, world: World) -> Stepped:
+def _of_all(event: Stepped, measured: _Measured, world: World) -> Stepped:
     """The event with the slowest of all ranks, by the time it did not wait, and the bytes of the fullest."""
     if world.size == 1:
         return event
-    busy = max(0.0, timed.step - event.stall_seconds - timed.waited)
+    busy = max(0.0, event.seconds - event.stall_seconds - measured.waited_seconds)
     told = world.exchange("a step", (busy, dict(event.nbytes)))
     seconds, held = [seconds for seconds, _ in told], [nbytes for _, nbytes in told]
     nbytes = {tier: max(each.get(tier, 0) for each in held) for tier in dict.fromkeys(chain.from_iterable(held))}

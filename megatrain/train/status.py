@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -54,28 +55,38 @@ class Watched(Protocol):
     def under_way(self) -> tuple[list[tuple[str, str, float]], float]: ...
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How often the status is renewed, and when something counts as hanging."""
+
+    log_every: int
+    """Steps over which the loss is averaged, as on the terminal."""
+    stall_seconds: float
+    """What makes no progress for as long hangs."""
+    beat_seconds: float = 2.0
+    """Time between two versions of the file."""
+
+
 class Health:
     """A watcher, with a thread during a `with` block.
 
-    log_every: number of steps over which the loss is averaged, as on the terminal. say: called from the thread with a
-    message about anything that hangs. stopping: whether the run has been asked to stop.
+    steps: of the whole run. say: called from the thread with a message about anything that hangs. stopping: whether the
+    run has been asked to stop.
     """
 
     def __init__(
         self,
         path: Path,
         engine: Watched,
-        *,
         steps: int,
-        log_every: int,
-        stall_seconds: float,
-        beat_seconds: float = 2.0,
+        pace: Pace,
+        *,
         say: Callable[[str], None] = lambda line: None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self.path, self._engine, self._say, self._stopping = path, engine, say, stopping
-        self._stall_seconds, self._beat_seconds = stall_seconds, beat_seconds
-        self._recent: deque[Stepped | Skipped] = deque(maxlen=log_every)
+        self._pace = pace
+        self._recent: deque[Stepped | Skipped] = deque(maxlen=pace.log_every)
         self._fields: dict[str, Any] = {
             "state": "starting",
             "step": 0,
@@ -181,7 +192,7 @@ class Health:
                     self._say(f"{self.path} cannot be written ({error.strerror or error}) and is out of date")
 
     def _beat(self) -> None:
-        while not self._end.wait(self._beat_seconds):
+        while not self._end.wait(self._pace.beat_seconds):
             self._fields["stalled"] = found = self.stalled()
             for line in found:
                 key = line.partition(" for ")[0]
@@ -194,11 +205,11 @@ class Health:
         """What hangs now, each with its age, one per line."""
         found: list[str] = []
         ops, quiet = self._engine.under_way()
-        if ops and quiet > self._stall_seconds:
+        if ops and quiet > self._pace.stall_seconds:
             op, stream, seconds = max(ops, key=lambda each: each[2])
             found.append(f"op {op} on stream {stream} has been running for {seconds:.0f} s")
         save = self._engine.saver.current
-        if save is not None and not save.is_over and (age := time.monotonic() - save.moved) > self._stall_seconds:
+        if save is not None and not save.is_over and (age := time.monotonic() - save.moved) > self._pace.stall_seconds:
             found.append(f"the checkpoint of step {save.step:,} has been stuck at {save.at} for {age:.0f} s")
         return [*found, *self._died()]
 

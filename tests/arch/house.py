@@ -100,9 +100,7 @@ MAX_PARAMETERS = 7
 WIDE_FUNCTIONS = {
     "checkpoint.export.export_units": 8,
     "checkpoint.save.write_checkpoint": 11,
-    "commands.export.run_export": 9,
     "data.loader.Loader.__init__": 9,
-    "errors.RaceDetected.__init__": 8,
     "html.charts.chart": 8,
     "model.attention_stand_in._as_on_cuda": 8,
     "model.attention_stand_in._forward": 8,
@@ -110,7 +108,6 @@ WIDE_FUNCTIONS = {
     "optim.kernels.adamw_split": 8,
     "plan.placement.place_state": 8,
     "run.data.open_corpus": 9,
-    "run.sampling.draw_ids": 11,
     "run.training._corpus": 8,
     "run.training._engine": 8,
     "run.training._show": 8,
@@ -119,11 +116,8 @@ WIDE_FUNCTIONS = {
     "train.device_adamw_triton.adamw": 8,
     "train.engine.Engine.from_checkpoint": 8,
     "train.engine.Engine.from_model": 12,
-    "train.loop._stepped": 10,
-    "train.loop.train": 15,
     "train.optimizer_sink.OptimizerSink.__init__": 8,
     "train.restore.as_saved": 8,
-    "train.status.Health.__init__": 8,
 }
 """Parameters of the functions that have more. As above."""
 COMMAND_LINES = ("cli",)  # where a function's parameters are the options of a command

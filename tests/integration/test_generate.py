@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatrain import AdamW, Engine
-from megatrain.commands.generate import RESET, GenerationModel, Sampling, interruptions, run_chat, run_generation
+from megatrain.commands.generate import RESET, GenerationModel, interruptions, run_chat, run_generation
 from megatrain.data import load_tokenizer
 from megatrain.errors import BatchError, ConfigError, DataError, MegaTrainError, ModelError, NonFinite
-from megatrain.run.sampling import draw_ids, prompt_ids
+from megatrain.run.sampling import Sampling, draw_ids, prompt_ids
 from tests.tiny import FAMILIES, VOCAB, batch, tiny_model
 
 SMALL: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -245,7 +245,7 @@ def test_only_tokens_known_to_the_tokenizer_are_drawn() -> None:
     """The model would draw ids up to 2,000, of which the tokenizer knows 257."""
     tokenizer = load_tokenizer("bytes")
     with Engine.from_model(tiny_model(vocab_size=2000, eos_token_id=256), "cpu", "fp32") as engine:
-        drawn = draw_ids(engine, tokenizer, [1], tokens=8, temperature=9.0, top_k=0)
+        drawn = draw_ids(engine, tokenizer, [1], Sampling(8, 9.0, top_k=0))
         assert len(drawn) == 8 or drawn[-1] == 256
         assert max(drawn) <= 256
         free = engine.generate(torch.tensor([[1]]), max_new_tokens=8, do_sample=True, temperature=9.0, top_k=0)
@@ -325,7 +325,7 @@ def asked(chatty: str, said: list[str], monkeypatch: pytest.MonkeyPatch, **how: 
     prompts: list[str] = []
     notices: list[str] = []
 
-    def draw(engine: Engine, tokenizer: Any, ids: list[int], **_: Any) -> list[int]:
+    def draw(engine: Engine, tokenizer: Any, ids: list[int], sampling: Sampling, **_: Any) -> list[int]:
         prompts.append(tokenizer.decode(ids))
         _["streamer"].on_finalized_text(" fine ")
         return [1]
@@ -367,7 +367,7 @@ def test_chat_answers_equal_the_librarys_and_can_be_stopped(chatty: str, monkeyp
         signal.raise_signal(signal.SIGINT)
         assert stopped()
     with Engine.from_model(tiny_model(vocab_size=300), "cpu", "fp32") as engine:
-        drawn = draw_ids(engine, load_tokenizer("bytes"), [1], tokens=8, temperature=9.0, stopped=lambda: True)
+        drawn = draw_ids(engine, load_tokenizer("bytes"), [1], Sampling(8, 9.0), stopped=lambda: True)
     assert len(drawn) == 1
 
 

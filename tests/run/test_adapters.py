@@ -14,9 +14,10 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from megatrain.commands.export import run_export
-from megatrain.commands.generate import GenerationModel, Sampling, run_generation
+from megatrain.commands.generate import GenerationModel, run_generation
 from megatrain.config import load_config
 from megatrain.errors import ConfigError
+from megatrain.run.sampling import Sampling
 from megatrain.run.training import run_training
 from tests.tiny import equal, tiny_model
 

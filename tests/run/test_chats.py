@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from megatrain.checkpoint import checkpoints, step_of
-from megatrain.commands.generate import GenerationModel, Sampling, run_chat, run_generation
+from megatrain.commands.generate import GenerationModel, run_chat, run_generation
 from megatrain.config import Config
 from megatrain.data import load_tokenizer
 from megatrain.dist import World
 from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.run.data import open_corpus
+from megatrain.run.sampling import Sampling
 from tests.ranks import together, worlds
 from tests.run.test_training import configuration, losses, train
 

@@ -19,6 +19,7 @@ from megatrain.device import probe
 from megatrain.errors import ConfigError, DeviceError, ExportError, ModelError, NonFinite, PlanError
 from megatrain.model import load_causal_lm, split_into_units
 from megatrain.plan.machines import machine, save_hardware
+from megatrain.run.sampling import Sampling
 from megatrain.run.training import run_training
 from megatrain.train.engine import Engine, StepOutput
 from tests.tiny import BYTE_LLAMA
@@ -344,9 +345,10 @@ def test_a_trace_is_written_on_request_or_refused(tmp_path: Path) -> None:
 def test_long_generation_continues_with_half_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[list[int], int]] = []
 
-    def counting(engine: Engine, tokenizer: Any, ids: list[int], *, tokens: int, **_: Any) -> list[int]:
-        seen.append((list(ids), tokens))
-        return [65 + (len(seen) - 1) % 26] * tokens
+    def counting(engine: Engine, tokenizer: Any, ids: list[int], sampling: Sampling, **_: Any) -> list[int]:
+        assert sampling.most is not None
+        seen.append((list(ids), sampling.most))
+        return [65 + (len(seen) - 1) % 26] * sampling.most
 
     monkeypatch.setattr("megatrain.run.sampling.draw_ids", counting)
     train(configuration(tmp_path, train={"sample_tokens": 50, "sample_prompts": "x" * 7, "steps": 1}))

@@ -22,12 +22,13 @@ from typer.testing import CliRunner
 from megatrain import Engine
 from megatrain.cli import app
 from megatrain.commands.export import run_export
-from megatrain.commands.generate import GenerationModel, Sampling, run_generation
+from megatrain.commands.generate import GenerationModel, run_generation
 from megatrain.config import load_config
 from megatrain.config.keys import AdapterSection
 from megatrain.data import load_tokenizer
 from megatrain.errors import MegaTrainError, ModelError
 from megatrain.model import freeze_parameters, lora_config, pretrained_source
+from megatrain.run.sampling import Sampling
 from megatrain.run.training import run_training
 from tests.adapted import METHODS, config_of
 from tests.tiny import tiny_model, unequal_batches

@@ -33,12 +33,13 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from megatrain import Engine, Policy
 from megatrain.checkpoint.save import PlannedCheckpoint
 from megatrain.commands.export import run_export
-from megatrain.commands.generate import GenerationModel, Sampling, run_generation
+from megatrain.commands.generate import GenerationModel, run_generation
 from megatrain.config import Config
 from megatrain.hf import streamed
 from megatrain.model import PretrainedSource, port_model
 from megatrain.model.architecture import model_class_of
 from megatrain.model.tiny import ordinary_tokens
+from megatrain.run.sampling import Sampling
 from megatrain.run.training import run_training
 from tests.integration.test_architectures import config_of, twin
 from tests.ranks import together, worlds

@@ -14,10 +14,11 @@ import trl
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from megatrain.commands.export import run_export
-from megatrain.commands.generate import GenerationModel, Sampling, run_chat
+from megatrain.commands.generate import GenerationModel, run_chat
 from megatrain.data import load_tokenizer, turn_ends
 from megatrain.data.chat import choose_template
 from megatrain.run.history import read_history
+from megatrain.run.sampling import Sampling
 from tests.data.chats import byte_tokenizer
 from tests.data.test_trl_masks import tokenizer_of
 from tests.run.test_training import configuration, train

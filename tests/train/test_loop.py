@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.dist import World
+from megatrain.dist import ALONE, World
 from megatrain.errors import DataError, NonFinite
 from megatrain.spec import Policy
 from megatrain.train.events import Ended, Evaluated, Event, RolledBack, Skipped, Stepped
-from megatrain.train.loop import Task, train
+from megatrain.train.loop import Between, Course, Task, train
 
 STEP_SECONDS, DATA_SECONDS, TASK_SECONDS = 3.0, 1.0, 10.0
 TOKENS = 8
@@ -48,6 +48,7 @@ class FakeEngine:
     fails: frozenset[int] = frozenset()
     damaged: tuple[str, ...] = ()
     """Weights that are said not to be finite themselves."""
+    world: World = ALONE
     rates: list[float | None] = field(default_factory=list)
     seen: list[Any] = field(default_factory=list)
 
@@ -81,8 +82,9 @@ def run(steps: int = 4, fails: set[int] | None = None, **arguments: Any) -> tupl
     clock = FakeClock()
     engine = FakeEngine(clock, frozenset(fails or ()))
     told: list[Event] = []
-    arguments = {"lr": lambda step: 1.0, "watchers": [told.append], **arguments}
-    train(engine, batches(clock), steps=steps, clock=clock, **arguments)
+    course = Course(steps, arguments.pop("lr", lambda step: 1.0))
+    watchers, engine.world = arguments.pop("watchers", [told.append]), arguments.pop("world", ALONE)
+    train(engine, batches(clock), course, watchers=watchers, between=Between(**arguments), clock=clock)
     return engine, told
 
 
@@ -137,10 +139,9 @@ def test_tasks_between_steps_count_only_as_elapsed_time() -> None:
     train(
         FakeEngine(clock),
         batches(clock),
-        steps=2,
-        lr=lambda _: 1.0,
+        Course(2, lambda _: 1.0),
         watchers=[told.append],
-        tasks=[Task(1, measure)],
+        between=Between([Task(1, measure)]),
         clock=clock,
     )
     steps = [event for event in told if isinstance(event, Stepped)]
@@ -216,11 +217,12 @@ def test_too_many_consecutive_failures_end_the_run_with_the_last_as_cause(limit:
 
 
 def test_nonfinite_weights_are_rolled_back_once_unless_loaded_so() -> None:
-    def trained(fails: set[int], **how: Any) -> list[tuple[type[Event], int]]:
+    def trained(fails: set[int], start: int = 0, **how: Any) -> list[tuple[type[Event], int]]:
         clock, told = FakeClock(), list[Event]()
         engine = FakeEngine(clock, frozenset(fails), damaged=("lm_head.weight",))
         with suppress(NonFinite):
-            train(engine, batches(clock), steps=5, lr=lambda _: 1.0, watchers=[told.append], clock=clock, **how)
+            course = Course(5, lambda _: 1.0, start)
+            train(engine, batches(clock), course, watchers=[told.append], between=Between(**how), clock=clock)
         return [(type(event), event.step) for event in told]
 
     def back(error: NonFinite, step: int) -> int:
@@ -252,10 +254,10 @@ def test_other_errors_pass_through() -> None:
 
     clock = FakeClock()
     with pytest.raises(DataError, match="corpus"):
-        train(FakeEngine(clock), broken(), steps=2, lr=lambda _: 1.0, clock=clock)
+        train(FakeEngine(clock), broken(), Course(2, lambda _: 1.0), clock=clock)
 
 
 def test_exhausted_data_ends_the_run_early() -> None:
     clock = FakeClock()
-    ended = train(FakeEngine(clock), [[{}], [{}]], steps=5, lr=lambda _: 1.0, clock=clock)
+    ended = train(FakeEngine(clock), [[{}], [{}]], Course(5, lambda _: 1.0), clock=clock)
     assert (ended.step, ended.steps) == (2, 5)
