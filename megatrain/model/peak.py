@@ -1,4 +1,4 @@
-"""Fits the peak memory of a layer as a function of sequence length, from runs at three lengths.
+"""Fits the peak memory of a layer as a function of sequence length, from runs at three lengths, and counts FLOPs.
 
 After each op, the bytes of live storages are counted. A layer runs the same ops at any length, so the count after
 each op is fitted as a constant, a per-token and a per-token-and-position term, and the ops that could have the
@@ -7,7 +7,13 @@ fit is never below the runs it was made from. Results as large as weights are no
 weight (zero, as all weights are here) are not multiplied: unwritten zeros with the result's shape and strides stand
 for both.
 
-Memory that kernels allocate themselves is not seen, except the float32 result of a bfloat16 product on a CPU.
+Attention runs as on CUDA inside `DeviceAttention`. PyTorch's fused CPU attention needs queries, keys and values of one
+width and no dropout. For other models (DeepSeek's queries and keys are wider than its values) a CPU materialises the
+scores of all positions, while CUDA runs its memory-efficient kernel. ROCm is left out: its kernel needs one width too.
+
+Memory that kernels allocate themselves is not seen, except the float32 result of a bfloat16 product on a CPU. PyTorch's
+`MemTracker` counts the same bytes in 2.5 to 5 times the time, only at the peak, and not under `autograd.grad`; its
+`FakeTensorMode` takes six times as long as a run on these few tokens, and refuses fused experts in float32.
 """
 
 from __future__ import annotations
@@ -20,9 +26,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
@@ -39,6 +46,11 @@ ADDING = ("aten::addmm", "aten::baddbmm")
 PRODUCTS = (*ADDING, "aten::mm", "aten::bmm", "aten::_grouped_mm")
 UNTOLD_VIEW = "aten::_unsafe_view"
 """A view that is not declared as one in its schema."""
+ATTENTION = nn.functional.scaled_dot_product_attention
+CUDA_ALIGNMENT = 16
+"""CUDA's memory-efficient attention needs rows of a head, in bytes, to be a multiple of this."""
+CUDA_ONLY = "aten::_scaled_dot_product_efficient_attention"
+"""The op of that kernel; its backward's name begins so, too."""
 FACTORIES = ("aten::zeros", "aten::new_zeros", "aten::empty", "aten::new_empty", "aten::full", "aten::new_full")
 
 Lengths = tuple[int, int, int]
@@ -283,7 +295,50 @@ class SkipLargeProducts(_Watching):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         schema, kwargs = getattr(op, "_schema", None), kwargs or {}
-        return _spared(op, args, kwargs) if schema is not None and schema.name in PRODUCTS else op(*args, **kwargs)
+        is_spared = schema is not None and (schema.name in PRODUCTS or schema.name.startswith(CUDA_ONLY))
+        return _spared(op, args, kwargs) if is_spared else op(*args, **kwargs)
+
+
+class DeviceAttention(TorchFunctionMode):
+    """In the block, attention that CUDA fuses and a CPU does not calls CUDA's memory-efficient op. `Recording` and
+    `SkipLargeProducts` answer it with zeros of the shapes and strides it has there.
+
+    calls: how many calls did so.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+        if func is not ATTENTION or not _only_cuda_fuses(given):
+            return func(*args, **kwargs)
+        self.calls += 1
+        query, key, value = (given[name] for name in ("query", "key", "value"))
+        bias = given.get("attn_mask")
+        if bias is not None:
+            if bias.dtype == torch.bool:
+                bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(bias.logical_not(), float("-inf"))
+            bias = bias.expand(*query.shape[:-1], key.shape[-2])
+        wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+        rest = given.get("dropout_p", 0.0), given.get("is_causal", False)
+        attend = torch.ops.aten._scaled_dot_product_efficient_attention
+        return attend(query, key, value, bias, wanted, *rest, scale=given.get("scale"))[0]
+
+
+def _only_cuda_fuses(given: dict[str, Any]) -> bool:
+    """Whether CUDA's memory-efficient kernel supports these arguments of attention and the CPU's fused one does not."""
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    rows = [tensor.shape[-1] * tensor.element_size() for tensor in (query, value)]
+    return (
+        not (query.shape[-1] == value.shape[-1] and not given.get("dropout_p"))
+        and query.shape[:2] == key.shape[:2] == value.shape[:2]
+        and query.dim() == 4
+        and query.shape[-1] == key.shape[-1]
+        and not any(nbytes % CUDA_ALIGNMENT for nbytes in rows)
+    )
 
 
 class TooLarge(RuntimeError):
@@ -311,6 +366,8 @@ def _is_view(schema: Any) -> bool:
 def _spared(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The result of an op, computed only if that is cheap."""
     schema = getattr(op, "_schema", None)
+    if schema is not None and schema.name.startswith(CUDA_ONLY):
+        return _fused_on_cuda(op, args, kwargs)
     if schema is None or _largest_numel(schema.name, args) < LARGE_NUMEL:
         return op(*args, **kwargs)
     if schema.is_mutable:
@@ -343,6 +400,15 @@ def _not_computed(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     except (RuntimeError, NotImplementedError):
         return op(*args, **kwargs)
     return tree_map_only(Tensor, _lazy_zeros_like, forms)
+
+
+def _fused_on_cuda(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The result of CUDA's memory-efficient attention, or of its backward. The log-sum-exp, which CUDA pads to 32
+    tokens, has as many as the query, so that a fit through a few tokens holds for many."""
+    output, sums, *rest = _not_computed(op, args, kwargs)
+    if op._schema.name == CUDA_ONLY and sums.numel():
+        sums = lazy_zeros((*sums.shape[:2], args[0].shape[2]), sums.dtype)
+    return output, sums, *rest
 
 
 def _lazy_zeros_like(form: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 Each kind of layer runs forward, and forward and backward, at three short lengths. A fit through the peaks (`peak`) is
 checked against a fourth run that is longer and has two rows. A layer that pads to blocks, or loops over positions, is
 then run at further lengths; one that copies for several rows what one row shares is also measured with two rows, and
-one whose attention a CPU runs in another way than CUDA is measured both ways (`attention_stand_in`). The zeros take
+one whose attention a CPU runs in another way than CUDA is measured both ways (`DeviceAttention`). The zeros take
 almost no memory. Training does not need any of this: it runs when somebody plans.
 """
 
@@ -19,11 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
-from megatrain.model.attention_stand_in import ATTENTION, DeviceAttention
 from megatrain.model.chunked_layers import in_chunks, token_wise
 from megatrain.model.image_rows import profile_encoder, profile_images
 from megatrain.model.mapped_tensors import lazy_zeros
@@ -40,6 +38,7 @@ from megatrain.model.masks import (
     windows_of,
 )
 from megatrain.model.peak import (
+    DeviceAttention,
     Lengths,
     Recording,
     Run,
@@ -61,8 +60,6 @@ FURTHER, ROUNDED = 300, 0.01
 TOO_LITTLE = 10
 """Weight of an underestimate relative to an overestimate."""
 ROWS = 2
-
-MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 RunOf = Callable[[int], Run]
 """Number of rows -> run of a layer."""
@@ -345,12 +342,10 @@ def profile_layer(layer: nn.Module, run_of: RunOf, parts: Sequence[str], short: 
                 off, lengths, profile = nearer, at, other
         if off <= ROUNDED:
             break
-    with SkipLargeProducts(), _Attention(short[1]) as attention, torch.no_grad():  # type: ignore[no-untyped-call]
-        run(short[1])
+    pairs = growth_of([runs.forward(tokens).flops for tokens in short], short).per_pair
     with SkipLargeProducts():  # type: ignore[no-untyped-call]  # below the modes that watch ops
-        profile = replace(
-            profile, attention_flops=attention.flops, window=window_of(layer), outputs=_outputs(run, short, lengths)
-        )
+        outputs = _outputs(run, short, lengths)
+    profile = replace(profile, attention_flops=float(round(pairs)), window=window_of(layer), outputs=outputs)
     of_two = _runs(layer, run_of(ROWS), parts)
     if _off(profile, _further(of_two, ROWS, most)) > max(off, ROUNDED):
         several = replace(profile, **_taken(of_two, lengths, profile.block, ROWS))
@@ -418,23 +413,6 @@ def window_of(layer: nn.Module) -> int | None:
     """The layer's attention window in positions, if one of its modules declares it."""
     windows = [getattr(module, "sliding_window", None) for module in layer.modules()]
     return next((window for window in windows if isinstance(window, int) and window > 0), None)
-
-
-class _Attention(TorchFunctionMode):
-    """Counts attention's FLOPs per token and position, in fused kernels and in products of scores."""
-
-    def __init__(self, tokens: int) -> None:
-        super().__init__()
-        self.flops, self._tokens = 0.0, tokens
-
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if func is ATTENTION:
-            query, value = args[0], args[2] if len(args) > 2 else (kwargs or {})["value"]
-            self.flops += 2.0 * query.shape[1] * (query.shape[-1] + value.shape[-1])
-        output = func(*args, **(kwargs or {}))
-        if func in MATMULS and output.dim() == 4 and output.shape[-2] == self._tokens:
-            self.flops += 2.0 * output.numel() * args[0].shape[-1] / output.shape[-2] ** 2
-        return output
 
 
 # Outputs of single ops ------------------------------------------------------------------------------------------------

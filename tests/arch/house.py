@@ -102,8 +102,6 @@ WIDE_FUNCTIONS = {
     "checkpoint.save.write_checkpoint": 11,
     "data.loader.Loader.__init__": 9,
     "html.charts.chart": 8,
-    "model.attention_stand_in._as_on_cuda": 8,
-    "model.attention_stand_in._forward": 8,
     "optim.adamw.update_split": 8,
     "optim.kernels.adamw_split": 8,
     "plan.placement.place_state": 8,
