@@ -18,13 +18,16 @@ def small_spec(layers: int = 3, tied: bool = False) -> ModelSpec:
     return ModelSpec("small", (UnitSpec("prologue", "prologue", (table,)), *middle, end), hidden_size=8, vocab_size=64)
 
 
-def with_encoder(spec: ModelSpec, layers: int = 2, trained: tuple[bool, ...] = (True, True, True)) -> ModelSpec:
-    """The model with an encoder of images. trained: whether its first unit, its layers and the prologue are."""
+def with_encoder(
+    spec: ModelSpec, layers: int = 2, trained: tuple[bool, ...] = (True, True, True), *, taps: bool = False
+) -> ModelSpec:
+    """The model with an encoder of images. trained: whether its first unit, its layers and the prologue are. taps:
+    whether the prologue reads the input of its second layer, too."""
     params = tuple(ParamSpec(f"encoder.{k}", (16, 8), trainable=trained[0]) for k in "ab")
     units = [UnitSpec("encoder", "layer", params)]
     for i in range(layers):
         params = tuple(ParamSpec(f"encoder.{i}.{k}", (16, 12), trainable=trained[1]) for k in "abc")
         units.append(UnitSpec(f"encoder.{i}", "layer", params))
     table = tuple(replace(param, trainable=trained[2]) for param in spec.units[0].params)
-    more = {"encoders": len(units), "encoded_per_value": 0.25}
-    return replace(spec, units=(replace(spec.units[0], params=table), *spec.units[1:], *units), **more)
+    units = [replace(spec.units[0], params=table), *spec.units[1:], *units]
+    return replace(spec, units=tuple(units), encoders=1 + layers, encoded_per_value=0.25, taps=(2,) if taps else ())

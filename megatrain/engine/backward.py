@@ -34,7 +34,7 @@ def backward(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     graph = activations.graphs.pop((unit, micro), None)
     if graph is None:
         context.reseed(step, unit, micro)
-        call = DifferentiableLayerCall(context, step, op, lease, input_of(step, op, lease))
+        call = DifferentiableLayerCall(context, step, op, lease, input_of(step, op, lease, unit))
         with call:
             returned = call.run()
         graph = call.graph(*returned)
@@ -53,6 +53,8 @@ def backward(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     torch.autograd.backward(edges, [activations.gradients.pop(micro), *sides.values()], inputs=inputs)
     assert graph.input.grad is not None
     activations.gradients[micro] = graph.input.grad
+    if (added := activations.taps.pop((unit, micro), None)) is not None:
+        activations.gradients[micro] += added
     if graph.given:
         activations.add_side_gradients(op, {number: value.grad for number, value in graph.given.items()})
     context.finish_complete_gradients(step, op)
@@ -64,7 +66,7 @@ def _first(
     leaves: dict[str, Tensor],
     inputs: dict[str, Any],
     around: Sequence[AbstractContextManager[object]],
-    encoded: Tensor | None,
+    encoded: Sequence[Tensor],
 ) -> tuple[Tensor, list[Call]]:
     """What the prologue makes; or the start of an encoder, whose layers' arguments get no gradient."""
     if unit == 0:
@@ -107,8 +109,11 @@ def _backward_of_first(context: OpContext, step: StepState, op: Op, lease: Lease
     outputs += [(made[number], gradient) for number, gradient in activations.side_gradients(op, made).items()]
     if outputs := [(output, gradient) for output, gradient in outputs if output.requires_grad]:
         into = [leaf for _, leaf in trained]
-        into += [encoded] if encoded is not None and encoded.requires_grad else []
+        into += [each for each in encoded if each.requires_grad]
         torch.autograd.backward([output for output, _ in outputs], [gradient for _, gradient in outputs], inputs=into)
-    if encoded is not None and encoded.grad is not None:
-        activations.gradients[op.micro] = encoded.grad
+    for tapped, each in zip(context.spec.tapped, encoded, strict=False):
+        if each.grad is not None:
+            activations.taps[tapped, op.micro] = each.grad
+    if encoded and (last := activations.taps.pop((0, op.micro), None)) is not None:
+        activations.gradients[op.micro] = last
     context.finish_complete_gradients(step, op)

@@ -21,7 +21,7 @@ from megatrain.errors import ModelError
 from megatrain.memory import Lease
 from megatrain.model import Answering, Call, Keeping
 from megatrain.model.ports import numbered
-from megatrain.schedule import Op
+from megatrain.schedule import Access, Op
 from megatrain.schedule.contents import Hidden, LayerGraph, Saved
 
 
@@ -39,7 +39,7 @@ def forward(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
         return
     if unit > context.spec.epilogue and micro not in activations.answers:
         return
-    hidden = input_of(step, op, lease)
+    hidden = input_of(step, op, lease, unit)
     kind = DifferentiableLayerCall if LayerGraph(unit, micro) in written else LayerCall
     call = kind(context, step, op, lease, hidden)
     with call:
@@ -63,21 +63,28 @@ def keep_away(context: OpContext, step: StepState, op: Op, lease: Lease, hidden:
             step.activations.forms[op.unit, op.micro] = pack(hidden, bytes_of(lease, access), name)
 
 
-def encoded_for(context: OpContext, step: StepState, op: Op, lease: Lease) -> Tensor | None:
-    """What the encoder has made of a micro-batch, with a gradient if the encoder wants one; `None` without images."""
-    key, activations = (0, op.micro), step.activations
-    for access in op.reads:
-        if access.content == Hidden(*key) and (access.buffer in activations.inputs or key in activations.forms):
-            wants = step.sink is not None and context.spec.has_backward(context.spec.encoder[-1])
-            return input_of(step, op, lease).detach().requires_grad_(wants)
-    return None
+def encoded_for(context: OpContext, step: StepState, op: Op, lease: Lease) -> list[Tensor]:
+    """What the prologue reads of an encoder for a micro-batch, with gradients where the encoder wants some; nothing
+    without images."""
+    spec, key, found = context.spec, (0, op.micro), list[Tensor]()
+    if not any(each.content == Hidden(*key) and is_there(step, each, lease, key) for each in op.reads):
+        return found
+    for unit in spec.tapped:
+        wants = step.sink is not None and spec.has_backward(unit - 1 if unit else spec.encoder[-1])
+        found.append(input_of(step, op, lease, unit).detach().requires_grad_(wants))
+    return found
 
 
-def input_of(step: StepState, op: Op, lease: Lease) -> Tensor:
-    """The input of a layer, [batch, length, hidden size], from a slot, another op's output, or a kept graph."""
-    activations, key = step.activations, (op.unit, op.micro)
+def is_there(step: StepState, access: Access, lease: Lease, key: tuple[int, int]) -> bool:
+    """Whether a unit has left an input: none does for a micro-batch without images. key: (unit, micro-batch)."""
+    return access.buffer in step.activations.inputs or (access.buffer in lease and key in step.activations.forms)
+
+
+def input_of(step: StepState, op: Op, lease: Lease, unit: int) -> Tensor:
+    """The input of a unit, [batch, length, hidden size], from a slot, another op's output, or a kept graph."""
+    activations, key = step.activations, (unit, op.micro)
     for access in op.reads:
-        if access.content == Hidden(op.unit, op.micro):
+        if access.content == Hidden(*key):
             if access.buffer in lease:
                 return unpack(bytes_of(lease, access).data, activations.forms[key])
             return activations.inputs[access.buffer]
@@ -221,8 +228,8 @@ def _prologue(context: OpContext, step: StepState, op: Op, lease: Lease) -> tupl
     if needing and text and context.spec.units[0].looks_up:
         what = "its layers need a gradient other than through the hidden state for some texts only"
         raise ModelError(what, where=f"model {context.spec.name}", fix="freeze what computes their other arguments")
-    if encoded is not None:
-        keep_away(context, step, op, lease, encoded.detach())
+    if encoded:
+        keep_away(context, step, op, lease, encoded[0].detach())
     return hidden.detach(), [call.detached() for call in calls]
 
 
@@ -232,8 +239,9 @@ def _begun(context: OpContext, step: StepState, op: Op, lease: Lease) -> tuple[T
     if inputs.keys() <= TEXT_ENTRIES:
         return None
     assert context.ported.encoder is not None
+    weights = context.parameters(op, lease, op.unit)
     with answers, context.waiting_for_weights(step, op, lease):
-        begun = context.ported.encoder.begin(context.ported, context.parameters(op, lease, op.unit), inputs)
+        begun = context.ported.encoder.begin(context.ported, weights, inputs)
     if begun is not None:
         step.activations.answers[op.micro] = answers
     return begun

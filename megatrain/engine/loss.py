@@ -22,7 +22,7 @@ from megatrain.schedule import Op
 def loss(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     unit, micro = op.unit, op.micro
     context.reseed(step, unit, micro)
-    hidden = input_of(step, op, lease)
+    hidden = input_of(step, op, lease, op.unit)
     if step.sink is None:
         weights: dict[str, Tensor] = {}
         for owner in _head_owners(context):

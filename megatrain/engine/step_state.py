@@ -69,6 +69,8 @@ class Activations:
     """Transient buffer of the schedule -> side value, or the gradient of one."""
     beyond: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     """Micro-batch -> gradients of what only some have (`Call.takes`), which no schedule knows."""
+    taps: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """(unit, micro-batch) -> what the prologue adds to the gradient of the input of an encoder's layer."""
     gradients: dict[int, Tensor] = field(default_factory=dict)
     """Gradient with respect to the input of the unit whose backward ran last, [batch, length, hidden size]."""
 

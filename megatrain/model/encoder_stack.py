@@ -2,15 +2,15 @@
 
 With ports in place of the encoder's layers, too, the model's own forward runs in three parts: up to the encoder's first
 layer (the *start*, which makes patches), from the encoder's last layer to the first decoder layer (the prologue), and
-behind the last decoder layer. This is exact where the encoder calls each of its layers once, in order, hands on what
-they return as it is, and the decoder gets the output of one of them: those above it, as Llava has, stay in the
-prologue. `stream_encoder` finds that out from a row with images, by the model's graph; otherwise everything stays in
-the prologue. No model is known by name.
+behind the last decoder layer. This is exact where the encoder calls each of its layers once, in order, and hands on
+what they return as it is. Layers above the last whose output reaches the decoder, as Llava has, stay in the prologue.
+`stream_encoder` finds that out from a row with images, by the model's graph; otherwise everything stays in the
+prologue. No model is known by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,7 +37,7 @@ from megatrain.model.ports import (
 from megatrain.model.profile import portable_attention
 from megatrain.model.recomputed_encoders import layer_lists
 from megatrain.model.user_patches import Buffers
-from megatrain.model.weight_reads import OrderOfUse, Uses, in_order_of_use
+from megatrain.model.weight_reads import TO_THE_END, OrderOfUse, Uses, in_order_of_use
 from megatrain.spec import ModelSpec, ParamSpec, UnitSpec
 
 WHERE = "the encoder of images"
@@ -54,6 +54,8 @@ class EncoderStack:
     ports: list[Port] = field(default_factory=list)
     start: tuple[str, ...] = ()
     """Names of the parameters that are read before the first layer."""
+    taps: tuple[int, ...] = ()
+    """The layers below the last whose output the prologue reads, too."""
     _script: Script | None = None
     """What the ports do now; without one, they pass on what they get."""
 
@@ -91,10 +93,11 @@ class EncoderStack:
         return begun.hidden, begun.calls
 
     @contextmanager
-    def handing_out(self, encoded: Tensor | None) -> Iterator[None]:
-        """In the block, in which the prologue runs, the encoder's last layer returns this; without it, the encoder is
-        not reached."""
-        handed = Handed(len(self.ports), encoded)
+    def handing_out(self, encoded: Sequence[Tensor]) -> Iterator[None]:
+        """In the block, in which the prologue runs, the encoder's last layer and `taps` return these; without them, the
+        encoder is not reached."""
+        places = (len(self.ports) - 1, *self.taps) if encoded else ()
+        handed = Handed(len(self.ports), dict(zip(places, encoded, strict=True)))
         with self.playing(handed):
             yield
         handed.check()
@@ -155,21 +158,21 @@ class Begun(_Ordered):
 
 
 class Handed(_Ordered):
-    """Makes the last layer return what the encoder has made."""
+    """Makes layers return what the encoder has made, by layer."""
 
-    def __init__(self, layers: int, encoded: Tensor | None) -> None:
+    def __init__(self, layers: int, encoded: Mapping[int, Tensor]) -> None:
         super().__init__(layers)
         self._encoded = encoded
 
     def visit(self, index: int, hidden: Tensor, call: Call) -> Tensor:
         self._order.append(index)
-        if self._encoded is None:
+        if not self._encoded:
             raise ModelError("is reached only behind another part of the prologue", where=WHERE, fix=FIX)
-        return self._encoded if index == self._layers - 1 else self.passed_on(hidden)
+        return self._encoded[index] if index in self._encoded else self.passed_on(hidden)
 
     def check(self) -> None:
         super().check()
-        if self._encoded is not None and not self._order:
+        if self._encoded and not self._order:
             raise ModelError("is not reached a second time", where=WHERE, fix=FIX)
 
     def passed_on(self, hidden: Tensor) -> Tensor:
@@ -248,7 +251,7 @@ def _with_encoder(ported: PortedModel, encoder: EncoderStack, rows: Mapping[str,
         raise _Unlike
     look.check()
     given = torch.zeros(look.hidden.shape, dtype=look.hidden.dtype, requires_grad=True)
-    handed = _Traced(layers, given)
+    handed = _Traced(layers, {layers - 1: given})
     with torch.enable_grad(), SkipLargeProducts(), encoder.playing(handed):  # type: ignore[no-untyped-call]
         ported.run(capture, leaves, rows)
     handed.check()
@@ -259,19 +262,19 @@ def _with_encoder(ported: PortedModel, encoder: EncoderStack, rows: Mapping[str,
     behind = set[int]().union(*map(reachable_leaves, outputs))
     needing = {id(each) for call in look.calls for each in call.tensors() if each.requires_grad}
     read = [index for index, leaf in enumerate((*handed.leaves, given)) if id(leaf) in behind]
-    if len(read) != 1 or needing:
+    if not read or needing:
         raise _Unlike
-    if read[0] < layers - 1:
-        raise _Fewer(read[0] + 1)
+    if read[-1] < layers - 1:
+        raise _Fewer(read[-1] + 1)
+    encoder.taps = tuple(read[:-1])
     before = reachable_leaves(look.hidden)
     encoder.start = tuple(name for name, leaf in leaves.items() if id(leaf) in before)
     params = structure.units[0].params
     if behind & before or not {*encoder.start} <= {param.name for param in params}:
         raise _Unlike
     _refuse_other_reads(ported, encoder, rows, given.detach())
-    units = [
-        UnitSpec(f"{encoder.name} input", "layer", tuple(param for param in params if param.name in encoder.start))
-    ]
+    first = tuple(replace(param, held=TO_THE_END) for param in params if param.name in encoder.start)
+    units = [UnitSpec(f"{encoder.name} input", "layer", first)]
     units += _layer_specs(encoder, look, {param.name: param for param in params})
     taken = {param.name for unit in units for param in unit.params}
     prologue = replace(structure.units[0], params=tuple(param for param in params if param.name not in taken))
@@ -280,6 +283,7 @@ def _with_encoder(ported: PortedModel, encoder: EncoderStack, rows: Mapping[str,
         units=(prologue, *structure.units[1:], *(replace(unit, ranks=structure.ranks) for unit in units)),
         encoders=len(units),
         encoded_per_value=given.numel() / values,
+        taps=tuple(index + 2 for index in encoder.taps),
     )
 
 
@@ -322,7 +326,7 @@ class _Look(Begun):
 class _Traced(Handed):
     """Passes on leaves, to tell whether anything is computed from the outputs of other layers than the last."""
 
-    def __init__(self, layers: int, encoded: Tensor) -> None:
+    def __init__(self, layers: int, encoded: Mapping[int, Tensor]) -> None:
         super().__init__(layers, encoded)
         self.leaves: list[Tensor] = []
 
@@ -337,7 +341,8 @@ def _refuse_other_reads(
     """Raise `_Unlike` if a part reads parameters of the other, which a graph does not show where gradients are off."""
     zeros, capture = ported.placeholders, Capture(len(ported.ports))
     nothing = {name: torch.full((), torch.nan, dtype=each.dtype).expand(each.shape) for name, each in zeros.items()}
-    begun, handed = Begun(len(encoder.ports)), Handed(len(encoder.ports), encoded)
+    places = (len(encoder.ports) - 1, *encoder.taps)
+    begun, handed = Begun(len(encoder.ports)), Handed(len(encoder.ports), dict.fromkeys(places, encoded))
     with torch.no_grad():
         with encoder.playing(begun):
             ported.run(Stop(), {**nothing, **{name: zeros[name] for name in encoder.start}}, rows)
@@ -358,7 +363,7 @@ def _layer_specs(encoder: EncoderStack, look: _Look, known: Mapping[str, ParamSp
             raise _Unlike  # shared between layers
         seen |= {id(each) for each in parameters.values()}
         params = [
-            replace(known[prefix + name], held=used.held.get(name, -1))
+            replace(known[prefix + name], held=used.held.get(name, TO_THE_END))
             for name in in_order_of_use(parameters, used.names)
         ]
         units.append(UnitSpec(prefix.rstrip("."), "layer", tuple(params)))

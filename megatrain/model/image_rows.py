@@ -190,11 +190,16 @@ def _run(ported: PortedModel, row: Inputs) -> Run:
     encoded: list[Tensor] = []
     if ported.encoder is not None:
         with torch.no_grad():
-            encoded = [_begun(ported, ported.placeholders, row)[0].requires_grad_(_encoder_trains(ported))]
+            like = _begun(ported, ported.placeholders, row)[0]
+        needing = [
+            _encoder_trains(ported),
+            *(ported.structure.has_backward(unit - 1) for unit in ported.structure.tapped[1:]),
+        ]
+        encoded = [like.clone().requires_grad_(needs) for needs in needing]
 
     def run(_: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         leaves = _leaves(ported, 0)
-        hidden, calls = ported.prologue(leaves, row, encoded=encoded[0] if encoded else None)
+        hidden, calls = ported.prologue(leaves, row, encoded=encoded)
         held.append((hidden, calls))
         return hidden, list(leaves.values()), [each for each in encoded if each.requires_grad]
 

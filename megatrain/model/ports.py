@@ -393,11 +393,12 @@ class Encoder(Protocol):
     name: str
     templates: list[nn.Module]
     start: tuple[str, ...]
+    taps: tuple[int, ...]
 
     def begin(
         self, ported: PortedModel, weights: Weights, inputs: Mapping[str, Any]
     ) -> tuple[Tensor, list[Call]] | None: ...
-    def handing_out(self, encoded: Tensor | None) -> AbstractContextManager[None]: ...
+    def handing_out(self, encoded: Sequence[Tensor]) -> AbstractContextManager[None]: ...
     def layer(
         self, ported: PortedModel, index: int, weights: Weights, hidden: Tensor, call: Call
     ) -> tuple[Tensor, dict[int, Tensor]]: ...
@@ -503,7 +504,7 @@ class PortedModel:
         weights: Weights,
         inputs: Mapping[str, Any],
         around: Sequence[AbstractContextManager[object]] = (),
-        encoded: Tensor | None = None,
+        encoded: Sequence[Tensor] = (),
     ) -> tuple[Tensor, list[Call]]:
         """Run everything before the first layer.
 

@@ -52,6 +52,7 @@ def read_model(content: Any, where: str) -> ModelSpec:
             tuple(_side(each, len(units)) for each in fields.get("sides", ())),
             int(_number(fields.get("encoders", 0))),
             _number(fields.get("encoded_per_value", 0.0)),
+            tuple(_count(place) for place in fields.get("taps", ())),
         )
     except (KeyError, TypeError, ValueError, MegaTrainError) as error:
         detail = f"lacks {error}" if isinstance(error, KeyError) else str(error)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import cache, partial
 
 from megatrain.errors import PlanError
-from megatrain.schedule.contents import CONTENT_OF, USED, Scratch, Weights
+from megatrain.schedule.contents import CONTENT_OF, USED, Scratch, TapGradient, Weights
 from megatrain.schedule.deps import derive_waits
 from megatrain.schedule.ops import Access, Buffer, Op, Schedule, Stream, Use, declare
 from megatrain.schedule.passes.collectives import Collectives, refuse_what_ranks_lack
@@ -31,7 +31,7 @@ from megatrain.schedule.passes.side_values import SideValues
 from megatrain.schedule.passes.state_buffers import Pending, StateBuffers, reads_files, state_name, whole_name
 from megatrain.schedule.passes.streamed_updates import StreamedUpdates
 from megatrain.schedule.passes.weight_slots import WeightSlots
-from megatrain.schedule.passes.workspace import backward_nbytes, beside_nbytes, loss_nbytes
+from megatrain.schedule.passes.workspace import backward_nbytes, beside_nbytes, input_nbytes, loss_nbytes
 from megatrain.spec import ModelSpec, Numerics, Part, Policy, Tier, Work
 from megatrain.spec.layout import Layout, layout_of
 
@@ -118,6 +118,8 @@ class Builder:
         encodes = work.beyond_text or (trains and any(map(model.has_backward, model.encoder)))
         self.order = [*(model.encoder if encodes else ()), *range(model.epilogue)]
         """The units before the epilogue, in order of the forward pass."""
+        self._tapped = [unit for unit in model.tapped[1:] if model.has_backward(unit - 1)]
+        """Units to the gradient of whose input the prologue adds."""
         self._place = {unit: place for place, unit in enumerate([*self.order, model.epilogue])}
         """Unit -> its first visit."""
         self.state = StateBuffers(model, numerics, policy, pending, self.buffers, self.staged, in_files)
@@ -216,7 +218,16 @@ class Builder:
 
     def _encoded(self, unit: int, micro: int) -> list[Access]:
         """What the encoder has made of images, which the prologue reads."""
-        return [self.alive.hidden(0, micro)] if unit == 0 and self.order[0] else []
+        if unit or not self.order[0]:
+            return []
+        is_kept = self.trains and self.model.has_backward(0)
+        again = self.alive.found_by if is_kept else self.alive.hidden
+        return [self.alive.hidden(0, micro), *(again(tapped, micro) for tapped in self.model.tapped[1:])]
+
+    def _tap(self, unit: int, micro: int) -> Access:
+        """What the prologue adds to the gradient of the input of an encoder's layer."""
+        nbytes = input_nbytes(self.model, self.numerics, self.work, unit, micro)
+        return self.alive.transient(Use.SIDE_GRADIENTS, f"encoder.{unit}.{micro}", nbytes, TapGradient(unit, micro))
 
     def _loss_visit(self, micros: range) -> Visit:
         unit = self.model.epilogue
@@ -267,10 +278,12 @@ class Builder:
             taken, writes = self.sides.backward(unit, micro)
             reads += taken
             if encoded:
-                reads += self.alive.taken_up_by(unit, micro)
+                reads += [self.alive.found_by(tapped, micro) for tapped in self.model.tapped]
                 writes += [self.alive.dhidden(unit, micro)] if self.model.has_backward(self.model.encoder[-1]) else []
+                writes += [self._tap(tapped, micro) for tapped in self._tapped]
             if is_layer:
                 reads += [self.alive.arguments(unit, micro), *self.alive.taken_up_by(unit, micro)]
+                reads += [self._tap(unit, micro)] if unit in self._tapped else []
                 reads += self.sides.used(unit, micro)
                 if not self.alive.keeps_graph(unit, micro):
                     writes.append(self.alive.graph(unit, micro))

@@ -129,6 +129,17 @@ class HiddenGradient:
 
 
 @dataclass(frozen=True, slots=True)
+class TapGradient:
+    """What the prologue adds to the gradient of the input of an encoder's layer, for one micro-batch."""
+
+    unit: int
+    micro: int
+
+    def __str__(self) -> str:
+        return f"d{self.unit}.{self.micro}+"
+
+
+@dataclass(frozen=True, slots=True)
 class Arguments:
     """The arguments of layers besides the hidden state, for one micro-batch."""
 
@@ -218,6 +229,7 @@ Content = (
     | Norm
     | Hidden
     | HiddenGradient
+    | TapGradient
     | Arguments
     | LayerGraph
     | Saved

@@ -135,6 +135,8 @@ class ModelSpec:
     """How many units are of an encoder of images."""
     encoded_per_value: float = 0.0
     """Numbers in the input of one of its layers for each value of images (`Work.values_per_token`)."""
+    taps: tuple[int, ...] = ()
+    """Places in `encoder` of layers whose input the prologue reads, too: features of several layers."""
 
     def __post_init__(self) -> None:
         kinds, behind = [unit.kind for unit in self.units], ["layer"] * self.encoders
@@ -188,6 +190,11 @@ class ModelSpec:
     def encoder(self) -> range:
         """Indices of the units of the encoder."""
         return range(self.epilogue + 1, len(self.units))
+
+    @property
+    def tapped(self) -> tuple[int, ...]:
+        """The units whose input the prologue reads: itself, and others of the encoder."""
+        return (0, *(self.encoder[place] for place in self.taps))
 
     @property
     def streamed(self) -> tuple[int, ...]:

@@ -79,6 +79,7 @@ def test_every_built_schedule_passes_the_checker(
     trained=st.tuples(st.booleans(), st.booleans(), st.booleans()),
     keep=st.sampled_from([(), (("offload",),), (("drop",), ("offload", "input"))]),
     reading=st.sampled_from([{}, {"wait_for": "shard"}, {"wait_for": "shard", "read_ahead_nbytes": 200}]),
+    taps=st.booleans(),
 )
 def test_schedules_with_an_encoder_pass_the_checker_and_use_it_for_images_alone(
     numerics: Numerics,
@@ -90,8 +91,9 @@ def test_schedules_with_an_encoder_pass_the_checker_and_use_it_for_images_alone(
     trained: tuple[bool, bool, bool],
     keep: Any,
     reading: Any,
+    taps: bool,
 ) -> None:
-    of = with_encoder(small_spec(3, tied), 2, trained)
+    of = with_encoder(small_spec(3, tied), 2, trained, taps=taps)
     policy = replace(policy, micro_batches_per_round=0 if tied else in_round, activations_by_layer=keep, **reading)
     waiting: Any = "all" if pending and policy.update == "next_forward" else "none"
     images = replace(work, beyond_text=True, values_per_token=5.0)

@@ -133,8 +133,10 @@ class Activations:
         self._lowest = max(1, model.lowest_trained)
         """The lowest layer with a backward pass."""
         layers = range(self._lowest, model.epilogue) if trains else range(0)
-        of_encoder = [unit for unit in (0, *model.encoder[1:]) if model.encoders and model.has_backward(unit)]
-        """What the encoder hands to the prologue, and inputs of its layers with a backward pass."""
+        needed = {unit for unit in model.encoder[1:] if model.has_backward(unit)}
+        needed |= {*model.tapped} if model.encoders and model.has_backward(0) else set()
+        of_encoder = sorted(needed)
+        """Inputs of its layers with a backward pass, and what the prologue reads of it."""
         self._keeps = {
             (layer, micro): self._keep(layer, micro)
             for layer in (*layers, *(of_encoder if trains else ()))
@@ -348,7 +350,7 @@ class Activations:
 
     def _staged(self, slots_name: str, use: Use, inside: Sequence[Access]) -> dict[str, Staged]:
         """Name on the device -> its place in host memory, and the slots that it passes through."""
-        count = min(self._policy.offload_slots, len(inside))
+        count = min(max(self._policy.offload_slots, len(self._model.tapped)), len(inside))
         slots = tuple(f"device/{slots_name}/{k}" for k in range(count))
         # If a micro-batch represents several, one at a time is in a slot.
         largest = max((round(access.stop / self._work.repeats) for access in inside), default=0)
