@@ -224,11 +224,6 @@ class Builder:
         again = self.alive.found_by if is_kept else self.alive.hidden
         return [self.alive.hidden(0, micro), *(again(tapped, micro) for tapped in self.model.tapped[1:])]
 
-    def _tap(self, unit: int, micro: int) -> Access:
-        """What the prologue adds to the gradient of the input of an encoder's layer."""
-        nbytes = input_nbytes(self.model, self.numerics, self.work, unit, micro)
-        return self.alive.transient(Use.SIDE_GRADIENTS, f"encoder.{unit}.{micro}", nbytes, TapGradient(unit, micro))
-
     def _loss_visit(self, micros: range) -> Visit:
         unit = self.model.epilogue
         visit = Visit(unit, before=self._restored(unit, micros))
@@ -280,10 +275,10 @@ class Builder:
             if encoded:
                 reads += [self.alive.found_by(tapped, micro) for tapped in self.model.tapped]
                 writes += [self.alive.dhidden(unit, micro)] if self.model.has_backward(self.model.encoder[-1]) else []
-                writes += [self._tap(tapped, micro) for tapped in self._tapped]
+                writes += [_tap(self, tapped, micro) for tapped in self._tapped]
             if is_layer:
                 reads += [self.alive.arguments(unit, micro), *self.alive.taken_up_by(unit, micro)]
-                reads += [self._tap(unit, micro)] if unit in self._tapped else []
+                reads += [_tap(self, unit, micro)] if unit in self._tapped else []
                 reads += self.sides.used(unit, micro)
                 if not self.alive.keeps_graph(unit, micro):
                     writes.append(self.alive.graph(unit, micro))
@@ -352,6 +347,12 @@ class Builder:
         writes = [Access(name, 0, nbytes, what(unit, after)) for name, nbytes, what in parts]
         writes.append(Access(gradient.buffer, gradient.start, gradient.stop, USED))
         return Op("UPDATE", "compute" if on_device else "host", unit, reads=tuple(reads), writes=tuple(writes))
+
+
+def _tap(builder: Builder, unit: int, micro: int) -> Access:
+    """What the prologue adds to the gradient of the input of an encoder's layer."""
+    nbytes = input_nbytes(builder.model, builder.numerics, builder.work, unit, micro)
+    return builder.alive.transient(Use.SIDE_GRADIENTS, f"encoder.{unit}.{micro}", nbytes, TapGradient(unit, micro))
 
 
 def _restore_early(before: Visit, visit: Visit) -> None:

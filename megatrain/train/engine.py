@@ -174,8 +174,7 @@ class Engine(TakesTurns):
         refuse_other_kinds(model)
         options: EngineOptions = {"device": device, "precision": precision, "numerics": numerics, "policy": policy}
         options |= {"optimizer": optimizer, "max_grad_norm": max_grad_norm, "limits": limits, "disk": disk}
-        options |= {"seed": seed, "verify": verify}
-        given: Any = {**options, **more}
+        given: Any = {**options, "seed": seed, "verify": verify, **more}
         return cls.from_source(ModelSource(model), **given)  # type: ignore[arg-type]  # no other kind is left
 
     @classmethod
