@@ -50,7 +50,7 @@ def read_unpaired(row: Row, schema: Schema) -> Sample:
         raise SampleError(what, reason="without an answer", where=row.place, fix=fix)
     inner = replace(schema, format=kinds[0], columns={k: v for k, v in schema.columns.items() if k != "label"})
     fields = {name: value for name, value in row.fields.items() if name != column}
-    sample = read_sample(replace(row, fields=fields), inner)
+    sample = read_sample(row._replace(fields=fields), inner)
     if sample.messages and kinds[0] != "completion":
         context = len(sample.messages) - 1
         if not context or sample.messages[-1]["role"] != "assistant":

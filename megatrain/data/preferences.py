@@ -37,7 +37,7 @@ def read_pair(row: Row, schema: Schema) -> tuple[Sample, Sample]:
     contexts = [row.fields.get(schema.column(name)) for name in ("prompt", "instruction", "conversations")]
     if not any(contexts) or (isinstance(contexts[0], str) and _share_first_message(chosen, rejected)):
         prompt, chosen, rejected = _split_prompt(chosen, rejected, row.place)
-        row = replace(row, fields={**row.fields, schema.column("prompt"): prompt})
+        row = row._replace(fields={**row.fields, schema.column("prompt"): prompt})
     first, second = (_with_answer(row, schema, answer) for answer in (chosen, rejected))
     return replace(first, answer="chosen"), replace(second, answer="rejected")
 
@@ -60,7 +60,7 @@ def _with_answer(row: Row, schema: Schema, answer: Any) -> Sample:
     elif isinstance(answer, Mapping):
         answer = [answer]
     inner = replace(schema, format=kind)
-    sample = read_sample(replace(row, fields={**row.fields, inner.column(field): answer}), inner)
+    sample = read_sample(row._replace(fields={**row.fields, inner.column(field): answer}), inner)
     context = len(sample.messages) - 1
     return sample if kind == "completion" else replace(sample, untrained=sample.untrained | frozenset(range(context)))
 

@@ -425,9 +425,11 @@ class _Opening:
 
     def _windows(self, names: list[str]) -> _Part:
         data = self.data
-        file = prepare_tokens(names, self.tokenizer, cache=self.cache, pattern=data.pattern, bos=data.bos)
-        described = describe_tokens(file)
-        return self._cut(names, file, described + self._beginning() if "documents" in file.details else described)
+        file = prepare_tokens(
+            names, self.tokenizer, cache=self.cache, pattern=data.pattern, bos=data.bos, bad=data.bad_samples
+        )
+        first, *others = describe_tokens(file)
+        return self._cut(names, file, first + self._beginning() if "documents" in file.details else first, others)
 
     def _beginning(self) -> str:
         """What is said of plain texts if the tokenizer puts something before a text."""
@@ -435,7 +437,7 @@ class _Opening:
         leading = self.encoder.leading
         return f"; {which} with {self.tokenizer.decode(leading)} (data.bos)" if leading else ""
 
-    def _cut(self, names: list[str], file: TokenFile, described: str) -> _Part:
+    def _cut(self, names: list[str], file: TokenFile, described: str, others: Iterable[str] = ()) -> _Part:
         try:
             windows = pack(file, window=self.data.sequence_length, vocab_size=self.vocabulary)
             training, held_out = split_windows(windows, self.fraction)
@@ -446,7 +448,7 @@ class _Opening:
         held = f"{len(held_out):,} held out" if held_out else "none held out"
         length = self.data.sequence_length
         cut = f"{len(windows):,} of {length:,} tokens, {held}; {counted(unused_tokens(windows), 'token')} unused"
-        facts = [("data", described), ("sequences", cut)]
+        facts = [("data", described), *(("", line) for line in others), ("sequences", cut)]
         return _Part(training, held_out, facts, name=" and ".join(map(called, names)))
 
     def _samples(self, name: str) -> _Part:
