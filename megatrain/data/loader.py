@@ -55,10 +55,11 @@ class _DrawnStep(NamedTuple):
 class Loader:
     """An endless iterator over steps, each a list of this rank's micro-batches.
 
-    micro_batch: rows per micro-batch. micro_batches: micro-batches per step of all ranks together; rank r reads number
-    r, r + ranks, ... targets: if given, a step has instead as many micro-batches as it takes to reach this number of
-    target tokens, at least one per rank. weights: the share of each source in the rows; by default its number of rows,
-    so that all sources are seen equally often. workers: threads that read ahead; 0 reads in the foreground.
+    micro_batch: rows per micro-batch. micro_batches: micro-batches per step of all ranks together. part: (r, ranks):
+    the rank that reads number r, r + ranks, ... targets: if given, a step has instead as many micro-batches as it takes
+    to reach this number of target tokens, at least one per rank. weights: the share of each source in the rows; by
+    default its number of rows, so that all sources are seen equally often. Steps are read in the foreground, unless
+    threads `read_ahead`.
     """
 
     def __init__(
@@ -70,10 +71,9 @@ class Loader:
         seed: int,
         weights: Sequence[float] | None = None,
         targets: int | None = None,
-        rank: int = 0,
-        ranks: int = 1,
-        workers: int = 0,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
+        rank, ranks = part
         self.sources: list[Batching] = list(rows) if isinstance(rows, Sequence) else [rows]
         alone = len(self.sources) == 1
         self.weights = [1.0 if alone else float(len(one)) for one in self.sources] if weights is None else list(weights)
@@ -96,10 +96,17 @@ class Loader:
         self.seed, self.targets, self.rank, self.ranks = seed, targets, rank, ranks
         self.positions = [0] * len(self.sources)  # rows returned from each source so far
         self._orders = [(-1, np.empty(0, dtype=np.int64))] * len(self.sources)  # (epoch, its order), the last one used
-        # One thread if there are streams, since they are read in order.
-        self._pool = ThreadPoolExecutor(1 if self.streams else workers, "loader") if workers else None
+        self._pool: ThreadPoolExecutor | None = None
         self._prefetched: deque[tuple[_DrawnStep, Future[list[Batch]]]] = deque()
-        self._max_prefetched = workers + 1
+        self._max_prefetched = 1
+
+    def read_ahead(self, workers: int) -> Loader:
+        """Let so many threads read steps ahead, one of streams, which are read in order; 0 for none. Returns the
+        loader."""
+        if workers:
+            self._pool = ThreadPoolExecutor(1 if self.streams else workers, "loader")
+            self._max_prefetched = workers + 1
+        return self
 
     @property
     def position(self) -> int:
