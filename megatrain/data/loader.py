@@ -2,7 +2,7 @@
 
 The order of an epoch is a permutation that depends on (seed, epoch) alone. Epochs follow one another without a gap: a
 batch may contain the last rows of one epoch and the first of the next, so no row is dropped. Several sources are mixed
-by weight (`sampler.next_source`), each with its own epochs. So the state is the number of rows drawn from each source,
+by weight (`packing.next_source`), each with its own epochs. So the state is the number of rows drawn from each source,
 and the micro-batch size may change on resume (except for rows grouped by length, whose order depends on it). A stream
 has an order of its own (`stream_rows.py`), and its state includes its position in the data set.
 
@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from megatrain.data.packing import Batching, Row, SampleRows, collate
-from megatrain.data.sampler import epoch_order, next_source
+from megatrain.data.packing import Batching, Row, SampleRows, collate, epoch_order, next_source
 from megatrain.data.stream_rows import StreamRows
 from megatrain.errors import DataError
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.data.loader import Loader, epoch_order, evaluation_batches
+from megatrain.data.text_sources import Windows, pack, split_windows
 from megatrain.data.token_files import open_tokens, write_tokens
-from megatrain.data.token_windows import Windows, pack, split_windows
 from megatrain.errors import DataError
 
 WINDOW = 4

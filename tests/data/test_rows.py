@@ -23,9 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.data import Batching, EncodedSample, Loader, PackedRows, SampleFile, SampleRows, pack, write_tokens
-from megatrain.data.packing import split_samples
+from megatrain.data.packing import grouped_order, next_source, split_samples
 from megatrain.data.sample_cache import is_sample_file, open_samples, write_samples
-from megatrain.data.sampler import grouped_order, next_source
 from megatrain.errors import DataError
 
 WINDOW = 32
