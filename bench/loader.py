@@ -56,7 +56,7 @@ def loader_tokens_per_second(folder: Path, window: int, workers: int, seconds: f
     sources = [
         PackedRows(samples(folder / f"{seed}.bin", count, seed, window), np.arange(count), window, 0) for seed in (1, 2)
     ]
-    loader = Loader(sources, micro_batch=4, micro_batches=4, seed=0, weights=[3.0, 1.0], workers=workers)
+    loader = Loader(sources, micro_batch=4, micro_batches=4, seed=0, weights=[3.0, 1.0]).read_ahead(workers)
     process = psutil.Process()
     for _ in islice(loader, 5):
         pass

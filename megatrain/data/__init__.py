@@ -23,6 +23,7 @@ from megatrain.data.encode import (
     try_to_render,
     turn_ends,
 )
+from megatrain.data.files import about_tokens
 from megatrain.data.loader import Batch, Loader, batch_of, evaluation_batches, source_seed
 from megatrain.data.packing import Batching, PackedRows, Reference, SampleRows, collate, copies, split_samples
 from megatrain.data.sample_cache import (
@@ -39,9 +40,8 @@ from megatrain.data.sample_cache import (
 from megatrain.data.sample_formats import Schema
 from megatrain.data.sample_sources import Source, read_samples
 from megatrain.data.stream_rows import StreamRows
-from megatrain.data.text_sources import about_tokens, describe_tokens, prepare_tokens
+from megatrain.data.text_sources import describe_tokens, pack, prepare_tokens, split_windows, unused_tokens
 from megatrain.data.token_files import TokenFile, write_tokens
-from megatrain.data.token_windows import pack, split_windows, unused_tokens
 from megatrain.data.tokenizer import (
     Tokenizer,
     load_tokenizer,

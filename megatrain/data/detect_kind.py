@@ -13,7 +13,6 @@ import re
 from itertools import islice
 from pathlib import Path
 
-from megatrain.data.dataset_info import read_dataset_info
 from megatrain.data.files import STDLIB, find_files, kind_of, open_bytes
 from megatrain.data.json_text import parse_json
 from megatrain.data.read_rows import (
@@ -32,7 +31,7 @@ from megatrain.data.read_rows import (
     without_docs,
 )
 from megatrain.data.sample_formats import FIELDS, Format, Schema, detect_schema
-from megatrain.data.sample_sources import Source
+from megatrain.data.sample_sources import Source, read_dataset_info
 from megatrain.data.token_files import is_token_file
 from megatrain.errors import DataError, SampleError
 from megatrain.system.paths import may_be_hub_name, usable_path

@@ -5,9 +5,9 @@ offsets. So the ids equal those of `apply_chat_template` or a tokenizer call, an
 first token of a sample is never a target, since no token precedes it.
 
 A plain text ends with the end-of-text token, which is a target; it and a completion's prompt start with the tokenizer's
-own leading tokens (bos). The text of a special token in a plain text stays text unless asked otherwise; in a chat it is
-read as the token, as transformers does. A sample that is too long is truncated on the right or dropped, and one without
-a target is dropped; both are counted. Not here: packing, and splitting long texts.
+own leading tokens (bos). The text of a special token in a plain text stays text; in a chat it is read as the token, as
+transformers does. A sample that is too long is truncated on the right or dropped, and one without a target is dropped;
+both are counted. Not here: packing.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from megatrain.data.tokenizer import (
     encode_with_offsets,
     end_of_text_id,
     leading_ids,
+    require_unicode,
     special_tokens,
     tokenizer_identity,
     vocabulary_size,
@@ -53,7 +54,7 @@ from megatrain.errors import DataError, SampleError
 from megatrain.formatting import counted
 
 FORMAT = 2  # part of an encoder's identity: raise it when the same sample would give other tokens or targets
-BATCH_CHARACTERS = 1 << 20  # tokenised in one call, which the tokenizer spreads over its threads
+BATCH_CHARACTERS = 1 << 20  # tokenised in one call
 
 Offsets = npt.NDArray[np.int64]  # (tokens, 2): characters [start, stop)
 Mask = npt.NDArray[np.bool_]
@@ -63,14 +64,13 @@ Mask = npt.NDArray[np.bool_]
 class EncodeOptions:
     """What the tokens and targets of a sample depend on besides the tokenizer.
 
-    special_tokens: how the text of a special token in a plain text is encoded. template, template_values: see
-    `choose_template`. bos: whether a plain text begins with the tokenizer's leading tokens.
+    template, template_values: see `choose_template`. bos: whether a plain text begins with the tokenizer's leading
+    tokens.
     """
 
     train_on: TrainOn = "assistant"
     max_tokens: int | None = None
     too_long: Literal["cut", "drop"] = "cut"
-    special_tokens: Literal["text", "read"] = "text"
     template: str = "model"
     template_values: Mapping[str, Any] = field(default_factory=dict)
     bos: bool = True
@@ -204,7 +204,7 @@ class Encoder:
         chosen = None if self.options.template == "model" else self.template.own
         own = self.tokenizer.chat_template if chosen is None else chosen
         special = self.tokenizer.special_tokens_map  # templates refer to them
-        options = asdict(self.options)
+        options = {**asdict(self.options), "special_tokens": "text"}
         content = [FORMAT, tokenizer_identity(self.tokenizer), own, special, options, self.dates]
         if options.pop("bos") and self.leading:
             content.append(self.leading)
@@ -352,7 +352,7 @@ def _tokenised(
                 if encoder.processor is not None:
                     marked, images, end = _expanded(sample, marked, encoder.processor)
                     expanded[number] = images, end
-                texts["read" if sample.messages else encoder.options.special_tokens].append((number, marked))
+                texts["read" if sample.messages else "text"].append((number, marked))
         except SampleError as error:
             statistics.left_out.refuse(error)
     modes: tuple[Literal["read", "text"], ...] = ("read", "text")
@@ -397,17 +397,12 @@ def _marked(sample: Sample, encoder: Encoder, statistics: Statistics) -> MarkedT
             statistics.left_out.add("empty text", sample.origin)
             return None
         start = 0 if encoder.options.train_on == "all" else len(sample.prompt)
-        treated = {"text": "stays text", "read": "is read as the token"}[encoder.options.special_tokens]
         special = any(token in text for token in encoder.special)
-        notes = [f"with the text of a special token, which {treated}"] if special else []
+        notes = ["with the text of a special token, which stays text"] if special else []
         if start == len(text):
             notes.append(EMPTY_ANSWER)
         marked = MarkedText(text, (Span(start, len(text)),), tuple(notes))
-    try:
-        marked.text.encode()
-    except UnicodeEncodeError as error:
-        what = "text that holds a lone surrogate"
-        raise SampleError(what, reason="not Unicode", where=sample.origin, fix="remove its escape") from error
+    require_unicode(marked.text, sample.origin)
     statistics.notes.update(marked.notes)
     return marked
 

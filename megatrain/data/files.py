@@ -31,6 +31,8 @@ STDLIB_LEFT_OUT = frozenset(
 )
 COMPRESSIONS = (".gz", ".zst")
 COLUMNS = (".parquet", ".arrow")
+BYTES_PER_TOKEN = 4
+"""A rough average, also used as the compression ratio of text files."""
 
 
 class DamagedData(OSError):
@@ -190,3 +192,17 @@ def unreadable(error: OSError, path: Path | str) -> DataError:
     """The error for a file, or for a folder with one, that the system or its compression refuses to read."""
     remedy = "download it again" if isinstance(error, DamagedData) else "make it readable"
     return DataError(error.strerror or str(error), where=str(error.filename or path), fix=f"{remedy}, or leave it out")
+
+
+def about_tokens(sources: Sequence[str], tokenizer: str = "", pattern: str = "*") -> int | None:
+    """A rough number of tokens of `sources`, by file sizes; None if one of them is not on this machine.
+
+    tokenizer: its name; `bytes` gives one token per byte. Raises `DataError` as `find_files` does.
+    """
+    if any(name != STDLIB and not usable_path(name, error=DataError).exists() for name in sources):
+        return None
+    per_token = 1 if tokenizer == "bytes" else BYTES_PER_TOKEN
+    files = find_files(sources, pattern)[0]
+    compressed = (*COMPRESSIONS, ".parquet")
+    nbytes = [file.nbytes * (BYTES_PER_TOKEN if file.path.suffix.lower() in compressed else 1) for file in files]
+    return max(1, sum(nbytes) // per_token)

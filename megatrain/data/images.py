@@ -21,7 +21,7 @@ import hashlib
 import io
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -127,7 +127,7 @@ def take_images(row: Row, column: str, fields: Sequence[str]) -> tuple[Row, tupl
         what = f"{len(given)} images in {column!r}, and {len(given) - unplaced} places for them in the text"
         raise SampleError(what, reason="images without a place", where=row.place, fix=FIX)
     images = taking.images if not unplaced else given
-    return replace(row, fields={**row.fields, **changed}), tuple(images), unplaced
+    return row._replace(fields={**row.fields, **changed}), tuple(images), unplaced
 
 
 def place_before_question(messages: Sequence[Message], count: int, place: str) -> tuple[Message, ...]:

@@ -2,7 +2,7 @@
 
 Python's `json` keeps the last value of a key that an object has twice; here that is an error. A file that is one list
 is parsed as a stream, so memory does not grow with its length, and errors name the line. Not here: JSON lines, which
-are read line by line (`read_rows.py`, `text_sources.py`).
+are read line by line (`read_rows.py`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The order of an epoch is a permutation that depends on (seed, epoch) alone. Epochs follow one another without a gap: a
 batch may contain the last rows of one epoch and the first of the next, so no row is dropped. Several sources are mixed
-by weight (`sampler.next_source`), each with its own epochs. So the state is the number of rows drawn from each source,
+by weight (`packing.next_source`), each with its own epochs. So the state is the number of rows drawn from each source,
 and the micro-batch size may change on resume (except for rows grouped by length, whose order depends on it). A stream
 has an order of its own (`stream_rows.py`), and its state includes its position in the data set.
 
@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from megatrain.data.packing import Batching, Row, SampleRows, collate
-from megatrain.data.sampler import epoch_order, next_source
+from megatrain.data.packing import Batching, Row, SampleRows, collate, epoch_order, next_source
 from megatrain.data.stream_rows import StreamRows
 from megatrain.errors import DataError
 
@@ -55,10 +54,11 @@ class _DrawnStep(NamedTuple):
 class Loader:
     """An endless iterator over steps, each a list of this rank's micro-batches.
 
-    micro_batch: rows per micro-batch. micro_batches: micro-batches per step of all ranks together; rank r reads number
-    r, r + ranks, ... targets: if given, a step has instead as many micro-batches as it takes to reach this number of
-    target tokens, at least one per rank. weights: the share of each source in the rows; by default its number of rows,
-    so that all sources are seen equally often. workers: threads that read ahead; 0 reads in the foreground.
+    micro_batch: rows per micro-batch. micro_batches: micro-batches per step of all ranks together. part: (r, ranks):
+    the rank that reads number r, r + ranks, ... targets: if given, a step has instead as many micro-batches as it takes
+    to reach this number of target tokens, at least one per rank. weights: the share of each source in the rows; by
+    default its number of rows, so that all sources are seen equally often. Steps are read in the foreground, unless
+    threads `read_ahead`.
     """
 
     def __init__(
@@ -70,10 +70,9 @@ class Loader:
         seed: int,
         weights: Sequence[float] | None = None,
         targets: int | None = None,
-        rank: int = 0,
-        ranks: int = 1,
-        workers: int = 0,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
+        rank, ranks = part
         self.sources: list[Batching] = list(rows) if isinstance(rows, Sequence) else [rows]
         alone = len(self.sources) == 1
         self.weights = [1.0 if alone else float(len(one)) for one in self.sources] if weights is None else list(weights)
@@ -96,10 +95,17 @@ class Loader:
         self.seed, self.targets, self.rank, self.ranks = seed, targets, rank, ranks
         self.positions = [0] * len(self.sources)  # rows returned from each source so far
         self._orders = [(-1, np.empty(0, dtype=np.int64))] * len(self.sources)  # (epoch, its order), the last one used
-        # One thread if there are streams, since they are read in order.
-        self._pool = ThreadPoolExecutor(1 if self.streams else workers, "loader") if workers else None
+        self._pool: ThreadPoolExecutor | None = None
         self._prefetched: deque[tuple[_DrawnStep, Future[list[Batch]]]] = deque()
-        self._max_prefetched = workers + 1
+        self._max_prefetched = 1
+
+    def read_ahead(self, workers: int) -> Loader:
+        """Let so many threads read steps ahead, one of streams, which are read in order; 0 for none. Returns the
+        loader."""
+        if workers:
+            self._pool = ThreadPoolExecutor(1 if self.streams else workers, "loader")
+            self._max_prefetched = workers + 1
+        return self
 
     @property
     def position(self) -> int:

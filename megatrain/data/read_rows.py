@@ -26,9 +26,10 @@ from functools import cache
 from itertools import islice
 from pathlib import Path, PosixPath
 from types import ModuleType
-from typing import Any, Literal, TextIO, TypeAlias
+from typing import Any, Literal, NamedTuple, TextIO, TypeAlias
 
 from megatrain.data.files import (
+    DamagedData,
     SourceFile,
     find_files,
     kind_of,
@@ -99,6 +100,10 @@ TURNS = ({"role", "content"}, {"from", "value"})
 """Keys of a turn of a chat, in the two common formats."""
 TABLE_ROWS = 1000
 """Rows of a table that are converted at once."""
+PIECE_CHARACTERS = 1 << 20
+"""Of a text that is read in pieces."""
+COMPRESSION_MAGIC = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ", b"PK\x03\x04")
+"""The first bytes of gzip, zstd, bzip2, xz and zip files."""
 LONGEST_CELL = 1 << 30
 """Characters of a cell; Python's default is 131,072."""
 TEXTS = (".txt", ".md")
@@ -108,13 +113,14 @@ DOCS = frozenset({"readme", "license", "licence", "notice", "citation", "changel
 """Files about the data, which are no samples: names in lower case, without a suffix."""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One row of a source, not yet interpreted."""
 
     fields: Mapping[str, Any]
     file: str  # rows of one file have one schema
     place: str  # `chats.jsonl:17` or `chats.parquet[16]`: lines count from 1, rows from 0
+    begins: bool = True  # whether a text begins here, and ends here; if not, it is a part of one
+    ends: bool = True
 
 
 def read_rows(name: str, left_out: LeftOut, **which: Any) -> Iterator[Row]:
@@ -245,11 +251,87 @@ def _table_rows(path: Path, skipped: int) -> Iterator[Row]:
         first += len(table)
 
 
+# Plain texts ----------------------------------------------------------------------------------------------------------
+
+
+def read_texts(name: str, left_out: LeftOut, pattern: str = "*") -> Iterator[Row]:
+    """The rows of plain texts: of JSON lines, of a text file with any suffix, of all of these in a folder, or of the
+    standard library.
+
+    A large file is read in pieces that end with a line, so memory does not grow with its size. In a folder, files that
+    are not text are left out; a file that the user named must be text. Text is UTF-8; a byte-order mark is dropped, and
+    line ends are kept. Raises `DataError`.
+    """
+    files, skipped = find_files([name], pattern)
+    for reason, count in skipped.items():
+        left_out.add(reason, name, count)
+    for file in files:
+        if kind_of(file.path) in JSON_LINES:
+            yield from _file_rows(file.path, left_out, 0)
+            continue
+        try:
+            if not (file.named or _is_text(file.path)):
+                left_out.add("not UTF-8 text", str(file.path))
+                continue
+            rows, begins = 0, True
+            for text, ends in _pieces(file.path):
+                yield Row({"text": text}, str(file.path), str(file.path), begins, ends)
+                rows, begins = rows + 1, False
+        except OSError as error:
+            raise unreadable(error, file.path) from error
+        if not rows:
+            left_out.add("empty file", str(file.path))
+
+
+def _pieces(path: Path) -> Iterator[tuple[str, bool]]:
+    """A text file in pieces of about `PIECE_CHARACTERS`, none of them empty, and whether each is the last.
+
+    Raises `DataError` if it is not text.
+    """
+    try:
+        with open_text(path) as file:
+            text = _next_piece(file)
+            while text:
+                following = _next_piece(file)
+                yield text, not following
+                text = following
+    except UnicodeDecodeError as error:
+        with open_bytes(path) as data:
+            head = data.read(8)
+        if head.startswith(COMPRESSION_MAGIC):
+            what = "holds compressed data, which is only read from .gz and .zst files"
+            fix = "rename it to end in .gz or .zst, or decompress it"
+            raise DataError(what, where=str(path), fix=fix) from error
+        what = f"not UTF-8 text ({error.reason})"
+        raise DataError(what, where=str(path), fix="convert it to UTF-8, or leave it out") from error
+
+
+def _next_piece(file: TextIO) -> str:
+    text = file.read(PIECE_CHARACTERS)
+    text += file.readline(PIECE_CHARACTERS)  # to the end of the line, unless it is very long
+    if "\0" in text:
+        raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "a zero byte")
+    return text
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a file is text; reads all of it, so that reading it later does not fail halfway."""
+    try:
+        for _ in _pieces(path):
+            pass
+    except (DataError, DamagedData):
+        return False
+    return True
+
+
 def _text_row(path: Path, _: LeftOut) -> Iterator[Row]:
-    with open_bytes(path) as file:
-        text = _decoded(file.read(), str(path))
+    """A text file as one row."""
+    text = "".join(piece for piece, _ in _pieces(path))
     if text.strip():
         yield Row({"text": text}, str(path), str(path))
+
+
+# Tables and JSON ------------------------------------------------------------------------------------------------------
 
 
 def _csv_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
@@ -323,7 +405,10 @@ def _json_lines(path: Path, left_out: LeftOut) -> Iterator[Row]:
                 fix = "correct or remove the line"
                 left_out.refuse(SampleError(what, reason="not a line of JSON", where=place, fix=fix))
                 continue
-            yield from _object(fields, path, place, left_out)
+            if isinstance(fields, dict):
+                yield Row(fields, str(path), place)
+            else:
+                left_out.refuse(_no_object(fields, place))
 
 
 def _json_list(path: Path, left_out: LeftOut) -> Iterator[Row]:
@@ -336,7 +421,11 @@ def _json_list(path: Path, left_out: LeftOut) -> Iterator[Row]:
             return
         with open_text(path) as text:
             for number, fields in enumerate(list_elements(text)):
-                yield from _object(fields, path, f"{path}[{number}]", left_out)
+                place = f"{path}[{number}]"
+                if isinstance(fields, dict):
+                    yield Row(fields, str(path), place)
+                else:
+                    left_out.refuse(_no_object(fields, place))
     except MalformedJson as error:
         raise DataError(f"not JSON ({error})", where=f"{path}:{error.line}", fix="correct the file") from error
     except UnicodeDecodeError as error:
@@ -345,12 +434,9 @@ def _json_list(path: Path, left_out: LeftOut) -> Iterator[Row]:
         raise DataError("JSON that is nested too deeply", where=str(path)) from error
 
 
-def _object(fields: object, path: Path, place: str, left_out: LeftOut) -> Iterator[Row]:
-    if isinstance(fields, dict):
-        yield Row(fields, str(path), place)
-    else:
-        what = f"{type(fields).__name__} instead of an object"
-        left_out.refuse(SampleError(what, reason="not an object", where=place, fix="each sample is one JSON object"))
+def _no_object(fields: object, place: str) -> SampleError:
+    what = f"{type(fields).__name__} instead of an object"
+    return SampleError(what, reason="not an object", where=place, fix="each sample is one JSON object")
 
 
 def _is_json_lines(text: TextIO, where: str) -> bool:

@@ -44,8 +44,7 @@ from megatrain.data.encode import EncodedSample, Encoder, Statistics, try_to_ren
 from megatrain.data.encoding_processes import encode_in_processes
 from megatrain.data.files import kind_of, unreadable
 from megatrain.data.images import Image
-from megatrain.data.kto import BAD, GOOD, MISMATCHED
-from megatrain.data.preferences import whole_pairs
+from megatrain.data.preferences import BAD, GOOD, MISMATCHED, whole_pairs
 from megatrain.data.processor import ImageText
 from megatrain.data.read_rows import JSON_LINES, SEPARATED, Bad, LeftOut, commit_or_download, file_digest
 from megatrain.data.sample_formats import Sample

@@ -9,7 +9,7 @@ A sample is a conversation, a text (possibly after a prompt that is not trained)
     text         text                                            every token is trained
     tokens       input_ids [, labels, masks]                     labels are -100 or the id at the same position
     preference   chosen, rejected [, prompt and others]          two samples: see `preferences.py`
-    unpaired     label [, prompt, completion and others]         two samples: see `kto.py`; never chosen by `auto`
+    unpaired     label [, prompt, completion and others]         two samples: see there; never chosen by `auto`
 
 `auto` chooses the first of preference, tokens, chat, sharegpt, completion, alpaca and text whose required fields a row
 has. `columns` gives the names of fields in the user's data, `tags` the names of roles and keys in turns. chat and

@@ -2,19 +2,40 @@
 
 With format `auto`, the first row of a file decides the format of that file. A row of another format in it is an error
 that names the row, since reading it by the wrong format would train the wrong tokens.
+
+An entry of LLaMA-Factory's `dataset_info.json` is a source, too. It names a file or a hub dataset, a formatting
+(`alpaca`, the default, or `sharegpt`), columns, tags, a split and a number of samples (here the first ones are used;
+LLaMA-Factory draws them). The keys mean what LLaMA-Factory's `data/README.md` says: `ranking` makes the rows
+preferences, and a column `kto_tag` makes them answers labelled good or bad. Pictures, sound, scripts, and hosts other
+than the hub are refused, not ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import difflib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from megatrain.data.kto import read_unpaired, with_mismatched
-from megatrain.data.preferences import read_pair
+from megatrain.data.json_text import parse_json
+from megatrain.data.preferences import read_pair, read_unpaired, with_mismatched
 from megatrain.data.read_rows import LeftOut, Row, RowStream
-from megatrain.data.sample_formats import LabelCheck, Sample, Schema, detect_schema, read_sample, require_json
+from megatrain.data.sample_formats import Format, LabelCheck, Sample, Schema, detect_schema, read_sample, require_json
 from megatrain.errors import DataError, SampleError
-from megatrain.system.paths import usable_path
+from megatrain.system.paths import missing, read_text, usable_path
+
+# formatting -> (LLaMA-Factory's name of a column -> our name)
+COLUMNS: dict[str, dict[str, str]] = {
+    "alpaca": {"prompt": "instruction", "query": "input", "response": "output", "history": "history"},
+    "sharegpt": {"messages": "conversations", "tools": "tools"},
+}
+REFUSED_COLUMNS = ("images", "videos", "audios")
+REFUSED_HOSTS = ("script_url", "cloud_file_name", "ms_hub_url", "om_hub_url")
+KNOWN = frozenset(
+    {"hf_hub_url", "file_name", "formatting", "ranking", "subset", "split", "folder", "num_samples", "columns", "tags"}
+)
 
 
 @dataclass(frozen=True)
@@ -114,3 +135,95 @@ def _read_row(row: Row, schema: Schema, asked: Schema) -> tuple[Sample, ...]:
     if schema.format == "preference":
         return read_pair(row, schema)
     return (read_unpaired(row, schema) if schema.format == "unpaired" else read_sample(row, schema),)
+
+
+# LLaMA-Factory's lists of data sets -----------------------------------------------------------------------------------
+
+
+def read_dataset_info(path: str | Path, names: Sequence[str]) -> list[Source]:
+    """The sources that entries `names` of the file `path` describe; their files are relative to its folder.
+
+    Raises `DataError` for an entry that does not exist, is malformed, or asks for something unsupported.
+    """
+    path = usable_path(path, error=DataError)
+    if not path.is_file():
+        raise missing(path, DataError)
+    try:
+        entries = parse_json(read_text(path, "utf-8-sig"))
+    except OSError as error:
+        raise DataError(error.strerror or str(error), where=str(path)) from error
+    except json.JSONDecodeError as error:
+        raise DataError(f"not JSON ({error.msg})", where=f"{path}:{error.lineno}", fix="correct the file") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"not JSON ({error})", where=str(path), fix="correct the file") from error
+    if not isinstance(entries, dict):
+        raise DataError(f"{type(entries).__name__} instead of an object that describes data sets", where=str(path))
+    sources = []
+    for name in names:
+        entry, where = entries.get(name), f"{path}#{name}"
+        if entry is None:
+            nearest = difflib.get_close_matches(name, entries, n=1)
+            fix = f"did you mean {nearest[0]!r}?" if nearest else f"it has {', '.join(entries) or 'none'}"
+            raise DataError("no data set of that name", where=where, fix=fix)
+        if not isinstance(entry, dict):
+            raise DataError(f"{type(entry).__name__} instead of an object that describes a data set", where=where)
+        sources.append(_source(entry, path.parent, where))
+    return sources
+
+
+def _source(entry: Mapping[str, Any], folder: Path, where: str) -> Source:
+    columns = _names(entry, "columns", where)
+    tags = _names(entry, "tags", where)
+    for column in REFUSED_COLUMNS:
+        if column in columns:
+            fix = "name its file in data.sources, and set data.images" if column == "images" else "name other data"
+            raise DataError(f"has the column {column!r}, which is not supported here", where=where, fix=fix)
+    location = entry.get("hf_hub_url") or entry.get("file_name")
+    if not isinstance(location, str):
+        hosts = [key for key in REFUSED_HOSTS if key in entry]
+        what = f"is available by {hosts[0]!r} only" if hosts else "has neither 'file_name' nor 'hf_hub_url'"
+        raise DataError(what, where=where, fix="download it, and name its file in 'file_name'")
+    if unknown := sorted(entry.keys() - KNOWN - set(REFUSED_HOSTS)):
+        raise DataError(f"has an unknown key {unknown[0]!r}", where=where, fix="remove it")
+    limit = entry.get("num_samples")
+    if limit is not None and (not isinstance(limit, int) or limit < 1):
+        raise DataError(f"'num_samples' is {limit!r}", where=where, fix="give 1 or more")
+    return Source(
+        location if entry.get("hf_hub_url") else str(folder / location),
+        schema=_schema(entry.get("formatting", "alpaca"), columns, tags, where, bool(entry.get("ranking"))),
+        split=entry.get("split", "train"),
+        subset=entry.get("subset"),
+        folder=entry.get("folder"),
+        limit=limit,
+    )
+
+
+def _schema(
+    formatting: object, columns: Mapping[str, str], tags: Mapping[str, str], where: str, ranking: bool
+) -> Schema:
+    if formatting not in COLUMNS:
+        what = f"'formatting' is {formatting!r}"
+        raise DataError(what, where=where, fix=f"known are {', '.join(COLUMNS)}")
+    if formatting == "alpaca" and "prompt" in columns and "response" not in columns and not ranking:
+        return Schema("text", {"text": columns["prompt"]})  # LLaMA-Factory's pre-training format
+    known = {**COLUMNS[str(formatting)], "system": "system"}
+    if ranking:
+        known = {**known, "chosen": "chosen", "rejected": "rejected"}
+        known = {column: name for column, name in known.items() if column not in ("response", "history")}
+    elif "kto_tag" in columns:
+        known = {**known, "kto_tag": "label"}
+    for column in columns:
+        if column not in known:
+            what = f"has a column {column!r}, which {formatting} data does not have"
+            raise DataError(what, where=where, fix=f"known are {', '.join(known)}")
+    chosen: Format = "alpaca" if formatting == "alpaca" else "sharegpt"
+    if ranking or "kto_tag" in columns:
+        chosen = "preference" if ranking else "unpaired"
+    return Schema(chosen, {known[column]: name for column, name in columns.items()}, tags)
+
+
+def _names(entry: Mapping[str, Any], key: str, where: str) -> dict[str, str]:
+    names = entry.get(key) or {}
+    if not isinstance(names, dict) or not all(isinstance(name, str | None) for name in names.values()):
+        raise DataError(f"{key!r} is not an object of names", where=where)
+    return {ours: name for ours, name in names.items() if name is not None}

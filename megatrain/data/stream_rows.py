@@ -24,12 +24,11 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from megatrain.data.encode import EncodedSample, Encoder, Statistics, encode_batch
-from megatrain.data.packing import Indices, Row, best_fit, packed_row
+from megatrain.data.packing import Indices, Row, best_fit, epoch_order, grouped_order, packed_row
 from megatrain.data.read_rows import Bad, LeftOut
 from megatrain.data.read_rows import Row as FileRow
 from megatrain.data.sample_formats import LabelCheck, Sample
 from megatrain.data.sample_sources import Source, samples_of
-from megatrain.data.sampler import epoch_order, grouped_order
 from megatrain.errors import DataError
 
 FORMAT = 1  # part of the identity: raise it when the same data set would give other rows

@@ -1,281 +1,245 @@
-"""Reads text from files, folders, JSONL or the standard library, and tokenises it once into a cached token file.
+"""Tokenises plain texts once into a cached token file, and cuts it into fixed windows.
 
-A source is one of
+    Windows: window i is tokens [i * window, (i + 1) * window)
 
-* a text file with any suffix: one document;
-* a `.jsonl` file: one document per line, its `text` field; both may be compressed (`files.py`);
-* a folder: every file below it that matches a pattern, in sorted order, each read as above;
-* `python-stdlib`: the Python code of the interpreter's standard library, real text that needs no network (write
-  `./python-stdlib` for a folder of that name).
-
-A source named twice counts twice. In a folder, a file and its compressed copy are read once, and files that are not
-text are left out and counted by reason; a file that the user named must be text. Text is UTF-8; a byte-order mark is
-dropped, and line ends are kept. A large file is read in pieces that end with a line, so memory does not grow with its
-size. Links to folders are not followed. Not here: Parquet (`read_rows.py`).
+The key of the cache is a hash of the tokenizer's rules and of every file's path, size and modification time, so if a
+file changes, its whole data set is tokenised again. The tokenizer's leading tokens (bos), if it has any, begin every
+document unless asked otherwise, and an end-of-text token ends it. What was left out is stored with the tokens, so a run
+that starts from the cache reports the same. A source named twice counts twice. Old entries are not removed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from megatrain.data.files import (
-    COMPRESSIONS,
-    STDLIB,
-    DamagedData,
-    SourceFile,
-    find_files,
-    kind_of,
-    open_bytes,
-    open_text,
-    unreadable,
+from megatrain.data.files import STDLIB, find_files
+from megatrain.data.packing import Row as TrainingRow
+from megatrain.data.packing import epoch_order
+from megatrain.data.read_rows import Bad, LeftOut, Row, read_texts
+from megatrain.data.sample_formats import Schema, require_fields
+from megatrain.data.token_files import (
+    TokenArray,
+    TokenFile,
+    is_token_file,
+    open_tokens,
+    require_ids_below,
+    write_tokens,
 )
-from megatrain.data.json_text import parse_json
-from megatrain.data.token_files import TokenArray, TokenFile, is_token_file, open_tokens, write_tokens
 from megatrain.data.tokenizer import (
     Tokenizer,
     encode_texts,
     end_of_text_id,
     leading_ids,
+    require_unicode,
     tokenizer_identity,
     vocabulary_size,
 )
-from megatrain.errors import DataError
+from megatrain.errors import DataError, SampleError
 from megatrain.formatting import counted
 from megatrain.system.locks import alone
-from megatrain.system.paths import usable_path
 
-PIECE_CHARACTERS = 1 << 20
-BYTES_PER_TOKEN = 4
-"""A rough average, also used as the compression ratio of text files."""
-COMPRESSION_MAGIC = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ", b"PK\x03\x04")
-"""The first bytes of gzip, zstd, bzip2, xz and zip files."""
-
-
-class Piece(NamedTuple):
-    """A part of a document, never empty; a document may be several pieces."""
-
-    text: str
-    ends_document: bool
-
-
-def about_tokens(sources: Sequence[str], tokenizer: str = "", pattern: str = "*") -> int | None:
-    """A rough number of tokens of `sources`, by file sizes; None if one of them is not on this machine.
-
-    tokenizer: its name; `bytes` gives one token per byte. Raises `DataError` as `find_files` does.
-    """
-    if any(name != STDLIB and not usable_path(name, error=DataError).exists() for name in sources):
-        return None
-    per_token = 1 if tokenizer == "bytes" else BYTES_PER_TOKEN
-    files = find_files(sources, pattern)[0]
-    compressed = (*COMPRESSIONS, ".parquet")
-    nbytes = [file.nbytes * (BYTES_PER_TOKEN if file.path.suffix.lower() in compressed else 1) for file in files]
-    return max(1, sum(nbytes) // per_token)
-
-
-def read_pieces(files: Iterable[SourceFile], skipped: Counter[str]) -> Iterator[Piece]:
-    """The documents of `files`, piece by piece; what is left out is counted in `skipped`, by reason.
-
-    Raises `DataError` for a file that the user named if it is not UTF-8 text, and for a malformed JSONL line.
-    """
-    for file in files:
-        try:
-            if kind_of(file.path) == ".jsonl":
-                yield from _jsonl_pieces(file.path, skipped)
-            elif file.named or _is_text(file.path):
-                yield from _text_pieces(file.path, skipped)
-            else:
-                skipped["not UTF-8 text"] += 1
-        except UnicodeDecodeError as error:
-            raise _not_text(error, file.path) from error
-        except OSError as error:
-            raise unreadable(error, file.path) from error
-
-
-def _not_text(error: UnicodeDecodeError, path: Path) -> DataError:
-    with open_bytes(path) as file:
-        head = file.read(8)
-    if head.startswith(COMPRESSION_MAGIC):
-        what = "holds compressed data, which is only read from .gz and .zst files"
-        return DataError(what, where=str(path), fix="rename it to end in .gz or .zst, or decompress it")
-    what = f"not UTF-8 text ({error.reason})"
-    return DataError(what, where=str(path), fix="convert it to UTF-8, or leave it out")
-
-
-def _text_pieces(path: Path, skipped: Counter[str]) -> Iterator[Piece]:
-    """A text file in pieces of about `PIECE_CHARACTERS`. Raises `UnicodeDecodeError` if it is not text."""
-    with open_text(path) as file:
-        text = _next_piece(file)
-        if not text:
-            skipped["empty"] += 1
-        while text:
-            following = _next_piece(file)
-            yield Piece(text, ends_document=not following)
-            text = following
-
-
-def _next_piece(file: TextIO) -> str:
-    text = file.read(PIECE_CHARACTERS)
-    text += file.readline(PIECE_CHARACTERS)  # to the end of the line, unless it is very long
-    if "\0" in text:
-        raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "a zero byte")
-    return text
-
-
-def _is_text(path: Path) -> bool:
-    """Whether a file is text; reads all of it, so that reading it later does not fail halfway."""
-    try:
-        for _ in _text_pieces(path, Counter()):
-            pass
-    except (UnicodeDecodeError, DamagedData):
-        return False
-    return True
-
-
-def _jsonl_pieces(path: Path, skipped: Counter[str]) -> Iterator[Piece]:
-    with open_bytes(path) as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            text = _text_field(line, where=f"{path}:{number}")
-            if text:
-                yield Piece(text, ends_document=True)
-            else:
-                skipped["empty line of JSONL"] += 1
-
-
-def _text_field(line: bytes, *, where: str) -> str:
-    try:
-        record = parse_json(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"not UTF-8 text ({error.reason})", where=where, fix="convert it to UTF-8") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"not a line of JSON ({error})", where=where, fix="correct or remove the line") from error
-    fix = 'each line must be {"text": "..."}'
-    if not isinstance(record, dict):
-        raise DataError(f"{type(record).__name__} instead of an object", where=where, fix=fix)
-    if "text" not in record:
-        names = ", ".join(map(repr, record)) or "nothing"
-        raise DataError(f"no field 'text'; the line holds {names}", where=where, fix=fix)
-    text = record["text"]
-    if not isinstance(text, str):
-        raise DataError(f"field 'text' is {type(text).__name__}, not a string", where=where, fix=fix)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError("field 'text' holds a lone surrogate", where=where, fix="remove its escape") from error
-    return text
-
-
-# From sources to a token file -----------------------------------------------------------------------------------------
-#
-# The key of the cache is a hash of the tokenizer's rules and of every file's path, size and modification time, so if a
-# file changes, its whole data set is tokenised again. The tokenizer's leading tokens (bos), if it has any, begin every
-# document unless asked otherwise, and an end-of-text token ends it. The numbers of documents and of files left out are
-# stored with the tokens, so a run that starts from the cache reports the same. Old entries are not removed.
-
-FORMAT = 2  # part of the cache key: raise it when the same text would give other tokens
+FORMAT = 3  # part of the cache key: raise it when the same text would give other tokens
 BATCH_CHARACTERS = 1 << 22  # tokenised in one call, which the tokenizer spreads over its threads
+TEXT = Schema("text")
 
 
 def prepare_tokens(
-    sources: str | Path | Sequence[str | Path],
-    tokenizer: Tokenizer,
-    *,
-    cache: Path,
-    pattern: str = "*",
-    bos: bool = True,
+    names: Sequence[str], tokenizer: Tokenizer, *, cache: Path, pattern: str = "*", bos: bool = True, bad: Bad = "stop"
 ) -> TokenFile:
-    """The tokens of `sources`: a single token file as it is, or text files, JSONL and folders, tokenised.
+    """The tokens of plain texts (see `read_texts`), one after another, or a single token file as it is.
 
-    pattern: see `find_files`. bos: begin each document with the tokenizer's leading tokens. Raises `DataError` for a
-    source that cannot be read, and if there is no text.
+    pattern: see `find_files`. bos: begin each document with the tokenizer's leading tokens. bad: what happens to
+    unusable lines of JSON. Raises `DataError` for a source that cannot be read, and if there is no text.
     """
-    named = [sources] if isinstance(sources, str | Path) else list(sources)
-    if any(_names_tokens(source) for source in named):
-        if len(named) > 1:
+    if any(name != STDLIB and is_token_file(Path(name)) for name in names):
+        if len(names) > 1:
             what = "a token file cannot be mixed with other sources"
-            raise DataError(what, where=", ".join(map(str, named)), fix="join the tokens into one file")
-        return open_tokens(named[0])
-    files, skipped = find_files(named, pattern)
+            raise DataError(what, where=", ".join(names), fix="join the tokens into one file")
+        return open_tokens(names[0])
+    files, _ = find_files(names, pattern)
     leading = leading_ids(tokenizer) if bos else []
-    path = cache / f"{_cache_key(files, tokenizer, leading)}.bin"
+    listing = [(str(file.path), file.nbytes, file.mtime_ns, file.named) for file in files]
+    key = json.dumps([FORMAT, tokenizer_identity(tokenizer), listing, leading, bad])
+    path = cache / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.bin"
     if _is_written(path):
         return open_tokens(path)
     with alone(path):
         if _is_written(path):
             return open_tokens(path)
-        details: dict[str, Any] = {"sources": list(map(str, named)), "tokenizer": str(tokenizer.name_or_path)}
-        arrays = _token_arrays(files, tokenizer, leading, skipped, details)
-        return write_tokens(path, arrays, vocabulary_size(tokenizer), details)
+        left_out, details = LeftOut(bad), {"sources": list(names)}
+        rows = (row for name in names for row in read_texts(name, left_out, pattern))
+        arrays = _token_arrays(_usable(rows, left_out), tokenizer, leading, details)
+        return write_tokens(path, _until_counted(arrays, names, left_out, details), vocabulary_size(tokenizer), details)
 
 
-def describe_tokens(file: TokenFile) -> str:
-    """One line for the user: the number of tokens, their source, and what was left out."""
-    line = f"{counted(len(file), 'token')} from {file.path}"
+def describe_tokens(file: TokenFile) -> list[str]:
+    """Lines for the user: the number of tokens, their source, and what was left out."""
     if "documents" not in file.details:
-        return line
-    line = f"{counted(len(file), 'token')} from {counted(file.details['documents'], 'document')}"
-    skipped = ", ".join(f"{count} {reason}" for reason, count in file.details.get("skipped", {}).items())
-    return f"{line} (left out: {skipped})" if skipped else line
+        return [f"{counted(len(file), 'token')} from {file.path}"]
+    first = f"{counted(len(file), 'token')} from {counted(file.details['documents'], 'document')}"
+    return [first, *(f"left out: {line}" for line in file.details["left_out"])]
 
 
 def _is_written(path: Path) -> bool:
     return path.is_file() and path.with_suffix(".json").is_file()
 
 
-def _names_tokens(source: str | Path) -> bool:
-    return source != STDLIB and is_token_file(Path(source))
-
-
-def _cache_key(files: Sequence[SourceFile], tokenizer: Tokenizer, leading: list[int]) -> str:
-    listing = [(str(file.path), file.nbytes, file.mtime_ns, file.named) for file in files]
-    content = json.dumps([FORMAT, tokenizer_identity(tokenizer), listing, *leading])
-    return hashlib.sha256(content.encode()).hexdigest()[:32]
+def _usable(rows: Iterable[Row], left_out: LeftOut) -> Iterator[Row]:
+    """The rows with a text; others are left out."""
+    for row in rows:
+        text = row.fields.get("text")
+        try:
+            if not isinstance(text, str):
+                require_fields(row, TEXT)
+                what = f"'text' is {type(text).__name__}, not str"
+                raise SampleError(what, reason="'text' of another type", where=row.place)
+            require_unicode(text, row.place)
+        except SampleError as error:
+            left_out.refuse(error)
+            continue
+        if text:
+            yield row
+        else:
+            left_out.add("empty text", row.place)
 
 
 def _token_arrays(
-    files: Sequence[SourceFile],
-    tokenizer: Tokenizer,
-    leading: list[int],
-    skipped: Counter[str],
-    details: dict[str, Any],
+    rows: Iterable[Row], tokenizer: Tokenizer, leading: list[int], details: dict[str, Any]
 ) -> Iterator[TokenArray]:
-    """The ids of all documents, each begun by `leading` and ended by an end-of-text token. Fills `details` with the
-    counts at its end."""
-    begin, end_of_text = np.array(leading, np.int64), np.array([end_of_text_id(tokenizer)], dtype=np.int64)
-    documents, begins = 0, bool(leading)
-    for batch in _batches(read_pieces(files, skipped)):
+    """The ids of all documents, each begun by `leading` and ended by an end-of-text token; `details` gets their
+    number."""
+    begin, end = np.array(leading, np.int64), np.array([end_of_text_id(tokenizer)], dtype=np.int64)
+    details["documents"] = 0
+    for batch in _batches(rows):
         parts: list[TokenArray] = []
-        for piece, ids in zip(batch, encode_texts(tokenizer, [piece.text for piece in batch]), strict=True):
-            parts += [begin, ids] if begins else [ids]
-            begins = piece.ends_document and bool(leading)
-            if piece.ends_document:
-                parts.append(end_of_text)
-                documents += 1
+        for row, ids in zip(batch, encode_texts(tokenizer, [row.fields["text"] for row in batch]), strict=True):
+            parts += [*([begin] if row.begins and leading else []), ids, *([end] if row.ends else [])]
+            details["documents"] += row.ends
         yield np.concatenate(parts)
-    details |= {"files": len(files), "documents": documents, "skipped": dict(skipped)}
-    if documents == 0:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "all of them are empty"
-        where = ", ".join(details["sources"])
-        what = f"no text in {counted(len(files), 'file')} (left out: {reasons})"
-        raise DataError(what, where=where, fix="name a source with text")
 
 
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
+def _until_counted(
+    arrays: Iterator[TokenArray], names: Sequence[str], left_out: LeftOut, details: dict[str, Any]
+) -> Iterator[TokenArray]:
+    """The arrays; at their end `details` gets what was left out. Raises `DataError` if there is no text."""
+    yield from arrays
+    details["left_out"] = left_out.lines()
+    if not details["documents"]:
+        what = f"no text (left out: {'; '.join(left_out.lines()) or 'nothing'})"
+        raise DataError(what, where=", ".join(names), fix="name a source with text")
+
+
+def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    batch: list[Row] = []
     characters = 0
-    for piece in pieces:
-        batch.append(piece)
-        characters += len(piece.text)
+    for row in rows:
+        batch.append(row)
+        characters += len(row.fields["text"])
         if characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
     if batch:
         yield batch
+
+
+# From a token file to windows -----------------------------------------------------------------------------------------
+#
+# Documents continue across windows, with an end-of-text token between them, so no token is padding. Tokens after the
+# last whole window are unused and counted. Labels equal the inputs, since Hugging Face models shift them in the loss.
+# No attention mask separates documents.
+
+
+@dataclass(frozen=True)
+class Windows:
+    """`count` windows of a token file, from window `first` on. Nothing is read before it is used."""
+
+    file: TokenFile
+    window: int  # tokens
+    vocab_size: int
+    first: int
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Windows `indices` as a new array (len(indices), window).
+
+        Raises `DataError` for an id outside the vocabulary, with its position in the file, and `IndexError`.
+        """
+        batch = np.empty((len(indices), self.window), dtype=np.int64)
+        for row, index in zip(batch, indices, strict=True):
+            if not 0 <= index < self.count:
+                raise IndexError(f"window {index} of {self.count}")
+            start = (self.first + int(index)) * self.window
+            row[:] = self.file.ids[start : start + self.window]
+            require_ids_below(row, self.vocab_size, start, self.file.path)
+        return batch
+
+    def row(self, index: int) -> TrainingRow:
+        """Window `index`, with every token as a target."""
+        (ids,) = self.read(np.array([index]))
+        return TrainingRow(ids, ids)
+
+    def order(self, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+        """A random permutation."""
+        return epoch_order(seed, epoch, self.count)
+
+    def targets(self, index: int) -> int:
+        """The number of targets of a window: all tokens but the first."""
+        return self.window - 1
+
+    @property
+    def identity(self) -> dict[str, str | int]:
+        """See `Batching.identity`."""
+        dataset = self.file.fingerprint
+        return {"dataset": dataset, "window": self.window, "first": self.first, "windows": self.count}
+
+
+def pack(file: TokenFile, *, window: int, vocab_size: int) -> Windows:
+    """All whole windows of `window` tokens in `file`.
+
+    Unless the file states that its ids are below `vocab_size`, it is read once to check them, so that a wrong id is
+    found before training. Raises `DataError` if the file is shorter than a window, or has an id outside the model's
+    vocabulary.
+    """
+    if window < 2:
+        raise DataError(f"a window of {window} tokens holds nothing to predict", fix="use 2 tokens or more")
+    if len(file) < window:
+        fix = f"set data.sequence_length={len(file)} or less, or give more text"
+        raise DataError(f"{len(file)} tokens are less than one window of {window}", where=str(file.path), fix=fix)
+    file.require_ids_below(vocab_size)
+    return Windows(file, window, vocab_size, first=0, count=len(file) // window)
+
+
+def unused_tokens(windows: Windows) -> int:
+    """The number of tokens after the file's last whole window."""
+    return len(windows.file) % windows.window
+
+
+def split_windows(windows: Windows, validation_fraction: float) -> tuple[Windows, Windows | None]:
+    """(training, validation): hold out the last `validation_fraction` of the windows, at least one.
+
+    At most one document is in both parts. A fraction of 0 gives None for validation. Raises `DataError` if no window
+    would be left to train on.
+    """
+    if not 0 <= validation_fraction < 1:
+        raise DataError(f"a validation fraction of {validation_fraction}", fix="use 0 or more and less than 1")
+    if validation_fraction == 0:
+        return windows, None
+    held_out = max(1, round(windows.count * validation_fraction))
+    trained = windows.count - held_out
+    if trained < 1:
+        counted = "the only sequence" if windows.count == 1 else f"{held_out} of {windows.count} sequences"
+        what = f"holding out {counted} for validation leaves none to train on"
+        fix = "lower data.sequence_length or data.validation_fraction, or give more text"
+        raise DataError(what, where=str(windows.file.path), fix=fix)
+    return replace(windows, count=trained), replace(windows, first=windows.first + trained, count=held_out)

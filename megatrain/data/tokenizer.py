@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.data.token_files import TokenArray
-from megatrain.errors import DataError, first_line
+from megatrain.errors import DataError, SampleError, first_line
 from megatrain.system import hub_client
 from megatrain.system.paths import may_be_hub_name, missing, refuse_unreadable_in, usable_path
 
@@ -108,6 +108,15 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[TokenArray]
     except UnicodeEncodeError as error:
         raise DataError(f"text that is not Unicode ({error.reason})", fix="remove the lone surrogate") from error
     return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
+
+
+def require_unicode(text: str, place: str) -> None:
+    """Raise `SampleError` for a text that is not Unicode (a lone surrogate)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        what = "text that holds a lone surrogate"
+        raise SampleError(what, reason="not Unicode", where=place, fix="remove its escape") from error
 
 
 def encode_with_offsets(

@@ -177,6 +177,21 @@ class _Part:
     """Name under which its loss is reported."""
 
 
+@dataclass(frozen=True)
+class Encoding:
+    """How a run's samples are encoded. begun: `Corpus.begun` of a run that is resumed. processes: how many encode.
+    progress: called with theirs."""
+
+    begun: Mapping[str, Any] | None = None
+    processes: int = 1
+    progress: Progress | None = None
+
+    @property
+    def prepare(self) -> Callable[..., SampleFile]:
+        """`prepare_samples` by these processes."""
+        return partial(prepare_samples, processes=self.processes, progress=self.progress)
+
+
 def open_corpus(
     config: Config,
     plan: Plan,
@@ -184,23 +199,18 @@ def open_corpus(
     vocabulary: int,
     model: Any,
     world: World = ALONE,
-    *,
-    begun: Mapping[str, Any] | None = None,
-    processes: int = 1,
-    progress: Progress | None = None,
+    encoding: Encoding = Encoding(),
 ) -> Corpus:
     """Open the data of a run, packed for the model and the plan's micro-batches; each rank gets its own share.
 
-    config: with the sizes chosen by the plan. vocabulary: number of token ids of the model. begun: `Corpus.begun` of
-    a run that is resumed. processes: number of processes for encoding samples. progress: called with the progress of
-    that.
+    config: with the sizes chosen by the plan. vocabulary: number of token ids of the model.
 
     Raises `DataError` for data that cannot be used, `ModelError` if the model cannot be trained as asked.
     """
     data, size = config.data, plan.micro_batch
-    prepare = partial(prepare_samples, processes=processes, progress=progress)
-    begun = as_begun(world, begun)
-    opened = _Opening(config, size, tokenizer, vocabulary, model, prepare, datetime.fromisoformat(begun["moment"]))
+    begun = as_begun(world, encoding.begun)
+    moment = datetime.fromisoformat(begun["moment"])
+    opened = _Opening(config, size, tokenizer, vocabulary, model, encoding.prepare, moment)
     parts = list(opened.parts())
     loader = Loader(
         [part.training for part in parts] if len(parts) > 1 else parts[0].training,
@@ -209,10 +219,8 @@ def open_corpus(
         seed=config.train.seed,
         weights=data.weights,
         targets=config.train.target_tokens_per_step,
-        workers=data.workers,
-        rank=world.rank,
-        ranks=world.size,
-    )
+        part=(world.rank, world.size),
+    ).read_ahead(data.workers)
     for stream in loader.streams:  # the hub may change between the requests of two ranks
         stream.use_commit(world.exchange("the commit of a data set", stream.commit)[0])
     own = list(opened.validation())
@@ -249,19 +257,17 @@ def largest_image_row(
     tokenizer: Tokenizer,
     vocabulary: int,
     model: Any,
-    moment: str,
-    *,
-    processes: int = 1,
-    progress: Progress | None = None,
+    encoding: Encoding,
 ) -> dict[str, Any] | None:
     """The sample of a run whose images have the most tokens, as arguments of the model's forward: one padded row of
-    `data.sequence_length`. `None` if there are no images. Arguments and errors: as for `open_corpus`. moment:
-    `Corpus.begun`."""
+    `data.sequence_length`. `None` if there are no images. Arguments and errors: as for `open_corpus`;
+    `encoding` has what the run began with."""
     data = config.data
     if data.images is None:
         return None
-    prepare = partial(prepare_samples, processes=processes, progress=progress)
-    opened = _Opening(config, 1, tokenizer, vocabulary, model, prepare, datetime.fromisoformat(moment))
+    assert encoding.begun is not None
+    moment = datetime.fromisoformat(encoding.begun["moment"])
+    opened = _Opening(config, 1, tokenizer, vocabulary, model, encoding.prepare, moment)
     most, largest = 0, None
     for split, names in ((data.split, data.sources), (data.validation_split, data.validation.values())):
         opened.split = split
@@ -425,9 +431,11 @@ class _Opening:
 
     def _windows(self, names: list[str]) -> _Part:
         data = self.data
-        file = prepare_tokens(names, self.tokenizer, cache=self.cache, pattern=data.pattern, bos=data.bos)
-        described = describe_tokens(file)
-        return self._cut(names, file, described + self._beginning() if "documents" in file.details else described)
+        file = prepare_tokens(
+            names, self.tokenizer, cache=self.cache, pattern=data.pattern, bos=data.bos, bad=data.bad_samples
+        )
+        first, *others = describe_tokens(file)
+        return self._cut(names, file, first + self._beginning() if "documents" in file.details else first, others)
 
     def _beginning(self) -> str:
         """What is said of plain texts if the tokenizer puts something before a text."""
@@ -435,7 +443,7 @@ class _Opening:
         leading = self.encoder.leading
         return f"; {which} with {self.tokenizer.decode(leading)} (data.bos)" if leading else ""
 
-    def _cut(self, names: list[str], file: TokenFile, described: str) -> _Part:
+    def _cut(self, names: list[str], file: TokenFile, described: str, others: Iterable[str] = ()) -> _Part:
         try:
             windows = pack(file, window=self.data.sequence_length, vocab_size=self.vocabulary)
             training, held_out = split_windows(windows, self.fraction)
@@ -446,7 +454,7 @@ class _Opening:
         held = f"{len(held_out):,} held out" if held_out else "none held out"
         length = self.data.sequence_length
         cut = f"{len(windows):,} of {length:,} tokens, {held}; {counted(unused_tokens(windows), 'token')} unused"
-        facts = [("data", described), ("sequences", cut)]
+        facts = [("data", described), *(("", line) for line in others), ("sequences", cut)]
         return _Part(training, held_out, facts, name=" and ".join(map(called, names)))
 
     def _samples(self, name: str) -> _Part:
@@ -585,4 +593,4 @@ def shortened(runs: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
     return short
 
 
-__all__ = ["Corpus", "open_corpus", "shortened"]
+__all__ = ["Corpus", "Encoding", "open_corpus", "shortened"]

@@ -63,7 +63,7 @@ from megatrain.optim import AdamW, lr_schedule
 from megatrain.plan import Plan, find_plan
 from megatrain.plan.report import describe_images, slow_precision_warning
 from megatrain.run import resume
-from megatrain.run.data import Corpus, as_begun, largest_image_row, open_corpus, shortened
+from megatrain.run.data import Corpus, Encoding, as_begun, largest_image_row, open_corpus, shortened
 from megatrain.run.disk_space import checkpoint_space_warning, refuse_full_disk
 from megatrain.run.early_checks import keys_named, refuse_mistakes
 from megatrain.run.evaluation import Evaluation, Metric, evaluated, load_metrics, scored
@@ -287,8 +287,8 @@ def _looked_at(
     samples are encoded here."""
     begun = as_begun(ranks.world, None if taken is None else taken.training.get("run"))
     with preparing(console) as told:
-        how = partial(largest_image_row, processes=ranks.threads, progress=told)
-        return begun, how(config, tokenizer, vocabulary, model, begun["moment"])
+        encoding = Encoding(begun, ranks.threads, told)
+        return begun, largest_image_row(config, tokenizer, vocabulary, model, encoding)
 
 
 def _corpus(
@@ -303,8 +303,8 @@ def _corpus(
 ) -> Corpus:
     """Open the data, encoding it on this rank's cores, with what the run began with."""
     with preparing(console) as told:
-        how = partial(open_corpus, world=ranks.world, begun=begun, processes=ranks.threads, progress=told)
-        return how(config, plan, tokenizer, vocabulary, model)
+        encoding = Encoding(begun, ranks.threads, told)
+        return open_corpus(config, plan, tokenizer, vocabulary, model, ranks.world, encoding)
 
 
 def _close(corpus: Corpus, say: Callable[[str], None]) -> None:

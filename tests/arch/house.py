@@ -99,12 +99,10 @@ MAX_PARAMETERS = 7
 WIDE_FUNCTIONS = {
     "checkpoint.export.export_units": 8,
     "checkpoint.save.write_checkpoint": 11,
-    "data.loader.Loader.__init__": 9,
     "html.charts.chart": 8,
     "optim.adamw.update_split": 8,
     "optim.kernels.adamw_split": 8,
     "plan.placement.place_state": 8,
-    "run.data.open_corpus": 9,
     "run.training._corpus": 8,
     "run.training._engine": 8,
     "run.training._show": 8,

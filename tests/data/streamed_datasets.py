@@ -32,8 +32,8 @@ def stream(path: Path | str, how: Packing = "grouped", seed: int = 5, **more: An
     return StreamRows(Source(str(path)), encoder, how, window=WINDOW, micro_batch=2, seed=seed, **more)
 
 
-def loader(path: Path | str, how: Packing = "grouped", **more: Any) -> Loader:
-    return Loader(stream(path, how), **{"micro_batch": 2, "micro_batches": 2, "seed": 5, **more})
+def loader(path: Path | str, how: Packing = "grouped", workers: int = 0, **more: Any) -> Loader:
+    return Loader(stream(path, how), **{"micro_batch": 2, "micro_batches": 2, "seed": 5, **more}).read_ahead(workers)
 
 
 def steps(found: Loader, count: int) -> list[list[dict[str, list[Any]]]]:

@@ -102,7 +102,7 @@ def test_endless_files_are_not_sources(tmp_path: Path, kind: str) -> None:
             with pytest.raises(DataError, match=r"neither a file nor a folder|is a (pipe|device), not a file|no such"):
                 counts(source_called(source, Schema()))
     with pytest.raises(DataError, match=r"left out: 6 special|no file matches"):
-        prepare_tokens([folder], load_tokenizer("bytes"), cache=tmp_path / "cache")
+        prepare_tokens([str(folder)], load_tokenizer("bytes"), cache=tmp_path / "cache")
     saved = tmp_path / "saved"
     datasets.Dataset.from_list([ALPACA]).save_to_disk(str(saved))
     assert counts(Source(str(saved)))[0] == 1
@@ -180,7 +180,7 @@ def test_a_symlinks_own_suffix_decides(tmp_path: Path) -> None:
     assert holds_samples(str(tmp_path / "rich"))
     assert counts(Source(str(tmp_path / "rich"))) == (1, {})
     assert not holds_samples(str(tmp_path / "plain"))
-    tokens = prepare_tokens([tmp_path / "plain"], load_tokenizer("bytes"), cache=tmp_path / "cache")
+    tokens = prepare_tokens([str(tmp_path / "plain")], load_tokenizer("bytes"), cache=tmp_path / "cache")
     assert bytes(tokens.ids[:-1].astype("u1")) == b"words"
 
 
@@ -189,7 +189,7 @@ def test_unsupported_compression_is_reported_as_such(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
         assert not holds_samples(str(tmp_path / name))
         with pytest.raises(DataError, match=r"holds compressed data, .*; rename it to end in \.gz or \.zst, or"):
-            prepare_tokens([tmp_path / name], load_tokenizer("bytes"), cache=tmp_path)
+            prepare_tokens([str(tmp_path / name)], load_tokenizer("bytes"), cache=tmp_path)
 
 
 def test_a_folder_of_code_with_a_table_is_text(tmp_path: Path) -> None:

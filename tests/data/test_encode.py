@@ -61,14 +61,11 @@ def test_a_prompt_gets_the_tokenizers_start_tokens() -> None:
         single="<s> $A", special_tokens=[("<s>", start)]
     )
     assert tokens(Sample("x", prompt="a", text="b"), tokenizer) == ([start, 97, 98, EOS], [False, False, True, True])
-    spelled = tokens(Sample("x", prompt="<s>a", text="b"), tokenizer, special_tokens="read")
-    assert spelled == ([start, 97, 98, EOS], [False, False, True, True])
 
 
-def test_special_tokens_in_plain_text_stay_text_by_default() -> None:
+def test_special_tokens_in_plain_text_stay_text() -> None:
     sample = Sample("x", text=f"a{END_OF_TEXT}")
     assert tokens(sample, BYTES)[0] == [*f"a{END_OF_TEXT}".encode(), EOS]
-    assert tokens(sample, BYTES, special_tokens="read")[0] == [97, EOS]
     assert list(encode(sample, BYTES)[1].notes) == ["with the text of a special token, which stays text"]
     assert not encode(Sample("x", text="a"), BYTES)[1].notes
 
@@ -246,7 +243,6 @@ def test_an_encoders_identity_depends_on_everything_that_decides_its_tokens() ->
         identity(too_long="drop"),
         identity(template="none"),
         identity(template_values={"x": 1}),
-        identity(special_tokens="read"),
         identity(other_start),
     ]
     assert identity() == identity(byte_tokenizer("chatml"))

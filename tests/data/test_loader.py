@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.data.loader import Loader, epoch_order, evaluation_batches
+from megatrain.data.text_sources import Windows, pack, split_windows
 from megatrain.data.token_files import open_tokens, write_tokens
-from megatrain.data.token_windows import Windows, pack, split_windows
 from megatrain.errors import DataError
 
 WINDOW = 4
@@ -178,7 +178,7 @@ def test_epochs_end_at_the_first_step_that_has_seen_enough_rows(
 ) -> None:
     sources = [windows_of(folder, count, f"epochs{index}") for index, count in enumerate(counts)]
     size, number = shape[0], max(ranks, shape[1])
-    loader = Loader(sources, micro_batch=size, micro_batches=number, seed=3, targets=targets, ranks=ranks, workers=0)
+    loader = Loader(sources, micro_batch=size, micro_batches=number, seed=3, targets=targets, part=(0, ranks))
     steps = loader.steps_in(epochs)
     assert loader.position == loader.epoch == 0
     seen = [0]

@@ -23,9 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.data import Batching, EncodedSample, Loader, PackedRows, SampleFile, SampleRows, pack, write_tokens
-from megatrain.data.packing import split_samples
+from megatrain.data.packing import grouped_order, next_source, split_samples
 from megatrain.data.sample_cache import is_sample_file, open_samples, write_samples
-from megatrain.data.sampler import grouped_order, next_source
 from megatrain.errors import DataError
 
 WINDOW = 32
@@ -73,9 +72,9 @@ def told(step: list[dict[str, torch.Tensor]]) -> str:
     return digest.hexdigest()
 
 
-def loader_of(sources: list[Batching], **changed: Any) -> Loader:
+def loader_of(sources: list[Batching], workers: int = 0, **changed: Any) -> Loader:
     options = {"micro_batch": 3, "micro_batches": 2, "seed": 5, "weights": [5.0, 3.0, 1.0], **changed}
-    return Loader(sources, **options)
+    return Loader(sources, **options).read_ahead(workers)
 
 
 def test_samples_round_trip(tmp_path: Path) -> None:
@@ -237,7 +236,7 @@ def test_read_ahead_is_bounded(sources: list[Batching], monkeypatch: pytest.Monk
     monkeypatch.setattr(
         PackedRows, "row", lambda self, index, row=PackedRows.row: read.append(index) or row(self, index)
     )
-    loader = Loader(sources[0], micro_batch=2, micro_batches=2, seed=0, workers=3)
+    loader = Loader(sources[0], micro_batch=2, micro_batches=2, seed=0).read_ahead(3)
     next(loader)
     time.sleep(0.2)
     assert len(read) <= 4 * (3 + 1)
@@ -250,7 +249,7 @@ def test_ranks_split_a_step_without_overlap_or_loss(
     sources: list[Batching], ranks: int, steps: int, targets: int | None
 ) -> None:
     count = ranks + 1
-    shares = [{"ranks": ranks, "rank": rank, "targets": targets} for rank in range(ranks)]
+    shares = [{"part": (rank, ranks), "targets": targets} for rank in range(ranks)]
     loaders = [loader_of(sources, micro_batches=count, **share) for share in shares]
     single = loader_of(sources, micro_batches=count)
     for _ in range(steps):
@@ -267,7 +266,7 @@ def test_ranks_split_a_step_without_overlap_or_loss(
 def test_a_state_fits_another_number_of_ranks(sources: list[Batching]) -> None:
     one = loader_of(sources, micro_batches=4)
     next(one)
-    two = [loader_of(sources, ranks=2, rank=rank, micro_batches=4) for rank in range(2)]
+    two = [loader_of(sources, part=(rank, 2), micro_batches=4) for rank in range(2)]
     for loader in two:
         loader.load_state_dict(one.state_dict())
     parts = [next(loader) for loader in two]

@@ -16,10 +16,9 @@ import huggingface_hub
 import pyarrow
 import pytest
 
-from megatrain.data.dataset_info import read_dataset_info
 from megatrain.data.read_rows import LeftOut
 from megatrain.data.sample_formats import Sample, Schema
-from megatrain.data.sample_sources import Source, read_samples
+from megatrain.data.sample_sources import Source, read_dataset_info, read_samples
 from megatrain.errors import DataError, SampleError
 from tests.fake_hub import Hub
 

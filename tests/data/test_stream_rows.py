@@ -70,7 +70,7 @@ def test_any_saved_position_continues_with_the_same_rows(tmp_path: Path, how: Pa
 def test_ranks_split_a_step_and_share_one_state(tmp_path: Path) -> None:
     folder(tmp_path / "a")
     alone = loader(tmp_path / "a", micro_batches=3)
-    ranks = [loader(tmp_path / "a", micro_batches=3, rank=rank, ranks=2) for rank in range(2)]
+    ranks = [loader(tmp_path / "a", micro_batches=3, part=(rank, 2)) for rank in range(2)]
     for _ in range(12):
         (whole,) = steps(alone, 1)
         (first,), (second,) = (steps(rank, 1) for rank in ranks)

@@ -6,27 +6,29 @@ import gzip
 import json
 import os
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.data import text_sources
-from megatrain.data.text_sources import STDLIB, find_files, read_pieces
+from megatrain.data import read_rows, text_sources
+from megatrain.data.files import STDLIB, find_files
+from megatrain.data.read_rows import LeftOut, read_texts
 from megatrain.errors import DataError
 
 
 def documents(*sources: str | Path, pattern: str = "*") -> tuple[list[str], Counter[str]]:
     """All documents, with their pieces joined, and the counts of what was left out."""
-    files, skipped = find_files(sources, pattern)
-    found = [""]
-    for piece in read_pieces(files, skipped):
-        found[-1] += piece.text
-        if piece.ends_document:
-            found.append("")
-    assert found.pop() == ""  # the last piece has ended its document
-    return found, skipped
+    left_out, texts = LeftOut(), [""]
+    for row in text_sources._usable(chain(*(read_texts(str(name), left_out, pattern) for name in sources)), left_out):
+        assert row.begins is (not texts[-1])
+        texts[-1] += row.fields["text"]
+        if row.ends:
+            texts.append("")
+    assert texts.pop() == ""  # the last piece has ended its document
+    return texts, left_out.counts
 
 
 def refused(*sources: str | Path, pattern: str = "*") -> str:
@@ -66,7 +68,7 @@ def test_a_file_and_its_compressed_copy_are_read_once(tmp_path: Path) -> None:
 def test_a_text_folder_is_read_sorted_and_skipped_files_are_counted(folder: Path) -> None:
     found, skipped = documents(folder)
     assert found == ["first", "deep", "third", "fourth", "fifth"]
-    assert skipped == {"hidden": 1, "not UTF-8 text": 3, "empty": 2, "empty line of JSONL": 1}
+    assert skipped == {"hidden": 1, "not UTF-8 text": 3, "empty file": 2, "empty text": 1}
 
 
 def test_special_files_and_links_are_counted_and_not_followed(tmp_path: Path) -> None:
@@ -110,26 +112,26 @@ def test_chunked_reading_equals_the_whole_file(
     path = tmp_path_factory.mktemp("pieces") / "x.txt"
     path.write_bytes(b"\xef\xbb\xbf" + data.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_sources, "PIECE_CHARACTERS", characters)
+        patch.setattr(read_rows, "PIECE_CHARACTERS", characters)
         found, _ = documents(path)
     assert found == ([data] if data else [])
 
 
 def test_a_file_with_a_binary_tail_is_skipped_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.txt").write_bytes(b"line\n" * 10_000 + b"\xff")
-    monkeypatch.setattr(text_sources, "PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(read_rows, "PIECE_CHARACTERS", 100)
     assert documents(tmp_path) == ([], Counter({"not UTF-8 text": 1}))
 
 
 def test_the_standard_library_gives_python_source_without_tests_or_packages() -> None:
-    files, skipped = find_files([STDLIB])
+    files, _ = find_files([STDLIB])
     assert any(file.path.name == "argparse.py" for file in files)
     assert all(file.path.suffix == ".py" for file in files)
     assert not any({"test", "tests", "site-packages"} & set(file.path.parts[-3:]) for file in files)
     assert sum(file.nbytes for file in files) > 4_000_000
-    pieces = list(read_pieces(files, skipped))
-    assert sum(piece.ends_document for piece in pieces) + skipped.total() == len(files)
-    assert any("class ArgumentParser" in piece.text for piece in pieces)
+    found, skipped = documents(STDLIB)
+    assert len(found) + skipped.total() == len(files)
+    assert any("class ArgumentParser" in text for text in found)
 
 
 def test_a_missing_source_suggests_the_nearest_existing_one(folder: Path) -> None:
@@ -145,10 +147,10 @@ def test_a_missing_source_suggests_the_nearest_existing_one(folder: Path) -> Non
         (b"\xff\xfe", "not UTF-8 text ("),
         (b"[" * 100_000, "not a line of JSON"),
         (b'["x"]', "list instead of an object"),
-        (b'{"content": "x", "id": 1}', "no field 'text'; the line holds 'content', 'id'"),
-        (b"{}", "no field 'text'; the line holds nothing"),
-        (b'{"text": 5}', "field 'text' is int"),
+        (b'{"content": "x", "id": 1}', "no 'text', which text samples have; it holds 'content', 'id'"),
+        (b"{}", "no 'text', which text samples have; it holds nothing"),
         (b'{"text": "\\ud800"}', "lone surrogate"),
+        (b'{"text": 5}', "'text' is int, not str"),
     ],
 )
 def test_a_bad_jsonl_line_is_named_by_file_and_number(tmp_path: Path, line: bytes, what: str) -> None:
@@ -168,7 +170,6 @@ def test_a_folder_without_a_match_is_refused(folder: Path, tmp_path: Path) -> No
     assert "no file matches '*.rst'" in refused(folder, pattern="*.rst")
     for pattern in ("", "/x", "b/**/x"):
         assert f"{pattern!r} is not a pattern" in refused(folder, pattern=pattern)
-    assert "no data source" in refused()
 
 
 def test_a_pipe_is_not_a_source(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatrain.data.text_sources import Windows, pack, split_windows, unused_tokens
 from megatrain.data.token_files import open_tokens, write_tokens
-from megatrain.data.token_windows import Windows, pack, split_windows, unused_tokens
 from megatrain.errors import DataError
 
 

@@ -28,7 +28,7 @@ from megatrain.model import freeze_parameters, port_model
 from megatrain.model.encoder_stack import stream_encoder
 from megatrain.model.image_rows import see, values_of, values_per_token
 from megatrain.plan import Question, find_plan
-from megatrain.run.data import largest_image_row
+from megatrain.run.data import Encoding, largest_image_row
 from megatrain.spec import Hardware, Limits, ModelSpec
 from tests.integration.test_live import SCALARS
 from tests.ranks import together, worlds
@@ -237,7 +237,7 @@ def test_images_read_ahead_are_not_left_to_the_plan() -> None:
 def test_a_run_plans_for_the_row_with_the_most_images_and_refuses_it_before_the_first_step(tmp_path: Path) -> None:
     config = run_of(tmp_path)
     tokenizer, model = load_tokenizer(config.tokenizer), image_model_of("llava")
-    row = largest_image_row(config, tokenizer, 288, model, "2026-01-01T00:00:00")
+    row = largest_image_row(config, tokenizer, 288, model, Encoding({"moment": "2026-01-01T00:00:00"}))
     assert row is not None
     assert row["input_ids"].shape == row["attention_mask"].shape == (1, 200)
     assert row["pixel_values"].shape == (2, 3, 8, 8), "chats have no, one or two images"

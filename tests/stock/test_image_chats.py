@@ -64,7 +64,7 @@ def rows_of(file: SampleFile, encoder: Encoder, micro_batch: int = 2) -> SampleR
 
 
 def steps(rows: SampleRows, count: int = 2, skip: int = 0, workers: int = 0) -> list[list[dict[str, Tensor]]]:
-    loader = Loader(rows, micro_batch=2, micro_batches=2, seed=3, workers=workers)
+    loader = Loader(rows, micro_batch=2, micro_batches=2, seed=3).read_ahead(workers)
     found = [next(loader) for _ in range(count)]
     state = loader.state_dict()
     loader.close()

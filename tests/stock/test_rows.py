@@ -260,7 +260,7 @@ def test_texts_begin_and_end_as_in_trl(tmp_path: Path, has_bos: bool) -> None:
     found = [each.ids.tolist() for each in encode_samples(samples, Encoder(tokenizer), Statistics())]
     assert found == trls_texts(tokenizer, tmp_path)
     (tmp_path / "a.jsonl").write_bytes(as_lines([{"text": text} for text in TEXTS]))
-    stream = prepare_tokens(tmp_path / "a.jsonl", tokenizer, cache=tmp_path).ids.tolist()
+    stream = prepare_tokens([str(tmp_path / "a.jsonl")], tokenizer, cache=tmp_path).ids.tolist()
     assert stream == [*chain(*found)]
     packed = trls_texts(tokenizer, tmp_path, packing=True, packing_strategy="wrapped")
     assert [*chain(*packed)] == stream[: sum(map(len, packed))]
@@ -271,7 +271,7 @@ def test_a_bos_token_is_optional_and_changes_no_cache_without_one(tmp_path: Path
     (tmp_path / "a.txt").write_text("one\ntwo")
     for has_bos in (True, False):
         tokenizer = text_tokenizer(has_bos=has_bos)
-        files = [prepare_tokens(tmp_path / "a.txt", tokenizer, cache=tmp_path, bos=bos) for bos in (True, False)]
+        files = [prepare_tokens([str(tmp_path / "a.txt")], tokenizer, cache=tmp_path, bos=bos) for bos in (True, False)]
         encoders = [Encoder(tokenizer, EncodeOptions(bos=bos)) for bos in (True, False)]
         bare = [*b"one\ntwo", tokenizer.eos_token_id]
         assert files[0].ids.tolist() == [tokenizer.bos_token_id] * has_bos + bare
