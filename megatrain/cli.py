@@ -286,7 +286,6 @@ def _plan(
     token_budget: Annotated[
         float | None, typer.Option(help="Tokens to train on, e.g. 1e9, to get the length of a run.")
     ] = None,
-    sweep: Annotated[bool, typer.Option("--sweep", help="Heat map of tokens/s over memory limits.")] = False,
     html: Annotated[
         str | None, typer.Option(help="Write an HTML page with the timeline of a step.", callback=_path("file"))
     ] = None,
@@ -313,7 +312,6 @@ def _plan(
         host_memory=host_memory,
         disk_memory=disk_memory,
         token_budget=token_budget,
-        sweep=sweep,
         html=html,
         json=json,
         adapter=adapter,

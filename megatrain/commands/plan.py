@@ -28,7 +28,6 @@ from megatrain.plan import (
     Outlook,
     Plan,
     Question,
-    Sweep,
     advised,
     find_plan,
     fits,
@@ -39,7 +38,6 @@ from megatrain.plan import (
     read_model,
     render_page,
     share_of,
-    sweep,
     upgrades,
 )
 from megatrain.plan.estimates import gc_paused
@@ -56,7 +54,6 @@ from megatrain.plan.report import (
     describe_images,
     free_rows,
     hiding_line,
-    rate_lines,
     sensitivity_rows,
     summary_rows,
     tier_name,
@@ -78,8 +75,6 @@ if TYPE_CHECKING:
 LENGTH, TOKENS_PER_STEP = 4096, 65_536
 """Defaults for sequence length and tokens per step; fewer tokens per step if these do not fit."""
 
-SHADES = " ░▒▓█"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -99,7 +94,6 @@ class Options:
     host_memory: str | None = None
     disk_memory: str | None = None
     token_budget: float | None = None
-    sweep: bool = False
     html: str | None = None
     json: str | None = None
     attention: str = "auto"
@@ -146,14 +140,13 @@ def run_plan(model: str, console: Console, options: Options) -> Outlook:
         show(console, outlook, facts)
         with Console(stderr=True).status("looking for improvements"):
             outlook = advised(outlook)
-            swept = sweep(plan) if options.sweep else None
-    show_changes(console, outlook, swept)
+    show_changes(console, outlook)
     if run is not None:
         _say_next(console, _train(plan, model, *options.overrides))
     else:
         keys = _model_keys(model, options.attention, trust_remote_code=options.trust_remote_code)
         _show_next(console, plan, keys, options.adapter)
-    _write_files(targets, outlook, facts, swept)
+    _write_files(targets, outlook, facts)
     return outlook
 
 
@@ -171,8 +164,6 @@ def _refuse_words(precision: str, token_budget: float | None) -> None:
 def _machine_of_ranks(options: Options) -> tuple[Hardware, int]:
     """The machine, and the number of ranks on each. Raises errors here, before the model is read."""
     here = ranks_on_each(options.ranks, options.nodes)
-    if options.sweep and options.ranks > 1:
-        raise ConfigError("works for one rank only", where="--sweep", fix="leave it out, or plan for one rank")
     machine = find_hardware(options.hardware, options.precision)
     share_of(machine, options.ranks, here)
     return machine, here
@@ -583,10 +574,9 @@ def show(console: Console, outlook: Outlook, facts: Sequence[tuple[str, str]]) -
     console.print(_memory(outlook.plan))
     heads = ("resource", "busy", "step with 10% more of it")
     console.print(_table("what limits", heads, sensitivity_rows(outlook)))
-    console.print(Text("\n".join(rate_lines(outlook))), end="\n\n" if outlook.decisive_rates else "")
 
 
-def show_changes(console: Console, outlook: Outlook, swept: Sweep | None = None) -> None:
+def show_changes(console: Console, outlook: Outlook) -> None:
     """Print changes and hardware upgrades that would make the step faster."""
     console.print(Text.assemble(("hiding: ", "bold"), hiding_line(outlook)), end="\n\n")
     for title, rows in (("changes that cost nothing", free_rows(outlook)), ("one upgrade", upgrade_rows(outlook))):
@@ -594,9 +584,6 @@ def show_changes(console: Console, outlook: Outlook, swept: Sweep | None = None)
             console.print(_table(title, ("change", "tokens/s", "gain"), rows))
     if words := without_gain(outlook):
         console.print(Text(words), end="\n\n")
-    if swept is not None:
-        console.print("tokens per second by memory: host down, device across; - does not fit", style="bold")
-        console.print(_heat_map(swept))
 
 
 def _show_next(console: Console, plan: Plan, model: Mapping[str, Any], adapter: str | None) -> None:
@@ -686,29 +673,6 @@ def _memory(plan: Plan) -> Table:
     return _table(title, ("tier", "use", "bytes", "of the limit"), rows, texts=2)
 
 
-def _heat_map(swept: Sweep) -> Table:
-    """Tokens per second over memory limits, as numbers with shades that also show without colours; 80 columns wide."""
-    most = max((rate for row in swept.tokens_per_second for rate in row if rate is not None), default=1.0)
-    heads = ["GB", *(_gigabytes(nbytes) if nbytes else "shared" for nbytes in swept.device_nbytes)]
-    rows = []
-    for host, rates in zip(swept.host_nbytes, swept.tokens_per_second, strict=True):
-        cells = []
-        for rate in rates:
-            if rate is None:
-                cells.append("-")
-            else:
-                said = f"{rate:,.0f}" if rate < 1e4 else f"{rate / 1e3:.{1 if rate < 1e5 else 0}f}k"
-                cells.append(f"{SHADES[max(1, round(rate / most * (len(SHADES) - 1)))]}{said}")
-        rows.append([_gigabytes(host), *cells])
-    table = _table("", heads, rows)
-    table.padding = (0, 1, 0, 0)
-    return table
-
-
-def _gigabytes(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.3g}" if nbytes < 1e12 else f"{nbytes / 1e9:,.0f}"
-
-
 # Files -------------------------------------------------------------------------------------------------------------
 
 
@@ -722,13 +686,11 @@ def _writable(option: str, file: str) -> Path:
     return path
 
 
-def _write_files(
-    targets: Mapping[str, Path], outlook: Outlook, facts: Sequence[tuple[str, str]], swept: Sweep | None
-) -> None:
+def _write_files(targets: Mapping[str, Path], outlook: Outlook, facts: Sequence[tuple[str, str]]) -> None:
     if "--html" in targets:
-        _write(targets["--html"], render_page(outlook, facts, swept))
+        _write(targets["--html"], render_page(outlook, facts))
     if "--json" in targets:
-        _write(targets["--json"], json.dumps(as_content(outlook, swept), indent=1) + "\n")
+        _write(targets["--json"], json.dumps(as_content(outlook), indent=1) + "\n")
 
 
 def _write(path: Path, text: str) -> None:

@@ -3,12 +3,13 @@
 The contents of pages come from `plan.html` and `run.report`. All text is escaped here.
 """
 
-from megatrain.html.charts import ChartEvent, Curve, chart, chart_scripts, marked, smoothed
+from megatrain.html.charts import Axes, ChartEvent, Curve, chart, chart_scripts, marked, smoothed
 from megatrain.html.elements import bar, definitions, document, ink_on, section, table
 from megatrain.html.timeline import TIMELINE, DrawnOp, timeline, timeline_content
 
 __all__ = [
     "TIMELINE",
+    "Axes",
     "ChartEvent",
     "Curve",
     "DrawnOp",

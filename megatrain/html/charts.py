@@ -57,6 +57,18 @@ class ChartEvent:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """What a chart's axes say. unit: written after values. floor: where the y axis starts, e.g. 0."""
+
+    x_name: str = "step"
+    unit: str = ""
+    floor: float | None = None
+
+
+STEPS = Axes()
+
+
 def smoothed(values: Sequence[float], window: int) -> NDArray[np.float64]:
     """Moving average over `window` values, fewer at both ends; values that are not finite are ignored."""
     ys = np.asarray(values, np.float64)
@@ -78,20 +90,14 @@ def chart(
     title: str,
     curves: Sequence[Curve],
     events: Sequence[ChartEvent] = (),
-    *,
-    x_name: str = "step",
-    unit: str = "",
-    floor: float | None = None,
+    axes: Axes = STEPS,
 ) -> str:
-    """HTML for a chart; its data for the script `CHARTS` is added to `charts`.
-
-    unit: written after values. floor: where the y axis starts, e.g. 0.
-    """
+    """HTML for a chart; its data for the script `CHARTS` is added to `charts`."""
     thin = [_thinned(curve) for curve in curves]
     if not any(each.xs.size for each in thin):
         return f"<figure><h3>{escape(title)}</h3><p>no data</p></figure>"
-    logarithmic = floor is None and _spans_decades(thin)
-    charts[identity] = _figure(curves, thin, events, x_name, unit, floor, logarithmic)
+    logarithmic = axes.floor is None and _spans_decades(thin)
+    charts[identity] = _figure(curves, thin, events, axes, logarithmic)
     words = f"{title} (logarithmic)" if logarithmic else title
     place = f'<div class="chart" id="chart-{escape(identity)}" role="img" aria-label="{escape(title)}"></div>'
     return f"<figure><h3>{escape(words)}</h3>{place}</figure>"
@@ -141,13 +147,11 @@ def _figure(
     curves: Sequence[Curve],
     thin: Sequence[_Columns],
     events: Sequence[ChartEvent],
-    x_name: str,
-    unit: str,
-    floor: float | None,
+    axes: Axes,
     logarithmic: bool,
 ) -> dict[str, Any]:
     """A plotly figure as plain dicts, which are ten times as fast as plotly's classes."""
-    unit, x_name = _text(unit), _text(x_name)
+    unit, x_name = _text(axes.unit), _text(axes.x_name)
     traces: list[dict[str, Any]] = []
     for curve, each in zip(curves, thin, strict=True):
         if curve.faint and not np.array_equal(each.lows, each.highs, equal_nan=True):
@@ -172,7 +176,7 @@ def _figure(
         },
         "yaxis": {
             "type": "log" if logarithmic else "linear",
-            "rangemode": "normal" if floor is None else "tozero",
+            "rangemode": "normal" if axes.floor is None else "tozero",
             "exponentformat": "SI" if unit == "B" or large else "e",
             "separatethousands": True,
             "ticksuffix": unit,

@@ -3,13 +3,11 @@
 from megatrain.plan.advice import nearest_that_fits
 from megatrain.plan.analysis import (
     Outlook,
-    Sweep,
     advised,
     hiding,
     loads,
     look,
     stalls,
-    sweep,
     upgrades,
     written_nbytes_per_day,
 )
@@ -41,7 +39,6 @@ __all__ = [
     "Outlook",
     "Plan",
     "Question",
-    "Sweep",
     "advised",
     "attention_seconds",
     "available_host_nbytes",
@@ -77,7 +74,6 @@ __all__ = [
     "stalls",
     "step_flops",
     "survey",
-    "sweep",
     "upgrades",
     "written_nbytes_per_day",
 ]

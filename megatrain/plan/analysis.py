@@ -18,17 +18,14 @@ from typing import Any
 
 from megatrain.formatting import SECONDS_PER_DAY
 from megatrain.plan.cost import (
-    attention_seconds,
     disk_bandwidths,
     host_dram_bandwidth,
     packing_bandwidth,
-    product_flops,
     step_flops,
 )
 from megatrain.plan.estimates import estimate, examine, examine_rounds, gc_paused, seconds_on
 from megatrain.plan.machines import machine, machine_names
 from megatrain.plan.question import Choice, Estimate, Plan, Question, usable_nbytes
-from megatrain.plan.ranks import OF_CORES, SHARED
 from megatrain.plan.search import faster_plan, fits, survey
 from megatrain.schedule import Timeline
 from megatrain.spec import Hardware, Precision
@@ -51,9 +48,6 @@ WORTH_A_SEARCH = 0.99
 
 MORE_BY = 1.1
 """Factor by which a resource is increased to see how the step depends on it."""
-
-MIN_DECISIVE_SAVING = 0.02
-"""Share of the step. A rate of the machine is decisive if `MORE_BY` of it saves more than this."""
 
 MIN_GAIN_SHOWN = 0.01
 """A free change that gains less is not shown, and an upgrade has no row of its own."""
@@ -78,61 +72,35 @@ STREAM_WORDS = {
 IN_HOST_WORDS = {"fetch": "copies of weights", "grad": "copies of gradients"}
 """As `STREAM_WORDS`, if the device computes in host memory."""
 
-RESOURCES: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
-    "compute": (
-        ("compute",),
-        {
-            "large products": ("flops", "flops_fp32", "peak_flops", "peak_flops_fp32", "products"),
-            "attention": ("attention",),
-        },
-    ),
-    "device memory": (
-        (),
-        {
-            "device memory": ("device_bandwidth", "elementwise_bandwidth", "fresh_bandwidth"),
-            "elementwise ops": ("elementwise",),
-        },
-    ),
+RESOURCES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "compute": (("compute",), ("flops", "flops_fp32", "peak_flops", "peak_flops_fp32", "products", "attention")),
+    "device memory": ((), ("device_bandwidth", "elementwise_bandwidth", "fresh_bandwidth", "elementwise")),
     "bus": (
         ("fetch", "grad"),
-        {
-            "bus up": ("fetch_bandwidth", "duplex_fetch_bandwidth", "pageable_fetch_bandwidth", "shared_bus_bandwidth"),
-            "bus down": ("grad_bandwidth", "duplex_grad_bandwidth", "pageable_grad_bandwidth"),
-        },
+        (
+            *("fetch_bandwidth", "duplex_fetch_bandwidth", "pageable_fetch_bandwidth", "shared_bus_bandwidth"),
+            *("grad_bandwidth", "duplex_grad_bandwidth", "pageable_grad_bandwidth"),
+        ),
     ),
     "host memory": (
         ("host", "pack", "unpack", "shared"),
-        {
-            "host memory": ("host_dram_bandwidth",),
-            "optimizer": ("host_bandwidth", "optimizer_bandwidth"),
-            "gradient norm": ("norm_bandwidth",),
-            "copies of one thread": ("host_copy_bandwidth",),
-        },
+        ("host_dram_bandwidth", "host_bandwidth", "optimizer_bandwidth", "norm_bandwidth", "host_copy_bandwidth"),
     ),
     "disk": (
         ("read", "write"),
-        {
-            "disk in": ("disk_read_bandwidth", "disk_duplex_read_bandwidth"),
-            "disk out": ("disk_write_bandwidth", "disk_duplex_write_bandwidth"),
-        },
+        (
+            *("disk_read_bandwidth", "disk_duplex_read_bandwidth"),
+            *("disk_write_bandwidth", "disk_duplex_write_bandwidth"),
+        ),
     ),
-    "link": (
-        ("link",),
-        {"link between devices": ("link_bandwidth",), "link between machines": ("node_bandwidth",)},
-    ),
+    "link": (("link",), ("link_bandwidth", "node_bandwidth")),
 }
-"""Resource of a machine -> (streams that use it, its rates). Rate -> fields of `Hardware`; the first of them is
-shown."""
+"""Resource of a machine -> (streams that use it, fields of `Hardware` with its rates)."""
 
 MEMORIES = ("device memory", "bus", "host memory")
 """Resources that are a single one, `memory`, if the device computes in host memory."""
 
-IN_HOST_RATES = {"device memory": "memory", "bus up": "copies of weights", "bus down": "copies of gradients"}
-"""Rate -> its name if the device computes in host memory."""
-
 GB = 1_000_000_000
-DEVICE_SIZES = tuple(size * GB for size in (8, 12, 16, 24, 32, 48, 80, 96, 141, 192))
-HOST_SIZES = tuple(size * GB for size in (16, 32, 64, 128, 192, 256, 384, 512, 768, 1000, 1500, 2000, 3000, 4000))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,19 +141,6 @@ class Sensitivity:
 
 
 @dataclass(frozen=True, slots=True)
-class HardwareRate:
-    """One rate of the machine, its source, and what the step gains from `MORE_BY` of it."""
-
-    name: str
-    per_second: float
-    unit: str
-    """FLOP or B."""
-    source: str
-    saved: float
-    """Share of the step's time."""
-
-
-@dataclass(frozen=True, slots=True)
 class Upgrade:
     """What one change would gain."""
 
@@ -194,15 +149,6 @@ class Upgrade:
     """`None` if the model does not fit with the change."""
     ratio: float | None
     """To the speed without the change; `None` unless the model fits with it and without."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sweep:
-    """Tokens per second by memory budgets in bytes: a row per host budget, a column per device budget."""
-
-    device_nbytes: tuple[int, ...]
-    host_nbytes: tuple[int, ...]
-    tokens_per_second: tuple[tuple[float | None, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -223,8 +169,6 @@ class Outlook:
     """Changes of the run, which cost nothing."""
     sensitivities: tuple[Sensitivity, ...] = ()
     """By what they save, largest first."""
-    decisive_rates: tuple[HardwareRate, ...] = ()
-    """In the order of `sensitivities`."""
 
     @property
     def peak_flops(self) -> float:
@@ -276,9 +220,7 @@ def look(plan: Plan, token_budget: float | None = None) -> Outlook:
     """The analysis that needs no further planning. token_budget: tokens of the whole run, if known."""
     question = plan.question
     useful = step_flops(question.model, [(question.sequences, question.length)]) / plan.seconds
-    found = sensitivities(plan)
-    rates = decisive_rates(plan, found)
-    return Outlook(plan, token_budget, useful, loads(plan), sensitivities=found, decisive_rates=rates)
+    return Outlook(plan, token_budget, useful, loads(plan), sensitivities=sensitivities(plan))
 
 
 @gc_paused()
@@ -384,28 +326,13 @@ def sensitivities(plan: Plan) -> tuple[Sensitivity, ...]:
     """What the plan's step gains from `MORE_BY` of each resource that it uses, by whole replays."""
     busy = {load.stream: (load.name, load.busy_seconds / plan.seconds) for load in loads(plan)}
     found = []
-    for resource, (streams, parts) in _resources(plan).items():
+    for resource, (streams, fields) in _resources(plan).items():
         shares = tuple(busy[stream] for stream in streams if stream in busy)
-        found.append(Sensitivity(resource, shares, _saved(plan, chain.from_iterable(parts.values()))))
+        found.append(Sensitivity(resource, shares, _saved(plan, fields)))
     return tuple(sorted(found, key=lambda each: -round(each.saved, 4)))
 
 
-def decisive_rates(plan: Plan, found: tuple[Sensitivity, ...]) -> tuple[HardwareRate, ...]:
-    """The rates of the machine on which the step depends most (`MIN_DECISIVE_SAVING`). found: `sensitivities(plan)`."""
-    hardware, resources = _with_assumed_rates(plan.question.hardware), _resources(plan)
-    decisive = []
-    for resource in (each.resource for each in found if each.saved > MIN_DECISIVE_SAVING):
-        for name, fields in resources[resource][1].items():
-            if (saved := _saved(plan, fields)) > MIN_DECISIVE_SAVING:
-                field, per_second, unit = _rate(plan, hardware, fields)
-                source = dict(hardware.sources).get(field, "")
-                if not source and not getattr(plan.question.hardware, field):
-                    source = "assumed: not measured"
-                decisive.append(HardwareRate(name, per_second, unit, source or "no source is given", saved))
-    return tuple(decisive)
-
-
-def _resources(plan: Plan) -> dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]]:
+def _resources(plan: Plan) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
     """The entries of `RESOURCES` that the plan's step may depend on. `MEMORIES` are one entry if the device computes in
     host memory."""
     found = dict(RESOURCES)
@@ -414,10 +341,8 @@ def _resources(plan: Plan) -> dict[str, tuple[tuple[str, ...], dict[str, tuple[s
     if plan.question.model.ranks == 1 or plan.policy.delivery == "shared":
         del found["link"]
     if plan.question.hardware.computes_in_host_memory:
-        memories = [found.pop(name) for name in MEMORIES]
-        streams = tuple(chain.from_iterable(streams for streams, _ in memories))
-        rates = {IN_HOST_RATES.get(name, name): fields for _, parts in memories for name, fields in parts.items()}
-        found["memory"] = streams, rates
+        streams, fields = zip(*(found.pop(name) for name in MEMORIES), strict=True)
+        found["memory"] = tuple(chain.from_iterable(streams)), tuple(chain.from_iterable(fields))
     return found
 
 
@@ -425,26 +350,6 @@ def _saved(plan: Plan, fields: Iterable[str]) -> float:
     """Share of the step's time that `MORE_BY` of these rates saves."""
     hardware = _faster(plan.question.hardware, fields, MORE_BY)
     return 1.0 - seconds_on(plan, replace(plan.question, hardware=hardware)) / plan.seconds
-
-
-def _rate(plan: Plan, hardware: Hardware, fields: tuple[str, ...]) -> tuple[str, float, str]:
-    """(field that is shown, rate, unit)"""
-    precision, length = plan.question.precision, plan.question.length
-    field = next((each for each in fields if getattr(hardware, each)), fields[0])
-    parts = hardware.sharing_ranks  # shown are rates of the whole machine, like their sources
-    cores = parts if hardware.slots_in_host else 1
-    if fields[0] == "flops":
-        field = "flops_fp32" if precision == "fp32" and hardware.flops_fp32 else "flops"
-        return field, cores * product_flops(hardware, precision), "FLOP"
-    if fields[0] == "attention":
-        return field, cores * 2.0 * length / attention_seconds(hardware, precision, 1, length, 1)[0], "FLOP"
-    if fields[0] == "elementwise":
-        rows = [(row.nbytes, row.forward_bandwidth) for row in hardware.elementwise if row.precision == precision]
-        return field, cores * max(rows, default=(0, 0.0))[1], "B"  # of the largest layer
-    rate = getattr(hardware, field)
-    if rate is not None:
-        rate *= parts if field in SHARED else cores if field in OF_CORES else 1
-    return field, rate, "B"
 
 
 def _with_assumed_rates(hardware: Hardware) -> Hardware:
@@ -734,12 +639,12 @@ def _with_device_memory(question: Question, nbytes: int) -> Question:
 
 def with_more(hardware: Hardware, resource: str, factor: float) -> Hardware:
     """The machine with `factor` times the rates of a resource (a key of `RESOURCES`)."""
-    return _faster(hardware, chain.from_iterable(RESOURCES[resource][1].values()), factor)
+    return _faster(hardware, RESOURCES[resource][1], factor)
 
 
 def _twice(*resources: str) -> Callable[[Question], Question]:
     """A function that changes a question to a machine with twice the rates of these resources."""
-    fields = [each for name in resources for fields in RESOURCES[name][1].values() for each in fields]
+    fields = [field for name in resources for field in RESOURCES[name][1]]
     return lambda question: replace(question, hardware=_faster(question.hardware, fields, 2.0))
 
 
@@ -748,45 +653,3 @@ def _next_device_size(nbytes: int) -> int:
     devices = [machine(name) for name in machine_names() if not machine(name).shares_memory]
     sizes = sorted({each.device_nbytes for each in devices})
     return next((size for size in sizes if size > 1.05 * nbytes), 2 * nbytes)
-
-
-# Budgets -----------------------------------------------------------------------------------------------------------
-
-
-def sweep(plan: Plan) -> Sweep:
-    """Tokens per second for common sizes of host and device memory around those of the plan and the machine.
-
-    The speeds are estimates, scaled so that the one for the present machine is the plan's speed. A larger budget is
-    never shown as slower, since a plan that fits into less memory also fits into more.
-    """
-    question = plan.question
-    hardware, tiers = question.hardware, question.budgets()
-    given = {tier: question.limits.of(tier) for tier in ("host", "device")}
-    present = {"host": given["host"] or hardware.host_nbytes, "device": given["device"] or hardware.device_nbytes}
-    hosts = _sizes_around(HOST_SIZES, plan.nbytes["host"], present["host"])
-    devices: tuple[int, ...] = (0,)
-    if "device" in tiers:
-        devices = _sizes_around(DEVICE_SIZES, plan.nbytes["device"], present["device"])
-    pairs = [{"host": host, "device": device} for host in hosts for device in devices]
-
-    def usable(tier: str, nbytes: int) -> int:
-        return nbytes if nbytes == given[tier] else usable_nbytes(nbytes)
-
-    cells = survey(question, [{tier: usable(tier, pair[tier]) for tier in pair if tier in tiers} for pair in pairs])
-    rates: list[list[float | None]] = []
-    for row in range(len(hosts)):
-        rates.append([])
-        for column in range(len(devices)):
-            cell = cells[row * len(devices) + column]
-            known = [1 / cell.seconds] if cell is not None else []
-            with_less = [rates[row - 1][column] if row else None, rates[row][column - 1] if column else None]
-            rates[row].append(max([*known, *(rate for rate in with_less if rate is not None)], default=None))
-    here = rates[hosts.index(present["host"])][devices.index(present["device"]) if "device" in tiers else 0]
-    scale = plan.tokens_per_second / here if here else float(question.tokens_of_all)
-    scaled = tuple(tuple(None if rate is None else scale * rate for rate in row) for row in rates)
-    return Sweep(devices, hosts, scaled)
-
-
-def _sizes_around(sizes: tuple[int, ...], taken: int, present: int) -> tuple[int, ...]:
-    """The sizes from a quarter of what the plan takes to four times as much, and the present one."""
-    return tuple(sorted({present, *(size for size in sizes if taken / 4 <= size <= 4 * taken)}))

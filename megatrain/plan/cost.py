@@ -257,7 +257,7 @@ small ops and Python. A round number from Llama."""
 PHASED_CALL_KERNELS, SWITCH_KERNELS = 220, 3
 """Time in kernel launches that a call in phases adds, for its thread and for watching the functions of a Llama layer;
 and of each switch between its thread and the one that runs ops. Measured as multiples of the smallest op by `python -m
-bench.phased_calls --turns`."""
+bench.phased_calls`."""
 
 SOFTMAX_PASSES = 6
 """Times that the float32 logits of a chunk are read or written for loss and gradient."""
@@ -526,35 +526,15 @@ class _Prices:
         key = op.kind, shape, tokens, kept, first, op.unit > self._lowest
         if key not in self._known:
             self._known[key] = self.work.repeats * self._compute(op, unit, tokens, kept)
-            self._known[key] += self._fresh_nbytes(op, tokens) / self._fresh
-        return self._known[key] * op.share + self._phases(op) + self._offload_copies(op)
-
-    def _offload_copies(self, op: Op) -> float:
-        """Seconds in which a forward copies saved outputs to the slots from which they are offloaded."""
-        if op.kind != "FORWARD":
-            return 0.0
-        copied = [each for each in op.writes if isinstance(each.content, Saved) and each.content.offloaded]
-        return sum([2 * (each.stop - each.start) / self._copies for each in copied])
+            self._known[key] += _fresh_nbytes(self.model, self.numerics, op, tokens) / self._fresh
+        phases = self._launch * (SWITCH_KERNELS * (op.shard >= 0) + PHASED_CALL_KERNELS * (op.shard == 0))
+        return self._known[key] * op.share + phases + 2 * _offloaded_nbytes(op) / self._copies
 
     def _cast(self, op: Op) -> float:
         """Seconds to cast a gradient on the device to the dtype that crosses the bus."""
         read, casts = op.reads[0], op.writes[len(op.reads) :]
         moved = sum(read.stop - read.start + cast.stop - cast.start for cast in casts)
         return len(casts) * self._launch + moved / self._copies
-
-    def _phases(self, op: Op) -> float:
-        """Seconds that phases add to a call (`schedule.passes.phases`)."""
-        return self._launch * (SWITCH_KERNELS * (op.shard >= 0) + PHASED_CALL_KERNELS * (op.shard == 0))
-
-    def _fresh_nbytes(self, op: Op, tokens: int) -> float:
-        """Bytes of new pages that the op touches first, on a device that computes in host memory.
-
-        Freed memory stays with the process and is reused. Only the aligned block of a chunk's logits is too large for
-        the gap that the one before left.
-        """
-        if op.kind != "LOSS" or op.micro:
-            return 0.0
-        return min(self.numerics.loss_chunk_tokens, tokens) * self.model.vocab_size * self.numerics.weight_nbytes
 
     def _compute(self, op: Op, unit: UnitSpec, tokens: int, kept: str) -> float:
         if op.kind == "LOSS":
@@ -634,13 +614,10 @@ class _Prices:
 
     def _elementwise(self, unit: UnitSpec, tokens: int) -> tuple[float, float]:
         """(forward, backward) seconds of elementwise ops, by the bytes that autograd saves."""
-        nbytes = self._saved_nbytes(unit, tokens) * (COMPILED_SHARE if self.numerics.kernels == "compile" else 1.0)
-        return elementwise_seconds(self.hardware, self.numerics.precision, nbytes)
-
-    def _saved_nbytes(self, unit: UnitSpec, tokens: int) -> int:
-        """Bytes that autograd saves of a unit."""
         length = self.work.length or tokens
-        return unit.profile.kept(max(1, tokens // length), length)
+        saved = unit.profile.kept(max(1, tokens // length), length)
+        nbytes = saved * (COMPILED_SHARE if self.numerics.kernels == "compile" else 1.0)
+        return elementwise_seconds(self.hardware, self.numerics.precision, nbytes)
 
     def _bounded_by_submission(self, computed: float, launches: float) -> float:
         """Seconds of kernels and their launches. On a GPU, no less than the host takes to submit them; a CPU computes
@@ -691,6 +668,24 @@ class _Prices:
         recomputed = self._launch * (PROLOGUE_KERNELS + 2 * KERNELS)  # its forward saves nothing
         computed = encoder(profile.value_flops_backward * values)
         return 3 * rows + self._accumulation(op.unit, self.model.units[op.unit]) + recomputed + computed
+
+
+def _fresh_nbytes(model: ModelSpec, numerics: Numerics, op: Op, tokens: int) -> float:
+    """Bytes of new pages that the op touches first, on a device that computes in host memory.
+
+    Freed memory stays with the process and is reused. Only the aligned block of a chunk's logits is too large for the
+    gap that the one before left.
+    """
+    if op.kind != "LOSS" or op.micro:
+        return 0.0
+    return min(numerics.loss_chunk_tokens, tokens) * model.vocab_size * numerics.weight_nbytes
+
+
+def _offloaded_nbytes(op: Op) -> int:
+    """Bytes of saved outputs that a forward copies to the slots from which they are offloaded."""
+    writes = op.writes if op.kind == "FORWARD" else ()
+    saved = [each for each in writes if isinstance(each.content, Saved) and each.content.offloaded]
+    return sum([each.stop - each.start for each in saved])
 
 
 def _kept_for(op: Op) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -31,17 +31,6 @@ WEIGHTS_ON_DEVICE = Placement("device")
 
 FIELDS = ("files", "moments", "low_bits", "gradients", "weights")
 """Order in which state is spilled: weights to the model's files, then fields of `Placement` to the disk."""
-
-
-@dataclass(frozen=True, slots=True)
-class SpillTargets:
-    """Where state may be spilled to if it does not fit into host memory."""
-
-    disk: bool = True
-    files: bool = True
-
-
-ANYWHERE = SpillTargets()
 
 
 def state_policy(policy: Policy) -> Policy:
@@ -104,21 +93,22 @@ def spill(
     room: int,
     *,
     saves: bool = False,
-    targets: SpillTargets = ANYWHERE,
+    disk: bool = True,
 ) -> Policy:
     """As `spill_to_fit`, but if nothing is enough, the policy that takes the least host memory.
 
     Parts are spilled in the order of `FIELDS`, once from all units and once from the layers alone: the staging buffers
     that prologue and epilogue need in host memory, for the step and for checkpoints, may be as large as what spilling
-    them frees.
+    them frees. Without a disk, only weights that are in the model's files are.
     """
     if host_nbytes(model, numerics, policy, saves) <= room:
         return policy
     layers, ends = list(model.streamed), [0, model.epilogue]
+    fields = _spillable_fields(model, numerics, policy, disk)
     tried = [
         each
         for among in ((layers, ends), (layers,))
-        for each in _spill_in_order(model, numerics, policy, room, saves, among, targets)
+        for each in _spill_in_order(model, numerics, policy, room, saves, [*product(fields, among)])
     ]
     if fitting := [each for each in tried if each.in_host <= room]:
         return replace(policy, placements=min(fitting, key=lambda each: each.on_disk).placements)
@@ -142,11 +132,10 @@ def _spill_in_order(
     policy: Policy,
     room: int,
     saves: bool,
-    among: Sequence[list[int]],
-    targets: SpillTargets,
+    order: Sequence[tuple[str, list[int]]],
 ) -> Iterator[_Spilled]:
-    """The policy's placements after each further part of a group of units is spilled, until they fit. The last part is
-    spilled only from as many units as necessary."""
+    """The policy's placements after each further (field, units) is spilled, until they fit. The last is spilled only
+    from as many units as necessary."""
     bare = replace(policy, placements=())
 
     def spilled(count: int) -> _Spilled:
@@ -154,7 +143,7 @@ def _spill_in_order(
         return _Spilled(chosen, *_sizes(model, numerics, bare, saves, chosen))
 
     placements = policy.placements or (IN_HOST,) * len(model.units)
-    for field, units in product(_spillable_fields(model, numerics, policy, targets), among):
+    for field, units in order:
         free = [unit for unit in units if _may_spill(model, unit, placements[unit], field)]
         found = spilled(len(free))
         if found.in_host <= room:
@@ -177,18 +166,17 @@ def place_state(
     max_sixteenths: int,
     *,
     saves: bool = False,
-    files: bool = True,
 ) -> Policy:
     """The policy with its state in at most `room` bytes of host memory and `disk_room` of disk.
 
-    As little as possible is spilled to the disk, and to the model's files if `files`. If that is not enough, the fewest
-    sixteenths of the layers are put on the device. If even `max_sixteenths` are not enough, the result has so many on
-    the device, and takes the least host memory.
+    As little as possible is spilled to the disk, and to the model's files. If that is not enough, the fewest sixteenths
+    of the layers are put on the device. If even `max_sixteenths` are not enough, the result has so many on the device,
+    and takes the least host memory.
     """
 
     def placed(layer_parts: int) -> Policy:
         start = replace(policy, placements=resident_placements(model, layer_parts, 0)) if layer_parts else policy
-        return spill(model, numerics, start, room, saves=saves, targets=SpillTargets(disk_room > 0, files))
+        return spill(model, numerics, start, room, saves=saves, disk=disk_room > 0)
 
     def fits(found: Policy) -> bool:
         in_host, on_disk = _sizes(model, numerics, found, saves)
@@ -201,50 +189,10 @@ def place_state(
     )
 
 
-def with_more_on_disk(
-    model: ModelSpec,
-    numerics: Numerics,
-    policy: Policy,
-    steps: int,
-    *,
-    saves: bool = False,
-    targets: SpillTargets = ANYWHERE,
-) -> list[Policy]:
-    """Policies that spill more than `policy`, on a fixed grid of `steps` steps up to everything.
-
-    The freed host memory may be worth more for activations. Empty for a policy that spills nothing, since it does not
-    lack memory.
-    """
-    if not any(placement.uses_drive for placement in policy.placements):
-        return []
-    policies = replace(policy, placements=()), policy, spill(model, numerics, policy, 0, saves=saves, targets=targets)
-    most, now, least = (host_nbytes(model, numerics, each, saves) for each in policies)
-    rooms = [most - (most - least) * step // steps for step in range(1, steps + 1)]
-    return [spill(model, numerics, policy, room, saves=saves, targets=targets) for room in rooms if room < now]
-
-
-def with_less_on_disk(
-    model: ModelSpec,
-    numerics: Numerics,
-    policy: Policy,
-    more: int,
-    *,
-    saves: bool = False,
-    targets: SpillTargets = ANYWHERE,
-) -> Policy:
-    """The policy with at most `more` bytes of its spilled state back in host memory."""
-    placements = tuple(
-        each if each.on_device else WEIGHTS_ON_DEVICE if each.weights == "device" else IN_HOST
-        for each in policy.placements
-    )
-    room = host_nbytes(model, numerics, policy, saves) + more
-    return spill(model, numerics, replace(policy, placements=placements), room, saves=saves, targets=targets)
-
-
 def all_on_disk(model: ModelSpec, numerics: Numerics, policy: Policy) -> Policy:
     """The policy with everything spilled, to the disk or to the model's files, that may be spilled."""
     placements = list(policy.placements or (IN_HOST,) * len(model.units))
-    for field in _spillable_fields(model, numerics, policy, ANYWHERE):
+    for field in _spillable_fields(model, numerics, policy, True):
         placements = [
             _spilled(placement, field) if _may_spill(model, unit, placement, field) else placement
             for unit, placement in enumerate(placements)
@@ -268,11 +216,10 @@ def _may_spill(model: ModelSpec, unit: int, placement: Placement, field: str) ->
     return not placement.on_device
 
 
-def _spillable_fields(model: ModelSpec, numerics: Numerics, policy: Policy, targets: SpillTargets) -> tuple[str, ...]:
-    """The entries of `FIELDS` that exist under this policy and have a target."""
-    if not targets.disk:
-        return ("files",) if targets.files and model.ranks == 1 else ()
-    absent = set() if targets.files and model.ranks == 1 else {"files"}
+def _spillable_fields(model: ModelSpec, numerics: Numerics, policy: Policy, disk: bool) -> tuple[str, ...]:
+    """The entries of `FIELDS` that exist under this policy and may be spilled, to the disk only if there is one."""
+    absent = set() if model.ranks == 1 else {"files"}
+    absent |= set() if disk else {*FIELDS} - {"files"}
     absent |= {"low_bits"} if numerics.precision == "fp32" else set()
     if policy.update == "during_backward":
         absent.add("gradients")

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatrain.formatting import SECONDS_PER_DAY, amount, counted, duration, flops, rate, tokens
-from megatrain.plan.analysis import GB, MIN_GAIN_SHOWN, Outlook, Sweep, Upgrade
+from megatrain.plan.analysis import GB, MIN_GAIN_SHOWN, Outlook, Upgrade
 from megatrain.plan.cost import MEASURED_OVER_PLANNED, product_seconds
 from megatrain.plan.question import Plan, Question
 from megatrain.plan.ranks import limits_of_machine
@@ -275,15 +275,6 @@ def sensitivity_rows(outlook: Outlook) -> list[tuple[str, str, str]]:
     return rows
 
 
-def rate_lines(outlook: Outlook) -> list[str]:
-    """A line for each decisive rate, with its value and the first words of its source."""
-    lines = []
-    for each in outlook.decisive_rates:
-        value = flops(each.per_second) if each.unit == "FLOP" else f"{amount(each.per_second)}/s"
-        lines.append(f"limited by: {each.name}, {value} ({_first_clause(each.source)})")
-    return lines
-
-
 def _first_clause(source: str) -> str:
     """The first words of a source: up to a comma, a semicolon or a bracket."""
     return re.split(r"[,;] | \(", source, maxsplit=1)[0]
@@ -349,7 +340,7 @@ def _exact(nbytes: int) -> str | int:
 # For programs ------------------------------------------------------------------------------------------------------
 
 
-def as_content(outlook: Outlook, swept: Sweep | None = None) -> dict[str, Any]:
+def as_content(outlook: Outlook) -> dict[str, Any]:
     """Everything that is shown, for `json.dump`. `spec_file.read_model` reads the model from it again."""
     plan = outlook.plan
     question = plan.question
@@ -380,7 +371,6 @@ def as_content(outlook: Outlook, swept: Sweep | None = None) -> dict[str, Any]:
         "nbytes": dict(plan.nbytes),
         "memory": [{"tier": tier, "use": use, "nbytes": nbytes} for (tier, use), nbytes in peak_table(plan).items()],
         "sensitivities": [asdict(each) for each in outlook.sensitivities],
-        "decisive_rates": [asdict(each) for each in outlook.decisive_rates],
         "loads": [asdict(load) for load in outlook.loads],
         "hiding": None if outlook.hiding is None else asdict(outlook.hiding),
         "run": {
@@ -392,7 +382,6 @@ def as_content(outlook: Outlook, swept: Sweep | None = None) -> dict[str, Any]:
         },
         "free_changes": [asdict(change) for change in outlook.free_changes],
         "upgrades": [asdict(upgrade) for upgrade in outlook.upgrades],
-        "sweep": None if swept is None else asdict(swept),
     }
 
 

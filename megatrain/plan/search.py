@@ -106,7 +106,8 @@ class Search:
         distinct: dict[Hashable, tuple[Point, Option]] = {}
         for _, point, option in sorted(options, key=lambda each: each[0]):
             policy, on_device = option.choice.policy, (point.layer_parts > 0, point.weight_parts > 0)
-            kind = option.micro_batch, policy.micro_batches_per_round, policy.read_ahead_nbytes, policy.streamed_updates
+            streams = len(policy.updates_streamed(self.question.model)) > 0
+            kind = option.micro_batch, policy.micro_batches_per_round, policy.read_ahead_nbytes, streams
             distinct.setdefault((*kind, offloads_outputs(option.counts), on_device), (point, option))
         return list(distinct.values())
 
@@ -161,7 +162,8 @@ class Search:
             return seconds.get(point, inf), 0
 
         for point, option in options[:MOST_REPLAYED]:
-            if option.seconds < NEARLY_AS_FAST * min(seconds.values(), default=inf):
+            fastest = max(options[0][1].seconds, min(seconds.values(), default=inf))
+            if option.seconds < NEARLY_AS_FAST * fastest:
                 replayed(point, option)
         best = min(seconds, key=lambda each: seconds[each])
         if best.layer_parts:

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatrain.errors import ConfigError
 from megatrain.formatting import duration
-from megatrain.html import Curve, chart, chart_scripts, document, marked, section, smoothed, table
+from megatrain.html import Axes, Curve, chart, chart_scripts, document, marked, section, smoothed, table
 from megatrain.run.history import History, config_of, read_history
 from megatrain.run.report import DATA, smoothing_window, write_page
 
@@ -67,13 +67,13 @@ def render_comparison(runs: Sequence[History]) -> str:
             "tokens",
             "training loss by tokens trained, smoothed",
             of_all(lambda run: run.columns["loss"], tokens),
-            x_name="token",
+            axes=Axes(x_name="token"),
         )
     )
     rates = of_all(lambda run: run.columns["tokens_per_second"], steps)
     norms = of_all(lambda run: run.columns["grad_norm"], steps)
     speeds = [
-        chart(charts, "speed", "tokens per second, smoothed", rates, floor=0.0),
+        chart(charts, "speed", "tokens per second, smoothed", rates, axes=Axes(floor=0.0)),
         chart(charts, "norm", "gradient norm before clipping, smoothed", norms),
     ]
     parts = [

@@ -21,6 +21,7 @@ from megatrain.errors import ExportError
 from megatrain.formatting import amount, counted, counted_epochs, duration
 from megatrain.html import (
     TIMELINE,
+    Axes,
     ChartEvent,
     Curve,
     bar,
@@ -161,7 +162,7 @@ def _course(run: History, charts: dict[str, Any]) -> str:
     steps, columns, events = run.columns["step"], run.columns, _events(run)
     rates = columns["tokens_per_second"]
     parts = [
-        chart(charts, "lr", "learning rate", [Curve("learning rate", steps, columns["lr"])], floor=0.0),
+        chart(charts, "lr", "learning rate", [Curve("learning rate", steps, columns["lr"])], axes=Axes(floor=0.0)),
         chart(
             charts,
             "norm",
@@ -169,7 +170,14 @@ def _course(run: History, charts: dict[str, Any]) -> str:
             _with_smoothed("before clipping", steps, columns["grad_norm"], 3),
             events,
         ),
-        chart(charts, "speed", "tokens per second", _with_smoothed("tokens/s", steps, rates, 2), events, floor=0.0),
+        chart(
+            charts,
+            "speed",
+            "tokens per second",
+            _with_smoothed("tokens/s", steps, rates, 2),
+            events,
+            axes=Axes(floor=0.0),
+        ),
         chart(
             charts,
             "stalls",
@@ -178,8 +186,7 @@ def _course(run: History, charts: dict[str, Any]) -> str:
                 Curve("for copies or updates", steps, np.asarray(run.share("stall_seconds")) * 100, 1),
                 Curve("for data", steps, np.asarray(run.share("data_seconds")) * 100, 4),
             ],
-            unit="%",
-            floor=0.0,
+            axes=Axes(unit="%", floor=0.0),
         ),
     ]
     return f'<div class="charts">{"".join(parts)}</div>'
@@ -191,7 +198,7 @@ def _memory(run: History, charts: dict[str, Any]) -> str:
         for colour, (tier, column) in enumerate(sorted(run.tiers.items()))
     ]
     title = "bytes held after each step" + (f": {curves[0].name}" if len(curves) == 1 else "")
-    parts = [chart(charts, "memory", title, curves, unit="B", floor=0.0)] if curves else []
+    parts = [chart(charts, "memory", title, curves, axes=Axes(unit="B", floor=0.0))] if curves else []
     foreseen, held = _by_tier(run.planned.get("nbytes")), _by_tier(run.planned.get("held_nbytes"))
     for tier in dict.fromkeys((*foreseen, *held)):
         planned, taken = foreseen.get(tier, {}), held.get(tier, {})

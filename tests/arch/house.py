@@ -88,7 +88,6 @@ LARGE_CLASSES = {
     "memory.store.Store": 37,
     "model.ports.PortedModel": 21,
     "model.pretrained.PretrainedSource": 22,
-    "plan.cost._Prices": 24,
     "schedule.passes.recompute.Activations": 21,
     "train.async_save.Saver": 24,
     "train.engine.Engine": 59,
@@ -99,10 +98,8 @@ MAX_PARAMETERS = 7
 WIDE_FUNCTIONS = {
     "checkpoint.export.export_units": 8,
     "checkpoint.save.write_checkpoint": 11,
-    "html.charts.chart": 8,
     "optim.adamw.update_split": 8,
     "optim.kernels.adamw_split": 8,
-    "plan.placement.place_state": 8,
     "run.training._corpus": 8,
     "run.training._engine": 8,
     "run.training._show": 8,

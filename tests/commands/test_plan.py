@@ -18,10 +18,10 @@ import megatrain.commands.plan
 import megatrain.plan.analysis
 import megatrain.run.this_machine
 from bench.shapes import llama_shape
-from megatrain.commands.plan import SHADES, Options, _heat_map, find_hardware, find_model, run_plan
+from megatrain.commands.plan import Options, find_hardware, find_model, run_plan
 from megatrain.config import load_config
 from megatrain.errors import ConfigError, DoesNotFit, MegaTrainError, ModelError, PlanError
-from megatrain.plan import Sweep, find_plan, machine, measured_models, save_hardware
+from megatrain.plan import find_plan, machine, measured_models, save_hardware
 from megatrain.spec.limits import parse_nbytes
 from tests.bad_paths import ENDLESS, endless_file
 from tests.model.test_architecture import SILENT
@@ -71,19 +71,6 @@ def shown(model: str, **options: Any) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_the_heat_map_of_a_sweep_fits_80_columns() -> None:
-    device, host = [8e9, 12e9, 16e9, 24e9, 25.8e9, 32e9, 48e9, 80e9, 96e9], [64e9, 133e9, 1.64e12]
-    swept = Sweep(
-        tuple(map(int, device)), tuple(map(int, host)), ((None, *[1_234.0] * 8), (987.6,) * 9, (123_456.0,) * 9)
-    )
-    console = Console(file=io.StringIO(), width=80, highlight=False)
-    console.print(_heat_map(swept))
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    rows = [[word.lstrip(SHADES) for word in line.split()] for line in lines if line.strip()]
-    assert rows[0] == ["GB", "8", "12", "16", "24", "25.8", "32", "48", "80", "96"]
-    assert rows[2:] == [["64", "-", *["1,234"] * 8], ["133", *["988"] * 9], ["1,640", *["123k"] * 9]]
-
-
 @pytest.mark.usefixtures("plan_alone")
 def test_plans_for_ranks_show_the_launch_command(saved: str, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
@@ -113,7 +100,6 @@ def test_a_run_config_can_be_planned_for_ranks(config: str, tmp_path: Path) -> N
         ({"ranks": 8}, "ranks: 8 ranks on each machine, and NVIDIA RTX 4090, 128 GiB host has one GPU"),
         ({"ranks": 4, "nodes": 3}, "nodes: 4 ranks cannot be divided evenly among 3 machines"),
         ({"ranks": 2, "nodes": 2}, "the bandwidth to other machines is unknown"),
-        ({"ranks": 2, "sweep": True}, "--sweep: works for one rank only"),
     ],
 )
 def test_impossible_ranks_are_refused_before_the_model_is_read(options: dict[str, Any], told: str) -> None:
@@ -135,11 +121,10 @@ def test_progress_is_shown_only_on_a_terminal(
 
 def test_a_config_plan_shows_every_section(config: str, tmp_path: Path) -> None:
     html, content = tmp_path / "plan.html", tmp_path / "plan.json"
-    text = shown(config, attention="eager", sequence_length=512, sweep=True, html=str(html), json=str(content))
+    text = shown(config, attention="eager", sequence_length=512, html=str(html), json=str(content))
     for words in (
         *("tiny-llama", "NVIDIA RTX 4090", "optimizer state", "tokens/s", "MFU", "what limits", "10% more"),
         *(
-            "tokens per second by memory",
             "hide behind compute from",
             "planned, not measured",
             "no gain",
@@ -153,7 +138,6 @@ def test_a_config_plan_shows_every_section(config: str, tmp_path: Path) -> None:
     written = json.loads(content.read_text())
     assert written["model"]["attention"] == "eager"
     assert f"{written['tokens_per_second']:,.0f} tokens/s" in text
-    assert written["sweep"]["tokens_per_second"]
     assert sorted(each.name for each in tmp_path.iterdir()) == ["plan.html", "plan.json", "tiny-llama"]
 
 

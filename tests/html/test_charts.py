@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plotly import graph_objects
 
-from megatrain.html import ChartEvent, Curve, chart, chart_scripts, document, ink_on, smoothed
+from megatrain.html import Axes, ChartEvent, Curve, chart, chart_scripts, document, ink_on, smoothed
 from megatrain.html.charts import COLUMNS
 from megatrain.html.elements import CURVE_COLOURS, PART_COLOURS, luminance
 from megatrain.html.timeline import KIND_COLOURS
@@ -32,7 +32,7 @@ ANY = st.floats(allow_nan=True, allow_infinity=True, width=32)
 def drawn(curves: list[Curve], events: list[ChartEvent] | None = None, **how: Any) -> tuple[str, dict[str, Any]]:
     """The place of a chart in a page, and what plotly is given for it."""
     charts: dict[str, Any] = {}
-    html = chart(charts, "a", "a chart", curves, events or [], **how)
+    html = chart(charts, "a", "a chart", curves, events or [], axes=Axes(**how))
     return html, charts.get("a", {})
 
 
