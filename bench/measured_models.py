@@ -16,7 +16,7 @@ from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 import torch
 
 from megatrain.model import port_model
-from megatrain.model.known_models import known_config, known_models
+from megatrain.model.hub import known_config, known_models
 from megatrain.model.skeleton import blueprint
 from megatrain.plan.measured_models import BUILT_IN
 from megatrain.plan.spec_file import as_fields

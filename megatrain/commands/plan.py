@@ -384,7 +384,7 @@ def _library_config(source: str | Mapping[str, Any], known: str | None, *, trust
     """The transformers config of a model. known: its name, if it is a built-in model."""
     from megatrain.model import model_named
     from megatrain.model.architecture import read_config
-    from megatrain.model.known_models import known_config
+    from megatrain.model.hub import known_config
 
     if isinstance(source, Mapping):
         return read_config(source, where="model.config")

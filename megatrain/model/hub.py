@@ -3,17 +3,34 @@
 If the hub is unreachable, the library retries for half a minute and prints a line each time. So the hub is asked
 here first, once and with a short timeout; if it does not answer, the library is told to look on this machine only.
 `data.tokenizer` resolves tokenizers.
+
+The dimensions of widely used models are built in, so that you can plan for one by its name, offline.
+`known_models.json` has one model per line: its id on the hub, its `model_type`, and the config fields that affect sizes
+and work, unless they are the type's defaults. `parameters` is the published count, minus what is not a parameter of the
+library's model: buffers, a tied weight saved twice, layers for multi-token prediction, keys and values of a layer that
+reads those of another. A model with images is the whole that its publisher gives, tower and all. A model is listed if a
+published configuration gives its sizes and they give its count. The defaults of a class that names a checkpoint are no
+such configuration: those of Qwen 3.5 have an image tower of another model's width.
+
+Fields that only change numbers (rotary bases, epsilons, scales, token ids) are left at the library's defaults: training
+reads a model's own config (`megatrain.model.architecture`). Aliases of these models and their measurements are in
+`plan.measured_models`, which does not need the library.
 """
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
+from transformers import AutoConfig, PreTrainedConfig
 
 from megatrain.errors import ModelError
-from megatrain.model.known_models import known_models
 from megatrain.system import hub_client
 from megatrain.system.paths import (
     read_json,
@@ -157,3 +174,23 @@ def named_adapter(folder: Path) -> str:
     """Which adapter to give instead of a folder in which `peft` has saved adapters under their names; "" for others."""
     inside = sorted(folder.glob(f"*/{ADAPTER}"))
     return f"give the folder of its adapter: {inside[0].parent}" if inside else ""
+
+
+# Built-in models ------------------------------------------------------------------------------------------------------
+
+
+def known_config(name: str) -> PreTrainedConfig:
+    """A new config with the dimensions of the known model with this id."""
+    fields = {**known_models()[name]}
+    del fields["parameters"]
+    config: PreTrainedConfig = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    config.name_or_path = name  # its name in errors
+    return config
+
+
+@cache
+def known_models() -> Mapping[str, Mapping[str, Any]]:
+    """Id -> `model_type`, fields of the config, and `parameters`."""
+    table = resources.files("megatrain.model").joinpath("known_models.json")
+    content: dict[str, dict[str, Any]] = json.loads(table.read_text(encoding="utf-8"))
+    return content

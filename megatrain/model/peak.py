@@ -162,7 +162,7 @@ class Recording(Living):
 
     def note(self, name: str, kernel: bool, product: int = 0) -> None:
         """product: bytes of the extra float32 result that a CPU has."""
-        outside, inside = self.alive
+        outside, inside = self._alive  # nothing has been freed since the op
         apart, chunk = (APART_NBYTES, _IN_CHUNK.get()) if product else (0, False)
         self.ops.append((name, kernel))
         self.rows.append((outside, inside, outside + apart + product * (not chunk), inside + product * chunk))
@@ -248,13 +248,8 @@ def measured_of_rows(records: Sequence[Recording], values: int, value_nbytes: fl
         one, two = (each[:, on] for each in sizes)
         slope = np.maximum(0.0, two - one)
         parts = np.unique(np.column_stack([np.maximum(0.0, one - slope), slope]), axis=0)[::-1]
-        fits.append(
-            tuple(
-                Growth(float(fixed), per_value=float(each) / values + beside)
-                for fixed, each in parts
-                if not ((parts >= (fixed, each)).all(1) & (parts > (fixed, each)).any(1)).any()
-            )
-        )
+        largest = parts[_is_largest(parts)]
+        fits.append(tuple(Growth(float(fixed), per_value=float(each) / values + beside) for fixed, each in largest))
     return Peak(*fits)
 
 
@@ -271,9 +266,14 @@ def _largest(sizes: Any, kernel: Any, lengths: Lengths, rows: int) -> tuple[Grow
     parts = np.unique(np.column_stack([fixed + beside, each, pair, inside, kernel]).round(3), axis=0)[::-1]
     return tuple(
         Growth(float(part[0]), float(part[1]) / rows, float(part[2]) / rows, float(part[3]), bool(part[4]))
-        for part in parts
-        if not ((parts >= part).all(1) & (parts > part).any(1)).any()
+        for part in parts[_is_largest(parts)]
     )
+
+
+def _is_largest(parts: Any) -> Any:
+    """bool[n]: which rows of [n, terms], no two alike, no other row reaches in every term."""
+    reached = (parts[None] >= parts[:, None]).all(-1)
+    return reached.sum(1) == 1  # by itself
 
 
 def _through(sizes: Any, lengths: Sequence[float]) -> tuple[Any, Any, Any]:

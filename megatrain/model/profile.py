@@ -344,13 +344,15 @@ def profile_layer(layer: nn.Module, run_of: RunOf, parts: Sequence[str], short: 
             break
     pairs = growth_of([runs.forward(tokens).flops for tokens in short], short).per_pair
     with SkipLargeProducts():  # type: ignore[no-untyped-call]  # below the modes that watch ops
-        outputs = _outputs(run, short, lengths)
+        width = run(short[0])[0].shape[-1]
+        outputs = _outputs(run, width, short, lengths)
     profile = replace(profile, attention_flops=float(round(pairs)), window=window_of(layer), outputs=outputs)
     of_two = _runs(layer, run_of(ROWS), parts)
     if _off(profile, _further(of_two, ROWS, most)) > max(off, ROUNDED):
         several = replace(profile, **_taken(of_two, lengths, profile.block, ROWS))
         if profile.outputs.chosen_nbytes:
-            several = replace(several, outputs=replace(profile.outputs, **_offloaded(run_of(ROWS), lengths, ROWS)))
+            offloaded = _offloaded(run_of(ROWS), width, lengths, ROWS)
+            several = replace(several, outputs=replace(profile.outputs, **offloaded))
         profile = replace(profile, others=(("several", several),))
     return profile
 
@@ -418,15 +420,15 @@ def window_of(layer: nn.Module) -> int | None:
 # Outputs of single ops ------------------------------------------------------------------------------------------------
 
 
-def _outputs(run: Run, short: Lengths, lengths: Lengths) -> Outputs:
+def _outputs(run: Run, width: int, short: Lengths, lengths: Lengths) -> Outputs:
     """Bytes of the outputs of single ops, and memory saved by storing them; empty if the layer cannot run this way.
 
-    lengths: where peaks are measured.
+    width: the hidden size. lengths: where peaks are measured.
     """
     length = short[1]
     try:
-        found = {level: _keeping(run, length, level) for level in LEVELS}
-        offloaded = _offloaded(run, lengths)
+        found = {level: _keeping(run, width, length, level) for level in LEVELS}
+        offloaded = _offloaded(run, width, lengths)
     except (RuntimeError, NotImplementedError):  # an op that dispatch modes cannot intercept
         return Outputs()
     nbytes = {level: sum(_storages(stored.tensors()).values()) / length for level, (stored, _) in found.items()}
@@ -444,12 +446,11 @@ def _outputs(run: Run, short: Lengths, lengths: Lengths) -> Outputs:
     )
 
 
-def _keeping(run: Run, length: int, level: Level) -> tuple[Stored, dict[Key, float]]:
-    """The outputs stored during a run, and the FLOPs of each product; the first run measures the width."""
-    with torch.enable_grad(), SkipLargeProducts():  # type: ignore[no-untyped-call]
-        keeping = Keeping(level, run(length)[0].shape[-1])
-        with keeping.running():
-            run(length)
+def _keeping(run: Run, width: int, length: int, level: Level) -> tuple[Stored, dict[Key, float]]:
+    """The outputs stored during a run, and the FLOPs of each product."""
+    keeping = Keeping(level, width)
+    with SkipLargeProducts(), keeping.running():  # type: ignore[no-untyped-call]
+        run(length)
     return keeping.stored(), keeping.flops
 
 
@@ -468,11 +469,11 @@ def _shared_nbytes(run: Run, length: int, stored: Stored) -> int:
     return sum(nbytes for place, nbytes in there.items() if place in held)
 
 
-def _offloaded(run: Run, lengths: Lengths, rows: int = 1) -> dict[str, Any]:
+def _offloaded(run: Run, width: int, lengths: Lengths, rows: int = 1) -> dict[str, Any]:
     """Fields of `Outputs`: peaks of backward passes that get stored outputs from memory elsewhere."""
 
     def recorded(tokens: int, level: Level) -> Recording:
-        stored, _ = _keeping(run, tokens, level)
+        stored, _ = _keeping(run, width, tokens, level)
 
         def answered(tokens: int) -> Any:
             with Answering(stored):

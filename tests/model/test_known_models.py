@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatrain.model.architecture import auto_class, read_config, refuse_other_configs
-from megatrain.model.known_models import known_config, known_models
+from megatrain.model.hub import known_config, known_models
 
 
 @pytest.mark.parametrize("name", known_models())

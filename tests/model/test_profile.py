@@ -137,6 +137,12 @@ def test_attention_flops_are_counted_for_every_kernel(family: str) -> None:
     assert found.attention_flops == 2 * 2 * 4 * 8
 
 
+def test_attention_that_adds_its_positions_within_the_product_is_counted() -> None:
+    """BLOOM's scores are one `baddbmm` of three dimensions: 4 heads of 8, as above."""
+    found = port_model(stock_model(tiny_config("bloom"), 0), torch.float32).spec.units[1].profile
+    assert found.attention_flops == 2 * 2 * 4 * 8
+
+
 def test_sliding_windows_limit_attention_flops() -> None:
     units = port_model(tiny_model("gemma2"), torch.float32).spec.units
     assert [unit.profile.window for unit in units[1:-1]] == [4, None, 4, None]

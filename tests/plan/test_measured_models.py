@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.measured_models import measured
-from megatrain.model.known_models import known_models
+from megatrain.model.hub import known_models
 from megatrain.plan.measured_models import built_in, known_name, known_names
 
 CONSTRAINTS = (Path(__file__).parents[2] / "constraints.txt").read_text().split()
