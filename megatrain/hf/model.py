@@ -291,11 +291,11 @@ class LazyModel:
     def _read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
         self.refuse_before_step()
         assert self._engine is not None
-        view = self._engine.weight_view(name)
+        view = self._engine.weights.view(name)
         if view is not None and view.dtype == dtype and device.type == "cpu":
             self._loaded[name] = view.data_ptr(), None
             return view
-        copied = self._engine.master(name).to(dtype)
+        copied = self._engine.weights[name].to(dtype)
         self._loaded[name] = copied.data_ptr(), _checksum(copied)
         return copied.to(device)
 

@@ -170,7 +170,7 @@ class Streamed:
         finally:
             self.model.train(mode)
         if coefficient is not None:
-            found = engine.router_aux_loss_coef
+            found = engine.parts.ported.balance_coefficient
             if found is None or not math.isclose(coefficient, found, rel_tol=1e-6):  # the model has it in float32
                 engine.close()
                 own = "has no such loss" if found is None else f"multiplies it by {found:g}"
@@ -199,7 +199,7 @@ class Streamed:
             what = "its weights have not been changed in the same way on all ranks"
             raise ConfigError(what, where="the trainer's model", fix="write the same values on all ranks, or on none")
         if changed:
-            self.engine.set_weights(changed)
+            self.engine.weights.update(changed)
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Do nothing: the engine copies to the device what a layer needs."""
@@ -421,8 +421,8 @@ class Streamed:
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         self._sync_weights()
-        self.engine.flush()
-        self.engine.fill(PretrainedSource(best))
+        self.engine.weights.flush()
+        self.engine.weights.fill(PretrainedSource(best))
 
 
 def _leave_to_step_end(*_: Any, **__: Any) -> None:

@@ -90,17 +90,17 @@ from megatrain.system.environment import seconds_to_stop
 from megatrain.system.locks import Claim
 from megatrain.train.batch_feed import Feed
 from megatrain.train.checkpoints import Checkpoints, found_by_first
+from megatrain.train.diagnostics import TRACE
 from megatrain.train.early_stopping import LowestLoss
 from megatrain.train.engine import Engine
 from megatrain.train.events import Compiled, Ended, Event, Resumed, StoppedEarly, Watcher
 from megatrain.train.loop import Between, Course, Task, train
 from megatrain.train.metrics import OPTIONAL, JsonLines, Tracked, identity_of, open_tracker
-from megatrain.train.options import EngineOptions, optimizer_of, ported_of
+from megatrain.train.options import EngineOptions, SplitSource, optimizer_of, ported_of
 from megatrain.train.progress import Progress, describe_model, loading, preparing, printable, show_plan, warn
 from megatrain.train.restore import NewMoments, PeerSource
 from megatrain.train.status import STATUS, Health, Pace
 from megatrain.train.stop import StopSignals
-from megatrain.train.timeline_file import TRACE
 
 VERIFIED_PARAMETERS = 10**9
 """Saved models with fewer parameters are reloaded to compare their loss."""
@@ -170,7 +170,7 @@ def run_training(config: Config, console: Console) -> Path:
             with loading(console, "computing the reference's log-probabilities") as progress:
                 take_up_reference(config, corpus, engine, plan, taken, progress)
         if config.trace_file is not None and ranks.leads:
-            engine.trace(config.trace_file)
+            engine.diagnostics.trace(config.trace_file)
         checkpoints = _checkpoints(config, engine, feed, tokenizer, plan, lowest, corpus.begun)
         facts = _show(config, engine, source, ported, corpus, plan, console, steps)
         length = steps, _epochs(config.train, corpus.loader, steps - begins)
@@ -478,9 +478,9 @@ def _engine(
         "world": ranks.world,
     }
     if taken is None:
-        return Engine.from_source(source, ported=ported, progress=progress, **options)
+        return Engine.from_source(SplitSource(source, ported), progress=progress, **options)
     new: NewMoments = "zero" if config.accept_changes else "refuse"
-    return Engine.from_checkpoint(taken, source=source, new=new, ported=ported, progress=progress, **options)
+    return Engine.from_checkpoint(taken, source=SplitSource(source, ported), new=new, progress=progress, **options)
 
 
 def _checkpoints(
@@ -524,26 +524,27 @@ def _show(
     speed = f"{plan.seconds:.3g} s a step, {plan.tokens_per_second:,.0f} tokens/s"
     files = source if isinstance(source, PretrainedSource | AdaptedSource) else None
     left_out, dequantized = ("", "") if files is None else (files.left_out(), files.dequantized())
+    rounded, peak_flops = engine.weights.rounded, engine.diagnostics.peak_flops()
     facts = [
         ("model", describe_model(engine.structure)),
         *([("dequantized", printable(dequantized))] if dequantized else []),
         *([("carried over" if config.adapter is None else "left out", printable(left_out))] if left_out else []),
-        *([("rounded", printable(f"to bfloat16, because frozen: {listed(engine.rounded)}"))] if engine.rounded else []),
+        *([("rounded", printable(f"to bfloat16, because frozen: {listed(rounded)}"))] if rounded else []),
         ("attention", engine.structure.attention),
         ("verified", "no: " + engine.checked.why if engine.checked.state == "unchecked" else "against the stock code"),
         *corpus.facts,
         ("step", f"{batches} of {rows}, {counted(plan.question.tokens_of_all, 'token')}"),
         ("length", _length(steps, corpus.loader)),
         *([("ranks", f"{world.size}, each with 1/{world.size} of the state")] if world.size > 1 else []),
-        ("device", f"{train.device}, {engine.peak_flops() / 1e12:.2f} TFLOP/s measured in {train.precision}"),
-        *describe_disk(engine.disk, config.disk),
+        ("device", f"{train.device}, {peak_flops / 1e12:.2f} TFLOP/s measured in {train.precision}"),
+        *describe_disk(engine.parts.disk, config.disk),
         *((name, printable(fact)) for name, fact in describe_files(plan, ported.in_files)),
         ("memory", f"peak {describe_memory(plan)}"),
         *describe_images(plan),
         ("prediction", f"{speed} on {plan.question.hardware.name}"),
     ]
-    engine.prepare(plan.work)
-    show_plan(console, facts, engine.memory_table(), plan.nbytes, engine.numerics, engine.policy)
+    engine.parts.prepare(plan.work)
+    show_plan(console, facts, engine.diagnostics.memory_table(), plan.nbytes, engine.numerics, engine.policy)
     if corpus.example:
         console.print(Text("the first sample; trained text is green", "bold"))
         styled = ((printable(text), "green" if trained else "dim") for text, trained in shortened(corpus.example))
@@ -576,7 +577,7 @@ def _train(
         watchers.append(health)
         if config.trace is None:
             with suppress(ConfigError):  # the user has not asked for it
-                engine.trace(config.folder / TRACE, steps=1)
+                engine.diagnostics.trace(config.folder / TRACE, steps=1)
     watchers += [run.ranks.follow, StopsInTime(seconds_to_stop(), partial(warn, console))]
     _tell(watchers, foreseen(run.plan, engine, run.facts, start))
     if taken is not None:
@@ -584,7 +585,7 @@ def _train(
     if train_.on_nonfinite == "rollback" and checkpoints.step < 0:
         _tell(watchers, *checkpoints.finish(start))
     if engine.policy.update == "next_forward":
-        engine.run_ops_in(stop.region)
+        engine.parts.streamer.region = stop.region  # an interrupted step counts as not started, and repeats bit for bit
     course = Course(run.steps, _learning_rate(train_, run.steps), start, lambda: (run.corpus.loader.epoch, run.epochs))
     between = Between(
         tasks=_tasks(config, run, start),
