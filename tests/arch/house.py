@@ -83,7 +83,6 @@ LARGE_CLASSES = {
     "device.base.Device": 22,
     "device.cuda.CudaDevice": 27,
     "device.sim.SimDevice": 27,
-    "hf.trainer.Streamed": 30,
     "memory.pool.Pool": 35,
     "memory.store.Store": 37,
     "model.ports.PortedModel": 21,
