@@ -107,7 +107,7 @@ def measure(folder: Path, tokens: int, *, in_memory: bool, drive: float | None) 
     with Engine.from_pretrained(folder, adapter=lora, device=CpuDevice(), **how) as engine:
         loaded = anonymous_nbytes() - before
         numel = engine.structure.numel - engine.structure.trained_numel
-        files = None if in_memory else engine._pool.files
+        files = None if in_memory else engine.parts.pool.files
         if files is not None and drive is not None:
             monkey: Any = files
             monkey.read = slowed(files.read, drive)
@@ -129,7 +129,9 @@ def measure(folder: Path, tokens: int, *, in_memory: bool, drive: float | None) 
             "between_steps_nbytes": kept,
             "loaded_nbytes": loaded,
             "nbytes_per_base_parameter": kept / numel,
-            "ledger_nbytes": sum(nbytes for (tier, _), nbytes in engine.memory_table().items() if tier == "host"),
+            "ledger_nbytes": sum(
+                nbytes for (tier, _), nbytes in engine.diagnostics.memory_table().items() if tier == "host"
+            ),
             "seconds": median(seconds[-TURNS:]),
             "compute_seconds": median(computing[-TURNS:]),
             "losses": losses,
@@ -164,8 +166,8 @@ def _step(engine: Engine, batch: dict[str, torch.Tensor]) -> tuple[float, float,
     began = time.perf_counter()
     loss = engine.step([batch]).loss
     seconds = time.perf_counter() - began
-    assert engine.timeline is not None
-    computing = engine.timeline.busy_seconds("compute")
+    assert engine.diagnostics.timeline is not None
+    computing = engine.diagnostics.timeline.busy_seconds("compute")
     print(f"step of {duration(seconds)}, compute {duration(computing)}", flush=True)
     return seconds, computing, loss
 

@@ -97,7 +97,7 @@ def train_part(parameters: float, tokens: int, rounds: int, precision: Precision
     with Engine.from_config(config.to_dict(), **_options(precision)) as engine:
         made = time.perf_counter()
         data = [batches(tokens, config.vocab_size, seed) for seed in range(2 * rounds + 4)]
-        largest = max(unit.numel for unit in engine.spec.units)
+        largest = max(unit.numel for unit in engine.parts.ported.spec.units)
         for _ in range(2 if rounds else 1):  # the second begins with what the first has left pending, as all others do
             engine.step(data[0])
         if rounds:
@@ -111,7 +111,7 @@ def train_part(parameters: float, tokens: int, rounds: int, precision: Precision
                 shutil.rmtree(other)
         states, expected = state_sums(engine), engine.step(data[-1]).loss
     return {
-        "parameters": engine.spec.numel,
+        "parameters": engine.parts.ported.spec.numel,
         "precision": precision,
         "tokens_per_step": tokens,
         "checkpoint_nbytes": open_checkpoint(path, lambda _: []).manifest.nbytes,
@@ -133,7 +133,7 @@ def resume_part(trained: dict[str, Any], work: Path) -> dict[str, Any]:
     checked = time.perf_counter()
     with Engine.from_checkpoint(checkpoint, **_options(trained["precision"])) as again:
         resumed = time.perf_counter()
-        vocabulary = again.spec.vocab_size
+        vocabulary = again.parts.ported.spec.vocab_size
         same_state = state_sums(again) == kept["states"]
         same = again.step(batches(trained["tokens_per_step"], vocabulary, kept["seed"])).loss == kept["loss"]
     holds = {"resume": same and same_state}
@@ -149,8 +149,8 @@ def resume_part(trained: dict[str, Any], work: Path) -> dict[str, Any]:
 
 def state_sums(engine: Engine) -> dict[str, int]:
     """Parameter and part of its state (master, m, v) -> checksum, unit after unit."""
-    engine.flush()
-    store, found = engine._store, {}
+    engine.weights.flush()
+    store, found = engine.parts.store, {}
     spare = torch.empty(max(store.spare_nbytes(unit) for unit in range(len(store.layouts))), dtype=torch.uint8)
     for unit in range(len(store.layouts)):
         for name, tensors in tensors_of(store, unit, store.float32_state(unit, spare)).items():
@@ -172,7 +172,7 @@ def _round(engine: Engine, data: Sequence[list[dict[str, torch.Tensor]]], folder
     save.wait()
     after_it = _seconds(lambda: engine.step(data[0]))
     plain = (before_it + after_it) / 2  # what else the machine does comes and goes
-    engine.flush()
+    engine.weights.flush()
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
     alone = engine.save(folder)

@@ -203,6 +203,7 @@ def streamed(name: str, contender: str, size: Size, hardware: Hardware) -> Part:
     from megatrain.plan import Question, examine, find_plan
     from megatrain.plan.host_resources import available_host_nbytes
     from megatrain.spec import Limits
+    from megatrain.train.options import SplitSource
 
     model = build(size, torch.bfloat16)  # which takes host memory while it is planned
     ported = port_model(model, torch.bfloat16)
@@ -212,16 +213,16 @@ def streamed(name: str, contender: str, size: Size, hardware: Hardware) -> Part:
     plan = find_plan(question)
     optimizer = megatrain.AdamW(lr=LEARNING_RATE)
     how: Any = {"device": "cuda:0", "optimizer": optimizer, "policy": plan.policy, "numerics": plan.numerics}
-    with megatrain.Engine.from_source(ModelSource(model), ported=ported, limits=limits, **how) as engine:
+    with megatrain.Engine.from_source(SplitSource(ModelSource(model), ported), limits=limits, **how) as engine:
         del model
         gc.collect()
         work = batches(size, plan.micro_batch, question.sequences)
         seconds, loss, peak = timed(lambda: engine.step(work).loss)
         host = host_peak_nbytes()
-        engine.record_timeline = True
+        engine.diagnostics.record_timeline = True
         engine.step(work)
-        timeline = engine.timeline
-        engine.record_timeline = False
+        timeline = engine.diagnostics.timeline
+        engine.diagnostics.record_timeline = False
         assert timeline is not None
         fewer = {}
         for tokens in sorted({size.tokens // each for each in FEWER if size.tokens // each >= size.length}):
@@ -234,7 +235,7 @@ def streamed(name: str, contender: str, size: Size, hardware: Hardware) -> Part:
             name,
             contender,
             policy=str(engine.policy),
-            **_speed(size, seconds, engine.step_flops(work), hardware),
+            **_speed(size, seconds, engine.diagnostics.step_flops(work), hardware),
             stalls=idle_shares(timeline),
             in_nbytes=bus_nbytes(timeline.schedule, ("FETCH", "RELOAD")),
             out_nbytes=bus_nbytes(timeline.schedule, ("GRAD", "OFFLOAD")),

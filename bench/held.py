@@ -76,7 +76,7 @@ def shares(kind: str, precision: str, rows: str, keep: Keep = "input") -> dict[s
         followed() as ops,
         Engine.from_model(model, SimDevice(1), numerics=numerics, policy=policy, verify=False) as engine,
     ):
-        units = engine.spec.units  # with which schedules know what they hold
+        units = engine.parts.ported.spec.units  # with which schedules know what they hold
         engine.gradients([make[rows](seed) for seed in (0, 1)])
     found: dict[str, float] = {}
     for op, held, said in ops:

@@ -85,7 +85,7 @@ def least_nbytes(engine: Engine) -> tuple[int, int]:
     Each unit's weights on the way up, and on the way down but for the layers that still lie in slots; each gradient
     once, in the weights' dtype.
     """
-    weights = [engine.numerics.weight_nbytes * layout_of(unit).size for unit in engine.spec.units]
+    weights = [engine.numerics.weight_nbytes * layout_of(unit).size for unit in engine.parts.ported.spec.units]
     return sum(weights) + sum(weights[1 : -1 - engine.policy.weight_slots]), sum(weights)
 
 

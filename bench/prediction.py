@@ -149,21 +149,23 @@ def run(case: Case, hardware: Hardware, pace: Pace) -> Outcome:
     with Engine.from_config(
         fields(case), device=device, precision=case.precision, policy=policy, max_grad_norm=clip, verify=False
     ) as engine:
-        question = Question(engine.spec, hardware, case.rows * case.length, case.length, case.precision, case.clips)
+        question = Question(
+            engine.parts.ported.spec, hardware, case.rows * case.length, case.length, case.precision, case.clips
+        )
         plan = examine(question, Choice(engine.numerics, policy), case.micro_batch)
         batches = _batches(case, plan.work.micro_batches)
-        price = op_seconds(engine.spec, engine.numerics, policy, plan.work, hardware)
-        products = op_seconds(engine.spec, engine.numerics, policy, plan.work, _without_passes(hardware))
+        price = op_seconds(engine.parts.ported.spec, engine.numerics, policy, plan.work, hardware)
+        products = op_seconds(engine.parts.ported.spec, engine.numerics, policy, plan.work, _without_passes(hardware))
 
         def share(op: Any) -> float:
             return products(op) / price(op)
 
         steps = [_step(engine, pace, share, batches()) for _ in range(WARM_UP + STEPS)][WARM_UP:]
         timelines = [step.timeline for step in steps]
-        first = calibrate(engine.spec, timelines[:CALIBRATING], price, one_processor=True)
-        every = calibrate(engine.spec, timelines, price, one_processor=True)
+        first = calibrate(engine.parts.ported.spec, timelines[:CALIBRATING], price, one_processor=True)
+        every = calibrate(engine.parts.ported.spec, timelines, price, one_processor=True)
         corrected = examine(replace(question, calibration=first), Choice(engine.numerics, policy), case.micro_batch)
-        given, ledger = batches(), sum(engine.memory_table().values())
+        given, ledger = batches(), sum(engine.diagnostics.memory_table().values())
         pace.resting = True
         allocated = ledger + allocated_nbytes(lambda: engine.step(given))
         pace.resting = False
@@ -213,7 +215,7 @@ def _step(engine: Engine, pace: Pace, share: Shares, batches: list[dict[str, tor
     began, spent = time.perf_counter(), pace.spent
     engine.step(batches)
     clock = time.perf_counter() - began - (pace.spent - spent)
-    slowdown, timeline = pace.slowdown(share), engine.timeline
+    slowdown, timeline = pace.slowdown(share), engine.diagnostics.timeline
     assert timeline is not None
     return _Measured(clock, clock / slowdown, slowdown, at_the_probes_speed(timeline, slowdown))
 
@@ -222,7 +224,7 @@ def _shares(engine: Engine, timeline: Timeline, price: Callable[[Any], float]) -
     """(kind of op, kind of unit) -> its share of the seconds that all ops are priced at."""
     seconds: dict[tuple[str, str], float] = {}
     for op in timeline.schedule.ops:
-        key = op.kind, engine.spec.units[op.unit].kind
+        key = op.kind, engine.parts.ported.spec.units[op.unit].kind
         seconds[key] = seconds.get(key, 0.0) + price(op)
     total = sum(seconds.values())
     return {key: each / total for key, each in seconds.items()}

@@ -120,7 +120,7 @@ def serve(rank: int, port: int, pairs: int, delivery: Delivery, sequences: int, 
             of_clock, of_processor = zip(both[True], both[False], strict=True)
             found.append(of_clock)
             used.append(of_processor)
-            timeline = apart._streamer.timeline
+            timeline = apart.parts.streamer.timeline
             assert timeline is not None
             compute.append(timeline.busy_seconds("compute"))
     if rank == 0:

@@ -147,7 +147,7 @@ def planned(engine: Engine, bandwidth: float, rows: int, length: int) -> Plan:
     hardware = Hardware("throttled", ENOUGH, ENOUGH, bandwidth, bandwidth, 5e9, 4e10, device_bandwidth=5e9)
     slots = {"weight_slots": 2, "grad_slots": 2, "shard_nbytes": 1 << 20, "placements": ()}
     overrides = {"micro_batch": MICRO_BATCH, "loss_chunk_tokens": 512, **slots}
-    asked = Question(engine.spec, hardware, rows * length, length, "fp32", overrides=overrides)
+    asked = Question(engine.parts.ported.spec, hardware, rows * length, length, "fp32", overrides=overrides)
     room = find_plan(replace(asked, overrides={**overrides, "activations_by_layer": MIXTURES["a quarter offloaded"]}))
     return find_plan(replace(asked, limits=Limits(device_nbytes=room.nbytes["device"])))
 
@@ -182,16 +182,17 @@ def run(layers: int = LAYERS, width: int = WIDTH, rows: int = ROWS, length: int 
 
 def layer_seconds(engine: Engine, layers: int) -> float:
     """The forward of a layer over all micro-batches, in the last step."""
-    assert engine.timeline is not None
-    ops = zip(engine.timeline.schedule.ops, engine.timeline.starts, engine.timeline.ends, strict=True)
+    timeline = engine.diagnostics.timeline
+    assert timeline is not None
+    ops = zip(timeline.schedule.ops, timeline.starts, timeline.ends, strict=True)
     return sum(end - start for op, start, end in ops if op.kind == "FORWARD" and op.unit) / layers
 
 
 def timed_step(engine: Engine, step: int, rows: int, length: int) -> tuple[float, float]:
     """The loss, and the seconds of the ops from the first to the last."""
     loss = engine.step(batches(step, rows, length)).loss
-    assert engine.timeline is not None
-    return loss, engine.timeline.seconds
+    assert engine.diagnostics.timeline is not None
+    return loss, engine.diagnostics.timeline.seconds
 
 
 def measured(engine: Engine, plan: Plan, rows: int, length: int) -> dict[str, float]:
@@ -199,10 +200,10 @@ def measured(engine: Engine, plan: Plan, rows: int, length: int) -> dict[str, fl
     machine that drifts is the same for all."""
     now, question = engine.policy, plan.question
     price = op_seconds(question.model, engine.numerics, now, plan.work, question.hardware)
-    assert engine.timeline is not None
+    assert engine.diagnostics.timeline is not None
     fixed = {name: getattr(now, name) for name in ("weight_slots", "grad_slots", "shard_nbytes", "placements")}
     shared = contention(question.model, engine.numerics, question.hardware)
-    timed = replace(question, calibration=calibrate(question.model, engine.timeline, price, shared))
+    timed = replace(question, calibration=calibrate(question.model, engine.diagnostics.timeline, price, shared))
     again = find_plan(replace(timed, overrides={**question.overrides, **fixed})).policy
     policies = {"as replanned": now, "planned at this bus": again}
     for name, kept in MIXTURES.items():

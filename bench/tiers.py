@@ -36,6 +36,7 @@ from megatrain.plan.question import RESERVE_NBYTES
 from megatrain.run.this_machine import this_machine
 from megatrain.spec import Limits, ModelSpec
 from megatrain.spec.limits import parse_nbytes
+from megatrain.train.options import SplitSource
 
 LENGTH, VOCABULARY = 64, 32_000
 REGION_NBYTES = 256 << 20
@@ -135,7 +136,7 @@ def measure(arguments: argparse.Namespace, host_nbytes: int) -> dict[str, Any]:
     began = time.perf_counter()
     options: dict[str, Any] = {"optimizer": AdamW(lr=1e-4), "max_grad_norm": 1.0 if arguments.clip else None}
     options |= {"policy": plan.policy, "limits": plan.question.limits}
-    with Engine.from_source(source, ported=ported, device=device, verify=False, disk=disk, **options) as engine:
+    with Engine.from_source(SplitSource(source, ported), device=device, verify=False, disk=disk, **options) as engine:
         loaded = time.perf_counter() - began
         seconds, computing, losses, moved = [], [], [], 0
         for step in range(arguments.steps + 2):  # the first has nothing pending, the second warms up
@@ -144,10 +145,10 @@ def measure(arguments: argparse.Namespace, host_nbytes: int) -> dict[str, Any]:
             losses.append(engine.step(batches).loss)
             seconds.append(time.perf_counter() - began)
             moved = disk.read_nbytes + disk.written_nbytes - before
-            assert engine.timeline is not None
-            computing.append(engine.timeline.busy_seconds("compute"))
+            assert engine.diagnostics.timeline is not None
+            computing.append(engine.diagnostics.timeline.busy_seconds("compute"))
             print(f"step {step}: {duration(seconds[-1])}, compute {duration(computing[-1])}, {amount(moved)} moved")
-        table = engine.memory_table()
+        table = engine.diagnostics.memory_table()
     speed = drive_bandwidth(arguments.folder)
     took, compute = median(seconds[2:] or seconds), median(computing[2:] or computing)
     floor = max(compute, moved / speed)

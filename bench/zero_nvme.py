@@ -251,7 +251,7 @@ def _megatrain(name: str, settings: Settings, ids: Any, folder: Path, limit_nbyt
     engine = megatrain.Engine.from_config(
         fields, optimizer=optimizer, numerics=numerics, policy=policy, disk=[folder], verify=False
     )
-    table = engine.memory_table()
+    table = engine.diagnostics.memory_table()
     tiers = {tier: sum(n for (of, _), n in table.items() if of == tier) for tier in ("host", "disk")}
     versions = {"megatrain": megatrain.__version__, "transformers": transformers.__version__}
     batches = [{"input_ids": part, "labels": part} for part in parts]

@@ -468,7 +468,7 @@ def _report(
     ] = None,
 ) -> None:
     """Write a run as one HTML page, or compare several runs. Shows loss, speed, memory, a step, samples, events."""
-    from megatrain.commands.report import run_report
+    from megatrain.run.compare_runs import run_report
 
     typer.echo(str(run_report(folders, html)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -273,6 +274,10 @@ class LazyModel:
         self._loaded.clear()
         return changed
 
+    def catch_up(self) -> None:
+        """The trainer's own optimizer step, which comes after the engine's, is done."""
+        self.engine_is_ahead = False
+
     def refuse_before_step(self) -> None:
         """Raise `ModelError` between the engine's update and the optimizer's `step`: the state is of the next step."""
         if self.engine_is_ahead:
@@ -291,11 +296,11 @@ class LazyModel:
     def _read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
         self.refuse_before_step()
         assert self._engine is not None
-        view = self._engine.weight_view(name)
+        view = self._engine.weights.view(name)
         if view is not None and view.dtype == dtype and device.type == "cpu":
             self._loaded[name] = view.data_ptr(), None
             return view
-        copied = self._engine.master(name).to(dtype)
+        copied = self._engine.weights[name].to(dtype)
         self._loaded[name] = copied.data_ptr(), _checksum(copied)
         return copied.to(device)
 
@@ -314,6 +319,34 @@ class LazyModel:
             yield
         finally:
             del self._saves.__dict__["save_pretrained"]
+
+
+@contextmanager
+def noisy_embeddings(model: Any, alpha: float | None) -> Iterator[None]:
+    """In the block, the model's input embedding has a hook that adds noise in training mode. Copies keep the hook.
+
+    This is NEFTune (Jain et al., "Noisy Embeddings Improve Instruction Finetuning", 2023). The noise is drawn in the
+    forward of the embedding. The engine runs that forward again in its backward pass with the same seed, as for
+    dropout, so both draw the same noise under any plan (`engine.context.call_seed`).
+
+    alpha: strength of the noise, by the paper's formula; no hook if it is `None`.
+    """
+    if alpha is None:
+        yield
+        return
+    handle = model.get_input_embeddings().register_forward_hook(partial(_with_noise, alpha))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _with_noise(alpha: float, module: nn.Module, given: Any, output: Tensor) -> Tensor:
+    """Embeddings [batch, length, hidden size] plus uniform noise of at most alpha / sqrt(length * hidden size)."""
+    if not module.training:
+        return output
+    largest = alpha / math.sqrt(output.shape[1] * output.shape[2])
+    return output + torch.empty_like(output).uniform_(-largest, largest)
 
 
 WRAPPING_MODULES = ("trl.", "accelerate.", "torch.amp.")
@@ -364,5 +397,5 @@ def _checksum(values: Tensor) -> int:
 
 __all__ = [
     *("LazyParameter", "LazySource", "LazyModel"),
-    *("defining_module", "named_model", "forward_without_wrappers", "checksums", "custom_forward"),
+    *("defining_module", "named_model", "forward_without_wrappers", "noisy_embeddings", "checksums", "custom_forward"),
 ]

@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -31,16 +31,17 @@ from torch import Tensor
 from transformers import AutoProcessor, Trainer
 
 from megatrain.checkpoint import open_checkpoint
-from megatrain.engine import count_targets
-from megatrain.engine.chunked_loss import divisor_of, own_entries
+from megatrain.dist import World
+from megatrain.engine.chunked_loss import own_entries
 from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
-from megatrain.hf.model import LazyModel, LazySource, checksums, forward_without_wrappers, named_model
+from megatrain.hf.model import LazyModel, LazySource, checksums, forward_without_wrappers, named_model, noisy_embeddings
 from megatrain.hf.model_changes import Snapshot, refuse_changes, snapshot_of
-from megatrain.hf.noisy_embeddings import noisy_embeddings
 from megatrain.hf.optimizer import EngineOptimizer
 from megatrain.hf.refusals import refuse_class, refuse_keywords, refuse_loss, refuse_model
 from megatrain.hf.trainer_losses import (
     refuse_mean_of_means,
+    refuse_other_divisor,
+    report_to_trl,
     router_coefficient,
     router_weights,
     stock_loss,
@@ -93,7 +94,8 @@ class Streamed:
         if args is not None:
             refuse_arguments(args)
         checked(engine_options, Mapping | None, ConfigError, "engine_options")
-        self.loss_fn, self._options = loss_fn, dict(engine_options or {})
+        self.loss_fn = loss_fn
+        self._options: EngineOptions = dict(engine_options or {})  # type: ignore[assignment]  # its copy
         self._engine: Engine | None = None
         self._snapshot: Snapshot = {}
         """The model when the engine was created, without the values of its parameters."""
@@ -108,7 +110,7 @@ class Streamed:
         if self._given_by_name:
             adapted = keywords.get("peft_config") is not None
             name, model = str(model), named_model(str(model), args, adapted=adapted)
-            keywords = self._with_processor(name, args, keywords)
+            keywords = _with_processor(name, args, keywords)
         handled = ["torch_compile_backend", *(["model_init_kwargs"] if self._given_by_name else [])]
         with _temporarily_unset(args, *handled):  # or the accelerator would compile, and TRL refuse model_init_kwargs
             super().__init__(model=model, args=args, **keywords)  # type: ignore[call-arg]  # the trainer's
@@ -131,15 +133,6 @@ class Streamed:
         """The model; if the trainer's is a `PeftModel`, the model inside it, with the adapter's layers."""
         return base_of(self.model)
 
-    def _with_processor(self, name: str, args: Any, keywords: dict[str, Any]) -> dict[str, Any]:
-        """Add the processor of the model's revision, which TRL would load itself if it were given the name."""
-        revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision")
-        if revision is None or keywords.get("processing_class") is not None:
-            return keywords
-        trusted = getattr(args, "trust_remote_code", False)
-        found = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=trusted)
-        return {**keywords, "processing_class": found}
-
     # The engine -------------------------------------------------------------------------------------------------------
 
     @property
@@ -157,7 +150,7 @@ class Streamed:
     def _make_engine(self) -> Engine:
         if self.loss_fn is None:
             refuse_loss(self._base)
-        options, mode, coefficient = self._engine_options(), self.model.training, router_coefficient(self)
+        options, mode, coefficient = engine_options(self, self._options), self.model.training, router_coefficient(self)
         if coefficient is not None and hasattr(self._base, "router_aux_loss_coef"):
             self._base.router_aux_loss_coef = coefficient  # was copied from the config when the model was created
         self.model.train()  # the engine is created from a model in training mode, so that it has its dropout
@@ -170,7 +163,7 @@ class Streamed:
         finally:
             self.model.train(mode)
         if coefficient is not None:
-            found = engine.router_aux_loss_coef
+            found = engine.parts.ported.balance_coefficient
             if found is None or not math.isclose(coefficient, found, rel_tol=1e-6):  # the model has it in float32
                 engine.close()
                 own = "has no such loss" if found is None else f"multiplies it by {found:g}"
@@ -199,35 +192,10 @@ class Streamed:
             what = "its weights have not been changed in the same way on all ranks"
             raise ConfigError(what, where="the trainer's model", fix="write the same values on all ranks, or on none")
         if changed:
-            self.engine.set_weights(changed)
+            self.engine.weights.update(changed)
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Do nothing: the engine copies to the device what a layer needs."""
-
-    def _engine_options(self) -> EngineOptions:
-        args = self.args
-        precision: Precision = "bf16" if args.bf16 or self.model.dtype == torch.bfloat16 else "fp32"
-        options: EngineOptions = {
-            "device": str(args.device) if args.device.type != "cpu" else "cpu",
-            "precision": precision,
-            "optimizer": self._adamw(),
-            "max_grad_norm": args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None,
-            "seed": args.seed,
-        }
-        if args.world_size > 1 and any(parameter.requires_grad for parameter in self._base.parameters()):
-            options["world"] = launched_world(args.device.type, float(args.ddp_timeout))
-        if args.torch_compile:
-            options["numerics"] = Numerics(precision, kernels="compile")
-        return options | self._options  # type: ignore[return-value]
-
-    def _adamw(self) -> AdamW:
-        given = self._options.get("optimizer")
-        if isinstance(given, AdamW):
-            return given
-        args, decaying = self.args, set(self.get_decay_parameter_names(self._base))  # type: ignore[attr-defined]
-        others = tuple(name for name, _ in self._base.named_parameters() if name not in decaying)
-        betas = (args.adam_beta1, args.adam_beta2)
-        return AdamW(args.learning_rate, betas, args.adam_epsilon, args.weight_decay, others)
 
     # Training ---------------------------------------------------------------------------------------------------------
 
@@ -246,38 +214,25 @@ class Streamed:
         self._micro_batches.append(with_weights(self._loss(), inputs))
         loss = 0.0
         if self.accelerator.sync_gradients:
-            self._check_divisor(num_items_in_batch)
+            if self.loss_fn is None and len(self._micro_batches) == self.current_gradient_accumulation_steps:
+                refuse_other_divisor(self._micro_batches, num_items_in_batch, self.engine.world)
             self._sync_model()
             optimizer = self._engine_optimizer
             self.engine.set_optimizer(optimizer.adamw)
-            weights = self._router_weights(len(self._micro_batches))
+            weights = router_weights(self, len(self._micro_batches))
             out = self.engine.step(self._micro_batches, optimizer.lr, self._loss(), weights)
             loss, self._norm = out.loss, out.grad_norm
-            self._report_to_trl("train", out.by_micro_batch, self._micro_batches)
+            report_to_trl(self, "train", out.by_micro_batch, self._micro_batches)
             self._micro_batches.clear()
             self._lazy_model.engine_is_ahead = True
         return torch.tensor(loss, device=self.args.device)
 
-    def _check_divisor(self, items: Any) -> None:
-        """Raise `ConfigError` if the trainer would divide the loss by another number than the step's target tokens."""
-        complete = len(self._micro_batches) == self.current_gradient_accumulation_steps
-        if items is None or self.loss_fn is not None or not complete:
-            return
-        own = sum(count_targets(batch) for batch in self._micro_batches)
-        targets = sum(self.engine.world.exchange("target tokens", own))
-        if int(items) != targets:
-            what = f"the trainer divides by {int(items)}, and the step has {targets} target tokens"
-            raise ConfigError(what, where="StreamedTrainer", fix="give loss_fn with a divisor of its own")
-
     def create_optimizer(self, model: Any = None) -> Any:
         """An optimizer whose groups the scheduler sets and the engine reads."""
         if self.optimizer is None:
-            lr = self.args.learning_rate
-            self.optimizer = EngineOptimizer(self._base, self._adamw(), lr, self._on_optimizer_step)
+            adamw, lr = _adamw(self, self._options), self.args.learning_rate
+            self.optimizer = EngineOptimizer(self._base, adamw, lr, self._lazy_model.catch_up)
         return self.optimizer
-
-    def _on_optimizer_step(self) -> None:
-        self._lazy_model.engine_is_ahead = False
 
     @property
     def _engine_optimizer(self) -> EngineOptimizer:
@@ -285,48 +240,14 @@ class Streamed:
         found: EngineOptimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return found
 
-    def _clip_grad_norm(self, model: Any) -> float | None:
-        return self._norm
-
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float | None:
         return self._norm
+
+    _clip_grad_norm = _get_grad_norm
 
     def _loss(self) -> LossFn | None:
         """The loss function; replaces `compute_loss`."""
         return self.loss_fn or stock_loss(self)
-
-    def _router_weights(self, count: int) -> list[float] | None:
-        return None if self.loss_fn is not None else router_weights(self, count, self.engine.world.size)
-
-    def _report_to_trl(
-        self, mode: str, found: Sequence[Mapping[str, float]], batches: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Give TRL the metrics of each micro-batch, which it logs. mode: `train` or `eval`."""
-        if not hasattr(self, "_metrics"):
-            return
-        trl: Any = self
-        world = self.engine.world
-        for of_batch, batch in zip(found[world.rank :: world.size], batches, strict=True):
-            mask = batch.get("attention_mask")
-            tokens = int(batch["input_ids"].numel() if mask is None else mask.sum())
-            if world.size > 1:
-                of_batch, tokens = self._average_over_ranks(of_batch, divisor_of(self._loss(), batch), tokens)
-            for name, value in of_batch.items():
-                trl._metrics[mode][name].append(value)
-            if mode == "train":
-                trl._total_train_tokens += tokens
-        trl._metrics[mode]["num_tokens"] = [trl._total_train_tokens]
-
-    def _average_over_ranks(self, own: Mapping[str, float], weight: float, tokens: int) -> tuple[dict[str, float], int]:
-        """Means of metrics, and number of tokens, over the micro-batches that the ranks run at the same time. As in TRL
-        the accelerator gathers them, which drops the samples that pad the last batch of a data set."""
-        row = torch.tensor([[*own.values(), weight, tokens]], dtype=torch.float64, device=self.args.device)
-        table = self.accelerator.gather_for_metrics(row).cpu()
-        means = {}
-        for column, name in enumerate(own):
-            weights = torch.ones(len(table), dtype=table.dtype) if name == "aux_loss" else table[:, -2]
-            means[name] = float(table[:, column] @ weights / weights.sum()) if weights.sum() else 0.0
-        return means, int(table[:, -1].sum())
 
     # Evaluation -------------------------------------------------------------------------------------------------------
 
@@ -350,8 +271,8 @@ class Streamed:
         batch |= {} if labels is None else with_weights(self._loss(), batch)
         targets = world.exchange("target tokens", 0 if labels is None else int((labels[:, 1:] != -100).sum()))
         if any(targets):
-            found = self.engine.measure([batch], self._loss(), self._router_weights(1))
-            self._report_to_trl("eval", found.by_micro_batch, [batch])
+            found = self.engine.measure([batch], self._loss(), router_weights(self, 1))
+            report_to_trl(self, "eval", found.by_micro_batch, [batch])
             own = found.shares[world.rank] * world.size if world.size > 1 else found.loss
             loss = torch.tensor(own, device=self.args.device)
         if prediction_loss_only:
@@ -371,7 +292,7 @@ class Streamed:
             engine.set_optimizer(self._engine_optimizer.adamw_with_peak_rates)
             made = engine.save(folder.parent, step=self.state.global_step).wait()
             engine.set_optimizer(optimizer)
-            self._on_rank_0(lambda: _replace_folder(made, folder))
+            _on_rank_0(engine.world, lambda: _replace_folder(made, folder))
             engine.saver.goes_on_from(folder)
             return
         loaded_as = {"dtype", "torch_dtype"} & (getattr(self.args, "model_init_kwargs", None) or {}).keys()
@@ -379,14 +300,9 @@ class Streamed:
         if self.model.dtype == torch.bfloat16:
             precision = "bf16"
         beside = folder / ".megatrain"
-        self._on_rank_0(lambda: shutil.rmtree(beside, ignore_errors=True))
+        _on_rank_0(engine.world, lambda: shutil.rmtree(beside, ignore_errors=True))
         engine.save_pretrained(beside, precision=precision)
-        self._on_rank_0(lambda: _move_into(beside, folder))
-
-    def _on_rank_0(self, work: Callable[[], object]) -> None:
-        """Call `work` on rank 0 while the others wait. What it raises is raised on all."""
-        world = self.engine.world
-        world.agree("the saved model", lambda: work() and None if world.rank == 0 else None)
+        _on_rank_0(engine.world, lambda: _move_into(beside, folder))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save as the trainer does, except that the engine, if there is one, writes the weights, on all ranks."""
@@ -421,8 +337,51 @@ class Streamed:
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         self._sync_weights()
-        self.engine.flush()
-        self.engine.fill(PretrainedSource(best))
+        self.engine.weights.flush()
+        self.engine.weights.fill(PretrainedSource(best))
+
+
+def _with_processor(name: str, args: Any, keywords: dict[str, Any]) -> dict[str, Any]:
+    """Add the processor of the model's revision, which TRL would load itself if it were given the name."""
+    revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision")
+    if revision is None or keywords.get("processing_class") is not None:
+        return keywords
+    trusted = getattr(args, "trust_remote_code", False)
+    found = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=trusted)
+    return {**keywords, "processing_class": found}
+
+
+def engine_options(trainer: Any, given: EngineOptions) -> EngineOptions:
+    """The engine's options that follow from a trainer's arguments, and over them those that its user has given."""
+    args, model = trainer.args, base_of(trainer.model)
+    precision: Precision = "bf16" if args.bf16 or trainer.model.dtype == torch.bfloat16 else "fp32"
+    options: EngineOptions = {
+        "device": str(args.device) if args.device.type != "cpu" else "cpu",
+        "precision": precision,
+        "optimizer": _adamw(trainer, given),
+        "max_grad_norm": args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None,
+        "seed": args.seed,
+    }
+    if args.world_size > 1 and any(parameter.requires_grad for parameter in model.parameters()):
+        options["world"] = launched_world(args.device.type, float(args.ddp_timeout))
+    if args.torch_compile:
+        options["numerics"] = Numerics(precision, kernels="compile")
+    return options | given
+
+
+def _adamw(trainer: Any, given: EngineOptions) -> AdamW:
+    if isinstance(optimizer := given.get("optimizer"), AdamW):
+        return optimizer
+    args, model = trainer.args, base_of(trainer.model)
+    decaying = set(trainer.get_decay_parameter_names(model))
+    others = tuple(name for name, _ in model.named_parameters() if name not in decaying)
+    betas = (args.adam_beta1, args.adam_beta2)
+    return AdamW(args.learning_rate, betas, args.adam_epsilon, args.weight_decay, others)
+
+
+def _on_rank_0(world: World, work: Callable[[], object]) -> None:
+    """Call `work` on rank 0 while the others wait. What it raises is raised on all."""
+    world.agree("the saved model", lambda: work() and None if world.rank == 0 else None)
 
 
 def _leave_to_step_end(*_: Any, **__: Any) -> None:

@@ -8,14 +8,16 @@ adds its mean over the micro-batches. A loss computed from logits does not inclu
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megatrain.dist import World
 from megatrain.engine import MicroBatch, count_targets, target_mask
-from megatrain.engine.chunked_loss import own_entries
+from megatrain.engine.chunked_loss import divisor_of, own_entries
 from megatrain.errors import ConfigError
 from megatrain.losses import LogitsLoss, LogProbLoss, LossFn, SmoothedCrossEntropy
 
@@ -96,6 +98,56 @@ def refuse_mean_of_means(trainer: Any) -> None:
         raise ConfigError(what, where="StreamedTrainer", fix="give loss_fn, see megatrain.losses")
 
 
+def refuse_other_divisor(batches: Sequence[MicroBatch], items: Any, world: World) -> None:
+    """Raise `ConfigError` if the trainer would divide the loss by another number than the step's target tokens.
+
+    batches: of this rank, in the step. items: the trainer's number; `None` if it counts none.
+    """
+    if items is None:
+        return
+    targets = sum(world.exchange("target tokens", sum(map(count_targets, batches))))
+    if int(items) != targets:
+        what = f"the trainer divides by {int(items)}, and the step has {targets} target tokens"
+        raise ConfigError(what, where="StreamedTrainer", fix="give loss_fn with a divisor of its own")
+
+
+def report_to_trl(
+    trainer: Any, mode: str, metrics: Sequence[Mapping[str, float]], batches: Sequence[MicroBatch]
+) -> None:
+    """Give TRL the metrics of each micro-batch, which it logs; do nothing for other trainers.
+
+    mode: `train` or `eval`. metrics: of the micro-batches of all ranks, in turn. batches: those of this rank.
+    """
+    if not hasattr(trainer, "_metrics"):
+        return
+    world = trainer.engine.world
+    for of_batch, batch in zip(metrics[world.rank :: world.size], batches, strict=True):
+        mask = batch.get("attention_mask")
+        tokens = int(batch["input_ids"].numel() if mask is None else mask.sum())
+        if world.size > 1:
+            weight = divisor_of(trainer.loss_fn or stock_loss(trainer), batch)
+            of_batch, tokens = _average_over_ranks(trainer, of_batch, weight, tokens)
+        for name, value in of_batch.items():
+            trainer._metrics[mode][name].append(value)
+        if mode == "train":
+            trainer._total_train_tokens += tokens
+    trainer._metrics[mode]["num_tokens"] = [trainer._total_train_tokens]
+
+
+def _average_over_ranks(
+    trainer: Any, metrics: Mapping[str, float], weight: float, tokens: int
+) -> tuple[dict[str, float], int]:
+    """Means of metrics, and number of tokens, over the micro-batches that the ranks run at the same time. As in TRL
+    the accelerator gathers them, which drops the samples that pad the last batch of a data set."""
+    row = torch.tensor([[*metrics.values(), weight, tokens]], dtype=torch.float64, device=trainer.args.device)
+    table = trainer.accelerator.gather_for_metrics(row).cpu()
+    means = {}
+    for column, name in enumerate(metrics):
+        weights = torch.ones(len(table), dtype=table.dtype) if name == "aux_loss" else table[:, -2]
+        means[name] = float(table[:, column] @ weights / weights.sum()) if weights.sum() else 0.0
+    return means, int(table[:, -1].sum())
+
+
 def router_coefficient(trainer: Any) -> float | None:
     """TRL's coefficient of the router auxiliary loss; `None` if TRL sets none."""
     if not getattr(trainer, "aux_loss_enabled", False):
@@ -103,14 +155,17 @@ def router_coefficient(trainer: Any) -> float | None:
     return float(getattr(trainer, "router_aux_loss_coef", trainer.args.router_aux_loss_coef))
 
 
-def router_weights(trainer: Any, count: int, ranks: int) -> list[float]:
-    """The weight of the router auxiliary loss in a step's loss, for each of a rank's `count` micro-batches."""
+def router_weights(trainer: Any, count: int) -> list[float] | None:
+    """The weight of the router auxiliary loss in a step's loss, for each of a rank's `count` micro-batches; `None` with
+    a loss of the user's own."""
+    if trainer.loss_fn is not None:
+        return None
     adds_it = any(hasattr(sys.modules.get(base.__module__), FUSED_HEAD_NAME) for base in type(trainer).__mro__)
     dynamic = _is_dynamic(trainer)
     if (dynamic and not adds_it) or (trainer.args.label_smoothing_factor and not dynamic):  # computed from logits
         return [0.0] * count
     is_mean = adds_it or not trainer.model_accepts_loss_kwargs
-    return [1.0 / (count * ranks) if is_mean else 1.0] * count
+    return [1.0 / (count * trainer.engine.world.size) if is_mean else 1.0] * count
 
 
 def _is_dynamic(trainer: Any) -> bool:
@@ -121,6 +176,8 @@ __all__ = [
     "MeanPerMicroBatch",
     "TokenLoss",
     "refuse_mean_of_means",
+    "refuse_other_divisor",
+    "report_to_trl",
     "router_coefficient",
     "router_weights",
     "stock_loss",

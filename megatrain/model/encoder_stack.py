@@ -212,7 +212,7 @@ def stream_encoder(ported: PortedModel, row: Mapping[str, Tensor], values: int) 
             ported.structure = structure.with_in_files(ported.in_files.files.keys())
             streamed = {id(layer) for layer in ported.encoder.templates}
             ported.encoders = [layer for layer in ported.encoders if id(layer) not in streamed]
-            vars(ported).pop("spec", None)
+            ported.profiled = None
             ported.remember_recomputed()
             return
 

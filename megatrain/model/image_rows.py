@@ -55,7 +55,7 @@ def row_from(plain: Mapping[str, Any]) -> dict[str, Tensor]:
 def see(ported: PortedModel, row: Mapping[str, Tensor], values: int) -> None:
     """Have the model measured for rows with images like these, too. values: their `values_of`."""
     ported.image_row = row, values
-    vars(ported).pop("spec", None)
+    ported.profiled = None
 
 
 def values_per_token(ported: PortedModel) -> float:

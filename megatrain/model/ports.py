@@ -449,12 +449,16 @@ class PortedModel:
     measured too."""
     _found_in: Callable[[], object] = lambda: None
     _on_a_cpu: bool = False
+    profiled: ModelSpec | None = None
+    """`structure` with the memory profiles of units, once measured. Set to `None`, it is measured anew when needed."""
 
-    @cached_property
+    @property
     def spec(self) -> ModelSpec:
         """The specification with the memory profiles of units, measured on first use (planning needs it)."""
-        assert self.measured is not None
-        return self.measured.spec().on_a_cpu() if self._on_a_cpu else self.measured.spec()
+        if self.profiled is None:
+            assert self.measured is not None
+            self.profiled = self.measured.spec().on_a_cpu() if self._on_a_cpu else self.measured.spec()
+        return self.profiled
 
     def compute_on(self, device: torch.device) -> None:
         """Have its units called on this device, and `spec` be of it."""
@@ -478,16 +482,14 @@ class PortedModel:
         return self._found_in() is source
 
     def _change(self, change: Callable[[ModelSpec], ModelSpec]) -> None:
-        measured = vars(self).pop("spec", None)
         self.structure = change(self.structure)
-        if measured is not None:
-            vars(self)["spec"] = change(measured)
+        if self.profiled is not None:
+            self.profiled = change(self.profiled)
 
     @property
     def known(self) -> ModelSpec:
         """The specification as far as it is known by now."""
-        found: ModelSpec = vars(self).get("spec", self.structure)
-        return found
+        return self.structure if self.profiled is None else self.profiled
 
     @cached_property
     def parts(self) -> list[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""`megatrain report RUN RUN...`: compare runs on one page, with shared charts and the keys that differ."""
+"""`megatrain report RUN...`: the page of one run, or several compared, with shared charts and the keys that differ."""
 
 from __future__ import annotations
 
@@ -12,11 +12,22 @@ from megatrain.errors import ConfigError
 from megatrain.formatting import duration
 from megatrain.html import Axes, Curve, chart, chart_scripts, document, marked, section, smoothed, table
 from megatrain.run.history import History, config_of, read_history
-from megatrain.run.report import DATA, smoothing_window, write_page
+from megatrain.run.report import DATA, smoothing_window, write_page, write_report
+from megatrain.system.paths import usable_path
 
 COMPARISON = "comparison.html"
 MOST_RUNS = 6
 """One run per line colour."""
+
+
+def run_report(folders: Sequence[str], html: str | None) -> Path:
+    """Write the page of the runs in `folders` to `html`, by default into the first folder; returns its path.
+
+    Raises `ConfigError` for a folder without a run, `ExportError` if the page cannot be written.
+    """
+    target = None if html is None else usable_path(html, where="--html", to_write="file")
+    runs = [usable_path(folder, where="RUN") for folder in folders]
+    return write_report(runs[0], target) if len(runs) == 1 else write_comparison(runs, target)
 
 
 def write_comparison(folders: Sequence[Path], target: Path | None = None) -> Path:

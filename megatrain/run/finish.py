@@ -108,7 +108,7 @@ def verify_trained(config: Config, engine: Engine, batch: Batch, saved: Path, co
         console.print(Text(said, "yellow"), soft_wrap=True)
         return
     needed = 4 * engine.structure.numel + LOGITS * batch["input_ids"].numel() * engine.structure.vocab_size
-    left = min(engine.world.exchange("free memory", engine.host_nbytes_left()))
+    left = min(engine.world.exchange("free memory", engine.diagnostics.host_nbytes_left()))
     if needed > left:
         what = f"that takes {at_least(needed)} of host memory, but {at_most(left)} are left"
         said = f"the saved model was not reloaded to compare its loss: {what}"

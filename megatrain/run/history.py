@@ -19,8 +19,8 @@ from megatrain.errors import ConfigError
 from megatrain.html import DrawnOp, timeline_content
 from megatrain.plan.analysis import STREAM_WORDS
 from megatrain.system.paths import parsed_json, read_json, read_text, refuse_special
+from megatrain.train.diagnostics import TRACE
 from megatrain.train.status import STATUS
-from megatrain.train.timeline_file import TRACE
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 COLUMNS = (
@@ -217,7 +217,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def timeline_in(trace: Any) -> dict[str, Any] | None:
-    """The last step of a Chrome trace (`train.timeline_file`) as a page draws it; `None` if there is none."""
+    """The last step of a Chrome trace (`train.diagnostics`) as a page draws it; `None` if there is none."""
     try:
         events = trace["traceEvents"]
         streams = {each["tid"]: str(each["args"]["name"]) for each in events if each["ph"] == "M"}

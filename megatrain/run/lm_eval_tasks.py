@@ -58,7 +58,7 @@ def score(engine: Engine, asked: Sequence[Scoring], rows: int, tokens: int) -> l
     Batches hold similar lengths, at most `rows` rows and about `tokens` tokens. Text beyond the model's positions is
     truncated at its beginning.
     """
-    most = engine.spec.max_positions or UNLIMITED
+    most = engine.parts.ported.spec.max_positions or UNLIMITED
     order = sorted(range(len(asked)), key=lambda at: -len(asked[at].context) - len(asked[at].continuation))
     found: list[tuple[float, bool]] = [(0.0, True)] * len(asked)
     while order:
@@ -132,7 +132,7 @@ class Tasks:
 
     def _model(self, engine: Engine, tokenizer: Tokenizer, rows: int, tokens: int) -> Any:
         """The harness's model interface, implemented by the engine."""
-        lengths, most = self._lengths, engine.spec.max_positions or UNLIMITED
+        lengths, most = self._lengths, engine.parts.ported.spec.max_positions or UNLIMITED
         start = end_of_text_id(tokenizer) if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
         class Streamed(self._models.TemplateLM):  # type: ignore[misc, name-defined]  # known when it is imported
@@ -167,7 +167,7 @@ def _continued(engine: Engine, tokenizer: Tokenizer, context: str, options: Mapp
     until = options.get("until") or []
     stops = [until] if isinstance(until, str) else list(until)
     count = int(options.get("max_gen_toks", NEW_TOKENS))
-    room = max(1, (engine.spec.max_positions or UNLIMITED) - count)
+    room = max(1, (engine.parts.ported.spec.max_positions or UNLIMITED) - count)
     ids = [int(each) for each in encode_text(tokenizer, context)][-room:] or [end_of_text_id(tokenizer)]
     heat = float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0
     drawn = draw_ids(engine, tokenizer, ids, Sampling(count, heat))

@@ -101,7 +101,7 @@ def _asked(
     weights, world, of_base = _digest(engine), engine.world, config.train.dpo_reference == "base"
     known: Said = {}
     for name, file in files.items():
-        key = [FORMAT, weights, name, config.train.precision, plan.micro_batch, engine.spec.attention]
+        key = [FORMAT, weights, name, config.train.precision, plan.micro_batch, engine.parts.ported.spec.attention]
         key += ["base"] * of_base
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
         path = config.data.cache_folder / f"reference-{digest}.npz"
@@ -163,9 +163,9 @@ def _ask(
 def _digest(engine: Engine) -> str:
     """A hash of the name, shape and 64-bit checksum of every weight; checksums are taken at memory bandwidth."""
     digest = hashlib.sha256()
-    for unit in engine.spec.units:
+    for unit in engine.parts.ported.spec.units:
         for param in unit.params:
-            weights = engine.master(param.name).numpy().reshape(-1).view(np.uint8)
+            weights = engine.weights[param.name].numpy().reshape(-1).view(np.uint8)
             words, rest = np.split(weights, [weights.size // 8 * 8])  # checksums are of 8-byte words
             digest.update(f"{param.name} {param.shape} {checksum([words])} {rest.tobytes().hex()}\n".encode())
     return digest.hexdigest()

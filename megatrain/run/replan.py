@@ -51,7 +51,7 @@ def foreseen(plan: Plan, engine: Engine, facts: Sequence[tuple[str, str]], step:
         told | {"policy": "; ".join(describe_policy(engine.numerics, engine.policy))},
         plan.seconds,
         _by_tier(peak_table(plan)),
-        _by_tier(engine.memory_table()),
+        _by_tier(engine.diagnostics.memory_table()),
     )
 
 
@@ -80,11 +80,11 @@ class Replanner:
     """Bus speed of the previous step, if it had drifted."""
 
     def __post_init__(self) -> None:
-        self.engine.record_timeline = True
+        self.engine.diagnostics.record_timeline = True
 
     def __call__(self, step: int) -> Replanned | None:
         """Call after each step. Returns the change of plan, or `None`."""
-        timeline = self.engine.timeline
+        timeline = self.engine.diagnostics.timeline
         if timeline is None or step < self.warm_up:
             return None
         question, policy, work = self.plan.question, self.engine.policy, self.plan.work
@@ -117,7 +117,7 @@ class Replanner:
             return None
         try:
             self.engine.adopt(better.policy)
-            self.engine.prepare(work)
+            self.engine.parts.prepare(work)
         except (DoesNotFit, OutOfDeviceMemory, DiskError):  # others may have taken the memory; the state is intact
             self.engine.adopt(policy)
             return None

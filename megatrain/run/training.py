@@ -90,17 +90,17 @@ from megatrain.system.environment import seconds_to_stop
 from megatrain.system.locks import Claim
 from megatrain.train.batch_feed import Feed
 from megatrain.train.checkpoints import Checkpoints, found_by_first
+from megatrain.train.diagnostics import TRACE
 from megatrain.train.early_stopping import LowestLoss
 from megatrain.train.engine import Engine
 from megatrain.train.events import Compiled, Ended, Event, Resumed, StoppedEarly, Watcher
 from megatrain.train.loop import Between, Course, Task, train
 from megatrain.train.metrics import OPTIONAL, JsonLines, Tracked, identity_of, open_tracker
-from megatrain.train.options import EngineOptions, optimizer_of, ported_of
+from megatrain.train.options import EngineOptions, SplitSource, optimizer_of, ported_of
 from megatrain.train.progress import Progress, describe_model, loading, preparing, printable, show_plan, warn
 from megatrain.train.restore import NewMoments, PeerSource
 from megatrain.train.status import STATUS, Health, Pace
 from megatrain.train.stop import StopSignals
-from megatrain.train.timeline_file import TRACE
 
 VERIFIED_PARAMETERS = 10**9
 """Saved models with fewer parameters are reloaded to compare their loss."""
@@ -142,13 +142,13 @@ def run_training(config: Config, console: Console) -> Path:
             located(config.model.path, where=f"model {config.model.path}")  # report a wrong path before its tokenizer
         tokenizer = load_tokenizer(config.tokenizer)
         source = _source(config, taken, say)
-        vocabulary = _check_limits(config, tokenizer, source.model)
-        begun, images = _looked_at(config, tokenizer, vocabulary, source.model, ranks, console, taken)
+        _check_limits(config, tokenizer, source.model)
+        begun, images = _looked_at(config, tokenizer, source.model, ranks, console, taken)
         with console.status("planning"):
-            ported = _ported(config, source, of_checkpoint=taken is not None)
-            plan = _plan(config, ported, device, ranks, taken, images)
+            split = SplitSource(source, _ported(config, source, of_checkpoint=taken is not None))
+            plan = _plan(config, split.ported, device, ranks, taken, images)
         config = _resolved(config, plan, ranks)
-        corpus = _corpus(config, plan, tokenizer, vocabulary, source.model, ranks, console, begun)
+        corpus = _corpus(config, plan, tokenizer, source.model, ranks, console, begun)
         stack.callback(_close, corpus, say)
         feed = Feed(corpus.loader)
         begins = 0 if taken is None else resume.take_up_data(feed, taken, config, say)
@@ -160,7 +160,7 @@ def run_training(config: Config, console: Console) -> Path:
             steps = taken.step if lowest.is_over else max(steps, taken.step)
         ranks.at("loading the model")
         with loading(console, "loading the model") as progress:
-            engine = stack.enter_context(_engine(config, source, ported, plan, device, taken, progress, ranks))
+            engine = stack.enter_context(_engine(config, split, plan, device, taken, progress, ranks))
         if ranks.leads:
             claim.make(folder)
         else:
@@ -170,9 +170,9 @@ def run_training(config: Config, console: Console) -> Path:
             with loading(console, "computing the reference's log-probabilities") as progress:
                 take_up_reference(config, corpus, engine, plan, taken, progress)
         if config.trace_file is not None and ranks.leads:
-            engine.trace(config.trace_file)
+            engine.diagnostics.trace(config.trace_file)
         checkpoints = _checkpoints(config, engine, feed, tokenizer, plan, lowest, corpus.begun)
-        facts = _show(config, engine, source, ported, corpus, plan, console, steps)
+        facts = _show(config, engine, split, corpus, plan, console, steps)
         length = steps, _epochs(config.train, corpus.loader, steps - begins)
         run = _Run(engine, corpus, feed, checkpoints, tokenizer, plan, facts, claim, ranks, *length, metrics, tasks)
         ended, tell = _train(config, run, taken, stack, console)
@@ -277,7 +277,6 @@ def _optimizer(train: TrainSection) -> AdamW:
 def _looked_at(
     config: Config,
     tokenizer: Tokenizer,
-    vocabulary: int,
     model: Any,
     ranks: Ranks,
     console: Console,
@@ -288,14 +287,13 @@ def _looked_at(
     begun = as_begun(ranks.world, None if taken is None else taken.training.get("run"))
     with preparing(console) as told:
         encoding = Encoding(begun, ranks.threads, told)
-        return begun, largest_image_row(config, tokenizer, vocabulary, model, encoding)
+        return begun, largest_image_row(config, tokenizer, _vocabulary(model), model, encoding)
 
 
 def _corpus(
     config: Config,
     plan: Plan,
     tokenizer: Tokenizer,
-    vocabulary: int,
     model: Any,
     ranks: Ranks,
     console: Console,
@@ -304,7 +302,7 @@ def _corpus(
     """Open the data, encoding it on this rank's cores, with what the run began with."""
     with preparing(console) as told:
         encoding = Encoding(begun, ranks.threads, told)
-        return open_corpus(config, plan, tokenizer, vocabulary, model, ranks.world, encoding)
+        return open_corpus(config, plan, tokenizer, _vocabulary(model), model, ranks.world, encoding)
 
 
 def _close(corpus: Corpus, say: Callable[[str], None]) -> None:
@@ -395,10 +393,14 @@ def _adapted_source(
     return AdaptedSource(FreshSource(model.config, seed, **how), given, seed)
 
 
-def _check_limits(config: Config, tokenizer: Tokenizer, model: Any) -> int:
-    """The model's vocabulary size. Raises `ConfigError` if tokenizer or sequence length do not fit the model."""
-    vocabulary: int = model.get_input_embeddings().weight.shape[0]
-    needed = vocabulary_size(tokenizer)
+def _vocabulary(model: Any) -> int:
+    """Token ids that the model has an embedding for."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def _check_limits(config: Config, tokenizer: Tokenizer, model: Any) -> None:
+    """Raise `ConfigError` if tokenizer or sequence length do not fit the model."""
+    vocabulary, needed = _vocabulary(model), vocabulary_size(tokenizer)
     if needed > vocabulary:
         raise ConfigError(
             f"the tokenizer {config.tokenizer!r} needs a vocabulary of {needed:,}, but the model has {vocabulary:,}",
@@ -412,7 +414,6 @@ def _check_limits(config: Config, tokenizer: Tokenizer, model: Any) -> int:
             where="data.sequence_length",
             fix=f"set data.sequence_length={positions} or less",
         )
-    return vocabulary
 
 
 def _ported(config: Config, source: Source, *, of_checkpoint: bool) -> PortedModel:
@@ -455,8 +456,7 @@ def _resolved(config: Config, plan: Plan, ranks: Ranks) -> Config:
 
 def _engine(
     config: Config,
-    source: Source,
-    ported: PortedModel,
+    split: SplitSource,
     plan: Plan,
     device: Device,
     taken: Checkpoint | None,
@@ -478,9 +478,9 @@ def _engine(
         "world": ranks.world,
     }
     if taken is None:
-        return Engine.from_source(source, ported=ported, progress=progress, **options)
+        return Engine.from_source(split, progress=progress, **options)
     new: NewMoments = "zero" if config.accept_changes else "refuse"
-    return Engine.from_checkpoint(taken, source=source, new=new, ported=ported, progress=progress, **options)
+    return Engine.from_checkpoint(taken, source=split, new=new, progress=progress, **options)
 
 
 def _checkpoints(
@@ -510,8 +510,7 @@ def _checkpoints(
 def _show(
     config: Config,
     engine: Engine,
-    source: Source,
-    ported: PortedModel,
+    split: SplitSource,
     corpus: Corpus,
     plan: Plan,
     console: Console,
@@ -522,28 +521,30 @@ def _show(
     count = train.gradient_accumulation_steps or plan.work.micro_batches
     batches, rows = counted(count, "micro-batch"), counted(plan.micro_batch, "sequence")
     speed = f"{plan.seconds:.3g} s a step, {plan.tokens_per_second:,.0f} tokens/s"
-    files = source if isinstance(source, PretrainedSource | AdaptedSource) else None
+    ported = split.ported
+    files = split.source if isinstance(split.source, PretrainedSource | AdaptedSource) else None
     left_out, dequantized = ("", "") if files is None else (files.left_out(), files.dequantized())
+    rounded, peak_flops = engine.weights.rounded, engine.diagnostics.peak_flops()
     facts = [
         ("model", describe_model(engine.structure)),
         *([("dequantized", printable(dequantized))] if dequantized else []),
         *([("carried over" if config.adapter is None else "left out", printable(left_out))] if left_out else []),
-        *([("rounded", printable(f"to bfloat16, because frozen: {listed(engine.rounded)}"))] if engine.rounded else []),
+        *([("rounded", printable(f"to bfloat16, because frozen: {listed(rounded)}"))] if rounded else []),
         ("attention", engine.structure.attention),
         ("verified", "no: " + engine.checked.why if engine.checked.state == "unchecked" else "against the stock code"),
         *corpus.facts,
         ("step", f"{batches} of {rows}, {counted(plan.question.tokens_of_all, 'token')}"),
         ("length", _length(steps, corpus.loader)),
         *([("ranks", f"{world.size}, each with 1/{world.size} of the state")] if world.size > 1 else []),
-        ("device", f"{train.device}, {engine.peak_flops() / 1e12:.2f} TFLOP/s measured in {train.precision}"),
-        *describe_disk(engine.disk, config.disk),
+        ("device", f"{train.device}, {peak_flops / 1e12:.2f} TFLOP/s measured in {train.precision}"),
+        *describe_disk(engine.parts.disk, config.disk),
         *((name, printable(fact)) for name, fact in describe_files(plan, ported.in_files)),
         ("memory", f"peak {describe_memory(plan)}"),
         *describe_images(plan),
         ("prediction", f"{speed} on {plan.question.hardware.name}"),
     ]
-    engine.prepare(plan.work)
-    show_plan(console, facts, engine.memory_table(), plan.nbytes, engine.numerics, engine.policy)
+    engine.parts.prepare(plan.work)
+    show_plan(console, facts, engine.diagnostics.memory_table(), plan.nbytes, engine.numerics, engine.policy)
     if corpus.example:
         console.print(Text("the first sample; trained text is green", "bold"))
         styled = ((printable(text), "green" if trained else "dim") for text, trained in shortened(corpus.example))
@@ -576,7 +577,7 @@ def _train(
         watchers.append(health)
         if config.trace is None:
             with suppress(ConfigError):  # the user has not asked for it
-                engine.trace(config.folder / TRACE, steps=1)
+                engine.diagnostics.trace(config.folder / TRACE, steps=1)
     watchers += [run.ranks.follow, StopsInTime(seconds_to_stop(), partial(warn, console))]
     _tell(watchers, foreseen(run.plan, engine, run.facts, start))
     if taken is not None:
@@ -584,7 +585,7 @@ def _train(
     if train_.on_nonfinite == "rollback" and checkpoints.step < 0:
         _tell(watchers, *checkpoints.finish(start))
     if engine.policy.update == "next_forward":
-        engine.run_ops_in(stop.region)
+        engine.parts.streamer.region = stop.region  # an interrupted step counts as not started, and repeats bit for bit
     course = Course(run.steps, _learning_rate(train_, run.steps), start, lambda: (run.corpus.loader.epoch, run.epochs))
     between = Between(
         tasks=_tasks(config, run, start),

@@ -44,13 +44,20 @@ class StepOutput(Protocol):
     def metrics(self) -> Mapping[str, float]: ...
 
 
+class Measures(Protocol):
+    """What the loop reports of an engine; see `train.diagnostics.Diagnostics`."""
+
+    def step_flops(self, micro_batches: MicroBatches) -> float: ...
+    def peak_flops(self) -> float: ...
+    def memory_table(self) -> Mapping[tuple[str, str], int]: ...
+
+
 class Trainable(Protocol):
     """What the loop needs from an engine; see `train.engine.Engine`."""
 
     def step(self, micro_batches: MicroBatches, lr: float | None = None, loss_fn: Any = None) -> StepOutput: ...
-    def step_flops(self, micro_batches: MicroBatches) -> float: ...
-    def peak_flops(self) -> float: ...
-    def memory_table(self) -> Mapping[tuple[str, str], int]: ...
+    @property
+    def diagnostics(self) -> Measures: ...
     @property
     def policy(self) -> Policy: ...
     @property
@@ -116,7 +123,8 @@ def train(
     loss_fn: as of `Engine.step`. Raises `NonFinite` after `between.nonfinite_limit` failed steps in a row, and at once
     if weights are not finite and there are no others to go back to.
     """
-    tell, peak_flops, feed, steps = partial(_tell, watchers), engine.peak_flops(), iter(batches), course.steps
+    tell, feed, steps, diagnostics = partial(_tell, watchers), iter(batches), course.steps, engine.diagnostics
+    peak_flops = diagnostics.peak_flops()
     done, in_a_row, failed, restored = course.start, 0, 0, course.start
     recover, should_stop = between.recover, between.should_stop
     began = ready = clock()
@@ -147,7 +155,7 @@ def train(
         else:
             done, now = done + 1, clock()
             in_a_row = in_a_row if done < failed else 0  # failing again after a rollback is the same failure
-            flops = engine.step_flops(micro_batches)
+            flops = diagnostics.step_flops(micro_batches)
             peak_flops = max(peak_flops, flops / (now - ready))  # if the measurement was disturbed: this was reached
             waited = engine.world.waited_seconds - waited
             measured = _Measured(now - ready, loaded - ready, now - began, waited, flops, peak_flops)
@@ -225,7 +233,7 @@ def _of_all(event: Stepped, measured: _Measured, world: World) -> Stepped:
 
 def _by_tier(engine: Trainable) -> dict[str, int]:
     totals: Counter[str] = Counter()
-    for (tier, _), nbytes in engine.memory_table().items():
+    for (tier, _), nbytes in engine.diagnostics.memory_table().items():
         totals[tier] += nbytes
     return dict(totals)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from fractions import Fraction
 from numbers import Real
@@ -43,14 +44,19 @@ Seed = Annotated[int, Bounds(-(1 << 63), (1 << 63) - 1)]
 Folders = tuple[str | Path, ...]
 
 
-class MoreOptions(TypedDict, total=False):
-    """Those that are rarely given."""
+class RunOptions(TypedDict, total=False):
+    """Keyword arguments of `Engine.from_model` that few need; documented there."""
 
+    seed: int
+    disk: str | Path | Sequence[str | Path] | Disk
+    limits: Limits | None
+    verify: bool
+    numerics: Numerics | None
     world: World | None
     image_row: Mapping[str, Tensor] | None
 
 
-class EngineOptions(MoreOptions, total=False):
+class EngineOptions(RunOptions, total=False):
     """Keyword arguments common to all constructors of `Engine`; documented in `Engine.from_model`."""
 
     device: str | torch.device | Device
@@ -58,11 +64,14 @@ class EngineOptions(MoreOptions, total=False):
     optimizer: AdamW | None
     max_grad_norm: float | None
     policy: Policy | Literal["auto"]
-    numerics: Numerics | None
-    limits: Limits | None
-    seed: int
-    verify: bool
-    disk: str | Path | Sequence[str | Path] | Disk
+
+
+@dataclass(frozen=True)
+class SplitSource:
+    """A source of structure and weights, with its model split into units."""
+
+    source: Source
+    ported: PortedModel
 
 
 def checked_options(options: EngineOptions) -> EngineOptions:

@@ -253,7 +253,7 @@ def refuse_unknown(name: str, spec: ModelSpec, where: str) -> None:
 
 def refuse_other_shapes(weights: Mapping[str, Tensor], spec: ModelSpec) -> None:
     """Raise `ModelError` for weights that are not parameters of the model, in its shapes."""
-    checked(weights, Mapping, ModelError, "set_weights")
+    checked(weights, Mapping, ModelError, "weights.update")
     shapes, where = {param.name: param.shape for unit in spec.units for param in unit.params}, f"model {spec.name}"
     for name, value in weights.items():
         if not isinstance(value, Tensor) or value.is_meta:

@@ -41,6 +41,7 @@ from megatrain.train.events import (
 
 if TYPE_CHECKING:
     from megatrain.train.async_save import Saver
+    from megatrain.train.diagnostics import Diagnostics
 
 STATUS = "status.json"
 THREADS = "megatrain-"
@@ -52,7 +53,8 @@ class Watched(Protocol):
 
     @property
     def saver(self) -> Saver: ...
-    def under_way(self) -> tuple[list[tuple[str, str, float]], float]: ...
+    @property
+    def diagnostics(self) -> Diagnostics: ...
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,7 @@ class Health:
     def stalled(self) -> list[str]:
         """What hangs now, each with its age, one per line."""
         found: list[str] = []
-        ops, quiet = self._engine.under_way()
+        ops, quiet = self._engine.diagnostics.under_way()
         if ops and quiet > self._pace.stall_seconds:
             op, stream, seconds = max(ops, key=lambda each: each[2])
             found.append(f"op {op} on stream {stream} has been running for {seconds:.0f} s")

@@ -115,7 +115,7 @@ def test_any_difference_forces_a_rewrite(at: int, tmp_path: Path) -> None:
         )
         value = engine.master_weights()[name]
         value.view(-1)[-1] += 1.0
-        engine._store.write_master(name, value)
+        engine.parts.store.write_master(name, value)
         second = saved(engine, tmp_path)
         assert second.path is not None
         after = engine.master_weights()

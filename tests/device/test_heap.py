@@ -51,10 +51,10 @@ def test_gradient_memory_is_free_between_update_and_backward(monkeypatch: pytest
         torch.manual_seed(0)
         with Engine.from_model(tiny_model(), device, "fp32", policy=policy, verify=False) as engine:
             found = [engine.step(batch).loss for _ in range(3)]
-            engine.flush()
-            absent = len(engine._pool._absent)
+            engine.weights.flush()
+            absent = len(engine.parts.pool._absent)
             found.append(engine.step(batch).loss)
-            assert not engine._pool._absent
+            assert not engine.parts.pool._absent
         device.close()
         return found, absent
 

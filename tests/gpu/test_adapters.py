@@ -69,6 +69,6 @@ def _trained_over(folder: Path, policy: Policy, **how: Any) -> dict[str, torch.T
     with Engine.from_pretrained(folder, **how) as engine:
         losses = torch.tensor([engine.step(unequal_batches()).loss for _ in range(2)])
         found = {**engine.gradients(unequal_batches()), **engine.master_weights(), "losses": losses}
-        assert engine._pool.files is not None
-        assert (engine._pool.files.read_nbytes > 0) == any(each.weights == "file" for each in policy.placements)
+        assert engine.parts.pool.files is not None
+        assert (engine.parts.pool.files.read_nbytes > 0) == any(each.weights == "file" for each in policy.placements)
     return found

@@ -102,11 +102,11 @@ def test_nonfinite_gradients_change_nothing(how: dict[str, Any], update: Any) ->
     with small("fp32", clip, update=update, **how) as engine:
         step(engine)
         before = engine.master_weights()
-        applied = engine.applied_updates()
+        applied = engine.diagnostics.applied_updates()
         for loss in (endless, wild):
             with pytest.raises(NonFinite):
                 engine.step(unequal_batches(2), loss_fn=loss)
-            assert engine.applied_updates() == applied
+            assert engine.diagnostics.applied_updates() == applied
             assert equal(engine.master_weights(), before)
         assert step(engine) > 0
         assert not equal(engine.master_weights(), before)

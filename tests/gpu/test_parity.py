@@ -157,7 +157,7 @@ def test_copies_run_beside_compute(tmp_path: Path) -> None:
     ids = torch.randint(3, 96, (64, 256))
     path = tmp_path / "trace.json"
     with Engine.from_model(model, "cuda:0", policy=Policy(activations="recompute")) as engine:
-        engine.trace(path, steps=1)
+        engine.diagnostics.trace(path, steps=1)
         for _ in range(3):
             engine.step([{"input_ids": ids, "labels": ids}] * 2)
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
@@ -177,7 +177,7 @@ def test_device_memory_is_what_the_ledger_says() -> None:
     with Engine.from_model(model, "cuda:0") as engine:
         engine.step(unequal_batches())
         torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps one for each stream, outside any ledger
-        held = sum(n for (tier, _), n in engine.memory_table().items() if tier == "device")
+        held = sum(n for (tier, _), n in engine.diagnostics.memory_table().items() if tier == "device")
         assert held <= torch.cuda.memory_allocated() - before <= held * 1.05 + (1 << 20)
 
 

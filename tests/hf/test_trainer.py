@@ -173,7 +173,7 @@ def test_a_model_by_name_can_be_read_before_and_after_training(tmp_path: Path) -
     assert torch.equal(trainer.model.generate(ids, max_new_tokens=4, do_sample=False), expected)
     for name, parameter in trainer.model.named_parameters():
         assert not torch.equal(parameter, before[name])
-        assert parameter.data_ptr() == trainer.engine.weight_view(name).data_ptr()
+        assert parameter.data_ptr() == trainer.engine.weights.view(name).data_ptr()
 
 
 def test_weights_read_before_training_are_memory_mapped(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_dtypes_follow_one_rule_for_names_and_loaded_models(tmp_path: Path) -> N
         assert (made.engine.numerics.precision, made.model.dtype) == ("bf16", torch.bfloat16)
         weight = made.model.model.norm.weight
         assert bool(weight.isfinite().all())
-        assert weight.data_ptr() == made.engine.weight_view("model.norm.weight").data_ptr()
+        assert weight.data_ptr() == made.engine.weights.view("model.norm.weight").data_ptr()
         made.save_model(str(tmp_path / "final"))
         assert weights_of(tmp_path / "final")["model.norm.weight"].dtype == torch.bfloat16
         losses.append(history(made, "loss", "grad_norm")[:-1])
@@ -477,7 +477,7 @@ def test_reading_weights_does_not_undo_a_step(tmp_path: Path) -> None:
     trainer.save_model(str(tmp_path / "final"))
     saved = weights_of(tmp_path / "final")
     assert not torch.equal(saved["lm_head.weight"], before["lm_head.weight"])
-    assert torch.equal(saved["lm_head.weight"], trainer.engine.master("lm_head.weight"))
+    assert torch.equal(saved["lm_head.weight"], trainer.engine.weights["lm_head.weight"])
     twin = copy.deepcopy(trainer.model)
     assert torch.equal(twin.lm_head.weight, saved["lm_head.weight"])
 

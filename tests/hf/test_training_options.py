@@ -20,7 +20,7 @@ from megatrain import Numerics
 from megatrain.engine.context import call_seed
 from megatrain.errors import ConfigError
 from megatrain.hf import StreamedTrainer
-from megatrain.hf.trainer import Streamed
+from megatrain.hf.trainer import Streamed, engine_options
 from megatrain.hf.training_options import OPTIONS, SFT, TRAINING, refuse_arguments
 from tests.hf.test_trainer import QUICK, arguments, history, rows, run
 from tests.tiny import tiny_model
@@ -232,7 +232,7 @@ def test_neftune_noise_is_replayed_in_the_backward_pass(tmp_path: Path) -> None:
 
 def test_torch_compile_is_handled_by_the_engine(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, tiny_model("llama"), torch_compile=True, bf16=True)
-    assert trainer._engine_options()["numerics"] == Numerics("bf16", kernels="compile")
+    assert engine_options(trainer, {})["numerics"] == Numerics("bf16", kernels="compile")
     assert trainer.accelerator.state.dynamo_plugin.backend == "NO"
 
 

@@ -123,7 +123,7 @@ def test_a_hundred_mixed_policies_give_the_same_bits(family: str, mixture: Mixtu
 
 def test_dropout_is_active_in_these_runs() -> None:
     policy = Policy(update="during_backward", shares_memory=True)
-    with engine("gpt2", "cpu", "fp32", policy) as made, made._ported.evaluation_mode():
+    with engine("gpt2", "cpu", "fp32", policy) as made, made.parts.ported.evaluation_mode():
         quiet = made.gradients(unequal_batches(3))
     expected = recomputed("gpt2", "fp32", "during_backward", 0)
     assert not any(torch.equal(gradient, expected[f"gradient {name}"]) for name, gradient in quiet.items())
@@ -136,7 +136,7 @@ def watched(made: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Op, int
     """(op, outputs of prologue and layers whose memory, whoever holds it, is there behind the op), as it runs."""
     seen: list[tuple[Op, int]] = []
     outputs: list[ReferenceType[torch.UntypedStorage]] = []
-    ported, executor = made._ported, made._streamer.executor
+    ported, executor = made.parts.ported, made.parts.streamer.executor
     run = executor.run
 
     def noting(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,11 +171,11 @@ def test_held_activations_match_schedule_and_ledger(
     """Input by input on the device, op by op; and all told in each tier."""
     policy = Policy(activations_by_layer=rows, recompute_slots=1)
     with engine("llama", "cpu", "fp32", policy) as made:
-        schedule = made.prepare(Work((16,) * 3))
+        schedule = made.parts.prepare(Work((16,) * 3))
         seen = watched(made, monkeypatch)
         made.gradients([batch(2, 8, seed) for seed in range(3)])
-        table = made.memory_table()
-        assert made._pool.ledger.nbytes("host") == schedule.peak_nbytes("host")
+        table = made.diagnostics.memory_table()
+        assert made.parts.pool.ledger.nbytes("host") == schedule.peak_nbytes("host")
     for tier in ("host", "device"):
         held = sum(nbytes for (where, _), nbytes in table.items() if where == tier)
         assert held == schedule.arena_nbytes(tier)  # type: ignore[arg-type]
@@ -200,7 +200,7 @@ def test_growing_and_shrinking_micro_batches_fit_on_the_host() -> None:
         for number, (rows, length) in enumerate(sizes):
             batches = [batch(rows, length, number), batch(1, 5, number)]
             assert equal(left.gradients(batches), right.gradients(batches))
-        nbytes = right.memory_table()["host", "offloaded inputs"]
+        nbytes = right.diagnostics.memory_table()["host", "offloaded inputs"]
         assert nbytes == (LAYERS * 2 - 2) // 2 * (27 + 5) * 32 * 4
 
 
@@ -208,7 +208,7 @@ def test_a_failed_activation_transfer_is_an_error_without_wrong_numbers() -> Non
     policy = Policy(activations_by_layer=MIXED, offload_slots=1, shard_nbytes=4000)
     with engine("llama", SimDevice(0), "bf16", policy) as calm:
         calm.step(unequal_batches())
-        schedule = calm._schedules.known["step", 2, False, calm.policy]
+        schedule = calm.parts.schedules.known["step", 2, False, calm.policy]
         after_one = calm.master_weights()
     for seed, (kind, op) in enumerate(zip(KINDS, cycle(("OFFLOAD", "RELOAD")), strict=False)):
         copies = replace(schedule, ops=tuple(each for each in schedule.ops if each.kind == op), waits=())
@@ -216,7 +216,7 @@ def test_a_failed_activation_transfer_is_an_error_without_wrong_numbers() -> Non
         with engine("llama", device, "bf16", policy) as made:
             with pytest.raises(MegaTrainError, match=f"{op} u"):
                 made.step(unequal_batches())
-            assert made._pool.leases == 0
+            assert made.parts.pool.leases == 0
             assert not device.faults
             made.step(unequal_batches())
             assert equal(made.master_weights(), after_one)
@@ -231,7 +231,7 @@ def test_plans_can_change_between_steps() -> None:
         for rows in ((), MIXED, (("offload",),), (("drop",),)):
             made.adopt(replace(plain, activations_by_layer=rows))  # type: ignore[arg-type]
             found.append(made.step(unequal_batches(3)).loss)
-        assert ("host", "offloaded inputs") not in made.memory_table(), "given back"
+        assert ("host", "offloaded inputs") not in made.diagnostics.memory_table(), "given back"
     assert found == expected
 
 

@@ -203,6 +203,10 @@ def test_a_frozen_base_takes_two_bytes_per_parameter() -> None:
         base = engine.structure.numel - engine.structure.trained_numel
         engine.step(unequal_batches())
         uses = ("weights", "optimizer state", "gradients")
-        held = {use: nbytes for (tier, use), nbytes in engine.memory_table().items() if tier == "host" and use in uses}
+        held = {
+            use: nbytes
+            for (tier, use), nbytes in engine.diagnostics.memory_table().items()
+            if tier == "host" and use in uses
+        }
         assert held.keys() == {*uses}
         assert sum(held.values()) < 2.05 * base

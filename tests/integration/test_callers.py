@@ -335,11 +335,11 @@ def calls_of(engine: Engine, folder: Path) -> Iterator[tuple[str, Any]]:
     yield "log_probs", lambda: [each.tolist() for each in engine.log_probs(batches)]
     yield "logits", lambda: engine.logits({"input_ids": begun}).tolist()
     yield "generate", lambda: engine.generate(begun, max_new_tokens=2, do_sample=True).tolist()
-    yield "master", lambda: engine.master("lm_head.weight").tolist()
-    yield "set_weights", lambda: engine.set_weights({"model.norm.weight": torch.ones(32, device="cpu")})
+    yield "master", lambda: engine.weights["lm_head.weight"].tolist()
+    yield "set_weights", lambda: engine.weights.update({"model.norm.weight": torch.ones(32, device="cpu")})
     yield "adopt", lambda: engine.adopt(replace(engine.policy, shard_nbytes=2048))
-    yield "prepare", lambda: len(engine.prepare(Work((8,))).ops)
-    yield "flops", lambda: engine.step_flops(batches)
+    yield "prepare", lambda: len(engine.parts.prepare(Work((8,))).ops)
+    yield "flops", lambda: engine.diagnostics.step_flops(batches)
     yield "save", lambda: engine.save(folder).wait().name
     yield "restore", lambda: engine.restore(next(folder.iterdir()))
     yield "step after", lambda: engine.step(batches).loss
@@ -485,8 +485,8 @@ def test_a_single_folder_is_a_folder_for_the_disk(tmp_path: Path) -> None:
         policy = Policy(placements=placements, shares_memory=True)
         with Engine.from_model(tiny_model(), policy=policy, disk=folder, verify=False) as engine:
             assert engine.step(unequal_batches()).tokens > 0
-            assert engine.disk is not None
-            assert engine.disk.nbytes() > 0
+            assert engine.parts.disk is not None
+            assert engine.parts.disk.nbytes() > 0
 
 
 def test_a_policy_for_more_units_is_not_adopted(engine: Engine) -> None:
@@ -500,22 +500,22 @@ def test_engine_query_arguments_are_checked(engine: Engine, tmp_path: Path) -> N
     ids = batch(1, 4, 0)["input_ids"]
     ours: Any = engine  # whose types are not kept to here
     cases: list[tuple[Callable[[], object], type[MegaTrainError], str]] = [
-        (lambda: ours.master("lm_head"), ModelError, "no parameter is called 'lm_head'; did you mean 'lm_head.weight"),
-        (lambda: ours.master(3), ModelError, "no parameter is called 3"),
+        (lambda: ours.weights["lm_head"], ModelError, "no parameter is called 'lm_head'; did you mean 'lm_head.weight"),
+        (lambda: ours.weights[3], ModelError, "no parameter is called 3"),
         (lambda: ours.adopt("auto"), PlanError, "policy: 'auto' is not valid; use a Policy"),
-        (lambda: ours.prepare(64), PlanError, "work: 64 is not valid; use a Work"),
+        (lambda: ours.parts.prepare(64), PlanError, "work: 64 is not valid; use a Work"),
         (lambda: ours.restore(None), CheckpointError, "restore: None is not valid; use a Checkpoint, a text or a P"),
         (lambda: ours.restore(tmp_path), DamagedCheckpoint, str(tmp_path)),
-        (lambda: ours.trace(tmp_path / "x", steps=0), ConfigError, r"trace\.steps: 0 is not valid"),
+        (lambda: ours.diagnostics.trace(tmp_path / "x", steps=0), ConfigError, r"trace\.steps: 0 is not valid"),
         (lambda: ours.generate(ids, seed="0"), ConfigError, "seed: '0' is not valid"),
         (lambda: ours.generate([[3, 4]]), BatchError, "generate: input_ids must be"),
         (lambda: ours.generate(ids, [[1] * 4]), BatchError, "generate: attention_mask is no"),
         (lambda: ours.step(unequal_batches(), lr="1e-3"), ConfigError, "lr: '1e-3' is not valid"),
         (lambda: ours.logits([ids]), BatchError, "logits: is a list, not a mapping"),
         (
-            lambda: ours.weight_view("lm_head"),
+            lambda: ours.weights.view("lm_head"),
             ModelError,
-            "weight_view: no parameter is called 'lm_head'",
+            "weights.view: no parameter is called 'lm_head'",
         ),
         (
             lambda: ours.generate(ids, torch.tensor([[1, 1, 1, 0]])),
@@ -527,17 +527,25 @@ def test_engine_query_arguments_are_checked(engine: Engine, tmp_path: Path) -> N
         (lambda: ours.save(tmp_path, score="0.5"), CheckpointError, "score: '0.5' is not valid"),
         (lambda: ours.save_pretrained(None), ExportError, "is a NoneType, not a path"),
         (lambda: ours.save_pretrained(tmp_path / "x", precision="fp16"), ExportError, "precision: 'fp16' is not valid"),
-        (lambda: ours.set_weights(None), ModelError, "set_weights: None is not valid; use a Mapping"),
-        (lambda: ours.set_weights(tiny_model()), ModelError, "set_weights: .* is not valid; use a Mapping"),
+        (lambda: ours.weights.update(None), ModelError, "weights.update: None is not valid; use a Mapping"),
+        (lambda: ours.weights.update(tiny_model()), ModelError, "weights.update: .* is not valid; use a Mapping"),
         (
-            lambda: ours.set_weights({"lm_head.weight": np.zeros((96, 32))}),
+            lambda: ours.weights.update({"lm_head.weight": np.zeros((96, 32))}),
             ModelError,
             "is a ndarray; give a tensor",
         ),
-        (lambda: ours.set_weights({"lm_head.weight": torch.zeros(96, 32, device="meta")}), ModelError, "has no values"),
-        (lambda: ours.set_weights({"lm_head.weight": torch.zeros(9)}), ModelError, r"shape \[9\]; it has \[96, 32\]"),
         (
-            lambda: ours.set_weights({"lm_head": torch.zeros(9)}),
+            lambda: ours.weights.update({"lm_head.weight": torch.zeros(96, 32, device="meta")}),
+            ModelError,
+            "has no values",
+        ),
+        (
+            lambda: ours.weights.update({"lm_head.weight": torch.zeros(9)}),
+            ModelError,
+            r"shape \[9\]; it has \[96, 32\]",
+        ),
+        (
+            lambda: ours.weights.update({"lm_head": torch.zeros(9)}),
             ModelError,
             "has no parameter lm_head .*lm_head.weight",
         ),

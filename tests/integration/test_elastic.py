@@ -54,7 +54,9 @@ def planned(engine: Engine, hardware: Hardware, **overrides: Any) -> Plan:
         "weight_slots": 2,
         "grad_slots": 2,
     }
-    asked = Question(engine.spec, hardware, ROWS * LENGTH, LENGTH, "fp32", overrides={**fixed, "shard_nbytes": 1 << 16})
+    asked = Question(
+        engine.parts.ported.spec, hardware, ROWS * LENGTH, LENGTH, "fp32", overrides={**fixed, "shard_nbytes": 1 << 16}
+    )
     lean = find_plan(replace(asked, overrides={**asked.overrides, "activations_by_layer": (("offload",),)})).nbytes[
         "device"
     ]
@@ -100,8 +102,8 @@ def test_a_slower_bus_triggers_a_replan_within_three_steps() -> None:
             if step == 4:
                 bus.hardware = slow
             losses.append(engine.step(batches(step)).loss)
-            assert engine.timeline is not None
-            seconds.append(engine.timeline.seconds)
+            assert engine.diagnostics.timeline is not None
+            seconds.append(engine.diagnostics.timeline.seconds)
             changes.append(replanner(step + 1))
         best = planned(engine, slow)
     assert losses == expected

@@ -134,7 +134,7 @@ def test_weights_set_after_a_failed_step_are_looked_at_again() -> None:
     with Engine.from_model(model, precision="fp32") as engine:
         with pytest.raises(NonFinite, match="first not finite: the output of lm_head"):
             engine.step(unequal_batches())
-        engine.set_weights({"model.norm.weight": torch.full((32,), torch.nan)})
+        engine.weights.update({"model.norm.weight": torch.full((32,), torch.nan)})
         with pytest.raises(NonFinite, match=r"some weights are not finite either: model\.norm\.weight"):
             engine.step(unequal_batches())
 
@@ -263,7 +263,7 @@ def test_a_background_failure_is_raised_and_the_next_step_works(device: str, mon
             engine.step(unequal_batches())
         assert isinstance(caught.value.__cause__, RuntimeError)
         monkeypatch.undo()
-        engine.flush()
+        engine.weights.flush()
         after_one = engine.master_weights()
     with Engine.from_model(tiny_model(), device, optimizer=AdamW(lr=0.1)) as engine:
         engine.step(unequal_batches())
@@ -280,10 +280,10 @@ def test_a_failure_in_a_layer_names_the_op_and_returns_every_lease(
         def failing(*_: object) -> Tensor:
             raise RuntimeError("no such kernel")
 
-        monkeypatch.setattr(type(engine._ported), "layer", failing)
+        monkeypatch.setattr(type(engine.parts.ported), "layer", failing)
         with pytest.raises(StreamFailed, match="op FORWARD u1 m1 on stream compute: RuntimeError: no such kernel"):
             engine.step(unequal_batches())
-        assert engine._pool.leases == 0
+        assert engine.parts.pool.leases == 0
         monkeypatch.undo()
         assert engine.step(unequal_batches()).tokens > 0
 
@@ -352,13 +352,13 @@ def test_returned_logits_belong_to_the_caller(monkeypatch: pytest.MonkeyPatch) -
     """On a GPU an op's memory belongs to its stream, which reuses it even if another stream still reads it."""
     with Engine.from_model(tiny_model(), "sim:3", "fp32", verify=False) as engine:
         made: list[Tensor] = []
-        head = engine._ported.head
+        head = engine.parts.ported.head
 
         def noting(*given: Any) -> Tensor:
             made.append(head(*given))
             return made[-1]
 
-        monkeypatch.setattr(engine._ported, "head", noting)
+        monkeypatch.setattr(engine.parts.ported, "head", noting)
         found = engine.logits({"input_ids": good()["input_ids"]})
     assert torch.equal(found.flatten(0, 1), made[0])
     assert found.untyped_storage().data_ptr() != made[0].untyped_storage().data_ptr()

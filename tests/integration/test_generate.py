@@ -151,9 +151,9 @@ def test_generating_during_training_sees_all_updates_and_changes_nothing() -> No
         for engine in twins:
             engine.step([batch(2, 9, 0)])
             if engine is twins[0]:
-                table = engine.memory_table()
+                table = engine.diagnostics.memory_table()
                 found = engine.generate(**left_padded(), max_new_tokens=5, do_sample=False, **NEVER_ENDS)
-                assert engine.memory_table() == table
+                assert engine.diagnostics.memory_table() == table
             losses.append(engine.step([batch(2, 9, 1)]).loss)
         assert losses[0] == losses[1]
         trained = tiny_model().eval()
@@ -171,7 +171,7 @@ def test_bfloat16_and_frozen_weights_generate_like_the_stock_model() -> None:
     model = tiny_model().eval().requires_grad_(False)
     options = {**left_padded(), "max_new_tokens": 4, "do_sample": False, **NEVER_ENDS}
     with Engine.from_model(model, "sim:1", "bf16", verify=False) as engine:
-        assert not any("grad" in owner for _, owner in engine.memory_table())
+        assert not any("grad" in owner for _, owner in engine.diagnostics.memory_table())
         found = engine.generate(**options)
     assert torch.equal(found, said_by_stock(model.to(torch.bfloat16), **options))
 

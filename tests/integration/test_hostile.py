@@ -102,13 +102,13 @@ def test_race_reports_name_ops_bytes_parameter_and_missing_wait() -> None:
     with Engine.from_model(tiny_model(), "sim:0", policy=policy) as engine:
         engine.step(unequal_batches())
         key = ("step", 2, False, engine.policy)
-        whole = engine._schedules.known[key]
+        whole = engine.parts.schedules.known[key]
         ops = whole.ops
         fetch = max(i for i, op in enumerate(ops) if op.name == "FETCH u1 s0")
         index = next(i for i, waits in enumerate(whole.waits) if fetch in waits)
         waits = [tuple(w for w in each if w != fetch) if i == index else each for i, each in enumerate(whole.waits)]
-        engine._schedules.known[key] = replace(whole, waits=tuple(waits))
-        engine.flush()
+        engine.parts.schedules.known[key] = replace(whole, waits=tuple(waits))
+        engine.weights.flush()
         with pytest.raises(RaceDetected) as caught:
             engine.step(unequal_batches())
     said = str(caught.value)
@@ -164,8 +164,8 @@ def test_a_missing_wait_also_gives_a_wrong_number_on_some_seed() -> None:
 
 def _weights_after(device: SimDevice, change: object) -> dict[str, Tensor]:
     with Engine.from_model(tiny_model(), device, policy=Policy(shard_nbytes=2000)) as engine:
-        engine.prepare(Work((20, 18)))
-        engine._schedules.known = {key: change(schedule) for key, schedule in engine._schedules.known.items()}  # type: ignore[operator]
+        engine.parts.prepare(Work((20, 18)))
+        engine.parts.schedules.known = {key: change(schedule) for key, schedule in engine.parts.schedules.known.items()}  # type: ignore[operator]
         engine.step(unequal_batches())
         return engine.master_weights()
 
@@ -224,7 +224,7 @@ def test_freed_memory_is_poisoned_and_reused() -> None:
 
 def test_the_host_cannot_read_device_memory() -> None:
     with Engine.from_model(tiny_model(), "sim:0") as engine, pytest.raises(DeviceError, match="through a lease"):
-        engine._pool.memory("device/weight_slots/layer0")
+        engine.parts.pool.memory("device/weight_slots/layer0")
 
 
 # Failures -------------------------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def calm_steps(update: str) -> tuple[Schedule, dict[str, Tensor], dict[str, Tens
         after_two = calm.master_weights()
         calm.step(batches)
         kind = "step" if clip_of(update) is None else "pending step"
-        return calm._schedules.known[kind, 2, False, calm.policy], after_one, after_two, calm.master_weights()
+        return calm.parts.schedules.known[kind, 2, False, calm.policy], after_one, after_two, calm.master_weights()
 
 
 def _fail_somewhere(kind: str, seeds: range, update: str) -> None:
@@ -279,9 +279,9 @@ def _fail_somewhere(kind: str, seeds: range, update: str) -> None:
             assert isinstance(caught.value, EXPECTED[kind]), f"seed {seed}: {caught.value!r}"
             assert str(fault.at) in str(caught.value)
             assert "\n" not in str(caught.value)
-            assert engine._pool.leases == 0
+            assert engine.parts.pool.leases == 0
             assert not device.faults
-            counts = engine.applied_updates()
+            counts = engine.diagnostics.applied_updates()
             assert set(counts.values()) <= {0, 1, 2}
             if clip is not None:
                 assert equal(engine.master_weights(), after_one), f"seed {seed}"
@@ -291,7 +291,9 @@ def _fail_somewhere(kind: str, seeds: range, update: str) -> None:
             for unit, spec in enumerate(engine.structure.units):
                 expected = after_one if counts[spec.name] == 1 else after_two
                 for param in spec.params:
-                    assert torch.equal(engine._store.master(param.name), expected[param.name]), f"unit {unit} is torn"
+                    assert torch.equal(engine.parts.store.master(param.name), expected[param.name]), (
+                        f"unit {unit} is torn"
+                    )
             if len(set(counts.values())) > 1:
                 for refused in (engine.step, engine.evaluate, engine.gradients):
                     with pytest.raises(NonFinite, match="has updated only these units"):
@@ -344,7 +346,7 @@ def test_a_fully_applied_step_counts_even_if_its_end_fails(monkeypatch: pytest.M
             else:
                 engine.step(unequal_batches())
             engine.step(unequal_batches())
-            return engine.master_weights(), engine.applied_updates()
+            return engine.master_weights(), engine.diagnostics.applied_updates()
 
     (weights, counts), (expected, _) = run(interrupted=True), run(interrupted=False)
     assert set(counts.values()) == {3}
@@ -357,7 +359,7 @@ def test_torn_state_is_not_exported(tmp_path: Path) -> None:
         device.faults.append(Fault("raise", "UPDATE u2"))
         with pytest.raises(StreamFailed):
             engine.step(unequal_batches())
-        assert len(set(engine.applied_updates().values())) == 2
+        assert len(set(engine.diagnostics.applied_updates().values())) == 2
         with pytest.raises(NonFinite, match="has updated only these units"):
             engine.save_pretrained(tmp_path / "model")
         assert engine.master_weights()
@@ -491,7 +493,7 @@ def test_an_engine_step_takes_the_predicted_time_on_the_virtual_clock(way: str) 
     with Engine.from_model(tiny_model(), device, max_grad_norm=clip, policy=policy) as engine:
         for run in (engine.step, engine.step, engine.step, engine.evaluate):
             run(unequal_batches())
-            timeline = engine._streamer.timeline
+            timeline = engine.parts.streamer.timeline
             assert timeline is not None
             predicted = replay(timeline.schedule, lambda op: prices[op.kind], shared)
             assert timeline.seconds == pytest.approx(predicted.seconds, rel=0.01)
@@ -505,7 +507,7 @@ def test_an_engine_step_takes_the_predicted_time_on_the_virtual_clock(way: str) 
 def test_real_and_simulated_runs_write_one_trace_format(device: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with Engine.from_model(tiny_model(), device) as engine:
-        engine.trace(path, steps=2)
+        engine.diagnostics.trace(path, steps=2)
         for _ in range(4):
             engine.step(unequal_batches())
     trace = json.loads(path.read_text())
@@ -524,7 +526,7 @@ def test_real_and_simulated_runs_write_one_trace_format(device: str, tmp_path: P
 def test_a_trace_of_calls_in_phases_counts_the_bytes_of_copies_alone(tmp_path: Path) -> None:
     path, policy = tmp_path / "trace.json", Policy(wait_for="shard", weight_slots=1, shard_nbytes=2048)
     with Engine.from_model(tiny_model(), "sim:1", "bf16", policy=policy, verify=False) as engine:
-        engine.trace(path, steps=1)
+        engine.diagnostics.trace(path, steps=1)
         for _ in range(3):
             engine.step(unequal_batches(2))
         crossed = sum(2 * layout_of(unit).trained.size for unit in engine.structure.units)

@@ -147,17 +147,18 @@ def test_a_planned_step_with_images_holds_what_the_plan_says(
             image_row=row if streams else None,
         ) as engine,
     ):
-        see(engine._ported, row, values)
-        assert engine.spec == ported.spec  # measured: so schedules know what they hold
-        assert bool(engine.spec.encoders) == streams
+        see(engine.parts.ported, row, values)
+        assert engine.parts.ported.spec == ported.spec  # measured: so schedules know what they hold
+        assert bool(engine.parts.ported.spec.encoders) == streams
         engine.evaluate(batches[:1])
         engine.step(batches)
         ops.clear()
         engine.step(batches)
     for op, live, declared in ops:
         assert 0 < op.unit <= ported.spec.epilogue or live <= declared + SCALARS, op.name
-    assert engine.timeline is not None
-    peak = max(live for _, live, _ in ops) + engine.timeline.schedule.arena_nbytes("device")
+    timeline = engine.diagnostics.timeline
+    assert timeline is not None
+    peak = max(live for _, live, _ in ops) + timeline.schedule.arena_nbytes("device")
     assert peak <= plan.nbytes["device"] <= 1.05 * peak
 
 
@@ -185,7 +186,7 @@ def test_layers_of_an_encoder_run_again_in_backward_to_the_same_bits(kind: str, 
             followed() as ops,
             Engine.from_model(model, SimDevice(1), precision, policy=RECOMPUTE, verify=False) as engine,
         ):
-            engine._ported.encoders = engine._ported.encoders if again else ()
+            engine.parts.ported.encoders = engine.parts.ported.encoders if again else ()
             found.append(engine.gradients(batches))
         peaks.append(max(live for op, live, _ in ops if op.kind == "BACKWARD" and not op.unit))
     assert sum("vis" in name and bool(value.any()) for name, value in found[0].items()) > 20
@@ -263,8 +264,8 @@ def test_an_engine_made_in_python_refuses_images_that_do_not_fit_before_the_firs
                 engine.step([batch if world.rank == 0 else text])
             except DoesNotFit as error:
                 return error.needed["device"] if engine.steps == 0 else -1
-            spec[world.rank] = engine.spec
-            return engine._device.free_nbytes()
+            spec[world.rank] = engine.parts.ported.spec
+            return engine.parts.device.free_nbytes()
 
     def on_all(capacity: int, batch: dict[str, Tensor]) -> int:
         (found,) = set(together(worlds(count, 1), lambda world: stepped(world, capacity, batch)))

@@ -126,11 +126,11 @@ def test_patterns_matching_nothing_or_overlapping_are_refused(rates: tuple[tuple
 
 def test_rates_may_change_between_steps_and_patterns_may_not(tmp_path: Path) -> None:
     with Engine.from_model(tiny_model(), "cpu", "fp32", OPTIMIZER, verify=False) as engine:
-        before = engine.master("model.layers.0.self_attn.q_proj.weight")
+        before = engine.weights["model.layers.0.self_attn.q_proj.weight"]
         engine.set_optimizer(replace(OPTIMIZER, learning_rates=tuple((pattern, 0.0) for pattern, _ in RATES)))
         engine.step([batch(2, 8, 0)])
-        assert torch.equal(engine.master("model.layers.0.self_attn.q_proj.weight"), before)
-        assert engine.master("lm_head.weight").ne(tiny_model().lm_head.weight).any()
+        assert torch.equal(engine.weights["model.layers.0.self_attn.q_proj.weight"], before)
+        assert engine.weights["lm_head.weight"].ne(tiny_model().lm_head.weight).any()
         with pytest.raises(ConfigError, match="other parameters would have their own learning rate"):
             engine.set_optimizer(replace(OPTIMIZER, learning_rates=RATES[:2]))
         engine.set_optimizer(OPTIMIZER)

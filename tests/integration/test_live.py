@@ -67,7 +67,7 @@ def test_live_memory_in_backward_is_within_the_schedules_figure(
         followed() as rows,
         Engine.from_model(model, SimDevice(1), numerics=numerics, policy=policy, verify=False) as engine,
     ):
-        assert engine.spec  # measured: so schedules know what they hold
+        assert engine.parts.ported.spec  # measured: so schedules know what they hold
         engine.gradients(micro_batches)
     for op, live, declared in rows:
         if op.kind == "BACKWARD" or keep.startswith("offload_"):
@@ -114,7 +114,7 @@ def test_live_memory_in_any_op_is_within_the_schedules_figure(
         followed() as found,
         Engine.from_model(model, SimDevice(1), numerics=numerics, policy=policy, verify=False) as engine,
     ):
-        assert engine.spec  # measured: so schedules know what they hold
+        assert engine.parts.ported.spec  # measured: so schedules know what they hold
         engine.gradients([rows_of(rows)] * 2)
     for op, live, declared in found:
         assert live <= declared + SCALARS, op.name
@@ -139,8 +139,8 @@ def test_outputs_are_offloaded_without_a_plan() -> None:
     model = tiny_model("llama", **{**WIDER, "num_hidden_layers": 6})
     with Engine.from_model(model, SimDevice(1), policy=policy, verify=False) as engine:
         engine.gradients([batch(1, 192, 0)])
-        assert engine.timeline is not None
-        moved = [op.nbytes for op in engine.timeline.schedule.ops if op.kind == "RELOAD"]
-        each = engine.spec.units[1].profile.outputs.chosen_nbytes * 192
+        assert engine.diagnostics.timeline is not None
+        moved = [op.nbytes for op in engine.diagnostics.timeline.schedule.ops if op.kind == "RELOAD"]
+        each = engine.parts.ported.spec.units[1].profile.outputs.chosen_nbytes * 192
     assert len(moved) == 2 * (6 - policy.offload_slots)
     assert max(moved) >= each > 100_000

@@ -135,8 +135,8 @@ def measured_and_predicted(length: int, layers: int) -> tuple[int, int]:
         ids = torch.randint(64, (1, length))
         engine.step([{"input_ids": ids[:, :16], "labels": ids[:, :16]}])
         found = allocated_nbytes(lambda: engine.step([{"input_ids": ids, "labels": ids}]))
-        planned = examine(Question(engine.spec, CPU, length, length, "fp32"), choice, 1).nbytes["host"]
-        ledger = sum(engine.memory_table().values())
+        planned = examine(Question(engine.parts.ported.spec, CPU, length, length, "fp32"), choice, 1).nbytes["host"]
+        ledger = sum(engine.diagnostics.memory_table().values())
     device.close()
     return found, planned - ledger
 

@@ -132,7 +132,7 @@ def test_the_router_auxiliary_loss_weight_is_the_callers(weights: tuple[float, .
 
     loss, expected = by_autograd(model, total)
     with engine_of(model) as engine:
-        assert engine.router_aux_loss_coef == 0.5
+        assert engine.parts.ported.balance_coefficient == 0.5
         assert_same(engine.gradients(batches, router_weights=weights), expected)
         assert engine.measure(batches, router_weights=weights).loss == pytest.approx(loss, rel=TOLERANCE)
         out = engine.step(batches, loss_fn=counted, router_weights=weights)

@@ -48,9 +48,9 @@ def test_predicted_and_allocated_memory_agree_to_the_byte(precision: str, shares
     with Engine.from_model(tiny_model(), device, numerics=numerics, policy=policy) as engine:
         engine.step(unequal_batches())
         engine.step(unequal_batches())
-        predicted = memory_table(engine.spec, numerics, policy, WORK)
-        held = engine.memory_table()
-        assert engine._pool.leases == 0
+        predicted = memory_table(engine.parts.ported.spec, numerics, policy, WORK)
+        held = engine.diagnostics.memory_table()
+        assert engine.parts.pool.leases == 0
         for tier in ("device", "host"):
             assert sum(n for (of, _), n in held.items() if of == tier) == sum(
                 n for (of, _), n in predicted.items() if of == tier
@@ -129,14 +129,14 @@ def stepped(layers):
     gc.collect()
     for _ in range(2):
         engine.step([{"input_ids": ids, "labels": ids}])
-    engine._device.tidy()
+    engine.parts.device.tidy()
     return engine
 
 stepped(1).close()  # what a library loads, and the kernels that it compiles for these shapes, it keeps
 gc.collect()
 before = psutil.Process().memory_info().rss
 engine = stepped(8)
-print(psutil.Process().memory_info().rss - before, sum(engine.memory_table().values()))
+print(psutil.Process().memory_info().rss - before, sum(engine.diagnostics.memory_table().values()))
 """
 
 

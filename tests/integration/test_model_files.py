@@ -68,9 +68,11 @@ def test_a_file_backed_base_gives_the_same_bits_as_in_memory(
         frozen = 2 * (held.structure.numel - held.structure.trained_numel)
     with made(folder, device, usual(device, IN_FILES, units, update=update)) as read:
         assert equal(results(read), expected)
-        assert read._pool.files is not None
-        assert read._pool.files.nbytes == pytest.approx(frozen, rel=0.01)
-        assert read.memory_table()["host", "weights"] == pytest.approx(2 * read.structure.trained_numel, rel=0.05)
+        assert read.parts.pool.files is not None
+        assert read.parts.pool.files.nbytes == pytest.approx(frozen, rel=0.01)
+        assert read.diagnostics.memory_table()["host", "weights"] == pytest.approx(
+            2 * read.structure.trained_numel, rel=0.05
+        )
     assert {file: file.read_bytes() for file in folder.iterdir()} == files
 
 
@@ -111,12 +113,12 @@ def test_checkpoints_of_file_backed_bases_hold_only_the_adapter(tmp_path: Path) 
         first.step(unequal_batches(2))
         first.saver.reserve()
         trained = [sum(param.numel for param in unit.params if param.trainable) for unit in first.structure.units]
-        assert first.memory_table()["host", "checkpoint"] < 20 * max(trained)
+        assert first.diagnostics.memory_table()["host", "checkpoint"] < 20 * max(trained)
         checkpoint = first.save(tmp_path / "checkpoints").wait()
         expected = first.step(unequal_batches(2)).loss, first.master_weights()
     for again in (policy, usual("cpu", None)):
         with Engine.from_checkpoint(checkpoint, max_grad_norm=0.5, policy=again, verify=False) as second:
-            second._streamer.context.numerics = Numerics("bf16", loss_chunk_tokens=5)
+            second.parts.streamer.context.numerics = Numerics("bf16", loss_chunk_tokens=5)
             assert second.step(unequal_batches(2)).loss == expected[0]
             assert equal(second.master_weights(), expected[1])
 
@@ -134,7 +136,7 @@ def test_weights_stored_in_another_form_stay_in_memory(tmp_path: Path) -> None:
         assert [param.file_backed for param in read.structure.units[2].params if "up_proj.base" in param.name] == [
             False
         ]
-        assert list(read._ported.in_files.others.values()) == ["is F32 in the files, but held as bfloat16"]
+        assert list(read.parts.ported.in_files.others.values()) == ["is F32 in the files, but held as bfloat16"]
         assert equal(results(read), expected)
     whole = saved(tmp_path / "whole", dtype=torch.float32)
     with pytest.raises(PlanError, match="the model's files hold no frozen weights"):
@@ -167,7 +169,7 @@ def test_a_file_that_changes_while_it_is_read_ends_the_run(how: str, tmp_path: P
 def test_file_backed_weights_cannot_be_set(tmp_path: Path) -> None:
     with made(saved(tmp_path / "base"), "cpu", usual("cpu", IN_FILES)) as engine:
         name = next(p.name for p in engine.structure.units[1].params if p.file_backed)
-        value = engine.master(name)
-        engine.set_weights({name: value})
+        value = engine.weights[name]
+        engine.weights.update({name: value})
         with pytest.raises(ModelError, match="is read from the model's files, but they hold other values"):
-            engine.set_weights({name: value + 1})
+            engine.weights.update({name: value + 1})

@@ -129,13 +129,13 @@ def test_flops_count_sequences_and_trained_tokens() -> None:
     labels = ids.clone()
     labels[:, 6] = -100  # the first token of the second sample
     with megatrain.Engine.from_model(model_of(ATTENTION["full"], "sdpa"), verify=False) as engine:
-        packed = engine.step_flops([{"input_ids": ids, "labels": labels, "position_ids": positions}])
+        packed = engine.diagnostics.step_flops([{"input_ids": ids, "labels": labels, "position_ids": positions}])
         rows = {"input_ids": ids.view(2, 6), "labels": labels.view(2, 6)}
-        assert packed == engine.step_flops([rows])
-        assert packed < engine.step_flops([{"input_ids": ids, "labels": labels}])
+        assert packed == engine.diagnostics.step_flops([rows])
+        assert packed < engine.diagnostics.step_flops([{"input_ids": ids, "labels": labels}])
         head = 6 * engine.structure.vocab_size * engine.structure.hidden_size
         fewer = {**rows, "labels": rows["labels"].masked_fill(torch.arange(6) < 3, -100)}
-        assert engine.step_flops([fewer]) == pytest.approx(packed - 4 * head)
+        assert engine.diagnostics.step_flops([fewer]) == pytest.approx(packed - 4 * head)
 
 
 HYBRID_STATE = {"model_type": "lfm2", **KINDS["llama"], "layer_types": ["conv", "full_attention"]}

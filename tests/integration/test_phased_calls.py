@@ -214,7 +214,7 @@ def test_a_ring_place_is_filled_by_one_shard(family: str) -> None:
     expected = plainest("fp32", "next_forward", family, 1)
     with engine(shards, replace(policy, activations_by_layer=(("input",),)), family) as made:
         found = {f"gradient {name}": gradient for name, gradient in made.gradients(unequal_batches(1)).items()}
-        timeline = made._streamer.timeline
+        timeline = made.parts.streamer.timeline
     assert timeline is not None
     begun = {op.name: start for op, start in zip(timeline.schedule.ops, timeline.starts, strict=True)}
     assert begun["FORWARD u0 m0 s0"] == 1.0
@@ -281,7 +281,9 @@ def test_a_call_releases_its_step(rows: str, at: str) -> None:
         gc.collect()
         gc.disable()
         try:
-            slots = [weakref.ref(memory) for name, memory in made._pool._memory.items() if name.startswith("device/")]
+            slots = [
+                weakref.ref(memory) for name, memory in made.parts.pool._memory.items() if name.startswith("device/")
+            ]
             with pytest.raises(StreamFailed) if at else nullcontext():
                 made.step(unequal_batches(2))
             found = [each for each in gc.get_objects() if type(each) is StepState]

@@ -46,7 +46,7 @@ def small(device: SimDevice, policy: Policy | str = "auto") -> Engine:
 def test_beyond_the_pinning_limit_staging_buffers_or_pageable_copies_are_used() -> None:
     with small(SimDevice(1)) as free:
         expected = results(free)
-        everything = sum(free._device.locked.values())  # type: ignore[attr-defined]
+        everything = sum(free.parts.device.locked.values())  # type: ignore[attr-defined]
     for limit, transfer in ((everything, "pinned"), (everything - 1, "staged"), (1000, "pageable")):
         device = SimDevice(1, lockable=limit)
         with small(device) as made:
@@ -76,12 +76,12 @@ def test_plans_pin_the_memory_they_announce() -> None:
     machine = replace(this_machine(device, "bf16", "rtx-4090"), device_nbytes=1 << 24)
     assert machine.pinnable_nbytes == 20_000
     with Engine.from_model(tiny_model(), "sim:0", verify=False) as made:
-        spec = made.spec
+        spec = made.parts.ported.spec
     plan = find_plan(
         Question(spec, machine, 24, 12, overrides={"transfer": "staged", "shard_nbytes": 2000, "placements": ()})
     )
     with small(device, plan.policy) as made:
-        made.prepare(plan.work)
+        made.parts.prepare(plan.work)
         made.step(unequal_batches(2))
         made.step(unequal_batches(2))
         locked = pinned_nbytes(plan.timeline.schedule.buffers.values(), "staged")

@@ -83,7 +83,7 @@ def open_engine(case: Case, numerics: Numerics, policy: Policy, device: CpuDevic
 
 def plan_of(engine: Engine, case: Case, policy: Policy, hardware: Hardware) -> Plan:
     tokens = case.rows * case.length
-    question = Question(engine.spec, hardware, tokens, case.length, case.precision, case.clips)
+    question = Question(engine.parts.ported.spec, hardware, tokens, case.length, case.precision, case.clips)
     return examine(question, Choice(engine.numerics, policy), case.micro_batch)
 
 
@@ -98,7 +98,7 @@ def test_on_the_cpu_the_predicted_peak_is_not_exceeded_and_within_five_percent(c
         predicted = plan_of(engine, case, policy, CPU).nbytes
         one = step(engine, case)
         one()
-        real = allocated_nbytes(one) + sum(engine.memory_table().values())
+        real = allocated_nbytes(one) + sum(engine.diagnostics.memory_table().values())
     device.close()
     assert real <= predicted["host"] <= 1.05 * real + _spared(case, policy)
 
@@ -150,11 +150,11 @@ def test_simulated_time_and_memory_match_the_prediction(case: Case) -> None:
     device = SimDevice(3, cost=lambda task: price[0](task) if isinstance(task, Op) and price else 0.0)
     with open_engine(case, Numerics(case.precision), policy, device) as engine:
         plan = plan_of(engine, case, policy, ACCELERATOR)
-        price.append(op_seconds(engine.spec, engine.numerics, policy, plan.work, ACCELERATOR))
+        price.append(op_seconds(engine.parts.ported.spec, engine.numerics, policy, plan.work, ACCELERATOR))
         one = step(engine, case)
         one()
         one()
-        timeline, held = engine.timeline, engine.memory_table()
+        timeline, held = engine.diagnostics.timeline, engine.diagnostics.memory_table()
     device.close()
     assert timeline is not None
     assert timeline.seconds == pytest.approx(plan.seconds, rel=0.01)

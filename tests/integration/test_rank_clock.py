@@ -126,15 +126,15 @@ def test_simulated_ranks_take_the_planned_time(machine: str, streamed: float) ->
             )
         with engine:
             engine.step([batch(2, 8, seed=seed) for seed in range(2)])  # with gradients to be taken up, from then on
-            engine.record_timeline = True
+            engine.diagnostics.record_timeline = True
             world.exchange("priced from now on", 0)
             with MAKING:
                 prices.append(price_of(plan))
             world.exchange("all", 0)
             for _ in range(2):
                 engine.step([batch(2, 8, seed=seed) for seed in range(2)])
-            assert engine.timeline is not None
-            return engine.timeline, plan
+            assert engine.diagnostics.timeline is not None
+            return engine.diagnostics.timeline, plan
 
     for timeline, plan in together(worlds(2), run):
         assert timeline.schedule.digest == plan.timeline.schedule.digest

@@ -28,6 +28,7 @@ from megatrain.engine.gradient_accumulation import GradientAccumulator
 from megatrain.errors import BatchError, MegaTrainError, NonFinite, PlanError, RankError
 from megatrain.model import ModelSource, port_model
 from megatrain.spec import Numerics, Placement, Precision
+from megatrain.train.options import SplitSource
 from tests.adapted import adapted
 from tests.ranks import together, worlds
 from tests.tiny import batch, tiny_model
@@ -69,14 +70,17 @@ def of_rank(
         source, dtype = ModelSource(model), DTYPES[precision]
         ported = port_model(model, dtype)
     options |= {"device": device, "numerics": numerics, "policy": policy, "world": world}
-    with Engine.from_source(source, ported=ported, **options) as engine:
-        before = engine._written_nbytes
+    with Engine.from_source(SplitSource(source, ported), **options) as engine:
+        disk = engine.parts.disk
+        before = disk.written_nbytes if disk else 0
         outputs = [engine.step(own) for _ in range(steps)]
-        nbytes = sum(each.written_nbytes for each in outputs), engine._written_nbytes - before
+        nbytes = sum(each.written_nbytes for each in outputs), (disk.written_nbytes if disk else 0) - before
         gradients = engine.gradients(own)
         losses = [each.loss for each in outputs] + [engine.evaluate(own)]
         norms, metrics = [each.grad_norm for each in outputs], [each.by_micro_batch for each in outputs]
-        return Trained(losses, norms, metrics, gradients, engine.master_weights(), engine.memory_table(), *nbytes)
+        return Trained(
+            losses, norms, metrics, gradients, engine.master_weights(), engine.diagnostics.memory_table(), *nbytes
+        )
 
 
 def trained(size: int, model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], **how: Any) -> Trained:
@@ -395,7 +399,7 @@ def test_a_nonfinite_gradient_on_one_rank_stops_all() -> None:
             engine = Engine.from_model(model, precision="fp32", policy=SHARDS, verify=False, world=world)
         with engine, pytest.raises(NonFinite) as caught:
             engine.step(batches[world.rank :: world.size], loss_fn=loss_of(world.rank))
-        assert engine.applied_updates() == dict.fromkeys(engine.applied_updates(), 0)
+        assert engine.diagnostics.applied_updates() == dict.fromkeys(engine.diagnostics.applied_updates(), 0)
         return str(caught.value)
 
     model, batches = tiny_model("llama"), batches_of(3)
@@ -585,7 +589,7 @@ def test_any_number_of_ranks_resumes_and_writes_the_same_files(
         with engine:
             for _ in range(2):
                 engine.step(batches_of(3)[world.rank :: world.size])
-            engine.flush()
+            engine.weights.flush()
             with MAKING:
                 save = engine.save(tmp_path / "first", {"position": 3})
             return save.wait(60)
@@ -621,7 +625,7 @@ def test_device_state_is_saved_and_moves_to_the_host_and_back(tmp_path: Path) ->
             for policy in policies:
                 engine.adopt(policy)
                 losses.append(engine.step(batches[world.rank :: world.size]).loss)
-            engine.flush()
+            engine.weights.flush()
             save = engine.save(folder)
             losses.append(engine.step(batches[world.rank :: world.size]).loss)
             return {name: data for name, data in files_in(save.wait(60)).items() if "safetensors" in name}, losses
@@ -676,7 +680,7 @@ def test_adapters_train_alike_on_any_number_of_ranks(fields: dict[str, Any], tmp
         with engine:
             for _ in range(2):
                 engine.step(batches[world.rank :: world.size])
-            folder, checksum = engine.save_adapter(tmp_path / str(world.size)), engine._store.frozen_checksum()
+            folder, checksum = engine.save_pretrained(tmp_path / str(world.size)), engine.parts.store.frozen_checksum()
             with MAKING:
                 save = engine.save(tmp_path / f"{world.size}-checkpoint")
             files = [each / "adapter_model.safetensors" for each in (folder, save.wait(60))]
@@ -722,11 +726,11 @@ def test_on_a_cpu_backward_does_not_wait_for_the_previous_layers_reduce() -> Non
         with engine:
             carrier._delay = lambda: 0.02
             engine.step([batches[world.rank]])
-            timeline = engine._streamer.timeline
+            timeline = engine.parts.streamer.timeline
             assert timeline is not None
             ops = [(op.kind, op.unit) for op in timeline.schedule.ops]
             begins, ends = dict(zip(ops, timeline.starts, strict=True)), dict(zip(ops, timeline.ends, strict=True))
-            return [(begins["BACKWARD", unit], ends["REDUCE", unit + 1]) for unit in engine.spec.layers]
+            return [(begins["BACKWARD", unit], ends["REDUCE", unit + 1]) for unit in engine.parts.ported.spec.layers]
 
     for pairs in together(worlds(2), work):
         assert all(backward < summed for backward, summed in pairs)

@@ -99,7 +99,7 @@ def test_frozen_shards_stay_until_the_end_of_a_call(frozen: tuple[str, ...]) -> 
 def test_the_ring_holds_one_unit_and_the_read_ahead() -> None:
     with engine("sim:2", RING, "llama") as made:
         made.step(unequal_batches(2))
-        spec, held = made.structure, made.memory_table()
+        spec, held = made.structure, made.diagnostics.memory_table()
     ahead = held["device", "read-ahead"]
     assert held["device", "weight slots"] == 4 * max(layout_of(unit).size for unit in spec.units)
     assert 0.5 * RING.read_ahead_nbytes < ahead <= RING.read_ahead_nbytes
@@ -122,7 +122,7 @@ def test_a_ring_place_is_filled_by_one_shard() -> None:
     shards = SimDevice(6, cost=lambda task: float(task.name.startswith("FETCH")))
     with engine(shards, replace(RING, shard_nbytes=1000), "llama") as made:
         made.gradients(unequal_batches(1))
-        timeline = made._streamer.timeline
+        timeline = made.parts.streamer.timeline
     assert timeline is not None
     begun = {op.name: start for op, start in zip(timeline.schedule.ops, timeline.starts, strict=True)}
     assert begun["FORWARD u0 m0 s0"] == 1.0
@@ -173,7 +173,7 @@ def test_an_engine_switches_to_a_ring_and_back_between_steps() -> None:
         for ahead in (0, 4096, 1000, 0):
             made.adopt(replace(made.policy, read_ahead_nbytes=ahead))
             losses.append(made.step(batches).loss)
-            assert (RING_BUFFER in made._store.pool._buffers) == (ahead > 0)
+            assert (RING_BUFFER in made.parts.store.pool._buffers) == (ahead > 0)
     assert losses == expected
 
 
@@ -208,7 +208,7 @@ def test_a_tied_head_reloads_the_embedding_beside_its_weights(rows: str, wait_fo
         "sim:7", replace(RING, wait_for=wait_for, shard_nbytes=2000, activations_by_layer=kept), "llama-tied"
     ) as made:
         found = [made.step(batches).loss for _ in range(3)], made.master_weights()
-        fetched = [op.unit for op in next(iter(made._schedules.known.values())).ops if op.kind == "FETCH"]
+        fetched = [op.unit for op in next(iter(made.parts.schedules.known.values())).ops if op.kind == "FETCH"]
     assert found[0] == expected[0]
     assert equal(found[1], expected[1])
     assert fetched.count(0) == 2 * len(layout_of(made.structure.units[0]).shards(2000 // 4))
@@ -217,7 +217,7 @@ def test_a_tied_head_reloads_the_embedding_beside_its_weights(rows: str, wait_fo
 def test_a_layer_that_waits_for_shards_is_still_one_call() -> None:
     with engine("sim:4", RING, "llama") as made:
         made.step(unequal_batches(1))
-        ops = next(iter(made._schedules.known.values())).ops
+        ops = next(iter(made.parts.schedules.known.values())).ops
     kinds = [op.kind for op in ops if op.stream == "compute"]
     assert any(kinds[i] == "PLACE" and {kinds[i - 1], kinds[i + 1]} <= set(CALLS) for i in range(1, len(kinds) - 1))
 

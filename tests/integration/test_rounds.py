@@ -159,7 +159,7 @@ def test_host_budgets_include_sums_between_rounds(in_round: int, tmp_path: Path)
     policy, limits = Policy(micro_batches_per_round=in_round), Limits(host_nbytes=520_000)
     with Engine.from_model(tiny_model(), "sim:1", "bf16", policy=policy, disk=[tmp_path], limits=limits) as made:
         made.step([batch(1, 6, number) for number in range(4)])
-        held = sum(nbytes for (tier, _), nbytes in made.memory_table().items() if tier == "host")
+        held = sum(nbytes for (tier, _), nbytes in made.diagnostics.memory_table().items() if tier == "host")
     assert held <= 520_000
 
 

@@ -99,8 +99,8 @@ def interrupted_after(turns: int) -> Callable[[ResumableCall, object, object], N
 def break_off(made: Engine, device: SimDevice, step: int, draw: random.Random) -> bool:
     """Begin a step and make an op fail or a user interrupt it. Returns whether it was aborted."""
     if draw.random() < 0.5:
-        kind = "pending step" if made._sink.pending else "step"
-        schedule = made._schedules.get(kind, made._checked(data(step), None, None, trains=True)[1])  # type: ignore[arg-type]
+        kind = "pending step" if made.parts.sink.pending else "step"
+        schedule = made.parts.schedules.get(kind, made.parts.step_input(data(step), None, None, trains=True)[1])  # type: ignore[arg-type]
         device.faults.append(random_fault(schedule, draw.choice(KINDS), draw.randrange(10**6)))
         with pytest.raises(MegaTrainError):
             made.step(data(step))
@@ -134,7 +134,7 @@ def test_aborted_and_repeated_steps_change_no_bit(first: int, tmp_path: Path) ->
                 done = update == "next_forward" and draw.random() < 0.7 and not break_off(made, device, step, draw)
                 device.faults.clear()
                 assert not calls_under_way()
-                assert made._pool.leases == 0
+                assert made.parts.pool.leases == 0
                 if not done:
                     assert made.step(data(step)).loss == losses[step], (seed, family, frozen, policy)
                 if draw.random() < 0.3:

@@ -43,7 +43,7 @@ def made(
         parameter.requires_grad_(not frozen or frozen not in name)
     numerics = Numerics(precision, grad_precision=grad_precision, loss_chunk_tokens=5)
     optimizer = AdamW(lr=1e-2, weight_decay=0.1)
-    return Engine.from_model(model, device, None, optimizer, clip, policy, 4, False, numerics=numerics)
+    return Engine.from_model(model, device, None, optimizer, clip, policy, seed=4, verify=False, numerics=numerics)
 
 
 def trained(engine: Engine, counts: tuple[int, ...] = (2, 3)) -> dict[str, Tensor]:
@@ -54,7 +54,7 @@ def trained(engine: Engine, counts: tuple[int, ...] = (2, 3)) -> dict[str, Tenso
         found |= {f"then {name}": each for name, each in engine.gradients(unequal_batches(1)).items()}
         losses.append(engine.evaluate(unequal_batches(2)))
         for unit in range(len(engine.structure.units)):
-            state = engine._store.unit(unit)
+            state = engine.parts.store.unit(unit)
             found |= {
                 f"m of {unit}": torch.from_numpy(state.m.copy()),
                 f"v of {unit}": torch.from_numpy(state.v.copy()),
@@ -77,7 +77,7 @@ def updated_there(engine: Engine) -> Counter[int]:
 
 
 def known(engine: Engine) -> Iterator[Schedule]:
-    yield from engine._schedules.known.values()
+    yield from engine.parts.schedules.known.values()
 
 
 # Bits -----------------------------------------------------------------------------------------------------------------
@@ -142,9 +142,9 @@ def test_the_device_updates_the_planned_pieces(update: str) -> None:
         engine.step(unequal_batches(1))
         assert updated_there(engine).keys() == {1, 3}
         assert min(updated_there(engine).values()) > 2
-        assert engine._device.order.count("UPDATE u1 s0") == (2 if update == "during_backward" else 1)  # type: ignore[attr-defined]
-        engine.flush()
-        assert set(engine.applied_updates().values()) == {2}
+        assert engine.parts.device.order.count("UPDATE u1 s0") == (2 if update == "during_backward" else 1)  # type: ignore[attr-defined]
+        engine.weights.flush()
+        assert set(engine.diagnostics.applied_updates().values()) == {2}
 
 
 @pytest.mark.few(1)
@@ -169,8 +169,8 @@ def test_shares_change_between_steps_and_streamed_state_is_pinned() -> None:
             engine.adopt(replace(engine.policy, streamed_updates=share))
             engine.step(unequal_batches(2))
             locked.append(sum(device.locked.values()))
-            for buffer in engine._pool._buffers.values():
-                memory = engine._pool._memory.get(buffer.name)
+            for buffer in engine.parts.pool._buffers.values():
+                memory = engine.parts.pool._memory.get(buffer.name)
                 assert (
                     buffer.tier != "host"
                     or memory is None
@@ -226,7 +226,7 @@ def _fail(kind: str, op: str, seed: int, update: str) -> None:
         with pytest.raises(MegaTrainError, match=str(fault.at)):
             engine.step(unequal_batches())
         assert not device.faults
-        assert engine._pool.leases == 0
+        assert engine.parts.pool.leases == 0
         if update == "next_forward":
             assert equal(engine.master_weights(), weights[0]), "each byte is updated once"
             engine.step(unequal_batches())
@@ -237,9 +237,9 @@ def _fail(kind: str, op: str, seed: int, update: str) -> None:
 
 def _whole_or_named(engine: Engine, weights: list[dict[str, Tensor]]) -> None:
     """Without clipping: a piece is updated or not, a torn state is refused and says of what, and any other goes on."""
-    counts, partly = engine.applied_updates(), dict(engine._sink._reached)
+    counts, partly = engine.diagnostics.applied_updates(), dict(engine.parts.sink._reached)
     for unit, spec in enumerate(engine.structure.units):
-        for place in engine._store.layouts[unit].fields:
+        for place in engine.parts.store.layouts[unit].fields:
             found = engine.master_weights()[place.name].flatten()
             ahead = max(0, partly.get(unit, 0) - place.start) if counts[spec.name] == 1 else found.numel()
             expected = torch.cat([weights[1][place.name].flatten()[:ahead], weights[0][place.name].flatten()[ahead:]])
@@ -291,7 +291,7 @@ def test_a_piece_with_a_failed_copy_back_is_copied_before_any_read(tmp_path: Pat
         engine.step(unequal_batches())
         with pytest.raises(MegaTrainError, match="OFFLOAD u1 s0"):
             engine.step(unequal_batches())
-        assert engine._sink.is_interrupted
+        assert engine.parts.sink.is_interrupted
         folder = engine.save(tmp_path).wait()
     with Engine.from_checkpoint(folder, device="cpu", verify=False) as resumed:
         assert equal(resumed.master_weights(), weights[0])
@@ -308,7 +308,7 @@ def test_a_gradient_that_is_not_finite_is_not_applied(update: str, monkeypatch: 
 
     with made("sim:3", failing(update)) as engine:
         engine.step(unequal_batches())
-        engine.flush()
+        engine.weights.flush()
         before = {name: each for name, each in engine.master_weights().items() if "layers.0." in name}
         monkeypatch.setattr(sums.GradientAccumulator, "add", poisoned)
         with pytest.raises(NonFinite, match=r"model.layers.0: the gradient is not finite") as caught:

@@ -217,7 +217,7 @@ def test_disk_state_is_moved_once_and_weights_read_at_most_twice_a_step(micro_ba
     policy = usual("next_forward", shares_memory=True, placements=SPLITS["everything"])
     with engine("cpu", "bf16", policy, tmp_path) as made:
         made.step([batch(1, 6, 0)])
-        schedule = made._schedules.get("pending step", Work((6,) * micro_batches))
+        schedule = made.parts.schedules.get("pending step", Work((6,) * micro_batches))
     reads, writes = copies(schedule, "READ"), copies(schedule, "WRITE")
     assert {count for name, count in reads.items() if schedule.buffers[name].part is not Part.WEIGHTS} == {1}
     assert max(reads.values()) <= 2
@@ -232,7 +232,7 @@ def test_more_device_memory_never_makes_an_executed_step_slower(halves: Iterable
     machine = Hardware("sim", 1 << 30, 1 << 34, 2e7, 2e7, 1e11, 1e9, device_bandwidth=1e11, disk_nbytes=0)
     model = tiny_model(num_hidden_layers=6)
     with Engine.from_model(model, "sim:0", verify=False) as made:
-        spec = made.spec
+        spec = made.parts.ported.spec
     question = Question(spec, machine, tokens_per_step=16, length=8)
     least = find_plan(replace(question, overrides={"placements": (), "weight_slots": 1, "grad_slots": 1})).nbytes[
         "device"
@@ -255,8 +255,8 @@ def test_more_device_memory_never_makes_an_executed_step_slower(halves: Iterable
         with Engine.from_model(model, device, policy=plan.policy, limits=limits, verify=False) as made:
             losses.append([made.step(batches).loss for _ in range(2)])
             made.step(batches)
-            assert made.timeline is not None
-            seconds.append(made.timeline.seconds)
+            assert made.diagnostics.timeline is not None
+            seconds.append(made.diagnostics.timeline.seconds)
         assert seconds[-1] == pytest.approx(plan.seconds, rel=0.02)
     assert all(after <= 1.001 * before for before, after in pairwise(seconds)), seconds
     assert seconds[-1] < 0.7 * seconds[0], "memory is good for something"
@@ -276,7 +276,7 @@ def test_a_third_of_the_memory_and_a_folder_give_the_same_numbers(device: str, t
         state = 12 * made.structure.numel
         expected = results(made)
     with deep(Limits(host_nbytes=state // 3)) as made:
-        table = made.memory_table()
+        table = made.diagnostics.memory_table()
         tiers = ("host", "device") if device == "cpu" else ("host",)
         assert sum(nbytes for (tier, _), nbytes in table.items() if tier in tiers) <= state // 3
         assert table["disk", "optimizer state"] > 0
@@ -312,7 +312,7 @@ def _storm(seeds: range, folder: Path, family: str = "llama") -> int:
                     found.append(made.step(unequal_batches(2)).loss)
                 except DiskError:
                     struck += 1
-                assert made._pool.leases == 0
+                assert made.parts.pool.leases == 0
             assert found == expected, fault
             try:
                 last = made.master_weights()

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +26,40 @@ from megatrain.engine import MicroBatch
 from megatrain.errors import DeviceError, MegaTrainError
 from megatrain.memory import Disk
 from megatrain.spec import Placement, Work
+from megatrain.train.diagnostics import Diagnostics
 from megatrain.train.one_call_at_a_time import one_at_a_time
+from megatrain.train.parts import Parts
+from megatrain.train.weights import Weights
 from tests.tiny import batch, equal, tiny_model, unequal_batches
 
 # Threads --------------------------------------------------------------------------------------------------------------
 
 PUBLIC = [
-    *("step", "gradients", "evaluate", "measure", "log_probs", "logits", "flush", "save", "restore", "fill", "adopt"),
-    *("master_weights", "master", "weight_view", "set_weights", "save_pretrained", "generate", "prepare", "peak_flops"),
-    "set_optimizer",
+    *(
+        "step",
+        "gradients",
+        "evaluate",
+        "measure",
+        "log_probs",
+        "logits",
+        "generate",
+        "master_weights",
+        "save_pretrained",
+    ),
+    *("save", "restore", "adopt", "set_optimizer", "parts.prepare", "diagnostics.peak_flops"),
+    *(f"weights.{name}" for name in ("__getitem__", "view", "update", "fill", "flush")),
 ]
 
 
 def test_calls_on_an_engine_are_serialised() -> None:
     marked = one_at_a_time(lambda self: None).__code__
-    found = {name for name in dir(Engine) if getattr(getattr(Engine, name), "__code__", None) is marked}
+    kinds = {"": Engine, "parts.": Parts, "weights.": Weights, "diagnostics.": Diagnostics}
+    found = {
+        prefix + name
+        for prefix, kind in kinds.items()
+        for name in dir(kind)
+        if getattr(getattr(kind, name), "__code__", None) is marked
+    }
     assert found == set(PUBLIC)
 
 
@@ -194,19 +214,19 @@ def parent(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_a_forked_child_cannot_use_the_parents_engine(parent: Engine, tmp_path: Path) -> None:
     """In one line and at once; the parent's engine goes on, with the numbers of one that has not been forked."""
     arguments: dict[str, tuple[Any, ...]] = {
-        "master": ("lm_head.weight",),
+        "weights.__getitem__": ("lm_head.weight",),
         "save": (tmp_path,),
         "save_pretrained": (tmp_path,),
         "restore": (None,),
-        "fill": (None,),
+        "weights.fill": (None,),
         "adopt": (parent.policy,),
-        "prepare": (Work((4,)),),
+        "parts.prepare": (Work((4,)),),
         "generate": (batch(1, 4, 0)["input_ids"],),
         "logits": (batch(1, 4, 0),),
         **dict.fromkeys(("step", "gradients", "evaluate", "measure", "log_probs"), (unequal_batches(),)),
     }
 
-    calls = [partial(getattr(parent, name), *arguments.get(name, ())) for name in PUBLIC]
+    calls = [partial(attrgetter(name)(parent), *arguments.get(name, ())) for name in PUBLIC]
     for name, said in zip(PUBLIC, in_a_child(*calls).split("\n"), strict=True):
         assert re.match(REFUSED.format(os.getpid()), said), f"{name}: {said}"
 
@@ -220,9 +240,9 @@ def test_a_forked_child_cannot_harm_the_parents_engine(parent: Engine) -> None:
         with parent:
             pass
         parent.close()
-        parent._device.close()
-        if parent.disk is not None:
-            parent.disk.close()
+        parent.parts.device.close()
+        if parent.parts.disk is not None:
+            parent.parts.disk.close()
         gc.collect()
         return repr(parent)
 
@@ -238,14 +258,14 @@ def test_a_forked_child_cannot_harm_the_parents_engine(parent: Engine) -> None:
 @fork
 def test_parts_of_an_engine_refuse_forked_children(parent: Engine, tmp_path: Path) -> None:
     """A stream, a device and a disk that somebody holds; a disk's files are those of the parent."""
-    if parent._device.name == "cpu":
+    if parent.parts.device.name == "cpu":
 
         def submit() -> object:
-            return parent._device.stream("host").submit(Errand("x"), lambda: None)
+            return parent.parts.device.stream("host").submit(Errand("x"), lambda: None)
 
         for call in (
-            parent._device.synchronize,
-            lambda: parent._device.stream("host").submit(Errand("x"), lambda: None),
+            parent.parts.device.synchronize,
+            lambda: parent.parts.device.stream("host").submit(Errand("x"), lambda: None),
         ):
             assert re.match("DeviceError: the device: belongs to process", in_a_child(call))
     disk = Disk([tmp_path])

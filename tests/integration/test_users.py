@@ -52,14 +52,14 @@ def test_frozen_parameters_cost_no_gradient_and_no_optimizer_state(device: str, 
         Engine.from_model(whole, device, precision) as all_of_it,
         Engine.from_model(partly, device, precision) as engine,
     ):
-        owners = {owner: n for (tier, owner), n in engine.memory_table().items() if tier == "host"}
+        owners = {owner: n for (tier, owner), n in engine.diagnostics.memory_table().items() if tier == "host"}
         trained, numel = engine.structure.trained_numel, engine.structure.numel
         assert 0 < trained < numel / 4
         hi, grad = (2, 2) if precision == "bf16" else (4, 4)
         assert owners["weights"] == pytest.approx(hi * numel, rel=0.01)
         assert owners["optimizer state"] == pytest.approx((8 + 4 - hi) * trained, rel=0.01)
         assert owners["gradients"] == pytest.approx(grad * trained, rel=0.01)
-        assert sum(engine.memory_table().values()) < sum(all_of_it.memory_table().values())
+        assert sum(engine.diagnostics.memory_table().values()) < sum(all_of_it.diagnostics.memory_table().values())
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
@@ -72,7 +72,7 @@ def test_the_backward_pass_ends_at_the_lowest_unit_that_trains(device: str, acti
     policy = Policy(shares_memory=device == "cpu", activations=activations)
     with Engine.from_model(model, device, "fp32", policy=policy, verify=False) as engine:
         found = engine.gradients(unequal_batches())
-        visited = {op.unit for op in engine.prepare(Work((1, 1))).ops if op.kind == "BACKWARD"}
+        visited = {op.unit for op in engine.parts.prepare(Work((1, 1))).ops if op.kind == "BACKWARD"}
     assert visited == {3}
     assert max(relative_error(found[name], expected[name]) for name in found) < 1e-6
     assert set(found) == {name for name, p in model.named_parameters() if p.requires_grad}
@@ -82,7 +82,7 @@ def test_fully_frozen_models_are_refused() -> None:
     model = tiny_model()
     loss, _ = stock_gradients(model, unequal_batches())
     with Engine.from_model(model.requires_grad_(False), precision="fp32") as engine:
-        assert "gradients" not in {owner for _, owner in engine.memory_table()}
+        assert "gradients" not in {owner for _, owner in engine.diagnostics.memory_table()}
         assert engine.evaluate(unequal_batches()) == pytest.approx(loss, rel=1e-6)
         with pytest.raises(ModelError, match="every parameter is frozen"):
             engine.step(unequal_batches())
@@ -94,9 +94,9 @@ def test_a_whole_layer_can_be_frozen() -> None:
     with Engine.from_model(model, "sim:2", "bf16") as engine:
         for _ in range(3):
             engine.step(unequal_batches())
-        assert set(engine.applied_updates().values()) == {0, 2}
-        engine.flush()
-        assert engine.applied_updates()["model.layers.1"] == 3
+        assert set(engine.diagnostics.applied_updates().values()) == {0, 2}
+        engine.weights.flush()
+        assert engine.diagnostics.applied_updates()["model.layers.1"] == 3
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim:4"])
@@ -235,7 +235,7 @@ def test_an_interrupt_while_waiting_lets_the_step_finish(monkeypatch: pytest.Mon
         with pytest.raises(KeyboardInterrupt):
             engine.step(unequal_batches())
         monkeypatch.undo()
-        assert engine._pool.leases == 0
+        assert engine.parts.pool.leases == 0
         found = (engine.evaluate(unequal_batches()), engine.master_weights())
     with Engine.from_model(tiny_model(), optimizer=AdamW(lr=1e-2)) as engine:
         engine.step(unequal_batches())
@@ -249,14 +249,14 @@ def test_schedules_are_cached_by_number_of_micro_batches() -> None:
         for length in range(4, 20):
             engine.step([batch(1, length, length), batch(2, length + 1, length)])
             engine.evaluate([batch(1, length, 0)])
-        assert len(engine._schedules.known) <= 6
+        assert len(engine.parts.schedules.known) <= 6
 
 
 def test_the_reported_policy_is_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine.from_model(tiny_model()) as engine:
-        engine._schedules.__dict__["_memory_for_activations"] = 3_000_000
+        engine.parts.schedules.__dict__["_memory_for_activations"] = 3_000_000
         for rows, plan in ((1, "keep"), (40, "recompute"), (1, "keep")):
-            engine.prepare(Work((rows * 60,)))
+            engine.parts.prepare(Work((rows * 60,)))
             assert engine.policy.activations == plan
             engine.step([batch(rows, 60, 0)])
             assert engine.policy.activations == plan
@@ -278,7 +278,12 @@ def test_closing_an_engine_stops_its_threads_and_nothing_else() -> None:
 def test_a_closed_engine_refuses_every_call_clearly() -> None:
     engine = Engine.from_model(tiny_model())
     engine.close()
-    for call in (engine.master_weights, engine.flush, lambda: engine.save_pretrained("x"), lambda: engine.step([])):
+    for call in (
+        engine.master_weights,
+        engine.weights.flush,
+        lambda: engine.save_pretrained("x"),
+        lambda: engine.step([]),
+    ):
         with pytest.raises(DeviceError, match="the engine is closed"):
             call()
 
@@ -315,11 +320,11 @@ def test_single_weights_are_set_exactly_and_others_are_refused() -> None:
     with Engine.from_model(tiny_model(), verify=False) as engine:
         engine.step([batch(2, 8, 0)])
         before, value = engine.master_weights(), torch.randn(32)
-        engine.set_weights({"model.norm.weight": value})
+        engine.weights.update({"model.norm.weight": value})
         assert equal(engine.master_weights(), {**before, "model.norm.weight": value})
         for odd in ({"model.norm.weight": torch.zeros(31)}, {"model.norm.wight": value}):
             with pytest.raises(ModelError, match=r"has no parameter model\.norm\.we?ight of shape"):
-                engine.set_weights({"lm_head.weight": torch.zeros(96, 32), **odd})
+                engine.weights.update({"lm_head.weight": torch.zeros(96, 32), **odd})
         assert engine.master_weights()["lm_head.weight"].any()
 
 
@@ -355,14 +360,14 @@ def test_weights_can_be_viewed_in_place(placement: Placement, tmp_path: Path) ->
     policy = Policy(shares_memory=placement == Placement(), placements=(placement,) * 5)
     with Engine.from_model(model, device, "fp32", policy=policy, verify=False, disk=[tmp_path]) as engine:
         engine.step([batch(2, 8, 0)])
-        view = engine.weight_view("lm_head.weight")
+        view = engine.weights.view("lm_head.weight")
         if placement != Placement():
             assert view is None
             return
         assert view is not None
-        assert torch.equal(view, engine.master("lm_head.weight"))
+        assert torch.equal(view, engine.weights["lm_head.weight"])
         view.zero_()
-        assert not engine.master("lm_head.weight").any()
+        assert not engine.weights["lm_head.weight"].any()
 
 
 def test_state_torn_by_an_interrupted_step_is_refused() -> None:
@@ -375,7 +380,7 @@ def test_state_torn_by_an_interrupted_step_is_refused() -> None:
         device.faults.append(Fault("raise", "BACKWARD u2 m0"))
         with pytest.raises(DeviceError, match="BACKWARD u2 m0"):
             engine.step(unequal_batches())
-        counts = set(engine.applied_updates().values())
+        counts = set(engine.diagnostics.applied_updates().values())
         if counts == {1}:
             pytest.skip("the adversary had updated nothing yet")
         with pytest.raises(NonFinite, match="has updated only these units"):

@@ -70,7 +70,7 @@ def test_a_saved_adapter_loads_in_peft_and_resumes(base: Path, method: str, tmp_
     with Engine.from_model(model, precision="fp32", verify=False) as engine:
         engine.step(unequal_batches(), lr=1e-2)
         ours = engine.logits({"input_ids": IDS})
-        folder, weights = engine.save_adapter(tmp_path / "adapter"), engine.master_weights()
+        folder, weights = engine.save_pretrained(tmp_path / "adapter"), engine.master_weights()
     assert sorted(path.name for path in folder.iterdir()) == [
         "README.md",
         "adapter_config.json",
@@ -95,14 +95,14 @@ def test_the_adapter_file_equals_pefts_bit_for_bit(base: Path, tmp_path: Path) -
 def test_an_adapter_folder_loads_its_base_and_adapter(base: Path, tmp_path: Path) -> None:
     with Engine.from_pretrained(base, adapter=config_of("lora"), verify=False) as engine:
         engine.step(unequal_batches())
-        folder, weights = engine.save_adapter(tmp_path / "adapter"), engine.master_weights()
+        folder, weights = engine.save_pretrained(tmp_path / "adapter"), engine.master_weights()
     with Engine.from_pretrained(folder, verify=False) as engine:
         assert equal(engine.master_weights(), weights)
 
 
 def test_an_adapter_of_another_model_is_refused(base: Path, tmp_path: Path) -> None:
     with Engine.from_pretrained(base, adapter=config_of("lora"), verify=False) as engine:
-        folder = engine.save_adapter(tmp_path / "adapter")
+        folder = engine.save_pretrained(tmp_path / "adapter")
     tiny_model("llama", hidden_size=64, intermediate_size=96).save_pretrained(tmp_path / "other")
     with pytest.raises(ModelError, match=r"adapter: .*size mismatch"):
         Engine.from_pretrained(tmp_path / "other", adapter=folder)
@@ -128,7 +128,7 @@ def test_an_engine_without_an_adapter_has_none_to_save(tmp_path: Path) -> None:
         Engine.from_model(tiny_model(), verify=False) as engine,
         pytest.raises(ModelError, match="has no adapter; call save_pretrained"),
     ):
-        engine.save_adapter(tmp_path / "adapter")
+        engine.save_pretrained(tmp_path / "adapter")
 
 
 @pytest.mark.few(4)
@@ -149,7 +149,7 @@ def test_biases_and_experts_are_merged_too(tmp_path: Path) -> None:
         with Engine.from_pretrained(tmp_path / family, adapter=config_of("lora", **changes), verify=False) as engine:
             for _ in range(3):
                 engine.step(unequal_batches(), lr=1e-1)
-            folder = engine.save_adapter(tmp_path / f"{family}-adapter")
+            folder = engine.save_pretrained(tmp_path / f"{family}-adapter")
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / family)
         expected = dict(peft.PeftModel.from_pretrained(loaded, str(folder)).merge_and_unload().named_parameters())
         assert not equal(expected, dict(AutoModelForCausalLM.from_pretrained(tmp_path / family).named_parameters()))
@@ -183,7 +183,7 @@ def test_merge_is_accepted_only_with_an_adapter(base: Path, tmp_path: Path) -> N
     with pytest.raises(ExportError, match="is not an adapter, so there is nothing to merge"):
         run_export(str(base), tmp_path / "merged", merge=True)
     with Engine.from_pretrained(base, adapter=config_of("lora"), verify=False) as engine:
-        folder = engine.save_adapter(tmp_path / "adapter")
+        folder = engine.save_pretrained(tmp_path / "adapter")
     with pytest.raises(ExportError, match="is an adapter; add --merge"):
         run_export(str(folder), tmp_path / "merged")
 
@@ -225,11 +225,11 @@ def test_an_adapter_checkpoint_requires_its_own_base(base: Path, tmp_path: Path)
         Engine.from_checkpoint(folder, verify=False)
     with Engine.from_pretrained(base, adapter=config_of("lora"), verify=False) as engine:
         engine.step(unequal_batches(), lr=1e-2)
-        before, applied = state_of(engine), engine.applied_updates()
+        before, applied = state_of(engine), engine.diagnostics.applied_updates()
         with pytest.raises(CheckpointError, match="is of an adapter over another base"):
             engine.restore(folder)
         assert equal(state_of(engine), before)
-        assert engine.applied_updates() == applied
+        assert engine.diagnostics.applied_updates() == applied
 
 
 def test_no_module_imports_peft_at_import_time() -> None:

@@ -73,7 +73,7 @@ def test_scores_that_a_cpu_alone_makes_are_counted_there_alone(kind: str, change
     assert found == pytest.approx(kept_by_the_stock_layer(model, 1, 24), rel=0.02)
     if kind == "gpt2":  # an engine measures the layers anew
         with Engine.from_model(model, "cpu", precision="fp32", verify=False) as engine:
-            assert engine.spec == on_a_cpu
+            assert engine.parts.ported.spec == on_a_cpu
 
 
 @pytest.mark.few(1)
@@ -222,10 +222,10 @@ def test_an_engine_with_a_given_policy_measures_nothing(monkeypatch: pytest.Monk
     with Engine.from_model(tiny_model(), "cpu", "fp32", policy=policy) as engine:
         engine.step([batch(1, 8, 0)])
         assert len(measured) == 0
-        assert engine.structure.units[1].params == engine.spec.units[1].params
+        assert engine.structure.units[1].params == engine.parts.ported.spec.units[1].params
         kinds = len(measured)
         assert kinds > 0
-        assert engine.spec.units[1].profile.graph.per_token > 0
+        assert engine.parts.ported.spec.units[1].profile.graph.per_token > 0
         engine.step([batch(1, 8, 0)])
         assert len(measured) == kinds
 
@@ -239,7 +239,7 @@ def test_measuring_between_steps_changes_no_bit() -> None:
         with Engine.from_model(model, "cpu", "fp32", policy=policy, verify=False) as engine:
             losses = [engine.step([batch(2, 8, 0)]).loss]
             before = torch.get_rng_state()
-            assert not asks or engine.spec.units[1].profile.graph.per_token > 0
+            assert not asks or engine.parts.ported.spec.units[1].profile.graph.per_token > 0
             assert torch.equal(before, torch.get_rng_state())
             losses.append(engine.step([batch(2, 8, 1)]).loss)
         found.append(losses)

@@ -98,7 +98,7 @@ def test_weights_stay_released_and_gradients_are_equal(family: str) -> None:
         expected = made.gradients(batches)
     with Engine.from_model(tiny_model(family), "sim:3", "fp32", AdamW(), policy=Policy(), verify=False) as made:
         found = made.gradients(batches)
-        ops = next(iter(made._schedules.known.values())).ops
+        ops = next(iter(made.parts.schedules.known.values())).ops
     assert equal(found, expected)
     assert all(access.content != Weights(0) for op in ops if op.name.startswith("BACKWARD u0") for access in op.reads)
     assert len({i for i, op in enumerate(ops) if op.name.startswith("FETCH u0 s0")}) == 1

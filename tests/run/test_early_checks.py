@@ -196,5 +196,5 @@ def test_the_room_for_an_adapter_is_what_peft_writes(tmp_path: Path, changes: di
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     config = configuration(tmp_path, output={"folder": str(tmp_path / "run"), "precision": "fp32"})
     with Engine.from_model(model, "cpu", precision="fp32", verify=False) as engine:
-        room = disk_space.model_nbytes(config, engine._ported)
+        room = disk_space.model_nbytes(config, engine.parts.ported)
     assert room == sum(tensor.nbytes for tensor in tensors.values())

@@ -146,10 +146,12 @@ def test_the_final_check_is_skipped_with_a_message_without_memory(
 def test_memory_left_is_free_memory_within_the_budget() -> None:
     budget = 1 << 20
     with Engine.from_model(tiny_model(), "cpu", "fp32", limits=Limits(host_nbytes=budget), verify=False) as engine:
-        held = sum(nbytes for (tier, _), nbytes in engine.memory_table().items() if tier in ("host", "device"))
-        assert engine.host_nbytes_left() == budget - held
+        held = sum(
+            nbytes for (tier, _), nbytes in engine.diagnostics.memory_table().items() if tier in ("host", "device")
+        )
+        assert engine.diagnostics.host_nbytes_left() == budget - held
     with Engine.from_model(tiny_model(), "cpu", "fp32", verify=False) as engine:
-        assert engine.host_nbytes_left() > budget
+        assert engine.diagnostics.host_nbytes_left() > budget
 
 
 class _Says:

@@ -127,7 +127,7 @@ def test_plans_reserve_exactly_what_saves_need(tmp_path: Path, precision: Precis
         how = Policy(shares_memory=device == "cpu", placements=(SPLITS[split],) * 5)
         with Engine.from_model(tiny_model(), device, precision, policy=how, verify=False, disk=[tmp_path]) as engine:
             engine.saver.reserve()
-            assert engine.memory_table().get(("host", "checkpoint"), 0) == save_nbytes(
+            assert engine.diagnostics.memory_table().get(("host", "checkpoint"), 0) == save_nbytes(
                 engine.structure, engine.numerics, how
             )
 

@@ -109,7 +109,7 @@ def test_step_times_reach_the_replanner(tmp_path: Path, monkeypatch: pytest.Monk
     honest = Replanner.__call__
 
     def noted(self: Replanner, step: int) -> object:
-        seen.setdefault(self.engine._device.name, []).append(self.engine.timeline is not None)
+        seen.setdefault(self.engine.parts.device.name, []).append(self.engine.diagnostics.timeline is not None)
         return honest(self, step)
 
     monkeypatch.setattr(Replanner, "__call__", noted)

@@ -173,7 +173,7 @@ def test_an_adapter_that_changes_its_base_begins_and_comes_back_as_pefts(start: 
     with Engine.from_pretrained(tmp_path / "base", adapter=config, precision="fp32", verify=False) as engine:
         assert (engine.logits({"input_ids": IDS}) - fresh).abs().max() < TOLERANCE
         engine.step(unequal_batches(), lr=1e-2)
-        ours, folder = engine.logits({"input_ids": IDS}), engine.save_adapter(tmp_path / "adapter")
+        ours, folder = engine.logits({"input_ids": IDS}), engine.save_pretrained(tmp_path / "adapter")
     again = peft.PeftModel.from_pretrained(stock(tmp_path / "base"), str(folder))
     assert (logits_of(again) - ours).abs().max() < TOLERANCE
     assert (loaded(tmp_path / "base", folder) - ours).abs().max() < TOLERANCE

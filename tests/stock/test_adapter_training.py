@@ -126,7 +126,7 @@ def assert_trains_as_stock(
         with begun[begin]() as engine:
             assert our_losses(engine) == near(expected)
             checkpoint = engine.save(tmp_path / f"{begin}-checkpoint").wait()
-            saved.append(engine.save_adapter(tmp_path / begin))
+            saved.append(engine.save_pretrained(tmp_path / begin))
             logits = engine.logits({"input_ids": IDS})
             then = our_losses(engine, 1)
             engine.restore(checkpoint)
@@ -139,7 +139,7 @@ def assert_trains_as_stock(
     for each in saved:
         with Engine.from_pretrained(folder, adapter=each, **OPTIONS) as engine:
             assert our_losses(engine) == near(expected)
-            assert shapes_in(engine.save_adapter(tmp_path / "again")) == shapes_in(each)
+            assert shapes_in(engine.save_pretrained(tmp_path / "again")) == shapes_in(each)
 
 
 TIED = {"ensure_weight_tying": True}
@@ -230,7 +230,7 @@ def test_new_rows_are_saved_of_the_end_that_is_not_adapted_too(case: str, base: 
     folder, config = base("qwen3"), config_of("qwen3", **RESIZED_AND_ADAPTED[case])
     with Engine.from_model(fresh(folder, config, RESIZED), **OPTIONS) as engine:
         engine.step(BATCHES)
-        saved, logits = engine.save_adapter(tmp_path / "adapter"), engine.logits({"input_ids": IDS})
+        saved, logits = engine.save_pretrained(tmp_path / "adapter"), engine.logits({"input_ids": IDS})
         then = our_losses(engine, 1)
     again = AutoModelForCausalLM.from_pretrained(folder)
     again.resize_token_embeddings(RESIZED)  # other new rows than before
@@ -269,7 +269,7 @@ def test_a_frozen_embedding_in_bfloat16_is_saved_as_it_was_held(case: str, base:
     folder, config = base(family), config_of(family, **fields)
     with Engine.from_model(fresh(folder, config, vocabulary), precision="bf16", verify=False) as engine:
         engine.step(BATCHES)
-        saved, checkpoint = engine.save_adapter(tmp_path / "adapter"), engine.save(tmp_path / "checkpoints").wait()
+        saved, checkpoint = engine.save_pretrained(tmp_path / "adapter"), engine.save(tmp_path / "checkpoints").wait()
         then = our_losses(engine, 2)
     assert shapes_in(saved) == shapes_in(checkpoint)
     with Engine.from_checkpoint(checkpoint, verify=False) as engine:
@@ -414,7 +414,7 @@ def test_any_combination_is_refused_at_the_start_or_trains_and_is_saved_as_in_pe
     with engine:
         assert our_losses(engine) == near(expected)
         engine.save(tmp_path / "checkpoint").wait()
-        saved, logits = engine.save_adapter(tmp_path / "ours"), engine.logits({"input_ids": IDS})
+        saved, logits = engine.save_pretrained(tmp_path / "ours"), engine.logits({"input_ids": IDS})
     assert shapes_in(tmp_path / "stock").items() <= shapes_in(saved).items()
     try:
         again = logits_of(read(folder, saved, vocabulary))

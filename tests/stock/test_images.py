@@ -150,7 +150,7 @@ def test_text_alone_reads_the_embedding_once() -> None:
     """What only images need is not fetched for text; one rank's image is fetched for on all."""
 
     def reads(engine: Engine, work: Work) -> bool:
-        ops = engine._schedules.get("step", work).ops
+        ops = engine.parts.schedules.get("step", work).ops
         return any(each.content == Weights(0) for op in ops if op.name.startswith("BACKWARD u0") for each in op.reads)
 
     with made(image_model("llava"), "sim:3") as engine:

@@ -78,7 +78,7 @@ def losses_of(trainer: Any) -> list[float]:
 
 
 def largest_difference(engine: Engine, model: Any) -> float:
-    ours = {name: engine.master(name) for name, _ in model.named_parameters()}
+    ours = {name: engine.weights[name] for name, _ in model.named_parameters()}
     return float(max((ours[name] - each.detach()).abs().max() for name, each in model.named_parameters()))
 
 
@@ -91,7 +91,7 @@ def test_a_trainers_next_steps_are_ours(family: str, tmp_path: Path) -> None:
         assert engine.steps == DONE
         assert engine.optimizer.lr == pytest.approx(rates[0])
         ours = [engine.step([batch], lr=rate).loss for batch, rate in zip(batches()[DONE:], rates, strict=True)]
-        engine.flush()
+        engine.weights.flush()
         assert ours == pytest.approx(losses_of(trainer)[DONE:], abs=1e-6)
         assert largest_difference(engine, trainer.model) < 1e-6
 
@@ -251,7 +251,7 @@ def test_the_next_steps_of_plain_torch_are_ours(kind: str, tmp_path: Path) -> No
     with taken(tmp_path / "there") as engine:
         assert (engine.steps, engine.optimizer.weight_decay) == (DONE, 0.1)
         ours = [engine.step([batch]).loss for batch in batches()[DONE:]]
-        engine.flush()
+        engine.weights.flush()
         assert ours == pytest.approx(steps(model, optimizer, batches()[DONE:]), abs=1e-6)
         assert largest_difference(engine, model) < 1e-6
 
@@ -304,7 +304,7 @@ def test_groups_are_recognised(how: dict[str, bool], there: Callable[..., Path])
             "together" in how,
         }
         engine.step(batches()[DONE : DONE + 1])
-        engine.flush()
+        engine.weights.flush()
         steps(model, optimizer, batches()[DONE : DONE + 1])
         assert largest_difference(engine, model) < 1e-6
 
@@ -326,8 +326,8 @@ def test_an_engine_takes_over_in_place(kind: str, there: Callable[..., Path]) ->
             assert engine.steps == DONE
             for each in (engine, other):
                 each.step(batches()[DONE : DONE + 1])
-                each.flush()
-            assert all(torch.equal(engine.master(name), other.master(name)) for name in other.master_weights())
+                each.weights.flush()
+            assert all(torch.equal(engine.weights[name], other.weights[name]) for name in other.master_weights())
 
 
 def test_a_streamed_trainer_resumes_from_a_stock_trainers_checkpoint(tmp_path: Path) -> None:
@@ -382,7 +382,7 @@ def test_frozen_parameters_are_counted_out(tmp_path: Path) -> None:
         engine.restore(tmp_path / "there")
         engine.set_optimizer(AdamW(lr=RATE, weight_decay=0.01))
         engine.step(batches()[DONE : DONE + 1])
-        engine.flush()
+        engine.weights.flush()
         steps(model, optimizer, batches()[DONE : DONE + 1])
         assert largest_difference(engine, model) < 1e-6
     with pytest.raises(CheckpointError, match=r"groups of 29 parameters.*freeze what was frozen"):
@@ -618,9 +618,9 @@ def test_two_ranks_next_steps_are_ours(kind: str, tmp_path: Path) -> None:
     for each in folders:
         with taken(each) as engine:
             ours = [engine.step([batch]).loss for batch in batches()[DONE:]]
-            engine.flush()
+            engine.weights.flush()
             assert ours == pytest.approx(theirs[DONE:], abs=1e-6)
-            assert max((engine.master(name) - weights[name]).abs().max() for name in engine.master_weights()) < 1e-6
+            assert max((engine.weights[name] - weights[name]).abs().max() for name in engine.master_weights()) < 1e-6
 
 
 def compare_layouts(real: Path, folder: Path) -> None:

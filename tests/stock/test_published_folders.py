@@ -188,7 +188,7 @@ def test_a_published_type_trains_from_its_folder_is_read_whole_by_its_class_and_
     tokens = torch.tensor([ordinary_tokens(model.config)[:9]])
     how: Any = {"device": "cpu", "precision": "fp32", "policy": Policy(shares_memory=True), "verify": False}
     with Engine.from_pretrained(tmp_path / "published", **how) as engine:
-        assert type(engine._ported.skeleton) is type(model)
+        assert type(engine.parts.ported.skeleton) is type(model)
         engine.step([{"input_ids": tokens, "labels": tokens}])
         folder, weights = engine.save_pretrained(tmp_path / "trained"), engine.master_weights()
         found = engine.generate(tokens, do_sample=False, max_new_tokens=4)

@@ -74,7 +74,7 @@ def twin(kind: str, **fields: Any) -> PreTrainedModel:
 def test_loss_and_gradients_equal_the_stock_model(kind: str) -> None:
     model = twin(kind)
     with make(model, "cpu", Numerics("fp32"), Policy(shares_memory=True)) as engine:
-        sides = engine._streamer.context.spec.sides
+        sides = engine.parts.streamer.context.spec.sides
     assert {side.differentiable for side in sides} == PASSING[kind]
     report = compare(model, make, short_cases(model), [*short_settings(), full_settings()[-1]], 1e-6, enough=1)
     assert report.ok, report.worst
@@ -179,11 +179,11 @@ def test_a_layer_gets_only_side_values_that_its_op_declares() -> None:
     with make(tiny_model("gemma4"), "sim:3", Numerics("fp32"), Policy()) as engine:
         batches = unequal_batches(1)
         engine.gradients(batches)
-        ((key, schedule),) = engine._schedules.known.items()
+        ((key, schedule),) = engine.parts.schedules.known.items()
         index = next(i for i, op in enumerate(schedule.ops) if any(isinstance(a.content, Side) for a in op.reads))
         ops, op = list(schedule.ops), schedule.ops[index]
         ops[index] = op._replace(reads=tuple(each for each in op.reads if not isinstance(each.content, Side)))
-        engine._schedules.known[key] = replace(schedule, ops=tuple(ops))
+        engine.parts.schedules.known[key] = replace(schedule, ops=tuple(ops))
         with pytest.raises(MegaTrainError, match="Marker"):
             engine.gradients(batches)
 

@@ -162,7 +162,7 @@ def test_rounds_with_a_tied_head_are_refused_at_the_start() -> None:
 def test_threads_of_the_optimizer_follow_the_policy() -> None:
     with engine("llama", "cpu") as made:
         made.adopt(replace(made.policy, host_threads=2))
-        assert made._sink.threads == 2
+        assert made.parts.sink.threads == 2
 
 
 def test_a_refused_policy_leaves_the_choice_of_activations_open() -> None:
@@ -170,7 +170,7 @@ def test_a_refused_policy_leaves_the_choice_of_activations_open() -> None:
     with engine("llama", "cpu") as made:
         with pytest.raises(PlanError):
             made.adopt(replace(made.policy, activations_by_layer=(("input",),) * 4))
-        assert made._schedules.fits_activations
+        assert made.parts.schedules.fits_activations
 
 
 def test_no_disk_means_none_even_with_a_folder(tmp_path: Path) -> None:

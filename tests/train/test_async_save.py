@@ -38,7 +38,7 @@ def made(how: Choice, disk: Path, device: str = "cpu", family: str = "llama", **
     clip = None if how.policy.update == "during_backward" else 0.5
     model = tiny_model(family, **{**(DROPOUT if family == "llama" else {}), **changes})
     return Engine.from_model(
-        model, device, None, AdamW(lr=1e-2), clip, how.policy, 4, False, [disk], numerics=how.numerics
+        model, device, None, AdamW(lr=1e-2), clip, how.policy, seed=4, verify=False, disk=[disk], numerics=how.numerics
     )
 
 
@@ -59,14 +59,14 @@ class SlowDisk:
 
     def stand_until_met(self, engine: Engine) -> None:
         """Until an update comes to a unit that has not been written."""
-        honest = engine._sink.before_update
+        honest = engine.parts.sink.before_update
 
         def noted(unit: int) -> None:
             if unit in engine.saver._unwritten:
                 self.met.set()
             honest(unit)
 
-        engine._sink.before_update = noted
+        engine.parts.sink.before_update = noted
         self.waits.set()
 
 
@@ -130,7 +130,7 @@ def test_async_saves_write_the_state_of_their_step(
 def test_without_the_save_wait_state_would_be_torn(tmp_path: Path, slow_disk: SlowDisk) -> None:
     """The test above can fail."""
     with made(chosen(shares_memory=True), tmp_path) as engine:
-        engine._sink.before_update = lambda unit: None
+        engine.parts.sink.before_update = lambda unit: None
         steps(engine, 2)
         quiet = engine.save(tmp_path / "quiet").wait()
         under_way = engine.save(tmp_path / "busy")
@@ -143,9 +143,9 @@ def test_without_the_save_wait_state_would_be_torn(tmp_path: Path, slow_disk: Sl
 def test_memory_for_a_save_is_one_unit_in_float32(precision: Precision, tmp_path: Path) -> None:
     for placements, words in ((HOMES["host"], 1 if precision == "bf16" else 0), (HOMES["disk"], 3)):
         with made(chosen(precision, shares_memory=True, placements=placements), tmp_path) as engine:
-            before = engine.memory_table()
+            before = engine.diagnostics.memory_table()
             engine.save(tmp_path / "run").wait()
-            after = engine.memory_table()
+            after = engine.diagnostics.memory_table()
         largest = max(unit.numel for unit in engine.structure.units)
         added = {owner: nbytes for owner, nbytes in after.items() if before.get(owner) != nbytes}
         if precision == "fp32" and not placements:
@@ -197,11 +197,11 @@ def test_any_policy_and_tiers_resume_to_the_same_bits(
     how = chosen(precision, placements=HOMES[placements], **fields)
     options: dict[str, Any] = {"numerics": how.numerics, "max_grad_norm": 0.5, "policy": how.policy, "disk": [tmp_path]}
     with Engine.from_checkpoint(saved, device=device, verify=False, **options) as engine:
-        engine._ported.skeleton.train()
+        engine.parts.ported.skeleton.train()
         assert engine.steps == 3
         assert steps(engine, 3) == losses
         assert equal(engine.master_weights(), weights)
-        assert set(engine.applied_updates().values()) == {6}
+        assert set(engine.diagnostics.applied_updates().values()) == {6}
 
 
 def test_an_engine_restores_in_place(tmp_path: Path) -> None:
@@ -360,9 +360,9 @@ def test_gradients_do_not_disturb_a_running_save(tmp_path: Path, monkeypatch: py
     with made(how, tmp_path) as engine:
         steps(engine, 1)
         quiet = engine.save(tmp_path / "quiet").wait()
-        disk, came = engine._disk, threading.Event()
+        disk, came = engine.parts.disk, threading.Event()
         assert disk is not None
-        honest_read, honest_write, honest_wait = disk.read, disk.write, engine._sink.before_update
+        honest_read, honest_write, honest_wait = disk.read, disk.write, engine.parts.sink.before_update
 
         def read(name: str, memory: Any) -> None:
             if threading.current_thread().name == "megatrain-save" and name == "disk/moments/0":
@@ -383,7 +383,7 @@ def test_gradients_do_not_disturb_a_running_save(tmp_path: Path, monkeypatch: py
 
         monkeypatch.setattr(disk, "read", read)
         monkeypatch.setattr(disk, "write", write)
-        engine._sink.before_update = wait
+        engine.parts.sink.before_update = wait
         save = engine.save(tmp_path / "busy")
         engine.gradients(unequal_batches(2))
         assert files(save.wait()) == files(quiet)
@@ -392,7 +392,7 @@ def test_gradients_do_not_disturb_a_running_save(tmp_path: Path, monkeypatch: py
 def test_another_model_is_refused_before_anything_is_lost(tmp_path: Path) -> None:
     with made(chosen(shares_memory=True), tmp_path) as other, made(chosen(), tmp_path, "cpu", "llama-tied") as tied:
         for engine, taken in ((tied, other), (other, tied)):
-            saved = open_checkpoint(taken.save(tmp_path / taken.spec.units[-1].params[-1].name).wait())
+            saved = open_checkpoint(taken.save(tmp_path / taken.parts.ported.spec.units[-1].params[-1].name).wait())
             before = engine.step(unequal_batches(2)), engine.master_weights()
             with pytest.raises(CheckpointError, match=r"another model: (only it has|its files lack) lm_head\.weight"):
                 engine.restore(saved)
@@ -405,13 +405,17 @@ def test_moving_state_leaves_memory_for_saves(tmp_path: Path) -> None:
         engine.saver.reserve()
         steps(engine, 1)
         away = chosen(placements=(DEVICE,) * 5).policy
-        budgets = engine._pool.ledger.budgets
-        budgets["host"] = engine._pool.ledger.nbytes("host")
-        state = sum(n for (tier, owner), n in engine.memory_table().items() if tier == "host" and owner != "checkpoint")
-        needed = max(engine._store.layouts[unit].size for unit in range(5)) * 12
+        budgets = engine.parts.pool.ledger.budgets
+        budgets["host"] = engine.parts.pool.ledger.nbytes("host")
+        state = sum(
+            n
+            for (tier, owner), n in engine.diagnostics.memory_table().items()
+            if tier == "host" and owner != "checkpoint"
+        )
+        needed = max(engine.parts.store.layouts[unit].size for unit in range(5)) * 12
         assert needed < state
         engine.adopt(away)
-        assert engine.memory_table()["host", "checkpoint"] == needed
+        assert engine.diagnostics.memory_table()["host", "checkpoint"] == needed
         expected = steps(engine, 1)
         engine.adopt(chosen().policy)
         budgets["host"] = needed - 1

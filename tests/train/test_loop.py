@@ -60,6 +60,10 @@ class FakeEngine:
             raise NonFinite("the gradient is not finite", where="layer 2", parameters=self.damaged)
         return Output(loss=5.0 / len(self.seen))
 
+    @property
+    def diagnostics(self) -> FakeEngine:
+        return self
+
     def step_flops(self, micro_batches: Sequence[Mapping[str, Any]]) -> float:
         return 60.0
 

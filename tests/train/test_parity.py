@@ -42,7 +42,7 @@ def wrong(change: Callable[[PortedModel], None]) -> MakeEngine:
 
     def made(model: PreTrainedModel, device: str, numerics: Numerics, policy: Policy) -> Engine:
         engine = make(model, device, numerics, policy)
-        change(engine._ported)
+        change(engine.parts.ported)
         return engine
 
     return made

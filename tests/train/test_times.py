@@ -25,15 +25,15 @@ def test_times_are_recorded_only_on_request() -> None:
     device = Untimed()
     with Engine.from_model(tiny_model(), device, verify=False) as engine:
         engine.step(unequal_batches())
-        assert engine.timeline is None
-        engine.record_timeline = True
+        assert engine.diagnostics.timeline is None
+        engine.diagnostics.record_timeline = True
         engine.step(unequal_batches())
-        assert engine.timeline is not None
+        assert engine.diagnostics.timeline is not None
         engine.evaluate(unequal_batches())
         assert not device.timed, "only steps are asked for"
-        engine.record_timeline = False
+        engine.diagnostics.record_timeline = False
         engine.step(unequal_batches())
-        assert engine.timeline is None
+        assert engine.diagnostics.timeline is None
 
 
 @pytest.mark.parametrize("make", [CpuDevice, Untimed])
@@ -41,12 +41,12 @@ def test_a_finished_trace_changes_nothing(make: type[CpuDevice], tmp_path: Path)
     device = make()
     before = device.timed
     with Engine.from_model(tiny_model(), device, verify=False) as engine:
-        engine.trace(tmp_path / "trace.json", steps=1)
+        engine.diagnostics.trace(tmp_path / "trace.json", steps=1)
         for _ in range(3):
             engine.step(unequal_batches())
         assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
         assert device.timed == before
-        assert (engine.timeline is not None) == before
+        assert (engine.diagnostics.timeline is not None) == before
 
 
 def test_a_step_that_fails_leaves_the_device_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,8 +55,8 @@ def test_a_step_that_fails_leaves_the_device_as_it_was(monkeypatch: pytest.Monke
 
     device = Untimed()
     with Engine.from_model(tiny_model(), device, verify=False) as engine:
-        engine.record_timeline = True
-        monkeypatch.setattr(engine._sink, "norm", failing)
+        engine.diagnostics.record_timeline = True
+        monkeypatch.setattr(engine.parts.sink, "norm", failing)
         with pytest.raises(NonFinite):
             engine.step(unequal_batches())
         assert not device.timed

@@ -95,9 +95,9 @@ def test_relevant_changes_require_another_verification(
 def test_failed_verifications_are_not_cached(make: Counting, tmp_path: Path) -> None:
     def wrong(model: PreTrainedModel, device: str, numerics: Numerics, policy: Policy) -> Engine:
         engine = make(model, device, numerics, policy)
-        engine._ported.templates.reverse()
-        engine._ported.skeleton.config.rms_norm_eps = 1.0
-        next(m for m in engine._ported.skeleton.modules() if hasattr(m, "variance_epsilon")).variance_epsilon = 1.0
+        engine.parts.ported.templates.reverse()
+        engine.parts.ported.skeleton.config.rms_norm_eps = 1.0
+        next(m for m in engine.parts.ported.skeleton.modules() if hasattr(m, "variance_epsilon")).variance_epsilon = 1.0
         return engine
 
     for _ in range(2):
