@@ -10,7 +10,7 @@ prologue. No model is known by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +22,6 @@ from torch.func import functional_call
 from megatrain.errors import ModelError
 from megatrain.model.between_layers import PrologueDone, is_same
 from megatrain.model.mapped_tensors import lazy_zeros
-from megatrain.model.masks import NotTaken, captured
 from megatrain.model.peak import SkipLargeProducts
 from megatrain.model.ports import (
     Call,
@@ -196,18 +195,20 @@ def stream_encoder(ported: PortedModel, row: Mapping[str, Tensor], values: int) 
     row: arguments of the model's forward, int64[1, tokens] among them. values: its floating-point values besides text
     (`image_rows.values_of`).
     """
-    rows = {name: torch.cat([each, each]) for name, each in row.items()}  # an encoder may run once for each row
+    with portable_attention(ported.skeleton), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
+        rows = {name: torch.cat([each, each]) for name, each in row.items()}  # an encoder may run once for each row
+        _find_encoder(ported, rows, 2 * values)
+
+
+def _find_encoder(ported: PortedModel, rows: Mapping[str, Tensor], values: int) -> None:
     lists = layer_lists(ported.skeleton, ported.stack)
-    try:
-        with SkipLargeProducts():  # type: ignore[no-untyped-call]
-            captured(ported, rows)  # at its first run the library puts its hooks on the layers
-    except NotTaken:
-        return
     for name in sorted(lists, key=lambda name: -sum(p.numel() for p in lists[name].parameters())):
         layers = list(lists[name].children())
-        structure = _tried(ported, EncoderStack(name, layers), rows, 2 * values)
+        if not layers or not _reaches(ported, layers[0], rows):
+            continue
+        structure = _tried(ported, EncoderStack(name, layers), rows, values)
         if isinstance(structure, _Fewer):
-            structure = _tried(ported, EncoderStack(name, layers[: structure.args[0]]), rows, 2 * values)
+            structure = _tried(ported, EncoderStack(name, layers[: structure.args[0]]), rows, values)
         if isinstance(structure, ModelSpec) and ported.encoder is not None:
             ported.structure = structure.with_in_files(ported.in_files.files.keys())
             streamed = {id(layer) for layer in ported.encoder.templates}
@@ -215,6 +216,23 @@ def stream_encoder(ported: PortedModel, row: Mapping[str, Tensor], values: int) 
             ported.profiled = None
             ported.remember_recomputed()
             return
+
+
+def _reaches(ported: PortedModel, layer: nn.Module, rows: Mapping[str, Tensor]) -> bool:
+    """Whether the rows go through an encoder's layer. By then, the library has put its hooks on all of them."""
+
+    def stop(*_: Any) -> None:
+        raise PrologueDone
+
+    handle, capture = layer.register_forward_pre_hook(stop), Capture(len(ported.ports))
+    try:
+        with torch.no_grad(), SkipLargeProducts():  # type: ignore[no-untyped-call]
+            ported.run(capture, ported.placeholders, rows)
+    except Exception:  # of foreign code
+        return False
+    finally:
+        handle.remove()
+    return capture.hidden is None
 
 
 def _tried(
@@ -225,8 +243,7 @@ def _tried(
     ported.placeholders = {name: each for name, each in before.items() if not name.startswith(prefixes)}
     _put(ported, encoder, encoder)
     try:
-        with portable_attention(ported.skeleton), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
-            return _with_encoder(ported, encoder, rows, values)
+        return _with_encoder(ported, encoder, rows, values)
     except Exception as error:  # whatever foreign code raises: the encoder stays where it is, and is exact there
         ported.placeholders = before
         _put(ported, encoder, None)
@@ -244,15 +261,15 @@ def _with_encoder(ported: PortedModel, encoder: EncoderStack, rows: Mapping[str,
     """The structure with the encoder's units. Raises `_Unlike`, or what the model's code raises."""
     structure, layers = ported.structure, len(encoder.ports)
     leaves = {name: zero.detach().requires_grad_() for name, zero in ported.placeholders.items()}
-    look, capture = _Look(encoder), Capture(len(ported.ports))
-    with torch.enable_grad(), SkipLargeProducts(), encoder.playing(look):  # type: ignore[no-untyped-call]
+    look, capture, shown = _Look(encoder), Capture(len(ported.ports)), Uses(_refuse_hidden_reads(leaves))
+    with torch.enable_grad(), SkipLargeProducts(), shown, encoder.playing(look):  # type: ignore[no-untyped-call]
         ported.run(Stop(), leaves, rows)
     if look.hidden is None:
         raise _Unlike
     look.check()
     given = torch.zeros(look.hidden.shape, dtype=look.hidden.dtype, requires_grad=True)
     handed = _Traced(layers, {layers - 1: given})
-    with torch.enable_grad(), SkipLargeProducts(), encoder.playing(handed):  # type: ignore[no-untyped-call]
+    with torch.enable_grad(), SkipLargeProducts(), shown, encoder.playing(handed):  # type: ignore[no-untyped-call]
         ported.run(capture, leaves, rows)
     handed.check()
     if capture.hidden is None or not capture.each_once:
@@ -272,7 +289,6 @@ def _with_encoder(ported: PortedModel, encoder: EncoderStack, rows: Mapping[str,
     params = structure.units[0].params
     if behind & before or not {*encoder.start} <= {param.name for param in params}:
         raise _Unlike
-    _refuse_other_reads(ported, encoder, rows, given.detach())
     first = tuple(replace(param, held=TO_THE_END) for param in params if param.name in encoder.start)
     units = [UnitSpec(f"{encoder.name} input", "layer", first)]
     units += _layer_specs(encoder, look, {param.name: param for param in params})
@@ -335,23 +351,16 @@ class _Traced(Handed):
         return self.leaves[-1]
 
 
-def _refuse_other_reads(
-    ported: PortedModel, encoder: EncoderStack, rows: Mapping[str, Tensor], encoded: Tensor
-) -> None:
-    """Raise `_Unlike` if a part reads parameters of the other, which a graph does not show where gradients are off."""
-    zeros, capture = ported.placeholders, Capture(len(ported.ports))
-    nothing = {name: torch.full((), torch.nan, dtype=each.dtype).expand(each.shape) for name, each in zeros.items()}
-    places = (len(encoder.ports) - 1, *encoder.taps)
-    begun, handed = Begun(len(encoder.ports)), Handed(len(encoder.ports), dict.fromkeys(places, encoded))
-    with torch.no_grad():
-        with encoder.playing(begun):
-            ported.run(Stop(), {**nothing, **{name: zeros[name] for name in encoder.start}}, rows)
-        with encoder.playing(handed):
-            ported.run(capture, {**zeros, **{name: nothing[name] for name in encoder.start}}, rows)
-    calls = [*begun.calls, *capture.calls]
-    for each in (begun.hidden, capture.hidden, *(tensor for call in calls for tensor in call.tensors())):
-        if each is None or bool(each.isnan().any()):
+def _refuse_hidden_reads(leaves: Mapping[str, Tensor]) -> Callable[[Any, Sequence[Tensor]], None]:
+    """For `Uses`: raises `_Unlike` where a parameter is read that the graph will not show."""
+    memory = {leaf.untyped_storage().data_ptr() for leaf in leaves.values()}
+
+    def reading(_: Any, tensors: Sequence[Tensor]) -> None:
+        shown = torch.is_grad_enabled()
+        if any(not (shown and each.requires_grad) and each.untyped_storage().data_ptr() in memory for each in tensors):
             raise _Unlike
+
+    return reading
 
 
 def _layer_specs(encoder: EncoderStack, look: _Look, known: Mapping[str, ParamSpec]) -> list[UnitSpec]:

@@ -263,7 +263,8 @@ def losses(
 
     numbers = [{"number": number} for number in range(12)]
     arguments = TrainingArguments(**usual)
-    more: dict[str, Any] = {} if trainer is Trainer else {"engine_options": {"verify": False}}
+    options = {"verify": False, "image_row": image_batch(kind, 0)}  # so that the encoder is streamed
+    more: dict[str, Any] = {} if trainer is Trainer else {"engine_options": options}
     made = trainer(
         image_model(kind),
         arguments,
