@@ -1,6 +1,6 @@
 """Measures memory and time that all before the first layer needs for rows with images, by running it on zeros.
 
-The encoder of images runs in the prologue, and its activations may exceed all others. How many there are depends on
+An encoder of images runs in the prologue or before it, and its activations may exceed all others. How many depends on
 what a row brings, so the row is given: the largest of the data, or one full of images. It runs forward, and forward and
 backward, alone and twice in a micro-batch. From that, bytes are fitted as a constant and a part per value: the number
 of floating-point values that a row has besides text. So they are right for rows like the one given, however many.

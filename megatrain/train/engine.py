@@ -42,7 +42,7 @@ from megatrain.model import (
 )
 from megatrain.model.skeleton import on_the_cpu
 from megatrain.optim import AdamW, warm_up
-from megatrain.spec import ModelSpec, Numerics, Policy, Precision, Work
+from megatrain.spec import ModelSpec, Numerics, Policy, Precision
 from megatrain.spec.validate_fields import checked
 from megatrain.train.async_save import Save
 from megatrain.train.diagnostics import Diagnostics
@@ -60,7 +60,7 @@ from megatrain.train.options import (
     world_of,
 )
 from megatrain.train.parity import NOT_ASKED, short_check
-from megatrain.train.parts import Parts
+from megatrain.train.parts import Parts, work_of
 from megatrain.train.restore import (
     NewMoments,
     as_saved,
@@ -379,7 +379,7 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         check_inputs(self.structure, {"labels": inputs.get("input_ids"), **inputs}, "logits")
         check_arguments(self.parts.ported.arguments, inputs, (), "logits")
         self.parts.settle()
-        schedule = self.parts.schedules.get("forward", Work((inputs["input_ids"].numel(),)))
+        schedule = self.parts.schedules.get("forward", work_of(inputs))
         with self.parts.ported.evaluation_mode():
             return self.parts.streamer.next_logits(schedule, model_entries(inputs), logits_to_keep=0)
 
@@ -406,7 +406,7 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         self.parts.settle()
 
         def last_logits(inputs: Mapping[str, Any], kept: int) -> Tensor:
-            schedule = self.parts.schedules.get("forward", Work((inputs["input_ids"].numel(),)))
+            schedule = self.parts.schedules.get("forward", work_of(inputs))
             return self.world.of_first(self.parts.streamer.next_logits(schedule, inputs, kept))
 
         # The library's own work uses the stream that fills the cache, so neither frees what the other still reads.

@@ -7,7 +7,7 @@ diagnostics and tests do, finds everything here. Nothing here takes a turn (`one
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,6 +34,12 @@ from megatrain.train.optimizer_sink import OptimizerSink
 from megatrain.train.options import EngineOptions, disk_of, files_of, limits_of, numerics_of, optimizer_of, policy_of
 from megatrain.train.restore import NewMoments, facts_in, fill, missed_in, read_moments, refuse_other_base
 from megatrain.train.schedule_cache import Kind, Schedules, budgets
+
+
+def work_of(inputs: Mapping[str, Any]) -> Work:
+    """The work of a forward with these arguments. An encoder of images is not visited for text."""
+    tokens, values = inputs["input_ids"].numel(), values_of(inputs, TEXT_ENTRIES)
+    return Work((tokens,), beyond_text=values > 0, values_per_token=values / tokens)
 
 
 class Parts(TakesTurns):

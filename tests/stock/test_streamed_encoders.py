@@ -162,6 +162,20 @@ def test_checkpoints_and_exports_are_those_of_one_prologue(tmp_path: Path) -> No
     )
 
 
+def test_logits_and_texts_of_images_are_those_of_one_prologue() -> None:
+    """Text alone does not fetch the encoder."""
+    found, more, model = [], {"max_new_tokens": 3, "do_sample": False}, image_model("qwen3_vl").eval()
+    row = row_of("qwen3_vl")
+    for engine in (made(model), streamed(model, "qwen3_vl")):
+        with engine:
+            found.append({"text": engine.generate(**row, **more), "logits": engine.logits(row)})
+            engine.logits({"input_ids": row["input_ids"][:, :3]})
+            schedule = engine.parts.streamer._running
+            assert schedule is not None
+            assert not {op.unit for op in schedule.ops} & {*engine.structure.encoder}
+    assert equal(*found)
+
+
 def test_an_encoder_that_runs_twice_for_a_micro_batch_is_refused() -> None:
     """As of images and videos."""
     batch = image_batch("qwen2_5_vl", 0)
