@@ -30,16 +30,18 @@ from typing import Any, Literal, NamedTuple, TextIO, TypeAlias
 
 from megatrain.data.files import (
     DamagedData,
+    MalformedJson,
     SourceFile,
     find_files,
     kind_of,
+    list_elements,
     open_bytes,
     open_text,
+    parse_json,
     unreadable,
     without_compression,
     zstd_reader,
 )
-from megatrain.data.json_text import MalformedJson, list_elements, parse_json
 from megatrain.errors import DataError, SampleError, first_line
 from megatrain.system import hub_client
 from megatrain.system.paths import (
