@@ -13,8 +13,7 @@ import re
 from itertools import islice
 from pathlib import Path
 
-from megatrain.data.files import STDLIB, find_files, kind_of, open_bytes
-from megatrain.data.json_text import parse_json
+from megatrain.data.files import STDLIB, find_files, kind_of, open_bytes, parse_json
 from megatrain.data.read_rows import (
     DATASET_INFO,
     JSON_LINES,

@@ -14,7 +14,7 @@ import difflib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from megatrain.data.json_text import parse_json
+from megatrain.data.files import parse_json
 from megatrain.data.loss_switches import is_on, join_switches
 from megatrain.errors import SampleError
 

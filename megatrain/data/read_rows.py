@@ -30,16 +30,18 @@ from typing import Any, Literal, NamedTuple, TextIO, TypeAlias
 
 from megatrain.data.files import (
     DamagedData,
+    MalformedJson,
     SourceFile,
     find_files,
     kind_of,
+    list_elements,
     open_bytes,
     open_text,
+    parse_json,
     unreadable,
     without_compression,
     zstd_reader,
 )
-from megatrain.data.json_text import MalformedJson, list_elements, parse_json
 from megatrain.errors import DataError, SampleError, first_line
 from megatrain.system import hub_client
 from megatrain.system.paths import (
@@ -266,14 +268,14 @@ def read_texts(name: str, left_out: LeftOut, pattern: str = "*") -> Iterator[Row
     for reason, count in skipped.items():
         left_out.add(reason, name, count)
     for file in files:
-        if kind_of(file.path) in JSON_LINES:
-            yield from _file_rows(file.path, left_out, 0)
-            continue
+        rows, begins = 0, True
         try:
+            if kind_of(file.path) in JSON_LINES and file.nbytes:
+                yield from _json_lines(file.path, left_out)
+                continue
             if not (file.named or _is_text(file.path)):
                 left_out.add("not UTF-8 text", str(file.path))
                 continue
-            rows, begins = 0, True
             for text, ends in _pieces(file.path):
                 yield Row({"text": text}, str(file.path), str(file.path), begins, ends)
                 rows, begins = rows + 1, False

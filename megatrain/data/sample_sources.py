@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatrain.data.json_text import parse_json
+from megatrain.data.files import parse_json
 from megatrain.data.preferences import read_pair, read_unpaired, with_mismatched
 from megatrain.data.read_rows import LeftOut, Row, RowStream
 from megatrain.data.sample_formats import Format, LabelCheck, Sample, Schema, detect_schema, read_sample, require_json

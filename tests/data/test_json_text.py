@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatrain.data import json_text
-from megatrain.data.json_text import MalformedJson, list_elements, parse_json
+from megatrain.data import files
+from megatrain.data.files import MalformedJson, list_elements, parse_json
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -30,7 +30,7 @@ def test_chunked_json_lists_equal_the_whole_list(
 ) -> None:
     text = json.dumps(values, indent=indent, ensure_ascii=ascii_only)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_text, "CHUNK_CHARACTERS", chunk)
+        patch.setattr(files, "CHUNK_CHARACTERS", chunk)
         assert list(list_elements(io.StringIO(f" \n{text}\r\n"))) == values
 
 
@@ -52,7 +52,7 @@ def test_chunked_json_lists_equal_the_whole_list(
 def test_json_errors_name_the_line(
     monkeypatch: pytest.MonkeyPatch, text: str, line: int, what: str, chunk: int
 ) -> None:
-    monkeypatch.setattr(json_text, "CHUNK_CHARACTERS", chunk)
+    monkeypatch.setattr(files, "CHUNK_CHARACTERS", chunk)
     with pytest.raises(MalformedJson, match=re.escape(what)) as caught:
         list(list_elements(io.StringIO(text)))
     assert caught.value.line == line

@@ -13,7 +13,7 @@ from megatrain.data import describe_tokens, prepare_tokens, read_rows, text_sour
 from megatrain.data.files import STDLIB
 from megatrain.data.token_files import write_tokens
 from megatrain.data.tokenizer import load_tokenizer
-from megatrain.errors import DataError
+from megatrain.errors import DataError, SampleError
 
 BYTES = load_tokenizer("bytes")
 END = [256]
@@ -87,6 +87,19 @@ def test_empty_sources_are_refused_and_not_cached(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no text \(left out: 1 empty text .*; 1 empty file \(first: "):
         prepare_tokens([str(tmp_path / "x.jsonl"), str(tmp_path / "y.txt")], BYTES, cache=tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_unusable_lines_of_a_corpus_are_left_out_if_asked(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n{"text": 5}\n{"text"\n{"text": "\\ud800"}\n{"text": "b"}\n')
+    with pytest.raises(SampleError, match=r"x\.jsonl:2: 'text' is int, not str"):
+        prepare_tokens([str(tmp_path / "x.jsonl")], BYTES, cache=tmp_path / "cache")
+    file = prepare_tokens([str(tmp_path / "x.jsonl")], BYTES, cache=tmp_path / "cache", bad="leave_out")
+    assert file.ids.tolist() == [*b"a", *END, *b"b", *END]
+    assert [line.split(" (")[0] for line in describe_tokens(file)[1:]] == [
+        "left out: 1 'text' of another type",
+        "left out: 1 not a line of JSON",
+        "left out: 1 not Unicode",
+    ]
 
 
 def test_the_standard_library_is_a_dataset_without_a_network(tmp_path: Path) -> None:

@@ -6,9 +6,12 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from megatrain.data import Loader
+from megatrain.data.read_rows import LeftOut, RowStream, read_rows
 from megatrain.data.stream_rows import Packing
 from megatrain.errors import DataError, SampleError
 from tests.data.streamed_datasets import TOKENIZER, WINDOW, loader, small_blocks, steps, stream, text  # noqa: F401  # a fixture
@@ -112,6 +115,21 @@ def test_a_changed_dataset_is_reported_without_data_loss(tmp_path: Path) -> None
     del state["places"][0]["at"]
     with pytest.raises(DataError, match=r"^loader state: has no 'at', which the state of a stream has"):
         loader(tmp_path / "a").load_state_dict(state)
+
+
+def test_a_folder_streams_the_files_that_reading_it_whole_takes(tmp_path: Path) -> None:
+    """Whatever splits they are named for, CSV included, without copies; a state continues in any of them."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "test.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    (tmp_path / "a" / "train.csv").write_text("text\n007\n1e3\n")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["five", "six"]}), tmp_path / "a" / "z.parquet")
+    (tmp_path / "a" / "copy.csv").write_text("text\n007\n1e3\n")
+    whole = [row.fields["text"] for row in read_rows(str(tmp_path / "a"), LeftOut())]
+    assert whole == ["007", "1e3", "one", "two", "five", "six"]
+    stream = RowStream(str(tmp_path / "a"))
+    for number, _ in enumerate(stream.rows_from(0, None), start=1):
+        rest = RowStream(str(tmp_path / "a")).rows_from(number, json.loads(json.dumps(stream.state())))
+        assert [row.fields["text"] for row in rest] == whole[number:]
 
 
 def test_text_shorter_than_a_row_is_not_called_empty(tmp_path: Path) -> None:
