@@ -1,12 +1,9 @@
-"""What it costs and saves to wait for shards in place of units.
+"""Measures what a call in phases takes beyond the same call in one piece, on this machine.
 
-    python -m bench.phased_calls --turns
-    python -m bench.phased_calls [--docs FOLDER]
+    python -m bench.phased_calls
 
-The first measures, on this machine, what a call in phases takes beyond the same call in one piece: its thread, each
-turn between the threads, and each torch function that is watched; beside the smallest op, in which `plan.cost` prices
-them. The second is a prediction by replay: the planner's step by shards and by units, on described machines, where they
-gain anything and where not; it fills the table of docs/benchmarks/planning.md.
+That is its thread, each turn between the threads, and each torch function that is watched; beside the smallest op, in
+which `plan.cost` prices them.
 """
 
 from __future__ import annotations
@@ -14,22 +11,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bench.scaling import ENOUGH_HOST, GB, filled, shape
 from megatrain.engine.resumable_call import NO_PAUSES, PausePoints, ResumableCall
-from megatrain.errors import DoesNotFit
 from megatrain.memory import Lease
 from megatrain.model.weight_reads import Uses
-from megatrain.plan import Question, find_plan, machine
 from megatrain.plan.cost import PHASED_CALL_KERNELS, SWITCH_KERNELS
 from megatrain.schedule import Access, Op
 from megatrain.schedule.contents import Weights
@@ -112,53 +104,9 @@ def functions_of_a_layer() -> int:
     return counts[1] - counts[0]
 
 
-# Gains ---------------------------------------------------------------------------------------------------------------
-
-
-def gains() -> list[str]:
-    """The step by shards and by units, for shapes, machines and tokens per step."""
-    rows = [
-        "| model | machine | tokens/step | slots | without | with | gain | chosen |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for words, question in _questions():
-        try:
-            without = find_plan(replace(question, overrides={**question.overrides, "wait_for": "unit"}))
-        except DoesNotFit:
-            continue
-        chosen = find_plan(question)
-        policy, gain = chosen.policy, without.seconds / chosen.seconds - 1
-        what = "unit"
-        if policy.wait_for == "shard":
-            what = f"shard, {policy.weight_slots} slots, {policy.shard_nbytes / 1e6:.0f} MB"
-        step = (f"{each.seconds:.3f} s" for each in (without, chosen))
-        rows.append(f"| {words} | {' | '.join(step)} | {f'{gain:.1%}' if gain else ''} | {what} |")
-    return rows
-
-
-def _questions() -> Iterator[tuple[str, Question]]:
-    """A 7B in as many slots as the plan likes, and in one."""
-    for hardware, device in (("rtx-4090", 8), ("gh200", 96)):
-        there = replace(machine(hardware), device_nbytes=round(device * GB), host_nbytes=ENOUGH_HOST)
-        for tokens in (512, 4096, 32_768):
-            for slots, overrides in (("any", {"read_ahead_nbytes": 0}), ("1", {"weight_slots": 1})):  # not by a ring
-                words = f"7B | {hardware}, {device} GB | {tokens:,} | {slots}"
-                yield words, Question(shape("7B"), there, tokens, min(tokens, 4096), overrides=overrides)
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description="what waiting for shards costs, measured, and saves, by replay")
-    parser.add_argument("--turns", action="store_true", help="measure what a call in phases takes on this machine")
-    parser.add_argument("--docs", type=Path, default=Path("docs/benchmarks"), help="folder of planning.md")
-    arguments = parser.parse_args()
-    if arguments.turns:
-        print("\n".join(turns()))
-        return 0
-    tables = {"gains": gains()}
-    page = arguments.docs / "planning.md"
-    if page.exists():
-        page.write_text(filled(page.read_text(), tables, "bench.phased_calls"))
-    print("\n".join(tables["gains"]))
+    argparse.ArgumentParser(description="what a call in phases takes on this machine").parse_args()
+    print("\n".join(turns()))
     return 0
 
 

@@ -257,7 +257,7 @@ small ops and Python. A round number from Llama."""
 PHASED_CALL_KERNELS, SWITCH_KERNELS = 220, 3
 """Time in kernel launches that a call in phases adds, for its thread and for watching the functions of a Llama layer;
 and of each switch between its thread and the one that runs ops. Measured as multiples of the smallest op by `python -m
-bench.phased_calls --turns`."""
+bench.phased_calls`."""
 
 SOFTMAX_PASSES = 6
 """Times that the float32 logits of a chunk are read or written for loss and gradient."""

@@ -49,7 +49,6 @@ def find_plan(question: Question) -> Plan:
 
     Raises `DoesNotFit`, naming the tier that is short, by how many bytes, and the nearest question that fits.
     """
-
     with gc_paused():
         found = by_delivery(question, lambda asked: within_lock_limit(asked, _best_plan))
         return examine(found.question, found.choice, found.micro_batch) if found.left_out else found

@@ -339,30 +339,6 @@ def test_only_the_overflow_of_the_host_is_on_disk(layers: int, parts: int) -> No
         find_plan(replace(asked, limits=Limits(host_nbytes=everything // 50)))
 
 
-SETTLED = {"micro_batch": 4, "loss_chunk_tokens": 512, "activations": "recompute", "read_ahead_nbytes": 0}
-"""So that little is left to search."""
-
-
-@pytest.mark.parametrize(
-    ("layers", "others", "settled"),
-    [
-        (12, (2, 4, 6), SETTLED),
-        pytest.param(12, (4,), {}, marks=pytest.mark.slow),
-        *(pytest.param(each, (2, 3, 4, 6), {}, marks=pytest.mark.slow) for each in (16, 40)),
-    ],
-)
-def test_read_ahead_is_chosen_by_replay(layers: int, others: tuple[int, ...], settled: dict[str, Any]) -> None:
-    """The chosen number of staging buffers is as quick as any that fits."""
-    slow = replace(DRIVE, device_nbytes=6 << 20, disk_read_bandwidth=2e8, disk_write_bandwidth=2e8)
-    asked = question(slow, model=llama(layers), overrides=settled)
-    asked = replace(asked, limits=Limits(host_nbytes=int(0.8 * find_plan(asked).nbytes["host"])))
-    plan = find_plan(asked)
-    assert plan.nbytes["disk"]
-    for slots in others:
-        other = find_plan(replace(asked, overrides={**settled, "disk_staging_slots": slots}))
-        assert plan.seconds <= 1.001 * other.seconds
-
-
 # Activations ---------------------------------------------------------------------------------------------------------
 
 
