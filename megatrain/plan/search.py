@@ -117,7 +117,7 @@ class Search:
         if not all(map(self.price, starts[0])):
             starts.append(self._space.every_size(self._space.lean))
             if not any(map(self.price, starts[1])):
-                starts[1:] = [self._space.every_size(self._space.leanest), self._space.last_resorts]
+                starts[1:] = [[*self._space.every_size(self._space.leanest), *self._space.last_resorts]]
         yield from starts
         for knob, points in product(("layer_parts", "weight_parts"), starts):
             yield [point.change(**{knob: self._space.knobs[knob][-1]}) for point in points]
