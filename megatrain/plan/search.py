@@ -49,7 +49,6 @@ def find_plan(question: Question) -> Plan:
 
     Raises `DoesNotFit`, naming the tier that is short, by how many bytes, and the nearest question that fits.
     """
-
     with gc_paused():
         found = by_delivery(question, lambda asked: within_lock_limit(asked, _best_plan))
         return examine(found.question, found.choice, found.micro_batch) if found.left_out else found
@@ -58,7 +57,10 @@ def find_plan(question: Question) -> Plan:
 def _best_plan(question: Question) -> Plan:
     search = Search(question)
     if plans := search.plans():
-        return streaming_some_updates(preferred(plans))
+        best = preferred(plans)
+        if not best.nbytes["disk"] and any(plan.nbytes["disk"] for plan in plans):  # without the disk's starts
+            best = preferred([best, *Search(question, {"disk": 0}).plans()])
+        return streaming_some_updates(best)
     raise refused(search)
 
 
@@ -109,7 +111,9 @@ class Search:
             streams = len(policy.updates_streamed(self.question.model)) > 0
             kind = option.micro_batch, policy.micro_batches_per_round, policy.read_ahead_nbytes, streams
             distinct.setdefault((*kind, offloads_outputs(option.counts), on_device), (point, option))
-        return list(distinct.values())
+        # Estimates of state on the device are the roughest, so the first of each kind of that comes first.
+        first = {(point.layer_parts > 0, point.weight_parts > 0): point for point, _ in reversed(distinct.values())}
+        return sorted(distinct.values(), key=lambda each: each[0] not in first.values())
 
     def _starts(self) -> Iterator[list[Point]]:
         """Groups of points, of each of which the fastest is where a climb starts: the usual policy with each size of
@@ -118,7 +122,7 @@ class Search:
         if not all(map(self.price, starts[0])):
             starts.append(self._space.every_size(self._space.lean))
             if not any(map(self.price, starts[1])):
-                starts[1:] = [self._space.every_size(self._space.leanest), self._space.last_resorts]
+                starts[1:] = [[*self._space.every_size(self._space.leanest), *self._space.last_resorts]]
         yield from starts
         for knob, points in product(("layer_parts", "weight_parts"), starts):
             yield [point.change(**{knob: self._space.knobs[knob][-1]}) for point in points]
@@ -166,8 +170,9 @@ class Search:
             if option.seconds < NEARLY_AS_FAST * fastest:
                 replayed(point, option)
         best = min(seconds, key=lambda each: seconds[each])
-        if best.layer_parts:
-            self._along(best, "layer_parts", lambda point: replayed(point, self.price(point)))
+        for knob in ("layer_parts", "weight_parts"):
+            if best.get(knob):
+                best = self._along(best, knob, lambda point: replayed(point, self.price(point)))
         return plans
 
     def _correct(self, option: Option, plan: Plan) -> None:

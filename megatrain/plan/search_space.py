@@ -49,7 +49,7 @@ WORTH_A_ROUND = 0.99
 COMPUTE_BOUND = 0.97
 """If compute is busy for at least this share of the step, other streams hardly matter."""
 
-MOST_REPLAYED = 5
+MOST_REPLAYED = 8
 """Options that are replayed whole."""
 
 NEARLY_AS_FAST = 1.02
