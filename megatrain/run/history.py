@@ -19,10 +19,10 @@ from megatrain.errors import ConfigError
 from megatrain.html import DrawnOp, timeline_content
 from megatrain.plan.analysis import STREAM_WORDS
 from megatrain.system.paths import parsed_json, read_json, read_text, refuse_special
-from megatrain.train.diagnostics import TRACE
 from megatrain.train.status import STATUS
 
-METRICS, CONFIG = "metrics.jsonl", "config.yaml"
+METRICS, CONFIG, TRACE = "metrics.jsonl", "config.yaml", "trace.json"
+"""Files in the run folder; the trace is of one early step."""
 COLUMNS = (
     *("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "seconds", "data_seconds", "stall_seconds"),
     "mfu",

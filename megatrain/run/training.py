@@ -69,7 +69,7 @@ from megatrain.run.early_checks import keys_named, refuse_mistakes
 from megatrain.run.evaluation import Evaluation, Metric, evaluated, load_metrics, scored
 from megatrain.run.existing_run import MODEL, is_own, remove_others
 from megatrain.run.finish import restore_best, save_beside, save_trained, say_where, verify_trained
-from megatrain.run.history import CONFIG, METRICS
+from megatrain.run.history import CONFIG, METRICS, TRACE
 from megatrain.run.lm_eval_tasks import Tasks
 from megatrain.run.memory_limits import (
     describe_disk,
@@ -90,7 +90,6 @@ from megatrain.system.environment import seconds_to_stop
 from megatrain.system.locks import Claim
 from megatrain.train.batch_feed import Feed
 from megatrain.train.checkpoints import Checkpoints, found_by_first
-from megatrain.train.diagnostics import TRACE
 from megatrain.train.early_stopping import LowestLoss
 from megatrain.train.engine import Engine
 from megatrain.train.events import Compiled, Ended, Event, Resumed, StoppedEarly, Watcher

@@ -18,9 +18,6 @@ from megatrain.system.paths import usable_path
 from megatrain.train.one_call_at_a_time import TakesTurns, one_at_a_time
 from megatrain.train.parts import Parts
 
-TRACE = "trace.json"
-"""Default trace in the run folder, of one early step."""
-
 
 class Diagnostics(TakesTurns):
     """What an engine takes in memory and time. It is `Engine.diagnostics`; nothing in it changes a number."""

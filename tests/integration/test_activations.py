@@ -140,8 +140,8 @@ def watched(made: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Op, int
     run = executor.run
 
     def noting(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any) -> Any:
-            result = inner(*args)
+        def wrapped(*args: Any, **named: Any) -> Any:
+            result = inner(*args, **named)
             outputs.append(ref(result[0].untyped_storage()))
             return result
 

@@ -165,7 +165,7 @@ def test_auto_recomputes_only_where_memory_is_short(
 
     monkeypatch.setattr(PortedModel, "layer", counted)
     for free, keeps in ((1 << 40, "keep"), (0, "recompute")):
-        monkeypatch.setattr(Schedules, "_memory_for_activations", free)
+        monkeypatch.setattr(Schedules, "_free_nbytes", free)
         with Engine.from_model(tiny_model(), "cpu", "fp32", verify=False) as engine:
             forwards.clear()
             engine.step(unequal_batches())

@@ -115,7 +115,7 @@ def test_simulated_ranks_take_the_planned_time(machine: str, streamed: float) ->
             return shared.dram_nbytes(task) if isinstance(task, Op) and prices else 0.0
 
         with MAKING:
-            spec = Engine.from_model(tiny_model(), "cpu", policy=Policy(), verify=False).spec
+            spec = Engine.from_model(tiny_model(), "cpu", policy=Policy(), verify=False).parts.ported.spec
             plan = planned(spec, MACHINES[machine], 2, policy, 4, 8, 2)
             shared = of_all(plan)
             device = SimDevice(7 + world.rank, cost=cost, contention=replace(shared, dram_nbytes=dram_nbytes))

@@ -375,9 +375,9 @@ def test_stale_state_is_not_taken_for_current(tmp_path: Path) -> None:
         AdamW(lr=1e-2),
         0.5,
         plain,
-        4,
-        False,
-        disk,
+        seed=4,
+        verify=False,
+        disk=disk,
         numerics=Numerics("fp32", loss_chunk_tokens=5),
     )
     with made:

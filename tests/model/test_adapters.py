@@ -123,14 +123,6 @@ def test_unsupported_file_backed_adapters_are_refused(base: Path, changes: dict[
         Engine.from_pretrained(base, adapter=config_of("lora", **changes))
 
 
-def test_an_engine_without_an_adapter_has_none_to_save(tmp_path: Path) -> None:
-    with (
-        Engine.from_model(tiny_model(), verify=False) as engine,
-        pytest.raises(ModelError, match="has no adapter; call save_pretrained"),
-    ):
-        engine.save_pretrained(tmp_path / "adapter")
-
-
 @pytest.mark.few(4)
 @pytest.mark.parametrize("method", ["lora", "dora", "whole ends", "of the ends", "ia3", "loha", "norms"])
 def test_merging_equals_pefts_float32_merge_unit_by_unit(base: Path, method: str, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from megatrain.errors import ExportError
 from megatrain.run import finish
 from megatrain.run.finish import verify_trained
 from megatrain.spec import Limits
+from megatrain.train.diagnostics import Diagnostics
 from megatrain.train.engine import Engine
 from tests.model.test_pretrained import CODE
 from tests.run.test_training import configuration, train
@@ -137,7 +138,7 @@ def test_differences_beyond_rounding_are_defects(
 def test_the_final_check_is_skipped_with_a_message_without_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Engine, "host_nbytes_left", lambda self: 10_000)
+    monkeypatch.setattr(Diagnostics, "host_nbytes_left", lambda self: 10_000)
     told = train(configuration(tmp_path, train={"steps": 1, "sample_tokens": 0}))
     assert "the saved model was not reloaded" in told
     assert "10.0 kB are left" in told
@@ -160,7 +161,7 @@ class _Says:
     world = ALONE
 
     def __init__(self, loss: float) -> None:
-        self.loss, self.structure = loss, self
+        self.loss, self.structure, self.diagnostics = loss, self, self
         self.numel, self.vocab_size = 100, 10
 
     def evaluate(self, batches: Any) -> float:

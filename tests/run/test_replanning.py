@@ -40,7 +40,7 @@ def test_a_disk_filling_up_does_not_end_a_run(refuses: bool, tmp_path: Path, mon
     losses = []
     for disk in (Disk([tmp_path]), Disk([tmp_path], calls=failing(*faults))):
         with Engine.from_model(
-            tiny_model(), "cpu", "fp32", AdamW(lr=1e-2), 0.5, usual, 4, False, disk, numerics=NUMERICS
+            tiny_model(), "cpu", "fp32", AdamW(lr=1e-2), 0.5, usual, seed=4, verify=False, disk=disk, numerics=NUMERICS
         ) as engine:
             losses.append([engine.step(unequal_batches(2)).loss])
             if losses[1:]:
