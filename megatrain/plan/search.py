@@ -260,15 +260,15 @@ class Search:
         option = self.price(point)
         return _cost(option) if option else (inf, 0)
 
-    def leanest(self, budgets: Mapping[str, int]) -> Option:
+    def leanest(self, budgets: Mapping[str, int], *, mixes: bool = True) -> Option:
         """The option that exceeds these budgets least, of those with as little memory as possible.
 
         Any micro-batch size may be the leanest: smaller micro-batches need less memory each, fewer of them keep less
-        for the backward, and a single one needs no float32 sum of gradients.
+        for the backward, and a single one needs no float32 sum of gradients. mixes: with mixtures of what layers keep.
         """
         points = [*self._space.every_size(self._space.leanest), *self._space.last_resorts]
         options = [self._placed(point) for point in points]
-        if self._space.mixes:
+        if mixes and self._space.mixes:
             found = [mixtures for point in points for mixtures in self._mixtures_of(point)]
             options = [each.option(each.leanest(budgets)) for each in found]
         return min(options, key=lambda each: max(each.estimate.short(budgets).values()))
@@ -293,11 +293,13 @@ class Search:
     @property
     def leanest_plan(self) -> Plan:
         """The plan that exceeds the budgets least by its replay: of the leanest for these budgets, and for as little as
-        possible of a memory, which is the same however much is short."""
+        possible of a memory, which is the same however much is short; of mixtures, whose replays may take more than
+        their estimates, and of layers that keep the same."""
         plans = []
         for budgets in (self.budgets, *({**self.budgets, tier: 0} for tier in self.budgets if tier != "disk")):
-            least = Search(self.question, budgets).leanest(self.budgets)
-            plans.append(examine_rounds(self.question, least.chosen, least.micro_batch))
+            for mixes in (True, False):
+                least = Search(self.question, budgets).leanest(self.budgets, mixes=mixes)
+                plans.append(examine_rounds(self.question, least.chosen, least.micro_batch))
         return min(plans, key=lambda each: max(each.taken.short(self.budgets).values()))
 
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from megatrain import Engine
 from megatrain.cli import app
-from megatrain.commands.export import run_export
+from megatrain.commands.export import ModelToRead, run_export
 from megatrain.commands.generate import GenerationModel, run_generation
 from megatrain.config import load_config
 from megatrain.config.keys import AdapterSection
@@ -324,7 +324,9 @@ def test_a_base_that_has_moved_is_named_and_can_be_given(moved: tuple[Path, Path
     base, folder = moved
     uses: tuple[Callable[..., object], ...] = (
         lambda **given: GenerationModel(str(folder), precision="fp32", **given),
-        lambda **given: run_export(str(folder), tmp_path / "merged", precision="fp32", merge=True, **given),
+        lambda **given: run_export(
+            ModelToRead(str(folder), **given), tmp_path / "merged", precision="fp32", merge=True
+        ),
     )
     for use in uses:
         with pytest.raises(ModelError, match=rf"{tmp_path}/base, cannot be used: .*; give it: --base BASE"):
