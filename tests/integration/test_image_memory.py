@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 
 from bench.held import followed
 from megatrain import Engine, Policy
-from megatrain.commands.plan import run_plan
+from megatrain.commands.plan import Options, run_plan
 from megatrain.data import load_tokenizer
 from megatrain.data.processor import Processor
 from megatrain.device.sim import SimDevice
@@ -222,7 +222,7 @@ def test_the_plan_of_a_configuration_is_of_rows_full_of_images(tmp_path: Path) -
     console = Console(file=io.StringIO(), width=120)
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(run_of(tmp_path).model_dump(mode="json")))
-    outlook = run_plan(str(config), console, hardware="rtx-4090")
+    outlook = run_plan(str(config), console, Options(hardware="rtx-4090"))
     assert outlook.plan.question.values_per_token == 3 * 8 * 8 / 4, "an image of 8 x 8 pixels is four tokens"
     assert f"{200 * 3 * 8 * 8 // 4:,} values in a sequence" in console.file.getvalue()  # type: ignore[attr-defined]
 
