@@ -203,7 +203,7 @@ def streamed(name: str, contender: str, size: Size, hardware: Hardware) -> Part:
     from megatrain.plan import Question, examine, find_plan
     from megatrain.plan.host_resources import available_host_nbytes
     from megatrain.spec import Limits
-    from megatrain.train.options import SplitSource
+    from megatrain.train.options import SourceInUnits
 
     model = build(size, torch.bfloat16)  # which takes host memory while it is planned
     ported = port_model(model, torch.bfloat16)
@@ -213,7 +213,7 @@ def streamed(name: str, contender: str, size: Size, hardware: Hardware) -> Part:
     plan = find_plan(question)
     optimizer = megatrain.AdamW(lr=LEARNING_RATE)
     how: Any = {"device": "cuda:0", "optimizer": optimizer, "policy": plan.policy, "numerics": plan.numerics}
-    with megatrain.Engine.from_source(SplitSource(ModelSource(model), ported), limits=limits, **how) as engine:
+    with megatrain.Engine.from_source(SourceInUnits(ModelSource(model), ported), limits=limits, **how) as engine:
         del model
         gc.collect()
         work = batches(size, plan.micro_batch, question.sequences)

@@ -36,7 +36,7 @@ from megatrain.plan.question import RESERVE_NBYTES
 from megatrain.run.this_machine import this_machine
 from megatrain.spec import Limits, ModelSpec
 from megatrain.spec.limits import parse_nbytes
-from megatrain.train.options import SplitSource
+from megatrain.train.options import SourceInUnits
 
 LENGTH, VOCABULARY = 64, 32_000
 REGION_NBYTES = 256 << 20
@@ -136,7 +136,7 @@ def measure(arguments: argparse.Namespace, host_nbytes: int) -> dict[str, Any]:
     began = time.perf_counter()
     options: dict[str, Any] = {"optimizer": AdamW(lr=1e-4), "max_grad_norm": 1.0 if arguments.clip else None}
     options |= {"policy": plan.policy, "limits": plan.question.limits}
-    with Engine.from_source(SplitSource(source, ported), device=device, verify=False, disk=disk, **options) as engine:
+    with Engine.from_source(SourceInUnits(source, ported), device=device, verify=False, disk=disk, **options) as engine:
         loaded = time.perf_counter() - began
         seconds, computing, losses, moved = [], [], [], 0
         for step in range(arguments.steps + 2):  # the first has nothing pending, the second warms up

@@ -1,4 +1,4 @@
-"""Finds the files of a source, opens them, decompressing `.gz` and `.zst` (`chats.jsonl.gz`, say), and parses JSON.
+"""Finds and opens the files of a data source, decompresses `.gz` and `.zst`, and parses JSON.
 
 The last suffix says how a file is compressed, the one before it what it contains. A folder is every file below it that
 matches a pattern, in sorted order; hidden files and links to folders are left out, and a file and its compressed copy

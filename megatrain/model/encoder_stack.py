@@ -1,4 +1,4 @@
-"""Takes the layers of an encoder of images out of the prologue, so that they are streamed like decoder layers.
+"""Takes a vision encoder's layers out of the prologue (the unit before the decoder layers), so that they are streamed.
 
 With ports in place of the encoder's layers, too, the model's own forward runs in three parts: up to the encoder's first
 layer (the *start*, which makes patches), from the encoder's last layer to the first decoder layer (the prologue), and

@@ -93,12 +93,12 @@ from megatrain.train.checkpoints import Checkpoints, found_by_first
 from megatrain.train.early_stopping import LowestLoss
 from megatrain.train.engine import Engine
 from megatrain.train.events import Compiled, Ended, Event, Resumed, StoppedEarly, Watcher
-from megatrain.train.loop import Between, Course, Task, train
+from megatrain.train.loop import BetweenSteps, RunSteps, Task, train
 from megatrain.train.metrics import OPTIONAL, JsonLines, Tracked, identity_of, open_tracker
-from megatrain.train.options import EngineOptions, SplitSource, optimizer_of, ported_of
+from megatrain.train.options import EngineOptions, SourceInUnits, optimizer_of, ported_of
 from megatrain.train.progress import Progress, describe_model, loading, preparing, printable, show_plan, warn
 from megatrain.train.restore import NewMoments, PeerSource
-from megatrain.train.status import STATUS, Health, Pace
+from megatrain.train.status import STATUS, Health, Intervals
 from megatrain.train.stop import StopSignals
 
 VERIFIED_PARAMETERS = 10**9
@@ -144,7 +144,7 @@ def run_training(config: Config, console: Console) -> Path:
         _check_limits(config, tokenizer, source.model)
         begun, images = _looked_at(config, tokenizer, source.model, ranks, console, taken)
         with console.status("planning"):
-            split = SplitSource(source, _ported(config, source, of_checkpoint=taken is not None))
+            split = SourceInUnits(source, _ported(config, source, of_checkpoint=taken is not None))
             plan = _plan(config, split.ported, device, ranks, taken, images)
         config = _resolved(config, plan, ranks)
         corpus = _corpus(config, plan, tokenizer, source.model, ranks, console, begun)
@@ -455,7 +455,7 @@ def _resolved(config: Config, plan: Plan, ranks: Ranks) -> Config:
 
 def _engine(
     config: Config,
-    split: SplitSource,
+    split: SourceInUnits,
     plan: Plan,
     device: Device,
     taken: Checkpoint | None,
@@ -509,7 +509,7 @@ def _checkpoints(
 def _show(
     config: Config,
     engine: Engine,
-    split: SplitSource,
+    split: SourceInUnits,
     corpus: Corpus,
     plan: Plan,
     console: Console,
@@ -585,8 +585,10 @@ def _train(
         _tell(watchers, *checkpoints.finish(start))
     if engine.policy.update == "next_forward":
         engine.parts.streamer.region = stop.region  # an interrupted step counts as not started, and repeats bit for bit
-    course = Course(run.steps, _learning_rate(train_, run.steps), start, lambda: (run.corpus.loader.epoch, run.epochs))
-    between = Between(
+    planned_steps = RunSteps(
+        run.steps, _learning_rate(train_, run.steps), start, lambda: (run.corpus.loader.epoch, run.epochs)
+    )
+    between = BetweenSteps(
         tasks=_tasks(config, run, start),
         should_stop=lambda: checkpoints.lowest.is_over or any(engine.world.exchange("a stop", stop.requested)),
         undo=run.feed.put_back,
@@ -595,7 +597,7 @@ def _train(
     )
     try:
         with stop.interruptible():
-            ended = train(engine, run.feed, course, loss_of(config), watchers, between)
+            ended = train(engine, run.feed, planned_steps, loss_of(config), watchers, between)
     except Exception:
         _tell(watchers, *checkpoints.settle())
         raise
@@ -678,7 +680,7 @@ def _health(config: Config, engine: Engine, stop: StopSignals, steps: int, conso
         config.folder / STATUS,
         engine,
         steps,
-        Pace(config.train.log_every, config.train.stall_seconds),
+        Intervals(config.train.log_every, config.train.stall_seconds),
         say=partial(warn, console),
         stopping=lambda: stop.requested,
     )

@@ -1,4 +1,4 @@
-"""`Diagnostics`: the memory, arithmetic and timing of an engine, and traces of its steps for Perfetto."""
+"""`Diagnostics` tells an engine's memory, FLOPs and step times, and writes traces of its steps for Perfetto."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ from megatrain.train.options import (
     EngineOptions,
     RunOptions,
     Seed,
-    SplitSource,
+    SourceInUnits,
     checked_options,
     ported_of,
     refuse_other_groups,
@@ -190,17 +190,17 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
     @on_the_cpu()
     def from_source(
         cls,
-        source: Source | SplitSource,
+        source: Source | SourceInUnits,
         *,
         progress: Progress | None = None,
         **options: Unpack[EngineOptions],
     ) -> Engine:
         """An engine for any source of structure and weights; options and errors as for `from_model`.
 
-        source: a `SplitSource` if its model has already been split into units, in the same precision.
+        source: a `SourceInUnits` if its model has already been split into units, in the same precision.
         """
         options = checked_options(options)
-        source, ported = (source.source, source.ported) if isinstance(source, SplitSource) else (source, None)
+        source, ported = (source.source, source.ported) if isinstance(source, SourceInUnits) else (source, None)
         device = options.get("device", "cpu")
         opened = device if isinstance(device, Device) else open_device(device)
         try:
@@ -226,7 +226,7 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         cls,
         checkpoint: Checkpoint | str | Path,
         *,
-        source: Source | SplitSource | None = None,
+        source: Source | SourceInUnits | None = None,
         new: NewMoments = "refuse",
         attention: str = "auto",
         trust_remote_code: bool = False,
@@ -243,13 +243,13 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         """
         options = checked_options(options)
         opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-        given = source.source if isinstance(source, SplitSource) else source
+        given = source.source if isinstance(source, SourceInUnits) else source
         read = source_in(opened, given, attention=attention, trust_remote_code=trust_remote_code)
         if given is None:
             freeze_parameters(read.model, frozen_in(opened, (name for name, _ in read.model.named_parameters())))
-            source = SplitSource(read, ported_of(read, options, of_checkpoint=True))
+            source = SourceInUnits(read, ported_of(read, options, of_checkpoint=True))
         else:
-            source = SplitSource(read, source.ported) if isinstance(source, SplitSource) else read
+            source = SourceInUnits(read, source.ported) if isinstance(source, SourceInUnits) else read
         options.setdefault("optimizer", optimizer_in(opened))
         engine = cls.from_source(source, progress=progress, **options)
         try:

@@ -65,7 +65,7 @@ class Trainable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class RunSteps:
     """The steps of a run and their learning rates."""
 
     steps: int
@@ -94,7 +94,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Between:
+class BetweenSteps:
     """What happens between two steps: tasks, a stop, and how the run goes on after a step that is not finite."""
 
     tasks: Sequence[Task] = ()
@@ -112,10 +112,10 @@ class Between:
 def train(
     engine: Trainable,
     batches: Iterable[MicroBatches],
-    course: Course,
+    course: RunSteps,
     loss_fn: Any = None,
     watchers: Sequence[Watcher] = (),
-    between: Between = Between(),
+    between: BetweenSteps = BetweenSteps(),
     clock: Clock = time.perf_counter,
 ) -> Ended:
     """Train all steps of the course, or until `between.should_stop` returns true, and tell the watchers.
@@ -192,7 +192,7 @@ class _Measured(NamedTuple):
 
 
 def _stepped(
-    engine: Trainable, course: Course, out: StepOutput, step: int, rate: float, measured: _Measured
+    engine: Trainable, course: RunSteps, out: StepOutput, step: int, rate: float, measured: _Measured
 ) -> Stepped:
     epoch, epochs = course.epochs()
     event = Stepped(

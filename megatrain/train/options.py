@@ -67,7 +67,7 @@ class EngineOptions(RunOptions, total=False):
 
 
 @dataclass(frozen=True)
-class SplitSource:
+class SourceInUnits:
     """A source of structure and weights, with its model split into units."""
 
     source: Source

@@ -1,4 +1,4 @@
-"""`Parts`: what an engine is made of, and what several of these parts do together.
+"""`Parts` holds the components of an engine (model, memory, streamer, optimizer), and what involves several of them.
 
 A model split into units, a device, the pool and store with the training state, the streamer that executes schedules,
 the optimizer sink, and the saver of checkpoints. `Engine` is the interface for users; whoever looks inside one, as

@@ -58,7 +58,7 @@ class Watched(Protocol):
 
 
 @dataclass(frozen=True)
-class Pace:
+class Intervals:
     """How often the status is renewed, and when something counts as hanging."""
 
     log_every: int
@@ -81,7 +81,7 @@ class Health:
         path: Path,
         engine: Watched,
         steps: int,
-        pace: Pace,
+        pace: Intervals,
         *,
         say: Callable[[str], None] = lambda line: None,
         stopping: Callable[[], bool] = lambda: False,

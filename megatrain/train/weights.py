@@ -1,4 +1,4 @@
-"""`Weights`: one parameter of an engine at a time, and all of them from a source."""
+"""`Weights` reads and sets single parameters of an engine, and fills all of them from a model's files."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from megatrain.engine.gradient_accumulation import GradientAccumulator
 from megatrain.errors import BatchError, MegaTrainError, NonFinite, PlanError, RankError
 from megatrain.model import ModelSource, port_model
 from megatrain.spec import Numerics, Placement, Precision
-from megatrain.train.options import SplitSource
+from megatrain.train.options import SourceInUnits
 from tests.adapted import adapted
 from tests.ranks import together, worlds
 from tests.tiny import batch, tiny_model
@@ -70,7 +70,7 @@ def of_rank(
         source, dtype = ModelSource(model), DTYPES[precision]
         ported = port_model(model, dtype)
     options |= {"device": device, "numerics": numerics, "policy": policy, "world": world}
-    with Engine.from_source(SplitSource(source, ported), **options) as engine:
+    with Engine.from_source(SourceInUnits(source, ported), **options) as engine:
         disk = engine.parts.disk
         before = disk.written_nbytes if disk else 0
         outputs = [engine.step(own) for _ in range(steps)]

@@ -15,7 +15,7 @@ from megatrain.dist import ALONE, World
 from megatrain.errors import DataError, NonFinite
 from megatrain.spec import Policy
 from megatrain.train.events import Ended, Evaluated, Event, RolledBack, Skipped, Stepped
-from megatrain.train.loop import Between, Course, Task, train
+from megatrain.train.loop import BetweenSteps, RunSteps, Task, train
 
 STEP_SECONDS, DATA_SECONDS, TASK_SECONDS = 3.0, 1.0, 10.0
 TOKENS = 8
@@ -86,9 +86,9 @@ def run(steps: int = 4, fails: set[int] | None = None, **arguments: Any) -> tupl
     clock = FakeClock()
     engine = FakeEngine(clock, frozenset(fails or ()))
     told: list[Event] = []
-    course = Course(steps, arguments.pop("lr", lambda step: 1.0))
+    course = RunSteps(steps, arguments.pop("lr", lambda step: 1.0))
     watchers, engine.world = arguments.pop("watchers", [told.append]), arguments.pop("world", ALONE)
-    train(engine, batches(clock), course, watchers=watchers, between=Between(**arguments), clock=clock)
+    train(engine, batches(clock), course, watchers=watchers, between=BetweenSteps(**arguments), clock=clock)
     return engine, told
 
 
@@ -143,9 +143,9 @@ def test_tasks_between_steps_count_only_as_elapsed_time() -> None:
     train(
         FakeEngine(clock),
         batches(clock),
-        Course(2, lambda _: 1.0),
+        RunSteps(2, lambda _: 1.0),
         watchers=[told.append],
-        between=Between([Task(1, measure)]),
+        between=BetweenSteps([Task(1, measure)]),
         clock=clock,
     )
     steps = [event for event in told if isinstance(event, Stepped)]
@@ -225,8 +225,8 @@ def test_nonfinite_weights_are_rolled_back_once_unless_loaded_so() -> None:
         clock, told = FakeClock(), list[Event]()
         engine = FakeEngine(clock, frozenset(fails), damaged=("lm_head.weight",))
         with suppress(NonFinite):
-            course = Course(5, lambda _: 1.0, start)
-            train(engine, batches(clock), course, watchers=[told.append], between=Between(**how), clock=clock)
+            course = RunSteps(5, lambda _: 1.0, start)
+            train(engine, batches(clock), course, watchers=[told.append], between=BetweenSteps(**how), clock=clock)
         return [(type(event), event.step) for event in told]
 
     def back(error: NonFinite, step: int) -> int:
@@ -258,10 +258,10 @@ def test_other_errors_pass_through() -> None:
 
     clock = FakeClock()
     with pytest.raises(DataError, match="corpus"):
-        train(FakeEngine(clock), broken(), Course(2, lambda _: 1.0), clock=clock)
+        train(FakeEngine(clock), broken(), RunSteps(2, lambda _: 1.0), clock=clock)
 
 
 def test_exhausted_data_ends_the_run_early() -> None:
     clock = FakeClock()
-    ended = train(FakeEngine(clock), [[{}], [{}]], Course(5, lambda _: 1.0), clock=clock)
+    ended = train(FakeEngine(clock), [[{}], [{}]], RunSteps(5, lambda _: 1.0), clock=clock)
     assert (ended.step, ended.steps) == (2, 5)

@@ -22,7 +22,7 @@ from megatrain.engine import streamer
 from megatrain.errors import DiskFull
 from megatrain.train.events import Resumed, Saved, Skipped
 from megatrain.train.progress import Progress
-from megatrain.train.status import Health, Pace
+from megatrain.train.status import Health, Intervals
 from tests.tiny import tiny_model, unequal_batches
 from tests.train.test_metrics import stepped
 
@@ -42,7 +42,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def watched(engine: Engine, path: Path, said: list[str]) -> Health:
-    return Health(path, engine, 10, Pace(3, STALL, beat_seconds=0.02), say=said.append)
+    return Health(path, engine, 10, Intervals(3, STALL, beat_seconds=0.02), say=said.append)
 
 
 def eventually(holds: Any) -> None:
