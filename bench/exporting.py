@@ -67,7 +67,7 @@ def filled_store(ported: PortedModel, pool: Pool) -> Store:
     for unit in range(len(ported.spec.units)):
         state = store.change(unit)
         assert state.lo is not None
-        for array, value in ((state.hi, 0x3F80), (state.lo, 1), (state.m, 1), (state.v, 1)):
+        for array, value in ((state.hi, 0x3F80), (state.lo, 1), *((moment, 1) for moment in state.moments)):
             array.fill(value)  # in place, so that nothing but the store is in memory
     return store
 

@@ -68,9 +68,8 @@ def empty_store(spec: ModelSpec, pool: Pool) -> Store:
     pool.provide(buffer for buffer in buffers if buffer.is_state)
     store = Store(spec, Numerics(), policy, pool)
     for unit in range(len(spec.units)):
-        state = store.change(unit)
-        state.m.fill(0)
-        state.v.fill(0)
+        for moment in store.change(unit).moments:
+            moment.fill(0)
     return store
 
 

@@ -17,7 +17,7 @@ from megatrain.optim.split_master import bf16_to_f32
 def reference_update(
     weight: F32, m: F32, v: F32, grad: U16 | F32, scalars: StepScalars, segments: Sequence[Segment]
 ) -> None:
-    """`update_fp32`: one rounding per line, in the order of the fused pass."""
+    """`update_on_host` of float32 masters: one rounding per line, in the order of the fused pass."""
     for start, stop, decays in segments:
         part = slice(start, stop)
         g = bf16_to_f32(grad[part].view(np.uint16)) if grad.dtype == np.uint16 else grad[part]
@@ -44,7 +44,7 @@ def reference_update(
 def reference_update_split(
     hi: U16, lo: U16, m: F32, v: F32, grad: U16 | F32, scalars: StepScalars, segments: Sequence[Segment]
 ) -> None:
-    """`update_split`: join, update, split."""
+    """`update_on_host` of split masters: join, update, split."""
     weight = reference_join(hi, lo)
     reference_update(weight, m, v, grad, scalars, segments)
     hi[:], lo[:] = reference_split(weight)

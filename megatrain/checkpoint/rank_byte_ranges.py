@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megatrain.checkpoint.safetensors_writer import Shard
 from megatrain.checkpoint.save import PlannedCheckpoint, moments_of
-from megatrain.memory import UnitState
 from megatrain.model import WrittenTensor
+from megatrain.optim import HostArrays
 from megatrain.spec.layout import Layout, Ownership
 
 MOST_NUMBERED = 1 << 31
@@ -71,7 +71,7 @@ class RankByteRanges:
             return False
         return True
 
-    def own(self, unit: int, state: UnitState, owned: Ownership) -> Iterator[OwnBytes]:
+    def own(self, unit: int, state: HostArrays, owned: Ownership) -> Iterator[OwnBytes]:
         """What a rank writes of a unit: its share of the state in float32, plus on rank 0 tensors that are not
         parameters."""
         layout, of_weights = self._layouts[unit], self._weights
@@ -85,7 +85,7 @@ class RankByteRanges:
                     yield _placed(of_weights, tensor.name, at + piece.start - start, state.hi[piece.own])
         for field, param in zip(layout.trained.fields, self._planned.spec.units[unit].params, strict=False):
             for piece in owned.within(layout, field.start, field.stop):
-                for tensor, moment in zip(moments_of(param), (state.m, state.v), strict=True):
+                for tensor, moment in zip(moments_of(param), state.moments, strict=True):
                     yield _placed(self._moments, tensor.name, piece.start - field.start, moment[piece.own])
 
     def units_in(self, files: Sequence[str]) -> list[int]:

@@ -36,7 +36,7 @@ from megatrain.device.probe import (
 from megatrain.device.probe_disk import disk_speed, refuse_unwritable
 from megatrain.errors import DeviceError
 from megatrain.formatting import counted
-from megatrain.optim import AdamW, sum_of_squares, update_split
+from megatrain.optim import AdamW, HostArrays, StateArrays, sum_of_squares, update_on_host
 from megatrain.plan.host_resources import (
     available_disk_nbytes,
     available_host_nbytes,
@@ -245,13 +245,14 @@ def _passes(numel: int, threads: int) -> dict[str, Measurement]:
     """Measurements, in bytes per second, of the optimizer pass by thread count and of the norm on all threads."""
     hi, lo, grad = (np.full(numel, bits, np.uint16) for bits in (0x3F00, 0, 0x3C00))
     m, v = (np.full(numel, value, np.float32) for value in (1e-4, 1e-6))
+    state: HostArrays = StateArrays(hi, lo, (m, v))
     scalars = AdamW().scalars(lr=1e-3, step=10)
     segments = [(0, numel, True)]
-    update_split(hi[:1], lo[:1], m[:1], v[:1], grad[:1], scalars, [(0, 1, True)])  # compiles, perhaps for seconds
+    update_on_host(state.part(slice(1)), grad[:1], scalars, [(0, 1, True)])  # compiles, perhaps for seconds
     sum_of_squares(grad[:1])
 
     def update(count: int) -> Callable[[], None]:
-        return lambda: update_split(hi, lo, m, v, grad, scalars, segments, count)
+        return lambda: update_on_host(state, grad, scalars, segments, count)
 
     def rates(spent: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
         return tuple(sorted((count, PASS_NBYTES_PER_PARAM * numel / each) for count, each in spent.items()))

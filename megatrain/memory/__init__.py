@@ -5,6 +5,6 @@ from megatrain.memory.disk import Disk
 from megatrain.memory.ledger import Ledger
 from megatrain.memory.pool import Lease, Pool
 from megatrain.memory.shared_memory import SharedMemory
-from megatrain.memory.store import PARTS, Store, UnitState, unit_state
+from megatrain.memory.store import PARTS, Store, unit_state
 
-__all__ = ["PARTS", "Disk", "Lease", "Ledger", "Pool", "SharedMemory", "Store", "UnitState", "unit_state"]
+__all__ = ["PARTS", "Disk", "Lease", "Ledger", "Pool", "SharedMemory", "Store", "unit_state"]

@@ -18,7 +18,7 @@ at a time to host memory, and `settle` writes back what has changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 from megatrain.errors import ModelError, PlanError
 from megatrain.memory.checksum import checksum
 from megatrain.memory.pool import Pool
+from megatrain.optim import AdamW, HostArrays, StateArrays
 from megatrain.optim.split_master import bf16_to_f32, join_into, split_into
 from megatrain.schedule.passes.state_buffers import Spare, reads_files, spare_of, staging_name, state_name
 from megatrain.spec import ModelSpec, Numerics, Part, Placement, Policy, Precision, Tier
@@ -40,28 +41,19 @@ AT_ONCE = 1 << 22
 """Frozen elements that are read, compared or rounded at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class UnitState:
-    """Views of one unit's arrays: `hi` of `layout.own_size` elements, without those that are read from files (they
-    come last); `lo`, `m` and `v` of the trained ones, a prefix. `lo` is absent in fp32."""
+def unit_state(parts: Mapping[Part, Tensor], layout: Layout, precision: Precision) -> HostArrays:
+    """Views of a unit's arrays in `parts`, each uint8 host memory of at least its size.
 
-    hi: np.ndarray
-    """bfloat16 bits as uint16, or float32 weights."""
-    lo: np.ndarray | None
-    m: np.ndarray
-    v: np.ndarray
-
-
-def unit_state(parts: Mapping[Part, Tensor], layout: Layout, precision: Precision) -> UnitState:
-    """Views of a unit's arrays in `parts`, each uint8 host memory of at least its size."""
+    `hi` has `layout.own_size` elements, without those that are read from files (they come last).
+    """
     size, trained = layout.own_size, layout.trained.own_size
     hi = parts.get(Part.WEIGHTS, _NOTHING).numpy()
-    moments = parts.get(Part.MOMENTS, _NOTHING).numpy()
-    m, v = moments[: 4 * trained].view(np.float32), moments[4 * trained : 8 * trained].view(np.float32)
+    held = parts.get(Part.MOMENTS, _NOTHING).numpy()[: 4 * trained * len(AdamW.STATE)].view(np.float32)
+    moments = tuple(np.split(held, len(AdamW.STATE)))
     if precision == "fp32":
-        return UnitState(hi[: 4 * size].view(np.float32), None, m, v)
+        return StateArrays(hi[: 4 * size].view(np.float32), None, moments)
     low = parts.get(Part.LOW_BITS, _NOTHING).numpy()
-    return UnitState(hi[: 2 * size].view(np.uint16), low[: 2 * trained].view(np.uint16), m, v)
+    return StateArrays(hi[: 2 * size].view(np.uint16), low[: 2 * trained].view(np.uint16), moments)
 
 
 Gather = Callable[[Tensor], Tensor]
@@ -103,11 +95,11 @@ class Store:
         """Frozen parameters whose values had to be rounded to bfloat16."""
         self._frozen_sum: str | None = None
 
-    def unit(self, unit: int) -> UnitState:
+    def unit(self, unit: int) -> HostArrays:
         """One unit's arrays, read-only; valid until another unit is asked for, or the store settles."""
         return unit_state(self._parts(unit), self.layouts[unit], self.precision)
 
-    def change(self, unit: int) -> UnitState:
+    def change(self, unit: int) -> HostArrays:
         """As `unit`, writable; `settle` writes back parts that are not in host memory."""
         state = self.unit(unit)
         self._changed, self._whole = True, None
@@ -164,7 +156,7 @@ class Store:
         away = [part for part in PARTS if not self._in_host(unit, part)]
         return spare_of(self.model, unit, self.precision, away, in_files=unit in self._in_files)
 
-    def float32_state(self, unit: int, spare: Tensor) -> UnitState:
+    def float32_state(self, unit: int, spare: Tensor) -> HostArrays:
         """The unit with float32 masters as `hi`, read-only: in place, or a copy in `spare`, uint8[spare_nbytes].
 
         Of the base below an adapter, weights in files are omitted (`Spare.saved`). Any thread may call it, even
@@ -440,7 +432,7 @@ def _tensor(flat: np.ndarray, field: Field) -> Tensor:
     return torch.from_numpy(flat).view(field.shape)
 
 
-def _join(halves: UnitState, masters: np.ndarray) -> None:
+def _join(halves: HostArrays, masters: np.ndarray) -> None:
     """Write a unit's `bf16` masters, float32[n]: from both halves if trained, else from the weights, which come
     after."""
     assert halves.lo is not None
@@ -449,7 +441,7 @@ def _join(halves: UnitState, masters: np.ndarray) -> None:
     np.left_shift(halves.hi[trained:], 16, out=masters[trained:].view(np.uint32), dtype=np.uint32)
 
 
-def _joined(state: UnitState, at: slice) -> np.ndarray:
+def _joined(state: HostArrays, at: slice) -> np.ndarray:
     """A copy of the float32 masters of these elements of a unit."""
     if state.lo is None:
         return state.hi[at].copy()

@@ -1,6 +1,6 @@
 """The optimizer's arithmetic on numpy arrays in host memory: AdamW, the split float32 master, norms, learning rates.
 
-    split_master.py   a float32 master as its bfloat16 bits and the 16 bits below them
+    split_master.py   a float32 master as its bfloat16 bits and the 16 bits below them; the arrays of a unit's state
     adamw.py          hyperparameters, the fused update
     clip.py           sum of squares of a gradient, and the clipping factor
     lr_schedules.py   learning-rate schedules
@@ -10,14 +10,16 @@ bfloat16 arrays are passed as their bits, uint16. `split` exported here is the f
 torch, no devices, no parameter names in memory: callers pass the element ranges to update.
 """
 
-from megatrain.optim.adamw import AdamW, StepScalars, update_fp32, update_split, warm_up
+from megatrain.optim.adamw import AdamW, StepScalars, update_on_host, warm_up
 from megatrain.optim.clip import clip_scale, expansion, own_square_sums, sum_of_squares
 from megatrain.optim.lr_schedules import LrSchedule, lr_schedule
-from megatrain.optim.split_master import join, join_into, split, split_into
+from megatrain.optim.split_master import HostArrays, StateArrays, join, join_into, split, split_into
 
 __all__ = [
     "AdamW",
+    "HostArrays",
     "LrSchedule",
+    "StateArrays",
     "StepScalars",
     "clip_scale",
     "expansion",
@@ -28,7 +30,6 @@ __all__ = [
     "split",
     "split_into",
     "sum_of_squares",
-    "update_fp32",
-    "update_split",
+    "update_on_host",
     "warm_up",
 ]

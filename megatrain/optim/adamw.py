@@ -13,7 +13,7 @@ only: torch fuses some multiply-adds, depending on the processor. On a GPU torch
 ours stay the same.
 
 The factors are computed in float64 and rounded to float32 once per step; everything else is float32, one rounding per
-operation. `update_split` works on the split master (`split_master.py`): with bfloat16 gradients it reads 14 bytes per
+operation. On the split master (`split_master.py`) with bfloat16 gradients `update_on_host` reads 14 bytes per
 parameter and writes 12. `reference_update` in `tests/references.py` defines the result bit for bit, for any number of
 threads. The passes hold no state and may run concurrently on disjoint arrays.
 
@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 
@@ -35,7 +35,7 @@ from megatrain.errors import ConfigError, NonFinite
 from megatrain.optim import kernels
 from megatrain.optim.clip import sum_of_squares
 from megatrain.optim.kernels import F32, U16, Segment, check_arrays, cut, run
-from megatrain.optim.split_master import join, split
+from megatrain.optim.split_master import HostArrays, StateArrays, join, split
 from megatrain.spec.validate_fields import Bounds, check_fields, checked
 
 _DTYPES: dict[str, tuple[type, ...]] = {
@@ -89,6 +89,8 @@ class AdamW:
     all peaks by the same factor. The parameters of one pattern form a *group*, and so do those without one.
     """
 
+    STATE: ClassVar[tuple[str, ...]] = ("m", "v")
+    """The parts of state that it keeps, one float32 for each trained element, in their order in memory."""
     lr: Annotated[float, Bounds(0)] = 1e-3
     betas: tuple[Annotated[float, Bounds(0, 1)], Annotated[float, Bounds(0, 1)]] = (0.9, 0.999)
     eps: Annotated[float, Bounds(0)] = 1e-8
@@ -188,40 +190,21 @@ def _f32(value: float) -> np.float32:
         return np.float32(value)
 
 
-def update_split(
-    hi: U16,
-    lo: U16,
-    m: F32,
-    v: F32,
-    grad: U16 | F32,
-    scalars: StepScalars,
-    segments: Sequence[Segment],
-    threads: int = 1,
+def update_on_host(
+    state: HostArrays, grad: U16 | F32, scalars: StepScalars, segments: Sequence[Segment], threads: int = 1
 ) -> None:
-    """Perform one AdamW step in place on the split master (hi, lo) and its moments m and v, all of n elements.
+    """Perform one AdamW step in place on masters and moments of n elements each.
 
     `grad`, float32[n] or bfloat16 bits (uint16[n]), is only read. Each of `segments` is (start, stop, decays) in
     elements; elements outside all segments stay unchanged. Raises MegaTrainError for arrays or segments that do
     not fit together.
     """
-    check_arrays({"hi": hi, "lo": lo, "m": m, "v": v}, {"grad": grad}, _DTYPES)
-    blocks = cut(segments, hi.size)
-    run(kernels.adamw_split, hi, lo, m, v, grad, scalars.packed(), blocks=blocks, threads=threads)
-
-
-def update_fp32(
-    weight: F32,
-    m: F32,
-    v: F32,
-    grad: U16 | F32,
-    scalars: StepScalars,
-    segments: Sequence[Segment],
-    threads: int = 1,
-) -> None:
-    """`update_split` for an unsplit float32 weight."""
-    check_arrays({"weight": weight, "m": m, "v": v}, {"grad": grad}, _DTYPES)
-    blocks = cut(segments, weight.size)
-    run(kernels.adamw_fp32, weight, m, v, grad, scalars.packed(), blocks=blocks, threads=threads)
+    names = ("weight",) if state.lo is None else ("hi", "lo")
+    written = dict(zip((*names, *AdamW.STATE), (*state.masters, *state.moments), strict=True))
+    check_arrays(written, {"grad": grad}, _DTYPES)
+    kernel = kernels.adamw_fp32 if state.lo is None else kernels.adamw_split
+    blocks = cut(segments, grad.size)
+    run(kernel, state.masters, state.moments, grad, scalars.packed(), blocks=blocks, threads=threads)
 
 
 def warm_up() -> None:
@@ -230,9 +213,9 @@ def warm_up() -> None:
     hi, lo = split(np.zeros(1, np.float32))
     weight = join(hi, lo)
     for grad in _one_gradient_of_each_dtype():
-        m, v = np.zeros(1, np.float32), np.zeros(1, np.float32)
-        update_split(hi, lo, m, v, grad, scalars, [(0, 1, True)])
-        update_fp32(weight, m, v, grad, scalars, [(0, 1, True)])
+        moments = tuple(np.zeros(1, np.float32) for _ in AdamW.STATE)
+        update_on_host(StateArrays(hi, lo, moments), grad, scalars, [(0, 1, True)])
+        update_on_host(StateArrays(weight, None, moments), grad, scalars, [(0, 1, True)])
         sum_of_squares(grad)
 
 

@@ -281,8 +281,10 @@ def join(hi: Any, lo: Any, out: Any, blocks: Any, counter: Any) -> None:
 
 
 @compiled
-def adamw_split(hi: Any, lo: Any, m: Any, v: Any, grad: Any, scalars: Any, blocks: Any, counter: Any) -> None:
-    """One step on a split master. `scalars` is `StepScalars.packed()`, float32[8]."""
+def adamw_split(masters: Any, moments: Any, grad: Any, scalars: Any, blocks: Any, counter: Any) -> None:
+    """One step on split masters (hi, lo) with moments (m, v). `scalars` is `StepScalars.packed()`."""
+    hi, lo = masters
+    m, v = moments
     decay, step_size, root_scale, eps = scalars[0], scalars[1], scalars[2], scalars[3]
     rest1, b2, rest2, grad_scale = scalars[4], scalars[5], scalars[6], scalars[7]
     from_m, share = _lerp(rest1)
@@ -307,8 +309,10 @@ def adamw_split(hi: Any, lo: Any, m: Any, v: Any, grad: Any, scalars: Any, block
 
 
 @compiled
-def adamw_fp32(weight: Any, m: Any, v: Any, grad: Any, scalars: Any, blocks: Any, counter: Any) -> None:
-    """One step on a float32 weight. `scalars` is `StepScalars.packed()`, float32[8]."""
+def adamw_fp32(masters: Any, moments: Any, grad: Any, scalars: Any, blocks: Any, counter: Any) -> None:
+    """One step on float32 masters (weight,) with moments (m, v). `scalars` is `StepScalars.packed()`."""
+    (weight,) = masters
+    m, v = moments
     decay, step_size, root_scale, eps = scalars[0], scalars[1], scalars[2], scalars[3]
     rest1, b2, rest2, grad_scale = scalars[4], scalars[5], scalars[6], scalars[7]
     from_m, share = _lerp(rest1)

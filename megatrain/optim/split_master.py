@@ -14,10 +14,13 @@ In two edge cases hi alone misrepresents the master: a finite master of magnitud
 to infinity in bfloat16, and a NaN whose payload is at either end of its range rounds to infinity or wraps to zero. The
 NaNs that arithmetic produces (0x7fc00000, 0xffc00000) stay NaN in hi.
 
-bfloat16 arrays are passed as their bits, uint16.
+bfloat16 arrays are passed as their bits, uint16. `StateArrays` has the halves beside what an optimizer keeps.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -30,6 +33,43 @@ _DTYPES: dict[str, tuple[type, ...]] = {
     "hi": (np.uint16,),
     "lo": (np.uint16,),
 }
+
+
+class Sliced(Protocol):
+    """A flat array, of numpy or torch."""
+
+    def __getitem__(self, elements: slice, /) -> Any: ...
+
+
+A = TypeVar("A", bound=Sliced)
+
+
+@dataclass(frozen=True, slots=True)
+class StateArrays(Generic[A]):
+    """Views of the state of a unit, or of a piece of one: masters, and what the optimizer keeps for each of them.
+
+    Arrays are numpy's in host memory (uint16 for halves), or tensors on the device (int16 for halves).
+    """
+
+    hi: A
+    """bfloat16 bits, or float32 masters if `lo` is None. Of a whole unit, frozen elements follow the trained ones."""
+    lo: A | None
+    """The low bits of the trained elements."""
+    moments: tuple[A, ...]
+    """The parts that the optimizer names (`AdamW.STATE`), float32, of the trained elements."""
+
+    @property
+    def masters(self) -> tuple[A, ...]:
+        """Both halves, or the float32 masters alone."""
+        return (self.hi,) if self.lo is None else (self.hi, self.lo)
+
+    def part(self, elements: slice) -> StateArrays[A]:
+        """Views of some of the trained elements."""
+        lo = None if self.lo is None else self.lo[elements]
+        return StateArrays(self.hi[elements], lo, tuple(moment[elements] for moment in self.moments))
+
+
+HostArrays = StateArrays[np.ndarray]
 
 
 def split(master: F32, threads: int = 1) -> tuple[U16, U16]:

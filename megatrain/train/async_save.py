@@ -33,8 +33,9 @@ from megatrain.checkpoint.rank_byte_ranges import RankByteRanges
 from megatrain.device.worker import OwningProcess
 from megatrain.dist import ALONE, World
 from megatrain.errors import CheckpointError, DamagedCheckpoint, MegaTrainError, typed_line
-from megatrain.memory import Store, UnitState
+from megatrain.memory import Store
 from megatrain.model import PortedModel
+from megatrain.optim import HostArrays, StateArrays
 from megatrain.schedule import Buffer, Use
 from megatrain.spec import Numerics, Policy
 from megatrain.spec.validate_fields import Bounds, checked
@@ -122,7 +123,7 @@ class Saver:
         """Units that may not be updated yet."""
         self._wanted: int | None = None
         """The unit on the device for which the thread waits."""
-        self._handed: UnitState | None = None
+        self._handed: HostArrays | None = None
         self._gives_up = False
         self.current: Save | None = None
         """The last save that was started."""
@@ -336,21 +337,23 @@ class Saver:
 
     def _gathered(self, save: Save, planned: PlannedCheckpoint, agree: Agree) -> Iterator[dict[str, ParamState]]:
         """The state of each unit in turn, from all ranks."""
-        own: dict[int, UnitState] = {}
+        own: dict[int, HostArrays] = {}
 
         def prepare(unit: int) -> None:
             own[unit] = self._announced(save, unit)
 
         def whole(unit: int) -> dict[str, ParamState]:
             state, layout = own.pop(unit), self._store.layouts[unit]
-            parts = (state.hi, layout), (state.m, layout.trained), (state.v, layout.trained)
-            hi, m, v = (self._store.together(torch.from_numpy(a), of, self._world.together).numpy() for a, of in parts)
+            parts = (state.hi, layout), *((moment, layout.trained) for moment in state.moments)
+            hi, *moments = (
+                self._store.together(torch.from_numpy(a), of, self._world.together).numpy() for a, of in parts
+            )
             self._written(unit)
-            return self._by_name(unit, UnitState(hi, None, m, v))
+            return self._by_name(unit, StateArrays(hi, None, tuple(moments)))
 
         return gathered(agree, planned.order, prepare, whole)
 
-    def _announced(self, save: Save, unit: int) -> UnitState:
+    def _announced(self, save: Save, unit: int) -> HostArrays:
         """This rank's share of a unit, noting it as being written."""
         save.at = self._store.model.units[unit].name
         self._note(save, save.written_nbytes)
@@ -359,13 +362,13 @@ class Saver:
     def _doubts(self) -> None:
         self._doubt = "what the ranks had written together was not there afterwards"
 
-    def _own(self, unit: int) -> UnitState:
+    def _own(self, unit: int) -> HostArrays:
         """This rank's share of a unit."""
         if self._store.on_device(unit):
             return self._received(unit)
         return self._store.float32_state(unit, self._spare())
 
-    def _received(self, unit: int) -> UnitState:
+    def _received(self, unit: int) -> HostArrays:
         """A unit copied by the main thread, which alone may read the device."""
         with self._turn:
             self._wanted = unit
@@ -379,7 +382,7 @@ class Saver:
     def _spare(self) -> Tensor:
         return self._store.pool.memory(SPARE)
 
-    def _by_name(self, unit: int, state: UnitState) -> dict[str, ParamState]:
+    def _by_name(self, unit: int, state: HostArrays) -> dict[str, ParamState]:
         return {name: ParamState(*arrays) for name, arrays in tensors_of(self._store, unit, state).items()}
 
 
@@ -387,8 +390,8 @@ def _shares(save: Save, nbytes: int) -> None:
     save.shared_nbytes += nbytes
 
 
-def tensors_of(store: Store, unit: int, state: UnitState) -> dict[str, list[Tensor]]:
-    """Parameter name -> views of master and, if trained, m and v in a float32 state, in the parameter's shape.
+def tensors_of(store: Store, unit: int, state: HostArrays) -> dict[str, list[Tensor]]:
+    """Parameter name -> views of master and, if trained, moments in a float32 state, in the parameter's shape.
 
     Parameters that are not in the state are omitted.
     """
@@ -396,7 +399,7 @@ def tensors_of(store: Store, unit: int, state: UnitState) -> dict[str, list[Tens
     for place, param in zip(store.layouts[unit].fields, store.model.units[unit].params, strict=True):
         if place.stop > state.hi.size:
             break  # not part of checkpoints
-        arrays = (state.hi, state.m, state.v) if param.trainable else (state.hi,)
+        arrays = (state.hi, *state.moments) if param.trainable else (state.hi,)
         found[place.name] = [torch.from_numpy(each[place.start : place.stop]).view(place.shape) for each in arrays]
     return found
 

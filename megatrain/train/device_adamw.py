@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatrain.device import Device
 from megatrain.errors import typed_line
-from megatrain.optim import AdamW, StepScalars
+from megatrain.optim import AdamW, StateArrays, StepScalars
 from megatrain.spec import Part, Precision
 from megatrain.spec.layout import align
 
@@ -47,20 +47,19 @@ def update_on_device(
 ) -> None:
     """One AdamW step in place on a unit.
 
-    parts: weights, low bits (in bf16) and moments (m, then v), uint8 on the device. gradient: flat, bfloat16 or
-    float32, one value per trained element. segments: (start, stop, decays) in elements. sound: a bool on the device;
-    if false nothing changes. kernels: see `kernels_for`.
+    parts: weights, low bits (in bf16) and moments (in the order of `AdamW.STATE`), uint8 on the device. gradient:
+    flat, bfloat16 or float32, one value per trained element. segments: (start, stop, decays) in elements. sound: a
+    bool on the device; if false nothing changes. kernels: see `kernels_for`.
     """
     trained = gradient.numel()
     moments = parts[Part.MOMENTS].view(torch.float32)
-    m, v = moments[:trained], moments[trained : 2 * trained]
     weight = parts[Part.WEIGHTS].view(torch.float32 if precision == "fp32" else torch.int16)
     low = None if precision == "fp32" else parts[Part.LOW_BITS].view(torch.int16)
+    state = StateArrays(weight, low, moments[: trained * len(AdamW.STATE)].split(trained))
     update = adamw_by_operations if kernels is None else kernels.adamw
     for start, stop, decays in _joined(segments):
         part = slice(start, stop)
-        lower = None if low is None else low[part]
-        update(weight[part], lower, m[part], v[part], gradient[part], scalars, sound, decays=decays)
+        update(state.part(part), gradient[part], scalars, sound, decays=decays)
 
 
 def sum_of_squares_on_device(gradient: Tensor, kernels: Any = None) -> Tensor:
@@ -76,30 +75,22 @@ def sum_of_squares_on_device(gradient: Tensor, kernels: Any = None) -> Tensor:
 
 
 def adamw_by_operations(
-    weight: Tensor,
-    low: Tensor | None,
-    m: Tensor,
-    v: Tensor,
-    gradient: Tensor,
-    scalars: StepScalars,
-    sound: Tensor | None,
-    *,
-    decays: bool,
+    state: StateArrays[Tensor], gradient: Tensor, scalars: StepScalars, sound: Tensor | None, *, decays: bool
 ) -> None:
     """The same as `device_adamw_triton.adamw`, by torch operations. sound: None means true."""
     keep = float(scalars.decay) if decays else 1.0
     for begin in range(0, gradient.numel(), CHUNK):
-        part = slice(begin, begin + CHUNK)
-        halves = [weight[part]] if low is None else [weight[part], low[part]]
-        before = [(each, each.clone()) for each in (m[part], v[part], *halves)] if sound is not None else []
-        change = _change(m[part], v[part], gradient[part].to(torch.float32), scalars)
-        if low is None:
-            halves[0].mul_(keep).sub_(change)
+        elements = slice(begin, begin + CHUNK)
+        part = state.part(elements)
+        before = [(array, array.clone()) for array in (*part.moments, *part.masters)] if sound is not None else []
+        change = _change(part.moments, gradient[elements].to(torch.float32), scalars)
+        if part.lo is None:
+            part.hi.mul_(keep).sub_(change)
         else:
-            split_to(join(*halves).mul_(keep).sub_(change), *halves)
-        for each, was in before:
+            split_to(join(part.hi, part.lo).mul_(keep).sub_(change), part.hi, part.lo)
+        for array, old in before:
             assert sound is not None
-            torch.where(sound, each, was, out=each)
+            torch.where(sound, array, old, out=array)
 
 
 def _joined(segments: Sequence[tuple[int, int, bool]]) -> Iterator[tuple[int, int, bool]]:
@@ -151,25 +142,24 @@ def agrees(kernels: Any, device: torch.device) -> bool:
     plain: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "generator": torch.Generator().manual_seed(0)}
     magnitude = 10.0 ** (torch.rand(TRIED, **plain) * 60 - 38)
     gradient = (torch.randn(TRIED, **plain) * magnitude).to(device)
-    state = torch.randn(3, TRIED, **plain).to(device)
+    masters, *factors = torch.randn(1 + len(AdamW.STATE), TRIED, **plain).to(device)
     flags = [torch.tensor(flag, device=device) for flag in (True, False)]
     cases = product((0.3, 0.9), (*flags, None), (gradient, gradient.to(torch.bfloat16)), (True, False))
     for beta, sound, grad, split in cases:
         scalars = AdamW(betas=(beta, 0.99), weight_decay=0.1).scalars(lr=1e-2, step=3, grad_scale=0.7)
         results = []
         for update in (kernels.adamw, adamw_by_operations):
-            weight, m, v = state[0].clone(), state[1] * gradient, (state[2] * gradient).square()
-            low = None
+            m, v = factors[0] * gradient, (factors[1] * gradient).square()
+            state = StateArrays(masters.clone(), None, (m, v))
             if split:
-                low, hi = (torch.empty(TRIED, dtype=torch.int16, device=device) for _ in range(2))
-                split_to(weight, hi, low)
-                weight = hi
-            update(weight, low, m, v, grad, scalars, sound, decays=not split)
-            parts = [weight, m, v] if low is None else [weight, m, v, low]
-            results.append([each.view(torch.uint8) for each in parts])
+                hi, low = (torch.empty(TRIED, dtype=torch.int16, device=device) for _ in range(2))
+                split_to(masters, hi, low)
+                state = StateArrays(hi, low, (m, v))
+            update(state, grad, scalars, sound, decays=not split)
+            results.append([array.view(torch.uint8) for array in (*state.masters, *state.moments)])
         if not all(torch.equal(one, other) for one, other in zip(*results, strict=True)):
             return False
-    known = [(kernels.sum_of_squares(each), each.double().square().sum()) for each in (state[0], state[1].bfloat16())]
+    known = [(kernels.sum_of_squares(each), each.double().square().sum()) for each in (masters, factors[0].bfloat16())]
     return all(bool(torch.isclose(found, exact, rtol=1e-12)) for found, exact in known)
 
 
@@ -186,15 +176,16 @@ def split_to(master: Tensor, hi: Tensor, low: Tensor) -> None:
     hi.copy_(bits.add(0x8000).bitwise_right_shift_(16))
 
 
-def _change(m: Tensor, v: Tensor, gradient: Tensor, scalars: StepScalars) -> Tensor:
+def _change(moments: tuple[Tensor, ...], gradient: Tensor, scalars: StepScalars) -> Tensor:
     """Update the moments in place; returns the step, scaled by the learning rate."""
+    m, v = moments
     g = gradient * float(scalars.grad_scale)
-    way = g - m
+    difference = g - m
     if scalars.rest1 < 0.5:
-        m.add_(way.mul_(float(scalars.rest1)))
+        m.add_(difference.mul_(float(scalars.rest1)))
     else:
-        m.copy_(way.mul_(float(scalars.rest1) - 1).add_(g))
-    del way
+        m.copy_(difference.mul_(float(scalars.rest1) - 1).add_(g))
+    del difference
     v.mul_(float(scalars.b2)).add_((g * float(scalars.rest2)).mul_(g))
     root = v.to(torch.float64).sqrt_().to(torch.float32).mul_(float(scalars.root_scale)).add_(float(scalars.eps))
     return (m * float(scalars.step_size)).div_(root)

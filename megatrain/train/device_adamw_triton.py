@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatrain.optim import StepScalars
+from megatrain.optim import StateArrays, StepScalars
 
 BLOCK = 1024
 """Elements per program."""
@@ -83,29 +83,21 @@ def _squares(gradient, sums, numel, BLOCK: tl.constexpr):
 
 
 def adamw(
-    weight: Tensor,
-    low: Tensor | None,
-    m: Tensor,
-    v: Tensor,
-    gradient: Tensor,
-    scalars: StepScalars,
-    sound: Tensor | None,
-    *,
-    decays: bool,
+    state: StateArrays[Tensor], gradient: Tensor, scalars: StepScalars, sound: Tensor | None, *, decays: bool
 ) -> None:
-    """One AdamW step in place, on the current stream of the current device.
+    """One AdamW step in place, on the current stream of the current device, on state of n elements.
 
-    weight: float32[n], or the upper halves of the masters, int16[n], with the lower halves in `low`. m, v: float32[n].
     gradient: bfloat16[n] or float32[n]. sound: a bool; if false nothing changes. Raises `ValueError` for other dtypes
     or lengths, with which the kernel would write out of bounds.
     """
+    (m, v), low = state.moments, state.lo
     kind = torch.float32 if low is None else torch.int16
-    known = [(weight, kind), (m, torch.float32), (v, torch.float32), *([(low, kind)] if low is not None else [])]
-    if any((each.dtype, each.shape) != (dtype, gradient.shape) for each, dtype in known):
+    expected = [*((half, kind) for half in state.masters), (m, torch.float32), (v, torch.float32)]
+    if any((array.dtype, array.shape) != (dtype, gradient.shape) for array, dtype in expected):
         raise ValueError("tensors of one update differ in length, or have a wrong dtype")
     near = bool(scalars.rest1 < 0.5)
     unused = m  # placeholder for arguments that the kernel does not read
-    hi, below = (weight, unused) if low is None else (weight.view(torch.uint16), low.view(torch.uint16))
+    hi, below = (state.hi, unused) if low is None else (state.hi.view(torch.uint16), low.view(torch.uint16))
     _adamw[(triton.cdiv(gradient.numel(), BLOCK),)](
         hi,
         below,

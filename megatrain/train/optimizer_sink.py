@@ -33,8 +33,7 @@ from megatrain.optim import (
     expansion,
     own_square_sums,
     sum_of_squares,
-    update_fp32,
-    update_split,
+    update_on_host,
 )
 from megatrain.optim.kernels import Segment
 from megatrain.spec import ModelSpec, Numerics, Part, Policy
@@ -227,16 +226,11 @@ class OptimizerSink:
 
     def _update_on_host(self, unit: int, gradient: Tensor, parts: Mapping[Part, Tensor]) -> None:
         state, trained = unit_state(parts, self._layouts[unit], self._precision), self._layouts[unit].trained.own_size
-        grad = _as_numpy(gradient)
-        hi = state.hi[: state.m.size]  # what is frozen comes after
-        lo = None if state.lo is None else state.lo[: state.m.size]
+        grad, state = _as_numpy(gradient), state.part(slice(0, trained))
         absent = self._without_gradient(unit)
         names = [name for name in self._parameters[unit] if name not in absent]
         for scalars, segments in self._inside(unit, self._reached.get(unit, 0), trained, names):
-            if lo is None:
-                update_fp32(hi, state.m, state.v, grad, scalars, segments, self.threads)
-            else:
-                update_split(hi, lo, state.m, state.v, grad, scalars, segments, self.threads)
+            update_on_host(state, grad, scalars, segments, self.threads)
 
     def _inside(
         self, unit: int, start: int, stop: int, names: Collection[str]

@@ -155,7 +155,7 @@ def read_moments(checkpoint: Checkpoint, store: Store, new: NewMoments = "refuse
             saved = [each.numpy().reshape(-1) for _, *both in checkpoint.moments(names) for each in both]
             for piece in store.owned.within(layout, field.start, field.stop):
                 part = slice(piece.start - field.start, piece.stop - field.start)
-                for moment, values in zip_longest((state.m, state.v), saved):
+                for moment, values in zip_longest(state.moments, saved):
                     moment[piece.own] = 0.0 if values is None else values[part]
     store.settle()
 

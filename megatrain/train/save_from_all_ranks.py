@@ -26,7 +26,7 @@ from megatrain.checkpoint.safetensors_writer import Shard
 from megatrain.checkpoint.save import writing_to
 from megatrain.dist import World
 from megatrain.errors import CheckpointError
-from megatrain.memory import UnitState
+from megatrain.optim import HostArrays
 from megatrain.spec.layout import Ownership
 from megatrain.train.save_from_rank_zero import Agree
 
@@ -45,7 +45,7 @@ class SharedFiles:
     planned: PlannedCheckpoint
     ranges: RankByteRanges
     owned: Ownership
-    read: Callable[[int], UnitState]
+    read: Callable[[int], HostArrays]
     """Reads this rank's share of a unit as float32, valid until the next is read."""
     once: frozenset[int]
     """Units that can be read only once, so files with any of them are not compared for linking."""

@@ -97,11 +97,7 @@ MAX_PARAMETERS = 7
 WIDE_FUNCTIONS = {
     "checkpoint.export.export_units": 8,
     "checkpoint.save.write_checkpoint": 11,
-    "optim.adamw.update_split": 8,
-    "optim.kernels.adamw_split": 8,
-    "train.device_adamw.adamw_by_operations": 8,
     "train.device_adamw_triton._adamw": 19,
-    "train.device_adamw_triton.adamw": 8,
     "train.optimizer_sink.OptimizerSink.__init__": 8,
     "train.restore.as_saved": 8,
 }

@@ -18,7 +18,7 @@ def test_the_benchmark_runs_and_its_ratios_agree(tmp_path: Path, capsys: pytest.
     adamw.main(["--millions", "0.01", "--rounds", "3", "--threads", "1", "--json", str(tmp_path / "adamw.json")])
     report = json.loads((tmp_path / "adamw.json").read_text())
     rows = {row["name"]: row for row in report["rows"]}
-    assert list(rows) == ["update_split", "update_fp32", "torch fused", "torch bf16", "copy"]
+    assert list(rows) == ["split master", "float32 master", "torch fused", "torch bf16", "copy"]
     assert rows["torch fused"]["ratio_to_torch"] == 1
     assert rows["torch bf16"]["ratio_to_torch_bf16"] == 1
     assert rows["copy"]["ratio_to_copy"] == 1

@@ -30,13 +30,12 @@ from megatrain.train import device_adamw, device_adamw_triton
 
 wrong = sys.argv[1]
 
-def adamw(*args, decays):
+def adamw(state, gradient, scalars, sound, *, decays):
     if wrong == "beta":
         scalars = AdamW(betas=(0.3, 0.99), weight_decay=0.1).scalars(lr=1e-2, step=3, grad_scale=0.7)
-        args = (*args[:5], scalars, args[6])
     if wrong == "flag":
-        args = (*args[:6], None)
-    device_adamw_triton.adamw(*args, decays=decays)
+        sound = None
+    device_adamw_triton.adamw(state, gradient, scalars, sound, decays=decays)
 
 def squares(gradient):
     return device_adamw_triton.sum_of_squares(gradient[:-1] if wrong == "squares" else gradient)

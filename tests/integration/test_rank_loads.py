@@ -148,6 +148,6 @@ def test_each_rank_reads_only_its_own_checkpoint_ranges(
         for field in layout.fields:
             for piece in store.owned.within(layout, field.start, field.stop):
                 part, saved = slice(piece.start - field.start, piece.stop - field.start), whole[field.name]
-                for own, all_of_it in ((state.hi, saved.master), (state.m, saved.m), (state.v, saved.v)):
+                for own, all_of_it in zip((state.hi, *state.moments), (saved.master, saved.m, saved.v), strict=True):
                     assert all_of_it is not None
                     assert own[piece.own].tobytes() == all_of_it.reshape(-1)[part].numpy().tobytes()

@@ -54,11 +54,8 @@ def trained(engine: Engine, counts: tuple[int, ...] = (2, 3)) -> dict[str, Tenso
         found |= {f"then {name}": each for name, each in engine.gradients(unequal_batches(1)).items()}
         losses.append(engine.evaluate(unequal_batches(2)))
         for unit in range(len(engine.structure.units)):
-            state = engine.parts.store.unit(unit)
-            found |= {
-                f"m of {unit}": torch.from_numpy(state.m.copy()),
-                f"v of {unit}": torch.from_numpy(state.v.copy()),
-            }
+            moments = zip(AdamW.STATE, engine.parts.store.unit(unit).moments, strict=True)
+            found |= {f"{name} of {unit}": torch.from_numpy(moment.copy()) for name, moment in moments}
         return found | engine.master_weights() | {"losses": torch.tensor(losses, dtype=torch.float64)}
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.errors import ConfigError, MegaTrainError, NonFinite
-from megatrain.optim import AdamW, StepScalars, kernels, update_fp32, update_split
+from megatrain.optim import AdamW, HostArrays, StateArrays, StepScalars, kernels, update_on_host
 from megatrain.optim.split_master import bf16_to_f32, join, split
 from tests.references import f32_to_bf16, reference_update, reference_update_split
 
@@ -40,6 +40,11 @@ def as_fp32(state: State) -> State:
     return {"weight": join(state["hi"], state["lo"]), "m": state["m"].copy(), "v": state["v"].copy()}
 
 
+def arrays(state: State) -> HostArrays:
+    hi = state["weight"] if "weight" in state else state["hi"]
+    return StateArrays(hi, state.get("lo"), (state["m"], state["v"]))
+
+
 def copied(state: State) -> State:
     return {name: array.copy() for name, array in state.items()}
 
@@ -63,9 +68,9 @@ def test_the_fused_pass_is_its_reference_bit_for_bit(size: int, dtype: type, thr
     segments = [(0, size // 3, False), (size // 3, size, True)]
     for step in (1, 2):
         grad = gradient(rng, size, dtype)
-        update_split(**fused, grad=grad, scalars=scalars(step), segments=segments, threads=threads)
+        update_on_host(arrays(fused), grad=grad, scalars=scalars(step), segments=segments, threads=threads)
         reference_update_split(**slow, grad=grad, scalars=scalars(step), segments=segments)
-        update_fp32(**fused32, grad=grad, scalars=scalars(step), segments=segments, threads=threads)
+        update_on_host(arrays(fused32), grad=grad, scalars=scalars(step), segments=segments, threads=threads)
         reference_update(**slow32, grad=grad, scalars=scalars(step), segments=segments)
     assert_same_bits(fused, slow)
     assert_same_bits(fused32, slow32)
@@ -88,7 +93,7 @@ def test_what_no_segment_covers_is_left_alone(case: tuple[int, Segments], dtype:
     grad = gradient(rng, size, dtype)
     fused, slow = copied(before), copied(before)
     with patch.object(kernels, "BLOCK", 256):
-        update_split(**fused, grad=grad, scalars=scalars(), segments=segments, threads=threads)
+        update_on_host(arrays(fused), grad=grad, scalars=scalars(), segments=segments, threads=threads)
     reference_update_split(**slow, grad=grad, scalars=scalars(), segments=segments)
     assert_same_bits(fused, slow)
     gap = np.ones(size, bool)
@@ -108,7 +113,7 @@ def test_denormals_and_large_values_are_kept_as_the_reference_keeps_them(dtype: 
     slow = copied(fused)
     grad = gradient(rng, 3000, dtype, scale)
     segments = [(0, 3000, True)]
-    update_split(**fused, grad=grad, scalars=scalars(), segments=segments, threads=2)
+    update_on_host(arrays(fused), grad=grad, scalars=scalars(), segments=segments, threads=2)
     reference_update_split(**slow, grad=grad, scalars=scalars(), segments=segments)
     assert_same_bits(fused, slow)
     tiny = np.finfo(np.float32).tiny
@@ -125,7 +130,7 @@ def test_calls_from_several_threads_do_not_disturb_each_other() -> None:
 
     def update(unit: State, grad: np.ndarray) -> None:
         for step in (1, 2, 3):
-            update_split(**unit, grad=grad, scalars=scalars(step), segments=segments, threads=3)
+            update_on_host(arrays(unit), grad=grad, scalars=scalars(step), segments=segments, threads=3)
 
     with ThreadPoolExecutor(6) as callers:
         list(callers.map(update, units, grads))
@@ -149,7 +154,7 @@ def test_twenty_steps_are_those_of_torch_to_rounding(dtype: type, grad_scale: fl
         values = bf16_to_f32(grad) if dtype is np.uint16 else grad
         theirs.grad = torch.from_numpy(values * np.float32(grad_scale))
         factors = ours.scalars(lr=3e-3, step=step, grad_scale=grad_scale)
-        update_split(**state, grad=grad, scalars=factors, segments=[(0, size, True)])
+        update_on_host(arrays(state), grad=grad, scalars=factors, segments=[(0, size, True)])
         torch_adamw.step()
     expected = torch_adamw.state[theirs]
     close = dict(rtol=2e-6, atol=2e-7)
@@ -209,10 +214,16 @@ def one_step(kind: str, before: tuple[np.ndarray, ...], grad: np.ndarray, factor
     weight, m, v = (each.copy() for each in before)
     segments = [(0, weight.size, True)]
     if kind.endswith("fp32"):
-        (reference_update if "reference" in kind else update_fp32)(weight, m, v, grad, factors, segments)
+        if "reference" in kind:
+            reference_update(weight, m, v, grad, factors, segments)
+        else:
+            update_on_host(StateArrays(weight, None, (m, v)), grad, factors, segments)
         return [weight, m, v]
     hi, lo = split(weight)
-    (reference_update_split if "reference" in kind else update_split)(hi, lo, m, v, grad, factors, segments)
+    if "reference" in kind:
+        reference_update_split(hi, lo, m, v, grad, factors, segments)
+    else:
+        update_on_host(StateArrays(hi, lo, (m, v)), grad, factors, segments)
     return [join(hi, lo), m, v]
 
 
@@ -232,7 +243,9 @@ def test_an_unclipped_gradient_of_1e20_does_not_kill_the_weight() -> None:
     weight, m, v = (np.full(2, value, np.float32) for value in (1, 0, 0))
     for step in (1, 2):
         grad = np.float32([1e20, -1e20])
-        update_fp32(weight, m, v, grad, AdamW(weight_decay=0).scalars(lr=0.1, step=step), [(0, 2, True)])
+        update_on_host(
+            StateArrays(weight, None, (m, v)), grad, AdamW(weight_decay=0).scalars(lr=0.1, step=step), [(0, 2, True)]
+        )
     assert np.isfinite(v).all()
     np.testing.assert_allclose(weight, [0.8, 1.2], rtol=1e-6)
 
@@ -241,7 +254,7 @@ def test_weight_decay_acts_where_a_segment_says_so_and_nowhere_else() -> None:
     ones, zeros = np.ones(4, np.float32), np.zeros(4, np.float32)
     weight, m, v = ones.copy(), zeros.copy(), zeros.copy()
     factors = AdamW(weight_decay=0.5).scalars(lr=0.1, step=1)
-    update_fp32(weight, m, v, zeros, factors, [(0, 2, True), (2, 4, False)])
+    update_on_host(StateArrays(weight, None, (m, v)), zeros, factors, [(0, 2, True), (2, 4, False)])
     assert weight.tolist() == [np.float32(0.95), np.float32(0.95), 1, 1]
 
 
@@ -320,20 +333,20 @@ def test_segments_that_do_not_fit_the_array_are_refused_before_anything_changes(
     state = split_state(np.random.default_rng(0), 10)
     before = copied(state)
     with pytest.raises(MegaTrainError, match="segments overlap, descend or leave the array"):
-        update_split(**state, grad=np.zeros(10, np.uint16), scalars=scalars(), segments=segments)
+        update_on_host(arrays(state), grad=np.zeros(10, np.uint16), scalars=scalars(), segments=segments)
     assert_same_bits(state, before)
 
 
 def test_arrays_that_do_not_fit_are_refused_by_name() -> None:
     state = split_state(np.random.default_rng(0), 10)
     with pytest.raises(MegaTrainError, match="grad: dtype float64, expected uint16 or float32"):
-        update_split(**state, grad=np.zeros(10), scalars=scalars(), segments=[(0, 10, True)])
+        update_on_host(arrays(state), grad=np.zeros(10), scalars=scalars(), segments=[(0, 10, True)])
     with pytest.raises(MegaTrainError, match=r"grad: shape \(9,\)"):
-        update_split(**state, grad=np.zeros(9, np.uint16), scalars=scalars(), segments=[(0, 9, True)])
+        update_on_host(arrays(state), grad=np.zeros(9, np.uint16), scalars=scalars(), segments=[(0, 9, True)])
     with pytest.raises(MegaTrainError, match="m, grad: two arrays of one call share memory"):
-        update_split(**state, grad=state["m"], scalars=scalars(), segments=[(0, 10, True)])
+        update_on_host(arrays(state), grad=state["m"], scalars=scalars(), segments=[(0, 10, True)])
     with pytest.raises(ConfigError, match="0 threads"):
-        update_split(**state, grad=np.zeros(10, np.uint16), scalars=scalars(), segments=[], threads=0)
+        update_on_host(arrays(state), grad=np.zeros(10, np.uint16), scalars=scalars(), segments=[], threads=0)
 
 
 def test_a_read_only_gradient_will_do() -> None:
@@ -341,6 +354,6 @@ def test_a_read_only_gradient_will_do() -> None:
     grad = gradient(np.random.default_rng(1), 10, np.uint16)
     slow = copied(state)
     grad.flags.writeable = False
-    update_split(**state, grad=grad, scalars=scalars(), segments=[(0, 10, True)])
+    update_on_host(arrays(state), grad=grad, scalars=scalars(), segments=[(0, 10, True)])
     reference_update_split(**slow, grad=grad, scalars=scalars(), segments=[(0, 10, True)])
     assert_same_bits(state, slow)

@@ -13,6 +13,7 @@ from pathlib import Path
 import numba
 import numpy as np
 import pytest
+from numba.types import UniTuple
 
 import megatrain
 from megatrain.optim import kernels, warm_up
@@ -25,8 +26,8 @@ BLOCKS = numba.int64[:, ::1]
 @pytest.mark.parametrize(
     ("kernel", "signature"),
     [
-        (kernels.adamw_split, (U16, U16, F32, F32, U16, F32, BLOCKS, I64)),
-        (kernels.adamw_fp32, (F32, F32, F32, F32, F32, BLOCKS, I64)),
+        (kernels.adamw_split, (UniTuple(U16, 2), UniTuple(F32, 2), U16, F32, BLOCKS, I64)),
+        (kernels.adamw_fp32, (UniTuple(F32, 1), UniTuple(F32, 2), F32, F32, BLOCKS, I64)),
     ],
 )
 def test_roots_and_quotients_are_vectorised_and_nothing_is_contracted(kernel, signature) -> None:

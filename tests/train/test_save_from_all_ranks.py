@@ -33,8 +33,8 @@ from megatrain.checkpoint.manifest import FileSum
 from megatrain.checkpoint.rank_byte_ranges import OwnBytes, RankByteRanges
 from megatrain.dist import World
 from megatrain.errors import MegaTrainError, RankError
-from megatrain.memory import UnitState
 from megatrain.model import port_model
+from megatrain.optim import HostArrays, StateArrays
 from megatrain.spec.layout import Layout, Ownership, layout_of
 from megatrain.train import save_from_all_ranks
 from megatrain.train.save_from_all_ranks import SharedFiles
@@ -83,7 +83,7 @@ class Rank:
         self.doubts = 0
         self.why = ""
 
-    def _own(self, layout: Layout, state: Mapping[str, Any]) -> UnitState:
+    def _own(self, layout: Layout, state: Mapping[str, Any]) -> HostArrays:
         whole = {kind: np.zeros(layout.size, np.float32) for kind in ("master", "m", "v")}
         for field in layout.fields:
             for kind, values in whole.items():
@@ -94,7 +94,7 @@ class Rank:
             for kind, values in own.items():
                 values[piece.own] = whole[kind][piece.start : piece.stop]
         trained = layout.trained.own_size
-        return UnitState(own["master"], None, own["m"][:trained], own["v"][:trained])
+        return StateArrays(own["master"], None, (own["m"][:trained], own["v"][:trained]))
 
     def save(self, folder: Path, step: int = 1, earlier: Path | None = None) -> Path:
         """As `Saver` does it, without the way by rank 0."""
@@ -289,7 +289,7 @@ def spoil_unit(monkeypatch: pytest.MonkeyPatch, failure: BaseException | None) -
     """Rank 1 fails in the midst of what it writes, or leaves a piece out."""
     honest = RankByteRanges.own
 
-    def own(self: RankByteRanges, unit: int, state: UnitState, owned: Ownership) -> Iterator[OwnBytes]:
+    def own(self: RankByteRanges, unit: int, state: HostArrays, owned: Ownership) -> Iterator[OwnBytes]:
         for number, piece in enumerate(honest(self, unit, state, owned)):
             if owned.rank == 1 and unit == 2 and number == 3:
                 if failure is None:
