@@ -1,13 +1,14 @@
-"""The disk tier: scratch files below host memory, with named regions (a unit's moments, say) read and written as a
-whole.
+"""The disk tier: scratch files below host memory, with named regions (a unit's moments, say) read and written by
+ranges.
 
-If the end of a region is kept (frozen weights), the part before it may be written alone.
+Any bytes of a region may be read; whole blocks of it are written. If the end of a region is kept (frozen weights), a
+block begins there, so that the part before it may be written alone.
 
 Regions live as long as the process, in files without names; this is no checkpoint. Space is allocated when a region
-is provided, so that a full disk is found before a step, not during it. A region reads as zeros until its first write;
-a failed write leaves it *torn* until it is written completely; and the checksum of each block, kept in memory, is
-compared on every read. So a read returns the bytes of the last write, or zeros, or raises. Regions share nothing but
-files: a failure in one does not affect the others.
+is provided, so that a full disk is found before a step, not during it. A block reads as zeros until its first write;
+a failed write leaves all of its blocks *torn* until they are written again; and the checksum of each block, kept in
+memory, is compared on every read. So a read returns the bytes of the last write, or zeros, or raises. Regions share
+nothing but files: a failure in one does not affect the others.
 
 The schedule gives a region to one caller at a time; different regions, and reads beside writes, may proceed
 concurrently. There is no cache (every byte is used once per step), and failed requests are not retried.
@@ -72,7 +73,7 @@ class Disk:
     def provide(self, regions: Mapping[str, tuple[int, str]], kept: Mapping[str, int] | None = None) -> None:
         """Create regions: name -> (bytes, label for messages). Existing ones keep place and content.
 
-        kept: name -> bytes at a region's end that a write may omit; they begin at a sector. Raises `DiskFull`
+        kept: name -> bytes at a region's end, from a sector on, that have blocks of their own. Raises `DiskFull`
         before allocating anything if the disks lack space, and `DiskError` if a region exists with another size.
         """
         with self._open():
@@ -84,7 +85,9 @@ class Disk:
             self._resize(spaces)
             self._spaces = spaces
             for name, (nbytes, label) in new.items():
-                self._regions[name] = Region(name, label, nbytes, ends[name], laid[name], self._no_sums(laid[name]))
+                blocks = laid[name]
+                sums = [0] * len(blocks) if self._checksums else None
+                self._regions[name] = Region(name, label, nbytes, blocks, sums, [None] * len(blocks))
 
     def _laid(self, first: int, kept: int, spaces: Sequence[Space]) -> tuple[Block, ...]:
         """The blocks of a region, split where the kept part begins."""
@@ -93,43 +96,50 @@ class Disk:
             block for part, begin in parts for block in lay_out(part, spaces, self._shares, self._block_nbytes, begin)
         )
 
-    def read(self, name: str, memory: Tensor | NDArray[np.uint8]) -> None:
-        """Fill `memory`, uint8[bytes of the region], with what was last written, or zeros if nothing was.
+    def read(self, name: str, memory: Tensor | NDArray[np.uint8], start: int = 0) -> None:
+        """Fill `memory`, uint8[n], with what was last written to bytes [start, start + n) of the region, or zeros where
+        nothing was.
 
-        Blocks until done. Raises `CorruptRegion` if the region is torn or comes back changed, and `DiskError` if
-        the drive fails; `memory` is then undefined.
+        Blocks until done. Raises `CorruptRegion` if one of these bytes is torn or comes back changed, and `DiskError`
+        if the drive fails; `memory` is then undefined.
         """
         region = self._region(name)
-        target = _flat(memory, region)
+        target = _flat(memory, region, start)
         if not target.flags.writeable:
             raise DiskError("cannot be read into read-only memory", where=region.label)
-        if region.torn:
-            raise CorruptRegion(region.torn, where=region.label, fix="write all of it, or go on from a checkpoint")
-        if region.written:
-            self._reads.carry(region, target)
-        else:
+        blocks = region.within(start, start + target.nbytes)
+        if torn := next((why for why in (region.torn[index] for index in blocks) if why), ""):
+            raise CorruptRegion(torn, where=region.label, fix="write all of it, or go on from a checkpoint")
+        written = [index for index in blocks if region.torn[index] is not None]
+        if len(written) < len(blocks):
             target.fill(0)
+        self._reads.carry(region, target, start, written)
 
-    def write(self, name: str, memory: Tensor | NDArray[np.uint8]) -> None:
-        """Write `memory` to the region: uint8[bytes of the region], or without its kept end. It must not change
-        meanwhile.
+    def write(self, name: str, memory: Tensor | NDArray[np.uint8], start: int = 0) -> None:
+        """Write `memory`, uint8[n], to bytes [start, start + n) of the region, which must be whole blocks (`around`).
+        It must not change meanwhile.
 
-        Blocks until the drive has it. Raises `DiskError`, or `DiskFull` if space could not be allocated in
-        advance; the region is then torn until a write of the same extent succeeds.
+        Blocks until the drive has it. Raises `DiskError`, or `DiskFull` if space could not be allocated in advance;
+        these blocks are then torn until all of them have been written again.
         """
         region = self._region(name)
-        source = _flat(memory, region, may_leave_out=region.frozen_nbytes)
-        whole = source.nbytes == region.nbytes
-        if not whole and not region.written:
-            raise DiskError("its kept end was never written", where=region.label, fix="write all of it first")
-        region.written = not whole
-        region.torn = f"was not written completely in {self._where(region)}"
+        source = _flat(memory, region, start)
+        blocks = region.within(start, start + source.nbytes)
+        if _extent(region, blocks, start) != (start, start + source.nbytes):
+            what = f"bytes {start:,} to {start + source.nbytes:,} do not begin and end where blocks do"
+            raise DiskError(what, where=region.label, fix="write whole blocks")
+        _mark(region, blocks, f"was not written completely in {self._where(region)}")
         try:
-            self._writes.carry(region, source)
+            self._writes.carry(region, source, start, blocks)
         except DiskError as error:
-            region.torn = f"is torn because its last write failed: it {error.what}"
+            _mark(region, blocks, f"is torn because its last write failed: it {error.what}")
             raise
-        region.written, region.torn = True, ""
+        _mark(region, blocks, "")
+
+    def around(self, name: str, start: int, stop: int) -> tuple[int, int]:
+        """The bytes [first, last) of the whole blocks that hold bytes [start, stop) of a region."""
+        region = self._region(name)
+        return _extent(region, region.within(start, stop), start)
 
     def forget(self, name: str) -> None:
         """Remove the region; its space may be reused."""
@@ -207,9 +217,6 @@ class Disk:
             raise DiskError(f"has {there.nbytes:,} bytes, not {nbytes:,}", where=label, fix="forget it first")
         return there is not None
 
-    def _no_sums(self, blocks: Sequence[Block]) -> list[int] | None:
-        return [0] * len(blocks) if self._checksums else None
-
     def _where(self, region: Region) -> str:
         return ", ".join(str(self._files[number].folder) for number in sorted({block.file for block in region.blocks}))
 
@@ -282,14 +289,28 @@ def _check_arguments(folders: Sequence[Path], shares: Sequence[float], block_nby
         raise DiskError(what, where="disk")
 
 
-def _flat(memory: Tensor | NDArray[np.uint8], region: Region, may_leave_out: int = 0) -> Bytes:
-    """Host memory of the region's size, or without what may be left out, as an array that shares it."""
+def _extent(region: Region, blocks: Sequence[int], start: int) -> tuple[int, int]:
+    """The bytes of consecutive blocks; none, at `start`, of no blocks."""
+    if not blocks:
+        return start, start
+    first, last = region.blocks[blocks[0]], region.blocks[blocks[-1]]
+    return first.start, last.start + last.nbytes
+
+
+def _mark(region: Region, blocks: Sequence[int], torn: str) -> None:
+    for index in blocks:
+        region.torn[index] = torn
+
+
+def _flat(memory: Tensor | NDArray[np.uint8], region: Region, start: int) -> Bytes:
+    """Host memory for bytes of the region from `start` on, as an array that shares it."""
     if isinstance(memory, Tensor) and memory.device.type != "cpu":
         raise DiskError(f"memory is on {memory.device}, not on the host", where=region.label)
     array = memory.numpy() if isinstance(memory, Tensor) else memory
-    fits = array.nbytes in (region.nbytes, region.nbytes - may_leave_out)
+    fits = 0 <= start <= region.nbytes - array.nbytes
     if array.dtype != np.uint8 or not fits or not array.flags.c_contiguous:
         found = f"{array.dtype}{list(array.shape)}" + ("" if array.flags.c_contiguous else ", not contiguous")
-        raise DiskError(f"memory is {found}, not uint8[{region.nbytes}]", where=region.label)
+        what = f"memory is {found} for bytes from {start:,} on, not uint8 within the region's {region.nbytes:,} bytes"
+        raise DiskError(what, where=region.label)
     flat: Bytes = array.reshape(-1)
     return flat

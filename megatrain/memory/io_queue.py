@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,15 +40,17 @@ class Region:
     name: str
     label: str
     nbytes: int
-    frozen_nbytes: int
-    """Bytes at its end that a write may omit. They share no block with the others."""
     blocks: tuple[Block, ...]
+    """Consecutive, in order."""
     sums: list[int] | None
     """The checksum of each block as written; None if there are none."""
-    written: bool = False
-    """Whether all of it has been written, including what later writes may omit."""
-    torn: str = ""
-    """Why it does not hold what was last written; empty if it does."""
+    torn: list[str | None] = field(default_factory=list)
+    """Why each block does not hold what was last written; empty if it does, `None` if it was never written."""
+
+    def within(self, start: int, stop: int) -> list[int]:
+        """The numbers of the blocks that hold bytes [start, stop)."""
+        blocks = enumerate(self.blocks)
+        return [index for index, block in blocks if block.start < stop and start < block.start + block.nbytes]
 
 
 @dataclass(slots=True)
@@ -102,22 +104,21 @@ class Traffic(ABC):
         with self._lock:
             return self._seconds + (time.perf_counter() - self._began if self._calls else 0.0)
 
-    def carry(self, region: Region, memory: Bytes) -> None:
-        """Transfer a region, as far as `memory` goes; return once no thread uses the memory, whether successful or
-        not.
+    def carry(self, region: Region, memory: Bytes, start: int = 0, blocks: Sequence[int] | None = None) -> None:
+        """Transfer these blocks of a region, or all; return once no thread uses the memory, whether successful or not.
 
-        Raises `DiskError`; if several blocks failed, that of the first thread in order.
+        memory: the region's bytes from `start` on. Raises `DiskError`; if several blocks failed, that of the first
+        thread in order.
         """
         queues: list[deque[int]] = [deque() for _ in self._threads]
-        for index, block in enumerate(region.blocks):
-            if block.start < memory.size:
-                queues[block.file].append(index)
+        for index in range(len(region.blocks)) if blocks is None else blocks:
+            queues[region.blocks[index].file].append(index)
 
         def work(queue: deque[int]) -> None:
             nbytes = 0
             try:
                 while (index := _next(queue)) is not None:
-                    nbytes += self._carry_block(region, index, memory)
+                    nbytes += self._carry_block(region, index, memory, start)
             except BaseException:
                 _empty(queues)
                 raise
@@ -148,8 +149,9 @@ class Traffic(ABC):
             threads.shutdown(wait=False)
 
     @abstractmethod
-    def _carry_block(self, region: Region, index: int, memory: Bytes) -> int:
-        """Transfer one block; returns the bytes of its sectors. Raises `DiskError`."""
+    def _carry_block(self, region: Region, index: int, memory: Bytes, start: int) -> int:
+        """Transfer one block of the region, of which `memory` holds the bytes from `start` on; returns the bytes of its
+        sectors. Raises `DiskError`."""
 
     def _buffer(self) -> Bytes:
         """The calling thread's own buffer, sector-aligned; its pages exist once touched."""
@@ -189,14 +191,19 @@ class _ScratchTraffic(Traffic):
     def _transfer(self, region: Region, index: int, passage: _Passage) -> None:
         """Transfer one block. Raises OSError and `CorruptRegion`."""
 
-    def _carry_block(self, region: Region, index: int, memory: Bytes) -> int:
+    def _carry_block(self, region: Region, index: int, memory: Bytes, start: int) -> int:
         block = region.blocks[index]
-        passage = self._passage(memory[block.start : block.start + block.nbytes])
+        first, last = block.start - start, block.start - start + block.nbytes
+        inside = slice(max(0, first), min(last, memory.size))
+        is_whole = inside == slice(first, last)
+        part = memory[inside] if is_whole else np.empty(block.nbytes, np.uint8)  # the checksum is of the whole block
         try:
-            self._transfer(region, index, passage)
+            self._transfer(region, index, self._passage(part))
         except OSError as error:
             what = f"cannot be {self.direction} in {self._files[block.file].folder}"
             raise as_disk_error(error, what, region.label) from error
+        if not is_whole:
+            memory[inside] = part[inside.start - first : inside.stop - first]
         return whole_sectors(block.nbytes)
 
     def _passage(self, part: Bytes) -> _Passage:
@@ -210,7 +217,7 @@ class _ScratchTraffic(Traffic):
 
 
 class Writes(_ScratchTraffic):
-    """From memory to files."""
+    """From memory to files. Only whole blocks are written."""
 
     direction = "written"
 

@@ -132,7 +132,7 @@ class ModelFiles:
         key = name, start, target.nbytes
         if key not in self._known:
             blocks = self._blocks(self._regions[name], start, start + target.nbytes)
-            self._known[key] = Region(name, label or name, target.nbytes, 0, blocks, [0] * len(blocks))
+            self._known[key] = Region(name, label or name, target.nbytes, blocks, [0] * len(blocks))
         region = self._known[key]
         self._reads.carry(region, target)
         for number in {block.number for block in region.blocks if isinstance(block, FileBlock)}:
@@ -193,7 +193,7 @@ class ModelFiles:
         )
         memory = np.empty(sum(each.nbytes for each in blocks), np.uint8)
         began = time.perf_counter()
-        self._reads.carry(Region("samples", "the model's files", memory.size, 0, placed, None), memory)
+        self._reads.carry(Region("samples", "the model's files", memory.size, placed, None), memory)
         return time.perf_counter() - began
 
 
@@ -226,7 +226,7 @@ class _FileReads(Traffic):
         while self._files:
             os.close(self._files.pop())
 
-    def _carry_block(self, region: Region, index: int, memory: Bytes) -> int:
+    def _carry_block(self, region: Region, index: int, memory: Bytes, start: int) -> int:
         block = region.blocks[index]
         assert isinstance(block, FileBlock)
         begin = block.place // SECTOR * SECTOR

@@ -117,8 +117,6 @@ def test_kept_data_is_not_moved(kept: int, tmp_path: Path, mode: str) -> None:
     disk, first = Disk(folders(tmp_path, 2), block_nbytes=BLOCK, depth=2), 9 * SECTOR
     disk.provide({"a": (first + kept, "a"), "b": (SECTOR, "b")}, kept={"a": kept})
     memory, back = aligned(first + kept), aligned(first + kept, 1)
-    with pytest.raises(DiskError, match="a: its kept end was never written; write all of it first"):
-        disk.write("a", memory[:first])
     disk.write("a", memory)
     before = disk.written_nbytes
     for turn in range(2):
@@ -128,10 +126,39 @@ def test_kept_data_is_not_moved(kept: int, tmp_path: Path, mode: str) -> None:
         assert np.array_equal(back, memory)
     assert disk.written_nbytes - before == 2 * first
     for size in (first - SECTOR, first + SECTOR):
-        with pytest.raises(DiskError, match="not uint8"):
+        with pytest.raises(
+            DiskError, match=r"a: bytes 0 to .* do not begin and end where blocks do; write whole blocks"
+        ):
             disk.write("a", memory[:size])
-    with pytest.raises(DiskError, match="not uint8"):
-        disk.read("a", back[:first])
+    disk.close()
+
+
+@given(
+    nbytes=st.integers(1, 9 * BLOCK),
+    kept=st.integers(0, 3),
+    shares=st.lists(st.floats(0.1, 10), min_size=1, max_size=3),
+    ranges=st.lists(st.tuples(st.integers(0, 9 * BLOCK), st.integers(0, 9 * BLOCK)), max_size=6),
+)
+def test_any_range_reads_as_it_was_last_written(
+    nbytes: int, kept: int, shares: list[float], ranges: list[tuple[int, int]], place: Path
+) -> None:
+    """Each range is written as far as the blocks around it go; what no write has reached reads as zeros."""
+    disk = Disk(folders(place, len(shares)), shares=shares, block_nbytes=BLOCK, depth=2)
+    disk.provide({"a": (nbytes, "a")}, kept={"a": max(0, nbytes - kept * SECTOR * 3)} if nbytes else {})
+    expected, written = np.zeros(nbytes, np.uint8), 0
+    for number, cuts in enumerate(ranges):
+        start, stop = sorted(cut % (nbytes + 1) for cut in cuts)
+        first, last = disk.around("a", start, stop)
+        assert first <= start <= stop <= last
+        assert last - first < stop - start + 2 * BLOCK
+        expected[first:last] = aligned(last - first) + np.uint8(number)
+        disk.write("a", expected[first:last], first)
+        written += last - first
+        for left, right in ((start, stop), (0, nbytes), (stop, nbytes)):
+            back = aligned(right - left, 1)
+            disk.read("a", back, left)
+            assert np.array_equal(back, expected[left:right])
+    assert written <= disk.written_nbytes <= written + SECTOR * len(ranges)
     disk.close()
 
 
@@ -368,9 +395,13 @@ def test_invalid_arguments_are_refused(arguments: dict[str, object], problem: st
 def test_buffers_must_be_flat_and_match_the_region(tmp_path: Path) -> None:
     disk = Disk([tmp_path])
     disk.provide({"a": (16, "moments of layer 3")})
-    for wrong in (np.zeros(15, np.uint8), np.zeros(4, np.float32), np.zeros((16, 2), np.uint8)[:, 0]):
-        with pytest.raises(DiskError, match=r"moments of layer 3: memory is .*, not uint8\[16\]"):
+    for wrong in (np.zeros(17, np.uint8), np.zeros(4, np.float32), np.zeros((16, 2), np.uint8)[:, 0]):
+        with pytest.raises(
+            DiskError, match=r"moments of layer 3: memory is .*, not uint8 within the region's 16 bytes"
+        ):
             disk.write("a", wrong)
+    with pytest.raises(DiskError, match=r"moments of layer 3: memory is .* for bytes from 1 on, not uint8 within"):
+        disk.read("a", np.zeros(16, np.uint8), 1)
     frozen = np.zeros(16, np.uint8)
     frozen.flags.writeable = False
     disk.write("a", frozen)

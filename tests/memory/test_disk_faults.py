@@ -70,13 +70,29 @@ def test_a_partial_rewrite_restores_only_its_own_part(after: int, tmp_path: Path
     with pytest.raises(CorruptRegion, match="weights of layer 3: is torn"):
         content(disk, "region")
     if after == 1:
-        with pytest.raises(DiskError, match="its kept end was never written"):
-            disk.write("region", NEW[:first])
+        disk.write("region", NEW[:first])
         with pytest.raises(CorruptRegion, match="weights of layer 3: is torn"):
             content(disk, "region")
         disk.write("region", VALUE)
     disk.write("region", NEW[:first])
     assert np.array_equal(content(disk, "region"), np.concatenate([NEW[:first], VALUE[first:]]))
+    disk.close()
+
+
+def test_a_failed_write_of_a_range_invalidates_all_of_its_blocks_and_no_others(tmp_path: Path) -> None:
+    disk, (first, last) = disk_with(tmp_path, DiskFault("write", "region", after=5)), (2 * SECTOR, 6 * SECTOR)
+    disk.write("region", VALUE)
+    with pytest.raises(DiskError, match="injected"):
+        disk.write("region", NEW[first:last], first)
+    for start, stop in ((first, first + 1), (last - 1, last), (0, NBYTES)):
+        with pytest.raises(CorruptRegion, match="moments of layer 3: is torn"):
+            disk.read("region", NEW[start:stop].copy(), start)
+    for start, stop in ((0, first), (last, NBYTES)):
+        back = NEW[start:stop].copy()
+        disk.read("region", back, start)
+        assert np.array_equal(back, VALUE[start:stop])
+    disk.write("region", NEW[first:last], first)
+    assert np.array_equal(content(disk, "region"), np.concatenate([VALUE[:first], NEW[first:last], VALUE[last:]]))
     disk.close()
 
 
