@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
-from megatrain.errors import first_line, typed_line
+from megatrain.errors import SampleError, first_line, typed_line
 
 
 @pytest.mark.parametrize(
@@ -22,3 +24,9 @@ from megatrain.errors import first_line, typed_line
 def test_an_exception_in_a_line(error: Exception, first: str, typed: str | None) -> None:
     assert first_line(error) == first
     assert typed_line(error) == (typed or f"ValueError: {first}")
+
+
+def test_an_error_survives_the_way_between_processes() -> None:
+    error = SampleError("what", reason="why", where="there", fix="so")
+    copied = pickle.loads(pickle.dumps(error))
+    assert (type(copied), str(copied), copied.reason) == (SampleError, str(error), "why")

@@ -63,12 +63,6 @@ class Processor:
             processor.tokenizer.pad_token = processor.tokenizer.eos_token  # which token it is makes no difference
         self._per_token = frozenset(self._call(text=["x"]))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock())
-
     @property
     def chat_template(self) -> str | None:
         """Its own chat template, if it has one."""

@@ -40,11 +40,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.data.encode import EncodedSample, Encoder, Statistics, try_to_render
-from megatrain.data.encoding_processes import encode_in_processes
+from megatrain.data.encode import EncodedSample, Encoder, Statistics, encode_samples, try_to_render
 from megatrain.data.files import kind_of, unreadable
 from megatrain.data.images import Image
-from megatrain.data.preferences import BAD, GOOD, MISMATCHED, whole_pairs
+from megatrain.data.preferences import BAD, GOOD, MISMATCHED, SECOND, whole_pairs
 from megatrain.data.processor import ImageText
 from megatrain.data.read_rows import JSON_LINES, SEPARATED, Bad, LeftOut, commit_or_download, file_digest
 from megatrain.data.sample_formats import Sample
@@ -57,6 +56,8 @@ from megatrain.system.paths import usable_path
 PARTS = (LENGTHS, TRAINED, HASHES, MARKS) = ".lengths", ".trained", ".hashes", ".marks"
 COUNTED = 4096
 """Samples whose tokens are counted at a time."""
+TOLD_ROWS = 256
+"""Rows between two calls of a progress function."""
 IMAGE_PARTS = (IMAGES, PLACES) = ".images", ".places"
 
 
@@ -265,11 +266,9 @@ def prepare_samples(
     *,
     cache: Path,
     bad: Bad = "stop",
-    processes: int = 1,
     progress: Progress | None = None,
 ) -> SampleFile:
-    """The encoded samples of `source`, from the folder `cache` if it has them; otherwise encoded by up to `processes`
-    processes and stored there.
+    """The encoded samples of `source`, from the folder `cache` if it has them; otherwise encoded and stored there.
 
     bad: what happens to unusable samples. Raises `DataError` for a source that cannot be read or has no sample to train
     on, and `SampleError` for an unusable sample if `bad` is `stop`.
@@ -282,15 +281,14 @@ def prepare_samples(
             return file
         statistics = Statistics(LeftOut(bad))
         details: dict[str, Any] = {"source": source.name}
-        encode = partial(encode_in_processes, processes=processes, progress=_row_progress(source, progress))
-        samples = _encoded(source, encoder, statistics, details, encode)
+        samples = _encoded(source, encoder, statistics, details, _row_progress(source, progress))
         return write_samples(path, samples, encoder.vocabulary, details, has_images=has_images)
 
 
-def _row_progress(source: Source, progress: Progress | None) -> Callable[[int], None] | None:
+def _row_progress(source: Source, progress: Progress | None) -> Callable[[int], None]:
     """Passes the number of encoded rows of `source` on to `progress`."""
     if progress is None:
-        return None
+        return lambda done: None
     total = _rows_of(source)
     return lambda done: progress(source.name, done, total)
 
@@ -333,16 +331,20 @@ def _encoded(
     encoder: Encoder,
     statistics: Statistics,
     details: dict[str, Any],
-    encode: Callable[[Iterable[Sample], Encoder, Statistics], Iterator[EncodedSample]],
+    tell: Callable[[int], None],
 ) -> Iterator[EncodedSample]:
-    """The encoded samples of `source`. Fills `statistics`, and `details` at its end."""
+    """The encoded samples of `source`. Fills `statistics`, and `details` at its end. tell: is called with the number of
+    rows so far."""
     example: Runs = []
-    text_only, chats = True, False
+    text_only, chats, rows = True, False, 0
     kinds: set[str] = set()
 
     def samples() -> Iterator[Sample]:
-        nonlocal text_only, chats
+        nonlocal text_only, chats, rows
         for sample in read_samples([source], statistics.left_out):
+            rows += sample.answer not in SECOND  # of the two samples of a row
+            if rows % TOLD_ROWS == 0:
+                tell(rows)
             text_only = text_only and sample.text is not None and not sample.prompt
             chats = chats or bool(sample.messages)
             kinds.add("unpaired" if sample.answer in (GOOD, BAD, MISMATCHED) else "pairs" if sample.answer else "")
@@ -350,7 +352,8 @@ def _encoded(
                 example.extend(try_to_render(sample, encoder))
             yield sample
 
-    yield from whole_pairs(encode(samples(), encoder, statistics), statistics)
+    yield from whole_pairs(encode_samples(samples(), encoder, statistics), statistics)
+    tell(rows)
     if len(kinds) > 1:
         what, fix = "holds both preferences and other samples", "give each a source of its own"
         raise DataError(what, where=source.name, fix=fix)

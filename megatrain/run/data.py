@@ -179,17 +179,15 @@ class _Part:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a run's samples are encoded. begun: `Corpus.begun` of a run that is resumed. processes: how many encode.
-    progress: called with theirs."""
+    """How a run's samples are encoded. begun: `Corpus.begun` of a run that is resumed. progress: is told of it."""
 
     begun: Mapping[str, Any] | None = None
-    processes: int = 1
     progress: Progress | None = None
 
     @property
     def prepare(self) -> Callable[..., SampleFile]:
-        """`prepare_samples` by these processes."""
-        return partial(prepare_samples, processes=self.processes, progress=self.progress)
+        """`prepare_samples`, which tells `progress`."""
+        return partial(prepare_samples, progress=self.progress)
 
 
 def open_corpus(

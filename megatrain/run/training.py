@@ -285,7 +285,7 @@ def _looked_at(
     samples are encoded here."""
     begun = as_begun(ranks.world, None if taken is None else taken.training.get("run"))
     with preparing(console) as told:
-        encoding = Encoding(begun, ranks.threads, told)
+        encoding = Encoding(begun, told)
         return begun, largest_image_row(config, tokenizer, _vocabulary(model), model, encoding)
 
 
@@ -298,9 +298,9 @@ def _corpus(
     console: Console,
     begun: Mapping[str, Any],
 ) -> Corpus:
-    """Open the data, encoding it on this rank's cores, with what the run began with."""
+    """Open the data, encoding it with what the run began with."""
     with preparing(console) as told:
-        encoding = Encoding(begun, ranks.threads, told)
+        encoding = Encoding(begun, told)
         return open_corpus(config, plan, tokenizer, _vocabulary(model), model, ranks.world, encoding)
 
 

@@ -42,7 +42,7 @@ def test_equal_content_is_encoded_once_at_any_path(tmp_path: Path, monkeypatch: 
     first = prepare_samples(Source(str(path)), ENCODER, cache=tmp_path / "cache")
     moved = path.rename(tmp_path / "y.jsonl")
     os.utime(moved, (1, 1))
-    monkeypatch.setattr("megatrain.data.sample_cache.encode_in_processes", None)  # must not be called again
+    monkeypatch.setattr("megatrain.data.sample_cache.encode_samples", None)  # must not be called again
     again = prepare_samples(Source(str(moved)), ENCODER, cache=tmp_path / "cache")
     assert again.tokens.path == first.tokens.path
     assert again.fingerprint == first.fingerprint
@@ -79,7 +79,7 @@ def test_concurrent_runs_encode_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         time.sleep(0.3)  # so that both would encode at the same time
         yield from encode_samples(*arguments)
 
-    monkeypatch.setattr("megatrain.data.sample_cache.encode_in_processes", slowly)
+    monkeypatch.setattr("megatrain.data.sample_cache.encode_samples", slowly)
     with ThreadPoolExecutor(2) as pool:
         files = list(pool.map(lambda path: prepare_samples(Source(str(path)), ENCODER, cache=tmp_path / "c"), paths))
     assert len(encodings) == 1
@@ -93,6 +93,12 @@ def test_a_killed_lock_holder_blocks_nobody(tmp_path: Path) -> None:
     entry.unlink()
     entry.with_suffix(".lock").touch()
     assert len(prepare_samples(Source(str(path)), ENCODER, cache=tmp_path / "c")) == 1
+
+
+def test_progress_counts_the_rows_that_have_been_read(tmp_path: Path) -> None:
+    path, told = lines(tmp_path / "x.jsonl", *[CHAT] * 300), list[tuple[str, int, int | None]]()
+    prepare_samples(Source(str(path)), ENCODER, cache=tmp_path / "c", progress=lambda *said: told.append(said))
+    assert told == [(str(path), 256, 300), (str(path), 300, 300)]
 
 
 def test_an_example_is_kept_with_its_label_mask(tmp_path: Path) -> None:
