@@ -10,15 +10,13 @@ A message is not trained if one of these keys says so:
 
 `only_last` (mistral-finetune) of a row trains its last answer only. What cannot be honoured is refused: weights between
 0 and 1, messages of which only a part is trained (Axolotl's `train_detail`, such keys in parts of a content), user
-messages that are to be trained, and unknown keys and columns whose name has no other words than such a key (`no_loss`,
-but not `loss_history`).
+messages that are to be trained, such a key as a column of the row, and the names in `UNREAD`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -39,18 +37,14 @@ WHOLE_FIX = "train the whole message or none of it, or give the row as token ids
 ONLY_LAST = "only_last"
 ROLES_OF_USERS = ("user", "human", "system", "prompt", "")
 """Roles that NeMo's key `mask` of a row names for what is done here anyway."""
-WEIGHTS = {"weight", "weights", "scale", "multiplier"}
-MASKS = {"mask", "masks"}  # 1 may mean either
-ON = {*("loss", "train", "trains", "training", "trained", "trainable", "learn", "learned", "learnable")} | {
-    *("supervise", "supervised", "backprop")
+WEIGHTS = ("weight", "loss_weight", "loss_scale", "weights", "loss_weights", "sample_weight")
+UNREAD: dict[str, bool | None] = {
+    **dict.fromkeys(("weights", "loss_weights", "sample_weight", "completion_mask", "assistant_masks"), True),
+    **dict.fromkeys(("train_mask", "is_trained"), True),
+    **dict.fromkeys(("no_loss", "ignore_loss", "skip"), False),
+    "mask": None,  # 1 may mean either
 }
-NEGATIONS = {"no", "not", "without", "non", "never"}
-OFF = {"masked", "ignore", "ignored", "skip", "skipped", "exclude", "excluded", "untrained"} | NEGATIONS
-BESIDE = {*("is", "be", "to", "for", "from", "in", "on", "the", "this", "use", "used", "should", "compute")} | {
-    *("apply", "include", "included", "only", "sample", "token", "tokens", "turn", "turns", "message", "messages"),
-    *("answer", "answers", "response", "completion", "assistant", "output", "prompt", "label"),
-}
-"""Words that a name may have beside these."""
+"""Names of keys and columns that may say so, but are no trainer's key of a message -> their value if it is trained."""
 
 NUMBER = re.compile(r"\s*\d*\.?\d+\s*")
 
@@ -119,18 +113,16 @@ def refuse_row_switches(fields: Mapping[str, Any], known: Collection[str], place
     to the mixing of corpora.
     """
     for name, value in fields.items():
-        if name in known or _is_missing(value):
+        weighs = name.lower() in WEIGHTS
+        if name in known or _is_missing(value) or (weighs and is_text):
             continue
         text = value
         if isinstance(value, str) and NUMBER.fullmatch(value):  # in a CSV file
             value = float(value)
-        weighs, is_list = bool(WEIGHTS & _words(name)), isinstance(value, Sequence | np.ndarray)
         if isinstance(value, str) and as_label(value) is None:
             refused = name.lower() == "mask" and value.strip().lower() not in ROLES_OF_USERS
-        elif (weighs and is_text) or (is_list and not isinstance(value, str) and not _are_numbers(value)):
-            refused = False
         elif isinstance(value, int | float | np.number) and as_label(value) is None:
-            refused = weighs and _may_switch_off(name, value)  # other numbers are facts: a loss of 2.31
+            refused = weighs  # other numbers are facts: a loss of 2.31
         else:
             refused = _may_switch_off(name, value)
         if refused:
@@ -142,25 +134,10 @@ def _is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and value != value)  # pandas' nan
 
 
-def _words(name: str) -> set[str]:
-    return {*re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower())}
-
-
 def _may_switch_off(name: str, value: Any) -> bool:
-    """Whether an unknown key may say that something is not trained: by the words of its name, unless the value is what
-    it has for something trained."""
-    words = _words(name)
-    said = words & (ON | OFF | MASKS | WEIGHTS)
-    if not said - NEGATIONS - {"scale", "multiplier"} or words - said - BESIDE:
-        return False
-    if isinstance(value, str) and as_label(value) is None:
-        return False
-    return bool(words & MASKS) or as_label(value) is not (not words & OFF)
-
-
-def _are_numbers(values: Sequence[Any] | np.ndarray[Any, Any]) -> bool:
-    first = list(islice(values, 10))
-    return bool(first) and all(isinstance(each, bool | int | float | np.number | np.bool_) for each in first)
+    """Whether a name tells what is trained, and this value is not the one of something trained."""
+    trained = {**SWITCHES, **UNREAD}
+    return name.lower() in trained and (trained[name.lower()] is None or as_label(value) is not trained[name.lower()])
 
 
 def _short(value: Any) -> str:

@@ -76,7 +76,7 @@ def test_parts_of_a_content_are_all_trained_or_none() -> None:
         (assistant("a", loss=2.31), "message 2 has a loss of 2.31"),
         (assistant("a", mask=1), "message 2 has 'mask': 1, which may say whether it is trained; write `train`"),
         (assistant("a", no_loss=True), "message 2 has 'no_loss': True"),
-        (assistant("a", ignoreLoss=True), "message 2 has 'ignoreLoss': True"),
+        (assistant("a", ignore_loss=True), "message 2 has 'ignore_loss': True"),
         (assistant("a", is_trained=False), "message 2 has 'is_trained': False"),
         (assistant("a", loss_weights=[0, 1]), r"message 2 has 'loss_weights': \[0, 1\]"),
         (assistant("a", skip=1), "message 2 has 'skip': 1"),
@@ -139,7 +139,7 @@ def test_a_call_of_sharegpt_keeps_its_keys() -> None:
     "column",
     [
         *({"weight": 0.5}, {"weight": 0}, {"sample_weight": 2.0}, {"train": False}, {"trainable": False}),
-        *({"loss_mask": [0, 1]}, {"completion_mask": [0, 1]}, {"train_turns": [1]}, {"weights": [0.0, 1.0]}),
+        *({"loss_mask": [0, 1]}, {"completion_mask": [0, 1]}, {"train": [1]}, {"weights": [0.0, 1.0]}),
         *({"mask": "Assistant"}, {"skip": True}, {"masked": True}, {"train": 0}, {"skip": 1}, {"loss": 0.0}),
         *({"train": "False"}, {"weight": "0.5"}, {"masked": "true"}),  # in a CSV file
     ],
