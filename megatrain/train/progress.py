@@ -1,6 +1,6 @@
 """What a user sees of a run: the plan before it, a progress line during it, a summary after it.
 
-On a terminal the line is redrawn in place, with as many fields as fit; elsewhere (a file, a pipe, a job's log) a
+On a terminal the line is redrawn in place, as much of it as fits; elsewhere (a file, a pipe, a job's log) a
 plain line is printed every `log_every` steps. Loss and speeds are means over the last `log_every` steps; speeds
 include the time of skipped steps.
 """
@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import fields
 from statistics import fmean as mean
 
 from rich import box
@@ -43,8 +42,6 @@ from megatrain.train.events import (
     perplexity_of,
 )
 
-SPARKS = "▁▂▃▄▅▆▇█"
-SPARK_COUNT = 12
 HINT = (
     "MFU: the share of the device's measured peak at which the model's products run, recomputation not counted; "
     "stall: share in which compute waited for data, copies or updates; bytes: held between steps"
@@ -126,51 +123,19 @@ def describe_model(spec: ModelSpec) -> str:
 
 
 def describe_policy(numerics: Numerics, policy: Policy) -> list[str]:
-    """Each choice as a phrase, so that users see everything that was chosen for them."""
-    exact = "computes in bfloat16 from exact float32 masters" if numerics.precision == "bf16" else "float32 throughout"
-    slots = f"{counted(policy.weight_slots, 'slot')} in shards of {amount(policy.shard_nbytes)}"
-    if policy.read_ahead_nbytes:
-        size = amount(min(policy.shard_nbytes, policy.read_ahead_nbytes))
-        slots = f"one slot in shards of {size}, {amount(policy.read_ahead_nbytes)} ahead"
-    through = f"weights stream through {slots}, gradients through {policy.grad_slots}"
-    kept = describe_activations(policy)
-    during = "the next forward pass" if policy.update == "next_forward" else "the backward pass"
-    phrases = [
-        exact,
-        "weights are used in place" if policy.shares_memory else through,
-        kept,
-        f"updates during {during}",
-        f"gradients in {numerics.grad_precision or numerics.precision}",
-        f"loss in chunks of {counted(numerics.loss_chunk_tokens, 'token')}",
-        *([f"feed-forwards in chunks of {counted(chunk, 'token')}"] if (chunk := numerics.mlp_chunk_tokens) else []),
-        *(["layers are compiled"] if numerics.kernels == "compile" else []),
-        *(["compute waits for the shard of weights that it comes to"] if policy.wait_for == "shard" else []),
-        counted(policy.host_threads, "host thread") if policy.host_threads else "all host threads",
-    ]
-    if policy.streamed_updates:
-        share = "all" if policy.streamed_updates == 1 else f"{policy.streamed_updates:.0%} of the"
-        share += " layers whose state is in host memory"
-        phrases.append(f"{share} are updated on the device, through which it passes")
-    if policy.micro_batches_per_round:
-        phrases.append(f"{counted(policy.micro_batches_per_round, 'micro-batch')} in each round")
-    if policy.offload_slots != 2 or policy.offloads:
-        phrases.append(f"offloaded inputs and outputs pass through {counted(policy.offload_slots, 'slot')} each")
-    if policy.recompute_slots is not None:
-        phrases.append(f"inputs are computed again into {counted(policy.recompute_slots, 'slot')}")
-    if policy.transfer != "pinned":
-        through = (
-            "are not page-locked" if policy.transfer == "pageable" else "cross the bus through pinned staging buffers"
-        )
-        phrases.append(f"weights and gradients {through}")
-    if policy.delivery == "shared":
-        phrases.append("ranks fetch weights out of host memory that they share, and sum gradients there")
-    if policy.transfer == "staged" or policy.pinned_staging_slots != 2:
-        phrases.append(f"{counted(policy.pinned_staging_slots, 'pinned staging buffer')} each way where used")
-    if policy.placements:
-        phrases += describe_placements(policy.placements)
-    if any(placement.uses_disk for placement in policy.placements) or policy.disk_staging_slots != 2:
-        phrases.append(f"the disk is read up to {counted(policy.disk_staging_slots, 'unit')} ahead")
-    return phrases
+    """Everything that was chosen, by its key in a run's configuration: `weight_slots 2`. What is off is left out, and
+    what layers keep and where state lives are phrases."""
+    chosen = {each.name: getattr(of, each.name) for of in (numerics, policy) for each in fields(of)}
+    for name in ("activations", "activations_by_layer", "placements"):
+        chosen.pop(name)
+    phrases = []
+    for name, value in chosen.items():
+        if value is True:
+            phrases.append(name)
+        elif value:
+            size = amount(value) if name.endswith("_nbytes") else f"{value:,}" if isinstance(value, int) else str(value)
+            phrases.append(f"{name} {size}")
+    return [describe_activations(policy), *phrases, *describe_placements(policy.placements)]
 
 
 def describe_activations(policy: Policy) -> str:
@@ -219,63 +184,33 @@ def describe_placements(placements: Sequence[Placement]) -> list[str]:
 # The line ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
-    """Part of the line. If space is short, the field with the highest `rank` is dropped first."""
-
-    text: str
-    rank: int
-
-
-def line_fields(event: Stepped, recent: Sequence[Stepped | Skipped], losses: Sequence[float] = ()) -> list[Field]:
-    """The line after `event`, with loss and speeds averaged over `recent`, which ends with it; `losses` become a
-    sparkline."""
+def line_fields(event: Stepped, recent: Sequence[Stepped | Skipped]) -> list[str]:
+    """The parts of the line after `event`, the most important first, with loss and speeds averaged over `recent`, which
+    ends with it."""
     seconds = sum(one.seconds for one in recent)
     steps = [one for one in recent if isinstance(one, Stepped)]
     product_seconds = sum(one.flops / one.peak_flops for one in steps)
     stalled = sum(one.data_seconds + one.stall_seconds for one in steps)
     left = event.elapsed_seconds / (event.step - event.resumed_at) * (event.steps - event.step)
-    tiers = "  ".join(f"{tier} {amount(nbytes)}" for tier, nbytes in event.nbytes.items() if nbytes)
     width = len(f"{event.steps:,}")
-    epoch = []
-    if event.epoch is not None and (event.epochs is None or event.epochs >= 1):
-        epoch = [Field(f"epoch {describe_epoch(event.epoch, event.epochs)}", 5)]
+    shows_epoch = event.epoch is not None and (event.epochs is None or event.epochs >= 1)
     return [
-        Field(f"step {event.step:>{width},}/{event.steps:,}", 0),
-        *epoch,
-        Field(f"loss {mean_loss(recent):.3f}", 1),
-        *([Field(sparkline(losses), 9)] if losses else []),
-        Field(f"grad {event.grad_norm:.2f}", 6),
-        Field(f"{metric(sum(one.tokens for one in steps) / seconds):>5} tok/s", 3),
-        Field(f"MFU {product_seconds / seconds:3.0%}", 4),
-        Field(f"stall {stalled / seconds:3.0%}", 7),
-        *([Field(f"slowest rank {event.slowest[0]} {event.slowest[1]:.2f}x", 8)] if event.slowest else []),
-        Field(tiers, 8),
-        Field(f"{clock(left)} left", 2),
+        f"step {event.step:>{width},}/{event.steps:,}",
+        *([f"epoch {describe_epoch(event.epoch, event.epochs)}"] if shows_epoch and event.epoch is not None else []),
+        f"loss {mean_loss(recent):.3f}",
+        f"{clock(left)} left",
+        f"{metric(sum(one.tokens for one in steps) / seconds):>5} tok/s",
+        f"MFU {product_seconds / seconds:3.0%}",
+        f"grad {event.grad_norm:.2f}",
+        f"stall {stalled / seconds:3.0%}",
+        *([f"slowest rank {event.slowest[0]} {event.slowest[1]:.2f}x"] if event.slowest else []),
+        *(f"{tier} {amount(nbytes)}" for tier, nbytes in event.nbytes.items() if nbytes),
     ]
 
 
 def describe_epoch(epoch: float, epochs: float | None) -> str:
     """`0.26/3` if the number of epochs is known, else `0.26`."""
     return f"{epoch:.2f}" if epochs is None else f"{epoch:.2f}/{epochs:.3g}"
-
-
-def fitting(fields: Sequence[Field], width: int) -> str:
-    """As many of `fields` as fit into `width` characters, in their order; the one of lowest rank always."""
-    kept = list(fields)
-    while len(line := "  ".join(field.text for field in kept)) > width and len(kept) > 1:
-        kept.remove(max(kept, key=lambda field: field.rank))
-    return line
-
-
-def sparkline(values: Sequence[float]) -> str:
-    """`values` as at most `SPARK_COUNT` bar characters, each the mean of an equal part."""
-    count = min(SPARK_COUNT, len(values))
-    edges = [len(values) * index // count for index in range(count + 1)] if count else []
-    means = [mean(values[start:stop]) for start, stop in pairwise(edges)]
-    low, high = min(means, default=0.0), max(means, default=0.0)
-    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(SPARKS[round((mean - low) * scale)] for mean in means)
 
 
 class Progress:
@@ -329,8 +264,8 @@ class Progress:
                 written = max(event.nbytes - event.shared_nbytes, 0)
                 speed = f"{amount(round(written / max(event.seconds, 1e-9)))}/s"
                 kept = f", {amount(event.shared_nbytes)} of it as before," if event.shared_nbytes else ""
-                how = f", streamed to rank 0: {event.streamed}" if event.streamed else ""
-                said = f"checkpoint of {amount(event.nbytes)}{kept} in {duration(event.seconds)} ({speed}){how}"
+                streamed = f", streamed to rank 0: {event.streamed}" if event.streamed else ""
+                said = f"checkpoint of {amount(event.nbytes)}{kept} in {duration(event.seconds)} ({speed}){streamed}"
                 self._print(f"step {event.step:,}  {said}", "dim")
             case RolledBack():
                 self._print(f"step {event.step:,} left out; goes on after step {event.to:,}", "yellow")
@@ -359,11 +294,13 @@ class Progress:
         if not self._hinted:
             self._print(HINT + RANKS_HINT * (event.slowest is not None), "dim")
             self._hinted = True
-        fields = line_fields(event, self._recent, self._losses if self._live else ())
+        line = "  ".join(line_fields(event, self._recent))
         if self._live:
-            self._live.update(Text(fitting(fields, self._console.width - 1)), refresh=True)
+            text = Text(line)
+            text.truncate(self._console.width - 1, overflow="ellipsis")
+            self._live.update(text, refresh=True)
         elif event.step == event.resumed_at + 1 or event.step % self._log_every == 0 or event.step == event.steps:
-            self._print("  ".join(field.text for field in fields))
+            self._print(line)
 
     def _summary(self, event: Ended) -> str:
         stopped = event.step < event.steps

@@ -187,7 +187,7 @@ def test_policy_keys_reach_the_policy_and_change_no_number(tmp_path: Path) -> No
     said = train(configuration(tmp_path, policy=overrides, output={"folder": str(tmp_path / "pinned")}))
     words = " ".join(said.split())
     assert "recomputes each layer" in words
-    assert "1 host thread" in words
+    assert "host_threads 1" in words
     assert losses(tmp_path / "pinned") == losses(tmp_path / "run")
 
 
