@@ -27,9 +27,6 @@ from megatrain.train.events import Ended, Evaluated, Event, Sampled, Scored, Ski
 # does not end the run: lines wait in memory until there is space, and no partial line stays in between.
 
 
-KEPT_LINES = 20_000
-"""Maximum lines, the newest, that wait for space; about 10 MB."""
-
 DERIVED = ("tokens_per_second", "flops_per_second", "mfu", "stall_share", "written_nbytes_per_day")
 """A step's record entries besides the fields of the event."""
 
@@ -61,7 +58,7 @@ class JsonLines:
     def __init__(self, path: Path, step: int | None = None, say: Callable[[str], None] = lambda line: None) -> None:
         self.path, self._say = path, say
         self._waiting: deque[bytes] = deque()
-        self._lost, self._refused = 0, False
+        self._refused = False
         try:
             if step is not None and path.exists():
                 with written_whole(path) as draft:
@@ -78,9 +75,6 @@ class JsonLines:
     def __call__(self, event: Event) -> None:
         text = json.dumps(record(event), allow_nan=False, ensure_ascii=False) + "\n"
         self._waiting.append(text.encode(errors="replace"))
-        if len(self._waiting) > KEPT_LINES:
-            self._waiting.popleft()
-            self._lost += 1
         self._write_waiting()
 
     def __enter__(self) -> JsonLines:
@@ -106,9 +100,8 @@ class JsonLines:
                 self._say(f"{self.path} cannot be written ({why}): training continues, and lines wait for space")
         else:
             if self._refused:
-                missing = f", except {self._lost:,} lines that were too many to keep" if self._lost else ""
-                self._say(f"{self.path} is written again{missing}")
-                self._refused, self._lost = False, 0
+                self._say(f"{self.path} is written again")
+                self._refused = False
 
     def _append(self, line: bytes) -> None:
         """Write a complete line or nothing, after removing what an earlier failure left."""
@@ -129,11 +122,12 @@ def scalars(event: Event) -> dict[str, float]:
         case Stepped():
             return _of_step(event)
         case Evaluated():
-            found = {"loss/validation": event.loss}
-            if not event.metrics:
-                found["loss/validation_perplexity"] = event.perplexity
-            found |= {f"loss/validation/{name}": loss for name, loss in event.by_source.items()}
-            return found | {f"{name}/validation": value for name, value in event.metrics.items()}
+            return {
+                "loss/validation": event.loss,
+                **({} if event.metrics else {"loss/validation_perplexity": event.perplexity}),
+                **{f"loss/validation/{name}": loss for name, loss in event.by_source.items()},
+                **{f"{name}/validation": value for name, value in event.metrics.items()},
+            }
         case Scored():
             return {f"eval/{name}": value for name, value in event.scores.items()}
     return {}
@@ -232,12 +226,9 @@ def refuse_missing(names: Sequence[str]) -> None:
 
 def open_tracker(name: str, run: Tracked, say: Callable[[str], None]) -> Lenient:
     """A watcher for the length of a `with` block."""
-    made: dict[str, Callable[[bool], Tracker]] = {
-        "tensorboard": lambda again: TensorBoard(run, again),
-        "wandb": lambda again: WandB(run),
-        "trackio": lambda again: Trackio(run),
-    }
-    return Lenient(name, made[name], say)
+    if name == "tensorboard":
+        return Lenient(name, lambda was_open: TensorBoard(run, was_open), say)
+    return Lenient(name, lambda was_open: Logger(name, run), say)
 
 
 class Lenient:
@@ -258,10 +249,10 @@ class Lenient:
         self._make, self._say, self._pause_seconds, self._clock = make, say, pause_seconds, clock
         self._tracker: Tracker | None = None
         self._opened = self._told = False
-        self._again = -float("inf")
+        self._paused_until = -float("inf")
 
     def __call__(self, event: Event) -> None:
-        if self._clock() < self._again:
+        if self._clock() < self._paused_until:
             return
         try:
             if self._tracker is None:
@@ -289,7 +280,7 @@ class Lenient:
         if tracker is not None:
             with contextlib.suppress(Exception):
                 tracker.close()
-        self._again = self._clock() + self._pause_seconds
+        self._paused_until = self._clock() + self._pause_seconds
 
 
 # The trackers ------------------------------------------------------------------------------------------------------
@@ -298,10 +289,10 @@ class Lenient:
 class TensorBoard:
     """Writes events to `tensorboard/` in the run folder; hides those after `run.step` from an earlier process."""
 
-    def __init__(self, run: Tracked, again: bool = False) -> None:
+    def __init__(self, run: Tracked, was_open: bool = False) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
 
-        purged = None if run.step is None or again else run.step + 1
+        purged = None if run.step is None or was_open else run.step + 1
         self._writer: Any = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purged)
 
     def tell(self, event: Event) -> None:
@@ -317,57 +308,34 @@ class TensorBoard:
         self._writer.close()
 
 
-class WandB:
-    """A Weights & Biases run, in `wandb/` of the run folder."""
+class Logger:
+    """A run of Weights & Biases, in `wandb/` of the run folder, or of Trackio, in its store on this machine (`trackio
+    show`). Trackio has the functions of Weights & Biases; what differs are their options."""
 
-    def __init__(self, run: Tracked) -> None:
-        wandb: Any = importlib.import_module("wandb")
-        self._run: Any = wandb.init(
-            project=run.project,
-            name=run.folder.name,
-            id=run.identity,
-            resume="allow",
-            dir=str(run.folder),
-            config=run.config,
-            mode="online" if run.online else "offline",
-            settings=wandb.Settings(console="off"),
-        )
-        self._run.define_metric("*", step_metric="step")  # its own counter would refuse repeated steps
+    def __init__(self, name: str, run: Tracked) -> None:
+        library: Any = importlib.import_module(name)
+        if name == "wandb":
+            options: dict[str, Any] = {"name": run.folder.name, "id": run.identity, "dir": str(run.folder)}
+            options |= {"mode": "online" if run.online else "offline", "settings": library.Settings(console="off")}
+        else:
+            options = {"name": f"{run.folder.name}-{run.identity}", "auto_log_gpu": False, "auto_log_cpu": False}
+            options["embed"] = False
+        self._run: Any = library.init(project=run.project, config=run.config, resume="allow", **options)
+        self._counts_steps = name == "wandb"
+        if self._counts_steps:  # by a counter of its own, which would refuse repeated steps
+            self._run.define_metric("*", step_metric="step")
 
     def tell(self, event: Event) -> None:
-        if values := _values(event):
+        values: dict[str, Any] = dict(scalars(event))
+        if isinstance(event, Sampled):
+            values["sample"] = f"{event.prompt}{event.text}"
+        if values and self._counts_steps:
             self._run.log({**values, "step": event.step})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class Trackio:
-    """A Trackio run, in its own store on this machine (`trackio show`)."""
-
-    def __init__(self, run: Tracked) -> None:
-        trackio: Any = importlib.import_module("trackio")
-        more: dict[str, Any] = {"auto_log_gpu": False, "auto_log_cpu": False, "embed": False}
-        self._run: Any = trackio.init(
-            project=run.project,
-            name=f"{run.folder.name}-{run.identity}",
-            config=run.config,
-            resume="allow",
-            **more,
-        )
-
-    def tell(self, event: Event) -> None:
-        if values := _values(event):
+        elif values:
             self._run.log(values, step=event.step)
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _values(event: Event) -> dict[str, Any]:
-    """The numbers of an event, and the text of a sample."""
-    text = {"sample": f"{event.prompt}{event.text}"} if isinstance(event, Sampled) else {}
-    return {**scalars(event), **text}
 
 
 def identity_of(folder: Path, goes_on: bool) -> str:

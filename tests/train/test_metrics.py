@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from megatrain.errors import ExportError
-from megatrain.train import metrics
 from megatrain.train.events import Ended, Evaluated, Event, Sampled, Skipped, Stepped
-from megatrain.train.metrics import DERIVED, KEPT_LINES, JsonLines, record, scalars
+from megatrain.train.metrics import DERIVED, JsonLines, record, scalars
 
 
 def stepped(step: int = 3, loss: float = 2.5) -> Stepped:
@@ -142,21 +141,6 @@ def test_a_full_disk_is_reported_once_and_no_metric_line_is_lost(
     disk.room = 0
     watch(stepped(7))
     assert len(said) == 3  # another time that it is full
-
-
-def test_unwritten_metric_lines_are_kept_up_to_a_limit_and_counted(
-    small: tuple[JsonLines, Small, list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(metrics, "KEPT_LINES", 3)
-    watch, disk, said = small
-    disk.room = 10
-    for step in range(1, 9):
-        watch(stepped(step))
-    disk.room = 10**9
-    watch(stepped(9))
-    assert [line["step"] for line in read(watch.path)] == [7, 8, 9]
-    assert "except 6 lines" in said[-1]
-    assert KEPT_LINES > 1000
 
 
 def test_lost_metric_lines_are_reported_at_the_end(tmp_path: Path) -> None:
