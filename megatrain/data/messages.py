@@ -10,92 +10,31 @@ by then (`images.py`); sound is not supported.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from megatrain.data.files import parse_json
 from megatrain.data.loss_switches import is_on, join_switches
 from megatrain.errors import SampleError
 
-# Advice for rows of no known format ----------------------------------------------------------------------------------
-#
-# Errors suggest `data.columns` and `data.tags`, by the types of fields (a list of turns, a text) and by the names that
-# other data sets use for them. Suggestions are never applied.
-
-QUESTIONS = ("instruction", "prompt", "question", "query", "input", "problem", "request", "human", "user", "source")
-ANSWERS = ("output", "completion", "answer", "response", "reply", "solution", "target", "assistant", "gpt", "bot")
-CONTEXTS = ("input", "context")
-TEXTS = ("text", "content", "body", "document", "article", "code", "page", "story")
-CONTENTS = ("content", "value", "text", "message", "says", "said", "utterance", "body")
-GENERAL = "set data.format, and data.columns to the names of the fields"
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "messages": ("messages", "dialog", "dialogue", "chat", "turns"),
+    "instruction": ("instruction", "prompt", "question", "query", "problem", "request", "input", "source"),
+    "output": ("output", "completion", "answer", "response", "reply", "solution", "target"),
+    "text": ("text", "content", "body", "document", "article", "code", "page", "story"),
+}
+"""Our name of a field -> names of such columns in other data sets, for the advice in errors."""
+TAGS_FIX = "set data.tags={role_tag: ..., content_tag: ...} to the keys of a turn's role and text"
 
 
-def columns_for(fields: Mapping[str, Any], known: Collection[str], roles: Collection[str]) -> str:
-    """Advice for a row of no known format. known: names of fields in the known formats. roles: names of roles."""
-    columns, turn = _columns(fields, known)
-    if not columns:
-        return GENERAL
-    tags = "" if turn is None or _is_usual(turn) else f" and {tags_for(turn, roles)}"
-    return f"set data.columns={_flow(columns)}{tags.replace(' and set ', ' and ')}"
-
-
-def tags_for(turn: Mapping[str, Any], roles: Collection[str]) -> str:
-    """Advice for a turn with unknown keys: which may be the keys of its role and of its text."""
-    texts = {str(key): value for key, value in turn.items() if isinstance(value, str)}
-    role = next((key for key, value in texts.items() if value.lower() in roles), None)
-    others = [key for key in texts if key != role]
-    content = next((key for key in others if key.lower() in CONTENTS), others[0] if len(others) == 1 else None)
-    tags = {"role_tag": role, "content_tag": content}
-    if role is None or content is None:
-        return "set data.tags={role_tag: ..., content_tag: ...} to the keys of a turn's role and text"
-    return f"set data.tags={_flow({tag: key for tag, key in tags.items() if key})}"
-
-
-def _columns(fields: Mapping[str, Any], known: Collection[str]) -> tuple[dict[str, str], Mapping[str, Any] | None]:
-    """(our name of a field -> the row's, the first turn if that field is a list of turns)."""
-    pair = {kind: _first(fields, lambda name, kind=kind: name.startswith(kind)) for kind in ("chosen", "rejected")}
-    if all(pair.values()):
-        return {kind: str(name) for kind, name in pair.items()}, None
-    for name, value in fields.items():
-        turns = _as_list(value)
-        if turns and isinstance(turns[0], Mapping):
-            return {"conversations" if "from" in turns[0] else "messages": name}, turns[0]
-    texts = {name: value for name, value in fields.items() if isinstance(value, str)}
-    question = next((name for word in QUESTIONS for name in texts if name.lower() == word), None)
-    answer = next((name for word in ANSWERS for name in texts if name.lower() == word), None)
-    if question and answer:
-        more = next((name for word in CONTEXTS for name in texts if name.lower() == word and name != question), None)
-        found = {"instruction": question, "output": answer, "input": more}
-        return {ours: name for ours, name in found.items() if name and name != ours}, None
-    text = next((name for word in TEXTS for name in texts if name.lower() == word), None)
-    if text is not None or (len(texts) == len(fields) == 1 and not question and not answer):
-        return {"text": text or next(iter(texts))}, None
-    near = {name: difflib.get_close_matches(str(name), known, n=1, cutoff=0.75) for name in fields}
-    return {match[0]: name for name, match in near.items() if match and match[0] != name}, None
-
-
-def _as_list(value: object) -> Sequence[Any]:
-    """`value` if it is a list, parsed if it is the JSON text of one; otherwise an empty list."""
-    if isinstance(value, str):
-        try:
-            value = parse_json(value) if value.lstrip().startswith("[") else None
-        except (ValueError, RecursionError):
-            return ()
-    return value if isinstance(value, Sequence) else ()
-
-
-def _first(fields: Mapping[str, Any], fits: Any) -> str | None:
-    return next((name for name in fields if fits(str(name).lower())), None)
-
-
-def _is_usual(turn: Mapping[str, Any]) -> bool:
-    return {"role", "content"} <= turn.keys() or {"from", "value"} <= turn.keys()
-
-
-def _flow(names: Mapping[str, str]) -> str:
-    """A mapping in YAML's flow style, for the command line."""
-    return "{" + ", ".join(f"{ours}: {theirs}" for ours, theirs in names.items()) + "}"
+def columns_for(fields: Mapping[str, Any]) -> str:
+    """Advice for a row of no known format, by the names of its fields. It is never applied."""
+    named = {ours: next((name for name in fields if name.lower() in usual), None) for ours, usual in COLUMNS.items()}
+    for needed in (("messages",), ("instruction", "output"), ("text",)):
+        if all(named[ours] for ours in needed):
+            pairs = ", ".join(f"{ours}: {named[ours]}" for ours in needed if named[ours] != ours)
+            return f"set data.columns={{{pairs}}}" if pairs else TAGS_FIX
+    return "set data.format, and data.columns to the names of the fields"
 
 
 # Messages and tools ---------------------------------------------------------------------------------------------------
@@ -103,8 +42,6 @@ def _flow(names: Mapping[str, str]) -> str:
 Message: TypeAlias = dict[str, Any]
 Tool: TypeAlias = dict[str, Any]
 
-OTHER_ROLES = ("human", "gpt", "chatgpt", "model", "bot", "ai", "observation", "function_call", "function")
-"""Names of roles in other data sets, for the advice in errors."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 IMAGES = ("image", "image_url")
 """Types of a part that is an image."""
@@ -177,8 +114,7 @@ def _read_message(message: object, number: int, place: str) -> Message:
     role = fields.get("role")
     if role is None:
         what = f"message {number} has no 'role'; it holds {', '.join(map(repr, fields)) or 'nothing'}"
-        fix = tags_for(fields, {*ROLES, *OTHER_ROLES})
-        raise SampleError(what, reason="message without a role", where=place, fix=fix)
+        raise SampleError(what, reason="message without a role", where=place, fix=TAGS_FIX)
     if role not in ROLES:
         what = f"message {number} has the role {role!r}"
         fix = f"known are {', '.join(ROLES)}; for others set data.tags={{user_tag: ..., assistant_tag: ...}}"

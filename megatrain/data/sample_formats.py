@@ -32,8 +32,7 @@ import numpy.typing as npt
 from megatrain.data.images import MARK, Image, place_before_question, take_images
 from megatrain.data.loss_switches import ONLY_LAST, as_label, refuse_row_switches, take_switches
 from megatrain.data.messages import (
-    OTHER_ROLES,
-    ROLES,
+    TAGS_FIX,
     Message,
     Tool,
     columns_for,
@@ -42,7 +41,6 @@ from megatrain.data.messages import (
     read_tools,
     read_turns,
     read_values,
-    tags_for,
 )
 from megatrain.data.read_rows import Row
 from megatrain.data.token_files import TokenArray
@@ -92,7 +90,6 @@ AMBIGUOUS_LABELS = ("label", "chosen", "rejected")
 """Labels that may also hold a class or an answer, so only booleans count in a single row."""
 LABELLED = "says whether the answer is good or bad, as data for KTO does"
 LABELLED_FIX = "set train.objective=kto, or keep the rows with good answers and remove the column"
-ROLE_NAMES = {*ROLES, *OTHER_ROLES, *(name for _, names in TAGS.values() for name in names)}
 MEDIA = ("image", "video", "audio")
 SAID = ("system", "history", "messages", "conversations", "prompt", "instruction", "input", "completion", "output")
 """Fields of what is said, which may hold images."""
@@ -175,7 +172,7 @@ def detect_schema(row: Row, schema: Schema) -> Schema:
         f"none of the known formats: it holds {names[:200]}",
         reason="of no known format",
         where=row.place,
-        fix=columns_for(row.fields, KNOWN_FIELDS, ROLE_NAMES),
+        fix=columns_for(row.fields),
     )
 
 
@@ -340,8 +337,7 @@ def _read_sharegpt(row: Row, schema: Schema) -> Sample:
         for key in (role_key, content_key):
             if not isinstance(turn, Mapping) or turn.get(key) is None:
                 what = f"message {number} has no {key!r}"
-                fix = tags_for(turn if isinstance(turn, Mapping) else {}, ROLE_NAMES)
-                raise SampleError(what, reason=f"message without {key!r}", where=row.place, fix=fix)
+                raise SampleError(what, reason=f"message without {key!r}", where=row.place, fix=TAGS_FIX)
         content, role_name = turn[content_key], turn[role_key]
         role = roles.get(role_name) if isinstance(role_name, str) else None
         if role is None:
