@@ -360,8 +360,6 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
         (ENDLESS, r"takes too long \(not finished after 0\.1 seconds of CPU time\)"),
         ("{% if messages | length > 2 %}" + ENDLESS + "{% endif %}{{ messages[0].content }}", "takes too long"),
         ("{% generation %}" + ENDLESS + "{% endgeneration %}", "takes too long"),
-        ("{{ 9 ** 9 ** 9 ** 9 }}", "raises a number to a power, which may never finish"),
-        ("{% set n = 10 %}{% if n**n**n > 1 %}{% endif %}", "raises a number to a power"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of an exception lost in a callback
@@ -374,16 +372,6 @@ def test_endless_templates_are_stopped_and_reported(template: str, says: str, mo
     with pytest.raises(DataError, match=rf"the chat template of .*: {says}.*; correct it, or choose another") as caught:
         mark_chat(sample, choose_template(tokenizer), "assistant")
     assert not isinstance(caught.value, SampleError)
-
-
-def test_double_stars_are_not_mistaken_for_powers() -> None:
-    tokenizer = byte_tokenizer("chatml")
-    tokenizer.chat_template = (
-        "{% for m in messages %}**{{ m.role }}** {# a ** b #}{{ dict(**{'x': '**'}).x }}{{ dict(a=1, **{}).a }}"
-        "{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}**assistant** **1{% endif %}"
-    )
-    found = mark_chat(chat(user("q"), assistant("a")), choose_template(tokenizer), "assistant")
-    assert [found.text[a:b] for a, b in found.spans] == ["a<|im_end|>"]
 
 
 @pytest.mark.parametrize("kind", ["pipe", "zeros"])
