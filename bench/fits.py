@@ -29,8 +29,7 @@ from bench.scaling import filled, most_tokens_that_fit
 from megatrain.commands.plan import LENGTH, TOKENS_PER_STEP, find_model
 from megatrain.errors import DoesNotFit
 from megatrain.formatting import amount
-from megatrain.plan import Plan, Question, find_plan, machine
-from megatrain.plan.analysis import hiding
+from megatrain.plan import Plan, Question, find_plan, hidden_from, machine
 from megatrain.spec import Hardware, Limits, ModelSpec
 
 GB = 10**9
@@ -160,7 +159,7 @@ HOSTS = (64, 128)
 
 def files_table() -> list[str]:
     """For each base and size of host memory, on an RTX 4090 with the drive that is described with it."""
-    heads = "base | host memory | planned tokens/s | tokens a step | stays in files | read a step | hidden from"
+    heads = "base | host memory | planned tokens/s | tokens a step | stays in files | read a step | hidden from about"
     lines = [f"| {heads} |", "|---" * 7 + "|"]
     for name in LARGE:
         model = find_model(name, "bf16", adapter=ADAPTER)
@@ -178,11 +177,8 @@ def files_cells(plan: Plan | None) -> str:
         return "does not fit | | | | "
     buffers = plan.timeline.schedule.buffers.values()
     there = amount(sum(buffer.nbytes for buffer in buffers if buffer.tier == "file"))
-    found = hiding(plan)
-    hidden = "never"
-    if found is not None:
-        more = "more than " if found.takes_more else ""
-        hidden = f"{more}{found.tokens_per_step:,} tokens{'' if found.fits else ', which do not fit'}"
+    count = hidden_from(plan)
+    hidden = "never" if count is None else f"{count:,} tokens"
     speed, tokens = f"{plan.tokens_per_second:,.0f}", f"{sum(plan.work.tokens):,}"
     return f"{speed} | {tokens} | {there} | {amount(plan.read_from_files_nbytes)} | {hidden}"
 

@@ -27,12 +27,11 @@ from megatrain.plan import (
     Choice,
     Plan,
     Question,
-    advised,
+    changes,
     examine,
     find_plan,
-    hiding,
+    hidden_from,
     loads,
-    look,
     machine,
     machine_names,
     peak_table,
@@ -152,9 +151,9 @@ def _kilo(count: float) -> str:
 
 
 def knees(names: Sequence[str] = ()) -> list[str]:
-    """Table: the formula beside what the search finds, for every machine; compute is products and attention alone, as
-    the formula has it."""
-    rows = ["| machine | weights | update | formula | by replay |", "|---|---|---|---|---|"]
+    """Table: the formula beside what a plan says, for every machine; compute is products and attention alone, as the
+    formula has it."""
+    rows = ["| machine | weights | update | formula | by the plan |", "|---|---|---|---|---|"]
     model = llama_shape("70B", 80, 8192)
     for name in names or [name for name in machine_names() if machine(name).devices == 1]:
         hardware = replace(with_enough_host(name), device_nbytes=ENOUGH_HOST, elementwise_bandwidth=inf)
@@ -162,9 +161,9 @@ def knees(names: Sequence[str] = ()) -> list[str]:
             Question(model, hardware, 16_384, TOKENS_LENGTH, overrides={"activations": "recompute", "placements": ()})
         )
         weights, update = formula(hardware)
-        found = hiding(plan)
-        there = "never" if found is None else f"{'over ' if found.takes_more else ''}{found.tokens_per_step:,}"
-        rows.append(f"| {name} | {weights:,.0f} | {update:,.0f} | {max(weights, update):,.0f} | {there} |")
+        count = hidden_from(plan)
+        planned = "never" if count is None else f"{count:,}"
+        rows.append(f"| {name} | {weights:,.0f} | {update:,.0f} | {max(weights, update):,.0f} | {planned} |")
     return rows
 
 
@@ -259,14 +258,15 @@ def published(names: Sequence[str] = ("7B", "14B", "32B")) -> list[str]:
 
 
 def example() -> list[str]:
-    """One plan in full: what upgrades buy where something is short."""
-    rows = ["| machine | limit | share of the critical path | upgrade | gain |", "|---|---|---|---|---|"]
+    """What helps most where something is short, of changes that leave the clipping."""
+    rows = ["| machine | limit | share of the critical path | change | gain |", "|---|---|---|---|---|"]
     for name in ("laptop", "rtx-4090", "h200"):
         question = Question(llama_shape("8B", 32, 4096), with_enough_host(name), 4096, 512)
-        outlook = advised(look(find_plan(question)))
-        first = outlook.loads[0]
-        best = max(outlook.upgrades, key=lambda upgrade: upgrade.ratio or 0.0)
-        share = first.chain_seconds / outlook.plan.seconds
+        plan = find_plan(question)
+        first = loads(plan)[0]
+        of_the_machine = [change for change in changes(question, plan) if "max_grad_norm" not in change.name]
+        best = max(of_the_machine, key=lambda change: change.ratio or 0.0)
+        share = first.chain_seconds / plan.seconds
         rows.append(f"| {name} | {first.name} | {share:.0%} | {best.name} | {(best.ratio or 0) - 1:+.0%} |")
     return rows
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from megatrain.errors import ConfigError, DeviceError, DoesNotFit, ModelError, PlanError
@@ -29,6 +29,7 @@ from megatrain.plan import (
     Plan,
     Question,
     advised,
+    changes,
     find_plan,
     fits,
     load_hardware,
@@ -38,7 +39,6 @@ from megatrain.plan import (
     read_model,
     render_page,
     share_of,
-    upgrades,
 )
 from megatrain.plan.estimates import gc_paused
 from megatrain.plan.measured_models import (
@@ -49,16 +49,13 @@ from megatrain.plan.measured_models import (
     remember,
 )
 from megatrain.plan.report import (
+    Table,
     as_content,
     configuration,
     describe_images,
-    free_rows,
-    hiding_line,
-    sensitivity_rows,
+    gains,
+    memory,
     summary_rows,
-    tier_name,
-    upgrade_rows,
-    use_rows,
     warning_rows,
     without_gain,
 )
@@ -499,7 +496,7 @@ def _shrunk(question: Question) -> Question:
 def _with_upgrades(error: DoesNotFit, question: Question, *, has_shrunk: bool) -> DoesNotFit:
     """The refusal of a question, with the upgrades of the machine that would make it fit."""
     step = f" with {counted(question.tokens_of_all, 'token')} per step" if has_shrunk else ""
-    helps = {each.name: each.tokens_per_second for each in upgrades(question, None) if each.tokens_per_second}
+    helps = {change.name: change.tokens_per_second for change in changes(question, None) if change.tokens_per_second}
     words = [f"{name} would make it fit ({_rate(speed)} tokens/s{step})" for name, speed in helps.items()]
     fix = f"{error.fix}; {' or '.join(words) or 'no single upgrade makes it fit'}"
     return DoesNotFit(error.what, where=error.where, fix=fix, needed=error.needed)
@@ -566,22 +563,19 @@ def _disk_tier(plan: Plan) -> list[tuple[str, str]]:
 
 def show(console: Console, outlook: Outlook, facts: Sequence[tuple[str, str]]) -> None:
     """Print a plan and what limits its speed."""
-    grid = Table.grid(padding=(0, 2))
+    grid = RichTable.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     for name, fact in (*warning_rows(outlook), *facts, *summary_rows(outlook)):
         grid.add_row(name, Text(fact))
     console.print(grid)
-    console.print(_memory(outlook.plan))
-    heads = ("resource", "busy", "step with 10% more of it")
-    console.print(_table("what limits", heads, sensitivity_rows(outlook)))
+    console.print(_laid_out(memory(outlook.plan)))
 
 
 def show_changes(console: Console, outlook: Outlook) -> None:
-    """Print changes and hardware upgrades that would make the step faster."""
-    console.print(Text.assemble(("hiding: ", "bold"), hiding_line(outlook)), end="\n\n")
-    for title, rows in (("changes that cost nothing", free_rows(outlook)), ("one upgrade", upgrade_rows(outlook))):
-        if rows:
-            console.print(_table(title, ("change", "tokens/s", "gain"), rows))
+    """Print changes of the run and of the machine that would make the step faster."""
+    table = gains(outlook)
+    if table.rows:
+        console.print(_laid_out(table))
     if words := without_gain(outlook):
         console.print(Text(words), end="\n\n")
 
@@ -651,26 +645,15 @@ def _yaml(name: str, section: Mapping[str, object]) -> str:
     )
 
 
-def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> Table:
-    """A table whose first `texts` columns are left-aligned words and the others numbers."""
-    table = Table(box=box.SIMPLE, pad_edge=False, title=title, title_justify="left", title_style="bold")
-    for place, head in enumerate(heads):
-        table.add_column(head, justify="left" if place < texts else "right", no_wrap=place >= texts)
-    for row in rows:
-        table.add_row(*(Text(text) for text in row))
-    return table
-
-
-def _memory(plan: Plan) -> Table:
-    rows: list[tuple[str, str, str, str]] = []
-    budgets = plan.question.budgets()
-    for tier, uses in use_rows(plan).items():
-        total, budget = plan.nbytes[tier], budgets[tier]
-        name = tier_name(plan, tier)
-        rows += [(name, use, amount(nbytes), f"{nbytes / budget:.1%}") for use, nbytes in uses]
-        rows.append((name, f"total of {amount(budget)}", amount(total), f"{total / budget:.1%}"))
-    title = "memory at its peak" + (", of each rank" if plan.question.model.ranks > 1 else "")
-    return _table(title, ("tier", "use", "bytes", "of the limit"), rows, texts=2)
+def _laid_out(table: Table) -> RichTable:
+    """A table whose words are aligned left, and its numbers right."""
+    laid = RichTable(box=box.SIMPLE, pad_edge=False, title=table.title, title_justify="left", title_style="bold")
+    for place, head in enumerate(table.heads):
+        is_number = place >= table.words
+        laid.add_column(head, justify="right" if is_number else "left", no_wrap=is_number)
+    for row in table.rows:
+        laid.add_row(*(Text(text) for text in row))
+    return laid
 
 
 # Files -------------------------------------------------------------------------------------------------------------

@@ -4,11 +4,11 @@ from megatrain.plan.advice import nearest_that_fits
 from megatrain.plan.analysis import (
     Outlook,
     advised,
-    hiding,
+    changes,
+    hidden_from,
     loads,
     look,
     stalls,
-    upgrades,
     written_nbytes_per_day,
 )
 from megatrain.plan.cost import (
@@ -25,11 +25,10 @@ from megatrain.plan.cost import (
 from megatrain.plan.defaults import choose_policy, fit_activations, images_nbytes
 from megatrain.plan.estimates import estimate, examine, memory_table
 from megatrain.plan.host_resources import available_host_nbytes, available_threads
-from megatrain.plan.html import render_page
 from megatrain.plan.machines import load_hardware, machine, machine_names, save_hardware
 from megatrain.plan.question import Choice, Plan, Question
 from megatrain.plan.ranks import question_of_one, ranks_on_each, share_of
-from megatrain.plan.report import peak_table
+from megatrain.plan.report import peak_table, render_page
 from megatrain.plan.search import find_plan, fits, survey
 from megatrain.plan.spec_file import read_model
 
@@ -44,6 +43,7 @@ __all__ = [
     "available_host_nbytes",
     "available_threads",
     "calibrate",
+    "changes",
     "choose_policy",
     "contention",
     "duplex_bandwidths",
@@ -52,7 +52,7 @@ __all__ = [
     "find_plan",
     "fit_activations",
     "fits",
-    "hiding",
+    "hidden_from",
     "images_nbytes",
     "load_hardware",
     "loads",
@@ -74,6 +74,5 @@ __all__ = [
     "stalls",
     "step_flops",
     "survey",
-    "upgrades",
     "written_nbytes_per_day",
 ]

@@ -1,18 +1,17 @@
 """Analyses a plan: what limits the step, when transfers hide, how long a run takes, and what changes would gain.
 
-Everything is read from the plan's timeline, or found by pricing the same question with one thing changed. The
-*critical path* is the chain of ops from the start of the step to its end in which each op starts when the one before
-ends. Their seconds add up to the step, so they show what limits it; the busy seconds of a stream only show how much it
-has to do. `report` and `html` show the results.
+Everything is read from the plan's timeline and its estimate, or found by pricing the same question with one thing
+changed. The *critical path* is the chain of ops from the start of the step to its end in which each op starts when the
+one before ends. Their seconds add up to the step, so they show what limits it; the busy seconds of a stream only show
+how much it has to do. `report` shows the results.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from itertools import chain, count
+from itertools import chain
 from math import ceil, inf
 from typing import Any
 
@@ -23,10 +22,10 @@ from megatrain.plan.cost import (
     packing_bandwidth,
     step_flops,
 )
-from megatrain.plan.estimates import estimate, examine, examine_rounds, gc_paused, seconds_on
+from megatrain.plan.estimates import estimate, examine_rounds, gc_paused, seconds_on
 from megatrain.plan.machines import machine, machine_names
-from megatrain.plan.question import Choice, Estimate, Plan, Question, usable_nbytes
-from megatrain.plan.search import faster_plan, fits, survey
+from megatrain.plan.question import Plan, Question, usable_nbytes
+from megatrain.plan.search import faster_plan
 from megatrain.schedule import Timeline
 from megatrain.spec import Hardware, Precision
 from megatrain.spec.work import MOST_TOKENS
@@ -34,23 +33,11 @@ from megatrain.spec.work import MOST_TOKENS
 HIDDEN_STALL = 0.02
 """Transfers count as hidden if compute waits for less than this share of the step."""
 
-MOST_REPLAYED_CALLS = 4096
-"""Calls of units in the largest step that is replayed to find out when transfers hide."""
-
-REPLAYED_PARTS = 4
-"""The step that is then found is too large by one part in so many at the most."""
-
-MOST_GUESSES = 6
-"""Interpolations in the search for the smallest step that hides transfers, before it goes on by bisection."""
-
 WORTH_A_SEARCH = 0.99
-"""Ratio of estimated step times, with an upgrade over without, below which the upgraded machine is planned for."""
-
-MORE_BY = 1.1
-"""Factor by which a resource is increased to see how the step depends on it."""
+"""Ratio of estimated step times, with a change over without, below which the changed question is planned for."""
 
 MIN_GAIN_SHOWN = 0.01
-"""A free change that gains less is not shown, and an upgrade has no row of its own."""
+"""A change that gains less is named, but has no row of its own."""
 
 DISK_KINDS: tuple[str, ...] = ("READ", "WRITE")
 """Kinds of ops that use the disk tier."""
@@ -72,33 +59,26 @@ STREAM_WORDS = {
 IN_HOST_WORDS = {"fetch": "copies of weights", "grad": "copies of gradients"}
 """As `STREAM_WORDS`, if the device computes in host memory."""
 
-RESOURCES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "compute": (("compute",), ("flops", "flops_fp32", "peak_flops", "peak_flops_fp32", "products", "attention")),
-    "device memory": ((), ("device_bandwidth", "elementwise_bandwidth", "fresh_bandwidth", "elementwise")),
+RESOURCES: dict[str, tuple[str, ...]] = {
+    "compute": ("flops", "flops_fp32", "peak_flops", "peak_flops_fp32", "products", "attention"),
+    "device memory": ("device_bandwidth", "elementwise_bandwidth", "fresh_bandwidth", "elementwise"),
     "bus": (
-        ("fetch", "grad"),
-        (
-            *("fetch_bandwidth", "duplex_fetch_bandwidth", "pageable_fetch_bandwidth", "shared_bus_bandwidth"),
-            *("grad_bandwidth", "duplex_grad_bandwidth", "pageable_grad_bandwidth"),
-        ),
+        *("fetch_bandwidth", "duplex_fetch_bandwidth", "pageable_fetch_bandwidth", "shared_bus_bandwidth"),
+        *("grad_bandwidth", "duplex_grad_bandwidth", "pageable_grad_bandwidth"),
     ),
     "host memory": (
-        ("host", "pack", "unpack", "shared"),
-        ("host_dram_bandwidth", "host_bandwidth", "optimizer_bandwidth", "norm_bandwidth", "host_copy_bandwidth"),
+        *("host_dram_bandwidth", "host_bandwidth", "optimizer_bandwidth", "norm_bandwidth", "host_copy_bandwidth"),
     ),
     "disk": (
-        ("read", "write"),
-        (
-            *("disk_read_bandwidth", "disk_duplex_read_bandwidth"),
-            *("disk_write_bandwidth", "disk_duplex_write_bandwidth"),
-        ),
+        *("disk_read_bandwidth", "disk_duplex_read_bandwidth"),
+        *("disk_write_bandwidth", "disk_duplex_write_bandwidth"),
     ),
-    "link": (("link",), ("link_bandwidth", "node_bandwidth")),
+    "link": ("link_bandwidth", "node_bandwidth"),
 }
-"""Resource of a machine -> (streams that use it, fields of `Hardware` with its rates)."""
+"""Resource of a machine -> fields of `Hardware` with its rates."""
 
 MEMORIES = ("device memory", "bus", "host memory")
-"""Resources that are a single one, `memory`, if the device computes in host memory."""
+"""Resources that are a single one, the memory, if the device computes in host memory."""
 
 GB = 1_000_000_000
 
@@ -113,36 +93,11 @@ class Load:
     busy_seconds: float
     chain_seconds: float
     """On the critical path."""
-    slack_seconds: float
-    """In which the stream is idle."""
 
 
 @dataclass(frozen=True, slots=True)
-class Hiding:
-    """The smallest step that hides transfers and updates behind compute (`HIDDEN_STALL`)."""
-
-    tokens_per_step: int
-    stall_share: float
-    fits: bool
-    """With this plan's policy or another."""
-    takes_more: bool = False
-    """Transfers are not hidden yet: it is the largest step that was looked at."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sensitivity:
-    """What the plan's step gains from a machine with `MORE_BY` of one resource."""
-
-    resource: str
-    busy: tuple[tuple[str, float], ...]
-    """(name of a stream that uses it, share of the step in which it is busy)"""
-    saved: float
-    """Share of the step's time. Negative if the step takes longer, because different ops overlap."""
-
-
-@dataclass(frozen=True, slots=True)
-class Upgrade:
-    """What one change would gain."""
+class Change:
+    """What one change of the run or of the machine would gain."""
 
     name: str
     tokens_per_second: float | None
@@ -153,7 +108,7 @@ class Upgrade:
 
 @dataclass(frozen=True)
 class Outlook:
-    """A plan and its analysis. `look` makes it; `advised` adds `hiding`, `upgrades` and `free_changes`."""
+    """A plan and its analysis. `look` makes it; `advised` adds `changes`."""
 
     plan: Plan
     token_budget: float | None
@@ -162,13 +117,8 @@ class Outlook:
     """Useful ones: recomputation does not count."""
     loads: tuple[Load, ...]
     """By their share of the critical path, largest first: the first stream limits the step."""
-    hiding: Hiding | None = None
-    upgrades: tuple[Upgrade, ...] = ()
-    """Changes of the machine."""
-    free_changes: tuple[Upgrade, ...] = ()
-    """Changes of the run, which cost nothing."""
-    sensitivities: tuple[Sensitivity, ...] = ()
-    """By what they save, largest first."""
+    changes: tuple[Change, ...] = ()
+    """First those of the run, which cost nothing, then those of the machine."""
 
     @property
     def peak_flops(self) -> float:
@@ -187,8 +137,9 @@ class Outlook:
     @property
     def stalls(self) -> dict[str, float]:
         """Name of a stream -> share of the step in which compute waits for it, largest first."""
-        found, words = stalls(self.plan.timeline), stream_words(self.plan.question.hardware)
-        return {words.get(stream, stream): seconds / self.plan.seconds for stream, seconds in found.items()}
+        words = stream_words(self.plan.question.hardware)
+        seconds_by_stream = stalls(self.plan.timeline)
+        return {words.get(stream, stream): spent / self.plan.seconds for stream, spent in seconds_by_stream.items()}
 
     @property
     def run_seconds(self) -> float | None:
@@ -220,16 +171,13 @@ def look(plan: Plan, token_budget: float | None = None) -> Outlook:
     """The analysis that needs no further planning. token_budget: tokens of the whole run, if known."""
     question = plan.question
     useful = step_flops(question.model, [(question.sequences, question.length)]) / plan.seconds
-    return Outlook(plan, token_budget, useful, loads(plan), sensitivities=sensitivities(plan))
+    return Outlook(plan, token_budget, useful, loads(plan))
 
 
 @gc_paused()
 def advised(outlook: Outlook) -> Outlook:
     """The outlook with what changes would gain. This plans for other questions and takes longer than the plan."""
-    plan = outlook.plan
-    return replace(
-        outlook, hiding=hiding(plan), upgrades=upgrades(plan.question, plan), free_changes=free_changes(plan)
-    )
+    return replace(outlook, changes=changes(outlook.plan.question, outlook.plan))
 
 
 def peak_flops(hardware: Hardware, precision: Precision) -> float:
@@ -254,11 +202,10 @@ def loads(plan: Plan) -> tuple[Load, ...]:
     for op, start, end in zip(timeline.schedule.ops, timeline.starts, timeline.ends, strict=True):
         busy[op.stream] += end - start
     chained, words = _chain_seconds(timeline), stream_words(plan.question.hardware)
-    found = [
-        Load(stream, words.get(stream, stream), seconds, chained.get(stream, 0.0), timeline.seconds - seconds)
-        for stream, seconds in busy.items()
+    streams = [
+        Load(stream, words.get(stream, stream), seconds, chained.get(stream, 0.0)) for stream, seconds in busy.items()
     ]
-    return tuple(sorted(found, key=lambda load: (-load.chain_seconds, -load.busy_seconds, load.stream)))
+    return tuple(sorted(streams, key=lambda load: (-load.chain_seconds, -load.busy_seconds, load.stream)))
 
 
 def stalls(timeline: Timeline) -> dict[str, float]:
@@ -290,7 +237,7 @@ def _chain_seconds(timeline: Timeline) -> dict[str, float]:
     """Stream -> its seconds on the critical path, which is followed back from the last op."""
     ops, causes = timeline.schedule.ops, _Causes(timeline)
     seconds: dict[str, float] = defaultdict(float)
-    index = max(range(len(ops)), key=lambda each: timeline.ends[each], default=-1)
+    index = max(range(len(ops)), key=lambda place: timeline.ends[place], default=-1)
     while index >= 0:
         seconds[ops[index].stream] += timeline.ends[index] - timeline.starts[index]
         index = causes.of(index)
@@ -316,310 +263,107 @@ class _Causes:
         """
         start, waits = self._timeline.starts[index], self._timeline.schedule.waits[index]
         candidates = chain((self._before[index],), reversed(waits), range(index - 1, -1, -1))
-        return next((each for each in candidates if each >= 0 and self._timeline.ends[each] == start), -1)
-
-
-# What the step depends on --------------------------------------------------------------------------------------------
-
-
-def sensitivities(plan: Plan) -> tuple[Sensitivity, ...]:
-    """What the plan's step gains from `MORE_BY` of each resource that it uses, by whole replays."""
-    busy = {load.stream: (load.name, load.busy_seconds / plan.seconds) for load in loads(plan)}
-    found = []
-    for resource, (streams, fields) in _resources(plan).items():
-        shares = tuple(busy[stream] for stream in streams if stream in busy)
-        found.append(Sensitivity(resource, shares, _saved(plan, fields)))
-    return tuple(sorted(found, key=lambda each: -round(each.saved, 4)))
-
-
-def _resources(plan: Plan) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-    """The entries of `RESOURCES` that the plan's step may depend on. `MEMORIES` are one entry if the device computes in
-    host memory."""
-    found = dict(RESOURCES)
-    if not _uses_disk(plan):
-        del found["disk"]
-    if plan.question.model.ranks == 1 or plan.policy.delivery == "shared":
-        del found["link"]
-    if plan.question.hardware.computes_in_host_memory:
-        streams, fields = zip(*(found.pop(name) for name in MEMORIES), strict=True)
-        found["memory"] = tuple(chain.from_iterable(streams)), tuple(chain.from_iterable(fields))
-    return found
-
-
-def _saved(plan: Plan, fields: Iterable[str]) -> float:
-    """Share of the step's time that `MORE_BY` of these rates saves."""
-    hardware = _faster(plan.question.hardware, fields, MORE_BY)
-    return 1.0 - seconds_on(plan, replace(plan.question, hardware=hardware)) / plan.seconds
-
-
-def _with_assumed_rates(hardware: Hardware) -> Hardware:
-    """The machine with the rates that `cost` assumes for unknown ones."""
-    read, write = disk_bandwidths(hardware)
-    return replace(
-        hardware,
-        host_dram_bandwidth=host_dram_bandwidth(hardware),
-        host_copy_bandwidth=packing_bandwidth(hardware),
-        disk_read_bandwidth=read,
-        disk_write_bandwidth=write,
-    )
-
-
-def _faster(hardware: Hardware, fields: Iterable[str], factor: float) -> Hardware:
-    """The machine with `factor` times these rates. A field may be a table of rates."""
-    hardware = _with_assumed_rates(hardware)
-    changes: dict[str, object] = {}
-    for field in fields:
-        rate = getattr(hardware, field)
-        if isinstance(rate, tuple):
-            changes[field] = tuple(_faster_row(row, factor) for row in rate)
-        elif rate is not None:
-            changes[field] = factor * rate
-    return replace(hardware, **changes)  # type: ignore[arg-type]
-
-
-def _faster_row(row: Any, factor: float) -> Any:
-    if isinstance(row, tuple):  # (threads, rate)
-        return row[0], factor * row[1]
-    rates = [name for name in row.__slots__ if name.endswith(("flops", "bandwidth"))]
-    return replace(row, **{name: factor * getattr(row, name) for name in rates})
+        return next((place for place in candidates if place >= 0 and self._timeline.ends[place] == start), -1)
 
 
 # When transfers hide -----------------------------------------------------------------------------------------------
 
 
-def hiding(plan: Plan) -> Hiding | None:
-    """The smallest step, in whole sequences of all ranks, that hides transfers and the optimizer behind compute.
+def hidden_from(plan: Plan) -> int | None:
+    """About how many tokens per step, in whole sequences of all ranks, hide transfers and updates behind compute.
 
-    `None` if no step up to `MOST_TOKENS` does, and on a device that shares memory, where nothing overlaps. The policy
-    is the plan's, in one round without streamed updates; if kept graphs do not fit, it recomputes.
-
-    Steps are estimated. If the plan's own step waits where its estimate does not, or has state on a drive, they are
-    replayed, up to `MOST_REPLAYED_CALLS`; if even the last of these waits, the result says that it takes more.
+    `None` if no step up to `MOST_TOKENS` does, and on a device that shares memory, where nothing overlaps. Compute
+    takes longer with more tokens, other streams do not: each pass needs as many tokens as make compute its busiest
+    stream, by the plan's estimate. It leaves out that copies of activations grow with the tokens, too.
     """
-    question, stalled = plan.question, plan.timeline.stall_seconds()
+    question = plan.question
     if question.hardware.shares_memory:
         return None
-    own, is_hidden = question.sequences, stalled < HIDDEN_STALL * plan.seconds
-    estimated = _estimated_step(plan, own)
-    uses_drive = any(each.uses_drive for each in plan.policy.placements)
-    replays = not is_hidden and (uses_drive or estimated.stall_share < HIDDEN_STALL)
-    step = cache(partial(_replayed_step if replays else _estimated_step, plan))
-    most = MOST_TOKENS // question.length
-    if replays:
-        most = min(most, max(2 * own, plan.micro_batch * MOST_REPLAYED_CALLS // len(question.model.units)))
-    low, first, parts = (own, 2 * own, REPLAYED_PARTS) if replays else (0, own, None)
-    waits = _surely_waits(plan) if replays else lambda rows: False
-    rows = _hidden_from(low, min(first, most), most, lambda rows: step(rows).stall_share, parts, waits)
-    if is_hidden and (rows is None or rows > own):
-        return Hiding(question.tokens_of_all, stalled / plan.seconds, fits=True)
-    if rows is None and not replays:
-        return None
-    found, asked = step(rows or most), replace(question, tokens_per_step=(rows or most) * question.length)
-    fitting = found.fits or fits(asked)
-    return Hiding(asked.tokens_of_all, found.stall_share, fitting, takes_more=rows is None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """Seconds of a step, the share of them in which compute waits, and whether it fits."""
-
-    seconds: float
-    stall_share: float
-    fits: bool
-
-
-def _estimated_step(plan: Plan, rows: int) -> _Step:
-    """A step of so many sequences."""
-    asked, choice, micro_batch, found = _with_sequences(plan, rows)
-    instant = estimate(replace(asked, hardware=_instant(asked.hardware)), choice, micro_batch)
-    return _Step(found.seconds, max(0.0, 1.0 - instant.seconds / found.seconds), found.fits(asked.budgets()))
-
-
-def _replayed_step(plan: Plan, rows: int) -> _Step:
-    """A step of so many sequences."""
-    asked, choice, micro_batch, _ = _with_sequences(plan, rows)
-    found = examine(asked, choice, micro_batch)
-    return _Step(found.seconds, found.timeline.stall_seconds() / found.seconds, found.taken.fits(asked.budgets()))
-
-
-def _surely_waits(plan: Plan) -> Callable[[int], bool]:
-    """Whether compute waits in a step of so many sequences, since another stream alone is busy for much longer."""
-
-    def waits(rows: int) -> bool:
-        *_, found = _with_sequences(plan, rows)
-        return (1 - 2 * HIDDEN_STALL) * max(found.busy.values()) > found.busy.get("compute", 0.0)
-
-    return waits
-
-
-def _with_sequences(plan: Plan, rows: int) -> tuple[Question, Choice, int, Estimate]:
-    """The plan for a step of so many sequences, in one round: question, choice, micro-batch size and estimate.
-
-    The planner chooses the share of streamed updates for one size of step, so they stay where the state is."""
-    asked = replace(plan.question, tokens_per_step=rows * plan.question.length)
-    micro_batch = min(plan.micro_batch, rows)
-    choice = plan.choice.change(micro_batches_per_round=0)
-    if "streamed_updates" not in asked.overrides:
+    choice = plan.choice.change(micro_batches_per_round=0)  # rounds repeat transfers
+    if "streamed_updates" not in question.overrides:  # whose share is chosen for one size of step
         choice = choice.change(streamed_updates=0.0)
-    choice, found = _fitting(asked, choice, micro_batch)
-    return asked, choice, micro_batch, found
-
-
-def _hidden_from(
-    low: int,
-    rows: int,
-    most: int,
-    stall_share: Callable[[int], float],
-    parts: int | None,
-    surely_waits: Callable[[int], bool],
-) -> int | None:
-    """The fewest sequences, up to `most`, with which compute hardly waits; `None` where none do.
-
-    low: sequences that are too few, or 0. rows: where the search begins. parts: the result may be too high by one part
-    in so many; `None`: it is exact.
-    """
-    while surely_waits(rows) or stall_share(rows) >= HIDDEN_STALL:
-        if rows == most:
-            return None
-        low, rows = rows, min(most, 2 * rows)
-    for guesses in count():
-        if rows - low <= (1 if parts is None else max(1, rows // parts)):
-            return rows
-        middle = _interpolated(low, rows, stall_share) if guesses < MOST_GUESSES else (low + rows) // 2
-        low, rows = (low, middle) if stall_share(middle) < HIDDEN_STALL else (middle, rows)
-    raise AssertionError
-
-
-def _interpolated(low: int, rows: int, stall_share: Callable[[int], float]) -> int:
-    """The number of sequences between `low` and `rows` with a stall of about `HIDDEN_STALL`. The seconds of waiting
-    hardly depend on the step, so their share is about inverse to its size."""
-    if low == 0:
-        return max(1, min(rows // 2, round(rows * stall_share(rows) / HIDDEN_STALL)))
-    first, last = (each * (stall_share(each) - HIDDEN_STALL) for each in (low, rows))
-    return min(rows - 1, max(low + 1, ceil(low + (rows - low) * first / (first - last))))
-
-
-def _fitting(question: Question, choice: Choice, micro_batch: int) -> tuple[Choice, Estimate]:
-    """The choice if it fits, else the same with recomputation; and its estimate."""
-    found = estimate(question, choice, micro_batch)
-    if choice.policy.activations == "keep" and not found.fits(question.budgets()):
-        choice = choice.change(activations="recompute")
-        found = estimate(question, choice, micro_batch)
-    return choice, found
-
-
-def _instant(hardware: Hardware) -> Hardware:
-    """The machine with infinitely fast transfers and optimizer."""
-    return replace(
-        hardware,
-        fetch_bandwidth=inf,
-        grad_bandwidth=inf,
-        host_bandwidth=inf,
-        host_dram_bandwidth=inf,
-        norm_bandwidth=inf,
-        optimizer_bandwidth=(),
-        disk_read_bandwidth=inf,
-        disk_write_bandwidth=inf,
-        disk_duplex_read_bandwidth=inf,
-        disk_duplex_write_bandwidth=inf,
-        host_copy_bandwidth=inf,
-        pageable_fetch_bandwidth=inf,
-        pageable_grad_bandwidth=inf,
-        link_bandwidth=inf,
-        node_bandwidth=inf,
-    )
+    needed = 0.0
+    for busy in estimate(question, choice, plan.micro_batch).passes():
+        compute = busy.pop("compute", 0.0)
+        needed = max(needed, max(busy.values(), default=0.0) / compute if compute else inf)
+    is_hidden = plan.stall_seconds() < HIDDEN_STALL * plan.seconds
+    sequences = question.sequences * (min(needed, 1.0) if is_hidden else needed)
+    if sequences * question.length > MOST_TOKENS:
+        return None
+    return round(question.parts * ceil(sequences)) * question.length
 
 
 # Changes -----------------------------------------------------------------------------------------------------------
 
 
-def free_changes(plan: Plan) -> tuple[Upgrade, ...]:
-    """Approximate gains of changes that cost nothing: more sequences in a step, and no gradient clipping.
+def changes(question: Question, plan: Plan | None) -> tuple[Change, ...]:
+    """What each change of the run or of the machine would gain. plan: `None` if nothing fits the question.
 
-    Neither makes compute faster, so nothing is tried if compute does not wait. The micro-batch size stays. Each change
-    is estimated, relative to the plan's estimate or replay, whichever is less. If the plan uses the disk or streams
-    updates, estimates are too far off, and each change is planned for.
+    All speeds are of whole replays, so that they can be compared: of the plan's step on the better machine; and if the
+    step changes or the machine has more memory, of the best plan for that, which is searched for if an estimate shows
+    a gain. The planner chooses the share of streamed updates for one machine, so the plan's step is also replayed
+    without them.
     """
-    question, found = plan.question, []
-    if plan.timeline.stall_seconds() < HIDDEN_STALL * plan.seconds:
-        return ()
-    today = estimate(question, plan.choice, plan.micro_batch).seconds
-    for name, change in _free_changes(question).items():
-        asked = replace(change, overrides={**change.overrides, "micro_batch": plan.micro_batch})
-        if _uses_disk(plan) or plan.policy.streamed_updates:
-            better = faster_plan(asked)
-            gained = plan.seconds / better.seconds if better else 0.0
-        else:
-            (estimated,) = survey(asked, [asked.budgets()])
-            gained = min(today, plan.seconds) / estimated.seconds if estimated else 0.0
-        if asked.sequences > question.sequences:
-            gained = min(gained, 1.0)  # a step of more sequences is not shorter
-        ratio = gained * asked.sequences / question.sequences
-        if ratio > 1 + MIN_GAIN_SHOWN:
-            found.append(Upgrade(name, plan.tokens_per_second * ratio, ratio))
-    return tuple(found)
-
-
-def _free_changes(question: Question) -> dict[str, Question]:
-    """Name of a free change -> the changed question."""
-    changes, twice = {}, 2 * question.sequences * question.length
-    if twice <= MOST_TOKENS:
-        changed = replace(question, tokens_per_step=twice)
-        changes[f"{changed.tokens_of_all:,} tokens per step, in twice the sequences"] = changed
-    if question.clips:
-        changes["no gradient clipping (max_grad_norm: null)"] = replace(question, clips=False)
-    return changes
-
-
-def upgrades(question: Question, plan: Plan | None) -> tuple[Upgrade, ...]:
-    """What each single upgrade of the machine would gain. plan: `None` if nothing fits the question.
-
-    All speeds are of whole replays, so that they can be compared: of the plan's step on the better machine, and if that
-    has more memory, of the best plan for it, which is searched for if an estimate shows a gain. The planner chooses the
-    share of streamed updates for one machine, so the plan's step is also replayed without them.
-    """
-    own = [] if plan is None else [plan]
+    plans = [] if plan is None else [plan]
     if plan is not None and plan.policy.streamed_updates and "streamed_updates" not in question.overrides:
-        own.append(examine_rounds(question, plan.choice.change(streamed_updates=0.0), plan.micro_batch))
-    today = estimate(question, own[-1].choice, own[-1].micro_batch).seconds if own else inf
-    found = []
-    for name, change in _upgrades(question, _uses_disk(plan)).items():
-        asked = change(question)
-        seconds = [seconds_on(each, asked) for each in own]
-        more_memory = asked.budgets() != question.budgets()
-        better = faster_plan(asked, WORTH_A_SEARCH * today) if more_memory else None
-        seconds += [] if better is None else [better.seconds]
+        plans.append(examine_rounds(question, plan.choice.change(streamed_updates=0.0), plan.micro_batch))
+    today = estimate(question, plans[-1].choice, plans[-1].micro_batch).seconds if plans else inf
+    gains = []
+    for name, asked in (_changes_of_the_run(plan) | _changes_of_the_machine(question, plan)).items():
+        times_longer = asked.tokens_per_step / question.tokens_per_step
+        seconds: list[float] = []
+        if asked.hardware != question.hardware or asked.limits != question.limits:
+            seconds += [seconds_on(each, asked) for each in plans]
+        if asked.budgets() != question.budgets() or asked.hardware == question.hardware:
+            better = faster_plan(asked, WORTH_A_SEARCH * times_longer * today)
+            seconds += [] if better is None else [better.seconds]
         best = min(seconds, default=None)
-        rate = None if best is None else question.tokens_of_all / best
-        found.append(Upgrade(name, rate, None if plan is None or best is None else plan.seconds / best))
-    return tuple(found)
+        rate = None if best is None else asked.tokens_of_all / best
+        gains.append(Change(name, rate, None if plan is None or rate is None else rate / plan.tokens_per_second))
+    return tuple(gains)
 
 
-def _uses_disk(plan: Plan | None) -> bool:
-    return plan is not None and any(op.kind in DISK_KINDS for op in plan.timeline.schedule.ops)
+def _changes_of_the_run(plan: Plan | None) -> dict[str, Question]:
+    """Name of a change that costs nothing -> the changed question, in which the micro-batch stays: more sequences in a
+    step, and no gradient clipping. Neither makes compute faster, so there is none if compute does not wait."""
+    if plan is None or plan.stall_seconds() < HIDDEN_STALL * plan.seconds:
+        return {}
+    question = replace(plan.question, overrides={**plan.question.overrides, "micro_batch": plan.micro_batch})
+    changed, twice = {}, replace(question, tokens_per_step=2 * question.sequences * question.length)
+    if twice.tokens_per_step <= MOST_TOKENS:
+        changed[f"{twice.tokens_of_all:,} tokens per step, in twice the sequences"] = twice
+    if question.clips:
+        changed["no gradient clipping (max_grad_norm: null)"] = replace(question, clips=False)
+    return changed
 
 
-def _upgrades(question: Question, uses_disk: bool) -> dict[str, Callable[[Question], Question]]:
-    """Name of an upgrade -> a function that applies it to the question."""
+def _changes_of_the_machine(question: Question, plan: Plan | None) -> dict[str, Question]:
+    """Name of an upgrade -> the question on the upgraded machine."""
     hardware, limit = question.hardware, question.limits.device_nbytes
-    changes: dict[str, Callable[[Question], Question]]
+
+    def twice(*resources: str) -> Question:
+        rates = chain.from_iterable(RESOURCES[name] for name in resources)
+        return replace(question, hardware=_faster(hardware, rates, 2.0))
+
     if hardware.computes_in_host_memory:
-        changes = {"twice the memory": _twice_the_host, "twice the memory's bandwidth": _twice(*MEMORIES)}
-        changes["twice the processor's flops"] = _twice("compute")
+        changed = {"twice the memory": _twice_the_host(question), "twice the memory's bandwidth": twice(*MEMORIES)}
+        changed["twice the processor's flops"] = twice("compute")
     else:
-        changes = {"twice the host memory": _twice_the_host, "twice the bus": _twice("bus")}
-        changes["twice the host's bandwidth"] = _twice("host memory")
-        changes["twice the device's flops"] = _twice("compute")
+        changed = {"twice the host memory": _twice_the_host(question), "twice the bus": twice("bus")}
+        changed["twice the host's bandwidth"] = twice("host memory")
+        changed["twice the device's flops"] = twice("compute")
     if not hardware.computes_in_host_memory and not hardware.divided_memory:
         whole = limit is not None and limit < usable_nbytes(hardware.device_nbytes)
         bigger = hardware.device_nbytes if whole else _next_device_size(max(hardware.device_nbytes, limit or 0))
-        name = f"{'all ' if whole else ''}{bigger / GB:,.3g} GB of device memory"
-        changes[name] = lambda question: _with_device_memory(question, bigger)
-    if uses_disk:
-        changes["twice the disk"] = _twice("disk")
+        # The limit was meant for the present device.
+        limits = replace(question.limits, device_nbytes=None)
+        larger = replace(question, hardware=replace(hardware, device_nbytes=bigger), limits=limits)
+        changed[f"{'all ' if whole else ''}{bigger / GB:,.3g} GB of device memory"] = larger
+    if plan is not None and any(op.kind in DISK_KINDS for op in plan.timeline.schedule.ops):
+        changed["twice the disk"] = twice("disk")
     if question.model.ranks > 1 and question.overrides.get("delivery") != "shared":
-        changes["twice the link"] = _twice("link")
-    return changes
+        changed["twice the link"] = twice("link")
+    return changed
 
 
 def _twice_the_host(question: Question) -> Question:
@@ -627,29 +371,45 @@ def _twice_the_host(question: Question) -> Question:
     hardware, limits = question.hardware, question.limits
     tiers = ("host_nbytes", "device_nbytes") if hardware.slots_in_host else ("host_nbytes",)
     given = {tier: 2 * nbytes for tier in tiers if (nbytes := getattr(limits, tier)) is not None}
-    there = {tier: 2 * getattr(hardware, tier) for tier in tiers}
-    return replace(question, hardware=replace(hardware, **there), limits=replace(limits, **given))
-
-
-def _with_device_memory(question: Question, nbytes: int) -> Question:
-    """The question with so much device memory, and without a limit, which was meant for the present device."""
-    hardware = replace(question.hardware, device_nbytes=nbytes)
-    return replace(question, hardware=hardware, limits=replace(question.limits, device_nbytes=None))
-
-
-def with_more(hardware: Hardware, resource: str, factor: float) -> Hardware:
-    """The machine with `factor` times the rates of a resource (a key of `RESOURCES`)."""
-    return _faster(hardware, RESOURCES[resource][1], factor)
-
-
-def _twice(*resources: str) -> Callable[[Question], Question]:
-    """A function that changes a question to a machine with twice the rates of these resources."""
-    fields = [field for name in resources for field in RESOURCES[name][1]]
-    return lambda question: replace(question, hardware=_faster(question.hardware, fields, 2.0))
+    installed = {tier: 2 * getattr(hardware, tier) for tier in tiers}
+    return replace(question, hardware=replace(hardware, **installed), limits=replace(limits, **given))
 
 
 def _next_device_size(nbytes: int) -> int:
     """The next larger memory of a described device, at least 5% larger; or twice as much, if there is none."""
     devices = [machine(name) for name in machine_names() if not machine(name).shares_memory]
-    sizes = sorted({each.device_nbytes for each in devices})
+    sizes = sorted({device.device_nbytes for device in devices})
     return next((size for size in sizes if size > 1.05 * nbytes), 2 * nbytes)
+
+
+def with_more(hardware: Hardware, resource: str, factor: float) -> Hardware:
+    """The machine with `factor` times the rates of a resource (a key of `RESOURCES`)."""
+    return _faster(hardware, RESOURCES[resource], factor)
+
+
+def _faster(hardware: Hardware, fields: Iterable[str], factor: float) -> Hardware:
+    """The machine with `factor` times these rates, or times those that `cost` assumes for unknown ones. A field may be
+    a table of rates."""
+    read, write = disk_bandwidths(hardware)
+    hardware = replace(
+        hardware,
+        host_dram_bandwidth=host_dram_bandwidth(hardware),
+        host_copy_bandwidth=packing_bandwidth(hardware),
+        disk_read_bandwidth=read,
+        disk_write_bandwidth=write,
+    )
+    rates: dict[str, Any] = {}
+    for field in fields:
+        rate = getattr(hardware, field)
+        if isinstance(rate, tuple):
+            rates[field] = tuple(_faster_row(row, factor) for row in rate)
+        elif rate is not None:
+            rates[field] = factor * rate
+    return replace(hardware, **rates)
+
+
+def _faster_row(row: Any, factor: float) -> Any:
+    if isinstance(row, tuple):  # (threads, rate)
+        return row[0], factor * row[1]
+    rates = [name for name in row.__slots__ if name.endswith(("flops", "bandwidth"))]
+    return replace(row, **{name: factor * getattr(row, name) for name in rates})

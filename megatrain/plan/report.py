@@ -1,18 +1,22 @@
-"""Formats a plan as text: tables of memory by tier and use, of speed and limits, and of possible changes.
+"""Shows a plan: as rows and tables of text, which the terminal and the page of `--html` share, and as JSON.
 
-Amounts are decimal (1 GB is 1e9 bytes), as in descriptions of machines. Colours and columns are made by
-`commands.plan` for the terminal, and by `html` for a page.
+Amounts are decimal (1 GB is 1e9 bytes), as in descriptions of machines. `commands.plan` lays the tables out for the
+terminal and writes the files. The page is self-contained (see `megatrain.html`): it embeds the JSON that `--json`
+writes, with the timeline of the step added, in the element `plan`.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from html import escape
 from typing import Any
 
 from megatrain.formatting import SECONDS_PER_DAY, amount, counted, duration, flops, rate, tokens
-from megatrain.plan.analysis import GB, MIN_GAIN_SHOWN, Outlook, Upgrade
+from megatrain.html import TIMELINE, DrawnOp, definitions, document, section, table, timeline, timeline_content
+from megatrain.plan.analysis import GB, MIN_GAIN_SHOWN, Change, Outlook, hidden_from, stream_words
 from megatrain.plan.cost import MEASURED_OVER_PLANNED, product_seconds
 from megatrain.plan.question import Plan, Question
 from megatrain.plan.ranks import limits_of_machine
@@ -23,9 +27,6 @@ from megatrain.spec.hardware import PRODUCT_KINDS
 
 MIN_STALL_SHOWN = 0.005
 """Share of the step. What compute waits for less is not named."""
-
-MIN_SAVED_SHOWN = 0.001
-"""Share of the step. More of a resource that saves less, or makes the replay longer, is "no gain"."""
 
 SHORTEST_LIFE_DAYS = 365.0
 """If a drive would wear out sooner, the plan shows a warning."""
@@ -86,20 +87,56 @@ def _at_peak(schedule: Schedule, tier: str) -> Counter[str]:
     return +peak
 
 
-def use_rows(plan: Plan) -> dict[str, list[tuple[str, int]]]:
-    """Tier -> [(use, bytes at the peak)], without uses too small to be shown."""
-    table = peak_table(plan)
-    tiers: dict[str, list[tuple[str, int]]] = {}
-    for (tier, use), nbytes in table.items():
-        if nbytes * SMALLEST_USE >= plan.nbytes[tier]:
-            tiers.setdefault(tier, []).append((use, nbytes))
-    return tiers
-
-
 def tier_name(plan: Plan, tier: str) -> str:
     """The name of a tier in output. Ranks that compute in host memory divide it."""
     in_parts = plan.question.hardware.slots_in_host and tier in IN_PARTS
     return IN_PARTS[tier] if in_parts else tier
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text below heads. words: the leading columns that hold words; the others hold numbers."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    words: int = 1
+
+
+def memory(plan: Plan) -> Table:
+    """The bytes of each tier at its peak, by use, without uses too small to be shown."""
+    budgets, rows = plan.question.budgets(), list[tuple[str, ...]]()
+    uses = peak_table(plan)
+    for tier in dict.fromkeys(tier for tier, _ in uses):
+        name, total, budget = tier_name(plan, tier), plan.nbytes[tier], budgets[tier]
+        rows += [
+            (name, use, amount(nbytes), f"{nbytes / budget:.1%}")
+            for (of_tier, use), nbytes in uses.items()
+            if of_tier == tier and nbytes * SMALLEST_USE >= total
+        ]
+        rows.append((name, f"total of {amount(budget)}", amount(total), f"{total / budget:.1%}"))
+    title = "memory at its peak" + (", of each rank" if plan.question.model.ranks > 1 else "")
+    return Table(title, ("tier", "use", "bytes", "of the limit"), rows, words=2)
+
+
+def gains(outlook: Outlook) -> Table:
+    """What each change gains, of those that gain at least `MIN_GAIN_SHOWN`."""
+    rows: list[tuple[str, ...]] = [
+        (change.name, rate(change.tokens_per_second), f"{change.ratio - 1:+.1%}")
+        for change in outlook.changes
+        if change.tokens_per_second is not None and change.ratio is not None and _is_worth_a_row(change)
+    ]
+    return Table("what one change would gain", ("change", "tokens/s", "gain"), rows)
+
+
+def without_gain(outlook: Outlook) -> str:
+    """A line with the changes that `gains` leaves out."""
+    names = [change.name for change in outlook.changes if not _is_worth_a_row(change)]
+    return f"less than {MIN_GAIN_SHOWN:.0%} each: {', '.join(names)}" if names else ""
+
+
+def _is_worth_a_row(change: Change) -> bool:
+    return change.ratio is not None and change.ratio >= 1 + MIN_GAIN_SHOWN
 
 
 # Rows --------------------------------------------------------------------------------------------------------------
@@ -138,7 +175,7 @@ def _layer_seconds(hardware: Hardware, precision: Precision) -> float:
 
 
 def summary_rows(outlook: Outlook) -> list[tuple[str, str]]:
-    """(name, text) for the step, speed, ranks, MFU, limit, run, files and disk."""
+    """(name, text) for the step, speed, ranks, MFU, limit, hiding, run, files and disk."""
     plan = outlook.plan
     hardware = plan.question.hardware
     stated = (hardware.peak_flops, hardware.peak_flops_fp32)
@@ -153,6 +190,7 @@ def summary_rows(outlook: Outlook) -> list[tuple[str, str]]:
         *_rank_rows(plan),
         ("MFU", f"{outlook.mfu:.1%}: {flops(outlook.flops_per_second)} useful of {peak}, {flops(outlook.peak_flops)}"),
         ("limit", _limit(outlook)),
+        ("hiding", _hiding(plan)),
         ("run", f"{tokens(count)} tokens take {duration(seconds)}"),
     ]
     if plan.read_from_files_nbytes:
@@ -231,17 +269,13 @@ def _limit(outlook: Outlook) -> str:
     return f"{first.name}, {share:.1%} of the critical path; {waits}"
 
 
-def hiding_line(outlook: Outlook) -> str:
+def _hiding(plan: Plan) -> str:
     """From how many tokens per step compute does not wait for transfers and updates."""
-    found = outlook.hiding
-    if outlook.plan.question.hardware.shares_memory:
+    if plan.question.hardware.shares_memory:
         return "nothing to hide: the device computes in host memory"
-    if found is None:
+    if (count := hidden_from(plan)) is None:
         return "no number of tokens per step hides the transfers"
-    fits = "" if found.fits else ", more than fits here"
-    step = counted(found.tokens_per_step, "token")
-    start = f"only with more than {step} per step" if found.takes_more else f"from {step} per step on"
-    return f"transfers and updates hide behind compute {start}{fits}"
+    return f"transfers and updates hide behind compute from about {counted(count, 'token')} per step on"
 
 
 def _files(plan: Plan) -> str:
@@ -263,49 +297,9 @@ def _endurance(days: float | None) -> str:
     return f"the drive's endurance lasts {duration(days * SECONDS_PER_DAY)}"
 
 
-def sensitivity_rows(outlook: Outlook) -> list[tuple[str, str, str]]:
-    """(resource, streams that use it and the shares of the step in which they do, effect of 10% more of it)"""
-    rows = []
-    for each in outlook.sensitivities:
-        gains = each.saved >= MIN_SAVED_SHOWN
-        if not each.busy and not gains:
-            continue
-        busy = ", ".join(f"{'' if name == each.resource else f'{name} '}{share:.1%}" for name, share in each.busy)
-        rows.append((each.resource, busy, f"{each.saved:.1%} less" if gains else "no gain"))
-    return rows
-
-
 def _first_clause(source: str) -> str:
     """The first words of a source: up to a comma, a semicolon or a bracket."""
     return re.split(r"[,;] | \(", source, maxsplit=1)[0]
-
-
-def free_rows(outlook: Outlook) -> list[tuple[str, str, str]]:
-    """(change of the run, tokens per second, gain)"""
-    return [(each.name, f"about {speed}", gain) for each, speed, gain in _formatted(outlook.free_changes)]
-
-
-def upgrade_rows(outlook: Outlook) -> list[tuple[str, str, str]]:
-    """(change of the machine, tokens per second, gain) of the upgrades that gain at least `MIN_GAIN_SHOWN`."""
-    return [(each.name, speed, gain) for each, speed, gain in _formatted(outlook.upgrades) if _gains(each)]
-
-
-def without_gain(outlook: Outlook) -> str:
-    """A line with the upgrades that `upgrade_rows` leaves out."""
-    names = [each.name for each in outlook.upgrades if not _gains(each)]
-    return f"less than {MIN_GAIN_SHOWN:.0%} each: {', '.join(names)}" if names else ""
-
-
-def _formatted(changes: tuple[Upgrade, ...]) -> list[tuple[Upgrade, str, str]]:
-    return [
-        (each, rate(each.tokens_per_second), f"{each.ratio - 1:+.1%}")
-        for each in changes
-        if each.tokens_per_second is not None and each.ratio is not None
-    ]
-
-
-def _gains(upgrade: Upgrade) -> bool:
-    return upgrade.ratio is not None and upgrade.ratio >= 1 + MIN_GAIN_SHOWN
 
 
 def configuration(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -370,9 +364,8 @@ def as_content(outlook: Outlook) -> dict[str, Any]:
         "stalls": outlook.stalls,
         "nbytes": dict(plan.nbytes),
         "memory": [{"tier": tier, "use": use, "nbytes": nbytes} for (tier, use), nbytes in peak_table(plan).items()],
-        "sensitivities": [asdict(each) for each in outlook.sensitivities],
         "loads": [asdict(load) for load in outlook.loads],
-        "hiding": None if outlook.hiding is None else asdict(outlook.hiding),
+        "hidden_from_tokens": hidden_from(plan),
         "run": {
             "tokens": outlook.token_budget,
             "seconds": outlook.run_seconds,
@@ -380,8 +373,7 @@ def as_content(outlook: Outlook) -> dict[str, Any]:
             "disk_written_nbytes_per_day": outlook.written_nbytes_per_day,
             "drive_days": outlook.drive_days,
         },
-        "free_changes": [asdict(change) for change in outlook.free_changes],
-        "upgrades": [asdict(upgrade) for upgrade in outlook.upgrades],
+        "changes": [asdict(change) for change in outlook.changes],
     }
 
 
@@ -394,3 +386,29 @@ def describe_images(plan: Plan) -> list[tuple[str, str]]:
         return [("images", "not in the plan, since the model's code cannot be run on them alone: leave memory free")]
     values = f"{round(question.values_per_token * question.length):,} values in a sequence"
     return [("images", f"{values}, and {amount(question.images_nbytes)} of host memory for those read ahead")]
+
+
+# For a browser -----------------------------------------------------------------------------------------------------
+
+
+def render_page(outlook: Outlook, facts: Sequence[tuple[str, str]]) -> str:
+    """The page as HTML. facts: (name, text) rows that are shown above the summary."""
+    plan = outlook.plan
+    replayed = plan.timeline
+    ops: list[DrawnOp] = [
+        (op.kind, op.stream, op.unit, op.micro, op.shard, op.nbytes, start, end)
+        for op, start, end in zip(replayed.schedule.ops, replayed.starts, replayed.ends, strict=True)
+    ]
+    drawn = timeline_content(ops, replayed.schedule.units, stream_words(plan.question.hardware))
+    tables = [
+        section(shown.title.capitalize(), table(shown.heads, shown.rows)) for shown in (memory(plan), gains(outlook))
+    ]
+    sections = [
+        definitions([*warning_rows(outlook), *facts, *summary_rows(outlook)]),
+        *tables,
+        f"<p>{escape(without_gain(outlook))}</p>",
+        section("The step", timeline((kind["name"] for kind in drawn["kinds"]), "plan")),
+        "<p>Predicted by <code>megatrain plan</code>; amounts are decimal (1 GB is 1e9 bytes).</p>",
+    ]
+    title = f"{plan.question.model.name} on {plan.question.hardware.name}"
+    return document(title, sections, "plan", as_content(outlook) | {"timeline": drawn}, [TIMELINE])

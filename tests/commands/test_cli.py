@@ -357,8 +357,7 @@ def asks_little(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatrain.train import parity
 
     monkeypatch.setattr(parity, "full_settings", parity.short_settings)
-    for name, nothing in {"upgrades": (), "free_changes": (), "hiding": None}.items():
-        monkeypatch.setattr(analysis, name, lambda *_, nothing=nothing: nothing)
+    monkeypatch.setattr(analysis, "changes", lambda *_: ())
 
 
 @pytest.mark.usefixtures("asks_little")

@@ -15,14 +15,14 @@ from megatrain.errors import DoesNotFit
 from megatrain.formatting import amount, duration, tokens
 from megatrain.plan import (
     Choice,
-    Outlook,
     Plan,
     Question,
     advised,
+    changes,
     estimate,
     examine,
     find_plan,
-    hiding,
+    hidden_from,
     loads,
     look,
     machine,
@@ -30,23 +30,13 @@ from megatrain.plan import (
     peak_table,
     stalls,
     step_flops,
-    upgrades,
 )
 from megatrain.plan.advice import nearest_that_fits
-from megatrain.plan.analysis import RESOURCES, Sensitivity, Upgrade, free_changes, sensitivities
+from megatrain.plan.analysis import RESOURCES, Change, with_more
 from megatrain.plan.cost import MEASURED_OVER_PLANNED
+from megatrain.plan.estimates import seconds_on
 from megatrain.plan.ranks import question_of_one
-from megatrain.plan.report import (
-    as_content,
-    configuration,
-    free_rows,
-    hiding_line,
-    sensitivity_rows,
-    summary_rows,
-    upgrade_rows,
-    warning_rows,
-    without_gain,
-)
+from megatrain.plan.report import as_content, configuration, gains, summary_rows, warning_rows, without_gain
 from megatrain.schedule import Access, Buffer, Op, Schedule, Timeline, Use, replay
 from megatrain.schedule.contents import Moments
 from megatrain.schedule.deps import derive_waits
@@ -81,12 +71,8 @@ def planned(tokens_per_step: int, *, layers: int = 16, clips: bool = True, **cha
     )
 
 
-def without_upgrades(plan: Plan) -> Outlook:
-    return Outlook(plan, 1e12, 1.0, loads(plan), hiding(plan))
-
-
 def told(plan: Plan) -> dict[str, str]:
-    return dict(summary_rows(without_upgrades(plan)))
+    return dict(summary_rows(look(plan)))
 
 
 # What limits -------------------------------------------------------------------------------------------------------
@@ -101,8 +87,7 @@ def test_a_bus_ten_times_too_slow_is_the_limit() -> None:
     compute = next(load for load in loads(plan) if load.name == "compute")
     # 2 fetches of 10 each beside 2 P T of the forward and 6 P T of the backward
     assert compute.busy_seconds / plan.seconds == pytest.approx(4 / 20, rel=0.06)
-    assert compute.slack_seconds == pytest.approx(plan.seconds - compute.busy_seconds)
-    assert without_upgrades(plan).stall_share == pytest.approx(0.8, abs=0.02)
+    assert look(plan).stall_share == pytest.approx(0.8, abs=0.02)
 
 
 @pytest.mark.parametrize(
@@ -142,38 +127,6 @@ def test_on_one_processor_the_critical_path_is_every_op() -> None:
 # What the step depends on --------------------------------------------------------------------------------------------
 
 
-def saved(plan: Plan) -> dict[str, float]:
-    return {each.resource: each.saved for each in sensitivities(plan)}
-
-
-@pytest.mark.parametrize(
-    ("change", "resource"),
-    [({"grad_bandwidth": 1e7}, "bus"), ({"host_bandwidth": 1e8}, "host memory"), ({}, "compute")],
-)
-def test_ten_percent_more_of_what_limits_saves_an_eleventh_of_the_step(change: dict[str, float], resource: str) -> None:
-    plan = planned(4 * LENGTH, **change)
-    found = saved(plan)
-    assert next(iter(found)) == resource
-    assert found.pop(resource) == pytest.approx(1 / 11, rel=0.06)
-    assert all(abs(share) < 0.01 for share in found.values())
-    rows = {row[0]: row for row in sensitivity_rows(look(plan))}
-    assert rows[resource][2].endswith("% less")
-    assert [row[2] for name, row in rows.items() if name != resource].count("no gain") >= 2
-
-
-def test_a_faster_resource_is_never_said_to_make_the_step_longer() -> None:
-    """Other ops overlap on the faster machine, by which a replay may be a little longer."""
-    outlook = look(planned(4 * LENGTH))
-    found = Sensitivity("bus", (("bus up", 0.2),), -0.004), Sensitivity("device memory", (), -0.004)
-    assert sensitivity_rows(replace(outlook, sensitivities=found)) == [("bus", "bus up 20.0%", "no gain")]
-
-
-def test_unused_resources_are_not_listed() -> None:
-    shared = replace(computer(host_bandwidth=1e9), shares_memory=True)
-    assert set(saved(find_plan(Question(deep(4), shared, 4 * LENGTH, LENGTH)))) == {"compute", "memory"}
-    assert set(saved(planned(4 * LENGTH))) == {"compute", "device memory", "bus", "host memory"}
-
-
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in ("gh200", "laptop") else pytest.mark.slow) for name in MACHINES],
@@ -182,13 +135,13 @@ def test_ten_percent_more_of_everything_saves_an_eleventh(name: str) -> None:
     """So no rate of a machine that a step depends on is left out, but what it costs to launch an op."""
     hardware = replace(machine(name), launch_seconds=None)
     plan = find_plan(Question(llama_shape("small", 4, 1024, vocabulary=4000), hardware, 4096, 1024))
-    found = saved(plan)
-    assert all(-0.01 < share <= 1 / 11 + 1e-9 for share in found.values())
-    assert sum(found.values()) == pytest.approx(1 / 11, rel=0.2)
+    for resource in RESOURCES:
+        hardware = with_more(hardware, resource, 1.1)
+    assert seconds_on(plan, replace(plan.question, hardware=hardware)) == pytest.approx(plan.seconds / 1.1)
 
 
 def test_resource_figures_are_machine_fields() -> None:
-    named = [field for _, fields in RESOURCES.values() for field in fields]
+    named = list(chain.from_iterable(RESOURCES.values()))
     assert len(set(named)) == len(named)
     rates = {name for name in Hardware.__slots__ if name.endswith(("bandwidth", "flops", "flops_fp32"))}
     assert rates | {"products", "attention", "elementwise"} == set(named)
@@ -199,117 +152,50 @@ def test_resource_figures_are_machine_fields() -> None:
 
 def test_transfers_hide_where_the_formula_says() -> None:
     # 2 P T operations of the forward hide 2 P bytes of weights from T = flops / bandwidth tokens on
-    found = hiding(planned(4 * LENGTH, layers=64, fetch_bandwidth=BUS * 0.1, grad_bandwidth=BUS * 0.1))
-    assert found is not None
-    assert found.tokens_per_step == pytest.approx(FLOPS / (BUS * 0.1), rel=0.1)
-    assert found.tokens_per_step % LENGTH == 0
-    assert found.stall_share < 0.02
-    assert found.fits
+    found = hidden_from(planned(4 * LENGTH, layers=64, fetch_bandwidth=BUS * 0.1, grad_bandwidth=BUS * 0.1))
+    assert found == pytest.approx(FLOPS / (BUS * 0.1), rel=0.05)
+    assert found % LENGTH == 0
 
 
 def test_the_optimizer_hides_where_the_formula_says() -> None:
     # 26 P bytes of the update hide behind the same forward with clipping, and behind 6 P T of the backward without
-    deferred = hiding(planned(4 * LENGTH, layers=64, host_bandwidth=BUS))
-    assert deferred is not None
-    assert deferred.tokens_per_step == pytest.approx(13 * FLOPS / BUS, rel=0.1)
-    direct = hiding(planned(4 * LENGTH, layers=64, clips=False, host_bandwidth=BUS))
-    assert direct is not None
-    assert direct.tokens_per_step == pytest.approx(28 / 6 * FLOPS / BUS, rel=0.1)  # and 2 P bytes read for the norm
+    deferred = hidden_from(planned(4 * LENGTH, layers=64, host_bandwidth=BUS))
+    assert deferred == pytest.approx(13 * FLOPS / BUS, rel=0.05)
+    direct = hidden_from(planned(4 * LENGTH, layers=64, clips=False, host_bandwidth=BUS))
+    assert direct == pytest.approx(28 / 6 * FLOPS / BUS, rel=0.05)  # and 2 P bytes read for the norm
 
 
-def test_one_sequence_fewer_does_not_hide_transfers() -> None:
-    plan = planned(4 * LENGTH, layers=64, fetch_bandwidth=BUS * 0.1, grad_bandwidth=BUS * 0.1)
-    found = hiding(plan)
-    assert found is not None
-    fewer = replace(plan.question, tokens_per_step=found.tokens_per_step - LENGTH)
-    timeline = examine(fewer, plan.choice, plan.micro_batch).timeline
-    assert timeline.stall_seconds() > 0.015 * timeline.seconds
+@pytest.mark.parametrize("drive", [False, True])
+def test_steps_of_so_many_tokens_hide_transfers_and_steps_of_half_as_many_do_not(drive: bool) -> None:
+    if drive:
+        limits = Limits(device_nbytes=2 * 10**9, host_nbytes=4 * 10**9)
+        question = Question(llama_shape("small", 8, 2048, vocabulary=8000), machine("laptop"), 4 * 4096, 4096)
+        plan = find_plan(replace(question, limits=limits))
+    else:
+        plan = planned(4 * LENGTH, layers=64, fetch_bandwidth=BUS * 0.1, grad_bandwidth=BUS * 0.1)
+    count = hidden_from(plan)
+    assert count is not None
+
+    def stall_share(tokens_per_step: int) -> float:
+        asked = replace(plan.question, tokens_per_step=tokens_per_step)
+        step = examine(asked, plan.choice.change(micro_batches_per_round=0), plan.micro_batch)
+        return step.stall_seconds() / step.seconds
+
+    length = plan.question.length
+    assert stall_share(round(1.2 * count / length) * length) < 0.05
+    assert stall_share(count // 2 // length * length) > 0.15
 
 
 def test_transfers_that_always_or_never_hide_are_stated() -> None:
     never = planned(4 * LENGTH, fetch_bandwidth=1.0)
-    assert hiding(never) is None
-    assert "no number of tokens" in hiding_line(without_upgrades(never))
+    assert hidden_from(never) is None
+    assert "no number of tokens" in told(never)["hiding"]
     shared = find_plan(Question(deep(4), replace(computer(), shares_memory=True), 4 * LENGTH, LENGTH))
-    assert hiding(shared) is None
-    assert "nothing to hide" in hiding_line(without_upgrades(shared))
-
-
-@pytest.mark.parametrize("sequences", [4, *(pytest.param(each, marks=pytest.mark.slow) for each in (8, 16))])
-def test_steps_that_hide_transfers_are_told_as_their_replays_wait(sequences: int) -> None:
-    """Estimates are off beside a disk and for streamed updates; the plan's own step is replayed. It hides them without
-    limits alone."""
-    model = llama_shape("small", 8, 2048, vocabulary=8000)
-    for limits in (Limits(), Limits(device_nbytes=2 * 10**9, host_nbytes=4 * 10**9)):
-        plan = find_plan(Question(model, machine("laptop"), sequences * 4096, 4096, limits=limits))
-        found = hiding(plan)
-        is_hidden = plan.timeline.stall_seconds() < 0.02 * plan.seconds
-        assert is_hidden == (found is not None and found.tokens_per_step <= sequences * 4096)
-
-
-def test_a_plan_that_streams_updates_hides_transfers_where_they_need_not_be() -> None:
-    """They were kept for larger steps, whose estimates they put off: three times as many tokens as that were told."""
-    hardware = replace(machine("b200"), device_nbytes=10**13, host_nbytes=10**13, elementwise_bandwidth=1e30)
-    overrides = {"activations": "recompute", "placements": ()}
-    plan = find_plan(Question(llama_shape("70B", 80, 8192), hardware, 16_384, 512, overrides=overrides))
-    assert plan.policy.streamed_updates > 0
-    found = hiding(plan)
-    assert found is not None
-    rows = found.tokens_per_step // 512
-
-    def waits(rows: int) -> float:
-        asked = replace(plan.question, tokens_per_step=rows * 512)
-        step = examine(asked, plan.choice.change(micro_batches_per_round=0, streamed_updates=0.0), plan.micro_batch)
-        return step.timeline.stall_seconds() / step.seconds
-
-    assert waits(rows) == pytest.approx(found.stall_share, abs=0.002)
-    assert waits(rows) < 0.02 <= waits(rows - 1) + 0.002
-
-
-def test_a_step_beside_a_drive_hides_transfers_where_its_replay_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Estimates leave out waits for the drive; steps that are too long to replay are told to be more."""
-    model, limits = (
-        llama_shape("small", 8, 2048, vocabulary=8000),
-        Limits(device_nbytes=2 * 10**9, host_nbytes=4 * 10**9),
-    )
-    plan = find_plan(Question(model, machine("laptop"), 4 * 4096, 4096, limits=limits))
-    found = hiding(plan)
-    assert found is not None
-    assert not found.takes_more
-    rows = found.tokens_per_step // 4096
-
-    def waits(rows: int) -> float:
-        asked = replace(plan.question, tokens_per_step=rows * 4096)
-        step = examine(asked, plan.choice.change(micro_batches_per_round=0), min(plan.micro_batch, rows))
-        return step.timeline.stall_seconds() / step.seconds
-
-    assert waits(rows) < 0.02 <= waits(rows - max(1, rows // 4))
-    monkeypatch.setattr("megatrain.plan.analysis.MOST_REPLAYED_CALLS", 1)
-    found = hiding(plan)
-    assert found is not None
-    assert found.takes_more
-    assert found.tokens_per_step == 8 * 4096
-    assert waits(8) >= 0.02
-
-
-def test_tokens_that_hide_transfers_but_do_not_fit_are_marked() -> None:
-    plan = planned(4 * LENGTH, fetch_bandwidth=BUS * 0.1)
-    limits = Limits(device_nbytes=2 * plan.nbytes["device"], host_nbytes=round(1.05 * plan.nbytes["host"]))
-    found = hiding(find_plan(replace(plan.question, limits=limits)))  # nor has the host room for sums between rounds
-    assert found is not None
-    assert not found.fits
-
-
-def test_tokens_that_fit_with_another_policy_are_not_called_too_many() -> None:
-    """The plan of few tokens keeps what that of many has no room for."""
-    model, limits = llama_shape("1B", 16, 2048, vocabulary=32_000), Limits(device_nbytes=12 << 30)
-    plan = find_plan(Question(model, machine("rtx-4090"), 4096, 4096, limits=limits))
-    found = hiding(plan)
-    assert found is not None
-    many = replace(plan.question, tokens_per_step=found.tokens_per_step)
-    assert not estimate(many, plan.choice, plan.micro_batch).fits(many.budgets())
-    assert find_plan(many).seconds > 0
-    assert found.fits
+    assert hidden_from(shared) is None
+    assert "nothing to hide" in told(shared)["hiding"]
+    hidden = planned(64 * LENGTH)
+    assert hidden_from(hidden) <= 64 * LENGTH, "a step that does not wait"
+    assert "per step on" in told(hidden)["hiding"]
 
 
 # Runs --------------------------------------------------------------------------------------------------------------
@@ -352,7 +238,7 @@ def test_disk_writes_count_as_drive_wear() -> None:
     outlook = look(written)
     assert outlook.written_nbytes_per_day == pytest.approx(2000 * 86_400)
     assert outlook.drive_days == pytest.approx(1000)
-    assert "twice the disk" in [upgrade.name for upgrade in upgrades(written.question, written)]
+    assert "twice the disk" in [upgrade.name for upgrade in changes(written.question, written)]
     assert "173 MB written per day; the drive's endurance lasts 2.74 years" in dict(summary_rows(outlook))["disk"]
     assert warning_rows(outlook) == []
     hardware = replace(hardware, disk_endurance_nbytes=17_280_000_000)
@@ -434,42 +320,40 @@ def test_the_suggested_config_matches_the_question() -> None:
 
 def test_more_sequences_are_suggested_only_if_compute_waits() -> None:
     slow = planned(LENGTH, fetch_bandwidth=FLOPS / (8 * LENGTH))  # transfers take eight times as long as a forward
-    more, *_ = free_changes(slow)
-    assert more.name == "256 tokens per step, in twice the sequences"
+    name = "256 tokens per step, in twice the sequences"
     asked = replace(slow.question, tokens_per_step=2 * LENGTH)
-    assert more.ratio == pytest.approx(find_plan(asked).tokens_per_second / slow.tokens_per_second, rel=0.05)
-    assert 1.5 < (more.ratio or 0) <= 2
-    assert free_rows(advised(look(slow)))[0][1].startswith("about ")
-    assert free_changes(planned(64 * LENGTH)) == ()
+    ratio = ratios(slow)[name]
+    assert ratio == pytest.approx(find_plan(asked).tokens_per_second / slow.tokens_per_second, rel=0.01)
+    assert 1.5 < (ratio or 0) <= 2
+    assert next(row[0] for row in gains(advised(look(slow))).rows) == name
+    assert not any("sequences" in name for name in ratios(planned(64 * LENGTH)))
 
 
 def test_clipping_costs_time_if_updates_wait_for_the_norm() -> None:
-    slow = planned(8 * LENGTH, host_bandwidth=BUS)
-    unclipped = free_changes(slow)[-1]
-    assert "max_grad_norm" in unclipped.name
+    slow, name = planned(8 * LENGTH, host_bandwidth=BUS), "no gradient clipping (max_grad_norm: null)"
     plan = planned(8 * LENGTH, clips=False, host_bandwidth=BUS)
-    assert unclipped.ratio == pytest.approx(slow.seconds / plan.seconds, rel=0.03)
-    assert "max_grad_norm" not in str(free_changes(plan))
+    assert ratios(slow)[name] == pytest.approx(slow.seconds / plan.seconds, rel=0.01)
+    assert name not in ratios(plan)
 
 
 def test_changes_without_gain_are_named_but_have_no_row() -> None:
-    found = tuple(Upgrade(name, 100.0 * ratio, ratio) for name, ratio in (("a", 1.0), ("b", 1.5), ("c", 0.99)))
-    outlook = replace(without_upgrades(planned(4 * LENGTH)), upgrades=found)
-    assert upgrade_rows(outlook) == [("b", "150", "+50.0%")]
+    found = tuple(Change(name, 100.0 * ratio, ratio) for name, ratio in (("a", 1.0), ("b", 1.5), ("c", 0.99)))
+    outlook = replace(look(planned(4 * LENGTH)), changes=found)
+    assert gains(outlook).rows == [("b", "150", "+50.0%")]
     assert without_gain(outlook) == "less than 1% each: a, c"
-    assert without_gain(without_upgrades(planned(4 * LENGTH))) == ""
+    assert without_gain(look(planned(4 * LENGTH))) == ""
 
 
 def test_lifting_a_user_limit_on_device_memory_is_suggested_first() -> None:
     plan = find_plan(Question(deep(8), machine("rtx-4090"), 4 * LENGTH, LENGTH, limits=Limits(device_nbytes=10**9)))
-    assert "all 25.8 GB of device memory" in gains(plan)
+    assert "all 25.8 GB of device memory" in ratios(plan)
     whole = replace(plan, question=replace(plan.question, limits=Limits()))
-    assert "34.2 GB of device memory" in gains(whole)
+    assert "34.2 GB of device memory" in ratios(whole)
 
 
 def test_memory_of_machines_without_a_device_is_no_device_to_buy() -> None:
     plan = find_plan(Question(deep(8), machine("mi300x"), 4 * LENGTH, LENGTH))
-    assert f"{2 * machine('mi300x').device_nbytes / 1e9:.3g} GB of device memory" in gains(plan)
+    assert f"{2 * machine('mi300x').device_nbytes / 1e9:.3g} GB of device memory" in ratios(plan)
 
 
 def test_plans_for_a_cpu_speak_of_no_bus_and_no_device_memory() -> None:
@@ -479,13 +363,10 @@ def test_plans_for_a_cpu_speak_of_no_bus_and_no_device_memory() -> None:
     for ranks in (1, 2):
         plan = find_plan(question_of_one(question, ranks, ranks))
         outlook = advised(look(plan))
-        assert [each.resource for each in outlook.sensitivities if "memory" in each.resource] == ["memory"]
-        shown = [*summary_rows(outlook), *sensitivity_rows(outlook), *upgrade_rows(outlook), (without_gain(outlook),)]
+        shown = [*summary_rows(outlook), *gains(outlook).rows, (without_gain(outlook),)]
         text = "\n".join(chain.from_iterable(shown))
         assert not re.search("bus|device(?! computes)", text)
-        saved = next(each.saved for each in outlook.sensitivities if each.resource == "memory")
-        assert saved > 0.01
-        assert (gains(plan)["twice the memory's bandwidth"] or 0) > 1 + saved
+        assert (ratios(plan)["twice the memory's bandwidth"] or 0) > 1.01
         asked = configuration(plan)
         assert asked["memory"] == {"host": "40GB"}
         assert "device" not in asked["train"]
@@ -500,27 +381,27 @@ def test_advice_needs_less_than_what_failed() -> None:
     assert nearest_that_fits(model, Numerics(), lean, work, lots) == "no other policy of this model fits"
 
 
-def gains(plan: Plan) -> dict[str, float | None]:
-    return {upgrade.name: upgrade.ratio for upgrade in upgrades(plan.question, plan)}
+def ratios(plan: Plan) -> dict[str, float | None]:
+    return {change.name: change.ratio for change in changes(plan.question, plan)}
 
 
 def test_upgrades_help_what_limits() -> None:
-    slow_bus = gains(planned(4 * LENGTH, fetch_bandwidth=1e8, grad_bandwidth=1e8))
+    slow_bus = ratios(planned(4 * LENGTH, fetch_bandwidth=1e8, grad_bandwidth=1e8))
     assert slow_bus["twice the bus"] == pytest.approx(2, rel=0.03)
     assert slow_bus["twice the device's flops"] == pytest.approx(1, rel=0.03)
-    slow_device = gains(planned(4 * LENGTH))
+    slow_device = ratios(planned(4 * LENGTH))
     assert slow_device["twice the device's flops"] == pytest.approx(2, rel=0.01)
     assert slow_device["twice the bus"] == pytest.approx(1, rel=0.01)
-    slow_host = gains(planned(4 * LENGTH, host_bandwidth=1e8))
+    slow_host = ratios(planned(4 * LENGTH, host_bandwidth=1e8))
     assert slow_host["twice the host's bandwidth"] == pytest.approx(2, rel=0.03)
     for found in (slow_bus, slow_device, slow_host):
-        assert all(ratio is not None and ratio >= 1 - 1e-6 for ratio in found.values())
+        assert all(ratio is None or ratio >= 1 - 1e-6 for ratio in found.values())
 
 
 def test_measured_matmuls_and_threads_are_scaled_in_upgrades() -> None:
     laptop = replace(machine("laptop"), launch_seconds=0.0)
     plan = find_plan(Question(deep(48), laptop, LENGTH, LENGTH, overrides={"placements": ()}))
-    assert (gains(plan)["twice the host's bandwidth"] or 0) > 1.05
+    assert (ratios(plan)["twice the host's bandwidth"] or 0) > 1.05
 
 
 def test_an_upgrade_is_found_if_nothing_fits() -> None:
@@ -530,7 +411,7 @@ def test_an_upgrade_is_found_if_nothing_fits() -> None:
     question = Question(model, short, 4 * LENGTH, LENGTH)
     with pytest.raises(DoesNotFit):
         find_plan(question)
-    helped = {upgrade.name: upgrade.tokens_per_second for upgrade in upgrades(question, None)}
+    helped = {upgrade.name: upgrade.tokens_per_second for upgrade in changes(question, None)}
     enough = find_plan(replace(question, hardware=host))
     for memory in ("twice the host memory", "8.59 GB of device memory"):  # either has room for the state
         assert helped.pop(memory) == pytest.approx(enough.tokens_per_second, rel=0.01)
@@ -544,11 +425,11 @@ def test_upgrades_are_relative_to_the_plan() -> None:
     limits, more_host = (Limits(device_nbytes=device, host_nbytes=nbytes) for nbytes in (host, 2 * host))
     plan = find_plan(Question(model, machine("rtx-4090"), 4096, 1024, limits=limits, overrides={"micro_batch": 4}))
     assert abs(estimate(plan.question, plan.choice, 4).seconds / plan.seconds - 1) > 0.03
-    found = {upgrade.name: upgrade for upgrade in upgrades(plan.question, plan)}
+    found = {upgrade.name: upgrade for upgrade in changes(plan.question, plan)}
     for upgrade in found.values():
-        assert upgrade.ratio is not None
-        assert upgrade.ratio >= 1 - 1e-9
-        assert upgrade.tokens_per_second == pytest.approx(plan.tokens_per_second * upgrade.ratio, rel=1e-12)
+        if upgrade.ratio is not None and upgrade.tokens_per_second is not None:
+            assert upgrade.ratio >= 1 - 1e-9
+            assert upgrade.tokens_per_second == pytest.approx(plan.tokens_per_second * upgrade.ratio, rel=1e-12)
     more = find_plan(replace(plan.question, limits=more_host))
     assert found["twice the host memory"].ratio == pytest.approx(plan.seconds / more.seconds, rel=0.01)
 
@@ -607,19 +488,19 @@ def test_an_empty_timeline_has_no_critical_path() -> None:
 
 
 def test_wait_causes_add_up_to_the_total_wait() -> None:
-    for changes in ({}, {"fetch_bandwidth": 1e8}, {"grad_bandwidth": 1e8}, {"host_bandwidth": 1e9}):
-        plan = planned(LENGTH, **changes)
+    for rates in ({}, {"fetch_bandwidth": 1e8}, {"grad_bandwidth": 1e8}, {"host_bandwidth": 1e9}):
+        plan = planned(LENGTH, **rates)
         found = stalls(plan.timeline)
         assert sum(found.values()) == pytest.approx(plan.timeline.stall_seconds(), rel=1e-6)
         assert "compute" not in found
 
 
 @pytest.mark.parametrize(
-    ("changes", "cause"),
+    ("rates", "cause"),
     [({"fetch_bandwidth": 1e8}, "fetch"), ({"grad_bandwidth": 1e8}, "grad"), ({"host_bandwidth": 1e9}, "host")],
 )
-def test_the_slowed_resource_is_the_largest_wait_cause(changes: dict[str, float], cause: str) -> None:
-    plan = planned(LENGTH, **changes)
+def test_the_slowed_resource_is_the_largest_wait_cause(rates: dict[str, float], cause: str) -> None:
+    plan = planned(LENGTH, **rates)
     assert next(iter(stalls(plan.timeline))) == cause
     assert "compute waits" in told(plan)["limit"]
 
