@@ -9,9 +9,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatrain.config.renamed_keys import tables
 from megatrain.config.translation import (
     Reader,
-    add_rates,
     goes_on_from,
     prefers,
     put_attention,
@@ -21,7 +21,6 @@ from megatrain.config.translation import (
     put_model,
     put_optimizer,
     put_precision,
-    put_rate_of_lora_b,
     put_saving,
     put_sizes,
     put_streaming,
@@ -31,25 +30,8 @@ from megatrain.config.translation import (
 )
 from megatrain.system.paths import usable_path
 
-DEFAULTS: dict[str, Any] = {
-    "sequence_len": 512,
-    "micro_batch_size": 1,
-    "num_epochs": 1.0,
-    "lr_scheduler": "cosine",
-    "optimizer": "adamw_torch_fused",
-    "lora_r": 8,
-    "lora_alpha": 8,
-    "rl_beta": 0.1,
-    "simpo_gamma": 0.5,
-    "val_set_size": 0.0,
-    "excess_length_strategy": "drop",
-    "warmup_ratio": 0.03,
-    "save_total_limit": 4,
-    "output_dir": "model-out",
-}
-"""Axolotl's defaults for keys that a file leaves out."""
-FORMATS = {"alpaca": "alpaca", "chat_template": "chat", "sharegpt": "sharegpt", "completion": "text"}
-"""Axolotl's data set types for fine-tuning -> our data.format."""
+TABLES = tables()["axolotl"]
+FORMATS, LOADERS = TABLES["formats"], TABLES["loaders"]
 
 
 def read_axolotl(reader: Reader) -> None:
@@ -88,7 +70,6 @@ def read_axolotl(reader: Reader) -> None:
     if reader.switch("auto_resume_from_checkpoints"):
         reader.put("resume", "auto", "auto_resume_from_checkpoints")
     _adapter_of_axolotl(reader)
-    _rates_of_axolotl(reader)
 
 
 def _too_long_of_axolotl(reader: Reader) -> None:
@@ -98,32 +79,6 @@ def _too_long_of_axolotl(reader: Reader) -> None:
     reader.put("data.too_long", "cut" if what == "truncate" else "drop", "excess_length_strategy")
     if what == "raise":
         reader.note("excess_length_strategy", "too long samples are dropped and counted")
-
-
-def _rates_of_axolotl(reader: Reader) -> None:
-    """Put learning rates by module. Needs the adapter's keys to be put before."""
-    put_rate_of_lora_b(reader)
-    rate, scale = reader.number("embedding_lr"), reader.number("embedding_lr_scale")
-    name, tree = "embedding_lr_scale" if scale else "embedding_lr", reader.found.tree
-    rate = tree["train"]["learning_rate"] * scale if scale else rate
-    if rate is not None and "adapter" not in tree:
-        add_rates(reader, {"*embed_tokens*": rate, "*lm_head*": rate}, name)
-        reader.note(name, "leave *lm_head* out if the head is tied to the embedding: then no parameter matches it")
-    elif rate is not None and tree["adapter"].get("modules_to_save"):
-        add_rates(reader, {"*modules_to_save*": rate}, name)
-    groups = reader.take("lr_groups") or []
-    if not isinstance(groups, list) or not all(_is_group(each) for each in groups):
-        reader.refuse("lr_groups", "is not a list of modules and rates")
-    if groups:
-        add_rates(reader, {f"*{module}*": group["lr"] for group in groups for module in group["modules"]}, "lr_groups")
-        reader.note("lr_groups", "applies to all parameters of each module, including those without weight decay")
-
-
-def _is_group(group: Any) -> bool:
-    """Whether `group` is a valid entry of `lr_groups`: a list of modules and their rate."""
-    if not isinstance(group, dict) or not _are_texts(group.get("modules")):
-        return False
-    return isinstance(group.get("lr"), int | float) and not isinstance(group["lr"], bool)
 
 
 def _objective_of_axolotl(reader: Reader) -> None:
@@ -231,7 +186,7 @@ def _entry(reader: Reader, of: str, number: int, entry: Any) -> tuple[list[str],
                 value = str(value).partition("[")[0]
             keys[ours] = value
     _columns(keys, rest)
-    for name, meant in AS_HERE.items():
+    for name, meant in TABLES["as_here"].items():
         if rest.get(name) in meant:
             del rest[name]
     for name, value in rest.items():
@@ -247,7 +202,7 @@ def _read_pairs(
 ) -> None:
     """Move what a type of preference data says of the columns to our `keys`, and of the messages to `rest`."""
     style, _, rows = (kind or "").partition(".")
-    known = ANSWERS if reader.found.tree["train"]["objective"] == "kto" else PAIRS
+    known = TABLES["answers" if reader.found.tree["train"]["objective"] == "kto" else "pairs"]
     if style in ("", "passthrough", "user_defined"):
         return
     if style == "chat_template" and rows in ("", "default"):
@@ -285,69 +240,21 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
-LOADERS = ("arrow", "csv", "json", "parquet", "text")
-"""What `path` is if the data are local `data_files`."""
-AS_HERE: dict[str, tuple[Any, ...]] = {
-    "chat_template": ("tokenizer_default",),
-    "ds_type": LOADERS,
-    "message_field_training": ("train", "training", "trainable", "loss", "weight"),
-    "message_field_training_detail": ("train_detail", "training_detail"),
-    "roles_to_train": (["assistant"], ["gpt"]),
-    "train_on_eos": ("turn",),
-    "train_on_eot": ("turn",),
-}
-"""Keys of an entry -> the values that mean what is done here anyway."""
-PAIRS: dict[str, dict[str, str]] = {
-    "argilla": {"chosen": "chosen_response", "rejected": "rejected_response"},
-    "argilla_chat": {},
-    "default": {"instruction": "prompt"},
-    "intel": {"instruction": "question"},
-    "prompt_pairs": {"instruction": "prompt"},
-    "ultra": {},
-}
-"""Axolotl's preference types, without their `chatml.` or `llama3.` -> our data.columns."""
-ANSWERS: dict[str, dict[str, str]] = {
-    "argilla": {"output": "completion"},
-    "argilla_chat": {"messages": "completion"},
-    "intel": {"instruction": "question", "output": "completion"},
-    "prompt_pairs": {"instruction": "prompt", "output": "completion"},
-    "ultra": {"instruction": "prompt", "output": "completion"},
-}
-"""The same for rl: kto."""
-COLUMNS = {
-    "field_messages": "messages",
-    "field_tools": "tools",
-    "field_system": "system",
-    "field_instruction": "instruction",
-    "field_input": "input",
-    "field_output": "output",
-    "field_prompt": "prompt",
-    "field_completion": "completion",
-    "field_chosen": "chosen",
-    "field_rejected": "rejected",
-    "field_label": "label",
-    "field": "text",
-    "text_column": "text",
-}
 TAGS = {"role": "role_tag", "content": "content_tag"}
-USUAL_ROLES = {
-    "user": {"human", "user"},
-    "assistant": {"gpt", "assistant"},
-    "system": {"system"},
-    "tool": {"tool"},
-}
 
 
 def _columns(keys: dict[str, Any], rest: dict[str, Any]) -> None:
     """Move the names of columns, turn keys and roles from `rest` of an entry to our `keys`."""
-    columns = {ours: rest.pop(theirs, None) for theirs, ours in COLUMNS.items() if rest.get(theirs) is not None}
+    columns = {
+        ours: rest.pop(theirs, None) for theirs, ours in TABLES["columns"].items() if rest.get(theirs) is not None
+    }
     named = {
         **{kind: rest.pop(f"message_field_{kind}", None) for kind in TAGS},
         **(rest.pop("message_property_mappings", None) or {}),
     }
     tags = {TAGS[kind]: called for kind, called in named.items() if kind in TAGS and called not in (None, kind)}
     for role, names in (rest.pop("roles", None) or {}).items():
-        if odd := sorted(set(names) - USUAL_ROLES.get(role, set())):
+        if odd := sorted(set(names) - set(TABLES["usual_roles"].get(role, ()))):
             tags[f"{'observation' if role == 'tool' else role}_tag"] = odd[0]
     if tags == {"role_tag": "from", "content_tag": "value"}:
         keys["data.format"], tags = "sharegpt", {}

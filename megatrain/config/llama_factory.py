@@ -6,7 +6,6 @@ Data sets are entries of a `dataset_info.json`, which we read unchanged.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from megatrain.config.translation import (
     Reader,
@@ -19,7 +18,6 @@ from megatrain.config.translation import (
     put_model,
     put_optimizer,
     put_precision,
-    put_rate_of_lora_b,
     put_saving,
     put_sizes,
     put_streaming,
@@ -27,27 +25,6 @@ from megatrain.config.translation import (
     put_validation,
     rows_of_a_sample,
 )
-
-DEFAULTS: dict[str, Any] = {
-    "stage": "sft",
-    "finetuning_type": "lora",
-    "dataset_dir": "data",
-    "cutoff_len": 2048,
-    "per_device_train_batch_size": 8,
-    "num_train_epochs": 3.0,
-    "learning_rate": 5e-5,
-    "lr_scheduler_type": "linear",
-    "optim": "adamw_torch",
-    "lora_rank": 8,
-    "lora_target": "all",
-    "pref_beta": 0.1,
-    "pref_loss": "sigmoid",
-    "simpo_gamma": 0.5,
-    "val_size": 0.0,
-    "save_steps": 500,
-    "output_dir": "saves",
-}
-"""LLaMA-Factory's defaults for keys that a file leaves out."""
 
 
 def read_llama_factory(reader: Reader) -> None:
@@ -68,7 +45,6 @@ def read_llama_factory(reader: Reader) -> None:
     put_validation(reader, "val_size")
     _trackers_of_llama_factory(reader)
     _adapter_of_llama_factory(reader)
-    put_rate_of_lora_b(reader)
     if reader.take("do_predict"):
         reader.refuse("do_predict", "asks for predictions, not training", "see `megatrain generate`")
     if "enable_thinking" in reader.given:

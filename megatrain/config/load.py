@@ -16,7 +16,7 @@ import yaml
 from pydantic import ValidationError
 
 from megatrain.config.keys import Config, Section, describe_keys, section_of
-from megatrain.config.renamed_keys import OTHER_TRAINERS, RENAMED, REPLACED
+from megatrain.config.renamed_keys import answer, new_name
 from megatrain.errors import ConfigError
 from megatrain.system.paths import missing, read_text, shown, usable_path, written_whole
 
@@ -244,12 +244,11 @@ def _prefixes(key: str) -> Iterator[str]:
 
 def _nearest(key: str) -> str:
     """Advice for an unknown key: its new name, our name for it, or the most similar key."""
-    if now := RENAMED.get(key) or REPLACED.get(key):
+    if now := new_name(key):
         return f"it is {now} now"
     section, _, name = key.rpartition(".")
-    if name in OTHER_TRAINERS:
-        why = (ours := OTHER_TRAINERS[name]).removeprefix("nothing: ")
-        return f"in MegaTrain it is {ours}" if why == ours else why
+    if instead := answer(name):
+        return instead
     if section == "policy" and name in PLANNED:
         return "the planner decides where state lives, within memory.*; from Python, Policy(placements=...) does"
     known = [each.key for each in describe_keys()] + list(Config.model_fields)

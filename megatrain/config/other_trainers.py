@@ -24,10 +24,10 @@ def translate(path: Path) -> Translation:
     """
     given, places = read(path)
     if "base_model" in given:
-        reader = Reader(path, given, places, axolotl.DEFAULTS)
+        reader = Reader(path, given, places, "axolotl")
         axolotl.read_axolotl(reader)
     elif "model_name_or_path" in given:
-        reader = Reader(path, given, places, llama_factory.DEFAULTS)
+        reader = Reader(path, given, places, "llama_factory")
         llama_factory.read_llama_factory(reader)
     elif "train_dataset" in given:
         fix = "give a file with the keys of LLaMA-Factory's examples/train_full"

@@ -1,408 +1,55 @@
 """What configuration keys are called in earlier versions of MegaTrain and in other training libraries.
 
-Errors for unknown keys use these tables, and configurations in older checkpoints are read with them.
+The tables are in `other_trainers.yaml`. Errors for unknown keys use them, and configurations in older checkpoints are
+read with them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
+from importlib import resources
 from typing import Any
 
-RENAMED = {
-    "data.window": "data.sequence_length",
-    "data.template": "data.chat_template",
-    "data.template_values": "data.chat_template_kwargs",
-    "train.dpo_beta": "train.beta",
-    "train.sample_prompt": "train.sample_prompts",
-    "train.lr": "train.learning_rate",
-    "train.lr_schedule": "train.lr_scheduler",
-    "train.micro_batch": "train.micro_batch_size",
-    "train.micro_batches": "train.gradient_accumulation_steps",
-    "train.windows_per_step": "train.global_batch_size",
-    "train.targets_per_step": "train.target_tokens_per_step",
-    "policy.activation_rows": "policy.activations_by_layer",
-    "policy.gates": "policy.wait_for",
-    "policy.slabs": "policy.pinned_staging_slots",
-    "policy.stage_slots": "policy.disk_staging_slots",
-}
-"""Key in an earlier version -> current key, with the same values."""
+import yaml
 
-REPLACED = {
-    "policy.compile": "policy.kernels (stock or compile)",
-    "policy.transit": "policy.transfer (pinned, staged or pageable)",
-}
-"""Key in an earlier version -> current key, whose values differ."""
 
-_NO_LOW_BITS = "nothing: a frozen base is held in bfloat16 in host memory, and takes no device memory"
+@cache
+def tables() -> dict[str, Any]:
+    """The content of `other_trainers.yaml`, whose comments explain its tables."""
+    text = resources.files("megatrain.config").joinpath("other_trainers.yaml").read_text(encoding="utf-8")
+    content: dict[str, Any] = yaml.safe_load(text)
+    return content
 
-_STREAMED = "nothing: state streams from host memory by itself, and several GPUs share it under `torchrun`"
-_PLANNED_ACTIVATIONS = "policy.activations; if left out, the planner chooses what is kept and what is recomputed"
-_MASTERS = "nothing: exact float32 masters are kept beside the bfloat16 weights"
-_DISTRIBUTED = "nothing: only `torchrun` or --ranks says how many GPUs there are"
-_CACHED = "nothing: tokenized data is cached in data.cache automatically"
-_TOKENIZED = "nothing: samples are encoded once, by one process, and cached in data.cache"
-_NOT_READ = "nothing: put the rows into a file of their own, or set num_samples in a dataset_info.json"
-_OWN_TOKENS = "nothing: save a tokenizer that has these tokens, and set data.tokenizer to it"
-_PADDING = "nothing: rows are padded to the longest, and masked"
-_FROM_MODEL_FILES = "nothing: the model's own files say it"
-_NO_OTHER_OPTIMIZER = "nothing: AdamW is the only optimizer, with its whole state in host memory"
-_REPORTED = "nothing: report.html in the run folder has the curves, and the progress line the speed"
-_FUSED = "nothing: policy.kernels=compile fuses what can be fused"
-_NONFINITE = "nothing: train.on_nonfinite says what to do after a step that is not finite"
-_NOT_AN_OPTION = "nothing: there is no such option"
-_CROSS_ENTROPY = "nothing: samples are trained with cross-entropy; for another loss pass loss_fn from Python"
-_NO_VIDEO = "nothing: videos and audio are not trained"
-_BY_PROCESSOR = "nothing: the files of the model's processor say it, which data.images uses"
-_PRECISIONS = "nothing: matrix products are in bfloat16 or float32, by train.precision"
-_FRESH = "nothing: fresh adapters are initialized as peft's LoRA"
-_NO_AVERAGE = (
-    "nothing: no average of weights is kept; keep checkpoints by checkpoint.keep_last or keep_every and average them "
-    "(guide to batch size and learning rate)"
-)
-_EMBEDDING_RATE = 'train.learning_rates, e.g. {"*embed_tokens*": 1e-5}'
-_ADAMW = "nothing: the optimizer is AdamW, with train.betas, train.eps and train.weight_decay"
 
-OTHER_TRAINERS = {
-    "adam_beta1": "train.betas, the first of two",
-    "adam_beta2": "train.betas, the second of two",
-    "adam_epsilon": "train.eps",
-    "allow_unloaded": "nothing: tensors that the model does not read are carried over to its export",
-    "assistant_only_loss": "data.train_on=assistant, with data.chat_template=trl for exactly the same targets",
-    "attn_implementation": "model.attention",
-    "base_model": "model.path",
-    "beta": "train.beta",
-    "bf16": "train.precision=bf16",
-    "bnb_4bit_compute_dtype": _NO_LOW_BITS,
-    "bnb_4bit_quant_type": _NO_LOW_BITS,
-    "bnb_4bit_use_double_quant": _NO_LOW_BITS,
-    "accelerator_config": _DISTRIBUTED,
-    "attention": "model.attention",
-    "auto_resume_from_checkpoints": "resume=auto",
-    "chat_template_path": "data.chat_template",
-    "completion_only_loss": "data.train_on",
-    "dataloader_num_workers": "data.workers",
-    "dataset_name": "data.sources",
-    "dataset_text_field": "data.columns, e.g. {text: NAME}",
-    "deepspeed": _STREAMED,
-    "eval_dataset": "data.validation",
-    "eval_strategy": "train.eval_every, in steps",
-    "evaluation_strategy": "train.eval_every, in steps",
-    "finetuning_type": "adapter.type for lora; leave it out to train the whole model",
-    "flash_attn": "model.attention",
-    "flash_attention": "model.attention=flash_attention_2",
-    "fp16": "train.precision, bf16 or fp32; fp16 would need its loss scaled",
-    "fp32": "train.precision=fp32",
-    "fsdp": _STREAMED,
-    "fsdp_config": _STREAMED,
-    "gradient_checkpointing": _PLANNED_ACTIVATIONS,
-    "use_gradient_checkpointing": _PLANNED_ACTIVATIONS,
-    "group_by_length": "data.packing=grouped",
-    "load_best_model_at_end": "output.best",
-    "loss_type": "train.dpo_loss",
-    "max_seq_len": "data.sequence_length",
-    "max_train_steps": "train.steps",
-    "metric_for_best_model": "nothing: the best state is the one with the lowest validation loss",
-    "model_max_length": "data.sequence_length",
-    "model_name": "model.path",
-    "neat_packing": "data.packing=best_fit",
-    "optim": _ADAMW,
-    "optimizer": _ADAMW,
-    "optimizer_type": _ADAMW,
-    "overwrite_output_dir": "output.overwrite",
-    "per_device_eval_batch_size": "nothing: losses are measured in the micro-batches of training",
-    "pref_beta": "train.beta",
-    "pref_loss": "train.dpo_loss",
-    "preprocessing_num_workers": _TOKENIZED,
-    "report_to": "output.trackers",
-    "resume_from_checkpoint": "resume",
-    "sample_packing": "data.packing=best_fit",
-    "save_strategy": "checkpoint.every, in steps",
-    "sequence_len": "data.sequence_length",
-    "stage": "train.objective, and data.format",
-    "tf32": _PRECISIONS,
-    "tokenizer_name": "data.tokenizer",
-    "tokenizer_name_or_path": "data.tokenizer",
-    "torch_compile": "policy.kernels=compile",
-    "torch_dtype": "train.precision",
-    "train_file": "data.sources",
-    "train_on_inputs": "data.train_on=all",
-    "train_on_prompt": "data.train_on=all",
-    "use_liger_kernel": "policy.kernels=compile, which fuses the same operations",
-    "val_size": "data.validation_fraction",
-    "validation_file": "data.validation",
-    "wandb_project": "output.project",
-    "additional_target": "adapter.modules_to_save",
-    "adapter_name_or_path": "adapter.path",
-    "load_in_4bit": _NO_LOW_BITS,
-    "load_in_8bit": _NO_LOW_BITS,
-    "lora_alpha": "adapter.alpha",
-    "lora_dropout": "adapter.dropout",
-    "lora_model_dir": "adapter.path",
-    "lora_modules_to_save": "adapter.modules_to_save",
-    "lora_r": "adapter.r",
-    "lora_rank": "adapter.r",
-    "lora_target": "adapter.target_modules",
-    "lora_target_linear": "adapter.target_modules=all-linear",
-    "lora_target_modules": "adapter.target_modules",
-    "peft_ensure_weight_tying": "adapter.ensure_weight_tying",
-    "peft_trainable_token_indices": "adapter.trainable_token_indices",
-    "peft_use_dora": "adapter.use_dora",
-    "peft_use_rslora": "adapter.use_rslora",
-    "quantization_bit": _NO_LOW_BITS,
-    "use_dora": "adapter.use_dora",
-    "use_peft": "adapter.type",
-    "use_rslora": "adapter.use_rslora",
-    "batch_size": "train.global_batch_size",
-    "block_size": "data.sequence_length",
-    "cutoff_len": "data.sequence_length",
-    "dataset": "data.sources",
-    "datasets": "data.sources",
-    "eval_steps": "train.eval_every",
-    "grad_accum_steps": "train.gradient_accumulation_steps",
-    "logging_steps": "train.log_every",
-    "lr": "train.learning_rate",
-    "lr_scheduler_type": "train.lr_scheduler",
-    "max_length": "data.sequence_length",
-    "max_seq_length": "data.sequence_length",
-    "max_steps": "train.steps",
-    "num_epochs": "train.epochs",
-    "num_train_epochs": "train.epochs",
-    "micro_batch": "train.micro_batch_size",
-    "clip_grad_norm": "train.max_grad_norm",
-    "grad_clip": "train.max_grad_norm",
-    "gradient_clip_val": "train.max_grad_norm",
-    "gradient_clipping": "train.max_grad_norm",
-    "model_name_or_path": "model.path",
-    "output_dir": "output.folder",
-    "per_device_train_batch_size": "train.micro_batch_size",
-    "save_steps": "checkpoint.every",
-    "save_every": "checkpoint.every",
-    "use_cpu": "train.device=cpu",
-    "save_total_limit": "checkpoint.keep_last",
-    "seq_len": "data.sequence_length",
-    "train_batch_size": "train.global_batch_size",
-    "val_set_size": "data.validation_fraction",
-    "window": "data.sequence_length",
-    "activation_offloading": _PLANNED_ACTIVATIONS,
-    "adapter": "the section adapter",
-    **dict.fromkeys(("apollo_layerwise", "apollo_rank", "apollo_scale", "apollo_target"), _NO_OTHER_OPTIMIZER),
-    "asft_alpha": _CROSS_ENTROPY,
-    "add_special_tokens": _OWN_TOKENS,
-    "add_tokens": _OWN_TOKENS,
-    "added_tokens_overrides": _OWN_TOKENS,
-    **dict.fromkeys(("badam_mode", "badam_switch_interval", "badam_switch_mode"), _NO_OTHER_OPTIMIZER),
-    "base_model_config": _FROM_MODEL_FILES,
-    "bfloat16": _MASTERS,
-    "bnb_config_kwargs": _NO_LOW_BITS,
-    "buffer_size": "nothing: data is shuffled as a whole, and a stream block by block",
-    "chat_template_jinja": "data.chat_template, a file",
-    "chat_template_kwargs": "data.chat_template_kwargs",
-    "context_parallel_size": _DISTRIBUTED,
-    "cosine_constant_lr_ratio": "nothing: a cosine reaches train.min_lr_ratio at the end of the run",
-    "cosine_min_lr_ratio": "train.min_lr_ratio",
-    "cut_cross_entropy": "nothing: the loss is computed in chunks of policy.loss_chunk_tokens",
-    "cpo_alpha": "nothing: SimPO's loss is the preference only",
-    "create_new_adapter": "nothing: merge the adapter with `megatrain export`, and train a fresh one on the result",
-    "dataloader_pin_memory": "nothing: policy.transfer says how data and weights cross the bus",
-    "dataloader_prefetch_factor": "nothing: each of data.workers reads one step ahead",
-    "dataset_dir": "data.sources, each as dataset_info.json#NAME",
-    "dataset_exact_deduplication": _NOT_AN_OPTION,
-    "dataset_prepared_path": _CACHED,
-    "dataset_processes": _TOKENIZED,
-    "ddp_find_unused_parameters": _DISTRIBUTED,
-    "ddp_timeout": "nothing: train.stall_seconds says when a stalled operation is reported",
-    "default_system": "nothing: put the system message into the data",
-    "default_system_message": "nothing: put the system message into the data",
-    "device_map": _STREAMED,
-    "disable_gradient_checkpointing": _PLANNED_ACTIVATIONS,
-    "do_eval": "train.eval_every, in steps",
-    "do_train": "nothing: `megatrain train` trains",
-    "double_quantization": _NO_LOW_BITS,
-    "eager_attention": "model.attention=eager",
-    "dp_shard_size": _DISTRIBUTED,
-    "dpo_use_weighting": "nothing: each pair counts the same",
-    "early_stopping_steps": "train.early_stopping_patience",
-    **dict.fromkeys(("ema", "ema_beta", "ema_decay", "enable_ema", "swa", "use_ema", "use_swa"), _NO_AVERAGE),
-    "embedding_learning_rate": _EMBEDDING_RATE,
-    "embedding_lr": _EMBEDDING_RATE,
-    "embedding_lr_scale": _EMBEDDING_RATE,
-    "enable_liger_kernel": _FUSED,
-    "eot_tokens": "nothing: an answer is trained up to and including the end token that the chat template writes",
-    "eval_batch_size": "nothing: losses are measured in the micro-batches of training",
-    "eval_max_new_tokens": "train.sample_tokens",
-    "eval_on_each_dataset": "nothing: the loss of each source in data.validation is reported by name",
-    "eval_sample_packing": "nothing: validation data is packed like training data",
-    "eval_table_size": "nothing: train.sample_prompts are continued every train.sample_every steps",
-    "evals_per_epoch": "train.eval_every, in steps",
-    "flash_attn_cross_entropy": "nothing: the loss is computed in chunks of policy.loss_chunk_tokens",
-    "flash_attn_fuse_mlp": _FUSED,
-    "flash_attn_fuse_qkv": _FUSED,
-    "flash_attn_rms_norm": _FUSED,
-    "flex_attention": "model.attention=flex_attention",
-    "float16": "train.precision, bf16 or fp32; fp16 would need its loss scaled",
-    "float32": "train.precision=fp32",
-    "fp8": _PRECISIONS,
-    "fp8_backend": _PRECISIONS,
-    "freeze_language_model": "train.freeze=language",
-    "freeze_multi_modal_projector": "train.freeze=projector",
-    "freeze_vision_tower": "train.freeze=vision",
-    "fsdp_version": _STREAMED,
-    **dict.fromkeys(("galore_layerwise", "galore_rank", "galore_scale", "galore_target"), _NO_OTHER_OPTIMIZER),
-    **dict.fromkeys(
-        ("gptq", "model_quantization_config", "model_quantization_config_kwargs", "quantize_moe_experts"), _NO_LOW_BITS
-    ),
-    "gradient_checkpointing_kwargs": _PLANNED_ACTIVATIONS,
-    "hf_use_auth_token": "nothing: log in with `hf auth login`",
-    "hub_model_id": "output.push",
-    "hub_strategy": "nothing: output.push uploads the finished model",
-    "image_max_pixels": _BY_PROCESSOR,
-    "include_num_input_tokens_seen": _REPORTED,
-    "include_tokens_per_second": _REPORTED,
-    "interleave_probs": "data.weights",
-    "is_llama_derived_model": _FROM_MODEL_FILES,
-    "kto_chosen_weight": "train.kto_desirable_weight",
-    "kto_rejected_weight": "train.kto_undesirable_weight",
-    "is_mistral_derived_model": _FROM_MODEL_FILES,
-    "is_qwen_derived_model": _FROM_MODEL_FILES,
-    "liger_cross_entropy": _FUSED,
-    "liger_fused_linear_cross_entropy": "nothing: the loss is computed in chunks of policy.loss_chunk_tokens",
-    "liger_glu_activation": _FUSED,
-    "liger_layer_norm": _FUSED,
-    "liger_rms_norm": _FUSED,
-    "liger_rope": _FUSED,
-    **dict.fromkeys(
-        ("dp_replicate_size", "expert_model_parallel_size", "expert_parallel_size", "local_rank", "ray_num_workers"),
-        _DISTRIBUTED,
-    ),
-    "logging_dir": "nothing: curves are in the run folder",
-    "lora_fan_in_fan_out": _FROM_MODEL_FILES,
-    "lora_mlp_kernel": _FUSED,
-    "lora_o_kernel": _FUSED,
-    **dict.fromkeys(("kt_config", "kt_cpu_activation", "kt_weight_path", "lora_on_cpu", "use_kt"), _STREAMED),
-    "lora_qkv_kernel": _FUSED,
-    "lora_target_parameters": "nothing: linear layers get adapters, experts that share one tensor do not",
-    "loraplus_lr_embedding": 'train.learning_rates, e.g. {"*lora_embedding_B*": 1e-6}',
-    "loraplus_lr_ratio": 'train.learning_rates, e.g. {"*lora_B*": 5e-3}',
-    "lr_groups": 'train.learning_rates, e.g. {"*q_proj*": 1e-5}',
-    "loss_watchdog_patience": _NONFINITE,
-    "loss_watchdog_threshold": _NONFINITE,
-    "low_cpu_mem_usage": _STREAMED,
-    "lr_scheduler_kwargs": "train.min_lr_ratio and train.decay_steps",
-    "mask_history": "data.train_on=last",
-    "max_prompt_len": "nothing: data.sequence_length limits prompt and answer together",
-    "max_samples": _NOT_READ,
-    "min_sample_len": "nothing: short samples are kept",
-    "mix_strategy": "data.weights",
-    "moe_aux_loss_coef": "nothing: set output_router_logits and router_aux_loss_coef in the model's config.json",
-    "model_revision": "nothing: download the revision and set model.path to its folder",
-    "model_type": _FROM_MODEL_FILES,
-    "neftune_noise_alpha": _NOT_AN_OPTION,
-    "num_labels": "nothing: only language models are trained, no classifiers",
-    "optim_args": "train.betas, train.eps and train.weight_decay",
-    "orpo_alpha": "train.beta",
-    "overwrite_cache": _CACHED,
-    "packing": "data.packing",
-    "pad_to_multiple_of": _PADDING,
-    "pad_to_sequence_len": _PADDING,
-    "pipeline_model_parallel_size": _DISTRIBUTED,
-    "pissa_convert": _FRESH,
-    "pissa_init": _FRESH,
-    "pissa_iter": _FRESH,
-    "plot_loss": _REPORTED,
-    "plugins": "nothing: there are no plugins; write your own losses and metrics in Python",
-    "precompute_ref_log_probs": "nothing: the reference's log-probabilities are always computed before the first step",
-    "pref_ftx": "nothing: only the preference is trained; orpo adds the cross-entropy",
-    "preprocessing_batch_size": _TOKENIZED,
-    "pretraining_dataset": "data.sources",
-    "pure_bf16": _MASTERS,
-    "processor_type": _BY_PROCESSOR,
-    "push_to_hub": "output.push",
-    "qat": _NO_LOW_BITS,
-    "quantization_method": _NO_LOW_BITS,
-    "ref_model": "train.dpo_reference: the model that the run begins with, or the base below its adapter",
-    "remove_unused_columns": "nothing: columns that the format does not use are ignored",
-    "resize_vocab": _OWN_TOKENS,
-    "revision_of_model": "nothing: download the revision and set model.path to its folder",
-    "rl": "train.objective",
-    "rl_beta": "train.beta",
-    "rope_scaling": "nothing: set it in the model's config.json",
-    "rpo_alpha": "nothing: only the preference is trained; orpo adds the cross-entropy",
-    "run_name": "output.folder, whose name is the run's",
-    "sample_packing_bin_size": "nothing: packing is best-fit over all samples",
-    "sample_packing_group_size": "nothing: packing is best-fit over all samples",
-    "save_on_each_node": _DISTRIBUTED,
-    "save_only_model": "nothing: checkpoints hold all state for resuming; the trained model is in the run folder",
-    "save_safetensors": "nothing: models are always saved as safetensors",
-    "saves_per_epoch": "checkpoint.every, in steps",
-    "sdp_attention": "model.attention=sdpa",
-    "sequence_parallel": _DISTRIBUTED,
-    **dict.fromkeys(
-        ("curriculum_sampling", "disable_shuffling", "sample_packing_sequentially", "shuffle_merged_datasets"),
-        "nothing: data is shuffled, by train.seed",
-    ),
-    "skip_prepare_dataset": _CACHED,
-    "special_tokens": _OWN_TOKENS,
-    "split_batches": _DISTRIBUTED,
-    "strict": "nothing: an unknown key is always an error",
-    "tensor_model_parallel_size": _DISTRIBUTED,
-    "tensor_parallel_size": _DISTRIBUTED,
-    "template": "data.chat_template",
-    "test_datasets": "data.validation",
-    "tokenized_path": _CACHED,
-    "tokenizer_config": "data.tokenizer",
-    **dict.fromkeys(
-        ("tokenizer_legacy", "tokenizer_type", "tokenizer_use_fast", "tokenizer_use_mistral_common"), _FROM_MODEL_FILES
-    ),
-    "tokens": _OWN_TOKENS,
-    "trl": "train.beta",
-    "trackio_project_name": "output.project",
-    **dict.fromkeys(
-        (
-            *("experts_implementation", "flex_attn_compile_kwargs", "fused_attn_kernel", "llama4_linearized_experts"),
-            *("liger_rms_norm_gated", "use_kernels", "use_scattermoe", "use_sonicmoe", "use_v1_kernels"),
-        ),
-        _FUSED,
-    ),
-    "unsloth_lora_mlp": _FUSED,
-    "unsloth_lora_o": _FUSED,
-    "unsloth_lora_qkv": _FUSED,
-    "use_adam_mini": _NO_OTHER_OPTIMIZER,
-    "use_apollo": _NO_OTHER_OPTIMIZER,
-    "use_asft_loss": _CROSS_ENTROPY,
-    "use_badam": _NO_OTHER_OPTIMIZER,
-    "use_cache": "nothing: no keys and values are cached in training",
-    "use_dft_loss": _CROSS_ENTROPY,
-    "use_eaft_loss": _CROSS_ENTROPY,
-    "use_fast_tokenizer": _FROM_MODEL_FILES,
-    "use_galore": _NO_OTHER_OPTIMIZER,
-    "use_muon": _NO_OTHER_OPTIMIZER,
-    **dict.fromkeys(
-        ("swanlab_experiment_name", "swanlab_mode", "swanlab_project", "use_swanlab"),
-        "output.trackers, tensorboard, wandb or trackio",
-    ),
-    "tiled_mlp": "policy.mlp_chunk_tokens, which the planner chooses",
-    "use_tensorboard": "output.trackers",
-    "use_unsloth": _FUSED,
-    "use_wandb": "output.trackers",
-    "freeze_mm_modules": "train.freeze=vision",
-    **dict.fromkeys(("video_fps", "video_max_pixels", "video_maxlen"), _NO_VIDEO),
-    "wandb_entity": "nothing: set wandb's own environment variable WANDB_ENTITY",
-    "wandb_log_model": "nothing: the trained model stays in the run folder; output.push uploads it to the hub",
-    "wandb_mode": "output.trackers_online",
-    "wandb_name": "output.folder, whose name is the run's",
-    "wandb_run_id": "output.folder, whose name is the run's",
-    "wandb_watch": "nothing: gradients by parameter are not logged",
-    "world_size": _DISTRIBUTED,
-    "xformers_attention": "model.attention, which does not include xformers",
-}
-"""Key in transformers, LLaMA-Factory, Axolotl and others, in any section -> ours; see `translation` for the forms."""
+@cache
+def keys_here() -> Mapping[str, str]:
+    """Key of another trainer -> our key, `KEY=VALUE` for a switch, or a hint in words."""
+    named = {theirs: ours for ours, names in tables()["known_as"].items() for theirs in names}
+    return named | {name: f"{section}.{name}" for section, names in tables()["same_name"].items() for name in names}
+
+
+@cache
+def without_counterpart() -> Mapping[str, str]:
+    """Key of another trainer -> why there is none here."""
+    return {name: why for why, names in tables()["without_counterpart"].items() for name in names}
+
+
+def answer(name: str) -> str:
+    """What to do instead of setting another trainer's key, in words; "" for an unknown key."""
+    return f"in MegaTrain it is {keys_here()[name]}" if name in keys_here() else without_counterpart().get(name, "")
+
+
+def new_name(key: str) -> str:
+    """The present name of an earlier version's key, with its values if they differ; "" for any other key."""
+    return str(tables()["renamed"].get(key) or tables()["replaced"].get(key, ""))
 
 
 def with_new_names(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration written by an earlier version, as nested dicts, with the current names of its keys."""
-    found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
-    for old, new in RENAMED.items():
+    current = {key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
+    for old, new in tables()["renamed"].items():
         (section, before), name = old.split("."), new.split(".")[1]
-        if before in (inside := found.get(section) or {}):
+        if before in (inside := current.get(section) or {}):
             inside.setdefault(name, inside.pop(before))
-    return found
+    return current

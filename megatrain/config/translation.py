@@ -1,13 +1,7 @@
 """Translate another trainer's YAML to ours, and report every key that is not taken over as it is.
 
-One table, `renamed_keys.OTHER_TRAINERS`, says what a key is called here; error messages use it too. Its values:
-
-    train.learning_rate        the value is taken over
-    data.packing=best_fit      the key is a switch; if it is on, ours gets this value
-    nothing: ...               there is no counterpart, and why
-    anything else              a hint, shown to the user
-
-Keys that need more (sizes, lengths, rates, validation) are taken out first, by a function per subject. For keys that a
+`other_trainers.yaml` says what a key is called here, or why it has no counterpart; error messages use it too. Keys that
+need more (sizes, lengths, rates, validation) are taken out first, by a function per subject. For keys that a
 file leaves out the other trainer's default is written, because ours may differ. What only one trainer has is in
 `llama_factory` and `axolotl`.
 """
@@ -25,65 +19,11 @@ import yaml
 
 from megatrain.config.keys import Config, describe_keys
 from megatrain.config.load import YamlDumper, put
-from megatrain.config.renamed_keys import OTHER_TRAINERS
+from megatrain.config.renamed_keys import answer, keys_here, tables
 from megatrain.errors import ConfigError
 
-SAME = {
-    name: f"{section}.{name}"
-    for section, names in {
-        "model": ("trust_remote_code",),
-        "train": (
-            "learning_rate",
-            "weight_decay",
-            "seed",
-            "early_stopping_patience",
-            "dpo_label_smoothing",
-            "simpo_gamma",
-            "kto_desirable_weight",
-            "kto_undesirable_weight",
-        ),
-        "adapter": ("use_dora", "use_rslora"),
-    }.items()
-    for name in names
-}
-"""Keys with the same name and the same meaning in all trainers (some share a name but not the meaning)."""
-
-OF_BOTH: dict[str, Any] = {
-    "gradient_accumulation_steps": 1,
-    "weight_decay": 0.0,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-8,
-    "max_grad_norm": 1.0,
-}
-
-SCHEDULERS = {
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-    "cosine_with_min_lr": "cosine",
-    "warmup_stable_decay": "wsd",
-}
-ATTENTION = {
-    "auto": "auto",
-    "disabled": "eager",
-    "eager": "eager",
-    "sdpa": "sdpa",
-    "fa2": "flash_attention_2",
-    "fa3": "flash_attention_3",
-    "flash": "flash_attention_2",
-    "flash_attention_2": "flash_attention_2",
-    "flash_attention_3": "flash_attention_3",
-    "flex": "flex_attention",
-    "flex_attention": "flex_attention",
-}
-SWITCHES_OF_ATTENTION = {
-    "flash_attention": "flash_attention_2",
-    "sdp_attention": "sdpa",
-    "eager_attention": "eager",
-    "flex_attention": "flex_attention",
-}
+TABLES = tables()
+SCHEDULERS, ATTENTION = TABLES["schedulers"], TABLES["attention"]
 OF_PREFERENCES = tuple(
     f"train.{name}"
     for name in (
@@ -97,17 +37,6 @@ OF_PREFERENCES = tuple(
 )
 OTHER_ADAMW = ("galore", "adopt", "apollo", "schedule_free", "stable", "grok")
 """Optimizers with `adamw` in their names that compute other updates."""
-OTHER_RUNS = {
-    "diffusion": "trains a diffusion model",
-    "kd_trainer": "distils another model",
-    "lisa_n_layers": "trains some layers at a time",
-    "mixture_of_depths": "changes the model",
-    "relora": "merges and restarts adapters",
-    "relora_steps": "merges and restarts adapters",
-    "shift_attn": "changes the attention",
-    **dict.fromkeys(("use_asft_loss", "use_dft_loss", "use_eaft", "use_eaft_loss"), "trains with another loss"),
-}
-"""Switches of methods without which a run would be a different one -> what each does."""
 TRACKERS = ("tensorboard", "wandb", "trackio")
 UNSENT = "wandb writes to the run folder, for `wandb sync`; set output.trackers_online to send during the run"
 STEPS_ALONE = "{} counts steps; `megatrain train` says at its start how many steps an epoch has"
@@ -145,21 +74,20 @@ class Translation:
 class Reader:
     """Translates one YAML: holds the keys not yet translated and the result so far."""
 
-    def __init__(
-        self, path: Path, given: Mapping[str, Any], places: Mapping[str, str], defaults: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, path: Path, given: Mapping[str, Any], places: Mapping[str, str], trainer: str) -> None:
+        """trainer: the entry of `defaults` in the tables."""
         self.found = Translation({"model": {}, "data": {}, "train": {}})
         self.path, self.places = path, places
         self.given = {name: value for name, value in given.items() if value is not None}
         self.said = dict(self.given)
         self.found.unset = [name for name, value in given.items() if value is None]
-        self.defaults = {**OF_BOTH, **defaults}
+        self.defaults = {**TABLES["defaults"]["both"], **TABLES["defaults"][trainer]}
         self.came_from: dict[str, str] = {}
         self._taken: set[str] = set()
         self._accounted: set[str] = set()
-        for name in OTHER_RUNS.keys() & self.given.keys():
+        for name in TABLES["other_runs"].keys() & self.given.keys():
             if self.given[name]:
-                self.refuse(name, f"{OTHER_RUNS[name]}, which is not supported", "remove it to train without")
+                self.refuse(name, f"{TABLES['other_runs'][name]}, which is not supported", "remove it to train without")
 
     def take(self, name: str) -> Any:
         """Take the value of a key out of the file, or its default. Account for it with `put` or `leave` afterwards."""
@@ -233,7 +161,7 @@ class Reader:
         known, tree = {each.key for each in describe_keys()}, self.found.tree
         silent = {name: value for name, value in self.defaults.items() if name not in self._taken}
         for name, value in (silent | self.given).items():
-            key, is_switch, choice = _ours(name).partition("=")
+            key, is_switch, choice = keys_here().get(name, "").partition("=")
             if value is True and choice and self.ours(key) == choice:
                 self.account(name)  # another key says it too
             is_free = key in known and key not in self.came_from
@@ -245,18 +173,16 @@ class Reader:
             elif value is True:
                 self.put(key, choice, name)
         for name, value in self.said.items():
-            ours = _ours(name)
             if name in self._accounted:
                 continue
-            if name in self.given and not ours:
+            if name in self.given and not answer(name):
                 self.found.unknown.append(self._shown(name))
             elif not value:
                 self.found.unset.append(name)
             elif name not in self.given:
                 self.leave(name, "has no effect with the rest of the file as it is")
             else:
-                why = ours.removeprefix("nothing: ")
-                self.leave(name, f"in MegaTrain it is {ours}" if why == ours else why)
+                self.leave(name, answer(name))
 
     def _shown(self, name: str) -> str:
         text = yaml.dump(self.said.get(name), Dumper=YamlDumper, default_flow_style=True, width=10_000)
@@ -268,11 +194,6 @@ def _is_number(value: Any) -> bool:
     """Whether `value` is a number within a float's range."""
     is_one = isinstance(value, int | float) and not isinstance(value, bool)
     return is_one and abs(value) <= sys.float_info.max
-
-
-def _ours(name: str) -> str:
-    """Our name for another trainer's key, or why there is none; "" for an unknown key."""
-    return SAME.get(name) or OTHER_TRAINERS.get(name, "")
 
 
 def prefers(reader: Reader) -> bool:
@@ -383,22 +304,6 @@ def _put_shape(reader: Reader, more: dict[str, Any], rate: float) -> None:
         reader.account("lr_scheduler_kwargs")
 
 
-def put_rate_of_lora_b(reader: Reader) -> None:
-    """Put LoRA+'s learning rates (arXiv:2402.12354): a higher one for matrix B, and for DoRA's magnitudes. Needs the
-    adapter's keys to be put before."""
-    ratio, adapter = reader.number("loraplus_lr_ratio"), reader.found.tree.get("adapter")
-    if ratio and adapter:
-        is_dora = any(reader.said.get(name) is True for name in ("use_dora", "peft_use_dora"))
-        patterns = ("*lora_B*", *(("*lora_magnitude_vector*",) if is_dora else ()))
-        rate = reader.found.tree["train"]["learning_rate"] * ratio
-        add_rates(reader, dict.fromkeys(patterns, rate), "loraplus_lr_ratio")
-
-
-def add_rates(reader: Reader, rates: Mapping[str, float], *names: str) -> None:
-    """Add learning rates by parameter pattern to those put so far."""
-    reader.put("train.learning_rates", {**reader.found.tree["train"].get("learning_rates", {}), **rates}, *names)
-
-
 def put_optimizer(reader: Reader, name: str) -> None:
     kind = str(reader.take(name))
     if "adamw" not in kind or any(word in kind for word in OTHER_ADAMW):
@@ -437,7 +342,7 @@ def put_precision(reader: Reader) -> None:
 def put_attention(reader: Reader, name: str) -> None:
     name = name if name in reader.given else "attn_implementation"
     asked = None if (given := reader.take(name)) is None else str(given)
-    for switch, kernel in SWITCHES_OF_ATTENTION.items():
+    for switch, kernel in TABLES["attention_switches"].items():
         if reader.given.get(switch) is True:
             asked = asked or kernel
             reader.take(switch)

@@ -25,7 +25,7 @@ from megatrain.config import (
     load_config,
     save_config,
 )
-from megatrain.config.renamed_keys import OTHER_TRAINERS
+from megatrain.config.renamed_keys import keys_here, without_counterpart
 from megatrain.errors import ConfigError
 from megatrain.optim.lr_schedules import NAMES
 from megatrain.spec import Numerics, Policy
@@ -379,11 +379,11 @@ def test_every_key_has_a_description_and_a_valid_default() -> None:
 
 
 def test_other_trainers_key_names_are_answered_with_ours_or_a_reason(tmp_path: Path) -> None:
-    known, said = {each.key for each in describe_keys()}, " ".join(OTHER_TRAINERS.values())
+    known, said = {each.key for each in describe_keys()}, " ".join([*keys_here().values(), *without_counterpart().values()])
     sections = {key.partition(".")[0] for key in known if "." in key}
     assert set(re.findall(rf"\b(?:{'|'.join(sections)})\.[a-z_]+", said)) <= known
     for name, answer in {
-        "learning_rate": "did you mean train.learning_rate?",
+        "learning_rate": "in MegaTrain it is train.learning_rate",
         "lr": "in MegaTrain it is train.learning_rate",
         "num_train_epochs": "in MegaTrain it is train.epochs",
         "per_device_train_batch_size": "in MegaTrain it is train.micro_batch_size",
@@ -395,7 +395,7 @@ def test_other_trainers_key_names_are_answered_with_ours_or_a_reason(tmp_path: P
         "embedding_lr": "in MegaTrain it is train.learning_rates",
         "use_ema": "; no average of weights is kept; keep checkpoints by",
         "load_best_model_at_end": "in MegaTrain it is output.best",
-        "early_stopping_patience": "did you mean train.early_stopping_patience?",
+        "early_stopping_patience": "in MegaTrain it is train.early_stopping_patience",
     }.items():
         (tmp_path / "run.yaml").write_text(f"{name}: 1\n")
         with pytest.raises(ConfigError) as caught:

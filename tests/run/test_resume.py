@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from megatrain.checkpoint import Checkpoint, checkpoints, newest_sound, open_checkpoint, step_of
 from megatrain.checkpoint.direct_io import DirectFile
-from megatrain.config.renamed_keys import RENAMED
+from megatrain.config.renamed_keys import tables
 from megatrain.errors import CheckpointError, ConfigError, DataError, NonFinite
 from megatrain.run.resume import as_begun, changes_between, refuse_changes
 from megatrain.run.training import run_training
@@ -610,7 +610,7 @@ def test_checkpoints_with_old_config_keys_resume(tmp_path: Path) -> None:
     """Whatever has a new name since: nothing of it counts as a change, and a change is told by the new name."""
     config = config_of(tmp_path)
     written = config.model_dump(mode="json")
-    for before, now in RENAMED.items():
+    for before, now in tables()["renamed"].items():
         section, name = before.split(".")
         written[section][name] = written[section].pop(now.split(".")[1])
     training = {"run": {"step": 2, "data": {}, "config": written}, "engine": {"policy": as_json(Policy())}}
