@@ -2,7 +2,7 @@
 
 Shows training and validation loss, learning rate, gradient norm, speed, what compute waited for, memory use against the
 plan, the timeline of a step, samples, checkpoints, events and the configuration. Reads only the run folder (`history`),
-so it works for running and killed runs. Charts are drawn in `html`; `comparison` shows several runs.
+so it works for running and killed runs. Charts are drawn in `html`.
 """
 
 from __future__ import annotations
@@ -53,11 +53,7 @@ def write_report(folder: Path, target: Path | None = None) -> Path:
 
     Raises `ConfigError` for a folder without a run, `ExportError` if the page cannot be written.
     """
-    return write_page(render_report(read_history(folder), time.time()), target or folder / REPORT)
-
-
-def write_page(page: str, path: Path) -> Path:
-    """Write a page atomically and return `path`. Raises `ExportError` if that fails."""
+    page, path = render_report(read_history(folder), time.time()), target or folder / REPORT
     try:
         with written_whole(path) as draft:
             draft.write_text(page, encoding="utf-8")
@@ -278,17 +274,13 @@ def _loss_curves(run: History) -> list[Curve]:
 
 
 def _with_smoothed(name: str, steps: Sequence[float], values: Sequence[float], colour: int) -> list[Curve]:
-    """A curve; with more than 20 steps also its moving average over a fiftieth of them."""
+    """A curve; with more than 20 steps also its moving average over a fiftieth of them, an odd number, at
+    least 5."""
     if len(values) <= 20:
         return [Curve(name, steps, values, colour)]
-    window = smoothing_window(len(values))
+    window = max(5, len(values) // 50 | 1)
     mean = Curve(f"{name}, mean of {window:,} steps", steps, smoothed(values, window), colour)
     return [Curve(name, steps, values, colour, faint=True), mean]
-
-
-def smoothing_window(steps: int) -> int:
-    """Steps that a smoothed curve averages over: a fiftieth of all, odd, at least 5."""
-    return max(5, steps // 50 | 1)
 
 
 def _events(run: History) -> list[ChartEvent]:

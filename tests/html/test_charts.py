@@ -19,7 +19,6 @@ from megatrain.html import Axes, ChartEvent, Curve, chart, chart_scripts, docume
 from megatrain.html.charts import COLUMNS
 from megatrain.html.elements import CURVE_COLOURS, PART_COLOURS, luminance
 from megatrain.html.timeline import KIND_COLOURS
-from megatrain.run.compare_runs import write_comparison
 from megatrain.run.report import write_report
 from megatrain.train.events import Evaluated
 from tests.html.browser import BROWSER, seen
@@ -203,17 +202,15 @@ def test_charts_render_without_console_errors_or_overflow(width: int, tmp_path: 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="looks at pages in chromium")
 @pytest.mark.parametrize("width", [390, 1200])
-def test_reports_and_comparisons_render_without_console_errors_or_overflow(width: int, tmp_path: Path) -> None:
+def test_reports_render_without_console_errors_or_overflow(width: int, tmp_path: Path) -> None:
     """A legend with all kinds of events leaves the chart its height, on a phone, too."""
-    first = run(tmp_path / "a", *EVERYTHING, Evaluated(3, 2.0, {}, {"math": 1.0, "code": 3.0}))
-    second = run(tmp_path / "a-long-name-of-a-run-as-people-give-them", *EVERYTHING)
-    for path in (write_report(first), write_comparison([first, second])):
-        found = seen(path.read_text(), tmp_path, width=width)
-        assert found["charts"] >= 5
-        assert found["lowest"] > 180, path
-        assert found["problems"] == []
-        assert found["overflow"] <= 0
-        assert found["wide"] == []
+    folder = run(tmp_path / "a", *EVERYTHING, Evaluated(3, 2.0, {}, {"math": 1.0, "code": 3.0}))
+    found = seen(write_report(folder).read_text(), tmp_path, width=width)
+    assert found["charts"] >= 5
+    assert found["lowest"] > 180
+    assert found["problems"] == []
+    assert found["overflow"] <= 0
+    assert found["wide"] == []
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ from megatrain.errors import ConfigError, ExportError
 from megatrain.html import table
 from megatrain.plan import stalls
 from megatrain.plan.analysis import STREAM_WORDS
-from megatrain.run.compare_runs import write_comparison
 from megatrain.run.history import read_history, timeline_in
 from megatrain.run.report import MOST_ROWS, render_report, write_report
 from megatrain.schedule import chrome_trace
@@ -290,44 +289,15 @@ def test_long_curves_are_smoothed_and_distinguishable(tmp_path: Path) -> None:
     assert mean["y"][50] == pytest.approx(sum(10.0 / step for step in range(49, 54)) / 5, rel=1e-5)
 
 
-def test_several_runs_are_compared_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = run(tmp_path / "x" / "a", *EVERYTHING)
-    second = run(tmp_path / "y" / "a", stepped(1, 4.0), stepped(2, 3.5))
-    (second / "config.yaml").write_text("train: {steps: 20}\n")
-    with pytest.raises(SystemExit) as left:
-        main(["report", str(first), str(second)])
-    assert left.value.code == 0
-    path = first / "comparison.html"
-    assert capsys.readouterr().out.strip() == str(path)
-    reader = read(path.read_text())
-    for part in ("x/a", "y/a", "3 of 10", "2 of 10", "best validation loss", "train.steps"):
-        assert part in reader.text, part
-    drawn = json.loads(reader.scripts[0])["charts"]
-    assert [trace["name"] for trace in drawn["loss"]["data"]] == ["x/a", "y/a"]
-    assert drawn["tokens"]["data"][1]["customdata"][0].startswith("token ")
-    assert not (first / "report.html").exists()
-
-
 def test_the_commands_of_the_guide_write_the_pages_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     guide = (Path(__file__).parents[2] / "docs" / "guides" / "reports.md").read_text()
     (block,) = re.findall(r"```text\n(.*?)```", guide, re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    for name in ("start", "second"):
-        run(Path("runs") / name, *EVERYTHING)
+    run(Path("runs") / "start", *EVERYTHING)
     for line in block.splitlines():
         with pytest.raises(SystemExit) as left:
             main(shlex.split(line, comments=True)[1:])
         assert left.value.code == 0
     written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.html")}
-    assert written == {"runs/start/report.html", "start.html", "runs/start/comparison.html"}
+    assert written == {"runs/start/report.html", "start.html"}
     assert all(Path(path).name in block for path in written)
-
-
-def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
-    folder = run(tmp_path / "a", stepped(1))
-    with pytest.raises(ConfigError, match="is named twice"):
-        write_comparison([folder, tmp_path / "b" / ".." / "a"])
-    with pytest.raises(ConfigError, match="at most 6"):
-        write_comparison([tmp_path / str(number) for number in range(7)])
-    with pytest.raises(ConfigError, match=r"holds no metrics\.jsonl"):
-        write_comparison([folder, tmp_path])
