@@ -11,15 +11,16 @@ import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, astuple, fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_type_hints
 
 from megatrain.errors import PlanError
-from megatrain.spec import WEIGHT_NBYTES, Hardware
-from megatrain.spec.hardware import PRODUCT_KINDS, AttentionRate, DiskRate, ElementwiseRate, LinkRoute, ProductRate
+from megatrain.spec import Hardware
+from megatrain.spec.hardware import AttentionRate, Bandwidth, Count, DiskRate, ElementwiseRate, ProductRate
+from megatrain.spec.validate_fields import checked
 from megatrain.system.paths import read_text, usable_path, written_whole
 
 _LIBRARY = "machines.json"
@@ -31,141 +32,47 @@ _LIKE = "like"
 """Key used only in the library: the machine from which an entry inherits figures and sources that it does not give."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Number:
-    """A range of accepted numbers, both ends included, and the one that is meant if there is none."""
-
-    least: float
-    most: float
-    whole: bool = False
-    default: int | None = None
-
-    def read(self, value: Any, where: str) -> float | int:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise PlanError(f"{value!r:.40} is not a number", where=where, fix=self._advice())
-        if not self.least <= value <= self.most:  # also NaN
-            raise PlanError(f"{value!s:.24} is out of range", where=where, fix=self._advice())
-        if self.whole and value != int(value):
-            raise PlanError(f"{value} is not a whole number", where=where, fix=self._advice())
-        return int(value) if self.whole else float(value)
-
-    def _advice(self) -> str:
-        return f"give a {'whole ' if self.whole else ''}number from {self.least:g} to {self.most:g}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Word:
-    """A choice of accepted words, and the one that is meant if there is none."""
-
-    words: tuple[str, ...]
-    default: str | None = None
-
-    def read(self, value: Any, where: str) -> str:
-        if value not in self.words:
-            fix = f"use {', '.join(self.words[:-1])} or {self.words[-1]}"
-            raise PlanError(f"{value!r:.40} is not valid", where=where, fix=fix)
-        return str(value)
-
-
-_CAPACITY = _Number(2**20, 1e18, whole=True)
-_BANDWIDTH = _Number(1e5, 1e15)
-_FLOPS = _Number(1e6, 1e18)
-_COUNT = _Number(1, 2**24, whole=True)
-_BLOCK = _Number(512, 2**30, whole=True)
-_DEPTH = _Number(1, 4096, whole=True)
-_SECONDS = _Number(1e-9, 1.0)
-
-_NUMBERS: dict[str, tuple[str, _Number]] = {  # key in a file -> field of Hardware, accepted numbers
-    "device_bytes": ("device_nbytes", _CAPACITY),
-    "host_bytes": ("host_nbytes", _CAPACITY),
-    "pinnable_bytes": ("pinnable_nbytes", _Number(0, 1e18, whole=True)),
-    "bf16_flops_per_second": ("flops", _FLOPS),
-    "bf16_peak_flops_per_second": ("peak_flops", _FLOPS),
-    "fp32_flops_per_second": ("flops_fp32", _FLOPS),
-    "fp32_peak_flops_per_second": ("peak_flops_fp32", _FLOPS),
-    "launch_seconds": ("launch_seconds", _SECONDS),
-    "device_copy_bytes_per_second": ("device_bandwidth", _BANDWIDTH),
-    "elementwise_bytes_per_second": ("elementwise_bandwidth", _BANDWIDTH),
-    "fresh_bytes_per_second": ("fresh_bandwidth", _BANDWIDTH),
-    "fetch_bytes_per_second": ("fetch_bandwidth", _BANDWIDTH),
-    "grad_bytes_per_second": ("grad_bandwidth", _BANDWIDTH),
-    "duplex_fetch_bytes_per_second": ("duplex_fetch_bandwidth", _BANDWIDTH),
-    "duplex_grad_bytes_per_second": ("duplex_grad_bandwidth", _BANDWIDTH),
-    "pageable_fetch_bytes_per_second": ("pageable_fetch_bandwidth", _BANDWIDTH),
-    "pageable_grad_bytes_per_second": ("pageable_grad_bandwidth", _BANDWIDTH),
-    "optimizer_bytes_per_second": ("host_bandwidth", _BANDWIDTH),
-    "host_dram_bytes_per_second": ("host_dram_bandwidth", _BANDWIDTH),
-    "norm_bytes_per_second": ("norm_bandwidth", _BANDWIDTH),
-    "host_copy_bytes_per_second": ("host_copy_bandwidth", _BANDWIDTH),
-    "disk_bytes": ("disk_nbytes", _Number(0, 1e18, whole=True)),
-    "disk_read_bytes_per_second": ("disk_read_bandwidth", _BANDWIDTH),
-    "disk_write_bytes_per_second": ("disk_write_bandwidth", _BANDWIDTH),
-    "disk_duplex_read_bytes_per_second": ("disk_duplex_read_bandwidth", _BANDWIDTH),
-    "disk_duplex_write_bytes_per_second": ("disk_duplex_write_bandwidth", _BANDWIDTH),
-    "disk_block_bytes": ("disk_block_nbytes", _BLOCK),
-    "disk_depth": ("disk_depth", _DEPTH),
-    "disk_endurance_bytes": ("disk_endurance_nbytes", _CAPACITY),
-    "devices": ("devices", _DEPTH),
-    "shared_bus_bytes_per_second": ("shared_bus_bandwidth", _BANDWIDTH),
-    "link_bytes_per_second": ("link_bandwidth", _BANDWIDTH),
-    "link_seconds": ("link_seconds", _SECONDS),
-    "node_bytes_per_second": ("node_bandwidth", _BANDWIDTH),
+_NAMED_APART = {
+    "flops": "bf16_flops_per_second",
+    "peak_flops": "bf16_peak_flops_per_second",
+    "flops_fp32": "fp32_flops_per_second",
+    "peak_flops_fp32": "fp32_peak_flops_per_second",
+    "device_bandwidth": "device_copy_bytes_per_second",
+    "host_bandwidth": "optimizer_bytes_per_second",
+    "optimizer_bandwidth": "optimizer_by_threads",
+    "disk_rates": "disk_by_block_and_depth",
 }
-_PRECISION = _Word(tuple(WEIGHT_NBYTES))
-_TABLES: dict[str, tuple[str, Any, dict[str, _Number | _Word]]] = {  # key -> field, type of a row, its columns in order
-    "products": (
-        "products",
-        ProductRate,
-        {
-            "precision": _PRECISION,
-            "m": _COUNT,
-            "k": _COUNT,
-            "n": _COUNT,
-            "flops_per_second": _FLOPS,
-            "kind": _Word(PRODUCT_KINDS, default="output"),
-        },
-    ),
-    "attention": (
-        "attention",
-        AttentionRate,
-        {
-            "precision": _PRECISION,
-            "length": _COUNT,
-            "head_size": _COUNT,
-            "forward_flops_per_second": _FLOPS,
-            "backward_flops_per_second": _FLOPS,
-        },
-    ),
-    "elementwise": (
-        "elementwise",
-        ElementwiseRate,
-        {
-            "precision": _PRECISION,
-            "forward_bytes_per_second": _BANDWIDTH,
-            "backward_bytes_per_second": _BANDWIDTH,
-            "bytes": _Number(1, 1e18, whole=True, default=1),
-        },
-    ),
-    "optimizer_by_threads": (
-        "optimizer_bandwidth",
-        lambda *row: row,
-        {"threads": _COUNT, "bytes_per_second": _BANDWIDTH},
-    ),
-    "disk_by_block_and_depth": (
-        "disk_rates",
-        DiskRate,
-        {
-            "block_bytes": _BLOCK,
-            "depth": _DEPTH,
-            "read_bytes_per_second": _BANDWIDTH,
-            "write_bytes_per_second": _BANDWIDTH,
-        },
-    ),
+"""Field of `Hardware` -> its key in a file, where `_named_in_files` says another."""
+_OF_RANKS = ("slots_in_host", "sharing_ranks")
+"""Fields that a file does not have: they say how ranks share a machine."""
+
+
+def _named_in_files(field: str) -> str:
+    """The name of a field with its unit, which keys and columns of a file have."""
+    for ending, unit in (("nbytes", "bytes"), ("bandwidth", "bytes_per_second"), ("flops", "flops_per_second")):
+        if field.endswith(ending):
+            return field.removesuffix(ending) + unit
+    return field
+
+
+_KEYS = {
+    field.name: _NAMED_APART.get(field.name) or _named_in_files(field.name)
+    for field in fields(Hardware)
+    if field.name not in _OF_RANKS
 }
-_LINK_ROUTE = _Word(get_args(LinkRoute), default="direct")
-_FLAGS = ("shares_memory", "divided_memory")
-_OTHER_KEYS = ("name", *_FLAGS, "link_route", "sources")
-_KEYS = (*_OTHER_KEYS, *_NUMBERS, *_TABLES)
+"""Field of `Hardware` -> its key in a file."""
+_COLUMNS = {
+    row_type: {column.name: _named_in_files(column.name) for column in fields(row_type)}
+    for row_type in (ProductRate, AttentionRate, ElementwiseRate, DiskRate)
+}
+_TABLES: dict[str, tuple[Any, dict[str, str]]] = {
+    "products": (ProductRate, _COLUMNS[ProductRate]),
+    "attention": (AttentionRate, _COLUMNS[AttentionRate]),
+    "elementwise": (ElementwiseRate, _COLUMNS[ElementwiseRate]),
+    "disk_rates": (DiskRate, _COLUMNS[DiskRate]),
+    "optimizer_bandwidth": (None, {"threads": "threads", "rate": "bytes_per_second"}),
+}
+"""Field with rows -> their type, if they are no tuples, and their fields -> columns of a file."""
 _OBSOLETE_KEYS = ("watts",)
 """Keys that earlier versions wrote. They are ignored."""
 
@@ -230,47 +137,48 @@ def _read(content: Any, where: str) -> Hardware:
     if not isinstance(content, dict):
         raise PlanError("is not a JSON object", where=where, fix="see `megatrain probe`")
     content = {key: value for key, value in content.items() if key not in _OBSOLETE_KEYS}
-    _refuse_unknown(content, _KEYS, where)
-    without_default = {field.name for field in fields(Hardware) if field.default is MISSING}
-    needed = ["name", *(key for key, (field, _) in _NUMBERS.items() if field in without_default)]
+    _refuse_unknown(content, _KEYS.values(), where)
+    needed = [_KEYS[field.name] for field in fields(Hardware) if field.default is MISSING]
     if missing := [key for key in needed if key not in content]:
         raise _missing(missing, f"{where}: ", "run `megatrain probe`, or add")
     if not isinstance(content["name"], str) or not content["name"].strip() or not content["name"].isprintable():
         raise PlanError(f"{content['name']!r} is not a name", where=f"{where}: name", fix="give one line of text")
-    flags = {key: content[key] for key in _FLAGS if key in content}
-    for key, value in flags.items():
-        if not isinstance(value, bool):
-            raise PlanError(f"{value!r:.40} is not valid", where=f"{where}: {key}", fix="use true or false")
-    route = _LINK_ROUTE.read(content.get("link_route", _LINK_ROUTE.default), f"{where}: link_route")
-    values: dict[str, Any] = {"name": content["name"], "link_route": route, **flags}
-    for key, (field, number) in _NUMBERS.items():
-        if key in content:
-            values[field] = number.read(content[key], f"{where}: {key}")
-    for key, (field, _, _) in _TABLES.items():
-        values[field] = tuple(_rows(content.get(key, []), key, f"{where}: {key}"))
-    values["sources"] = _sources(content.get("sources", {}), f"{where}: sources")
+    values: dict[str, Any] = {"sources": _sources(content.get("sources", {}), f"{where}: sources")}
+    kinds = get_type_hints(Hardware, include_extras=True)
+    for field, key in _KEYS.items():
+        if key not in content or field == "sources":
+            continue
+        if field in _TABLES:
+            values[field] = tuple(_rows(content[key], field, f"{where}: {key}"))
+        else:
+            values[field] = checked(content[key], kinds[field], PlanError, f"{where}: {key}")
     return _consistent(Hardware(**values), where)
 
 
-def _rows(rows: Any, key: str, where: str) -> Iterator[Any]:
+def _rows(rows: Any, field: str, where: str) -> Iterator[Any]:
     """The rows of one table."""
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise PlanError("is not a list of JSON objects", where=where, fix="see `megatrain probe`")
-    _, row_type, columns = _TABLES[key]
-    defaults = {name: kind.default for name, kind in columns.items() if kind.default is not None}
+    row_type, columns = _TABLES[field]
+    kinds = {"threads": Count, "rate": Bandwidth} if row_type is None else get_type_hints(row_type, include_extras=True)
+    optional = [] if row_type is None else [each.name for each in fields(row_type) if each.default is not MISSING]
     for index, row in enumerate(rows):
         place = f"{where}[{index}]"
-        _refuse_unknown(row, columns, place)
-        row = {**defaults, **row}
-        if missing := [name for name in columns if name not in row]:
+        _refuse_unknown(row, columns.values(), place)
+        if missing := [key for name, key in columns.items() if key not in row and name not in optional]:
             raise _missing(missing, f"{place}.", "leave out the row, or add")
-        yield row_type(*(kind.read(row[name], f"{place}.{name}") for name, kind in columns.items()))
+        given = {
+            name: checked(row[key], kinds[name], PlanError, f"{place}.{key}")
+            for name, key in columns.items()
+            if key in row
+        }
+        yield tuple(given.values()) if row_type is None else row_type(**given)
 
 
 def _sources(notes: Any, where: str) -> tuple[tuple[str, str], ...]:
     if not isinstance(notes, dict):
         raise PlanError("is not a JSON object of texts", where=where, fix="see `megatrain probe`")
-    known = _keys_with_sources()
+    known = {key: field for field, key in _KEYS.items() if field != "sources"}
     notes = {key: note for key, note in notes.items() if key not in _OBSOLETE_KEYS}
     _refuse_unknown(notes, known, where)
     if wrong := [key for key, note in notes.items() if not isinstance(note, str)]:
@@ -310,6 +218,11 @@ def _refuse_unknown(content: Mapping[str, Any], known: Any, where: str) -> None:
             raise PlanError(f"unknown key {key!r}", where=where, fix=fix)
 
 
+def _number(text: str) -> float | int:
+    """A number with a point or an exponent: whole ones, such as 24e9, may be numbers of bytes."""
+    return int(number) if (number := float(text)).is_integer() else number
+
+
 def _parsed(text: str, where: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         content = dict(pairs)
@@ -319,7 +232,7 @@ def _parsed(text: str, where: str) -> Any:
         return content
 
     try:
-        return json.loads(text, object_pairs_hook=unique)
+        return json.loads(text, object_pairs_hook=unique, parse_float=_number)
     except (ValueError, RecursionError) as error:
         what = f"is not JSON ({error})" if isinstance(error, ValueError) else "is not JSON (nested too deeply)"
         raise PlanError(what, where=where, fix="write it again with `megatrain probe`") from error
@@ -329,30 +242,18 @@ def _parsed(text: str, where: str) -> Any:
 
 
 def _content(hardware: Hardware) -> dict[str, Any]:
-    """The content of a hardware file. Unknown rates are left out."""
-    content: dict[str, Any] = {"name": hardware.name, "shares_memory": hardware.shares_memory}
-    content |= {"divided_memory": True} if hardware.divided_memory else {}
-    content["link_route"] = hardware.link_route
-    for key, (field, _) in _NUMBERS.items():
-        if (value := getattr(hardware, field)) is not None:
+    """The content of a hardware file. Unknown rates, and flags that are off, are left out."""
+    content: dict[str, Any] = {}
+    for field, key in _KEYS.items():
+        value = getattr(hardware, field)
+        if field in _TABLES:
+            row_type, columns = _TABLES[field]
+            value = [zip(columns.values(), row if row_type is None else astuple(row), strict=True) for row in value]
+            value = [dict(row) for row in value]
+        if value is not None and value is not False and value != [] and field != "sources":
             content[key] = value
-    for key, (field, _, columns) in _TABLES.items():
-        if rows := [dict(zip(columns, _values(row), strict=True)) for row in getattr(hardware, field)]:
-            content[key] = rows
-    keys = {field: key for key, field in _keys_with_sources().items()}
-    content["sources"] = {keys.get(field, field): note for field, note in hardware.sources}
+    content["sources"] = {_KEYS.get(field, field): note for field, note in hardware.sources}
     return content
-
-
-def _values(row: Any) -> tuple[Any, ...]:
-    return row if isinstance(row, tuple) else tuple(getattr(row, name) for name in row.__slots__)
-
-
-def _keys_with_sources() -> dict[str, str]:
-    """Key in a file -> field of `Hardware`, for all that may have a source."""
-    others = {key: key for key in ("name", *_FLAGS, "link_route")}
-    tables = {key: field for key, (field, _, _) in _TABLES.items()}
-    return others | {key: field for key, (field, _) in _NUMBERS.items()} | tables
 
 
 @cache

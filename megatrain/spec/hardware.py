@@ -6,9 +6,10 @@ Rates are rows, stored in files, between which the planner interpolates (`plan.c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from megatrain.spec.numerics import Precision
+from megatrain.spec.validate_fields import Bounds
 
 LinkRoute = Literal["direct", "bus", "host"]
 """How devices of one machine are connected: by direct links, the bus, or the bus and host memory."""
@@ -24,6 +25,16 @@ Each reads its operands in another order, and a library may be slow at one of th
 
 PRODUCT_KINDS: tuple[ProductKind, ...] = get_args(ProductKind)
 
+Capacity = Annotated[int, Bounds(1 << 20, 1e18)]
+Room = Annotated[int, Bounds(0, 1e18)]
+Bandwidth = Annotated[float, Bounds(1e5, 1e15)]
+Flops = Annotated[float, Bounds(1e6, 1e18)]
+Seconds = Annotated[float, Bounds(1e-9, 1.0)]
+Count = Annotated[int, Bounds(1, 1 << 24)]
+Depth = Annotated[int, Bounds(1, 4096)]
+Block = Annotated[int, Bounds(512, 1 << 30)]
+"""What a file may say. Sums and quotients of such values do not overflow."""
+
 SECTOR = 4096
 """Alignment of direct I/O in bytes, in memory and in files, sufficient for every known drive."""
 
@@ -38,10 +49,10 @@ class ProductRate:
     """Speed of a matrix product [m, k] x [k, n], in FLOPs per second (2 m k n FLOPs in total)."""
 
     precision: Precision
-    m: int
-    k: int
-    n: int
-    flops: float
+    m: Count
+    k: Count
+    n: Count
+    flops: Flops
     kind: ProductKind = "output"
 
 
@@ -53,10 +64,10 @@ class AttentionRate:
     """
 
     precision: Precision
-    length: int
-    head_size: int
-    forward_flops: float
-    backward_flops: float
+    length: Count
+    head_size: Count
+    forward_flops: Flops
+    backward_flops: Flops
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +78,9 @@ class ElementwiseRate:
     """
 
     precision: Precision
-    forward_bandwidth: float
-    backward_bandwidth: float
-    nbytes: int = 1
+    forward_bandwidth: Bandwidth
+    backward_bandwidth: Bandwidth
+    nbytes: Annotated[int, Bounds(1, 1e18)] = 1
     """Bytes that autograd kept of the layer that was measured. With one row of a precision, time scales with bytes."""
 
 
@@ -77,10 +88,10 @@ class ElementwiseRate:
 class DiskRate:
     """Bytes per second of reads and of writes of `block_nbytes` each, `depth` at a time."""
 
-    block_nbytes: int
-    depth: int
-    read_bandwidth: float
-    write_bandwidth: float
+    block_nbytes: Block
+    depth: Depth
+    read_bandwidth: Bandwidth
+    write_bandwidth: Bandwidth
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +102,17 @@ class Hardware:
     """
 
     name: str
-    device_nbytes: int
-    host_nbytes: int
-    fetch_bandwidth: float
+    device_nbytes: Capacity
+    host_nbytes: Capacity
+    fetch_bandwidth: Bandwidth
     """Host to device, bytes per second, with no other traffic."""
-    grad_bandwidth: float
+    grad_bandwidth: Bandwidth
     """Device to host, bytes per second, with no other traffic."""
-    flops: float
+    flops: Flops
     """FLOPs per second of a large bf16 matrix product; also of fp32 if that is unknown."""
-    host_bandwidth: float
+    host_bandwidth: Bandwidth
     """Bytes per second, read plus written, of the optimizer pass in host memory with all threads."""
-    host_dram_bandwidth: float | None = None
+    host_dram_bandwidth: Bandwidth | None = None
     """Bytes per second, read plus written, of host memory, shared by copies, optimizer and disk."""
     shares_memory: bool = False
     """The device computes in host memory; fetch and grad bandwidths are those of copies within it."""
@@ -109,58 +120,58 @@ class Hardware:
     """As above, for several ranks, each of which still has weight slots."""
     divided_memory: bool = False
     """`device_nbytes` and `host_nbytes` are two parts of one memory (DGX Spark), and their sizes a choice."""
-    flops_fp32: float | None = None
-    peak_flops: float | None = None
+    flops_fp32: Flops | None = None
+    peak_flops: Flops | None = None
     """The manufacturer's dense bf16 FLOPs per second; `flops` is what is achieved."""
-    peak_flops_fp32: float | None = None
+    peak_flops_fp32: Flops | None = None
     products: tuple[ProductRate, ...] = ()
     attention: tuple[AttentionRate, ...] = ()
-    device_bandwidth: float | None = None
+    device_bandwidth: Bandwidth | None = None
     """Bytes per second, read plus written, of a copy within device memory."""
     elementwise: tuple[ElementwiseRate, ...] = ()
-    elementwise_bandwidth: float | None = None
+    elementwise_bandwidth: Bandwidth | None = None
     """The same for the forward only, in any precision, if `elementwise` has no row."""
-    fresh_bandwidth: float | None = None
+    fresh_bandwidth: Bandwidth | None = None
     """Bytes per second at which the system provides fresh pages of host memory; relevant if the device computes in host
     memory."""
-    launch_seconds: float | None = None
+    launch_seconds: Seconds | None = None
     """Seconds of the smallest op in a long sequence."""
-    duplex_fetch_bandwidth: float | None = None
+    duplex_fetch_bandwidth: Bandwidth | None = None
     """As `fetch_bandwidth`, with gradients leaving at `duplex_grad_bandwidth`."""
-    duplex_grad_bandwidth: float | None = None
-    pageable_fetch_bandwidth: float | None = None
+    duplex_grad_bandwidth: Bandwidth | None = None
+    pageable_fetch_bandwidth: Bandwidth | None = None
     """As `fetch_bandwidth`, from pageable memory."""
-    pageable_grad_bandwidth: float | None = None
-    optimizer_bandwidth: tuple[tuple[int, float], ...] = ()
+    pageable_grad_bandwidth: Bandwidth | None = None
+    optimizer_bandwidth: tuple[tuple[Count, Bandwidth], ...] = ()
     """(number of threads, `host_bandwidth` with them), ascending."""
-    norm_bandwidth: float | None = None
+    norm_bandwidth: Bandwidth | None = None
     """Bytes per second of gradients read for their norm, with all threads."""
-    host_copy_bandwidth: float | None = None
+    host_copy_bandwidth: Bandwidth | None = None
     """Bytes per second that one thread copies in host memory, counted once."""
-    disk_nbytes: int | None = None
-    disk_read_bandwidth: float | None = None
-    disk_write_bandwidth: float | None = None
-    disk_duplex_read_bandwidth: float | None = None
+    disk_nbytes: Room | None = None
+    disk_read_bandwidth: Bandwidth | None = None
+    disk_write_bandwidth: Bandwidth | None = None
+    disk_duplex_read_bandwidth: Bandwidth | None = None
     """As `disk_read_bandwidth`, with concurrent writes at `disk_duplex_write_bandwidth`."""
-    disk_duplex_write_bandwidth: float | None = None
-    disk_block_nbytes: int | None = None
+    disk_duplex_write_bandwidth: Bandwidth | None = None
+    disk_block_nbytes: Block | None = None
     """Block size and depth of the two disk bandwidths."""
-    disk_depth: int | None = None
+    disk_depth: Depth | None = None
     disk_rates: tuple[DiskRate, ...] = ()
-    disk_endurance_nbytes: int | None = None
+    disk_endurance_nbytes: Capacity | None = None
     """The drive's endurance: bytes that may be written in its life (TBW)."""
-    pinnable_nbytes: int | None = None
+    pinnable_nbytes: Room | None = None
     """Host memory that may be page-locked; 0 if refused."""
-    devices: int = 1
+    devices: Depth = 1
     """Devices of this kind in the machine. They share host memory, its rates, and the drive."""
-    shared_bus_bandwidth: float | None = None
+    shared_bus_bandwidth: Bandwidth | None = None
     """Bytes per second, each way, of all devices' buses together, if less than their sum."""
-    link_bandwidth: float | None = None
+    link_bandwidth: Bandwidth | None = None
     """Bytes per second that a device sends within its machine in a collective while receiving as much."""
     link_route: LinkRoute = "direct"
-    link_seconds: float | None = None
+    link_seconds: Seconds | None = None
     """Fixed seconds per collective."""
-    node_bandwidth: float | None = None
+    node_bandwidth: Bandwidth | None = None
     """Bytes per second that a machine sends to others over all adapters while receiving as much."""
     sharing_ranks: int = 1
     """Number of ranks that divide the machine: figures of shared resources are one rank's part."""

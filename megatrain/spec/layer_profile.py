@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from megatrain.spec.validate_fields import Bounds
+
+Amount = Annotated[float, Bounds(0, 1e15)]
+"""Bytes or operations."""
+Count = Annotated[int, Bounds(1, 1 << 40)]
+Share = Annotated[float, Bounds(0, 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
     """Bytes as a function of the size of a micro-batch."""
 
-    fixed: float = 0.0
+    fixed: Amount = 0.0
     """Constant: gradients of weights, say."""
-    per_token: float = 0.0
-    per_pair: float = 0.0
+    per_token: Amount = 0.0
+    per_pair: Amount = 0.0
     """Per token and position of its sequence: masks, stored scores."""
-    per_chunk_token: float = 0.0
+    per_chunk_token: Amount = 0.0
     """Per token of a chunk, if token-wise parts run in chunks."""
     with_kernel: bool = False
     """For a peak: whether a kernel that allocates memory (attention, loss) runs there."""
-    per_value: float = 0.0
+    per_value: Amount = 0.0
     """Per value of images (`Work.values_per_token`)."""
 
     def nbytes(self, tokens: int, length: int, chunk: int = 0, values: float = 0.0) -> float:
@@ -54,20 +62,20 @@ class Peak:
 class Outputs:
     """Bytes that stored op outputs take and save (`chosen`, `attention` of `spec.Keep`)."""
 
-    chosen_nbytes: float = 0.0
+    chosen_nbytes: Amount = 0.0
     """Bytes per token that `chosen` keeps besides the input; 0 if unknown."""
-    shared_nbytes: float = 0.0
+    shared_nbytes: Amount = 0.0
     """The part of them that the rebuilt graph holds, too."""
-    attention_nbytes: float = 0.0
+    attention_nbytes: Amount = 0.0
     """Bytes per token that `attention` keeps besides the input; the rebuilt graph holds all of it."""
     chosen_offloaded: Peak = Peak()
     """Peak of forward and backward with the outputs of `chosen` in other memory. May exceed `backward` minus
     `shared_nbytes`, since the graph would free some of them before the peak."""
     attention_offloaded: Peak = Peak()
     """The same for the outputs of `attention`."""
-    chosen_share: float = 0.0
+    chosen_share: Share = 0.0
     """Share of the forward's product FLOPs that `chosen` does not repeat."""
-    spared_share: float = 0.0
+    spared_share: Share = 0.0
     """Share that neither it nor `attention` repeats, since no gradient needs the results."""
 
 
@@ -75,9 +83,9 @@ class Outputs:
 class LayerProfile:
     """Memory and attention of a unit besides its weights, in the compute dtype of the measurement."""
 
-    attention_flops: float = 0.0
+    attention_flops: Amount = 0.0
     """Attention's forward FLOPs per token and attended position: usually 4 x heads x head size."""
-    window: int | None = None
+    window: Count | None = None
     """Attention window in positions; `None` means all earlier ones."""
     forward: Peak = Peak()
     """Peak of a forward without gradients, including the output; for the prologue, including layers' arguments."""
@@ -90,9 +98,9 @@ class LayerProfile:
     """What autograd keeps for the backward, besides the layer's input."""
     graph_in_chunks: Growth | None = None
     """The same with token-wise parts in chunks; `None` if it has none."""
-    block: int = 1
+    block: Count = 1
     """The layer pads sequences to multiples of this many tokens."""
-    chunk_numel: int = 0
+    chunk_numel: Annotated[int, Bounds(0, 1 << 50)] = 0
     """Parameters of the largest token-wise part."""
     outputs: Outputs = Outputs()
     balance: Peak = Peak()
@@ -101,9 +109,9 @@ class LayerProfile:
     """For the prologue: arguments of all layers besides the hidden state that rows share."""
     row_arguments: Growth = Growth()
     """The same per row."""
-    value_flops: float = 0.0
+    value_flops: Amount = 0.0
     """For a prologue with images: FLOPs of its products per value, forward."""
-    value_flops_backward: float = 0.0
+    value_flops_backward: Amount = 0.0
     """The same, forward and backward."""
     others: tuple[tuple[str, LayerProfile], ...] = ()
     """Where it differs: for other rows, `padded`, `packed`, `masked` (attention is told by a mask), `several` and

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from megatrain.errors import PlanError
-from megatrain.spec.layer_profile import NOTHING_KNOWN, Growth, LayerProfile
+from megatrain.spec.layer_profile import NOTHING_KNOWN, Amount, Count, Growth, LayerProfile, Share
+from megatrain.spec.validate_fields import Bounds
 
 
 class FileBytes(NamedTuple):
@@ -19,6 +20,7 @@ class FileBytes(NamedTuple):
     nbytes: int
 
 
+Place = Annotated[int, Bounds(0, 1 << 20)]
 UnitKind = Literal["prologue", "layer", "epilogue"]
 
 
@@ -27,12 +29,12 @@ class ParamSpec:
     """One parameter, by its full Hugging Face name; tied parameters appear once."""
 
     name: str
-    shape: tuple[int, ...]
-    active: float = 1.0
+    shape: tuple[Count, ...]
+    active: Share = 1.0
     """Share of its elements that one token uses: below 1 for experts."""
     trainable: bool = True
     """A frozen parameter streams like any other, without gradient and updates."""
-    held: int = 0
+    held: Annotated[int, Bounds(-1, 1 << 20)] = 0
     """How many later parameters, in order of use, a forward reaches before it last reads this one: 1 for a matrix that
     is read with its bias; -1 if it may be read again at any time."""
     file_backed: bool = False
@@ -95,15 +97,15 @@ class SideValue:
     """A tensor besides the hidden state that a unit makes for later ones: keys and values that layers share, inputs of
     each layer from the prologue, indices of sparse attention, or router logits for the auxiliary loss."""
 
-    source: int
+    source: Place
     """The unit that makes it."""
-    users: tuple[int, ...]
+    users: tuple[Place, ...]
     """The units that read it, ascending; the epilogue reads it in the loss."""
     differentiable: bool = True
     """Whether a gradient flows through it."""
     size: Growth = UNMEASURED
     """Bytes, once measured. Those of the prologue are among the arguments of layers; only their gradient is apart."""
-    most_per_token: float = 0.0
+    most_per_token: Amount = 0.0
     """Bytes of a token in sequences of any length; 0 if nothing limits what `size` says."""
 
     def nbytes(self, tokens: int, length: int) -> float:
@@ -122,20 +124,20 @@ class ModelSpec:
 
     name: str
     units: tuple[UnitSpec, ...]
-    hidden_size: int
-    vocab_size: int
-    max_positions: int | None = None
+    hidden_size: Count
+    vocab_size: Count
+    max_positions: Count | None = None
     attention: str = "sdpa"
     """Hugging Face name of the attention kernel that the model's code calls."""
     base_apart: bool = False
     """Checkpoints hold only an adapter, without its base."""
     sides: tuple[SideValue, ...] = ()
     """What units pass on besides the hidden state, in order of the units that make it."""
-    encoders: int = 0
+    encoders: Place = 0
     """How many units are of an encoder of images."""
-    encoded_per_value: float = 0.0
+    encoded_per_value: Amount = 0.0
     """Numbers in the input of one of its layers for each value of images (`Work.values_per_token`)."""
-    taps: tuple[int, ...] = ()
+    taps: tuple[Place, ...] = ()
     """Places in `encoder` of layers whose input the prologue reads, too: features of several layers."""
 
     def __post_init__(self) -> None:

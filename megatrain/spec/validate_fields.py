@@ -1,8 +1,9 @@
-"""Validates dataclasses that users construct (a policy, an optimizer) against their field annotations.
+"""Validates dataclasses that users construct (a policy, an optimizer), or store in files, against their annotations.
 
 `check_fields` in a `__post_init__` refuses a wrong type, or a number outside the annotation's `Bounds`, with a typed
-error that names the field. Equivalent values are stored as plain Python: numpy integers and floats, and lists for
-tuples. Bools, numbers and text are never converted into each other.
+error that names the field. Equivalent values are stored as plain Python: numpy integers and floats, lists for tuples,
+and what JSON holds of a dataclass, a mapping from names of fields, for an instance. Bools, numbers and text are never
+converted into each other.
 
 Annotations may use `bool`, `int`, `float`, `str`, classes, `Literal`, `None`, unions and tuples of these, and
 `Annotated` with `Bounds`. Classes themselves check rules that involve several fields.
@@ -13,8 +14,8 @@ from __future__ import annotations
 import math
 import sys
 import types
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -35,7 +36,7 @@ class Bounds:
         if self.most == math.inf:
             return f"{self.least} or more"
         exponent = int(self.most).bit_length() - 1
-        return f"{self.least} to {f'2**{exponent}' if self.most == 2.0**exponent > 1e6 else self.most}"
+        return f"{self.least:g} to {f'2**{exponent}' if self.most == 2.0**exponent > 1e6 else f'{self.most:g}'}"
 
 
 Check = Callable[[Any], Any]
@@ -113,7 +114,7 @@ def _check_of(kind: Any) -> tuple[Check, str]:
         return _tuple_of(get_args(kind), bounds)
     if kind in (int, float):
         return _number(kind, bounds)
-    return _instance_of(kind)
+    return _instance_or_fields_of(kind) if isinstance(kind, type) and is_dataclass(kind) else _instance_of(kind)
 
 
 def _one_of(allowed: Sequence[Any]) -> tuple[Check, str]:
@@ -210,6 +211,31 @@ def _instance_of(kind: Any) -> tuple[Check, str]:
         if kind is bool and type(value).__name__ == "bool" and hasattr(value, "item"):  # numpy's
             return bool(value)
         raise _Wrong(value, expected)
+
+    return check, expected
+
+
+def _instance_or_fields_of(kind: type) -> tuple[Check, str]:
+    """An instance of a dataclass, or a mapping from names of its fields; other names are ignored."""
+    expected = f"a {kind.__name__}"
+
+    def check(value: Any) -> Any:
+        if isinstance(value, kind):
+            return value
+        if not isinstance(value, Mapping):
+            raise _Wrong(value, expected)
+        given: dict[str, Any] = {}
+        for name, check_one in _checks_of(kind):
+            if name not in value:
+                continue
+            try:
+                given[name] = check_one(value[name])
+            except _Wrong as wrong:
+                raise _Wrong(wrong.value, wrong.expected, f".{name}{wrong.path}") from None
+        needed = [field.name for field in fields(kind) if field.default is field.default_factory is MISSING]
+        if lacking := [name for name in needed if name not in given]:
+            raise _Wrong(dict(value), f"{expected} with {', '.join(lacking)}")
+        return kind(**given)
 
     return check, expected
 

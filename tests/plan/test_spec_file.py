@@ -77,13 +77,15 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     [
         ("model.units", None, "lacks 'units'"),
         ("model.units", [], "units must be a prologue"),
-        ("model.name", 3, "3 is not a name"),
-        ("model.hidden_size", -4, "-4 is not a count"),
-        ("model.units.1.params.0.shape", [10**13], "is not a count"),
-        ("model.units.1.params.0.active", 2.0, "is not a number from 0 to 1"),
-        ("model.units.1.profile.graph.per_token", float("nan"), "nan is not a number"),
-        ("model.units.1.kind", "laier", "units must be"),
+        ("model.name", 3, "model.name: 3 is not valid; use a text"),
+        ("model.hidden_size", -4, "hidden_size: -4 is not valid"),
+        ("model.units.1.params.0.shape", [10**13], "shape.0.: 10000000000000 is not valid"),
+        ("model.units.1.params.0.active", 2.0, r"active: 2.0 is not valid"),
+        ("model.units.1.profile.graph.per_token", float("nan"), "graph.per_token: nan is not valid"),
+        ("model.units.1.kind", "laier", "kind: 'laier' is not valid"),
         ("model.units.1", 7, "'int' object"),
+        ("model.units.1.params", 7, "params: 7 is not valid; use a tuple, each a ParamSpec"),
+        ("model.units.1.params.0.shape", None, "is not valid; use a ParamSpec with shape"),
     ],
 )
 def test_invalid_model_specs_are_refused_in_one_line(path: str, value: Any, complaint: str) -> None:
