@@ -8,24 +8,21 @@ written. Another trainer's YAML can be translated instead. Existing configuratio
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatrain.commands.plan import adapter_keys, find_hardware, find_model
+from megatrain.commands.plan import LENGTH, TOKENS_PER_STEP, adapter_keys, fewer_tokens, find_hardware, find_model
 from megatrain.config import load_config
 from megatrain.config.other_trainers import translate
 from megatrain.data import about_tokens, begins_with_text, holds_samples, require_source, source_called
 from megatrain.data.sample_formats import Schema
 from megatrain.errors import ConfigError, DataError, DeviceError
 from megatrain.formatting import amount, counted, counted_epochs, duration
-from megatrain.plan import Plan, Question, find_plan, fits, load_hardware
+from megatrain.plan import Plan, Question, find_plan, load_hardware
 from megatrain.spec import Limits, Precision
 from megatrain.system.paths import usable_path, written_whole
 
-SEQUENCE_LENGTH = 4096
-TOKENS_PER_STEP = 65_536
-"""Tokens per step to try first; halved until they fit into memory and suit the size of the data."""
 STEPS, EPOCHS = 1000, 3
 """Most steps over plain text, and epochs over samples or less text."""
 ENOUGH_STEPS = 100
@@ -195,20 +192,18 @@ def _length(answers: Answers, plan: Plan, tokens: int | None, *, is_chat: bool) 
 
 
 def _planned(answers: Answers, tokens: int | None) -> Plan:
-    """The plan with the most tokens per step that fit, at most `TOKENS_PER_STEP`; fewer if the data is small."""
+    """The plan with `TOKENS_PER_STEP`, or fewer if they do not fit or the data is small."""
     how: dict[str, Any] = {"adapter": answers.adapter, "trust_remote_code": answers.trust_remote_code}
     spec = find_model(answers.model, answers.precision, **how)
-    most = spec.max_positions or SEQUENCE_LENGTH
-    length = min(answers.sequence_length or SEQUENCE_LENGTH, most)
+    most = spec.max_positions or LENGTH
+    length = min(answers.sequence_length or LENGTH, most)
     hardware = find_hardware(answers.hardware, answers.precision)
     rows = max(1, TOKENS_PER_STEP // length)
     while tokens is not None and rows > 1 and EPOCHS * tokens < ENOUGH_STEPS * rows * length:
         rows //= 2
     disk = Limits(disk_nbytes=None if answers.disk else 0)
     question = Question(spec, hardware, rows * length, length, answers.precision, limits=disk, saves=True)
-    while question.sequences > 1 and not fits(question):
-        question = replace(question, tokens_per_step=question.sequences // 2 * length)
-    return find_plan(question)
+    return find_plan(fewer_tokens(question))
 
 
 def _is_chat(answers: Answers) -> bool:

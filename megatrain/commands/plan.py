@@ -51,7 +51,6 @@ from megatrain.plan.measured_models import (
 from megatrain.plan.report import (
     Table,
     as_content,
-    configuration,
     describe_images,
     gains,
     memory,
@@ -138,11 +137,8 @@ def run_plan(model: str, console: Console, options: Options) -> Outlook:
         with Console(stderr=True).status("looking for improvements"):
             outlook = advised(outlook)
     show_changes(console, outlook)
-    if run is not None:
-        _say_next(console, _train(plan, model, *options.overrides))
-    else:
-        keys = _model_keys(model, options.attention, trust_remote_code=options.trust_remote_code)
-        _show_next(console, plan, keys, options.adapter)
+    command = _train(plan, model, *options.overrides) if run is not None else _init(plan, model, options)
+    console.print(Text.assemble(("next: ", "bold"), command), soft_wrap=True)
     _write_files(targets, outlook, facts)
     return outlook
 
@@ -473,24 +469,26 @@ def _length(spec: ModelSpec, length: int | None, tokens_per_step: int | None) ->
 
 def _planned(question: Question, *, may_shrink: bool) -> Plan:
     """The plan; with fewer tokens per step if the default does not fit and the user gave no number."""
-    asked, one = question, replace(question, tokens_per_step=question.length)
-    if may_shrink and question.sequences > 1 and not fits(question) and not fits(one):
-        question = one  # what would make more sequences fit is not looked for
+    asked = question
     while True:
+        question = fewer_tokens(question) if may_shrink else question
         try:
             return find_plan(question)
         except DoesNotFit as error:
             if not may_shrink or question.sequences == 1:
                 raise _with_upgrades(error, question, has_shrunk=question is not asked) from error
-        question = _shrunk(question)
+        question = _halved(question)
 
 
-def _shrunk(question: Question) -> Question:
-    """With a half, a quarter, ... of the sequences, until they fit by their estimate; or with one."""
-    while True:
-        question = replace(question, tokens_per_step=question.sequences // 2 * question.length)
-        if question.sequences == 1 or fits(question):
-            return question
+def fewer_tokens(question: Question) -> Question:
+    """The question with the most of all, a half, a quarter, ... of its sequences that fit by their estimate, or one."""
+    while question.sequences > 1 and not fits(question):
+        question = _halved(question)
+    return question
+
+
+def _halved(question: Question) -> Question:
+    return replace(question, tokens_per_step=question.sequences // 2 * question.length)
 
 
 def _with_upgrades(error: DoesNotFit, question: Question, *, has_shrunk: bool) -> DoesNotFit:
@@ -580,24 +578,19 @@ def show_changes(console: Console, outlook: Outlook) -> None:
         console.print(Text(words), end="\n\n")
 
 
-def _show_next(console: Console, plan: Plan, model: Mapping[str, Any], adapter: str | None) -> None:
-    """Print configuration keys for this plan, and the commands that write a configuration and train."""
-    question = plan.question
-    tree = {"model": model} | ({} if adapter is None else {"adapter": adapter_keys(adapter)}) | configuration(plan)
-    lines = [_yaml(name, section) for name, section in tree.items()]
-    init = ["megatrain", "init", "config.yaml", "--model", str(model.get("path") or model["config"]), "--data", "FILE"]
-    init += ["--sequence-length", str(question.length)]
-    init += ["--precision", question.precision] if question.precision != "bf16" else []
-    init += ["--disk", "FOLDER"] if plan.nbytes.get("disk") else []
-    init += ["--from-scratch"] if "config" in model else []
-    init += ["--adapter", adapter] if adapter is not None else []
-    init += ["--trust-remote-code"] if "trust_remote_code" in model else []
-    console.print(Text.assemble(("in a configuration:\n", "bold"), "\n".join(lines)), soft_wrap=True)
-    _say_next(console, f"{shlex.join(init)}, then {_train(plan, 'config.yaml')}")
-
-
-def _say_next(console: Console, command: str) -> None:
-    console.print(Text.assemble(("next: ", "bold"), command), soft_wrap=True)
+def _init(plan: Plan, model: str, options: Options) -> str:
+    """The commands that write a configuration for a model, and train by it."""
+    path = usable_path(model, where="model", error=ModelError)
+    content = read_json(path) if path.is_file() else None
+    is_saved = isinstance(content, dict) and "model" in content  # which does not say where its model is
+    command = ["megatrain", "init", "config.yaml", "--model", "MODEL" if is_saved else model, "--data", "FILE"]
+    command += ["--sequence-length", str(plan.question.length)]
+    command += ["--precision", plan.question.precision] if plan.question.precision != "bf16" else []
+    command += ["--disk", "FOLDER"] if plan.nbytes.get("disk") else []
+    command += ["--from-scratch"] if content is not None and not is_saved else []
+    command += ["--adapter", options.adapter] if options.adapter is not None else []
+    command += ["--trust-remote-code"] if options.trust_remote_code else []
+    return f"{shlex.join(command)}, then {_train(plan, 'config.yaml')}"
 
 
 def _train(plan: Plan, *arguments: str) -> str:
@@ -627,22 +620,6 @@ def adapter_keys(adapter: str) -> dict[str, Any]:
         **keys,
         **({"target_modules": list(keys["target_modules"])} if adapter.count(":") > 1 else {}),
     }
-
-
-def _model_keys(source: str, attention: str, *, trust_remote_code: bool) -> dict[str, Any]:
-    """Keys of the section `model` for `source`; a saved plan does not say where its model is."""
-    path, keys = usable_path(source, where="model", error=ModelError), {"path": source}
-    if path.is_file():
-        content = read_json(path)
-        keys = {"path": "MODEL"} if isinstance(content, dict) and "model" in content else {"config": source}
-    more = {"attention": attention} if attention != "auto" else {}
-    return keys | more | ({"trust_remote_code": True} if trust_remote_code else {})
-
-
-def _yaml(name: str, section: Mapping[str, object]) -> str:
-    return (
-        f"{name}: {{{', '.join(f'{key}: {json.dumps(value, ensure_ascii=False)}' for key, value in section.items())}}}"
-    )
 
 
 def _laid_out(table: Table) -> RichTable:

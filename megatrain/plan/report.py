@@ -16,10 +16,9 @@ from typing import Any
 
 from megatrain.formatting import SECONDS_PER_DAY, amount, counted, duration, flops, rate, tokens
 from megatrain.html import TIMELINE, DrawnOp, definitions, document, section, table, timeline, timeline_content
-from megatrain.plan.analysis import GB, MIN_GAIN_SHOWN, Change, Outlook, hidden_from, stream_words
+from megatrain.plan.analysis import MIN_GAIN_SHOWN, Change, Outlook, hidden_from, stream_words
 from megatrain.plan.cost import MEASURED_OVER_PLANNED, product_seconds
 from megatrain.plan.question import Plan, Question
-from megatrain.plan.ranks import limits_of_machine
 from megatrain.plan.spec_file import as_fields
 from megatrain.schedule import Schedule, Use
 from megatrain.spec import Hardware, Precision
@@ -302,35 +301,6 @@ def _first_clause(source: str) -> str:
     return re.split(r"[,;] | \(", source, maxsplit=1)[0]
 
 
-def configuration(plan: Plan) -> dict[str, dict[str, Any]]:
-    """The configuration of a run that gets this plan, without model, data and folder. Defaults are left out."""
-    question, hardware, limits = plan.question, plan.question.hardware, plan.question.limits
-    train: dict[str, Any] = {"global_batch_size": round(question.parts * question.sequences)}
-    if question.sequences % plan.micro_batch == 0:
-        train["micro_batch_size"] = plan.micro_batch
-    if not question.clips:
-        train["max_grad_norm"] = None
-    if question.precision != "bf16":
-        train["precision"] = question.precision
-    if not hardware.computes_in_host_memory:
-        train["device"] = "cuda:0"
-    totals = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
-    given = {tier: nbytes for tier in totals if 0 < (nbytes := limits.of(tier) or 0) <= totals[tier]}
-    if hardware.divided_memory:  # a run would take each to be as large as what is free
-        given = {tier: question.budgets()[tier] for tier in ("device", "host")} | given
-    memory = {tier: _exact(nbytes) for tier, nbytes in limits_of_machine(question, given).items()}
-    tree = {"data": {"sequence_length": question.length}, "train": train}
-    tree |= {"memory": memory} if memory else {}
-    return tree | ({"disk": {"folders": ["FOLDER-ON-A-FAST-DRIVE"]}} if plan.nbytes.get("disk") else {})
-
-
-def _exact(nbytes: int) -> str | int:
-    """In whole megabytes, or quarters of a GiB, where that is no rounding."""
-    if nbytes % 10**6 == 0:
-        return f"{nbytes / GB:.12g}GB"
-    return nbytes if nbytes % (1 << 28) else f"{nbytes / (1 << 30):.12g}GiB"
-
-
 # For programs ------------------------------------------------------------------------------------------------------
 
 
@@ -352,7 +322,6 @@ def as_content(outlook: Outlook) -> dict[str, Any]:
             "budgets": question.budgets(),
         },
         "policy": asdict(plan.numerics) | asdict(plan.policy),
-        "configuration": configuration(plan),
         "work": {"micro_batches": plan.work.micro_batches, "sequences": plan.micro_batch},
         "seconds": plan.seconds,
         "tokens_per_second": plan.tokens_per_second,

@@ -1,15 +1,23 @@
-"""Build the planner's input from a configuration, for a run and for `megatrain plan CONFIG`."""
+"""What a run asks the planner, from its configuration: its question, memory limits and disk tier."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
 from typing import Any
 
-from megatrain.config import Config
-from megatrain.errors import ConfigError
-from megatrain.plan import Question
-from megatrain.run.memory_limits import limits_of, with_disk
-from megatrain.spec import Batching, Hardware, ModelSpec
+from megatrain.config import Config, DiskSection, MemorySection
+from megatrain.device.probe_disk import disk_speed
+from megatrain.errors import ConfigError, DeviceError, DiskError
+from megatrain.formatting import amount, at_least, at_most
+from megatrain.memory import Disk
+from megatrain.model import InFiles, listed
+from megatrain.plan import Plan, Question, written_nbytes_per_day
+from megatrain.plan.host_resources import available_disk_nbytes, lies_in_memory
+from megatrain.spec import Batching, Hardware, Limits, ModelSpec
+from megatrain.spec.limits import parse_nbytes
 
 ROWS_OF: Mapping[str, Batching] = {"best_fit": "packed", "grouped": "padded"}
 """data.packing -> how rows are packed; `auto` is decided only after planning, when the data are read."""
@@ -17,6 +25,9 @@ ROWS_OF: Mapping[str, Batching] = {"best_fit": "packed", "grouped": "padded"}
 
 STAGED = 2
 """Steps whose images are in host memory besides those read ahead: the running one's, as read and as staged."""
+
+SAMPLE_NBYTES, SAMPLE_SECONDS = 64 << 20, 1.0
+"""Bytes written to and read from each folder to measure its bandwidth."""
 
 
 def question_of(
@@ -52,3 +63,112 @@ def question_of(
         saves=config.checkpoint.every > 0,
         limits=limits_of(config.memory, config.disk, hardware),
     )
+
+
+def with_disk(hardware: Hardware, disk: DiskSection) -> Hardware:
+    """`hardware` with the free space of the disk tier's folders; unchanged without folders, so that a plan can say what
+    a disk would gain.
+
+    Raises `ConfigError` for a folder that is missing or in host memory.
+    """
+    if not disk.folders:
+        return hardware
+    for folder in disk.paths:
+        if not folder.is_dir():
+            raise ConfigError(f"there is no folder {folder}", where="disk.folders", fix="create it, or name another")
+        if lies_in_memory(folder):
+            what = f"{folder} is in host memory (tmpfs), where a disk tier is useless"
+            raise ConfigError(what, where="disk.folders", fix="name a folder on a drive")
+    systems = {folder.stat().st_dev: folder for folder in disk.paths}
+    return replace(hardware, disk_nbytes=sum(available_disk_nbytes(folder) for folder in systems.values()))
+
+
+def limits_of(memory: MemorySection, disk: DiskSection, hardware: Hardware) -> Limits:
+    """The user's limit for each tier, capped at what there is; without disk folders no disk is used.
+
+    Raises `ConfigError` for a limit on a tier that does not exist, or a malformed one.
+    """
+    there = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
+    if memory.device is not None and hardware.shares_memory:
+        what = "the device has no memory of its own, it uses host memory"
+        raise ConfigError(what, where="memory.device", fix="set memory.host only")
+    if memory.disk is not None and not disk.folders:
+        raise ConfigError("there is no disk tier", where="memory.disk", fix="set disk.folders too")
+    given = {"device": memory.device, "host": memory.host, "disk": memory.disk}
+    found: dict[str, int | None] = {}
+    for tier, value in given.items():
+        nbytes = parse_nbytes(value, f"memory.{tier}", there[tier]) if isinstance(value, str) else value
+        found[tier] = None if nbytes is None else min(nbytes, there[tier])
+    return Limits(found["device"], found["host"], found["disk"] if disk.folders else 0)
+
+
+def refuse_wear(plan: Plan, disk: DiskSection) -> None:
+    """Raise `ConfigError` if the ranks of a machine would write more to the disk per day than the user allows."""
+    if disk.max_write_per_day is None:
+        return
+    value = disk.max_write_per_day
+    most = parse_nbytes(value, "disk.max_write_per_day") if isinstance(value, str) else value
+    found = plan.question.hardware.sharing_ranks * written_nbytes_per_day(plan)
+    if found > most:
+        raise ConfigError(
+            f"the plan writes {at_least(ceil(found))} to the disk per day, but {at_most(most)} are allowed",
+            where="disk.max_write_per_day",
+            fix="give more host memory, more tokens per step (each step writes once), or a higher limit",
+        )
+
+
+def open_disk(disk: DiskSection, hardware: Hardware) -> Disk | None:
+    """Open the disk tier's files with the best measured block size and depth. Raises `ConfigError` if that fails."""
+    if not disk.folders:
+        return None
+    measured: dict[str, int] = {}
+    if hardware.disk_block_nbytes and hardware.disk_depth:
+        measured = {"block_nbytes": hardware.disk_block_nbytes, "depth": hardware.disk_depth}
+    try:
+        return Disk(disk.paths, shares=_shares(disk.paths), checksums=disk.checksums, **measured)  # type: ignore[arg-type]
+    except (DiskError, DeviceError) as error:
+        raise ConfigError(error.what, where=f"disk.folders: {error.where}", fix=error.fix) from error
+
+
+def _shares(folders: Sequence[Path]) -> list[float] | None:
+    """Each folder's share of the data, by measured bandwidth, so that all finish together; `None` for a single folder.
+
+    Folders on one file system share its bandwidth.
+    """
+    if len(folders) == 1:
+        return None
+    systems = [folder.stat().st_dev for folder in folders]
+    speeds = {}
+    for folder, system in zip(folders, systems, strict=True):
+        if system not in speeds:
+            best = disk_speed(folder, SAMPLE_NBYTES, SAMPLE_SECONDS).best
+            speeds[system] = 1 / (1 / best.read_bandwidth + 1 / best.write_bandwidth)
+    return [speeds[system] / systems.count(system) for system in systems]
+
+
+def describe_memory(plan: Plan) -> str:
+    """A plan's use of each tier and its limit, and how much of that is for checkpoints."""
+    budgets = plan.question.budgets()
+    tiers = ", ".join(f"{amount(plan.nbytes[tier])} of {amount(most)} {tier}" for tier, most in budgets.items() if most)
+    return tiers + (f" ({amount(plan.save_nbytes)} of it for checkpoints)" if plan.save_nbytes else "")
+
+
+def describe_disk(disk: Disk | None, section: DiskSection) -> list[tuple[str, str]]:
+    """(name, fact) about the disk tier, if there is one."""
+    if disk is None:
+        return []
+    how = "direct I/O" if disk.direct else "through the page cache, because the file system has no direct I/O"
+    sums = "checksums compared" if section.checksums else "checksums off"
+    return [("disk tier", f"{', '.join(map(str, section.paths))}: {how}, {sums}")]
+
+
+def describe_files(plan: Plan, found: InFiles) -> list[tuple[str, str]]:
+    """(name, fact) about weights that are read from the model's own files, and why others are not."""
+    if not plan.read_from_files_nbytes:
+        return []
+    read = f"{amount(plan.read_from_files_nbytes)} of frozen weights per step are read from the model's files"
+    by_reason: dict[str, list[str]] = {}
+    for name, why in found.others.items():
+        by_reason.setdefault(why, []).append(name)
+    held = [f"{listed(names, most=2)}, which {why}" for why, names in by_reason.items()]
+    return [("files", read + (f"; kept in memory instead: {'; '.join(held)}" if held else ""))]

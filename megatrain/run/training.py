@@ -71,15 +71,15 @@ from megatrain.run.existing_run import MODEL, is_own, remove_others
 from megatrain.run.finish import restore_best, save_beside, save_trained, say_where, verify_trained
 from megatrain.run.history import CONFIG, METRICS, TRACE
 from megatrain.run.lm_eval_tasks import Tasks
-from megatrain.run.memory_limits import (
+from megatrain.run.objective import loss_of, take_up_reference, without_reference
+from megatrain.run.planner_inputs import (
     describe_disk,
     describe_files,
     describe_memory,
     open_disk,
+    question_of,
     refuse_wear,
 )
-from megatrain.run.objective import loss_of, take_up_reference, without_reference
-from megatrain.run.planner_inputs import question_of
 from megatrain.run.push_to_hub import push, refuse_push
 from megatrain.run.ranks import Ranks, StopsInTime, joined
 from megatrain.run.replan import Replanner, foreseen

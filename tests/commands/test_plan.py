@@ -19,7 +19,6 @@ import megatrain.plan.analysis
 import megatrain.run.this_machine
 from bench.shapes import llama_shape
 from megatrain.commands.plan import Options, find_hardware, find_model, run_plan
-from megatrain.config import load_config
 from megatrain.errors import ConfigError, DoesNotFit, MegaTrainError, ModelError, PlanError
 from megatrain.plan import find_plan, machine, measured_models, save_hardware
 from megatrain.spec.limits import parse_nbytes
@@ -79,7 +78,7 @@ def test_plans_for_ranks_show_the_launch_command(saved: str, tmp_path: Path) -> 
     assert "2.19 TB host" in text
     assert "torchrun --nnodes 2 --nproc-per-node 8 " in text
     content = json.loads(file.read_text())
-    assert (content["question"]["ranks"], content["configuration"]["train"]["global_batch_size"]) == (16, 128)
+    assert (content["question"]["ranks"], content["question"]["tokens_per_step"]) == (16, 65_536)
 
 
 @pytest.mark.usefixtures("plan_alone")
@@ -430,25 +429,13 @@ def test_drive_wear_within_a_year_is_the_first_line(saved: str) -> None:
 
 @pytest.mark.usefixtures("plan_alone")
 @pytest.mark.parametrize("kind", ["folder", "config", "saved"])
-def test_output_ends_with_a_config_and_the_next_command(kind: str, config: str, saved: str, tmp_path: Path) -> None:
+def test_output_ends_with_the_next_command(kind: str, config: str, saved: str) -> None:
     model = {"folder": str(Path(config).parent), "config": config, "saved": saved}[kind]
     told = shown(model, tokens_per_step=4096, sequence_length=512, clip=False, host_memory="64GB", attention="auto")
-    lines = told.split("in a configuration:\n")[1].splitlines()
-    needed = ["train.steps=3", "output.folder=runs/x", "data.sources=[x.txt]"]
-    needed += ["data.tokenizer=bytes"] if kind == "config" else []
-    (tmp_path / "run.yaml").write_text("\n".join(lines[:-1]))
-    found = load_config(str(tmp_path / "run.yaml"), needed)
-    assert (found.model.path, found.model.config) == {
-        "folder": (model, None),
-        "config": (None, model),
-        "saved": ("MODEL", None),
-    }[kind]
-    assert (found.train.sequences, found.data.sequence_length, found.train.max_grad_norm) == (8, 512, None)
-    assert found.memory.host == "64GB"
     name = "MODEL" if kind == "saved" else model
     fresh = " --from-scratch" if kind == "config" else ""
     command = f"megatrain init config.yaml --model {name} --data FILE --sequence-length 512{fresh}"
-    assert lines[-1] == f"next: {command}, then megatrain train config.yaml"
+    assert told.splitlines()[-1] == f"next: {command}, then megatrain train config.yaml"
 
 
 @pytest.mark.parametrize("kind", ENDLESS)

@@ -379,7 +379,10 @@ def test_every_key_has_a_description_and_a_valid_default() -> None:
 
 
 def test_other_trainers_key_names_are_answered_with_ours_or_a_reason(tmp_path: Path) -> None:
-    known, said = {each.key for each in describe_keys()}, " ".join([*keys_here().values(), *without_counterpart().values()])
+    known, said = (
+        {each.key for each in describe_keys()},
+        " ".join([*keys_here().values(), *without_counterpart().values()]),
+    )
     sections = {key.partition(".")[0] for key in known if "." in key}
     assert set(re.findall(rf"\b(?:{'|'.join(sections)})\.[a-z_]+", said)) <= known
     for name, answer in {

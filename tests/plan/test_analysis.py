@@ -36,7 +36,7 @@ from megatrain.plan.analysis import RESOURCES, Change, with_more
 from megatrain.plan.cost import MEASURED_OVER_PLANNED
 from megatrain.plan.estimates import seconds_on
 from megatrain.plan.ranks import question_of_one
-from megatrain.plan.report import as_content, configuration, gains, summary_rows, warning_rows, without_gain
+from megatrain.plan.report import as_content, gains, summary_rows, warning_rows, without_gain
 from megatrain.schedule import Access, Buffer, Op, Schedule, Timeline, Use, replay
 from megatrain.schedule.contents import Moments
 from megatrain.schedule.deps import derive_waits
@@ -294,27 +294,6 @@ def examined(name: str) -> Plan:
     return examine(question, Choice(Numerics(), Policy()), 2)
 
 
-def test_the_suggested_config_matches_the_question() -> None:
-    plan = planned(6 * LENGTH, clips=False)
-    assert configuration(plan) == {
-        "data": {"sequence_length": LENGTH},
-        "train": {
-            "global_batch_size": 6,
-            "micro_batch_size": plan.micro_batch,
-            "max_grad_norm": None,
-            "device": "cuda:0",
-        },
-    }
-    limits = Limits(host_nbytes=64 * 10**9, device_nbytes=(24 << 30) + 1, disk_nbytes=0)
-    limited = replace(plan, question=replace(plan.question, limits=limits))
-    assert configuration(limited)["memory"] == {"device": (24 << 30) + 1, "host": "64GB"}
-    limits = Limits(host_nbytes=(63 << 30) + (1 << 29), device_nbytes=5_950_000_000)
-    limited = replace(plan, question=replace(plan.question, limits=limits))
-    assert configuration(limited)["memory"] == {"device": "5.95GB", "host": "63.5GiB"}
-    beyond = replace(plan.question, limits=Limits(host_nbytes=10**14))  # another machine than this
-    assert "memory" not in configuration(replace(plan, question=beyond))
-
-
 # Changes -----------------------------------------------------------------------------------------------------------
 
 
@@ -367,9 +346,6 @@ def test_plans_for_a_cpu_speak_of_no_bus_and_no_device_memory() -> None:
         text = "\n".join(chain.from_iterable(shown))
         assert not re.search("bus|device(?! computes)", text)
         assert (ratios(plan)["twice the memory's bandwidth"] or 0) > 1.01
-        asked = configuration(plan)
-        assert asked["memory"] == {"host": "40GB"}
-        assert "device" not in asked["train"]
 
 
 def test_advice_needs_less_than_what_failed() -> None:

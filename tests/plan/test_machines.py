@@ -219,7 +219,10 @@ def test_absurd_figures_are_refused_by_name(tmp_path: Path, key: str, value: Any
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"fetch_bytes_per_second": 12}, "fetch_bytes_per_second: 12 is not valid; use a finite number, 100000 to 1e.15"),
+        (
+            {"fetch_bytes_per_second": 12},
+            "fetch_bytes_per_second: 12 is not valid; use a finite number, 100000 to 1e.15",
+        ),
         ({"host_bytes": 3e9 + 0.5}, "host_bytes: 3000000000.5 is not valid; use a whole number"),
         ({"grad_bytes_per_second": None}, "grad_bytes_per_second: is missing"),
         ({"name": None}, "name: is missing; run `megatrain probe`, or add it"),

@@ -80,16 +80,6 @@ def test_offloaded_inputs_beside_weights_in_files_leave_no_host_memory_idle() ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["rtx-5090", "rtx-4090"])
-def test_replaying_more_mixtures_beside_a_drive_gains_little(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Estimates of the first few are good enough to have the best, or nearly so, among them."""
-    question = Question(find_model("Qwen/Qwen3-14B", "bf16"), machine(name), 65536, 4096, saves=True)
-    usual = find_plan(question).seconds
-    monkeypatch.setattr("megatrain.plan.search.MIXTURE_REPLAYS", 12)
-    assert usual < 1.03 * find_plan(question).seconds
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["h200", "b200"])
 def test_more_host_bandwidth_never_slows_a_clipped_step(name: str) -> None:
     """Its forward pass waits for the optimizer, and its backward pass for compute."""

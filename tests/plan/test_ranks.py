@@ -15,7 +15,7 @@ from megatrain.plan.analysis import RESOURCES, changes, look, with_more
 from megatrain.plan.cost import link_shares, optimizer_bandwidth
 from megatrain.plan.estimates import seconds_on
 from megatrain.plan.ranks import FIXED, ranks_on_each, share_of
-from megatrain.plan.report import as_content, configuration, summary_rows
+from megatrain.plan.report import as_content, summary_rows
 from megatrain.schedule import Op, build_step
 from megatrain.schedule.check_world import check_world
 from megatrain.schedule.passes.state_buffers import state_nbytes
@@ -321,7 +321,6 @@ def test_rank_totals_are_shown_for_all_and_per_machine() -> None:
     assert "by each rank" in told["each host"]
     assert told["link"].startswith("361 GB/s between devices (measured on 8 H200), 384 GB/s between machines (8 times")
     assert outlook.run_seconds == pytest.approx(1e9 * plan.seconds / (16 * 4096))
-    assert configuration(plan)["train"]["global_batch_size"] == 64
     content = as_content(outlook)["question"]
     assert (content["tokens_per_step"], content["ranks"], content["nodes"]) == (16 * 4096, 16, 2)
 

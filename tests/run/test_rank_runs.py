@@ -38,7 +38,7 @@ from megatrain.run.ranks import LINK_NBYTES, Ranks, with_links
 from megatrain.spec import Hardware, Limits
 from tests.rank_processes import RankProcesses
 from tests.ranks import together, worlds
-from tests.run.test_memory_limits import DEEP
+from tests.run.test_planner_inputs import DEEP
 from tests.run.test_preferences import dpo_run, kto_run, steps
 from tests.run.test_training import configuration, lines, losses
 from tests.tiny import tiny_model

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from megatrain import cli
+from megatrain.cli import TolerantOutput
 from megatrain.run import training
-from megatrain.run.tolerant_output import TolerantOutput
 
 
 class _Failing(io.StringIO):

@@ -18,7 +18,7 @@ from megatrain.formatting import amount, at_least, at_most
 from megatrain.memory import Disk, scratch_files
 from megatrain.model import port_model
 from megatrain.plan import Question, available_threads
-from megatrain.run import memory_limits
+from megatrain.run import planner_inputs
 from megatrain.run import training as run_module
 from megatrain.run.ranks import Ranks
 from megatrain.schedule.passes.state_buffers import save_nbytes
@@ -186,7 +186,7 @@ def test_the_budget_named_in_a_refusal_is_exactly_enough(
 def test_budgets_above_available_memory_are_capped(tmp_path: Path) -> None:
     hardware = cast(Hardware, SimpleNamespace(shares_memory=True, device_nbytes=0, host_nbytes=10**9, disk_nbytes=None))
     config = configuration(tmp_path, memory={"host": "500GB"})
-    assert memory_limits.limits_of(config.memory, config.disk, hardware).host_nbytes == 10**9
+    assert planner_inputs.limits_of(config.memory, config.disk, hardware).host_nbytes == 10**9
 
 
 def test_disk_folders_share_by_measured_speed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,13 +198,13 @@ def test_disk_folders_share_by_measured_speed(monkeypatch: pytest.MonkeyPatch) -
         read, write = speeds[folder.drive]
         return SimpleNamespace(best=SimpleNamespace(read_bandwidth=read, write_bandwidth=write))
 
-    monkeypatch.setattr(memory_limits, "disk_speed", measured)
+    monkeypatch.setattr(planner_inputs, "disk_speed", measured)
     folders: Any = [
         SimpleNamespace(drive=drive, stat=lambda at=drive: SimpleNamespace(st_dev=at)) for drive in (1, 2, 2)
     ]
-    assert memory_limits._shares(folders) == pytest.approx([2e9, 1e9 / 6, 1e9 / 6])
+    assert planner_inputs._shares(folders) == pytest.approx([2e9, 1e9 / 6, 1e9 / 6])
     assert asked == [1, 2]
-    assert memory_limits._shares(folders[:1]) is None
+    assert planner_inputs._shares(folders[:1]) is None
     assert asked == [1, 2]
 
 
