@@ -180,11 +180,11 @@ def _lockable(device: Device, host_nbytes: int) -> tuple[int, str]:
     limit, why = pinnable_nbytes(host_nbytes), "the limit on locked memory (RLIMIT_MEMLOCK)"
     if device.shares_memory or limit >= host_nbytes or limit > min(MOST_LOCKED_NBYTES, host_nbytes // 4):
         return limit, why
-    memory = device.allocate_host(limit + PIECE, "probe")
+    memory = device.host.allocate(limit + PIECE, "probe")
     try:
         passed = memory.is_pinned()
     finally:
-        device.free_host(memory, "probe")
+        device.host.free(memory, "probe")
     return (host_nbytes, f"measured: the driver locks more than the limit, {limit:,} bytes") if passed else (limit, why)
 
 

@@ -72,18 +72,52 @@ class Stream(Protocol):
         """Queue `work` behind all earlier work of this stream and behind `waits`."""
 
 
+class HostMemory(Protocol):
+    """The host memory that a device uses. Every allocation is uint8[nbytes]; `owner` names its use in messages."""
+
+    lockable_nbytes: int | None
+    """How much may be page-locked, if the device knows it in advance."""
+
+    def allocate(self, nbytes: int, owner: str) -> torch.Tensor:
+        """Zeroed memory, page-locked if the device benefits.
+
+        Raises `DeviceError` if that would exceed `lockable_nbytes`.
+        """
+
+    def allocate_pageable(self, nbytes: int, owner: str) -> torch.Tensor:
+        """Zeroed memory that is rarely or never copied to or from the device."""
+
+    def page_lock(self, memory: torch.Tensor, owner: str) -> None:
+        """Page-lock pageable memory in place, since it will be copied to and from the device (see `allocate`)."""
+
+    def adopt(self, mapping: mmap.mmap, memory: torch.Tensor, owner: str, *, pinned: bool) -> None:
+        """Treat memory over a mapping made elsewhere as if it had been allocated here."""
+
+    def free(self, memory: torch.Tensor, owner: str) -> None:
+        """Free memory that was allocated by, or passed to, one of the above."""
+
+    def discard(self, memory: torch.Tensor) -> bool:
+        """The content of this memory is no longer needed. Returns whether it should be freed until the next write
+        (`reallocate`)."""
+
+    def reallocate(self, nbytes: int, owner: str) -> torch.Tensor:
+        """Uninitialised memory to replace what `discard` said to free."""
+
+
 @runtime_checkable
 class Device(Protocol):
-    """Where layers are computed, including the host memory that it uses."""
+    """Where layers are computed, and the host memory that it uses."""
 
     name: str
     torch_device: torch.device
     shares_memory: bool
     """Whether compute reads host memory directly, so that host memory itself can serve as a slot."""
-    lockable_nbytes: int | None
-    """Host memory that may be page-locked, if the device knows it in advance."""
     timed: bool
     """Whether events record times. Set it before submitting."""
+
+    @property
+    def host(self) -> HostMemory:
+        """The host memory that it uses."""
 
     def stream(self, name: str) -> Stream:
         """The stream with that name; always the same one."""
@@ -93,32 +127,6 @@ class Device(Protocol):
 
     def free(self, memory: torch.Tensor, owner: str) -> None:
         """Free device memory from `allocate`, which no work uses any more."""
-
-    def allocate_host(self, nbytes: int, owner: str) -> torch.Tensor:
-        """Zeroed host memory, uint8[nbytes], page-locked if the device benefits.
-
-        Raises `DeviceError` if that would exceed `lockable_nbytes`.
-        """
-
-    def allocate_pageable(self, nbytes: int, owner: str) -> torch.Tensor:
-        """Zeroed host memory, uint8[nbytes], that is rarely or never copied to or from the device."""
-
-    def page_lock(self, memory: torch.Tensor, owner: str) -> None:
-        """Page-lock pageable host memory in place, since it will be copied to and from the device (see
-        `allocate_host`)."""
-
-    def adopt(self, mapping: mmap.mmap, memory: torch.Tensor, owner: str, *, pinned: bool) -> None:
-        """Treat host memory over a mapping made elsewhere as if this device had allocated it."""
-
-    def free_host(self, memory: torch.Tensor, owner: str) -> None:
-        """Free host memory that was allocated by, or passed to, one of the above."""
-
-    def discard(self, memory: torch.Tensor) -> bool:
-        """The content of this host memory is no longer needed. Returns whether it should be freed until the next
-        write (`allocate_again`)."""
-
-    def allocate_again(self, nbytes: int, owner: str) -> torch.Tensor:
-        """Host memory, uint8[nbytes], uninitialised, to replace what `discard` said to free."""
 
     def staged(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of the tensors on the host, in one page-locked block if possible, so that copies to the device do
@@ -171,12 +179,6 @@ class OnTheHost:
     def landing(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def page_lock(self, memory: torch.Tensor, owner: str) -> None:
-        return
-
-    def adopt(self, mapping: mmap.mmap, memory: torch.Tensor, owner: str, *, pinned: bool) -> None:
-        return
-
     def alongside(self) -> AbstractContextManager[object]:
         return nullcontext()
 
@@ -192,7 +194,26 @@ class OnTheHost:
 
 def declared(task: Task, memory: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The buffers of `memory` that `task` declares."""
-    return {span.buffer: memory[span.buffer] for span in (*task.reads, *task.writes) if span.buffer in memory}
+    lent = {}
+    for span in (*task.reads, *task.writes):
+        if span.buffer in memory:
+            lent[span.buffer] = memory[span.buffer]
+    return lent
+
+
+class Lent:
+    """What `Device.lend` returns where memory needs no preparation: in the block, what a task declares."""
+
+    __slots__ = ("_memory", "_task")
+
+    def __init__(self, task: Task, memory: Mapping[str, torch.Tensor]) -> None:
+        self._task, self._memory = task, memory
+
+    def __enter__(self) -> dict[str, torch.Tensor]:
+        return declared(self._task, self._memory)
+
+    def __exit__(self, *failure: object) -> None:
+        return
 
 
 @contextmanager

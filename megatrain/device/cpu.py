@@ -11,17 +11,23 @@ from __future__ import annotations
 import mmap
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from megatrain.device import host_memory
-from megatrain.device.base import Event, Interval, OnTheHost, Stream, Task, Work, declared
+from megatrain.device.base import Event, Interval, Lent, OnTheHost, Stream, Task, Work
 from megatrain.device.host_memory import mapped
-from megatrain.device.worker import WorkerStream, as_foreground_error, close_workers, raise_first, worker_of
+from megatrain.device.worker import (
+    OwningProcess,
+    WorkerStream,
+    as_foreground_error,
+    close_workers,
+    raise_first,
+    worker_of,
+)
 from megatrain.errors import DeviceError
 
 MOST_KEPT = 1 << 20
@@ -68,50 +74,36 @@ class InlineStream:
         return DoneEvent(began, time.perf_counter())
 
 
-class CpuDevice(OnTheHost):
-    """See `base.Device`."""
+class CpuHostMemory:
+    """See `base.HostMemory`. Nothing is page-locked."""
 
-    name = "cpu"
-    shares_memory = True
     lockable_nbytes: int | None = None
-    timed = True  # always: reading a clock twice costs nothing here
 
     def __init__(self) -> None:
-        self._inline = {name: InlineStream(name) for name in ("compute", "fetch")}
-        self._workers = {"host": WorkerStream("host")}
-        """Streams with a thread: `host`, and others once used."""
-        self._closed = False
         self._mappings: dict[int, mmap.mmap] = {}
-        self._finalizer = weakref.finalize(self, close_workers, self._workers)  # a dropped device leaves no thread
-        self._keeping: weakref.finalize[..., object] | None = None
-        """Releases kept freed memory; set once steps reuse it."""
-
-    def stream(self, name: str) -> Stream:
-        if self._closed:
-            raise DeviceError("the device is closed", where="cpu")
-        return self._inline.get(name) or worker_of(self._workers, name)
+        """Address -> the mapping there."""
 
     def allocate(self, nbytes: int, owner: str) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def free(self, memory: torch.Tensor, owner: str) -> None:
-        return
-
-    def allocate_host(self, nbytes: int, owner: str) -> torch.Tensor:
         mapping, memory = mapped(nbytes)
         self._mappings[memory.data_ptr()] = mapping
         return memory
 
     def allocate_pageable(self, nbytes: int, owner: str) -> torch.Tensor:
-        return self.allocate_host(nbytes, owner)
+        return self.allocate(nbytes, owner)
 
-    def free_host(self, memory: torch.Tensor, owner: str) -> None:
+    def page_lock(self, memory: torch.Tensor, owner: str) -> None:
+        return
+
+    def adopt(self, mapping: mmap.mmap, memory: torch.Tensor, owner: str, *, pinned: bool) -> None:
+        return
+
+    def free(self, memory: torch.Tensor, owner: str) -> None:
         self._mappings.pop(memory.data_ptr(), None)
 
     def discard(self, memory: torch.Tensor) -> bool:
         return memory.numel() >= MOST_KEPT
 
-    def allocate_again(self, nbytes: int, owner: str) -> torch.Tensor:
+    def reallocate(self, nbytes: int, owner: str) -> torch.Tensor:
         """From the C library, which also holds graphs, so that gradients reuse the memory of graphs and vice versa.
 
         Not through torch: for aligned requests, the C library does not reuse a hole of the same size.
@@ -120,16 +112,47 @@ class CpuDevice(OnTheHost):
         start = -block.ctypes.data % ALIGNMENT
         return torch.from_numpy(block[start : start + nbytes])
 
+    def clear(self) -> None:
+        """Let go of all of it."""
+        self._mappings.clear()
+
+
+class CpuDevice(OnTheHost):
+    """See `base.Device`."""
+
+    name = "cpu"
+    shares_memory = True
+    timed = True  # always: reading a clock twice costs nothing here
+    lend = Lent
+
+    def __init__(self) -> None:
+        self._inline = {name: InlineStream(name) for name in ("compute", "fetch")}
+        self._workers = {"host": WorkerStream("host")}
+        """Streams with a thread: `host`, and others once used."""
+        self._closed = False
+        self._process = OwningProcess()
+        self.host = CpuHostMemory()
+        self._finalizer = weakref.finalize(self, close_workers, self._workers)  # a dropped device leaves no thread
+        self._keeping: weakref.finalize[..., object] | None = None
+        """Releases kept freed memory; set once steps reuse it."""
+
+    def stream(self, name: str) -> Stream:
+        if self._closed:
+            raise DeviceError("the device is closed", where="cpu")
+        self._process.refuse_elsewhere("the device")
+        return self._inline.get(name) or worker_of(self._workers, name)
+
+    def allocate(self, nbytes: int, owner: str) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def free(self, memory: torch.Tensor, owner: str) -> None:
+        return
+
     def tidy(self) -> None:
         host_memory.trim()
         if self._keeping is None:  # not sooner: steps cannot reuse what loading a model frees
             host_memory.keep_freed()
             self._keeping = weakref.finalize(self, host_memory.let_go)
-
-    def lend(
-        self, task: Task, memory: Mapping[str, torch.Tensor]
-    ) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
-        return nullcontext(declared(task, memory))
 
     def free_nbytes(self) -> int:
         raise DeviceError("has no memory of its own", where="cpu")
@@ -148,6 +171,6 @@ class CpuDevice(OnTheHost):
         if not self._closed:
             self._closed = True
             self._finalizer()
-            self._mappings.clear()
+            self.host.clear()
             if self._keeping is not None:
                 self._keeping()

@@ -20,14 +20,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from megatrain.device.base import Event, Interval, Stream, Task, Work, declared
+from megatrain.device.base import Event, Interval, Lent, Stream, Task, Work
 from megatrain.device.host_memory import Node, keep_from_children, mapped, node_of
 from megatrain.device.worker import (
     HostEvent,
@@ -111,7 +111,7 @@ class CudaEvent:
 
     def interval(self) -> Interval:
         if self._origin is None or self.began is None or self.ended is None:
-            raise DeviceError("times were not recorded", where=f"op {self.submitted.name}", fix="set device.timed")
+            raise DeviceError("times were not recorded", where=f"op {self.submitted.task.name}", fix="set device.timed")
         return self._origin.elapsed_time(self.began) / 1e3, self._origin.elapsed_time(self.ended) / 1e3
 
 
@@ -135,7 +135,7 @@ class ComputeStream:
         self._stalled_seconds = 0.0
 
     def submit(self, task: Task, work: Work, waits: Sequence[Event] = ()) -> CudaEvent:
-        event = CudaEvent(HostEvent(task.name), self.origin, self._pool)
+        event = CudaEvent(HostEvent(task), self.origin, self._pool)
         try:
             with self.as_current():
                 self._wait(waits)
@@ -197,7 +197,7 @@ class CopyStream:
         self._worker, self._is_current = WorkerStream(name), False
 
     def submit(self, task: Task, work: Work, waits: Sequence[Event] = ()) -> CudaEvent:
-        event = CudaEvent(HostEvent(task.name), self.origin, self._pool)
+        event = CudaEvent(HostEvent(task), self.origin, self._pool)
 
         def run() -> None:
             if not self._is_current:  # for all that this thread will submit
@@ -217,11 +217,74 @@ class CopyStream:
         self._worker.close()
 
 
+class CudaHostMemory:
+    """See `base.HostMemory`. node: the NUMA node to allocate it from, if there are several."""
+
+    lockable_nbytes: int | None = None  # drivers may lock more or less than the system's limit; the probe tries
+
+    def __init__(self, device: torch.device, node: Node | None) -> None:
+        self._device, self._node = device, node
+        self._mappings: dict[int, HostMapping] = {}
+
+    def allocate(self, nbytes: int, owner: str) -> torch.Tensor:
+        memory = self.allocate_pageable(nbytes, owner)
+        memory.zero_()  # with all threads: the driver creates pages one by one, which takes minutes
+        self.page_lock(memory, owner)
+        return memory
+
+    def allocate_pageable(self, nbytes: int, owner: str) -> torch.Tensor:
+        mapping, memory = mapped(nbytes, self._node)
+        self._mappings[memory.data_ptr()] = mapping, memory, False
+        return memory
+
+    def page_lock(self, memory: torch.Tensor, owner: str) -> None:
+        mapping, _, _ = self._mappings[memory.data_ptr()]
+        pinned = memory.numel() > 0 and self._pin(memory)
+        if pinned:
+            keep_from_children(mapping)
+        self._mappings[memory.data_ptr()] = mapping, memory, pinned
+
+    def adopt(self, mapping: mmap.mmap, memory: torch.Tensor, owner: str, *, pinned: bool) -> None:
+        self._mappings[memory.data_ptr()] = mapping, memory, False
+        if pinned:
+            self.page_lock(memory, owner)
+
+    def free(self, memory: torch.Tensor, owner: str) -> None:
+        torch.cuda.synchronize(self._device)  # no copy is running
+        mapping = self._mappings.pop(memory.data_ptr(), None)
+        if mapping is not None:
+            _unpin(memory, mapping[2])
+
+    def discard(self, memory: torch.Tensor) -> bool:
+        return False  # page-locked memory stays
+
+    def reallocate(self, nbytes: int, owner: str) -> torch.Tensor:
+        return self.allocate(nbytes, owner)
+
+    def clear(self) -> None:
+        """Unlock all of it. No copy is running."""
+        for _, memory, pinned in self._mappings.values():
+            _unpin(memory, pinned)
+        self._mappings.clear()
+
+    def _pin(self, memory: torch.Tensor) -> bool:
+        """Page-lock memory; if that is refused (by a limit on locked memory, say) it is used pageable."""
+        runtime = torch.cuda.cudart()
+        if int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
+            return True
+        try:  # the runtime would report the refusal again at the next launch
+            torch.empty(1, device=self._device).fill_(0)
+            torch.cuda.synchronize(self._device)
+        except RuntimeError:
+            torch.cuda.synchronize(self._device)
+        return False
+
+
 class CudaDevice:
     """See `base.Device`."""
 
     shares_memory = False
-    lockable_nbytes: int | None = None  # drivers may lock more or less than the system's limit; the probe tries
+    lend = Lent
 
     def __init__(self, index: int | None = None) -> None:
         """index: by default PyTorch's current device."""
@@ -246,10 +309,11 @@ class CudaDevice:
             name: CopyStream(name, stream, self._events) for name, stream in zip(COPIES, others, strict=True)
         }
         self._workers = {"host": WorkerStream("host", self.node.processors if self.node else ())}
-        self._mappings: dict[int, HostMapping] = {}
+        self.host = CudaHostMemory(self.torch_device, self.node)
         self._closed = False
+        self._process = OwningProcess()
         self._finalizer = weakref.finalize(
-            self, _shut, OwningProcess(), self._workers, self._copies, self._mappings, self.torch_device
+            self, _shut, self._process, self._workers, self._copies, self.host, self.torch_device
         )
 
     def _new_streams(self, count: int) -> list[torch.cuda.Stream]:
@@ -284,6 +348,7 @@ class CudaDevice:
     def stream(self, name: str) -> Stream:
         if self._closed:
             raise DeviceError("the device is closed", where=self.name)
+        self._process.refuse_elsewhere("the device")
         if name == "compute":
             return self._compute
         if name == LINK and name not in self._copies:
@@ -307,53 +372,6 @@ class CudaDevice:
 
     def free(self, memory: torch.Tensor, owner: str) -> None:
         torch.cuda.synchronize(self.torch_device)  # then nothing uses it, and the caching allocator may reuse it
-
-    def allocate_host(self, nbytes: int, owner: str) -> torch.Tensor:
-        memory = self.allocate_pageable(nbytes, owner)
-        memory.zero_()  # with all threads: the driver creates pages one by one, which takes minutes
-        self.page_lock(memory, owner)
-        return memory
-
-    def page_lock(self, memory: torch.Tensor, owner: str) -> None:
-        mapping, _, _ = self._mappings[memory.data_ptr()]
-        pinned = memory.numel() > 0 and self._pin(memory)
-        if pinned:
-            keep_from_children(mapping)
-        self._mappings[memory.data_ptr()] = mapping, memory, pinned
-
-    def allocate_pageable(self, nbytes: int, owner: str) -> torch.Tensor:
-        mapping, memory = mapped(nbytes, self.node)
-        self._mappings[memory.data_ptr()] = mapping, memory, False
-        return memory
-
-    def adopt(self, mapping: mmap.mmap, memory: torch.Tensor, owner: str, *, pinned: bool) -> None:
-        self._mappings[memory.data_ptr()] = mapping, memory, False
-        if pinned:
-            self.page_lock(memory, owner)
-
-    def free_host(self, memory: torch.Tensor, owner: str) -> None:
-        torch.cuda.synchronize(self.torch_device)  # no copy is running
-        mapping = self._mappings.pop(memory.data_ptr(), None)
-        if mapping is not None:
-            _unpin(memory, mapping[2])
-
-    def _pin(self, memory: torch.Tensor) -> bool:
-        """Page-lock memory; if that is refused (by a limit on locked memory, say) it is used pageable."""
-        runtime = torch.cuda.cudart()
-        if int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
-            return True
-        try:  # the runtime would report the refusal again at the next launch
-            torch.empty(1, device=self.torch_device).fill_(0)
-            torch.cuda.synchronize(self.torch_device)
-        except RuntimeError:
-            torch.cuda.synchronize(self.torch_device)
-        return False
-
-    def discard(self, memory: torch.Tensor) -> bool:
-        return False  # page-locked memory stays
-
-    def allocate_again(self, nbytes: int, owner: str) -> torch.Tensor:
-        return self.allocate_host(nbytes, owner)
 
     def staged(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if not tensors:
@@ -379,11 +397,6 @@ class CudaDevice:
 
     def tidy(self) -> None:
         return  # the caching allocator keeps what it has
-
-    def lend(
-        self, task: Task, memory: Mapping[str, torch.Tensor]
-    ) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
-        return nullcontext(declared(task, memory))
 
     def free_nbytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
@@ -470,7 +483,7 @@ def _shut(
     process: OwningProcess,
     workers: dict[str, WorkerStream],
     copies: dict[str, CopyStream],
-    mappings: dict[int, HostMapping],
+    host: CudaHostMemory,
     device: torch.device,
 ) -> None:
     """Stop the threads, synchronize the GPU, and only then unlock memory; also for a dropped device.
@@ -485,9 +498,7 @@ def _shut(
     with suppress(RuntimeError):  # a broken GPU; its memory must be unlocked anyway
         torch.cuda.synchronize(device)
         torch._C._cuda_clearCublasWorkspaces()  # tens of megabytes for each stream, which would stay
-    for _, memory, pinned in mappings.values():
-        _unpin(memory, pinned)
-    mappings.clear()
+    host.clear()
 
 
 def _unpin(memory: torch.Tensor, pinned: bool) -> None:

@@ -73,7 +73,7 @@ class CopyRates:
     """Bytes per second between host and device, in each direction alone and in both at once."""
 
     pinned: bool
-    """Whether memory of `allocate_host`, used for all but the last two figures, is page-locked."""
+    """Whether memory of `host.allocate`, used for all but the last two figures, is page-locked."""
     fetch: float
     grad: float
     duplex_fetch: float
@@ -309,8 +309,8 @@ def copy_rates(device: Device, seconds: float, piece: int = PIECE) -> CopyRates:
             return memory
 
         def on_host() -> Tensor:
-            memory = device.allocate_host(piece, "probe")
-            held.callback(device.free_host, memory, "probe")
+            memory = device.host.allocate(piece, "probe")
+            held.callback(device.host.free, memory, "probe")
             return memory.fill_(1)
 
         there = [on_device(), on_device()]

@@ -17,11 +17,13 @@ Arithmetic is the CPU's; everything around it is hostile.
 from __future__ import annotations
 
 import errno
+import mmap
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Literal
 
 import numpy as np
@@ -92,7 +94,7 @@ class SimStream:
     def submit(self, task: Task, work: Work, waits: Sequence[Event] = ()) -> SimEvent:
         ours = tuple(wait for wait in waits if isinstance(wait, SimEvent))
         event = SimEvent(self.device, task.name, piece=self.device.timed_piece(self.name, task, ours))
-        self.queue.append(_Item(task, work, ours, event, self.device.next_number(), self.device.foreground))
+        self.queue.append(_Item(task, work, ours, event, next(self.device.numbers), self.device.foreground))
         return event
 
     def ready(self) -> bool:
@@ -113,6 +115,45 @@ def _undeclared_host_write(task: Task, held: Mapping[str, Tensor], before: Mappi
 def _same(left: Tensor, right: Tensor) -> bool:
     """Bytewise equality; numpy is ten times as fast as torch here."""
     return np.array_equal(left.numpy(), right.numpy())
+
+
+class SimHostMemory:
+    """See `base.HostMemory`. What is freed or discarded is poisoned. lockable_nbytes: `None` for no limit."""
+
+    def __init__(self, device: str, lockable_nbytes: int | None) -> None:
+        self._device, self.lockable_nbytes = device, lockable_nbytes
+        self.locked: dict[int, int] = {}
+        """Address -> bytes of page-locked memory."""
+
+    def allocate(self, nbytes: int, owner: str) -> Tensor:
+        memory = self.allocate_pageable(nbytes, owner)
+        self.page_lock(memory, owner)
+        return memory
+
+    def allocate_pageable(self, nbytes: int, owner: str) -> Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def page_lock(self, memory: Tensor, owner: str) -> None:
+        nbytes = memory.numel()
+        after = sum(self.locked.values()) + nbytes
+        if self.lockable_nbytes is not None and after > self.lockable_nbytes:
+            what = f"with {owner}, {at_least(after)} are page-locked, and {at_most(self.lockable_nbytes)} are allowed"
+            raise DeviceError(what, where=self._device, fix="use a policy with transfer='staged' or 'pageable'")
+        self.locked[memory.data_ptr()] = nbytes
+
+    def adopt(self, mapping: mmap.mmap, memory: Tensor, owner: str, *, pinned: bool) -> None:
+        return
+
+    def free(self, memory: Tensor, owner: str) -> None:
+        self.locked.pop(memory.data_ptr(), None)
+        memory.fill_(POISON)
+
+    def discard(self, memory: Tensor) -> bool:
+        memory.fill_(POISON)
+        return False
+
+    def reallocate(self, nbytes: int, owner: str) -> Tensor:
+        return self.allocate(nbytes, owner)
 
 
 class SimDevice(OnTheHost):
@@ -139,9 +180,7 @@ class SimDevice(OnTheHost):
     ) -> None:
         self.name = f"sim:{seed}"
         self.capacity, self.faults, self.cost = capacity, list(faults), cost
-        self.lockable_nbytes = lockable
-        self.locked: dict[int, int] = {}
-        """Address -> bytes of page-locked host memory."""
+        self.host = SimHostMemory(self.name, lockable)
         self.temperament = temperament or TEMPERAMENTS[seed % len(TEMPERAMENTS)]
         self.order: list[str] = []
         """Names of the work run so far, in the adversary's order."""
@@ -159,7 +198,8 @@ class SimDevice(OnTheHost):
         self._owners: dict[str, int] = {}
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
         self._races = RaceDetector()
-        self._submitted = 0
+        self.numbers = count()
+        """Numbers of the pieces of work, in the order of submission."""
         self._damage_from: float | None = None
         self._failures: list[MegaTrainError] = []
         """Failures in order, without duplicates."""
@@ -193,33 +233,6 @@ class SimDevice(OnTheHost):
         visible, _ = self._kept.pop(memory.data_ptr())
         visible.fill_(POISON)
         self._owners[owner] -= visible.numel()
-
-    def allocate_host(self, nbytes: int, owner: str) -> Tensor:
-        memory = self.allocate_pageable(nbytes, owner)
-        self.page_lock(memory, owner)
-        return memory
-
-    def page_lock(self, memory: Tensor, owner: str) -> None:
-        nbytes = memory.numel()
-        after = sum(self.locked.values()) + nbytes
-        if self.lockable_nbytes is not None and after > self.lockable_nbytes:
-            what = f"with {owner}, {at_least(after)} are page-locked, and {at_most(self.lockable_nbytes)} are allowed"
-            raise DeviceError(what, where=self.name, fix="use a policy with transfer='staged' or 'pageable'")
-        self.locked[memory.data_ptr()] = nbytes
-
-    def allocate_pageable(self, nbytes: int, owner: str) -> Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8)
-
-    def free_host(self, memory: Tensor, owner: str) -> None:
-        self.locked.pop(memory.data_ptr(), None)
-        memory.fill_(POISON)
-
-    def discard(self, memory: Tensor) -> bool:
-        memory.fill_(POISON)
-        return False
-
-    def allocate_again(self, nbytes: int, owner: str) -> Tensor:
-        return self.allocate_host(nbytes, owner)
 
     def tidy(self) -> None:
         return
@@ -296,11 +309,6 @@ class SimDevice(OnTheHost):
             self._timed.append(piece)
         return piece
 
-    def next_number(self) -> int:
-        """The number of a newly submitted piece of work."""
-        self._submitted += 1
-        return self._submitted - 1
-
     # Running --------------------------------------------------------------------------------------------------------
 
     def run_until(self, event: SimEvent) -> None:
@@ -326,7 +334,7 @@ class SimDevice(OnTheHost):
         self._streams.clear()
         self._owners.clear()
         self._kept.clear()
-        self.locked.clear()
+        self.host.locked.clear()
 
     def _run_one(self) -> None:
         ready = [stream for stream in self._streams.values() if stream.ready()]

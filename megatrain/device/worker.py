@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from megatrain.device.base import Event, Interval, Task, Work
+from megatrain.device.base import Errand, Event, Interval, Task, Work
 from megatrain.device.host_memory import run_on
 from megatrain.errors import DeviceError, MegaTrainError, OutOfDeviceMemory, StreamFailed, typed_line
 
@@ -43,10 +43,10 @@ class OwningProcess:
 class HostEvent:
     """The end of one piece of work on a host thread."""
 
-    __slots__ = ("_running", "began", "ended", "failure", "name")
+    __slots__ = ("_running", "began", "ended", "failure", "task")
 
-    def __init__(self, name: str) -> None:
-        self.name, self.began, self.ended = name, 0.0, 0.0
+    def __init__(self, task: Task) -> None:
+        self.task, self.began, self.ended = task, 0.0, 0.0
         self.failure: MegaTrainError | None = None
         self._running = threading.Lock()  # a `threading.Event` takes a thread through ten times the calls
         self._running.acquire()
@@ -131,8 +131,7 @@ class WorkerStream:
     def submit(self, task: Task, work: Work, waits: Sequence[Event] = ()) -> HostEvent:
         if self._closed:
             raise DeviceError("the device is closed", where=f"op {task.name}")
-        self._process.refuse_elsewhere("the device")
-        event = HostEvent(task.name)
+        event = HostEvent(task)
         self._queue.put((event, work, waits))
         return event
 
@@ -140,7 +139,7 @@ class WorkerStream:
         """Wait for everything submitted so far. Returns the first failure since the last call, and clears it."""
         if not self._closed:
             self._process.refuse_elsewhere("the device")
-            marker = HostEvent("drain")
+            marker = HostEvent(Errand("drain"))
             self._queue.put((marker, _nothing, ()))
             marker.settle()
         failure, self._failure = self._failure, None
@@ -165,6 +164,6 @@ class WorkerStream:
                     work()
                     event.ended = time.perf_counter() - self.origin
                 except BaseException as failure:  # a worker must outlive any failure, KeyboardInterrupt included
-                    self._failure = as_foreground_error(failure, event.name, self.name)
+                    self._failure = as_foreground_error(failure, event.task.name, self.name)
             event.finish(self._failure)
             del item, event, work, waits  # a finished closure must not keep tensors alive until the next

@@ -25,10 +25,11 @@ def backward(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     """BACKWARD of a layer, through its kept graph or after its forward has run once more; or of the prologue, or of an
     encoder, which add nothing for text."""
     unit, micro, activations = op.unit, op.micro, step.activations
-    if unit > context.spec.epilogue and micro not in activations.gradients:
+    role = context.roles[unit]
+    if role.in_encoder and micro not in activations.gradients:
         _add_nothing(context, step, op, lease)
         return
-    if context.spec.is_first(unit):
+    if role.is_first:
         _backward_of_first(context, step, op, lease)
         return
     graph = activations.graphs.pop((unit, micro), None)
@@ -43,14 +44,12 @@ def backward(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
         graph.bound.flat = context.weights(op, lease, unit)
         graph.bound.before_read = None if step.phases is NO_PAUSES else step.phases.before_read
     step.phases.before_gradients()
-    trained = context.binders[unit].trained(graph.leaves)
-    if trained:
+    if graph.trained:
         graph.target.accumulator = total = context.accumulator(step, op, lease, unit)
-        accumulate_into(total, trained, None if step.phases is NO_PAUSES else step.phases.gradient_complete)
-    inputs = [graph.input, *(leaf for _, leaf in trained), *graph.given.values()]
+        accumulate_into(total, graph.trained, None if step.phases is NO_PAUSES else step.phases.gradient_complete)
     sides = activations.side_gradients(op, graph.made) if graph.made else {}
     edges = [graph.output, *(graph.made[number] for number in sides)]
-    torch.autograd.backward(edges, [activations.gradients.pop(micro), *sides.values()], inputs=inputs)
+    torch.autograd.backward(edges, [activations.gradients.pop(micro), *sides.values()])
     assert graph.input.grad is not None
     activations.gradients[micro] = graph.input.grad
     if (added := activations.taps.pop((unit, micro), None)) is not None:

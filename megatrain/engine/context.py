@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,13 +24,32 @@ from megatrain.memory import Lease, Pool
 from megatrain.model import PortedModel
 from megatrain.schedule import Op, Schedule
 from megatrain.schedule.contents import Gradient
-from megatrain.spec import Numerics, Policy, Precision
+from megatrain.spec import ModelSpec, Numerics, Policy, Precision
 from megatrain.spec.layout import layout_of
 
 NOTHING: AbstractContextManager[object] = nullcontext()
 """For blocks without a context."""
 
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRole:
+    """A unit's place in the model, as every op of every step asks for it."""
+
+    first: int
+    """The unit that makes the arguments of its layers' calls: the prologue, or the first unit of an encoder."""
+    is_first: bool
+    in_encoder: bool
+    """Whether it is a unit of an encoder, and computes nothing for a text."""
+    after: int
+    """The unit that gets what this one makes of its input."""
+
+
+def role_of(spec: ModelSpec, unit: int) -> UnitRole:
+    """The role of a unit."""
+    in_encoder = unit > spec.epilogue
+    return UnitRole(spec.encoder[0] if in_encoder else 0, spec.is_first(unit), in_encoder, spec.after(unit))
 
 
 class OpContext:
@@ -52,11 +72,13 @@ class OpContext:
         self.numerics, self.policy = numerics, policy
         self.spec = ported.structure
         self.dtype = DTYPES[numerics.precision]
+        self.roles = [role_of(self.spec, unit) for unit in range(len(self.spec.units))]
         self.layouts = [layout_of(unit) for unit in self.spec.units]
         self.binders = [
-            UnitBinder(unit, f"{unit.name}." if unit.kind == "layer" and not self.spec.is_first(index) else "")
-            for index, unit in enumerate(self.spec.units)
+            UnitBinder(unit, f"{unit.name}." if unit.kind == "layer" and not role.is_first else "")
+            for unit, role in zip(self.spec.units, self.roles, strict=True)
         ]
+        self._sums_in_place = policy.shares_memory and numerics.kernels == "stock"
         self.computes_between = False
         """Whether the model's loop has computed anything between layers for a text."""
 
@@ -90,8 +112,7 @@ class OpContext:
         self, trained: Sequence[tuple[str, Tensor]], target: GradientDestination
     ) -> AbstractContextManager[object]:
         """In the block, gradients of weights are computed in `target`, if compute and sums share memory."""
-        shared = self.policy.shares_memory and self.numerics.kernels == "stock"
-        return GradientsInPlace(trained, target) if shared else NOTHING
+        return GradientsInPlace(trained, target) if self._sums_in_place else NOTHING
 
     def accumulator(self, step: StepState, op: Op, lease: Lease, unit: int) -> GradientAccumulator:
         """The accumulator for the gradient of a unit, created by the op that writes the first term."""
@@ -107,7 +128,7 @@ class OpContext:
     def finish_complete_gradients(self, step: StepState, op: Op) -> None:
         """Finish the gradients whose last term this op has added."""
         for access in op.writes:
-            if isinstance(access.content, Gradient) and access.content.is_whole:
+            if type(access.content) is Gradient and access.content.is_whole:
                 unit = access.content.unit
                 step.absent[unit] = step.accumulators.pop(unit).finish()
                 assert step.sink is not None

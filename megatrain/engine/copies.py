@@ -32,9 +32,9 @@ def copy(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
         return
     (source_access,), (target_access, *casts) = op.reads, op.writes
     source, target = bytes_of(lease, source_access), bytes_of(lease, target_access)
-    if source.numel() > target.numel():
+    if source.nbytes > target.nbytes:
         source, target = source.view(torch.float32), target.view(torch.bfloat16)
-    elif source.numel() < target.numel():
+    elif source.nbytes < target.nbytes:
         source, target = source.view(torch.bfloat16), target.view(torch.float32)
     for cast in casts:  # otherwise the copy would allocate a buffer that the ledger does not know
         source = bytes_of(lease, cast).view(target.dtype).copy_(source)

@@ -52,7 +52,8 @@ class Executor:
             with self.device.alongside():
                 for op, action, waits, ended in zip(schedule.ops, actions, schedule.waits, schedule.ended, strict=True):
                     work = partial(self._run_op, op, action, ended, release)
-                    events.append(streams[op.stream].submit(op, work, [events[earlier] for earlier in waits]))
+                    needed = [events[earlier] for earlier in waits] if waits else ()
+                    events.append(streams[op.stream].submit(op, work, needed))
                 self.device.synchronize()
         except BaseException as failure:
             if isinstance(failure, RaceDetected):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -15,59 +15,69 @@ from megatrain.engine.autograd import GradientDestination, graph_without_tensors
 from megatrain.engine.batch import TEXT_ENTRIES
 from megatrain.engine.context import NOTHING, OpContext
 from megatrain.engine.resumable_call import NO_PAUSES
-from megatrain.engine.step_state import KeptGraph, StepState, bytes_of, pack, unpack, weights_in
+from megatrain.engine.step_state import (
+    KeptGraph,
+    StepState,
+    bytes_of,
+    declares,
+    input_in,
+    pack,
+    unpack,
+    weights_in,
+)
 from megatrain.engine.weights import BoundWeights, save_weights_by_name
 from megatrain.errors import ModelError
 from megatrain.memory import Lease
 from megatrain.model import Answering, Call, Keeping
 from megatrain.model.ports import numbered
 from megatrain.schedule import Access, Op
-from megatrain.schedule.contents import Hidden, LayerGraph, Saved
+from megatrain.schedule.contents import LayerGraph, Saved
 
 
 def forward(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     """FORWARD of a layer: leaves its output, and what the op declares to keep for the backward; or of the prologue, or
     of an encoder, which do nothing for text."""
     unit, micro, activations = op.unit, op.micro, step.activations
+    role = context.roles[unit]
     context.reseed(step, unit, micro)
-    written = {access.content: access for access in op.writes}
-    target = written[Hidden(context.spec.after(unit), micro)].buffer
-    if context.spec.is_first(unit):
+    target = input_in(op.writes, role.after, micro)
+    assert target is not None
+    if role.is_first:
         made = _prologue(context, step, op, lease) if unit == 0 else _begun(context, step, op, lease)
         if made is not None:
-            activations.inputs[target], activations.calls[unit, micro] = made
+            activations.inputs[target.buffer], activations.calls[unit, micro] = made
         return
-    if unit > context.spec.epilogue and micro not in activations.answers:
+    if role.in_encoder and micro not in activations.answers:
         return
     hidden = input_of(step, op, lease, unit)
-    kind = DifferentiableLayerCall if LayerGraph(unit, micro) in written else LayerCall
+    kind = DifferentiableLayerCall if declares(op.writes, LayerGraph) else LayerCall
     call = kind(context, step, op, lease, hidden)
     with call:
         output, sides = call.run()
     call.keep(output, sides)
-    activations.inputs[target] = output.detach()
+    activations.inputs[target.buffer] = output.detach()
     activations.keep_sides(op, sides)
     step.phases.enter_last_phase()  # which declares the offload slots
-    for content, access in written.items():
-        if isinstance(content, Saved) and content.offloaded:
+    for access in op.writes:
+        if type(access.content) is Saved and access.content.offloaded:
             activations.stored[unit, micro].pack(bytes_of(lease, access))
     keep_away(context, step, op, lease, hidden)
 
 
 def keep_away(context: OpContext, step: StepState, op: Op, lease: Lease, hidden: Tensor) -> None:
     """Put a unit's input into the slot from which it is offloaded, if the op says so."""
-    content = Hidden(op.unit, op.micro)
-    for access in op.writes:
-        if access.content == content:
-            name = context.spec.units[op.unit].name
-            step.activations.forms[op.unit, op.micro] = pack(hidden, bytes_of(lease, access), name)
+    slot = input_in(op.writes, op.unit, op.micro)
+    if slot is not None:
+        name = context.spec.units[op.unit].name
+        step.activations.forms[op.unit, op.micro] = pack(hidden, bytes_of(lease, slot), name)
 
 
 def encoded_for(context: OpContext, step: StepState, op: Op, lease: Lease) -> list[Tensor]:
     """What the prologue reads of an encoder for a micro-batch, with gradients where the encoder wants some; nothing
     without images."""
     spec, key, found = context.spec, (0, op.micro), list[Tensor]()
-    if not any(each.content == Hidden(*key) and is_there(step, each, lease, key) for each in op.reads):
+    access = input_in(op.reads, *key)
+    if access is None or not is_there(step, access, lease, key):
         return found
     for unit in spec.tapped:
         wants = step.sink is not None and spec.has_backward(unit - 1 if unit else spec.encoder[-1])
@@ -83,12 +93,12 @@ def is_there(step: StepState, access: Access, lease: Lease, key: tuple[int, int]
 def input_of(step: StepState, op: Op, lease: Lease, unit: int) -> Tensor:
     """The input of a unit, [batch, length, hidden size], from a slot, another op's output, or a kept graph."""
     activations, key = step.activations, (unit, op.micro)
-    for access in op.reads:
-        if access.content == Hidden(*key):
-            if access.buffer in lease:
-                return unpack(bytes_of(lease, access).data, activations.forms[key])
-            return activations.inputs[access.buffer]
-    return activations.graphs[key].input.detach()
+    access = input_in(op.reads, unit, op.micro)
+    if access is None:
+        return activations.graphs[key].input.detach()
+    if access.buffer in lease:
+        return unpack(bytes_of(lease, access).data, activations.forms[key])
+    return activations.inputs[access.buffer]
 
 
 Run = Callable[[], tuple[Tensor, dict[int, Tensor]]]
@@ -97,10 +107,15 @@ Run = Callable[[], tuple[Tensor, dict[int, Tensor]]]
 class LayerCall:
     """A layer's forward in one op: what the layer is called with, and the context to call it in, once."""
 
+    _contexts: list[AbstractContextManager[object]]
+    """What the call is made in, outermost first. Not an `ExitStack`, which makes five calls for each."""
+
     def __init__(self, context: OpContext, step: StepState, op: Op, lease: Lease, hidden: Tensor) -> None:
-        self._step, self._op, self._around = step, op, ExitStack()
-        saved = next((access.content for access in op.writes if isinstance(access.content, Saved)), None)
-        self._keeping = Keeping(saved.keep, context.spec.hidden_size) if saved else None
+        self._step, self._op = step, op
+        self._keeping: Keeping | None = None
+        for access in op.writes:
+            if type(access.content) is Saved:
+                self._keeping = Keeping(access.content.keep, context.spec.hidden_size)
         weights = context.parameters(op, lease, op.unit)
         if self._keeping:
             weights = context.binders[op.unit].leaves(context.weights(op, lease, op.unit))
@@ -109,7 +124,7 @@ class LayerCall:
         values = step.activations.side_values(op, context.ported, call, leaves=self._keeping is not None)
         self.run = self._ran_with(context, weights, hidden, call, values)
         """Calls the layer: its output, and the side values that it makes. It has no frame of its own."""
-        self._contexts: list[AbstractContextManager[object]] = [
+        self._contexts = [
             self._keeping.running() if self._keeping else NOTHING,
             context.waiting_for_weights(step, op, lease),
             self._answers(context),
@@ -117,36 +132,43 @@ class LayerCall:
 
     def _call(self, context: OpContext) -> Call:
         """The layer's arguments."""
-        unit = self._op.unit
-        first = 0 if unit < context.spec.epilogue else context.spec.encoder[0]
-        return self._step.activations.calls[first, self._op.micro][unit - first - 1]
+        first = context.roles[self._op.unit].first
+        return self._step.activations.calls[first, self._op.micro][self._op.unit - first - 1]
 
     def _ran_with(
         self, context: OpContext, weights: dict[str, Tensor], hidden: Tensor, call: Call, values: dict[int, Tensor]
     ) -> Run:
         """What `run` is."""
-        unit, encoder = self._op.unit, context.ported.encoder
-        if unit < context.spec.epilogue:
-            return partial(context.ported.layer, unit - 1, weights, hidden, call, context.numerics, values)
+        role, encoder = context.roles[self._op.unit], context.ported.encoder
+        index = self._op.unit - role.first - 1
+        if not role.in_encoder:
+            return partial(context.ported.layer, index, weights, hidden, call, context.numerics, values)
         assert encoder is not None
-        return partial(encoder.layer, context.ported, unit - context.spec.encoder[1], weights, hidden, call)
+        return partial(encoder.layer, context.ported, index, weights, hidden, call)
 
     def _answers(self, context: OpContext) -> AbstractContextManager[object]:
-        """In which values of an encoder's arguments are read on the host."""
-        is_encoder = self._op.unit > context.spec.epilogue
-        return self._step.activations.answers[self._op.micro] if is_encoder else NOTHING
+        """The context in which values of an encoder's arguments are read on the host."""
+        in_encoder = context.roles[self._op.unit].in_encoder
+        return self._step.activations.answers[self._op.micro] if in_encoder else NOTHING
 
     def __enter__(self) -> None:
+        contexts, self._contexts = self._contexts, []
         try:
-            for context in self._contexts:
+            for context in contexts:
                 if context is not NOTHING:
-                    self._around.enter_context(context)
+                    context.__enter__()
+                    self._contexts.append(context)
         except BaseException:  # Ctrl-C, say: the block is not entered, so nothing else leaves what was
-            self._around.close()
+            self.__exit__(None, None, None)
             raise
 
     def __exit__(self, *failure: Any) -> None:
-        self._around.__exit__(*failure)
+        """Leave the contexts that were entered, each even if one inside it fails to."""
+        if self._contexts:
+            try:
+                self._contexts.pop().__exit__(*failure)
+            finally:
+                self.__exit__(*failure)
 
     def keep(self, output: Tensor, sides: Mapping[int, Tensor]) -> None:
         """Keep for the backward what the op declares. output: [batch, length, hidden size]. sides: the side values that
@@ -162,10 +184,11 @@ class DifferentiableLayerCall(LayerCall):
     """
 
     def __init__(self, context: OpContext, step: StepState, op: Op, lease: Lease, hidden: Tensor) -> None:
-        self._step, self._op, self._around = step, op, ExitStack()
+        self._step, self._op = step, op
         self._name = context.spec.units[op.unit].name
         self._bound = bound = BoundWeights(context.weights(op, lease, op.unit))
-        self._leaves = context.binders[op.unit].leaves(bound.flat)
+        leaves = context.binders[op.unit].leaves(bound.flat)
+        self._trained = context.binders[op.unit].trained(leaves)
         self._leaf = hidden.detach().requires_grad_()
         call = self._call(context)
         self._stored = stored = step.activations.stored.pop((op.unit, op.micro), None)
@@ -174,13 +197,13 @@ class DifferentiableLayerCall(LayerCall):
                 stored.unpack(bytes_of(lease, access).data)
         self._values = step.activations.side_values(op, context.ported, call, leaves=True)
         self._target = GradientDestination()
-        self.run = self._ran_with(context, self._leaves, self._leaf, call, self._values)
+        self.run = self._ran_with(context, leaves, self._leaf, call, self._values)
         self._contexts = [
             torch.enable_grad(),
-            NOTHING if _weights_stay(step, op) else save_weights_by_name(bound),
+            NOTHING if _weights_stay(step, op) else save_weights_by_name(bound, watched=step.phases is not NO_PAUSES),
             Answering(stored) if stored else NOTHING,
             context.waiting_for_weights(step, op, lease),
-            context.gradients_in_place(context.binders[op.unit].trained(self._leaves), self._target),
+            context.gradients_in_place(self._trained, self._target),
             self._answers(context),
         ]
 
@@ -193,7 +216,7 @@ class DifferentiableLayerCall(LayerCall):
             self._stored.finish(self._name)
         made = {number: get_gradient_edge(side) for number, side in sides.items() if side.requires_grad}
         given = {number: value for number, value in self._values.items() if value.requires_grad}
-        return KeptGraph(self._bound, self._leaves, self._leaf, get_gradient_edge(output), made, given, self._target)
+        return KeptGraph(self._bound, self._trained, self._leaf, get_gradient_edge(output), made, given, self._target)
 
 
 def _weights_stay(step: StepState, op: Op) -> bool:

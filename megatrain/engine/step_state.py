@@ -29,7 +29,7 @@ from megatrain.memory import Lease
 from megatrain.model import Call, PortedModel, Stored
 from megatrain.model.ports import taken_from_prologue
 from megatrain.schedule import Access, Op, Schedule
-from megatrain.schedule.contents import Arguments, Gradient, Side, SideGradient, Weights
+from megatrain.schedule.contents import Arguments, Content, Gradient, Hidden, Side, SideGradient, Weights
 from megatrain.spec import Work
 
 
@@ -38,7 +38,8 @@ class KeptGraph:
     """A layer's autograd graph, from its input leaf to its output, which itself is not kept."""
 
     bound: BoundWeights
-    leaves: dict[str, Tensor]
+    trained: list[tuple[str, Tensor]]
+    """Full name and leaf of each trained parameter."""
     input: Tensor
     output: GradientEdge
     """Of the hidden state."""
@@ -86,9 +87,10 @@ class Activations:
     def side_values(self, op: Op, ported: PortedModel, call: Call, *, leaves: bool) -> dict[int, Tensor]:
         """The side values that a layer takes, by number. leaves: those whose gradient a step needs require one."""
         spec = ported.structure
-        buffers = sides_in(op.reads, Side) if spec.sides else {}
-        found = {number: self.sides[buffer] for number, buffer in buffers.items()}
-        if not leaves or not (spec.sides or call.takes):
+        if not (spec.sides or call.takes):
+            return {}
+        found = {number: self.sides[buffer] for number, buffer in sides_in(op.reads, Side).items()}
+        if not leaves:
             return found
         found |= taken_from_prologue(ported, op.unit - 1, call)
         wanted = {number for number in found if spec.wants_gradient(spec.sides[number])} | {*call.takes.values()}
@@ -98,7 +100,7 @@ class Activations:
     def keep_sides(self, op: Op, made: Mapping[int, Tensor]) -> None:
         """Keep the side values that the op writes; others are known from an earlier run of the layer."""
         for access in op.writes:
-            if isinstance(access.content, Side):
+            if type(access.content) is Side:
                 value = made[access.content.number].detach()
                 alone = value.untyped_storage().nbytes() == value.nbytes  # else it would keep more than was planned
                 self.sides[access.buffer] = value if alone else value.clone()
@@ -245,6 +247,20 @@ def weights_in(accesses: Sequence[Access], unit: int) -> Access | None:
     for access in accesses:
         content = access.content
         if type(content) is Weights and content.unit == unit and not content.version:
+            return access
+    return None
+
+
+def declares(accesses: Sequence[Access], kind: type[Content]) -> bool:
+    """Whether one of these accesses has a content of that kind."""
+    return kind in [type(access.content) for access in accesses]
+
+
+def input_in(accesses: Sequence[Access], unit: int, micro: int) -> Access | None:
+    """The access of a unit's input for a micro-batch, if there is one."""
+    for access in accesses:
+        content = access.content
+        if type(content) is Hidden and content.unit == unit and content.micro == micro:
             return access
     return None
 

@@ -49,15 +49,6 @@ class BoundWeights:
         return begin <= tensor.data_ptr() < begin + self.flat.nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class _SavedWeight:
-    """A view of a unit's weights; `offset` in elements from the start of the unit."""
-
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-
 class UnitBinder:
     """Creates the parameters of one unit as views of its flat weights. `prefix` is removed from their names."""
 
@@ -99,31 +90,39 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def save_weights_by_name(bound: BoundWeights) -> AbstractContextManager[object]:
+_Place = tuple[int, torch.Size, tuple[int, ...]]
+"""A view of a unit's weights: its offset in elements from the start of the unit, its shape and its strides."""
+
+
+def save_weights_by_name(bound: BoundWeights, *, watched: bool = False) -> AbstractContextManager[object]:
     """While active, autograd saves views of `bound.flat` by their place there, not as tensors.
 
-    Saving reads no element. An `autograd.Function` in Python saves where function modes see it, so they are off here.
+    watched: whether a function mode looks out for reads of weights. Saving reads no element, but an `autograd.Function`
+    in Python saves where modes see it.
     """
-
     begin, end, dtype = bound.flat.data_ptr(), bound.flat.data_ptr() + bound.flat.nbytes, bound.flat.dtype
 
-    def pack(tensor: Tensor) -> Tensor | _SavedWeight:
-        with torch._C.DisableTorchFunction():
-            at = tensor.data_ptr()
-            if not begin <= at < end or tensor.dtype != dtype:
-                return tensor.detach()  # otherwise a node that saves its own output would keep itself alive
-            return _SavedWeight((at - begin) // tensor.itemsize, tensor.shape, tensor.stride())
+    def pack(tensor: Tensor) -> Tensor | _Place:
+        address = tensor.data_ptr()
+        if not begin <= address < end or tensor.dtype != dtype:
+            return tensor.detach()  # otherwise a node that saves its own output would keep itself alive
+        return (address - begin) // tensor.itemsize, tensor.shape, tensor.stride()
 
-    def unpack(saved: Tensor | _SavedWeight) -> Tensor:
-        if type(saved) is not _SavedWeight:
+    def pack_unseen(tensor: Tensor) -> Tensor | _Place:
+        with torch._C.DisableTorchFunction():
+            return pack(tensor)
+
+    def unpack(saved: Tensor | _Place) -> Tensor:
+        if type(saved) is not tuple:
             return saved  # type: ignore[return-value]
-        place = torch.as_strided(bound.flat, saved.shape, saved.stride, bound.flat.storage_offset() + saved.offset)
+        offset, shape, strides = saved
+        place = torch.as_strided(bound.flat, shape, strides, bound.flat.storage_offset() + offset)
         if bound.before_read is not None and (extent := bound.extent(place)) is not None:
             bound.before_read(*extent)
         return place
 
     hooks: Callable[..., AbstractContextManager[object]] = torch.autograd.graph.saved_tensors_hooks
-    return hooks(pack, unpack)
+    return hooks(pack_unseen if watched else pack, unpack)
 
 
 # Places in messages ---------------------------------------------------------------------------------------------------

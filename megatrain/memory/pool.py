@@ -85,7 +85,7 @@ class Pool:
             self._allocate(buffer)
         for buffer in buffers:
             if is_pinned(buffer, self._transit) and not is_pinned(self._buffers[buffer.name], self._transit):
-                self.device.page_lock(self._memory[buffer.name], buffer.use)
+                self.device.host.page_lock(self._memory[buffer.name], buffer.use)
                 self._buffers[buffer.name] = buffer
 
     def _allocate(self, buffer: Buffer) -> None:
@@ -105,7 +105,7 @@ class Pool:
             self._copy(buffer.name, lambda inside: inside.zero_(), writes=True)  # like new buffers of the other tiers
 
     def _host_allocator(self, buffer: Buffer) -> Callable[[int, str], Tensor]:
-        return self.device.allocate_host if is_pinned(buffer, self._transit) else self.device.allocate_pageable
+        return self.device.host.allocate if is_pinned(buffer, self._transit) else self.device.host.allocate_pageable
 
     def has(self, name: str) -> bool:
         """Whether there is an arena buffer with that name."""
@@ -195,13 +195,13 @@ class Pool:
         It is freed when the current leases on it end, and still counts in the ledger.
         """
         with self._lock:
-            if self.device.discard(self._memory[name]):
-                self.device.free_host(self._memory.pop(name), self._buffers[name].use)
+            if self.device.host.discard(self._memory[name]):
+                self.device.host.free(self._memory.pop(name), self._buffers[name].use)
                 self._absent.add(name)
 
     def _bring_back(self, name: str) -> None:
         buffer = self._buffers[name]
-        self._memory[name] = self.device.allocate_again(buffer.nbytes, buffer.use)
+        self._memory[name] = self.device.host.reallocate(buffer.nbytes, buffer.use)
         self._absent.discard(name)
 
     def save(self) -> None:
@@ -278,7 +278,7 @@ class Pool:
         if before is not None:
             same = min(nbytes, before.numel())
             after[:same].copy_(before[:same])
-            self.device.free_host(before, old.use)
+            self.device.host.free(before, old.use)
         self._memory[name], self._buffers[name] = after, new
         self.ledger.enter(new)
 
@@ -359,7 +359,7 @@ class Pool:
         elif self._shared.get(buffer) is not None:
             (self._memory if buffer.peer is None else self._of_peers).pop(name, None)
         elif buffer.tier != "file":
-            free = self.device.free if buffer.tier == "device" else self.device.free_host
+            free = self.device.free if buffer.tier == "device" else self.device.host.free
             if name not in self._absent:
                 free(self._memory.pop(name), buffer.use)
             self._absent.discard(name)

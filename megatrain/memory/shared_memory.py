@@ -68,7 +68,7 @@ class SharedMemory:
     def _map(self, sizes: Mapping[str, int], there: Sequence[_File], total: int, *, pinned: bool) -> None:
         for rank, (process, file, identity) in enumerate(there):
             mapping, memory = mapped_file(process, file, identity, total)
-            self._device.adopt(mapping, memory, "shared memory", pinned=pinned)
+            self._device.host.adopt(mapping, memory, "shared memory", pinned=pinned)
             self._mapped.append(memory)
             start = 0
             for name, nbytes in sizes.items():
@@ -85,7 +85,7 @@ class SharedMemory:
         """Unmap; nothing may use it any more."""
         self._memory.clear()
         while self._mapped:
-            self._device.free_host(self._mapped.pop(), "shared memory")
+            self._device.host.free(self._mapped.pop(), "shared memory")
 
 
 def _aligned(nbytes: int) -> int:

@@ -62,7 +62,7 @@ def this_machine(device: Device, precision: Precision, hardware: str | None = No
         known = probed if probed and is_of_its_kind else described_machine(device) or _rough(device, precision)
     host = available_host_nbytes()
     nbytes = host if device.shares_memory else device.free_nbytes()
-    lockable = known.pinnable_nbytes if device.lockable_nbytes is None else device.lockable_nbytes
+    lockable = known.pinnable_nbytes if device.host.lockable_nbytes is None else device.host.lockable_nbytes
     now = {"host_nbytes": host, "device_nbytes": nbytes, "pinnable_nbytes": lockable}
     return replace(known, shares_memory=device.shares_memory, **now)  # type: ignore[arg-type]
 

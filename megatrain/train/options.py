@@ -193,8 +193,8 @@ def policy_of(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy
     other options, and `DoesNotFit`.
     """
     policy = _placed(options, device, spec)
-    if options.get("policy", "auto") == "auto" and device.lockable_nbytes is not None:
-        return fit_lock_limit(spec, numerics_of(options), policy, device.lockable_nbytes)
+    if options.get("policy", "auto") == "auto" and device.host.lockable_nbytes is not None:
+        return fit_lock_limit(spec, numerics_of(options), policy, device.host.lockable_nbytes)
     return policy
 
 

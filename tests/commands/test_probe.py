@@ -157,9 +157,8 @@ def test_whether_a_driver_keeps_to_the_limit_on_locked_memory_is_tried(
         held.append(SimpleNamespace(is_pinned=lambda: locks))
         return held[-1]
 
-    device = SimpleNamespace(
-        shares_memory=False, allocate_host=allocate, free_host=lambda memory, owner: held.remove(memory)
-    )
+    host = SimpleNamespace(allocate=allocate, free=lambda memory, owner: held.remove(memory))
+    device = SimpleNamespace(shares_memory=False, host=host)
     nbytes, why = megatrain.commands.probe._lockable(device, 1 << 36)  # type: ignore[arg-type]
     assert nbytes == found
     assert ("measured" in why) == (limit == 1 << 20 and locks)

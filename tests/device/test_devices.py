@@ -103,17 +103,17 @@ def test_randomness_is_a_function_of_the_seed(name: str) -> None:
 @pytest.mark.parametrize("nbytes", [0, 1, 4097])
 def test_host_memory_has_the_requested_size_and_is_zero(name: str, nbytes: int) -> None:
     device = open_device(name)
-    for allocate in (device.allocate_host, device.allocate_pageable):
+    for allocate in (device.host.allocate, device.host.allocate_pageable):
         memory = allocate(nbytes, "x")
         assert memory.numel() == nbytes
         assert not memory.any()
-        device.free_host(memory, "x")
+        device.host.free(memory, "x")
     device.close()
 
 
 def test_host_memory_starts_as_zeros_and_device_memory_of_the_simulator_as_nan() -> None:
     device = open_device("sim:0")
-    assert not device.allocate_host(64, "x").any()
+    assert not device.host.allocate(64, "x").any()
     assert device.allocate(64, "x").view(torch.float32).isnan().all()
     assert device.allocate(64, "x").view(torch.bfloat16).isnan().all()
 

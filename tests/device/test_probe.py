@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.device import Device, open_device, probe, probe_disk
-from megatrain.device.cpu import CpuDevice
+from megatrain.device.cpu import CpuDevice, CpuHostMemory
 from megatrain.device.worker import WorkerStream
 from megatrain.errors import DeviceError, OutOfDeviceMemory
 from megatrain.spec.hardware import PRODUCT_KINDS, DiskRate, ProductKind, ProductRate
@@ -28,6 +28,23 @@ def cpu() -> Iterator[Device]:
     device.close()
 
 
+class AcceleratorHost(CpuHostMemory):
+    """Host memory that notes the addresses of what is allocated in `held`."""
+
+    def __init__(self, held: list[int]) -> None:
+        super().__init__()
+        self.held = held
+
+    def allocate(self, nbytes: int, owner: str) -> torch.Tensor:
+        memory = super().allocate(nbytes, owner)
+        self.held.append(memory.data_ptr())
+        return memory
+
+    def free(self, memory: torch.Tensor, owner: str) -> None:
+        self.held.remove(memory.data_ptr())
+        super().free(memory, owner)
+
+
 class Accelerator(CpuDevice):
     """A cpu that copies on threads, to and from memory of its own, as a GPU would, and may not page-lock."""
 
@@ -37,6 +54,7 @@ class Accelerator(CpuDevice):
     def __init__(self) -> None:
         super().__init__()
         self.held: list[int] = []
+        self.host = AcceleratorHost(self.held)
         self._copies = {name: WorkerStream(name) for name in ("fetch", "grad")}
 
     def stream(self, name: str):  # type: ignore[no-untyped-def]
@@ -49,15 +67,6 @@ class Accelerator(CpuDevice):
 
     def free(self, memory: torch.Tensor, owner: str) -> None:
         self.held.remove(memory.data_ptr())
-
-    def allocate_host(self, nbytes: int, owner: str) -> torch.Tensor:
-        memory = super().allocate_host(nbytes, owner)
-        self.held.append(memory.data_ptr())
-        return memory
-
-    def free_host(self, memory: torch.Tensor, owner: str) -> None:
-        self.free(memory, owner)
-        super().free_host(memory, owner)
 
     def free_nbytes(self) -> int:
         return 4 << 30

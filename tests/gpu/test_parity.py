@@ -183,11 +183,11 @@ def test_device_memory_is_what_the_ledger_says() -> None:
 
 def test_host_memory_is_pinned_in_its_exact_size() -> None:
     device = open_device("cuda:0")
-    memory = device.allocate_host(123_457, "x")
+    memory = device.host.allocate(123_457, "x")
     assert memory.numel() == 123_457
     assert not memory.any()
     assert memory.is_pinned()
-    assert not device.allocate_pageable(123_457, "x").is_pinned()
+    assert not device.host.allocate_pageable(123_457, "x").is_pinned()
     device.close()
     with pytest.raises(DeviceError, match="closed"):
         device.stream("compute")

@@ -344,7 +344,7 @@ def test_a_refused_engine_releases_its_memory(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError, match="on purpose"):
         Engine.from_model(tiny_model(), device, verify=False)
     assert not any(device._owners.values())
-    assert not device.locked
+    assert not device.host.locked
     device.close()
 
 

@@ -405,7 +405,7 @@ def test_a_failure_takes_precedence_over_the_hang_it_causes() -> None:
 
 def test_host_memory_accesses_are_checked() -> None:
     device = SimDevice(0)
-    memory = {"host/a": device.allocate_host(8, "x"), "host/b": device.allocate_host(8, "x")}
+    memory = {"host/a": device.host.allocate(8, "x"), "host/b": device.host.allocate(8, "x")}
     span = Access("host/a", 0, 4, USED)
     task = Errand("GRAD u1", writes=[span])
     with device.lend(task, memory) as held:

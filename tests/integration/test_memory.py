@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatrain import Engine, Policy
-from megatrain.device.cpu import CpuDevice
+from megatrain.device.cpu import CpuDevice, CpuHostMemory
 from megatrain.device.sim import SimDevice
 from megatrain.errors import DoesNotFit
 from megatrain.model import PortedModel, port_model
@@ -24,20 +24,26 @@ ROOT = Path(__file__).parents[2]
 WORK = Work((20, 18))
 
 
+class CountingHost(CpuHostMemory):
+    """Host memory that counts the bytes it is asked for."""
+
+    nbytes = 0
+
+    def allocate(self, nbytes: int, owner: str) -> torch.Tensor:
+        self.nbytes += nbytes
+        return super().allocate(nbytes, owner)
+
+
 class Counting(CpuDevice):
     """A cpu that counts the bytes it is asked for, by tier."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.nbytes = {"device": 0, "host": 0}
+        self.device_nbytes, self.host = 0, CountingHost()
 
     def allocate(self, nbytes: int, owner: str) -> torch.Tensor:
-        self.nbytes["device"] += nbytes
+        self.device_nbytes += nbytes
         return super().allocate(nbytes, owner)
-
-    def allocate_host(self, nbytes: int, owner: str) -> torch.Tensor:
-        self.nbytes["host"] += nbytes
-        return super().allocate_host(nbytes, owner)
 
 
 @pytest.mark.parametrize("shares_memory", [True, False])
@@ -55,7 +61,7 @@ def test_predicted_and_allocated_memory_agree_to_the_byte(precision: str, shares
             assert sum(n for (of, _), n in held.items() if of == tier) == sum(
                 n for (of, _), n in predicted.items() if of == tier
             )
-        assert device.nbytes["host"] == sum(n for (of, _), n in predicted.items() if of == "host")
+        assert device.host.nbytes == sum(n for (of, _), n in predicted.items() if of == "host")
 
 
 @pytest.mark.parametrize(("precision", "state", "waiting"), [("bf16", 12, 2), ("fp32", 12, 4)])

@@ -46,13 +46,13 @@ def small(device: SimDevice, policy: Policy | str = "auto") -> Engine:
 def test_beyond_the_pinning_limit_staging_buffers_or_pageable_copies_are_used() -> None:
     with small(SimDevice(1)) as free:
         expected = results(free)
-        everything = sum(free.parts.device.locked.values())  # type: ignore[attr-defined]
+        everything = sum(free.parts.device.host.locked.values())  # type: ignore[attr-defined]
     for limit, transfer in ((everything, "pinned"), (everything - 1, "staged"), (1000, "pageable")):
         device = SimDevice(1, lockable=limit)
         with small(device) as made:
             assert made.policy.transfer == transfer
             assert equal(results(made), expected)
-            assert sum(device.locked.values()) <= limit
+            assert sum(device.host.locked.values()) <= limit
     with pytest.raises(
         DeviceError, match=r"\S+ [kM]B are page-locked, and 1.00 kB are allowed; use a policy with transfer"
     ):
@@ -65,10 +65,10 @@ def test_save_buffers_are_not_pinned(transfer: Transfer, tmp_path: Path) -> None
     device = SimDevice(1)
     with small(device, replace(usual("next_forward"), transfer=transfer)) as made:
         made.step(unequal_batches(2))
-        before = sum(device.locked.values())
-        device.lockable_nbytes = before
+        before = sum(device.host.locked.values())
+        device.host.lockable_nbytes = before
         made.save(tmp_path).wait()
-        assert sum(device.locked.values()) == before
+        assert sum(device.host.locked.values()) == before
 
 
 def test_plans_pin_the_memory_they_announce() -> None:
@@ -85,13 +85,13 @@ def test_plans_pin_the_memory_they_announce() -> None:
         made.step(unequal_batches(2))
         made.step(unequal_batches(2))
         locked = pinned_nbytes(plan.timeline.schedule.buffers.values(), "staged")
-        assert 0 < sum(device.locked.values()) <= locked <= 20_000
+        assert 0 < sum(device.host.locked.values()) <= locked <= 20_000
         with pytest.raises(PlanError, match=r"policy.transfer: cannot change during training"):
             made.adopt(replace(plan.policy, transfer="pinned"))
         made.adopt(replace(plan.policy, pinned_staging_slots=1))
         made.step(unequal_batches(2))
-        assert sum(device.locked.values()) < locked
-    assert device.locked == {}
+        assert sum(device.host.locked.values()) < locked
+    assert device.host.locked == {}
 
 
 def test_a_failed_staging_copy_is_an_error_without_wrong_numbers() -> None:

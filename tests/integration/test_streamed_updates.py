@@ -165,13 +165,13 @@ def test_shares_change_between_steps_and_streamed_state_is_pinned() -> None:
         for share in (0.0, 1.0, 0.4, 0.0):
             engine.adopt(replace(engine.policy, streamed_updates=share))
             engine.step(unequal_batches(2))
-            locked.append(sum(device.locked.values()))
+            locked.append(sum(device.host.locked.values()))
             for buffer in engine.parts.pool._buffers.values():
                 memory = engine.parts.pool._memory.get(buffer.name)
                 assert (
                     buffer.tier != "host"
                     or memory is None
-                    or is_pinned(buffer, "pinned") == (memory.data_ptr() in device.locked)
+                    or is_pinned(buffer, "pinned") == (memory.data_ptr() in device.host.locked)
                 )
         layers = [unit.numel for unit in engine.structure.units[1:-1]]
         assert locked[1] - locked[0] == 10 * sum(layers)

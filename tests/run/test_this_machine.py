@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -29,7 +30,7 @@ class Card:
     model: str = "NVIDIA H200"
     name: str = "cuda:0"
     shares_memory: bool = False
-    lockable_nbytes: int | None = None
+    host: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(lockable_nbytes=None))
     torch_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     is_open: bool = True
 

@@ -178,7 +178,7 @@ ENDS = {
         "torch.cuda.synchronize(self.torch_device)  # then nothing uses it", "pass  # then nothing uses it"
     ),
     "host memory is unlocked": Mutation(
-        "torch.cuda.synchronize(self.torch_device)  # no copy is running", "pass  # no copy is running"
+        "torch.cuda.synchronize(self._device)  # no copy is running", "pass  # no copy is running"
     ),
     "the device is closed": Mutation("        torch.cuda.synchronize(device)\n        torch._C", "        torch._C"),
 }
@@ -188,14 +188,14 @@ ENDS = {
 def test_memory_that_is_given_back_under_a_copy_is_found(name: str) -> None:
     for source, found in ((SOURCE.read_text(), False), (ENDS[name].applied_to(SOURCE.read_text()), True)):
         device = device_of(source, "changed")
-        here, there = device.allocate_host(4096, "test"), device.allocate(4096, "test")
+        here, there = device.host.allocate(4096, "test"), device.allocate(4096, "test")
         copied = device.stream("fetch").submit(Errand("copy"), partial(there.copy_, here, non_blocking=True))
         copied.submitted.wait()
         if name == "device memory is given back":
             device.free(there, "test")
             del there
         elif name == "host memory is unlocked":
-            device.free_host(here, "test")
+            device.host.free(here, "test")
         device.close()
         assert bool(STANDIN.violations(clear=True)) == found
         torch.cuda.synchronize()

@@ -271,7 +271,11 @@ class Activations:
         """A forward's workspace; little beyond the graph if it keeps that."""
         if unit and not again and (unit, micro) in self._keeps and self.keeps_graph(unit, micro):
             return []
-        nbytes = self._workspace_nbytes(unit, self._work.tokens[micro])
+        tokens = self._work.tokens[micro]
+        if (unit, tokens) not in self._workspaces:
+            nbytes = forward_nbytes(self._model, self._numerics, self._policy, self._work, unit, tokens)
+            self._workspaces[unit, tokens] = nbytes
+        nbytes = self._workspaces[unit, tokens]
         keep = self._keeps.get((unit, micro))
         if keep in NOT_OFFLOADED and keep in SAVED_BY and not again:  # until they are in their slot
             nbytes += round(self._saved_nbytes(unit, micro) / self._work.repeats)
@@ -285,12 +289,6 @@ class Activations:
                 Scratch("made"),
             )
         ]
-
-    def _workspace_nbytes(self, unit: int, tokens: int) -> int:
-        if (unit, tokens) not in self._workspaces:
-            found = forward_nbytes(self._model, self._numerics, self._policy, self._work, unit, tokens)
-            self._workspaces[unit, tokens] = found
-        return self._workspaces[unit, tokens]
 
     def stored(self, layer: int, micro: int) -> Access:
         """The op outputs stored by a layer's forward; `offloaded` replaces the name of offloaded ones by a slot."""
