@@ -1,13 +1,15 @@
-"""Caches the memory that the layers of a tiny model were measured to take, for the next model that is alike.
+"""Caches what was found out about a tiny model, for the next model that is alike: the memory that its layers take, and
+how it is split into units.
 
 Tests make engines for the same few models again and again, and measuring a model takes a score of runs of each of its
 layers: four fifths of the time of an engine. What is measured is numbers about the model's code, so it is the same for
 models with the same classes, attributes, buffers, shapes and dtypes. All of these are in the key, values of buffers
 included, and functions and classes as the objects they are. A model with anything in it that cannot be told by its
-value (a hook, an object of a class unknown here) is like no other, and is measured anew.
+value (a hook, an object of a class unknown here) is like no other, and is measured anew. Of splitting it into units,
+most of the rest of that time, the same holds; each engine gets a copy of its own.
 
 Not in the key: functions that a layer finds by a global name. The rooms in `MEASURED_ANEW` ask for the measurement
-itself, or replace such functions, and nothing is remembered in them.
+itself, or replace such functions, and nothing is remembered in them; nor are splits in those of `SPLIT_ANEW`.
 
 An engine that nobody plans for has its layers measured to see whether what they keep fits. In the quick suite a tiny
 model with much more memory than it could take is not measured for that: what it keeps fits (`spared`).
@@ -15,8 +17,10 @@ model with much more memory than it could take is not measured for that: what it
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import pickle
+import threading
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from enum import Enum
@@ -27,8 +31,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from megatrain.model import PortedModel
 from megatrain.spec import ModelSpec, Policy, Work
 from megatrain.system.paths import written_whole
 
@@ -44,6 +49,11 @@ MEASURED_ANEW = (
     "tests/integration/test_altered.py",
     "tests/stock/test_between_layers.py",
 )
+
+SPLIT_ANEW = (*MEASURED_ANEW, "tests/model/", "tests/integration/test_callers.py")
+
+MOST_SPLITS = 64
+"""Of which copies wait."""
 
 LARGE_NBYTES = 1 << 24
 """Of buffers; a larger one is not read through."""
@@ -68,6 +78,9 @@ OF_EVERY_MODULE = vars(nn.Module())
 FOLDER: Path | None = None
 """What one process has measured, for the others of the session."""
 _MEASURED: dict[Hashable, ModelSpec] = {}
+_SPLIT: dict[Hashable, PortedModel] = {}
+_CHANGING = threading.Lock()
+"""Ranks of one process split models at once."""
 
 
 class _Unlike(Exception):
@@ -84,6 +97,42 @@ def remember(profile: ModuleType) -> None:
 def forget(profile: ModuleType) -> None:
     """Have each model measured again."""
     profile.Measurement.spec = getattr(profile.Measurement.spec, "__wrapped__", profile.Measurement.spec)
+
+
+def split_once(split_into_units: ModuleType) -> None:
+    """Have what the module finds out about a model copied for the next one from now on."""
+    plain = split_into_units._ported
+    if not hasattr(plain, "__wrapped__"):
+        split_into_units._ported = copied(plain)
+
+
+def split_anew(split_into_units: ModuleType) -> None:
+    """Have each model split again."""
+    split_into_units._ported = getattr(split_into_units._ported, "__wrapped__", split_into_units._ported)
+
+
+def copied(split: Callable[[PreTrainedModel, str, torch.dtype], PortedModel]) -> Any:
+    @wraps(split)
+    def ported(model: PreTrainedModel, stack: str, dtype: torch.dtype) -> PortedModel:
+        tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        modules = model.named_modules(remove_duplicate=False)
+        first: dict[int, str] = {}
+        shared = tuple((name, first.setdefault(id(part), name)) for name, part in (*tensors, *modules))
+        try:
+            key = _settings(), stack, dtype, shared, _form(model, {}, left_out=())
+        except _Unlike:
+            return split(model, stack, dtype)
+        if known := _SPLIT.get(key):
+            return copy.deepcopy(known)
+        fresh = split(model, stack, dtype)
+        if not any(vars(module)[hooks] for module in fresh.skeleton.modules() for hooks in HOOKS):
+            with _CHANGING:
+                _SPLIT[key] = copy.deepcopy(fresh)
+                if len(_SPLIT) > MOST_SPLITS:
+                    del _SPLIT[next(iter(_SPLIT))]
+        return fresh
+
+    return ported
 
 
 def spare(schedule_cache: ModuleType) -> None:
@@ -177,13 +226,15 @@ def _settings() -> Hashable:
     kernels = torch.backends.cuda
     return (
         torch.get_default_dtype(),
+        torch.get_default_device(),
         torch.are_deterministic_algorithms_enabled(),
         (kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled(), kernels.math_sdp_enabled()),
     )
 
 
-def _form(value: Any, inside: Mapping[int, int]) -> Hashable:
-    """A value that equals another's only if both are alike. inside: the objects that it is a part of, by `id`."""
+def _form(value: Any, inside: Mapping[int, int], left_out: tuple[str, ...] = NOT_COMPUTED_WITH) -> Hashable:
+    """A value that equals another's only if both are alike. inside: the objects that it is a part of, by `id`.
+    left_out: attributes of configs and models that do not count."""
     if isinstance(value, PLAIN):
         return type(value), value  # 1, 1.0 and True are equal and not alike
     if isinstance(value, type | BuiltinFunctionType) or (isinstance(value, FunctionType) and not value.__closure__):
@@ -192,38 +243,37 @@ def _form(value: Any, inside: Mapping[int, int]) -> Hashable:
         return _tensor(value)
     if id(value) in inside:
         return "around", inside[id(value)]
-    inside = {**inside, id(value): len(inside)}
+    form = partial(_form, inside={**inside, id(value): len(inside)}, left_out=left_out)
     if isinstance(value, tuple | list):
-        return type(value), tuple(_form(each, inside) for each in value)
+        return type(value), tuple(form(each) for each in value)
     if isinstance(value, set | frozenset):
-        return type(value), frozenset(_form(each, inside) for each in value)
+        return type(value), frozenset(form(each) for each in value)
     if isinstance(value, dict):
-        return type(value), tuple((_form(name, inside), _form(each, inside)) for name, each in value.items())
+        return type(value), tuple((form(name), form(each)) for name, each in value.items())
     if isinstance(value, partial):
-        return partial, _form((value.func, value.args, value.keywords), inside)
-    if isinstance(value, PreTrainedConfig):
-        return type(value), _form({n: each for n, each in vars(value).items() if n not in NOT_COMPUTED_WITH}, inside)
+        return partial, form((value.func, value.args, value.keywords))
     if isinstance(value, nn.Module):
-        return _module(value, inside)
-    if type(value).__module__.startswith("peft."):  # settings of an adapter, and what goes by them
-        return type(value), _form({n: each for n, each in vars(value).items() if n not in NOT_COMPUTED_WITH}, inside)
+        return _module(value, form, left_out)
+    is_of_an_adapter = type(value).__module__.startswith("peft.")  # its settings, and what goes by them
+    if is_of_an_adapter or isinstance(value, PreTrainedConfig | GenerationConfig):
+        return type(value), form({name: each for name, each in vars(value).items() if name not in left_out})
     raise _Unlike
 
 
-def _module(module: nn.Module, inside: Mapping[int, int]) -> Hashable:
+def _module(module: nn.Module, form: Callable[[Any], Hashable], left_out: tuple[str, ...]) -> Hashable:
     fields = vars(module)
     if any(fields[hooks] for hooks in HOOKS):
         raise _Unlike
-    apart = {*OF_EVERY_MODULE, *NOT_COMPUTED_WITH}
+    apart = {*OF_EVERY_MODULE, *left_out}
     own = {name: value for name, value in fields.items() if name in STATE or name not in apart}
-    return type(module), type(module).forward, _form(own, inside)
+    return type(module), type(module).forward, form(own)
 
 
 def _tensor(tensor: Tensor) -> Hashable:
     outside = tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride(), tensor.requires_grad
     if type(tensor) not in (Tensor, nn.Parameter):
         raise _Unlike
-    if tensor.is_meta:
+    if tensor.is_meta or isinstance(tensor, nn.Parameter):  # its values are no part of the code
         return outside
     if tensor.numel() * tensor.element_size() > LARGE_NBYTES:
         raise _Unlike

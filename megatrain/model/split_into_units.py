@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from megatrain.errors import MegaTrainError, ModelError, typed_line
 from megatrain.model.adapters import FULL_PRECISION, adapter_of, without_parametrize
@@ -60,7 +61,7 @@ from megatrain.model.side_values import (
     without,
     written,
 )
-from megatrain.model.skeleton import as_meta, registering
+from megatrain.model.skeleton import as_meta, on_the_cpu, registering
 from megatrain.model.user_patches import (
     Buffers,
     OwnTensors,
@@ -232,7 +233,7 @@ def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch
     if dtype == torch.float32 or next(model.parameters()).dtype == dtype:
         return {}
     try:
-        with quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"), registering(as_meta):
+        with quiet(), torch.random.fork_rng(devices=[]), on_the_cpu(), registering(as_meta), no_init_weights():
             small: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
     except Exception:  # a class that cannot be built from its config alone
         return {}
