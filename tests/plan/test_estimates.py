@@ -98,7 +98,7 @@ def test_a_plan_that_fits_also_fits_when_fully_replayed(rows: int, gigabytes: in
 
 
 def test_a_survey_prices_each_budget_independently() -> None:
-    question = Question(llama_shape("small", 12, 1024, vocabulary=8000), ROOMY, 8 * 1024, 1024)
+    question = Question(llama_shape("small", 6, 1024, vocabulary=8000), ROOMY, 4 * 1024, 1024)
     budgets = [{"device": device, "host": 10**13} for device in (10**8, 10**9, 10**11)]
     found = survey(question, budgets)
     assert found[0] is None
@@ -118,7 +118,7 @@ def test_a_survey_chooses_disk_state_per_budget() -> None:
     needed = find_plan(replace(question, overrides={"placements": ()})).nbytes["host"]
     budgets = [{"device": 10**9, "host": round(share * needed)} for share in (1.5, 0.6, 1.5)]
     found = survey(question, budgets)
-    assert found == [survey(question, [budget])[0] for budget in budgets]
+    assert found == [*(survey(question, [budget])[0] for budget in budgets[:2]), found[0]]
     roomy, tight, _ = found
     assert roomy is not None
     assert tight is not None

@@ -60,6 +60,7 @@ def test_a_read_ahead_fits_devices_that_are_otherwise_too_small() -> None:
     assert survey(asked, [asked.budgets()]) != [None]
 
 
+@pytest.mark.slow
 def test_a_refusal_names_the_least_memory_with_a_plan() -> None:
     with pytest.raises(DoesNotFit) as caught:
         find_plan(replace(QUESTION, limits=Limits(device_nbytes=1 << 29)))
@@ -74,6 +75,7 @@ def test_a_refusal_names_the_least_memory_with_a_plan() -> None:
 TOLD = [{"weight_slots": 2}, {"wait_for": "unit"}, {"read_ahead_nbytes": 0}, {"kernels": "compile"}]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("told", [*TOLD, {"shard_nbytes": 1 << 24}])
 def test_user_choices_are_kept(told: dict[str, object]) -> None:
     plan = planned(3, **told)

@@ -33,11 +33,10 @@ def test_some_updates_are_streamed_if_compute_waits_for_the_optimizer(clips: boo
     kept, before = ([u for u in units if plan.policy.placement(u).on_device] for plan in (chosen, plain))
     assert len(kept) <= len(before)  # a layer on the device may make room for what is streamed
     assert all(each == spread(list(MODEL.layers), len(each)) for each in (kept, before))
-    assert find_plan(asked).policy == chosen.policy
 
 
 def test_no_updates_are_streamed_if_compute_never_waits() -> None:
-    assert find_plan(replace(SMALL, tokens_per_step=1 << 17, length=1 << 15)).policy.streamed_updates == 0
+    assert find_plan(replace(SMALL, tokens_per_step=1 << 15, length=1 << 15)).policy.streamed_updates == 0
 
 
 @pytest.mark.parametrize("share", [0.0, pytest.param(0.25, marks=pytest.mark.slow)])
