@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from megatrain.model.architecture import auto_class, read_config, refuse_other_configs
 from megatrain.model.hub import known_config, known_models
@@ -12,9 +14,16 @@ from megatrain.model.hub import known_config, known_models
 
 @pytest.mark.parametrize("name", known_models())
 def test_built_in_models_have_their_published_parameter_counts(name: str) -> None:
-    with torch.device("meta"):
-        model = auto_class(known_config(name)).from_config(known_config(name))
+    model = without_weights(known_config(name))
     assert sum(parameter.numel() for parameter in model.parameters()) == known_models()[name]["parameters"]
+
+
+def without_weights(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of a config on the meta device, where drawing weights would be most of the work."""
+    with torch.device("meta"), no_init_weights():
+        model: PreTrainedModel = auto_class(config).from_config(config)
+    model.tie_weights()
+    return model
 
 
 @pytest.mark.parametrize("name", known_models())
@@ -42,9 +51,7 @@ def test_common_models_are_built_in() -> None:
 )
 def test_a_model_with_images_has_the_tower_that_was_published(name: str, of_images: int) -> None:
     """Published counts of what is not the language model, which a total alone would not tell from it."""
-    config = known_config(name)
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config)
+    model = without_weights(known_config(name))
     text = {id(parameter) for part in ("language_model", "lm_head") for parameter in parts(model, part)}
     assert sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in text) == of_images
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -13,9 +13,22 @@ from transformers import PreTrainedModel
 from megatrain import Engine, Policy
 from megatrain.model import port_model, profile
 from megatrain.model.peak import DeviceAttention, SkipLargeProducts, recorded_backward
+from megatrain.spec import ModelSpec
 from megatrain.spec.layer_profile import LayerProfile
 from tests.kinds import stock_model, tiny_config
 from tests.tiny import FAMILIES, batch, tiny_model
+
+
+@cache
+def spec_of(family: str) -> ModelSpec:
+    """The measured specification of a family's tiny model in float32."""
+    return port_model(tiny_model(family), torch.float32).spec
+
+
+@cache
+def spec_of_kind(kind: str, **changes: Any) -> ModelSpec:
+    """That of a kind of model as the library initialises it."""
+    return port_model(stock_model(tiny_config(kind, **changes), 0), torch.float32).spec
 
 
 def kept_by_the_stock_layer(model: PreTrainedModel, rows: int, length: int) -> int:
@@ -56,16 +69,17 @@ def kept_by_the_stock_layer(model: PreTrainedModel, rows: int, length: int) -> i
 )
 def test_the_bytes_of_a_kept_graph_are_predicted(family: str, rows: int, length: int) -> None:
     """And the layer's input, which in float32 it keeps too."""
-    spec = port_model(tiny_model(family), torch.float32).spec
+    spec = spec_of(family)
     found = spec.units[2].profile.kept(rows, length) + rows * length * spec.hidden_size * 4
     assert found == pytest.approx(kept_by_the_stock_layer(tiny_model(family), rows, length), rel=0.02)
 
 
-@pytest.mark.parametrize(("kind", "changes"), [("deepseek_v3", {}), ("gpt2", {"attn_pdrop": 0.1})])
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("deepseek_v3", {"first_k_dense_replace": 2}), ("gpt2", {"attn_pdrop": 0.1})]
+)
 def test_scores_that_a_cpu_alone_makes_are_counted_there_alone(kind: str, changes: dict[str, Any]) -> None:
     """CUDA has a fused kernel for values of another width than the keys', and for dropout; a cpu has none."""
-    model = stock_model(tiny_config(kind, **changes), 0)
-    spec = port_model(model, torch.float32).spec
+    model, spec = stock_model(tiny_config(kind, **changes), 0), spec_of_kind(kind, **changes)
     assert spec.units[2].profile.graph.per_pair == 0
     assert all(peak.per_pair == 0 for peak in spec.units[2].profile.backward.device)
     on_a_cpu = spec.on_a_cpu()
@@ -80,10 +94,7 @@ def test_scores_that_a_cpu_alone_makes_are_counted_there_alone(kind: str, change
 @pytest.mark.parametrize("rows", [1, 3])
 def test_attention_that_is_not_run_is_counted_like_one_that_is(rows: int) -> None:
     """Without dropout a cpu has a fused kernel, which gives and saves the same."""
-    without, with_dropout = (
-        port_model(stock_model(tiny_config("gpt2", attn_pdrop=share), 0), torch.float32).spec.units[2].profile
-        for share in (0.0, 0.1)
-    )
+    without, with_dropout = (spec_of_kind("gpt2", attn_pdrop=share).units[2].profile for share in (0.0, 0.1))
     assert with_dropout.attention_flops == without.attention_flops
     assert with_dropout.kept(rows, 24) == pytest.approx(without.kept(rows, 24), abs=16)
     for way in ("forward", "backward"):
@@ -133,18 +144,18 @@ def test_the_stand_in_attention_kernel_works_only_while_measuring() -> None:
 )
 def test_attention_flops_are_counted_for_every_kernel(family: str) -> None:
     """4 heads of 8: scores and their product with the values, two operations each per multiply-add."""
-    found = port_model(tiny_model(family), torch.float32).spec.units[1].profile
+    found = spec_of(family).units[1].profile
     assert found.attention_flops == 2 * 2 * 4 * 8
 
 
 def test_attention_that_adds_its_positions_within_the_product_is_counted() -> None:
     """BLOOM's scores are one `baddbmm` of three dimensions: 4 heads of 8, as above."""
-    found = port_model(stock_model(tiny_config("bloom"), 0), torch.float32).spec.units[1].profile
+    found = spec_of_kind("bloom").units[1].profile
     assert found.attention_flops == 2 * 2 * 4 * 8
 
 
 def test_sliding_windows_limit_attention_flops() -> None:
-    units = port_model(tiny_model("gemma2"), torch.float32).spec.units
+    units = spec_of("gemma2").units
     assert [unit.profile.window for unit in units[1:-1]] == [4, None, 4, None]
     windowed, full = units[1].profile, units[2].profile
     attended = sum(min(position + 1, 4) for position in range(10)) / 10
