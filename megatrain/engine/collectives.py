@@ -39,17 +39,17 @@ def reduce(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
 
 
 def _tell_present(context: OpContext, step: StepState, op: Op) -> None:
-    """After the last REDUCE of a unit, on its stream: tell the sink which parameters got a gradient on any rank."""
+    """After the last REDUCE of a unit, on its stream: tell the receiver which parameters got a gradient on any rank."""
     names = [field.name for field in context.layouts[op.unit].trained.fields]
     mine = torch.tensor([name not in step.absent[op.unit] for name in names], dtype=torch.uint8)
     if op.stream == "shared":
-        flags = landed = context.world.together(mine).amax(dim=0)
+        flags = on_host = context.world.together(mine).amax(dim=0)
     else:
         (sent,) = context.device.staged([mine])
         device = context.device.torch_device
         whole = torch.empty(context.world.size, len(names), dtype=torch.uint8, device=device)
         context.world.gather(whole.view(-1), sent.to(device, non_blocking=True))
         flags = whole.amax(dim=0)
-        landed = context.device.landing(flags)
-    assert step.sink is not None
-    step.sink.present(op.unit, flags, landed)
+        on_host = context.device.landing(flags)
+    assert step.receiver is not None
+    step.receiver.present(op.unit, flags, on_host)

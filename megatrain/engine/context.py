@@ -131,8 +131,8 @@ class OpContext:
             if type(access.content) is Gradient and access.content.is_whole:
                 unit = access.content.unit
                 step.absent[unit] = step.accumulators.pop(unit).finish()
-                assert step.sink is not None
-                step.sink.absent(unit, step.absent[unit])
+                assert step.receiver is not None
+                step.receiver.absent(unit, step.absent[unit])
 
     # Inputs and randomness ------------------------------------------------------------------------------------------
 

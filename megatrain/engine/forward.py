@@ -80,7 +80,7 @@ def encoded_for(context: OpContext, step: StepState, op: Op, lease: Lease) -> li
     if access is None or not is_there(step, access, lease, key):
         return found
     for unit in spec.tapped:
-        wants = step.sink is not None and spec.has_backward(unit - 1 if unit else spec.encoder[-1])
+        wants = step.receiver is not None and spec.has_backward(unit - 1 if unit else spec.encoder[-1])
         found.append(input_of(step, op, lease, unit).detach().requires_grad_(wants))
     return found
 
@@ -236,7 +236,7 @@ def _prologue(context: OpContext, step: StepState, op: Op, lease: Lease) -> tupl
     """
     inputs, answers = context.inputs(step, op.micro)
     encoded = encoded_for(context, step, op, lease)
-    text, trains = inputs.keys() <= TEXT_ENTRIES, step.sink is not None
+    text, trains = inputs.keys() <= TEXT_ENTRIES, step.receiver is not None
     with answers, context.waiting_for_weights(step, op, lease):
         if not trains or (text and not context.computes_between):
             hidden, calls = context.ported.prologue(context.parameters(op, lease, 0), inputs, encoded=encoded)

@@ -2,7 +2,7 @@
 
 A `GradientAccumulator` fills the flat buffer in which a unit's gradient is summed over micro-batches and token chunks.
 Parameters without a gradient and the gaps between parameters are explicit zeros, so offsets never shift and a norm over
-the whole buffer is right. The sink learns which parameters these are, since they are not updated.
+the whole buffer is right. Their receiver learns which parameters these are, since they are not updated.
 """
 
 from __future__ import annotations
@@ -19,25 +19,28 @@ from megatrain.spec import Part
 from megatrain.spec.layout import Layout
 
 
-class GradSink(Protocol):
+class GradientReceiver(Protocol):
     """Receives complete gradients. Called on the host stream, one unit at a time."""
 
-    not_finite: dict[int, list[str]]
-    """Unit -> parameters whose gradient is not finite, as far as this rank's part of it shows. Used with several
-    ranks."""
-    settings: dict[str, object]
-    """What the optimizer uses gradients with (learning rate, clipping, ...). With several ranks it must be the same on
-    each."""
+    @property
+    def not_finite(self) -> Mapping[int, Sequence[str]]:
+        """Unit -> parameters whose gradient is not finite, as far as this rank's part of it shows. Used with several
+        ranks."""
+
+    @property
+    def settings(self) -> Mapping[str, object]:
+        """What the optimizer uses gradients with (learning rate, clipping, ...). With several ranks it must be the same
+        on each."""
 
     def absent(self, unit: int, names: Sequence[str]) -> None:
         """These trained parameters of a unit got no gradient from any micro-batch of this rank: what autograd leaves at
         `None`. Called when the unit's sum is complete, on the thread that computes, before `norm`."""
 
-    def present(self, unit: int, flags: Tensor, landed: Tensor) -> None:
+    def present(self, unit: int, flags: Tensor, flags_on_host: Tensor) -> None:
         """With several ranks that update during the backward pass: whether each trained parameter of a unit, in the
         layout's order, got a gradient on any rank. Before `update`.
 
-        flags: uint8[parameters] where the update runs; landed: on the host, valid once the unit's gradient is there.
+        flags: uint8[parameters] where the update runs; flags_on_host: valid once the unit's gradient is there.
         """
 
     def norm(self, unit: int, gradient: Tensor, loss: Tensor | None) -> None:

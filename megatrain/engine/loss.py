@@ -23,7 +23,7 @@ def loss(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     unit, micro = op.unit, op.micro
     context.reseed(step, unit, micro)
     hidden = input_of(step, op, lease, op.unit)
-    if step.sink is None:
+    if step.receiver is None:
         weights: dict[str, Tensor] = {}
         for owner in _head_owners(context):
             weights |= context.parameters(op, lease, owner)
@@ -103,7 +103,7 @@ def _add_router_loss(context: OpContext, step: StepState, op: Op, weights: dict[
         with answers:
             plain = context.ported.balance(weights, inputs, sides)
         loss = coefficient * plain * step.router_weights[micro]
-        if step.sink is not None:
+        if step.receiver is not None:
             wanted = [*leaves.values()]
             found = torch.autograd.grad(loss * step.scale, wanted, allow_unused=True, materialize_grads=True)
             activations.add_side_gradients(op, dict(zip(leaves, found, strict=True)))

@@ -60,7 +60,7 @@ def result_of(context: OpContext, step: StepState) -> StepResult:
 def reports_of_all_ranks(context: OpContext, step: StepState) -> list[MicroBatchReport]:
     """The reports of all ranks' micro-batches, in order. Raises `NonFinite`, with the same message on each rank."""
     largest = {unit: torch.stack(landed).amax(dim=0).tolist() for unit, landed in step.largest.items()}
-    names = {} if step.sink is None else step.sink.not_finite
+    names = {} if step.receiver is None else step.receiver.not_finite
     mine: Any = ([tuple(report) for report in own_reports(step)], list(largest.items()), list(names.items()))
     received = context.world.exchange("losses", mine)
     reports = [[MicroBatchReport(*report) for report in of_rank] for of_rank, _, _ in received]
@@ -87,7 +87,7 @@ def finite_sum(terms: Sequence[float], step: StepState, on: str = "", fix: str =
     loss = reduce(add, terms) if terms else 0.0
     if not math.isfinite(loss):
         what = f"the loss is {loss}{on}"
-        if step.sink is None:
+        if step.receiver is None:
             raise NonFinite(what, where="evaluation", fix="inspect the batch and the weights", of_loss=True)
         raise NonFinite(what, fix=fix, of_loss=True)
     return loss

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge
 from megatrain.engine.autograd import GradientDestination
 from megatrain.engine.batch import MicroBatch
 from megatrain.engine.chunked_loss import LossFn
-from megatrain.engine.gradient_accumulation import GradientAccumulator, GradSink
+from megatrain.engine.gradient_accumulation import GradientAccumulator, GradientReceiver
 from megatrain.engine.resumable_call import NO_PAUSES, PausePoints
 from megatrain.engine.weights import BoundWeights
 from megatrain.errors import MegaTrainError, ModelError
@@ -186,7 +186,7 @@ class StepState:
     """What the model gets of each."""
     labels: list[Tensor]
     """Per micro-batch, int64[batch, length] on the host; empty if only logits are computed."""
-    sink: GradSink | None
+    receiver: GradientReceiver | None
     """`None` if no gradients are computed."""
     number: int
     """The step's number, from 0."""

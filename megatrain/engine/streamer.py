@@ -1,7 +1,7 @@
 """Runs the schedule of a step on a device: prepares its inputs, runs its ops, and reads its result.
 
-Training state is not changed here: gradients go to a sink. Randomness inside layers (dropout) depends on (seed, step,
-unit, micro-batch) alone, so a recomputed layer draws the same numbers again, under any schedule.
+Training state is not changed here: gradients go to a receiver. Randomness inside layers (dropout) depends on (seed,
+step, unit, micro-batch) alone, so a recomputed layer draws the same numbers again, under any schedule.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatrain.engine.batch import count_targets, model_entries, targets_of
 from megatrain.engine.chunked_loss import StepResult, divisor_of, own_entries
 from megatrain.engine.context import OpContext
 from megatrain.engine.executor import Action, Executor
-from megatrain.engine.gradient_accumulation import GradSink
+from megatrain.engine.gradient_accumulation import GradientReceiver
 from megatrain.engine.reports import refuse_unlike_steps, result_of
 from megatrain.engine.resumable_call import (
     NO_PAUSES,
@@ -77,27 +77,31 @@ class Streamer:
         """When the ops of the last schedule ran, if the device is timed."""
         return self.executor.timeline
 
-    def run_schedule(self, schedule: Schedule, asked: StepInput, sink: GradSink | None, number: int = 0) -> StepResult:
+    def run_schedule(
+        self, schedule: Schedule, asked: StepInput, receiver: GradientReceiver | None, number: int = 0
+    ) -> StepResult:
         """Run a schedule and return loss and metrics of all ranks. Keeps the caller's random state.
 
-        sink: receives the gradients; `None` for an evaluation. number: the step's number, from 0, which randomness
+        receiver: of the gradients; `None` for an evaluation. number: the step's number, from 0, which randomness
         depends on. Raises `NonFinite` if the loss is not finite, `LossError` if the loss function returns no loss, and
-        whatever an op, the sink or the loss function raises.
+        whatever an op, the receiver or the loss function raises.
         """
-        step = self.begin(schedule, asked, sink, number)
+        step = self.begin(schedule, asked, receiver, number)
         with self.running(step) as run:
             run()
         return self.result(step)
 
     # `Engine.step` does the same by these three, so that few calls lie between it and a layer.
 
-    def begin(self, schedule: Schedule, asked: StepInput, sink: GradSink | None, number: int = 0) -> StepState:
+    def begin(
+        self, schedule: Schedule, asked: StepInput, receiver: GradientReceiver | None, number: int = 0
+    ) -> StepState:
         """The state of a step before its first op. Raises `RankError` if ranks do not fit together, and `LossError`."""
         context, batches = self.context, asked.micro_batches
         context.world.at(f"step {number + 1:,}", self.oldest_op)
         settings: dict[str, object] = {}
-        if sink is not None:
-            settings = {"step": number, "seed": context.seed, **sink.settings}
+        if receiver is not None:
+            settings = {"step": number, "seed": context.seed, **receiver.settings}
 
         def mine() -> StepInfo:
             targets = sum(count_targets(batch) for batch in batches)
@@ -117,7 +121,7 @@ class Streamer:
             schedule,
             [model_entries(batch, only_loss) for batch in batches],
             [batch["labels"].cpu() for batch in batches],
-            sink,
+            receiver,
             number,
             scale=1.0 / (total or 1.0),
             loss_fn=asked.loss_fn,

@@ -14,27 +14,27 @@ from megatrain.schedule.passes.streamed_updates import piece_of
 
 
 def norm(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
-    """NORM: hand a complete gradient to the sink, before anything is updated with it."""
-    assert step.sink is not None
+    """NORM: hand a complete gradient to its receiver, before anything is updated with it."""
+    assert step.receiver is not None
     if op.stream == "host" and not step.loss_is_finite and context.world.size == 1:  # several ranks check at the end
         finite_loss(step)  # before any gradient of this step is used
         step.loss_is_finite = True
-    step.sink.norm(op.unit, _gradient_of(context, op, lease), step.loss)
+    step.receiver.norm(op.unit, _gradient_of(context, op, lease), step.loss)
 
 
 def update(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
-    """UPDATE: let the sink update a unit, or a piece of it, with its gradient."""
-    assert step.sink is not None
+    """UPDATE: let the receiver of gradients update a unit, or a piece of it, with its gradient."""
+    assert step.receiver is not None
     parts = {
         part: bytes_of(lease, access) for access in op.writes if (part := PART_OF.get(type(access.content))) is not None
     }
     gradient = _gradient_of(context, op, lease)
     if op.shard >= 0:
         size = context.layouts[op.unit].trained.own_size
-        step.sink.update(op.unit, gradient, parts, piece_of(size, context.numerics, context.policy, op.shard))
+        step.receiver.update(op.unit, gradient, parts, piece_of(size, context.numerics, context.policy, op.shard))
         context.pool.owes(step.schedule.takes_home[op.unit, op.shard])
         return
-    step.sink.update(op.unit, gradient, parts)
+    step.receiver.update(op.unit, gradient, parts)
     context.pool.changed(op, lease)
     buffer = step.schedule.buffers[op.reads[0].buffer]
     if buffer.tier == "host" and buffer.unit == op.unit:  # not shared with units whose gradient may follow

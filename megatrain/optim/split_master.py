@@ -19,6 +19,7 @@ bfloat16 arrays are passed as their bits, uint16. `StateArrays` has the halves b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -42,6 +43,7 @@ class Sliced(Protocol):
 
 
 A = TypeVar("A", bound=Sliced)
+B = TypeVar("B", bound=Sliced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +65,14 @@ class StateArrays(Generic[A]):
         """Both halves, or the float32 masters alone."""
         return (self.hi,) if self.lo is None else (self.hi, self.lo)
 
+    def map(self, function: Callable[[A], B]) -> StateArrays[B]:
+        """What a function makes of each array."""
+        lo = None if self.lo is None else function(self.lo)
+        return StateArrays(function(self.hi), lo, tuple(map(function, self.moments)))
+
     def part(self, elements: slice) -> StateArrays[A]:
         """Views of some of the trained elements."""
-        lo = None if self.lo is None else self.lo[elements]
-        return StateArrays(self.hi[elements], lo, tuple(moment[elements] for moment in self.moments))
+        return self.map(lambda array: array[elements])
 
 
 HostArrays = StateArrays[np.ndarray]

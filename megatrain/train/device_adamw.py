@@ -24,7 +24,7 @@ from torch import Tensor
 from megatrain.device import Device
 from megatrain.errors import typed_line
 from megatrain.optim import AdamW, StateArrays, StepScalars
-from megatrain.spec import Part, Precision
+from megatrain.spec import Part
 from megatrain.spec.layout import align
 
 CHUNK = 1 << 20
@@ -36,26 +36,33 @@ TRIED = 5000
 _log = logging.getLogger(__name__)
 
 
+def arrays_in(parts: Mapping[Part, Tensor], numel: int) -> StateArrays[Tensor]:
+    """The state of so many trained elements in the memory of its parts, uint8, on the host or the device.
+
+    parts: weights, moments in the order of `AdamW.STATE`, and, if masters are split, low bits.
+    """
+    nparts = len(AdamW.STATE)
+    moments = parts[Part.MOMENTS][: 4 * nparts * numel].view(torch.float32)
+    weights, low = parts[Part.WEIGHTS], parts.get(Part.LOW_BITS)
+    if low is None:
+        return StateArrays(weights[: 4 * numel].view(torch.float32), None, moments.split(numel))
+    hi, lo = (half[: 2 * numel].view(torch.int16) for half in (weights, low))
+    return StateArrays(hi, lo, moments.split(numel))
+
+
 def update_on_device(
-    parts: Mapping[Part, Tensor],
+    state: StateArrays[Tensor],
     gradient: Tensor,
-    precision: Precision,
     scalars: StepScalars,
     segments: Sequence[tuple[int, int, bool]],
     sound: Tensor | None = None,
     kernels: Any = None,
 ) -> None:
-    """One AdamW step in place on a unit.
+    """The twin of `optim.update_on_host`: one AdamW step in place on a unit or a piece.
 
-    parts: weights, low bits (in bf16) and moments (in the order of `AdamW.STATE`), uint8 on the device. gradient:
-    flat, bfloat16 or float32, one value per trained element. segments: (start, stop, decays) in elements. sound: a
-    bool on the device; if false nothing changes. kernels: see `kernels_for`.
+    gradient: flat, bfloat16 or float32, one value per trained element. segments: (start, stop, decays) in elements.
+    sound: a bool on the device; if false nothing changes. kernels: see `kernels_for`.
     """
-    trained = gradient.numel()
-    moments = parts[Part.MOMENTS].view(torch.float32)
-    weight = parts[Part.WEIGHTS].view(torch.float32 if precision == "fp32" else torch.int16)
-    low = None if precision == "fp32" else parts[Part.LOW_BITS].view(torch.int16)
-    state = StateArrays(weight, low, moments[: trained * len(AdamW.STATE)].split(trained))
     update = adamw_by_operations if kernels is None else kernels.adamw
     for start, stop, decays in _joined(segments):
         part = slice(start, stop)

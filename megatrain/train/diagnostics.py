@@ -39,9 +39,8 @@ class Diagnostics(TakesTurns):
 
     def applied_updates(self) -> dict[str, int]:
         """Unit name -> optimizer updates applied to its state; pending ones are not counted."""
-        return {
-            unit.name: count for unit, count in zip(self._parts.structure.units, self._parts.sink.applied, strict=True)
-        }
+        units, versions = self._parts.structure.units, self._parts.optimizer.versions
+        return {unit.name: version.applied for unit, version in zip(units, versions, strict=True)}
 
     def step_flops(self, micro_batches: Iterable[MicroBatch]) -> float:
         """Model FLOPs of a step over these micro-batches and those of all other ranks.

@@ -48,7 +48,7 @@ from megatrain.train.async_save import Save
 from megatrain.train.diagnostics import Diagnostics
 from megatrain.train.events import StepOutput
 from megatrain.train.one_call_at_a_time import TakesTurns, one_at_a_time
-from megatrain.train.optimizer_sink import GradientCollector
+from megatrain.train.optimizer import GradientCollector
 from megatrain.train.options import (
     EngineOptions,
     RunOptions,
@@ -285,23 +285,23 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         """
         parts = self.parts
         asked = parts.step_input(micro_batches, loss_fn, router_weights, trains=True)
-        if parts.sink.is_interrupted:
+        if parts.optimizer.is_interrupted:
             parts.flush()  # updates left by an interrupted step
-        schedule = parts.schedules.get("pending step" if parts.sink.pending else "step", asked.work)
-        parts.sink.begin(self.optimizer.lr if lr is None else lr)
+        schedule = parts.schedules.get("pending step" if parts.optimizer.pending else "step", asked.work)
+        parts.optimizer.begin(self.optimizer.lr if lr is None else lr)
         parts.device.stalled_seconds()
         before = 0 if parts.disk is None else parts.disk.written_nbytes
         once_more = partial(parts.forward, asked, self.steps)
         is_timed = timed(parts.device) if self.diagnostics.wants_times else nullcontext()
         with parts.causes.named(self.steps, once_more), is_timed:
             try:
-                state = parts.streamer.begin(schedule, asked, parts.sink, self.steps)
+                state = parts.streamer.begin(schedule, asked, parts.optimizer, self.steps)
                 with parts.streamer.running(state) as run:
                     run()
                 result = parts.streamer.result(state)
             finally:
-                parts.sink.at_rest()
-            norm = parts.sink.finish()
+                parts.optimizer.at_rest()
+            norm = parts.optimizer.finish()
         self.steps += 1
         self.diagnostics.step_done()
         written = 0 if parts.disk is None else parts.disk.written_nbytes - before
@@ -312,12 +312,12 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
     @property
     def optimizer(self) -> AdamW:
         """The hyperparameters of the next step; change them with `set_optimizer`."""
-        return self.parts.sink.optimizer
+        return self.parts.optimizer.algorithm
 
     @property
     def max_grad_norm(self) -> float | None:
         """The norm to which gradients are clipped; `None` if they are not."""
-        return self.parts.sink.max_grad_norm
+        return self.parts.optimizer.max_grad_norm
 
     @one_at_a_time
     def set_optimizer(self, optimizer: AdamW) -> None:
@@ -326,7 +326,7 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         Raises `ConfigError` if the sets of parameters that decay, or share a learning rate, would change.
         """
         refuse_other_groups(self.optimizer, optimizer)
-        self.parts.sink.optimizer = optimizer
+        self.parts.optimizer.algorithm = optimizer
 
     @one_at_a_time
     def gradients(
@@ -339,7 +339,7 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         parts = self.parts
         asked = parts.step_input(micro_batches, loss_fn, router_weights, trains=True)
         parts.settle()
-        collector = GradientCollector(self.structure, parts.sink.before_update, parts.store)
+        collector = GradientCollector(self.structure, parts.optimizer.before_update, parts.store)
         schedule = parts.schedules.get("step", asked.work)
         with parts.causes.named(self.steps, partial(parts.forward, asked, self.steps)):
             parts.streamer.run_schedule(schedule, asked, collector, self.steps)
@@ -477,7 +477,7 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
             None if self.parts.ported.adapter is None else self.parts.store.frozen_checksum(),
         )
         names = self.parts.pool.units
-        kept = as_saved(self.parts.sink, self.numerics, self.policy, self.steps, seed, names, training or {}, base)
+        kept = as_saved(self.parts.optimizer, self.numerics, self.policy, self.steps, seed, names, training or {}, base)
         number = self.steps if step is None else step
         return self.saver.begin(folder, number, self.policy, kept, score, write_more, then)
 
@@ -493,7 +493,7 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         source = weights_in(checkpoint, self.parts.ported)
         self.saver.wait()
         refuse_other_base(checkpoint, self.parts.store.frozen_checksum)
-        self.parts.sink.restore(0)
+        self.parts.optimizer.restore(0)
         self.parts.fill(source)
         self.steps = self.parts.take_up(checkpoint, "refuse")
 

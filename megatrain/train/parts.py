@@ -1,7 +1,7 @@
 """`Parts` holds the components of an engine (model, memory, streamer, optimizer), and what involves several of them.
 
 A model split into units, a device, the pool and store with the training state, the streamer that executes schedules,
-the optimizer sink, and the saver of checkpoints. `Engine` is the interface for users; whoever looks inside one, as
+the optimizer, and the saver of checkpoints. `Engine` is the interface for users; whoever looks inside one, as
 diagnostics and tests do, finds everything here. Nothing here takes a turn (`one_call_at_a_time`), except `prepare`.
 """
 
@@ -30,7 +30,7 @@ from megatrain.spec.validate_fields import checked
 from megatrain.train.async_save import Saver
 from megatrain.train.nonfinite import NonfiniteCauses
 from megatrain.train.one_call_at_a_time import TakesTurns, Turn, one_at_a_time
-from megatrain.train.optimizer_sink import OptimizerSink
+from megatrain.train.optimizer import StreamedOptimizer
 from megatrain.train.options import EngineOptions, disk_of, files_of, limits_of, numerics_of, optimizer_of, policy_of
 from megatrain.train.restore import NewMoments, facts_in, fill, missed_in, read_moments, refuse_other_base
 from megatrain.train.schedule_cache import Kind, Schedules, budgets
@@ -49,7 +49,7 @@ class Parts(TakesTurns):
         self.world = world = options.get("world") or ALONE
         ported.share(world.size)
         self.structure: ModelSpec = ported.structure
-        optimizer, max_grad_norm = optimizer_of(options, self.structure), options.get("max_grad_norm", 1.0)
+        trained_by = optimizer_of(options, self.structure), options.get("max_grad_norm", 1.0)
         self.numerics, self.limits = numerics_of(options), limits_of(options)
         policy, fits = policy_of(options, device, self.structure), options.get("policy", "auto") == "auto"
         self.ported, self.device, self.disk = ported, device, disk_of(options, policy)
@@ -60,17 +60,16 @@ class Parts(TakesTurns):
         owned = Ownership(world.rank, max(1, policy.shard_nbytes // self.numerics.weight_nbytes))
         self.store = Store(self.structure, self.numerics, policy, self.pool, owned, world.together)
         self.schedules = Schedules(ported, self.store, self.numerics, policy, device, world, fits_activations=fits)
-        how = self.structure, self.numerics, policy, optimizer, max_grad_norm, device
         try:
             self.schedules.get(self.main_kind, Work((1,)))
-            self.sink = OptimizerSink(*how, owned, world)
+            self.optimizer = StreamedOptimizer(*trained_by, self.structure, policy, device, owned, world)
             seed = options.get("seed", 0)
             self.streamer = Streamer(OpContext(ported, device, self.pool, self.numerics, policy, seed, world))
         except BaseException:
             self.pool.release()
             raise
         self.saver = Saver(ported, self.store, world.aside())
-        self.sink.before_update = self.saver.before_update
+        self.optimizer.before_update = self.saver.before_update
         self.causes = NonfiniteCauses(self.store, self.streamer)
         self._turn = Turn()
 
@@ -151,13 +150,13 @@ class Parts(TakesTurns):
 
     def flush(self) -> None:
         """Apply pending updates, if any."""
-        if self.sink.pending:
-            self.streamer.run_schedule(self.schedules.get("flush", Work((1,))), StepInput(), self.sink)
+        if self.optimizer.pending:
+            self.streamer.run_schedule(self.schedules.get("flush", Work((1,))), StepInput(), self.optimizer)
 
     def settle(self) -> None:
         """Apply pending updates, and refuse a state in which some units are ahead of others."""
         self.flush()
-        self.sink.refuse_torn()
+        self.optimizer.refuse_torn()
 
     def fill(self, source: Fills, progress: Progress | None = None) -> None:
         """Set every parameter from a source, keeping optimizer and counters."""
@@ -170,7 +169,7 @@ class Parts(TakesTurns):
         facts = facts_in(checkpoint)
         refuse_other_base(checkpoint, self.store.frozen_checksum)
         read_moments(checkpoint, self.store, new)
-        self.sink.restore(facts["updates"], missed_in(checkpoint, self.structure))
+        self.optimizer.restore(facts["updates"], missed_in(checkpoint, self.structure))
         self.streamer.context.seed = facts.get("seed", self.streamer.context.seed)
         self.saver.goes_on_from(checkpoint.folder)
         return int(facts["steps"])
@@ -190,7 +189,7 @@ class Parts(TakesTurns):
     def _use(self, policy: Policy, *, fits_activations: bool = False) -> None:
         self.schedules.adopt(policy, fits_activations=fits_activations)
         self.streamer.context.policy = policy
-        self.sink.adopt(policy)
+        self.optimizer.adopt(policy)
 
     def close(self) -> None:
         """Stop the workers and free the memory. In a forked child this does nothing."""

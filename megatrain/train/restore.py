@@ -28,7 +28,7 @@ from megatrain.spec import ModelSpec, Numerics, Policy
 from megatrain.spec.model import FileBytes
 from megatrain.spec.validate_fields import checked
 from megatrain.train.async_save import as_json, versions
-from megatrain.train.optimizer_sink import OptimizerSink
+from megatrain.train.optimizer import StreamedOptimizer
 
 ENGINE, CALLER = "engine", "run"
 """The two parts of `training.json`: the engine's and its caller's."""
@@ -38,7 +38,7 @@ NewMoments = Literal["refuse", "zero"]
 
 
 def as_saved(
-    sink: OptimizerSink,
+    streamed: StreamedOptimizer,
     numerics: Numerics,
     policy: Policy,
     steps: int,
@@ -51,15 +51,15 @@ def as_saved(
 
     base: checksum of the frozen base, if the checkpoint has only an adapter.
     """
-    optimizer = sink.optimizer
+    optimizer = streamed.algorithm
     facts = {
         "steps": steps,
-        "updates": sink.updates,
-        "applied": dict(zip(names, sink.applied, strict=True)),
-        "missed": dict(sink.missed),
+        "updates": streamed.updates,
+        "applied": {name: version.applied for name, version in zip(names, streamed.versions, strict=True)},
+        "missed": {name: count for version in streamed.versions for name, count in version.missed.items()},
         "seed": seed,
         "precision": numerics.precision,
-        "max_grad_norm": sink.max_grad_norm,
+        "max_grad_norm": streamed.max_grad_norm,
         "optimizer": {
             "lr": optimizer.lr,
             "betas": list(optimizer.betas),
@@ -161,7 +161,7 @@ def read_moments(checkpoint: Checkpoint, store: Store, new: NewMoments = "refuse
 
 
 def missed_in(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, int]:
-    """Trained parameter -> of the checkpoint's updates, those that it has not had, if any (`OptimizerSink.missed`).
+    """Trained parameter -> of the checkpoint's updates, those that it has not had, if any (`UnitVersion.missed`).
 
     One that did not train then, and whose moments start as zeros, has had none.
     """

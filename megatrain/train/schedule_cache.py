@@ -25,7 +25,7 @@ from megatrain.schedule import Schedule, build_flush, build_forward, build_step,
 from megatrain.spec import Limits, ModelSpec, Numerics, Policy, Work
 
 FIXED = ("update", "transfer", "shares_memory")
-"""Policy fields that cannot change, since state, device memory and sink depend on them."""
+"""Policy fields that cannot change, since state, device memory and the optimizer depend on them."""
 
 OWNING = ("shard_nbytes", "delivery")
 """Policy fields that decide what each rank owns, and where."""

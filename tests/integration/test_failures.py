@@ -17,7 +17,7 @@ from megatrain.device.sim import SimDevice
 from megatrain.errors import BatchError, ConfigError, DeviceError, ModelError, NonFinite, PlanError, StreamFailed
 from megatrain.spec import Placement
 from megatrain.spec.policy import UpdateTime
-from megatrain.train.optimizer_sink import OptimizerSink
+from megatrain.train.optimizer import StreamedOptimizer
 from tests.adapted import adapted
 from tests.tiny import VOCAB, batch, equal, tiny_model, unequal_batches
 
@@ -249,16 +249,16 @@ def test_without_clipping_the_error_lists_units_already_updated(device: str, mon
 def test_a_background_failure_is_raised_and_the_next_step_works(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine.from_model(tiny_model(), device, optimizer=AdamW(lr=0.1)) as engine:
         engine.step(unequal_batches())
-        update = OptimizerSink.update
+        update = StreamedOptimizer.update
         calls = []
 
-        def failing(self: OptimizerSink, unit: int, gradient: Tensor, parts: Mapping[str, Tensor]) -> None:
+        def failing(self: StreamedOptimizer, unit: int, gradient: Tensor, parts: Mapping[str, Tensor]) -> None:
             calls.append(unit)
             if len(calls) == 3:
                 raise RuntimeError("the third update fails")
             update(self, unit, gradient, parts)
 
-        monkeypatch.setattr(OptimizerSink, "update", failing)
+        monkeypatch.setattr(StreamedOptimizer, "update", failing)
         with pytest.raises(StreamFailed, match=r"op UPDATE u\d on stream host.*the third update fails") as caught:
             engine.step(unequal_batches())
         assert isinstance(caught.value.__cause__, RuntimeError)
@@ -339,7 +339,7 @@ def test_a_refused_engine_releases_its_memory(monkeypatch: pytest.MonkeyPatch) -
     def refused(*_: object) -> None:
         raise ConfigError("on purpose")
 
-    monkeypatch.setattr(OptimizerSink, "_cut", refused)
+    monkeypatch.setattr("megatrain.train.optimizer.trained_parameters", refused)
     device = SimDevice(1)
     with pytest.raises(ConfigError, match="on purpose"):
         Engine.from_model(tiny_model(), device, verify=False)

@@ -99,7 +99,7 @@ def interrupted_after(turns: int) -> Callable[[ResumableCall, object, object], N
 def break_off(made: Engine, device: SimDevice, step: int, draw: random.Random) -> bool:
     """Begin a step and make an op fail or a user interrupt it. Returns whether it was aborted."""
     if draw.random() < 0.5:
-        kind = "pending step" if made.parts.sink.pending else "step"
+        kind = "pending step" if made.parts.optimizer.pending else "step"
         schedule = made.parts.schedules.get(kind, made.parts.step_input(data(step), None, None, trains=True)[1])  # type: ignore[arg-type]
         device.faults.append(random_fault(schedule, draw.choice(KINDS), draw.randrange(10**6)))
         with pytest.raises(MegaTrainError):

@@ -234,7 +234,8 @@ def _fail(kind: str, op: str, seed: int, update: str) -> None:
 
 def _whole_or_named(engine: Engine, weights: list[dict[str, Tensor]]) -> None:
     """Without clipping: a piece is updated or not, a torn state is refused and says of what, and any other goes on."""
-    counts, partly = engine.diagnostics.applied_updates(), dict(engine.parts.sink._reached)
+    counts, versions = engine.diagnostics.applied_updates(), engine.parts.optimizer.versions
+    partly = {unit: version.reached for unit, version in enumerate(versions) if version.reached}
     for unit, spec in enumerate(engine.structure.units):
         for place in engine.parts.store.layouts[unit].fields:
             found = engine.master_weights()[place.name].flatten()
@@ -288,7 +289,7 @@ def test_a_piece_with_a_failed_copy_back_is_copied_before_any_read(tmp_path: Pat
         engine.step(unequal_batches())
         with pytest.raises(MegaTrainError, match="OFFLOAD u1 s0"):
             engine.step(unequal_batches())
-        assert engine.parts.sink.is_interrupted
+        assert engine.parts.optimizer.is_interrupted
         folder = engine.save(tmp_path).wait()
     with Engine.from_checkpoint(folder, device="cpu", verify=False) as resumed:
         assert equal(resumed.master_weights(), weights[0])

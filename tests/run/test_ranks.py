@@ -29,9 +29,9 @@ from megatrain.errors import ConfigError, RankError
 from megatrain.optim import AdamW
 from megatrain.run import ranks as of_ranks
 from megatrain.run.ranks import Ranks, refuse_what_ranks_lack
-from megatrain.spec import Numerics, Policy
+from megatrain.spec import Policy
 from megatrain.spec.layout import Ownership
-from megatrain.train.optimizer_sink import OptimizerSink
+from megatrain.train.optimizer import StreamedOptimizer
 from megatrain.train.options import threads_of
 from tests.fork_server import Child, Preloaded, command_line
 from tests.rank_processes import free_port
@@ -228,9 +228,9 @@ def test_each_rank_gets_its_share_of_the_allowed_cores(
 
     def found(world: World) -> tuple[int, int]:
         spec, device = small_spec(3).over(world.size), cast(Device, None)
-        sink = OptimizerSink(spec, Numerics(), Policy(), AdamW(), None, device, Ownership(world.rank), world)
-        sink.begin(1e-3)
-        return threads_of(world), sink.threads
+        optimizer = StreamedOptimizer(AdamW(), None, spec, Policy(), device, Ownership(world.rank), world)
+        optimizer.begin(1e-3)
+        return threads_of(world), optimizer.threads
 
     assert together(worlds(len(cores)), found) == [(each, each) for each in threads]
 

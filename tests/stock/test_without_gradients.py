@@ -221,7 +221,7 @@ def test_a_gradient_on_any_rank_counts(case: str) -> None:
         with engine_of(model, device, policy, clip, world=world) as engine:
             for batches in STEPS:
                 engine.step(batches[world.rank :: world.size])
-            assert engine.parts.sink.missed
+            assert any(version.missed for version in engine.parts.optimizer.versions)
             return engine.master_weights()
 
     one, *others = together(worlds(2, 1), of_rank)

@@ -162,7 +162,7 @@ def test_rounds_with_a_tied_head_are_refused_at_the_start() -> None:
 def test_threads_of_the_optimizer_follow_the_policy() -> None:
     with engine("llama", "cpu") as made:
         made.adopt(replace(made.policy, host_threads=2))
-        assert made.parts.sink.threads == 2
+        assert made.parts.optimizer.threads == 2
 
 
 def test_a_refused_policy_leaves_the_choice_of_activations_open() -> None:

@@ -59,14 +59,14 @@ class SlowDisk:
 
     def stand_until_met(self, engine: Engine) -> None:
         """Until an update comes to a unit that has not been written."""
-        honest = engine.parts.sink.before_update
+        honest = engine.parts.optimizer.before_update
 
         def noted(unit: int) -> None:
             if unit in engine.saver._unwritten:
                 self.met.set()
             honest(unit)
 
-        engine.parts.sink.before_update = noted
+        engine.parts.optimizer.before_update = noted
         self.waits.set()
 
 
@@ -130,7 +130,7 @@ def test_async_saves_write_the_state_of_their_step(
 def test_without_the_save_wait_state_would_be_torn(tmp_path: Path, slow_disk: SlowDisk) -> None:
     """The test above can fail."""
     with made(chosen(shares_memory=True), tmp_path) as engine:
-        engine.parts.sink.before_update = lambda unit: None
+        engine.parts.optimizer.before_update = lambda unit: None
         steps(engine, 2)
         quiet = engine.save(tmp_path / "quiet").wait()
         under_way = engine.save(tmp_path / "busy")
@@ -362,7 +362,7 @@ def test_gradients_do_not_disturb_a_running_save(tmp_path: Path, monkeypatch: py
         quiet = engine.save(tmp_path / "quiet").wait()
         disk, came = engine.parts.disk, threading.Event()
         assert disk is not None
-        honest_read, honest_write, honest_wait = disk.read, disk.write, engine.parts.sink.before_update
+        honest_read, honest_write, honest_wait = disk.read, disk.write, engine.parts.optimizer.before_update
 
         def read(name: str, memory: Any) -> None:
             if threading.current_thread().name == "megatrain-save" and name == "disk/moments/0":
@@ -383,7 +383,7 @@ def test_gradients_do_not_disturb_a_running_save(tmp_path: Path, monkeypatch: py
 
         monkeypatch.setattr(disk, "read", read)
         monkeypatch.setattr(disk, "write", write)
-        engine.parts.sink.before_update = wait
+        engine.parts.optimizer.before_update = wait
         save = engine.save(tmp_path / "busy")
         engine.gradients(unequal_batches(2))
         assert files(save.wait()) == files(quiet)

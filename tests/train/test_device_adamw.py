@@ -9,7 +9,7 @@ import torch
 from megatrain.optim import AdamW, StateArrays, update_on_host
 from megatrain.optim.split_master import join, split
 from megatrain.spec import Part, Precision
-from megatrain.train.device_adamw import CHUNK, update_on_device
+from megatrain.train.device_adamw import CHUNK, arrays_in, update_on_device
 
 SIZE = CHUNK + 4321  # more than one chunk, and no round number
 
@@ -58,7 +58,7 @@ def test_device_updates_match_the_host_within_one_rounding(
     if precision == "bf16":
         there[Part.LOW_BITS] = torch.from_numpy(arrays["lo"].view(np.uint8).copy()).to(device)
         gradient = gradient.view(torch.bfloat16)
-    update_on_device(there, gradient, precision, scalars, segments)
+    update_on_device(arrays_in(there, SIZE), gradient, scalars, segments)
     state_on_host = StateArrays(arrays["hi"], arrays.get("lo"), (arrays["m"], arrays["v"]))
     update_on_host(state_on_host, grad, scalars, segments)
     if precision == "fp32":

@@ -56,7 +56,7 @@ def test_a_step_that_fails_leaves_the_device_as_it_was(monkeypatch: pytest.Monke
     device = Untimed()
     with Engine.from_model(tiny_model(), device, verify=False) as engine:
         engine.diagnostics.record_timeline = True
-        monkeypatch.setattr(engine.parts.sink, "norm", failing)
+        monkeypatch.setattr(engine.parts.optimizer, "norm", failing)
         with pytest.raises(NonFinite):
             engine.step(unequal_batches())
         assert not device.timed

@@ -1,0 +1,457 @@
+"""The optimizer of a run: the norm of each unit's gradient, the factor that clips it, and the update of its state.
+
+    norm      as the gradient of a unit lands, the sum of its squares is taken
+    finish    once all have landed: the global norm, and the factor that clips
+    update    a unit, or a piece of one, is updated with its gradient and that factor
+
+With `update="next_forward"` an update is *pending* after `finish`, and the next schedule applies it (during its
+forward, just before each unit's fetch), or a flush does. With `update="during_backward"` nothing is clipped, and each
+unit is updated as its gradient lands. Either way a gradient that is not finite stops the step before it is used.
+
+As in PyTorch, a parameter without a gradient in a step (`None` there) is not updated: no decay, no change of moments,
+and the count of its updates, which the bias correction uses, stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatrain.device import Device
+from megatrain.dist import ALONE, World
+from megatrain.engine.gradient_accumulation import for_parameters
+from megatrain.errors import NonFinite
+from megatrain.memory import Store
+from megatrain.optim import (
+    AdamW,
+    StepScalars,
+    clip_scale,
+    expansion,
+    own_square_sums,
+    sum_of_squares,
+    update_on_host,
+)
+from megatrain.optim.kernels import Segment
+from megatrain.spec import ModelSpec, Part, Policy
+from megatrain.spec.layout import OWNED, Layout, Ownership, layout_of
+from megatrain.train.device_adamw import arrays_in, kernels_for, sum_of_squares_on_device, update_on_device
+from megatrain.train.options import threads_of
+
+
+class TrainedParameter(NamedTuple):
+    """A parameter that is updated, and what decides how."""
+
+    name: str
+    group: int
+    """Number of the group whose learning rate it has (`AdamW.group`)."""
+    segments: tuple[Segment, ...]
+    """(start, stop, decays) of its elements in the unit's state buffers; with several ranks, of those of this rank."""
+
+
+@dataclass(slots=True)
+class UnitVersion:
+    """How many updates the state of a unit has had. With nothing reached, all of its elements have had the same."""
+
+    applied: int = 0
+    reached: int = 0
+    """Elements that have had one update more, if only some have: those from the start to this one."""
+    missed: dict[str, int] = field(default_factory=dict)
+    """Parameter -> those of the updates in which it had no gradient, if any."""
+
+    def count(self, left_out: Collection[str]) -> None:
+        """One more update has been applied, except to some parameters."""
+        self.applied += 1
+        for name in left_out:
+            self.missed[name] = self.missed.get(name, 0) + 1
+
+
+@dataclass(slots=True)
+class UnitGradient:
+    """What is known of the gradient of one unit in one step."""
+
+    square_sums: Sequence[float] = ()
+    """Numbers whose exact sum over all ranks is the sum of its squares, once they are on the host."""
+    landing: Tensor | None = None
+    """The sum of squares of a gradient on the device, readable once the device is idle."""
+    is_sound: Tensor | None = None
+    """If the unit is updated on the device as its gradient lands: whether that is finite, a bool on the device."""
+    not_finite: list[str] = field(default_factory=list)
+    """Parameters whose gradient in host memory is not finite."""
+    absent: Collection[str] = ()
+    """Parameters without a gradient on this rank; of a pending update, on any rank."""
+    present: tuple[Tensor, Tensor] | None = None
+    """Flags of the parameters, on the device and on the host: see `GradientReceiver.present`."""
+    is_used: bool = False
+    """Whether the unit has been updated with it; with `is_sound`, to no effect if that is false."""
+
+    @property
+    def is_finite(self) -> bool:
+        """As far as the host knows."""
+        return math.isfinite(math.fsum(self.square_sums))
+
+    def left_out(self, parameters: Sequence[TrainedParameter]) -> Collection[str]:
+        """Names of the parameters without a gradient on any rank."""
+        if not self.absent or self.present is None:
+            return self.absent
+        _, flags = self.present
+        return [name for (name, *_), flag in zip(parameters, flags.tolist(), strict=True) if not flag]
+
+    def cases(
+        self, parameters: Sequence[TrainedParameter]
+    ) -> Iterator[tuple[Tensor | None, Sequence[TrainedParameter]]]:
+        """(flag on the device or None, parameters that are updated there if it is true).
+
+        The host may not know yet which of the parameters without a gradient on this rank got one on another."""
+        yield self.is_sound, [parameter for parameter in parameters if parameter.name not in self.absent]
+        if self.absent and self.present is not None:
+            for flag, parameter in zip(self.present[0], parameters, strict=True):
+                if parameter.name in self.absent:
+                    yield flag.bool() if self.is_sound is None else flag.bool() & self.is_sound, [parameter]
+
+
+@dataclass(slots=True)
+class Update:
+    """One update of all units: the gradients of a step, and the factors to use them with."""
+
+    gradients: list[UnitGradient]
+    factors: Callable[[int], tuple[StepScalars, ...]]
+    """Factors of each group of parameters, given how many updates a parameter has missed."""
+    units: set[int]
+    """Units to which it is still to be applied."""
+
+    def segments(
+        self, parameters: Iterable[TrainedParameter], missed: Mapping[str, int], start: int, stop: int
+    ) -> Iterator[tuple[StepScalars, list[Segment]]]:
+        """(factors, segments to update with them) of these parameters of a unit, among its elements [start, stop)."""
+        alike: dict[tuple[int, int], list[Segment]] = {}
+        for name, group, segments in parameters:
+            of_group = alike.setdefault((group, missed.get(name, 0)), [])
+            of_group += [(max(start, a), min(stop, b), decays) for a, b, decays in segments if a < stop and start < b]
+        for (group, count), inside in alike.items():
+            if inside:
+                yield self.factors(count)[group], inside
+
+
+class StreamedOptimizer:
+    """A `GradientReceiver` that trains: one optimizer over all units, wherever their state is."""
+
+    def __init__(
+        self,
+        algorithm: AdamW,
+        max_grad_norm: float | None,
+        model: ModelSpec,
+        policy: Policy,
+        device: Device,
+        owned: Ownership = Ownership(),  # noqa: B008  # a frozen value
+        world: World = ALONE,
+    ) -> None:
+        """owned: this rank's share of each unit."""
+        self.algorithm, self.max_grad_norm = algorithm, max_grad_norm
+        self.threads = 0
+        """Threads for updates; 0 until the first step if the policy leaves it open."""
+        self.before_update: Callable[[int], None] = lambda unit: None
+        """Called before a unit is updated; may block until it may be."""
+        self.versions = [UnitVersion() for _ in model.units]
+        self._model, self._device, self._world = model, device, world
+        self._parameters = [trained_parameters(layout_of(unit), algorithm, owned) for unit in model.units]
+        self.trained = [unit for unit, parameters in enumerate(self._parameters) if parameters]
+        """Units with trained parameters."""
+        self._deferred = policy.update == "next_forward"
+        self._gradients = [UnitGradient() for _ in model.units]
+        """Of each unit, in the running step."""
+        self._update: Update | None = None
+        """The update that is applied now, or next."""
+        self._lr = algorithm.lr
+        """Of the running step."""
+        self._ranks_differ = False
+        """Whether other ranks may have updated units in a step that was not completed."""
+        self._kernels: Any = None
+        self.adopt(policy)
+
+    @property
+    def pending(self) -> Collection[int]:
+        """Units whose last gradient waits in host memory to be applied."""
+        return self._update.units if self._deferred and self._update is not None else ()
+
+    @property
+    def updates(self) -> int:
+        """The number of updates applied or pending, which is the newest step's number."""
+        return max((self.versions[unit].applied + (unit in self.pending) for unit in self.trained), default=0)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether an interrupted step has applied some of the pending updates."""
+        partly = any(version.reached for version in self.versions)
+        return bool(self.pending and (partly or len(self.pending) < len(self.trained)))
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What the running step uses gradients with."""
+        return {"lr": self._lr, "max_grad_norm": self.max_grad_norm, "optimizer": str(self.algorithm)}
+
+    @property
+    def not_finite(self) -> dict[int, list[str]]:
+        """Unit with a non-finite gradient in host memory -> the parameters concerned."""
+        return {unit: known.not_finite for unit, known in enumerate(self._gradients) if known.not_finite}
+
+    # A step ---------------------------------------------------------------------------------------------------------
+
+    def begin(self, lr: float) -> None:
+        """Start a step whose update will use this learning rate.
+
+        Raises, before anything is computed, `ConfigError` for a rate out of range, and `NonFinite` if an interrupted
+        step has left some units ahead of others.
+        """
+        self.refuse_torn()
+        self.threads = self.threads or threads_of(self._world)
+        factors = self._factors(lr)
+        self._lr, self._gradients = lr, [UnitGradient() for _ in self.versions]
+        if not self._deferred:
+            self._update = Update(self._gradients, factors, set(self.trained))
+
+    def absent(self, unit: int, names: Sequence[str]) -> None:
+        self._gradients[unit].absent = frozenset(names)
+
+    def present(self, unit: int, flags: Tensor, flags_on_host: Tensor) -> None:
+        self._gradients[unit].present = flags, flags_on_host
+
+    def norm(self, unit: int, gradient: Tensor, loss: Tensor | None) -> None:
+        """Sum the squares of a unit's gradient, or of this rank's share. Raises `NonFinite`, which for units on the
+        device and for several ranks `finish` does instead."""
+        known = self._gradients[unit]
+        self._ranks_differ = self._world.size > 1 and not self._deferred
+        if unit in self._normed_on_device:
+            squares = sum_of_squares_on_device(gradient, self._kernels)
+            if loss is not None:
+                squares += 0 * loss  # with a non-finite loss no gradient is used either
+            known.landing = self._device.landing(squares)
+            if not self._deferred:
+                known.is_sound = squares.isfinite()
+            return
+        values = _as_numpy(gradient)
+        if self._world.size > 1:
+            known.square_sums = own_square_sums(values, OWNED, self.threads)
+        else:
+            known.square_sums = [sum_of_squares(values, self.threads)]
+        if not known.is_finite:
+            known.not_finite = _not_finite(self._parameters[unit], gradient)
+            if self._world.size == 1:
+                raise self._refusal(unit, known.not_finite, _used(self._gradients))
+
+    def finish(self) -> float:
+        """All gradients have landed: compute the clipping factor, and return the global norm before clipping.
+
+        Raises `NonFinite` for gradients of units on the device, and on all ranks for one on any.
+        """
+        norm = self._norm_of_all_ranks()
+        if self._deferred:
+            clipping = 1.0 if self.max_grad_norm is None else clip_scale(norm, self.max_grad_norm)
+            self._update = Update(self._gradients, self._factors(self._lr, clipping), set(self.trained))
+        self._ranks_differ = False
+        return norm
+
+    def update(
+        self, unit: int, gradient: Tensor, parts: Mapping[Part, Tensor], elements: tuple[int, int] | None = None
+    ) -> None:
+        """Update a unit, or a piece of it, where its state is, with the factors of the gradient's own step.
+
+        A deferred update that an interrupted step has already applied is not repeated.
+        """
+        update = self._update
+        if update is None or unit not in update.units or not update.gradients[unit].is_finite:
+            return  # if not finite, there are several ranks, all of which learn of it at the end
+        self.before_update(unit)
+        known, version, parameters = update.gradients[unit], self.versions[unit], self._parameters[unit]
+        size = layout_of(self._model.units[unit]).trained.own_size
+        start, stop = elements or (version.reached, size)
+        if elements is None and unit not in self._on_device:
+            state, values = arrays_in(parts, size).map(_as_numpy), _as_numpy(gradient)
+            left_out = known.left_out(parameters)
+            updated = [parameter for parameter in parameters if parameter.name not in left_out]
+            for scalars, segments in update.segments(updated, version.missed, start, stop):
+                update_on_host(state, values, scalars, segments, self.threads)
+        else:
+            piece = arrays_in(parts, stop - start)
+            for flag, covered in known.cases(parameters):
+                for scalars, segments in update.segments(covered, version.missed, start, stop):
+                    within = [(a - start, b - start, decays) for a, b, decays in segments]
+                    update_on_device(piece, gradient, scalars, within, flag, self._kernels)
+        version.reached = stop if stop < size else 0
+        if version.reached:
+            return
+        known.is_used = True
+        if known.is_sound is None:  # else the host does not know yet whether it had an effect
+            update.units.discard(unit)
+            version.count(known.left_out(parameters))
+
+    def at_rest(self) -> None:
+        """The device is idle, after success or failure: read what it has decided."""
+        for version, known, parameters in zip(self.versions, self._gradients, self._parameters, strict=True):
+            if known.landing is not None:
+                known.square_sums, known.landing = [float(known.landing)], None
+            if known.is_sound is None:
+                continue
+            if not known.is_finite:
+                version.reached, known.is_used = 0, False  # nothing has changed
+            elif known.is_used:
+                version.count(known.left_out(parameters))
+            known.is_sound = None
+
+    def _factors(self, lr: float, grad_scale: float = 1.0) -> Callable[[int], tuple[StepScalars, ...]]:
+        """The factors of the next update, for any number of missed ones. Raises as `AdamW.scalars` does."""
+        algorithm, step = self.algorithm, self.updates + 1
+        of_step = cache(lambda missed: algorithm.scalars_by_group(lr=lr, step=step - missed, grad_scale=grad_scale))
+        of_step(0)
+        return of_step
+
+    def _norm_of_all_ranks(self) -> float:
+        """The global norm; absent parameters become those without a gradient on any rank. Raises `NonFinite`."""
+        gradients = dict(enumerate(self._gradients))
+        bad = [(unit, known.not_finite) for unit, known in gradients.items() if not known.is_finite]
+        squares = expansion([number for known in self._gradients for number in known.square_sums])
+        absent = [sorted(known.absent) for known in self._gradients] if self._deferred else []
+        of_ranks = self._world.exchange("the norm", (bad, squares, _used(self._gradients), absent))
+        if any(of_rank[0] for of_rank in of_ranks):
+            first = max(unit for of_rank in of_ranks for unit, _ in of_rank[0])
+            names = dict.fromkeys(name for of_rank in of_ranks for name in dict(of_rank[0]).get(first, ()))
+            raise self._refusal(first, list(names), {unit for of_rank in of_ranks for unit in of_rank[2]})
+        for unit, of_unit in enumerate(zip(*(of_rank[3] for of_rank in of_ranks), strict=True)):
+            gradients[unit].absent = frozenset.intersection(*map(frozenset, of_unit))
+        return math.sqrt(math.fsum(number for of_rank in of_ranks for number in of_rank[1]))
+
+    # Between steps --------------------------------------------------------------------------------------------------
+
+    def adopt(self, policy: Policy) -> None:
+        """Units are now placed as in this policy. No updates may be pending, and the device must be idle."""
+        self.threads = policy.host_threads
+        self._on_device = {unit for unit in range(len(self.versions)) if policy.placement(unit).on_device}
+        streamed = policy.updates_streamed(self._model)
+        self._normed_on_device = self._on_device if self._deferred else self._on_device | streamed
+        if self._on_device or streamed:
+            self._kernels = kernels_for(self._device)
+
+    def restore(self, updates: int, missed: Mapping[str, int] | None = None) -> None:
+        """Every trained unit has had this many updates, less those its parameters have missed; none is pending."""
+        self._update, self._ranks_differ = None, False
+        for unit, parameters in enumerate(self._parameters):
+            of_unit = {name: missed[name] for name, *_ in parameters if missed and name in missed}
+            self.versions[unit] = UnitVersion(updates if parameters else 0, missed=of_unit)
+
+    def refuse_torn(self) -> None:
+        """Raise `NonFinite`, naming the units, if an interrupted step has left some ahead of others."""
+        counts = {self.versions[unit].applied for unit in self.trained}
+        partly = {unit for unit, version in enumerate(self.versions) if version.reached}
+        if self.pending or (len(counts) <= 1 and not partly and not self._ranks_differ):
+            return
+        ahead = {unit for unit in self.trained if len(counts) > 1 and self.versions[unit].applied == max(counts)}
+        what = f"an interrupted step has updated only these units: {self._named(ahead | partly)}"
+        raise NonFinite(
+            "an interrupted step has updated units on only some ranks" if self._ranks_differ else what,
+            where="optimizer",
+            fix="start again from a saved model; with max_grad_norm a step is applied completely or not at all",
+        )
+
+    def _refusal(self, unit: int, parameters: Sequence[str], updated: Collection[int]) -> NonFinite:
+        """parameters: those of the unit with non-finite gradients. updated: units that already are."""
+        what, where = f"the gradient is not finite{for_parameters(parameters)}", self._model.units[unit].name
+        if not updated:
+            return NonFinite(what, where=where, fix="nothing was updated; lower the learning rate")
+        what = f"{what}, and these units were already updated: {self._named(updated)}"
+        return NonFinite(
+            what, where=where, fix="set max_grad_norm, with which a step is applied completely or not at all"
+        )
+
+    def _named(self, units: Collection[int]) -> str:
+        return ", ".join(self._model.units[unit].name for unit in sorted(units))
+
+
+def trained_parameters(layout: Layout, algorithm: AdamW, owned: Ownership) -> list[TrainedParameter]:
+    """The trained parameters of a unit, in its order."""
+    parameters = []
+    for place in layout.trained.fields:
+        decays = algorithm.decays(place.name, place.shape)
+        pieces = owned.within(layout, place.start, place.stop)
+        segments = tuple((piece.own.start, piece.own.stop, decays) for piece in pieces)
+        parameters.append(TrainedParameter(place.name, algorithm.group(place.name), segments))
+    return parameters
+
+
+def _not_finite(parameters: Sequence[TrainedParameter], gradient: Tensor) -> list[str]:
+    """Parameters with a non-finite gradient in a unit, or in this rank's share: last first, as in backward."""
+    return [
+        name
+        for name, _, segments in reversed(parameters)
+        if not all(bool(gradient[start:stop].isfinite().all()) for start, stop, _ in segments)
+    ]
+
+
+def _used(gradients: Sequence[UnitGradient]) -> list[int]:
+    """Units that have been updated with their gradient."""
+    return [unit for unit, known in enumerate(gradients) if known.is_used]
+
+
+def _as_numpy(tensor: Tensor) -> np.ndarray:
+    """bfloat16 and halves of masters as their bits (uint16), float32 unchanged; no copy."""
+    if tensor.dtype == torch.float32:
+        return tensor.numpy()
+    return tensor.view(torch.int16).numpy().view(np.uint16)
+
+
+class GradientCollector:
+    """A `GradientReceiver` that copies every gradient to float32 as it lands, and updates nothing.
+
+    store: assembles the shares of several ranks.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        before_update: Callable[[int], None] = lambda unit: None,
+        store: Store | None = None,
+    ) -> None:
+        self._before_update, self._units = before_update, model.units
+        self._together = store.together if store is not None and model.ranks > 1 else None
+        self._shares: dict[int, Tensor] = {}
+        """Unit -> this rank's share of its gradient."""
+        self.gradients: dict[str, Tensor] = {}
+        self.not_finite: dict[int, list[str]] = {}
+        self.settings: dict[str, object] = {}
+
+    def absent(self, unit: int, names: Sequence[str]) -> None:
+        """Their gradients are collected as zeros."""
+
+    def present(self, unit: int, flags: Tensor, flags_on_host: Tensor) -> None:
+        """Likewise."""
+
+    def norm(self, unit: int, gradient: Tensor, loss: Tensor | None) -> None:
+        if self._together is not None:  # with several ranks, finiteness is checked at the end
+            self._shares[unit] = gradient.to("cpu", torch.float32, copy=True)
+            return
+        if not bool(gradient.isfinite().all()):
+            raise NonFinite("the gradient is not finite", where=self._units[unit].name)
+        self._keep(unit, gradient)
+
+    def _keep(self, unit: int, gradient: Tensor) -> None:
+        for place in layout_of(self._units[unit]).trained.fields:
+            part = gradient[place.start : place.stop].to("cpu", torch.float32, copy=True)
+            self.gradients[place.name] = part.view(place.shape)
+
+    def finish(self) -> dict[str, Tensor]:
+        """Parameter name -> gradient in its shape, once all have landed. With several ranks all must call it."""
+        for unit in sorted(self._shares, reverse=True):
+            assert self._together is not None
+            self._keep(unit, self._together(self._shares.pop(unit), layout_of(self._units[unit]).trained))
+        return self.gradients
+
+    def update(
+        self, unit: int, gradient: Tensor, parts: Mapping[Part, Tensor], elements: tuple[int, int] | None = None
+    ) -> None:
+        """Change nothing; but state on the disk is written back, so nobody may be reading it."""
+        self._before_update(unit)
