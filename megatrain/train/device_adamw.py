@@ -55,26 +55,26 @@ def update_on_device(
     gradient: Tensor,
     scalars: StepScalars,
     segments: Sequence[tuple[int, int, bool]],
-    sound: Tensor | None = None,
+    flag: Tensor | None = None,
     kernels: Any = None,
 ) -> None:
     """The twin of `optim.update_on_host`: one AdamW step in place on a unit or a piece.
 
     gradient: flat, bfloat16 or float32, one value per trained element. segments: (start, stop, decays) in elements.
-    sound: a bool on the device; if false nothing changes. kernels: see `kernels_for`.
+    flag: a bool on the device; if false nothing changes. kernels: see `kernels_for`.
     """
     update = adamw_by_operations if kernels is None else kernels.adamw
     for start, stop, decays in _joined(segments):
         part = slice(start, stop)
-        update(state.part(part), gradient[part], scalars, sound, decays=decays)
+        update(state.part(part), gradient[part], scalars, flag, decays=decays)
 
 
 def sum_of_squares_on_device(gradient: Tensor, kernels: Any = None) -> Tensor:
     """The sum of squares of a flat gradient, a float64 scalar on the device: exact squares, added in the device's
     order."""
     if kernels is not None:
-        found: Tensor = kernels.sum_of_squares(gradient)
-        return found
+        squares: Tensor = kernels.sum_of_squares(gradient)
+        return squares
     total = torch.zeros((), dtype=torch.float64, device=gradient.device)
     for begin in range(0, gradient.numel(), CHUNK):
         total += gradient[begin : begin + CHUNK].to(torch.float64).square_().sum()
@@ -82,37 +82,37 @@ def sum_of_squares_on_device(gradient: Tensor, kernels: Any = None) -> Tensor:
 
 
 def adamw_by_operations(
-    state: StateArrays[Tensor], gradient: Tensor, scalars: StepScalars, sound: Tensor | None, *, decays: bool
+    state: StateArrays[Tensor], gradient: Tensor, scalars: StepScalars, flag: Tensor | None, *, decays: bool
 ) -> None:
-    """The same as `device_adamw_triton.adamw`, by torch operations. sound: None means true."""
+    """The same as `device_adamw_triton.adamw`, by torch operations. flag: None means true."""
     keep = float(scalars.decay) if decays else 1.0
     for begin in range(0, gradient.numel(), CHUNK):
         elements = slice(begin, begin + CHUNK)
         part = state.part(elements)
-        before = [(array, array.clone()) for array in (*part.moments, *part.masters)] if sound is not None else []
+        before = [(array, array.clone()) for array in (*part.moments, *part.masters)] if flag is not None else []
         change = _change(part.moments, gradient[elements].to(torch.float32), scalars)
         if part.lo is None:
             part.hi.mul_(keep).sub_(change)
         else:
             split_to(join(part.hi, part.lo).mul_(keep).sub_(change), part.hi, part.lo)
         for array, old in before:
-            assert sound is not None
-            torch.where(sound, array, old, out=array)
+            assert flag is not None
+            torch.where(flag, array, old, out=array)
 
 
 def _joined(segments: Sequence[tuple[int, int, bool]]) -> Iterator[tuple[int, int, bool]]:
     """Merge adjacent segments with equal decay: the gaps hold zeros, which an update by zero gradients leaves
     zero."""
-    found: tuple[int, int, bool] | None = None
+    last: tuple[int, int, bool] | None = None
     for start, stop, decays in segments:
-        if found is not None and align(found[1]) == start and found[2] == decays:
-            found = found[0], stop, decays
+        if last is not None and align(last[1]) == start and last[2] == decays:
+            last = last[0], stop, decays
         else:
-            if found is not None:
-                yield found
-            found = start, stop, decays
-    if found is not None:
-        yield found
+            if last is not None:
+                yield last
+            last = start, stop, decays
+    if last is not None:
+        yield last
 
 
 def kernels_for(device: Device) -> Any:
@@ -131,14 +131,14 @@ def _kernels(device: torch.device) -> Any:
     try:
         if not importlib.import_module("torch.utils._triton").has_triton():
             return None
-        found = importlib.import_module("megatrain.train.device_adamw_triton")
-        same = agrees(found, device)
+        kernels = importlib.import_module("megatrain.train.device_adamw_triton")
+        is_same = agrees(kernels, device)
     except Exception as error:  # no compiler for its launchers, say
         _log.warning("AdamW on %s uses single torch operations: Triton failed (%s)", device, typed_line(error))
         return None
-    if not same:
+    if not is_same:
         _log.warning("AdamW on %s uses single torch operations: Triton's kernel rounds differently here", device)
-    return found if same else None
+    return kernels if is_same else None
 
 
 def agrees(kernels: Any, device: torch.device) -> bool:
@@ -152,7 +152,7 @@ def agrees(kernels: Any, device: torch.device) -> bool:
     masters, *factors = torch.randn(1 + len(AdamW.STATE), TRIED, **plain).to(device)
     flags = [torch.tensor(flag, device=device) for flag in (True, False)]
     cases = product((0.3, 0.9), (*flags, None), (gradient, gradient.to(torch.bfloat16)), (True, False))
-    for beta, sound, grad, split in cases:
+    for beta, flag, grad, split in cases:
         scalars = AdamW(betas=(beta, 0.99), weight_decay=0.1).scalars(lr=1e-2, step=3, grad_scale=0.7)
         results = []
         for update in (kernels.adamw, adamw_by_operations):
@@ -162,12 +162,13 @@ def agrees(kernels: Any, device: torch.device) -> bool:
                 hi, low = (torch.empty(TRIED, dtype=torch.int16, device=device) for _ in range(2))
                 split_to(masters, hi, low)
                 state = StateArrays(hi, low, (m, v))
-            update(state, grad, scalars, sound, decays=not split)
+            update(state, grad, scalars, flag, decays=not split)
             results.append([array.view(torch.uint8) for array in (*state.masters, *state.moments)])
         if not all(torch.equal(one, other) for one, other in zip(*results, strict=True)):
             return False
-    known = [(kernels.sum_of_squares(each), each.double().square().sum()) for each in (masters, factors[0].bfloat16())]
-    return all(bool(torch.isclose(found, exact, rtol=1e-12)) for found, exact in known)
+    summed = masters, factors[0].bfloat16()
+    sums = [(kernels.sum_of_squares(values), values.double().square().sum()) for values in summed]
+    return all(bool(torch.isclose(squares, exact, rtol=1e-12)) for squares, exact in sums)
 
 
 def join(hi: Tensor, low: Tensor) -> Tensor:

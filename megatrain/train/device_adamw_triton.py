@@ -34,7 +34,7 @@ def _adamw(
     m,
     v,
     gradient,
-    sound,
+    flag,
     numel,
     keep,
     step_size,
@@ -50,11 +50,11 @@ def _adamw(
     BLOCK: tl.constexpr,
 ):
     """m becomes m + share * (g - m) if NEAR, else g + share * (g - m), as in `torch.lerp`. `low` is used if SPLIT,
-    `sound` if CHECKED."""
+    `flag` if CHECKED."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     last = numel
     if CHECKED:
-        last = tl.where(tl.load(sound) != 0, numel, 0)
+        last = tl.where(tl.load(flag) != 0, numel, 0)
     inside = place < last
     g = _as_float32(tl.load(gradient + place, mask=inside, other=0)) * grad_scale
     old_m = tl.load(m + place, mask=inside, other=0.0)
@@ -83,11 +83,11 @@ def _squares(gradient, sums, numel, BLOCK: tl.constexpr):
 
 
 def adamw(
-    state: StateArrays[Tensor], gradient: Tensor, scalars: StepScalars, sound: Tensor | None, *, decays: bool
+    state: StateArrays[Tensor], gradient: Tensor, scalars: StepScalars, flag: Tensor | None, *, decays: bool
 ) -> None:
     """One AdamW step in place, on the current stream of the current device, on state of n elements.
 
-    gradient: bfloat16[n] or float32[n]. sound: a bool; if false nothing changes. Raises `ValueError` for other dtypes
+    gradient: bfloat16[n] or float32[n]. flag: a bool; if false nothing changes. Raises `ValueError` for other dtypes
     or lengths, with which the kernel would write out of bounds.
     """
     (m, v), low = state.moments, state.lo
@@ -104,7 +104,7 @@ def adamw(
         m,
         v,
         _bits(gradient),
-        unused if sound is None else sound.view(torch.uint8),
+        unused if flag is None else flag.view(torch.uint8),
         gradient.numel(),
         float(scalars.decay) if decays else 1.0,
         float(scalars.step_size),
@@ -116,7 +116,7 @@ def adamw(
         float(scalars.grad_scale),
         NEAR=near,
         SPLIT=low is not None,
-        CHECKED=sound is not None,
+        CHECKED=flag is not None,
         BLOCK=BLOCK,
         enable_fp_fusion=False,
     )

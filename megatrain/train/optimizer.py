@@ -80,7 +80,7 @@ class UnitGradient:
     """Numbers whose exact sum over all ranks is the sum of its squares, once they are on the host."""
     landing: Tensor | None = None
     """The sum of squares of a gradient on the device, readable once the device is idle."""
-    is_sound: Tensor | None = None
+    device_flag: Tensor | None = None
     """If the unit is updated on the device as its gradient lands: whether that is finite, a bool on the device."""
     not_finite: list[str] = field(default_factory=list)
     """Parameters whose gradient in host memory is not finite."""
@@ -89,7 +89,7 @@ class UnitGradient:
     present: tuple[Tensor, Tensor] | None = None
     """Flags of the parameters, on the device and on the host: see `GradientReceiver.present`."""
     is_used: bool = False
-    """Whether the unit has been updated with it; with `is_sound`, to no effect if that is false."""
+    """Whether the unit has been updated with it; to no effect if `device_flag` is false."""
 
     @property
     def is_finite(self) -> bool:
@@ -109,11 +109,11 @@ class UnitGradient:
         """(flag on the device or None, parameters that are updated there if it is true).
 
         The host may not know yet which of the parameters without a gradient on this rank got one on another."""
-        yield self.is_sound, [parameter for parameter in parameters if parameter.name not in self.absent]
+        yield self.device_flag, [parameter for parameter in parameters if parameter.name not in self.absent]
         if self.absent and self.present is not None:
             for flag, parameter in zip(self.present[0], parameters, strict=True):
                 if parameter.name in self.absent:
-                    yield flag.bool() if self.is_sound is None else flag.bool() & self.is_sound, [parameter]
+                    yield flag.bool() if self.device_flag is None else flag.bool() & self.device_flag, [parameter]
 
 
 @dataclass(slots=True)
@@ -233,7 +233,7 @@ class StreamedOptimizer:
                 squares += 0 * loss  # with a non-finite loss no gradient is used either
             known.landing = self._device.landing(squares)
             if not self._deferred:
-                known.is_sound = squares.isfinite()
+                known.device_flag = squares.isfinite()
             return
         values = _as_numpy(gradient)
         if self._world.size > 1:
@@ -287,7 +287,7 @@ class StreamedOptimizer:
         if version.reached:
             return
         known.is_used = True
-        if known.is_sound is None:  # else the host does not know yet whether it had an effect
+        if known.device_flag is None:  # else the host does not know yet whether it had an effect
             update.units.discard(unit)
             version.count(known.left_out(parameters))
 
@@ -296,13 +296,13 @@ class StreamedOptimizer:
         for version, known, parameters in zip(self.versions, self._gradients, self._parameters, strict=True):
             if known.landing is not None:
                 known.square_sums, known.landing = [float(known.landing)], None
-            if known.is_sound is None:
+            if known.device_flag is None:
                 continue
             if not known.is_finite:
                 version.reached, known.is_used = 0, False  # nothing has changed
             elif known.is_used:
                 version.count(known.left_out(parameters))
-            known.is_sound = None
+            known.device_flag = None
 
     def _factors(self, lr: float, grad_scale: float = 1.0) -> Callable[[int], tuple[StepScalars, ...]]:
         """The factors of the next update, for any number of missed ones. Raises as `AdamW.scalars` does."""
@@ -313,18 +313,18 @@ class StreamedOptimizer:
 
     def _norm_of_all_ranks(self) -> float:
         """The global norm; absent parameters become those without a gradient on any rank. Raises `NonFinite`."""
-        gradients = dict(enumerate(self._gradients))
-        bad = [(unit, known.not_finite) for unit, known in gradients.items() if not known.is_finite]
+        bad = [(unit, known.not_finite) for unit, known in enumerate(self._gradients) if not known.is_finite]
         squares = expansion([number for known in self._gradients for number in known.square_sums])
         absent = [sorted(known.absent) for known in self._gradients] if self._deferred else []
-        of_ranks = self._world.exchange("the norm", (bad, squares, _used(self._gradients), absent))
-        if any(of_rank[0] for of_rank in of_ranks):
-            first = max(unit for of_rank in of_ranks for unit, _ in of_rank[0])
-            names = dict.fromkeys(name for of_rank in of_ranks for name in dict(of_rank[0]).get(first, ()))
-            raise self._refusal(first, list(names), {unit for of_rank in of_ranks for unit in of_rank[2]})
-        for unit, of_unit in enumerate(zip(*(of_rank[3] for of_rank in of_ranks), strict=True)):
-            gradients[unit].absent = frozenset.intersection(*map(frozenset, of_unit))
-        return math.sqrt(math.fsum(number for of_rank in of_ranks for number in of_rank[1]))
+        told = self._world.exchange("the norm", (bad, squares, _used(self._gradients), absent))
+        bad_by_rank, squares_by_rank, used_by_rank, absent_by_rank = zip(*told, strict=True)
+        if any(bad_by_rank):
+            last = max(unit for of_rank in bad_by_rank for unit, _ in of_rank)  # the first in backward
+            names = dict.fromkeys(name for of_rank in bad_by_rank for name in dict(of_rank).get(last, ()))
+            raise self._refusal(last, list(names), {unit for of_rank in used_by_rank for unit in of_rank})
+        for known, of_unit in zip(self._gradients, zip(*absent_by_rank, strict=True), strict=False):
+            known.absent = frozenset.intersection(*map(frozenset, of_unit))
+        return math.sqrt(math.fsum(number for of_rank in squares_by_rank for number in of_rank))
 
     # Between steps --------------------------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ class Parts(TakesTurns):
         self.world = world = options.get("world") or ALONE
         ported.share(world.size)
         self.structure: ModelSpec = ported.structure
-        trained_by = optimizer_of(options, self.structure), options.get("max_grad_norm", 1.0)
+        algorithm, max_grad_norm = optimizer_of(options, self.structure), options.get("max_grad_norm", 1.0)
         self.numerics, self.limits = numerics_of(options), limits_of(options)
         policy, fits = policy_of(options, device, self.structure), options.get("policy", "auto") == "auto"
         self.ported, self.device, self.disk = ported, device, disk_of(options, policy)
@@ -62,7 +62,7 @@ class Parts(TakesTurns):
         self.schedules = Schedules(ported, self.store, self.numerics, policy, device, world, fits_activations=fits)
         try:
             self.schedules.get(self.main_kind, Work((1,)))
-            self.optimizer = StreamedOptimizer(*trained_by, self.structure, policy, device, owned, world)
+            self.optimizer = StreamedOptimizer(algorithm, max_grad_norm, self.structure, policy, device, owned, world)
             seed = options.get("seed", 0)
             self.streamer = Streamer(OpContext(ported, device, self.pool, self.numerics, policy, seed, world))
         except BaseException:

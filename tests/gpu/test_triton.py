@@ -30,12 +30,12 @@ from megatrain.train import device_adamw, device_adamw_triton
 
 wrong = sys.argv[1]
 
-def adamw(state, gradient, scalars, sound, *, decays):
+def adamw(state, gradient, scalars, flag, *, decays):
     if wrong == "beta":
         scalars = AdamW(betas=(0.3, 0.99), weight_decay=0.1).scalars(lr=1e-2, step=3, grad_scale=0.7)
     if wrong == "flag":
-        sound = None
-    device_adamw_triton.adamw(state, gradient, scalars, sound, decays=decays)
+        flag = None
+    device_adamw_triton.adamw(state, gradient, scalars, flag, decays=decays)
 
 def squares(gradient):
     return device_adamw_triton.sum_of_squares(gradient[:-1] if wrong == "squares" else gradient)
@@ -71,7 +71,7 @@ def test_compiled_kernels_use_no_fma_or_approximation(capability: int, numel: st
     from megatrain.train.device_adamw_triton import _adamw as kernel
 
     types = {name: "*u16" if split else "*fp32" for name in ("hi", "low")}
-    types |= {"m": "*fp32", "v": "*fp32", "sound": "*u8", "numel": numel} | dict.fromkeys(FACTORS, "fp32")
+    types |= {"m": "*fp32", "v": "*fp32", "flag": "*u8", "numel": numel} | dict.fromkeys(FACTORS, "fp32")
     for near, gradient in product((True, False), ("*u16", "*fp32")):
         constants = {"NEAR": near, "SPLIT": split, "CHECKED": split, "BLOCK": 1024}
         signature = {name: {**types, "gradient": gradient}.get(name, "constexpr") for name in kernel.arg_names}
