@@ -202,9 +202,8 @@ def update_on_host(
     names = ("weight",) if state.lo is None else ("hi", "lo")
     written = dict(zip((*names, *AdamW.STATE), (*state.masters, *state.moments), strict=True))
     check_arrays(written, {"grad": grad}, _DTYPES)
-    kernel = kernels.adamw_fp32 if state.lo is None else kernels.adamw_split
     blocks = cut(segments, grad.size)
-    run(kernel, state.masters, state.moments, grad, scalars.packed(), blocks=blocks, threads=threads)
+    run(kernels.adamw, state.masters, state.moments, grad, scalars.packed(), blocks=blocks, threads=threads)
 
 
 def warm_up() -> None:

@@ -281,13 +281,14 @@ def join(hi: Any, lo: Any, out: Any, blocks: Any, counter: Any) -> None:
 
 
 @compiled
-def adamw_split(masters: Any, moments: Any, grad: Any, scalars: Any, blocks: Any, counter: Any) -> None:
-    """One step on split masters (hi, lo) with moments (m, v). `scalars` is `StepScalars.packed()`."""
-    hi, lo = masters
-    m, v = moments
+def adamw(masters: Any, moments: Any, grad: Any, scalars: Any, blocks: Any, counter: Any) -> None:
+    """One step on masters, split (hi, lo) or float32 (weight,), and moments (m, v). `scalars` is
+    `StepScalars.packed()`, float32[8]. That masters are split is known when it is compiled."""
     decay, step_size, root_scale, eps = scalars[0], scalars[1], scalars[2], scalars[3]
     rest1, b2, rest2, grad_scale = scalars[4], scalars[5], scalars[6], scalars[7]
     from_m, share = _lerp(rest1)
+    m, v = moments
+    hi, lo = masters[0], masters[-1]
     while True:
         i = _claim(counter)
         if i >= blocks.shape[0]:
@@ -301,35 +302,12 @@ def adamw_split(masters: Any, moments: Any, grad: Any, scalars: Any, blocks: Any
             m_j = (m_b[j] if from_m else g) + share * (g - m_b[j])
             v_j = b2 * v_b[j] + (rest2 * g) * g
             change = (step_size * m_j) / (np.sqrt(v_j) * root_scale + eps)
-            u = _bits(_join(hi_b[j], lo_b[j]) * keep - change)
-            m_b[j] = m_j
-            v_b[j] = v_j
-            hi_b[j] = _hi(u)
-            lo_b[j] = _lo(u)
-
-
-@compiled
-def adamw_fp32(masters: Any, moments: Any, grad: Any, scalars: Any, blocks: Any, counter: Any) -> None:
-    """One step on float32 masters (weight,) with moments (m, v). `scalars` is `StepScalars.packed()`."""
-    (weight,) = masters
-    m, v = moments
-    decay, step_size, root_scale, eps = scalars[0], scalars[1], scalars[2], scalars[3]
-    rest1, b2, rest2, grad_scale = scalars[4], scalars[5], scalars[6], scalars[7]
-    from_m, share = _lerp(rest1)
-    while True:
-        i = _claim(counter)
-        if i >= blocks.shape[0]:
-            return
-        start, stop = blocks[i, 0], blocks[i, 1]
-        keep = decay if blocks[i, 2] else np.float32(1.0)
-        weight_b, grad_b = weight[start:stop], grad[start:stop]
-        m_b, v_b = m[start:stop], v[start:stop]
-        for j in range(stop - start):
-            g = _to_f32(grad_b[j]) * grad_scale
-            m_j = (m_b[j] if from_m else g) + share * (g - m_b[j])
-            v_j = b2 * v_b[j] + (rest2 * g) * g
-            change = (step_size * m_j) / (np.sqrt(v_j) * root_scale + eps)
-            weight_b[j] = weight_b[j] * keep - change
+            if len(masters) == 2:
+                u = _bits(_join(hi_b[j], lo_b[j]) * keep - change)
+                hi_b[j] = _hi(u)
+                lo_b[j] = _lo(u)
+            else:
+                hi_b[j] = hi_b[j] * keep - change
             m_b[j] = m_j
             v_b[j] = v_j
 
