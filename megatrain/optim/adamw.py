@@ -132,11 +132,11 @@ class AdamW:
 
         trained, frozen: names of the parameters that train and of those that do not.
         """
-        found: dict[str, str] = {}
+        matched: dict[str, str] = {}
         for pattern, _ in self.learning_rates:
             of_this = [name for name in trained if fnmatchcase(name, pattern)]
-            if both := [name for name in of_this if name in found]:
-                what = f"{both[0]} matches both {found[both[0]]!r} and {pattern!r}"
+            if both := [name for name in of_this if name in matched]:
+                what = f"{both[0]} matches both {matched[both[0]]!r} and {pattern!r}"
                 raise ConfigError(what, where="learning_rates", fix="let each parameter match one pattern at most")
             if not of_this:
                 near = get_close_matches(pattern.strip("*"), trained, n=2, cutoff=0.0)
@@ -144,7 +144,7 @@ class AdamW:
                 what = f"no trained parameter matches {pattern!r}{others}"
                 fix = f"names look like {' and '.join(map(repr, near))}" if near else "leave it out"
                 raise ConfigError(what, where="learning_rates", fix=fix)
-            found |= dict.fromkeys(of_this, pattern)
+            matched |= dict.fromkeys(of_this, pattern)
 
     def scalars_by_group(self, *, lr: float, step: int, grad_scale: float = 1.0) -> tuple[StepScalars, ...]:
         """The `scalars` of each group, indexed by `group`. The other groups' peaks are scaled by lr / self.lr.

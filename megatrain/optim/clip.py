@@ -47,12 +47,12 @@ def expansion(values: Sequence[float]) -> list[float]:
 
     Each number is the rounded sum of what the ones before it leave over.
     """
-    found: list[float] = []
-    while (left := math.fsum([*values, *(-each for each in found)])) != 0.0:
+    terms: list[float] = []
+    while (left := math.fsum([*values, *(-term for term in terms)])) != 0.0:
         if not math.isfinite(left):
             return [left]
-        found.append(left)
-    return found
+        terms.append(left)
+    return terms
 
 
 def _block_sums(grad: U16 | F32, blocks: NDArray[np.int64], threads: int) -> F64:
