@@ -202,7 +202,7 @@ def declared(task: Task, memory: Mapping[str, torch.Tensor]) -> dict[str, torch.
 
 
 class Lent:
-    """What `Device.lend` returns where memory needs no preparation: in the block, what a task declares."""
+    """`Device.lend` where memory needs no preparation: a context that yields the buffers that a task declares."""
 
     __slots__ = ("_memory", "_task")
 

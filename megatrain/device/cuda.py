@@ -382,15 +382,15 @@ class CudaDevice:
                 memory = torch.empty(starts[-1], dtype=torch.uint8, device="cpu", pin_memory=True)
             except RuntimeError:  # a limit on locked memory; copies then block
                 return list(tensors)
-            found = [
+            copies = [
                 memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 for start, tensor in zip(starts, tensors, strict=False)
             ]
-            for each, tensor in zip(found, tensors, strict=True):
-                each.copy_(tensor.detach(), non_blocking=True)
+            for copy, tensor in zip(copies, tensors, strict=True):
+                copy.copy_(tensor.detach(), non_blocking=True)
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
-        return found
+        return copies
 
     def landing(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
@@ -417,24 +417,24 @@ class CudaDevice:
         switches: list[tuple[Any, str]] = [(torch.backends.cudnn, "allow_tf32")]  # true by default
         try:
             matmul = torch.get_float32_matmul_precision()
-            before: list[Any] = [getattr(*each) for each in switches]
+            before: list[Any] = [getattr(*switch) for switch in switches]
             exact: Any = False
         except RuntimeError:  # the user has set the newer names, after which torch refuses the older ones
             cudnn: Any = torch.backends.cudnn
             kinds = torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
             switches = [(kind, "fp32_precision") for kind in kinds]
-            matmul, before, exact = "", [getattr(*each) for each in switches], "ieee"
+            matmul, before, exact = "", [getattr(*switch) for switch in switches], "ieee"
         try:
             if matmul:
                 torch.set_float32_matmul_precision("highest")
-            for each in switches:
-                setattr(*each, exact)
+            for switch in switches:
+                setattr(*switch, exact)
             yield
         finally:
             if matmul:
                 torch.set_float32_matmul_precision(matmul)
-            for each, was in zip(switches, before, strict=True):
-                setattr(*each, was)
+            for switch, was in zip(switches, before, strict=True):
+                setattr(*switch, was)
 
     @contextmanager
     def preserved_random_state(self) -> Iterator[None]:
@@ -469,13 +469,13 @@ def gpu_of(local_rank: int) -> tuple[str, str]:
     index = 0 if count == 1 else local_rank
     if index >= count:
         return f"cuda:{index}", f"the absent one of number {index}"  # opening it raises the error
-    found = torch.cuda.get_device_properties(index)
-    return f"cuda:{index}", str(getattr(found, "uuid", index))
+    properties = torch.cuda.get_device_properties(index)
+    return f"cuda:{index}", str(getattr(properties, "uuid", index))
 
 
 def _node(device: torch.device) -> Node | None:
-    found = torch.cuda.get_device_properties(device)
-    domain, bus, slot = (getattr(found, f"pci_{part}_id", -1) for part in ("domain", "bus", "device"))
+    properties = torch.cuda.get_device_properties(device)
+    domain, bus, slot = (getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device"))
     return node_of(f"{domain:04x}:{bus:02x}:{slot:02x}.0") if bus >= 0 else None  # not available in other builds
 
 

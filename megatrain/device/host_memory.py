@@ -65,8 +65,8 @@ def anonymous_file(nbytes: int) -> int:
 
 def identity_of(file: int) -> tuple[int, int]:
     """An identity of a descriptor's file that is unique on the machine."""
-    found = os.fstat(file)
-    return found.st_dev, found.st_ino
+    status = os.fstat(file)
+    return status.st_dev, status.st_ino
 
 
 def mapped_file(process: int, file: int, identity: Sequence[int], nbytes: int) -> tuple[mmap.mmap, torch.Tensor]:
@@ -182,22 +182,22 @@ class Node:
 
 def node_of(pci_address: str, nodes: Path = NODES, devices: Path = PCI) -> Node | None:
     """The NUMA node of the device at `0000:65:00.0`; `None` if there is only one, or it is unknown."""
-    there = numbers(_text(nodes / "has_memory") or _text(nodes / "online"))
+    known = numbers(_text(nodes / "has_memory") or _text(nodes / "online"))
     text = _text(devices / pci_address.lower() / "numa_node")
     number = int(text) if text.lstrip("-").isdigit() else -1  # machines report -1 if they do not know
-    if len(there) < 2 or number not in there:
+    if len(known) < 2 or number not in known:
         return None
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-    return Node(number, len(there), frozenset(numbers(_text(nodes / f"node{number}" / "cpulist")) & usable))
+    return Node(number, len(known), frozenset(numbers(_text(nodes / f"node{number}" / "cpulist")) & usable))
 
 
 def numbers(text: str) -> set[int]:
     """Parse a list in the kernel's format: `0-2,5` is 0, 1, 2 and 5."""
-    found: set[int] = set()
+    parsed: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
+        parsed |= set(range(int(first), int(last or first) + 1))
+    return parsed
 
 
 def bind(address: int, nbytes: int, node: int) -> bool:

@@ -87,7 +87,7 @@ class Measurement:
     """Jobs by key, from fast to slow, and a function from the seconds of those that ran to the result."""
 
     jobs: Mapping[Any, Job]
-    found: Callable[[Mapping[Any, float]], Any]
+    result: Callable[[Mapping[Any, float]], Any]
     stream: str = "compute"
 
 
@@ -114,8 +114,8 @@ def measure_in_turn(
             rounds += 1
             for values, job, count, stream in runs:
                 values.append(_run(device, job, count, stream))
-    middles = {name: {key: _middle(values) for key, values in each.items()} for name, each in samples.items()}
-    return {name: measurement.found(middles[name]) for name, measurement in measurements.items()}
+    middles = {name: {key: _middle(values) for key, values in by_key.items()} for name, by_key in samples.items()}
+    return {name: measurement.result(middles[name]) for name, measurement in measurements.items()}
 
 
 def _chosen(device: Device, measurement: Measurement, seconds: float) -> dict[Any, tuple[int, float]]:
@@ -157,11 +157,13 @@ def product_rates(device: Device, precision: Precision) -> dict[ProductKind, Mea
         gradient, other = first.view(k, m).t() if kind == "weight gradient" else first.view(m, k), second.view(k, n)
         return lambda: gradient @ other
 
-    def found(kind: ProductKind, spent: Mapping[Shape, float]) -> tuple[ProductRate, ...]:
-        return tuple(ProductRate(precision, *shape, 2.0 * prod(shape) / each, kind) for shape, each in spent.items())
+    def result(kind: ProductKind, spent: Mapping[Shape, float]) -> tuple[ProductRate, ...]:
+        return tuple(
+            ProductRate(precision, *shape, 2.0 * prod(shape) / seconds, kind) for shape, seconds in spent.items()
+        )
 
     return {
-        kind: Measurement({shape: job(kind, *shape) for shape in shapes}, partial(found, kind))
+        kind: Measurement({shape: job(kind, *shape) for shape in shapes}, partial(result, kind))
         for kind in PRODUCT_KINDS
     }
 
@@ -176,9 +178,9 @@ def attention_rates(device: Device, precision: Precision) -> Measurement:
 
     def attention(length: int, backward: int) -> Job:
         shape = (counts[length], heads, length, head_size)
-        *inputs, gradient = (each[: prod(shape)].view(shape).detach() for each in operands)
+        *inputs, gradient = (operand[: prod(shape)].view(shape).detach() for operand in operands)
         if backward:
-            inputs = [each.requires_grad_() for each in inputs]
+            inputs = [operand.requires_grad_() for operand in inputs]
 
         @torch.enable_grad()
         def run() -> None:
@@ -188,7 +190,7 @@ def attention_rates(device: Device, precision: Precision) -> Measurement:
 
         return run
 
-    def found(spent: Mapping[tuple[int, int], float]) -> tuple[AttentionRate, ...]:
+    def result(spent: Mapping[tuple[int, int], float]) -> tuple[AttentionRate, ...]:
         rows = []
         for length, count in counts.items():
             if (length, 1) in spent:
@@ -198,7 +200,9 @@ def attention_rates(device: Device, precision: Precision) -> Measurement:
                 rows.append(AttentionRate(precision, length, head_size, needed / forward, 2 * needed / backward))
         return tuple(rows)
 
-    return Measurement({(length, way): attention(length, way) for length in counts for way in (1, 0)}, found)
+    return Measurement(
+        {(length, backward): attention(length, backward) for length in counts for backward in (1, 0)}, result
+    )
 
 
 def copy_bandwidth(device: Device) -> Measurement:
@@ -221,7 +225,7 @@ def elementwise_rates(device: Device, precision: Precision) -> Measurement:
         size: _LayerWithoutProducts(device, precision, *size) for size in ELEMENTWISE_SHAPES[device.torch_device.type]
     }
 
-    def found(spent: Mapping[tuple[tuple[int, int], str], float]) -> tuple[ElementwiseRate, ...]:
+    def result(spent: Mapping[tuple[tuple[int, int], str], float]) -> tuple[ElementwiseRate, ...]:
         rows = []
         for size, layer in layers.items():
             if both := spent.get((size, "both")):
@@ -230,8 +234,12 @@ def elementwise_rates(device: Device, precision: Precision) -> Measurement:
                 rows.append(ElementwiseRate(precision, *rates, layer.kept_nbytes))
         return tuple(rows)
 
-    jobs = {(size, way): getattr(layer, way) for size, layer in layers.items() for way in ("both", "forward")}
-    return Measurement(jobs, found)
+    jobs = {
+        (size, pass_name): getattr(layer, pass_name)
+        for size, layer in layers.items()
+        for pass_name in ("both", "forward")
+    }
+    return Measurement(jobs, result)
 
 
 class _LayerWithoutProducts:
@@ -256,7 +264,7 @@ class _LayerWithoutProducts:
     @torch.enable_grad()
     def both(self) -> None:
         outputs = self.forward()
-        torch.autograd.grad(outputs, [self._hidden, self._up], [each.detach() for each in outputs])
+        torch.autograd.grad(outputs, [self._hidden, self._up], [output.detach() for output in outputs])
 
     def _norm(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -313,11 +321,11 @@ def copy_rates(device: Device, seconds: float, piece: int = PIECE) -> CopyRates:
             held.callback(device.host.free, memory, "probe")
             return memory.fill_(1)
 
-        there = [on_device(), on_device()]
+        in_device = [on_device(), on_device()]
         staged = [on_host(), on_host()]
         pageable = [torch.ones(piece, dtype=torch.uint8) for _ in range(2)]
-        fetch, grad = ("fetch", there[0], staged[0]), ("grad", staged[1], there[1])
-        slow_fetch, slow_grad = ("fetch", there[0], pageable[0]), ("grad", pageable[1], there[1])
+        fetch, grad = ("fetch", in_device[0], staged[0]), ("grad", staged[1], in_device[1])
+        slow_fetch, slow_grad = ("fetch", in_device[0], pageable[0]), ("grad", pageable[1], in_device[1])
         share = seconds / 5
         (alone,), (back,) = (_lane_rates(device, [lane], share) for lane in (fetch, grad))
         both = _lane_rates(device, [fetch, grad], share)

@@ -88,12 +88,12 @@ def as_foreground_error(failure: BaseException, op: str, stream: str) -> MegaTra
 
 def raise_first(failures: Sequence[MegaTrainError | None]) -> None:
     """Raise the first failure of several streams, with the others as notes."""
-    found = [failure for failure in failures if failure is not None]
-    for other in found[1:]:
-        if other is not found[0]:
-            found[0].add_note(f"and also: {other}")
-    if found:
-        raise found[0]
+    raised = [failure for failure in failures if failure is not None]
+    for other in raised[1:]:
+        if other is not raised[0]:
+            raised[0].add_note(f"and also: {other}")
+    if raised:
+        raise raised[0]
 
 
 def worker_of(workers: dict[str, WorkerStream], name: str) -> WorkerStream:

@@ -52,8 +52,8 @@ class ProcessCollectives:
         # one function under the name of torch 2.13 and the one before
         self._all_gather: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
-    def all_gather(self, whole: Tensor, own: Tensor) -> None:
-        self._carry(self._all_gather, whole, own)
+    def all_gather(self, whole: Tensor, part: Tensor) -> None:
+        self._carry(self._all_gather, whole, part)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
         self._carry(self._dist.all_to_all_single, received, sent)

@@ -40,8 +40,8 @@ class Collectives(Protocol):
     Raises `RankError` if another rank is gone.
     """
 
-    def all_gather(self, whole: Tensor, own: Tensor) -> None:
-        """Fill `whole`, uint8[ranks * n], with each rank's `own`, uint8[n], in rank order. `own` may be its place
+    def all_gather(self, whole: Tensor, part: Tensor) -> None:
+        """Fill `whole`, uint8[ranks * n], with each rank's `part`, uint8[n], in rank order. `part` may be its place
         in `whole`."""
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
@@ -61,13 +61,13 @@ class World:
     host: Collectives | None = None
     device: Collectives | None = None
     beside: Collectives | None = None
-    """For a thread that runs during steps; on the host, too."""
+    """Collectives of a thread that runs during steps, also on the host."""
     watch: Watch | None = None
     """Detects failed ranks, if they are processes."""
     _waited: list[float] = field(default_factory=lambda: [0.0])
 
     def aside(self) -> World:
-        """The same ranks, for messages from a thread, separate from those of the main thread."""
+        """A view of the same ranks for messages of another thread, which do not mix with those of the main thread."""
         return World(self.rank, self.size, self.beside)
 
     def at(self, what: str, doing: Callable[[], str]) -> None:
@@ -132,36 +132,36 @@ class World:
         message = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         return [row.numpy().tobytes() for row in self.together(message)]
 
-    def together(self, own: Tensor) -> Tensor:
-        """[ranks, n] of all ranks' `own` [n], in host memory, of any dtype."""
+    def together(self, part: Tensor) -> Tensor:
+        """[ranks, n] of all ranks' `part` [n], in host memory, of any dtype."""
         if self.host is None:
-            return own[None]
-        whole = torch.empty(self.size, *own.shape, dtype=own.dtype)
+            return part[None]
+        whole = torch.empty(self.size, *part.shape, dtype=part.dtype)
         began = time.perf_counter()
-        self.host.all_gather(_bytes(whole), _bytes(own.contiguous()))
+        self.host.all_gather(_bytes(whole), _bytes(part.contiguous()))
         self._waited[0] += time.perf_counter() - began
         return whole
 
-    def of_first(self, own: Tensor) -> Tensor:
+    def of_first(self, result: Tensor) -> Tensor:
         """Rank 0's tensor on all ranks: for results that could differ between machines in the last bits."""
-        return own if self.host is None else self.together(own.cpu())[0].to(own.device)
+        return result if self.host is None else self.together(result.cpu())[0].to(result.device)
 
     # On the device --------------------------------------------------------------------------------------------------
 
-    def gather(self, whole: Tensor, own: Tensor) -> None:
-        """Fill `whole`, uint8[ranks * n], from all ranks' `own`, uint8[n], each at its place."""
+    def gather(self, whole: Tensor, part: Tensor) -> None:
+        """Fill `whole`, uint8[ranks * n], from all ranks' `part`, uint8[n], each at its place."""
         assert self.device is not None
-        self.device.all_gather(whole, own)
+        self.device.all_gather(whole, part)
 
-    def reduce(self, own: Tensor, received: Tensor, terms: Tensor) -> Tensor:
-        """Sum over ranks: `own` [n] is this rank's part of the sum of all `terms`, float32[ranks * n], rounded once.
+    def reduce(self, total: Tensor, received: Tensor, terms: Tensor) -> Tensor:
+        """Sum over ranks: `total` [n] is this rank's part of the sum of all `terms`, float32[ranks * n], rounded once.
 
         received: float32[ranks * n], overwritten. Returns the largest magnitude from each rank, float32[ranks],
         nan if there was one.
         """
         assert self.device is not None
         self.device.all_to_all(_bytes(received), _bytes(terms))
-        return _summed(own, list(received.view(self.size, -1)))
+        return _summed(total, list(received.view(self.size, -1)))
 
     # In memory that all ranks reach ---------------------------------------------------------------------------------
 
@@ -170,14 +170,14 @@ class World:
         if self.host is not None:
             self.host.all_gather(torch.empty(self.size, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8))
 
-    def reduce_there(self, own: Tensor, terms: Sequence[Tensor]) -> Tensor:
-        """As `reduce`, reading all ranks' `terms`, each float32[ranks * n], in place; nobody may change them
-        meanwhile."""
+    def reduce_there(self, total: Tensor, terms: Sequence[Tensor]) -> Tensor:
+        """Sum over ranks like `reduce`, but read all ranks' `terms`, each float32[ranks * n], where they are. Nobody
+        may change them meanwhile."""
         parts = [term.view(self.size, -1)[self.rank] for term in terms]
         largest = []
-        for start in range(0, own.numel(), AT_ONCE):
+        for start in range(0, total.numel(), AT_ONCE):
             some = slice(start, start + AT_ONCE)
-            largest.append(_summed(own[some], [parts[0][some].clone(), *(part[some] for part in parts[1:])]))
+            largest.append(_summed(total[some], [parts[0][some].clone(), *(part[some] for part in parts[1:])]))
         return torch.stack(largest).amax(dim=0)
 
     # Micro-batches --------------------------------------------------------------------------------------------------
@@ -187,8 +187,8 @@ class World:
         return micro * self.size + self.rank
 
     def dealt(self, of_ranks: Sequence[Sequence[T]]) -> list[T]:
-        """All ranks' per-micro-batch values in step-wide order. Raises `RankError` if they are not dealt
-        round-robin."""
+        """Order all ranks' values of their micro-batches as the step numbers these. Raises `RankError` if they are not
+        dealt round-robin."""
         counts = [len(values) for values in of_ranks]
         total = sum(counts)
         fair = [(total - rank + self.size - 1) // self.size for rank in range(self.size)]
@@ -223,16 +223,16 @@ def _short(value: object) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def _summed(own: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    """Set `own` to the sum of the parts, each float32[n], in order, using the first as accumulator.
+def _summed(total: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """Set `total` to the sum of the parts, each float32[n], in order, using the first as accumulator.
 
     Returns the largest magnitude in each part.
     """
     largest = torch.stack([_largest(part) for part in parts])
-    total = parts[0]
+    accumulator = parts[0]
     for part in parts[1:]:
-        total.add_(part)
-    own.copy_(total)
+        accumulator.add_(part)
+    total.copy_(accumulator)
     return largest
 
 

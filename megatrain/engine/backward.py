@@ -47,9 +47,9 @@ def backward(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     if graph.trained:
         graph.target.accumulator = total = context.accumulator(step, op, lease, unit)
         accumulate_into(total, graph.trained, None if step.phases is NO_PAUSES else step.phases.gradient_complete)
-    sides = activations.side_gradients(op, graph.made) if graph.made else {}
-    edges = [graph.output, *(graph.made[number] for number in sides)]
-    torch.autograd.backward(edges, [activations.gradients.pop(micro), *sides.values()])
+    side_gradients = activations.side_gradients(op, graph.made) if graph.made else {}
+    edges = [graph.output, *(graph.made[number] for number in side_gradients)]
+    torch.autograd.backward(edges, [activations.gradients.pop(micro), *side_gradients.values()])
     assert graph.input.grad is not None
     activations.gradients[micro] = graph.input.grad
     if (added := activations.taps.pop((unit, micro), None)) is not None:
@@ -108,11 +108,11 @@ def _backward_of_first(context: OpContext, step: StepState, op: Op, lease: Lease
     outputs += [(made[number], gradient) for number, gradient in activations.side_gradients(op, made).items()]
     if outputs := [(output, gradient) for output, gradient in outputs if output.requires_grad]:
         into = [leaf for _, leaf in trained]
-        into += [each for each in encoded if each.requires_grad]
+        into += [feature for feature in encoded if feature.requires_grad]
         torch.autograd.backward([output for output, _ in outputs], [gradient for _, gradient in outputs], inputs=into)
-    for tapped, each in zip(context.spec.tapped, encoded, strict=False):
-        if each.grad is not None:
-            activations.taps[tapped, op.micro] = each.grad
+    for tapped, feature in zip(context.spec.tapped, encoded, strict=False):
+        if feature.grad is not None:
+            activations.taps[tapped, op.micro] = feature.grad
     if encoded and (last := activations.taps.pop((0, op.micro), None)) is not None:
         activations.gradients[op.micro] = last
     context.finish_complete_gradients(step, op)

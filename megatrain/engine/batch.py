@@ -58,33 +58,33 @@ def as_list(micro_batches: Iterable[MicroBatch]) -> list[MicroBatch]:
     if not isinstance(micro_batches, Iterable) or isinstance(micro_batches, str | bytes | Tensor):
         what = f"expected a list of micro-batches, not {_type_name(micro_batches)}"
         raise BatchError(what, where="step", fix="give a list of dicts")
-    found = []
+    batches = []
     for index, batch in enumerate(micro_batches):
         check_mapping(batch, f"micro-batch {index}")
-        found.append(batch)
-    return found
+        batches.append(batch)
+    return batches
 
 
 STAGED_NBYTES = 64 << 20
 """Largest tensor that is staged; a larger one, such as a teacher's logits, stays where it is."""
 
 
-def stage(device: Device, batches: Sequence[MicroBatch], own: Collection[str]) -> list[MicroBatch]:
+def stage(device: Device, batches: Sequence[MicroBatch], loss_entries: Collection[str]) -> list[MicroBatch]:
     """The micro-batches with their tensors in staging buffers that the device copies from (`Device.staged`).
 
-    own: the loss's own entries, which are not staged if they are on a GPU.
+    loss_entries: the loss's own entries, which are not staged if they are on a GPU.
     """
     to_stage = [
         (index, key)
         for index, batch in enumerate(batches)
         for key, value in batch.items()
-        if _can_be_staged(value) and (value.device.type == "cpu" or key not in own)
+        if _can_be_staged(value) and (value.device.type == "cpu" or key not in loss_entries)
     ]
-    found = [dict(batch) for batch in batches]
+    staged = [dict(batch) for batch in batches]
     tensors = device.staged([batches[index][key] for index, key in to_stage])
     for (index, key), tensor in zip(to_stage, tensors, strict=True):
-        found[index][key] = tensor
-    return list(found)
+        staged[index][key] = tensor
+    return list(staged)
 
 
 def _can_be_staged(value: object) -> bool:
@@ -157,7 +157,7 @@ def sequences_of(batch: MicroBatch) -> list[tuple[int, int]]:
     begins[:, 1:] = positions.diff(dim=1) != 1
     starts = begins.flatten().nonzero().squeeze(-1)
     lengths = torch.diff(starts, append=torch.tensor([rows * length]))
-    return [(count, each) for each, count in Counter(lengths.tolist()).items()]
+    return [(count, length) for length, count in Counter(lengths.tolist()).items()]
 
 
 def shifted(labels: Tensor) -> Tensor:
@@ -191,28 +191,30 @@ def _to_device(value: Tensor, device: torch.device) -> Tensor:
     return (value.clone() if value.is_inference() else value).to(device, non_blocking=True)
 
 
-def model_entries(batch: MicroBatch, own: Collection[str] = ()) -> dict[str, Any]:
+def model_entries(batch: MicroBatch, loss_entries: Collection[str] = ()) -> dict[str, Any]:
     """The entries that the model gets, labels included. Left out are the loss's own, those that are `None`, and those
     in `DECIDED_BY_ENGINE`."""
     return {
         key: value
         for key, value in batch.items()
-        if key not in own and value is not None and key not in DECIDED_BY_ENGINE
+        if key not in loss_entries and value is not None and key not in DECIDED_BY_ENGINE
     }
 
 
-def check_arguments(arguments: Arguments, batch: MicroBatch, own: Collection[str], where: str) -> None:
+def check_arguments(arguments: Arguments, batch: MicroBatch, loss_entries: Collection[str], where: str) -> None:
     """Raise `BatchError` for an entry that neither the model nor the loss reads, naming the nearest one that they do,
-    and for an entry that asks for something the engine does not do. own: the loss's own entries."""
+    and for an entry that asks for something the engine does not do. loss_entries: the loss's own entries."""
     for key, value in batch.items():
-        if key in REQUIRED or key in own or value is None:
+        if key in REQUIRED or key in loss_entries or value is None:
             continue
         if key in DECIDED_BY_ENGINE:
             accepted, fix = DECIDED_BY_ENGINE[key]
             if not isinstance(value, bool | int) or value != accepted:
                 raise BatchError(f"{key} is not supported", where=where, fix=fix)
         elif key not in arguments and not _changes_nothing(key, value, batch):
-            raise BatchError(f"nothing reads {key}", where=where, fix=_fix_for_unread(key, arguments, batch, own))
+            raise BatchError(
+                f"nothing reads {key}", where=where, fix=_fix_for_unread(key, arguments, batch, loss_entries)
+            )
 
 
 def _changes_nothing(key: str, value: Any, batch: MicroBatch) -> bool:
@@ -228,10 +230,10 @@ def _changes_nothing(key: str, value: Any, batch: MicroBatch) -> bool:
     return not targets and not bool((hidden[:, :-1] & ~hidden[:, 1:]).any())
 
 
-def _fix_for_unread(key: str, arguments: Arguments, batch: MicroBatch, own: Collection[str]) -> str:
+def _fix_for_unread(key: str, arguments: Arguments, batch: MicroBatch, loss_entries: Collection[str]) -> str:
     if key in PACKED:
         return "separate packed samples by position_ids that start again with each"
-    known = sorted({*arguments.own, *own, *REQUIRED} - DECIDED_BY_ENGINE.keys())
+    known = sorted({*arguments.own, *loss_entries, *REQUIRED} - DECIDED_BY_ENGINE.keys())
     if near := get_close_matches(str(key).lower(), known, n=1, cutoff=0.75):
         return f"did you mean {near[0]!r}?"
     return f"leave it out, or name it in `own` of a loss that reads it; the model takes {', '.join(known)}"
@@ -329,8 +331,8 @@ def check_inputs(model: ModelSpec, batch: MicroBatch, where: str) -> None:
         if value is None:
             raise BatchError(f"has no {key}", where=where, fix=_fix_for_missing(key, batch))
         if not isinstance(value, Tensor) or value.dim() != 2 or value.dtype not in (torch.int64, torch.int32):
-            found = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            what = f"{key} must be an int64 or int32 tensor [batch, length], not {found}"
+            actual = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            what = f"{key} must be an int64 or int32 tensor [batch, length], not {actual}"
             raise BatchError(what, where=where)
     ids, labels = batch["input_ids"], batch["labels"]
     if ids.shape != labels.shape:

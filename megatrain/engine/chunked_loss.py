@@ -117,10 +117,10 @@ def divisor_of(loss_fn: LossFn | None, batch: MicroBatch) -> float:
         if isinstance(loss_fn, LogitsLoss) and batch[key].shape[:2] != batch["labels"].shape:
             what = f"{key} {list(batch[key].shape)} does not match the labels, {list(batch['labels'].shape)}"
             raise BatchError(what, where=type(loss_fn).__name__)
-    found = loss_fn.divisor(batch) if isinstance(loss_fn, LogProbLoss | LogitsLoss) else count_targets(batch)
-    if not 0 <= found < float("inf"):
-        raise LossError(f"its divisor is {found}", where=type(loss_fn).__name__, fix="return 0 or more")
-    return found
+    divisor = loss_fn.divisor(batch) if isinstance(loss_fn, LogProbLoss | LogitsLoss) else count_targets(batch)
+    if not 0 <= divisor < float("inf"):
+        raise LossError(f"its divisor is {divisor}", where=type(loss_fn).__name__, fix="return 0 or more")
+    return divisor
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,8 @@ def differentiate(loss_fn: LossFn | None, chunked: ChunkedHead, batch: MicroBatc
 
 def _log_probs_at_labels(chunked: ChunkedHead, batch: MicroBatch) -> Tensor:
     """Log-probabilities of the labels, each at its label's position, float32[batch, length]; no graph."""
-    found = log_probs(chunked)
-    return found.view(batch["labels"].shape).roll(1, dims=1)  # the last position has no target, so the first is 0
+    by_token = log_probs(chunked)
+    return by_token.view(batch["labels"].shape).roll(1, dims=1)  # the last position has no target, so the first is 0
 
 
 def _by_logits(loss_fn: LogitsLoss, chunked: ChunkedHead, batch: MicroBatch, scale: float | None) -> MicroBatchLoss:
@@ -174,11 +174,11 @@ def _by_logits(loss_fn: LogitsLoss, chunked: ChunkedHead, batch: MicroBatch, sca
 
     def loss_of(logits: Tensor, chunk: Chunk) -> Tensor:
         at = chunk.positions // length, chunk.positions % length + 1
-        own = {key: batch[key][at[0].to(batch[key].device), at[1].to(batch[key].device)] for key in loss_fn.own}
-        own = {key: value.to(device, non_blocking=True) for key, value in own.items()}
-        loss, found = _called(loss_fn, logits.float(), chunk.targets, needs_graph=scale is not None, **own)
+        entries = {key: batch[key][at[0].to(batch[key].device), at[1].to(batch[key].device)] for key in loss_fn.own}
+        entries = {key: value.to(device, non_blocking=True) for key, value in entries.items()}
+        loss, reported = _called(loss_fn, logits.float(), chunk.targets, needs_graph=scale is not None, **entries)
         total.add_(loss.detach().double())
-        for name, value in found.items():
+        for name, value in reported.items():
             sums[name] = sums[name] + value if name in sums else value
         return loss
 
@@ -190,8 +190,8 @@ def _by_logits(loss_fn: LogitsLoss, chunked: ChunkedHead, batch: MicroBatch, sca
 
     def gradient_of(logits: Tensor, chunk: Chunk, scale: float = scale) -> Tensor:
         with torch.enable_grad():
-            (found,) = torch.autograd.grad(loss_of(logits.requires_grad_(), chunk) * scale, logits)
-        return found
+            (gradient,) = torch.autograd.grad(loss_of(logits.requires_grad_(), chunk) * scale, logits)
+        return gradient
 
     return MicroBatchLoss(total, backward(chunked, gradient_of), sums)
 
@@ -201,13 +201,13 @@ MISTAKES = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError,
 
 
 def _called(
-    loss_fn: Callable[..., Returned], *inputs: Any, needs_graph: bool = False, **own: Tensor
+    loss_fn: Callable[..., Returned], *inputs: Any, needs_graph: bool = False, **entries: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and the sums to report, as float64 scalars. Raises `LossError` if the function raises, or unless the
     loss is a scalar with a graph."""
     where = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     try:
-        returned = loss_fn(*inputs, **own)
+        returned = loss_fn(*inputs, **entries)
     except torch.OutOfMemoryError:
         raise
     except MISTAKES as error:
@@ -222,9 +222,9 @@ def _called(
         raise LossError(what, where=where, fix="compute it from that, without detach or item")
     pairs = {name: value if isinstance(value, tuple) else (value,) for name, value in sums.items()}
     kept = {
-        name + mark: torch.as_tensor(each, device=loss.device).detach().double().sum()
+        name + mark: torch.as_tensor(number, device=loss.device).detach().double().sum()
         for name, values in pairs.items()
-        for mark, each in zip(("", COUNT), values, strict=False)
+        for mark, number in zip(("", COUNT), values, strict=False)
     }
     return loss.reshape(()), kept
 
@@ -312,7 +312,9 @@ class ChunkedHead:
         device = self.hidden.device
         for start in range(0, len(self.positions), self.size):
             rows = slice(start, start + self.size)
-            indices, targets = (each[rows].to(device, non_blocking=True) for each in (self.positions, self.targets))
+            indices, targets = (
+                rows_of[rows].to(device, non_blocking=True) for rows_of in (self.positions, self.targets)
+            )
             yield Chunk(self.positions[rows], indices, targets)
 
 
@@ -387,14 +389,14 @@ def cross_entropy_loss_and_gradient(chunked: ChunkedHead, scale: float) -> tuple
 
 def log_probs(chunked: ChunkedHead) -> Tensor:
     """Log-probabilities of the targets, float32[tokens] on the device; 0 at positions without a target."""
-    found = torch.zeros(len(chunked.hidden), dtype=torch.float32, device=chunked.hidden.device)
+    by_token = torch.zeros(len(chunked.hidden), dtype=torch.float32, device=chunked.hidden.device)
     for chunk in chunked:
         logits = chunked.head(chunked.hidden[chunk.indices])
         for rows, work in _blocks(logits):
             total, exponents = _exponentials(work, chunk.targets[rows])
-            found[chunk.indices[rows]] = exponents - total.squeeze(-1).log()
+            by_token[chunk.indices[rows]] = exponents - total.squeeze(-1).log()
         del logits, work
-    return found
+    return by_token
 
 
 def backward_from_log_probs(chunked: ChunkedHead, gradients: Tensor) -> Tensor:
@@ -408,7 +410,7 @@ def backward(chunked: ChunkedHead, gradient_of: Callable[[Tensor, Chunk], Tensor
     gradient_of: computes that with respect to a chunk's logits. Gradients of `leaves` go to their hooks, chunk by
     chunk.
     """
-    found = torch.zeros_like(chunked.hidden)
+    for_hidden = torch.zeros_like(chunked.hidden)
     for chunk in chunked:
         hidden = chunked.hidden[chunk.indices].requires_grad_()
         with torch.enable_grad():
@@ -416,20 +418,20 @@ def backward(chunked: ChunkedHead, gradient_of: Callable[[Tensor, Chunk], Tensor
         gradient = gradient_of(logits.detach(), chunk)
         torch.autograd.backward([logits], [gradient], inputs=[hidden, *chunked.leaves])
         assert hidden.grad is not None
-        found[chunk.indices] = hidden.grad
+        for_hidden[chunk.indices] = hidden.grad
         del hidden, logits, gradient  # before the next chunk allocates its own
-    return found
+    return for_hidden
 
 
 def _log_prob_gradient(logits: Tensor, targets: Tensor, gradients: Tensor) -> Tensor:
     """The gradient with respect to `logits` [tokens, vocabulary]: each row's `gradients` times (one-hot - softmax)."""
-    found = torch.empty_like(logits)
+    for_logits = torch.empty_like(logits)
     for rows, work in _blocks(logits):
         total, _ = _exponentials(work, targets[rows])
         work *= -gradients[rows, None] / total
         work[torch.arange(len(work), device=work.device), targets[rows]] += gradients[rows]
-        found[rows] = work
-    return found
+        for_logits[rows] = work
+    return for_logits
 
 
 __all__ = [

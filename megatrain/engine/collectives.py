@@ -39,7 +39,8 @@ def reduce(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
 
 
 def _tell_present(context: OpContext, step: StepState, op: Op) -> None:
-    """After the last REDUCE of a unit, on its stream: tell the receiver which parameters got a gradient on any rank."""
+    """Tell the receiver which of a unit's parameters got a gradient on any rank. Called after the unit's last REDUCE,
+    on its stream."""
     names = [field.name for field in context.layouts[op.unit].trained.fields]
     mine = torch.tensor([name not in step.absent[op.unit] for name in names], dtype=torch.uint8)
     if op.stream == "shared":

@@ -75,14 +75,14 @@ def keep_away(context: OpContext, step: StepState, op: Op, lease: Lease, hidden:
 def encoded_for(context: OpContext, step: StepState, op: Op, lease: Lease) -> list[Tensor]:
     """What the prologue reads of an encoder for a micro-batch, with gradients where the encoder wants some; nothing
     without images."""
-    spec, key, found = context.spec, (0, op.micro), list[Tensor]()
+    spec, key, features = context.spec, (0, op.micro), list[Tensor]()
     access = input_in(op.reads, *key)
     if access is None or not is_there(step, access, lease, key):
-        return found
+        return features
     for unit in spec.tapped:
         wants = step.receiver is not None and spec.has_backward(unit - 1 if unit else spec.encoder[-1])
-        found.append(input_of(step, op, lease, unit).detach().requires_grad_(wants))
-    return found
+        features.append(input_of(step, op, lease, unit).detach().requires_grad_(wants))
+    return features
 
 
 def is_there(step: StepState, access: Access, lease: Lease, key: tuple[int, int]) -> bool:
@@ -138,7 +138,7 @@ class LayerCall:
     def _ran_with(
         self, context: OpContext, weights: dict[str, Tensor], hidden: Tensor, call: Call, values: dict[int, Tensor]
     ) -> Run:
-        """What `run` is."""
+        """A function that calls the layer with these values: what `run` becomes."""
         role, encoder = context.roles[self._op.unit], context.ported.encoder
         index = self._op.unit - role.first - 1
         if not role.in_encoder:

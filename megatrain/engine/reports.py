@@ -95,14 +95,14 @@ def finite_sum(terms: Sequence[float], step: StepState, on: str = "", fix: str =
 
 def own_reports(step: StepState) -> list[MicroBatchReport]:
     """The reports of this rank's micro-batches, in order."""
-    found = []
+    reports = []
     for micro in range(len(step.micro_batches)):
         names, values = step.reported.get(micro, ((), torch.empty(0)))
         router_loss = step.router_losses.get(micro)
         terms = [term.item() for term in step.terms.get(micro, ())]
         reported = dict(zip(names, values.tolist(), strict=True))
-        found.append(MicroBatchReport(terms, reported, None if router_loss is None else router_loss.item()))
-    return found
+        reports.append(MicroBatchReport(terms, reported, None if router_loss is None else router_loss.item()))
+    return reports
 
 
 def averaged(
@@ -110,21 +110,21 @@ def averaged(
 ) -> tuple[dict[str, float], tuple[dict[str, float], ...]]:
     """`metrics` and `by_micro_batch` of a `StepResult`."""
     sums: dict[str, float] = {}
-    each: tuple[dict[str, float], ...] = tuple({} for _ in divisors)
-    for micro, found, divisor in zip(reports, each, divisors, strict=True):
+    by_micro_batch: tuple[dict[str, float], ...] = tuple({} for _ in divisors)
+    for micro, averages, divisor in zip(reports, by_micro_batch, divisors, strict=True):
         for name, number in micro.reported.items():
             sums[name] = sums.get(name, 0.0) + number
-        found.update(_averages(micro.reported, 1 / (divisor or 1.0)))
+        averages.update(_averages(micro.reported, 1 / (divisor or 1.0)))
         if micro.router_loss is not None:
-            found["aux_loss"] = micro.router_loss
-    return _averages(sums, scale), each
+            averages["aux_loss"] = micro.router_loss
+    return _averages(sums, scale), by_micro_batch
 
 
 def _averages(sums: Mapping[str, float], scale: float) -> dict[str, float]:
     """Sums times `scale`; a sum with its own count is divided by that instead, and left out if the count is 0."""
-    found = {}
+    averages = {}
     for name, number in sums.items():
         count = sums.get(name + COUNT)
         if not name.endswith(COUNT) and count != 0:
-            found[name] = number * scale if count is None else number / count
-    return found
+            averages[name] = number * scale if count is None else number / count
+    return averages

@@ -176,9 +176,9 @@ class ResumableCall(PausePoints):
         """All of these elements are about to be read together. Raises `ScheduleError` if the schedule has released some
         of them already, since other weights take their place."""
         later = range(self._phase, self._last + 1)
-        phase = next((phase for phase in later if all(self.has_arrived(*each, phase) for each in ranges)), None)
+        phase = next((phase for phase in later if all(self.has_arrived(*elements, phase) for elements in ranges)), None)
         if phase is None:
-            start, stop = next((each for each in ranges if not self.has_arrived(*each)), ranges[0])
+            start, stop = next((elements for elements in ranges if not self.has_arrived(*elements)), ranges[0])
             what = f"{self._parameter_at(start, stop)} is read again after its memory was released"
             fix = "use policy.read_ahead_nbytes=0, or policy.wait_for=unit"
             raise ScheduleError(what, where=self._op.name, fix=fix)
@@ -246,11 +246,13 @@ def cancelled_on_exit(calls: Mapping[int, ResumableCall]) -> Iterator[None]:
 
 
 def _declared_ranges(phases: Sequence[Sequence[Access]], content: Content, size: int) -> list[list[tuple[int, int]]]:
-    """For each phase, the ranges of elements [start, stop) it declares with this content, in a buffer of `size`."""
-    found = [[(each.start, each.stop) for each in accesses if each.content == content] for accesses in phases]
-    begin = min((start for ranges in found for start, _ in ranges), default=0)
-    each = (max((stop for ranges in found for _, stop in ranges), default=0) - begin) // max(size, 1)
-    return [[((start - begin) // each, (stop - begin) // each) for start, stop in ranges] for ranges in found]
+    """Find the ranges of elements [start, stop) that each phase declares with this content, in a buffer of `size`."""
+    by_phase = [
+        [(access.start, access.stop) for access in accesses if access.content == content] for accesses in phases
+    ]
+    begin = min((start for ranges in by_phase for start, _ in ranges), default=0)
+    nbytes = (max((stop for ranges in by_phase for _, stop in ranges), default=0) - begin) // max(size, 1)
+    return [[((start - begin) // nbytes, (stop - begin) // nbytes) for start, stop in ranges] for ranges in by_phase]
 
 
 def _is_gradient(access: Access) -> bool:

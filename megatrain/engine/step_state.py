@@ -89,13 +89,13 @@ class Activations:
         spec = ported.structure
         if not (spec.sides or call.takes):
             return {}
-        found = {number: self.sides[buffer] for number, buffer in sides_in(op.reads, Side).items()}
+        values = {number: self.sides[buffer] for number, buffer in sides_in(op.reads, Side).items()}
         if not leaves:
-            return found
-        found |= taken_from_prologue(ported, op.unit - 1, call)
-        wanted = {number for number in found if spec.wants_gradient(spec.sides[number])} | {*call.takes.values()}
-        found |= {call.takes[path]: leaf for path, leaf in call.places() if path in call.takes}
-        return {number: value.detach().requires_grad_(number in wanted) for number, value in found.items()}
+            return values
+        values |= taken_from_prologue(ported, op.unit - 1, call)
+        wanted = {number for number in values if spec.wants_gradient(spec.sides[number])} | {*call.takes.values()}
+        values |= {call.takes[path]: leaf for path, leaf in call.places() if path in call.takes}
+        return {number: value.detach().requires_grad_(number in wanted) for number, value in values.items()}
 
     def keep_sides(self, op: Op, made: Mapping[int, Tensor]) -> None:
         """Keep the side values that the op writes; others are known from an earlier run of the layer."""
@@ -112,8 +112,8 @@ class Activations:
     def side_gradients(self, op: Op, made: Collection[int]) -> dict[int, Tensor]:
         """Take the gradients of what a unit has made, by number; none where no later unit has used it."""
         buffers = sides_in(op.reads, SideGradient)
-        found = {n: self.sides.pop(buffers[n]) for n in buffers if n in made and buffers[n] in self.sides}
-        return found | self.beyond.pop(op.micro) if op.unit == 0 and op.micro in self.beyond else found
+        gradients = {n: self.sides.pop(buffers[n]) for n in buffers if n in made and buffers[n] in self.sides}
+        return gradients | self.beyond.pop(op.micro) if op.unit == 0 and op.micro in self.beyond else gradients
 
     def add_side_gradients(self, op: Op, terms: Mapping[int, Tensor | None]) -> None:
         """Add to the gradients of what a unit has used."""
@@ -128,7 +128,7 @@ class Activations:
 
 def sides_in(accesses: Sequence[Access], kind: type[Side] | type[SideGradient]) -> dict[int, str]:
     """Number -> buffer of the side values, or of their gradients, among accesses."""
-    return {each.content.number: each.buffer for each in accesses if isinstance(each.content, kind)}
+    return {access.content.number: access.buffer for access in accesses if isinstance(access.content, kind)}
 
 
 def pack(hidden: Tensor, memory: Tensor, where: str) -> Tensor:
@@ -193,7 +193,7 @@ class StepState:
     scale: float
     """Factor of the loss: 1 / the step's divisor."""
     loss_fn: LossFn | None = None
-    own: Sequence[MicroBatch] = ()
+    loss_batches: Sequence[MicroBatch] = ()
     """The micro-batches with the entries that only the loss gets."""
     infos: Sequence[StepInfo] = ()
     """Of each rank."""

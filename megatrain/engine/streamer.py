@@ -125,7 +125,7 @@ class Streamer:
             number,
             scale=1.0 / (total or 1.0),
             loss_fn=asked.loss_fn,
-            own=batches,
+            loss_batches=batches,
             infos=infos,
             router_weights=routed,
         )

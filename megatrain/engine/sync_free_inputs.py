@@ -60,8 +60,8 @@ class HostAnswers(TorchFunctionMode):
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         super().__init__()
         self._recipes: dict[int, tuple[ReferenceType[Tensor], int, _Recipe]] = {}
-        for there, here in pairs:
-            self._remember(there, _Recipe(None, (), {}, here))
+        for on_device, here in pairs:
+            self._remember(on_device, _Recipe(None, (), {}, here))
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -75,22 +75,22 @@ class HostAnswers(TorchFunctionMode):
         ):
             with suppress(Exception):  # what fails on the host is read on the device
                 return func(recipe.computed(), *args[1:], **kwargs)
-        found = func(*args, **kwargs)
-        if name in REPEATABLE and _is_tracked(found) and not any(found is each for each in args):
+        result = func(*args, **kwargs)
+        if name in REPEATABLE and _is_tracked(result) and not any(result is argument for argument in args):
             try:
                 parts = _map_nested((tuple(args), dict(kwargs)), self._as_recipe)
             except _Unknown:
-                return found
-            self._remember(found, _Recipe(func, *parts))
-        return found
+                return result
+            self._remember(result, _Recipe(func, *parts))
+        return result
 
     def _remember(self, tensor: Tensor, recipe: _Recipe) -> None:
         self._recipes[id(tensor)] = ref(tensor), tensor._version, recipe
 
     def _recipe(self, tensor: Tensor) -> _Recipe | None:
         """How a tensor's current values were computed, if that is known."""
-        there, version, recipe = self._recipes.get(id(tensor), (None, 0, None))
-        return recipe if there is not None and there() is tensor and tensor._version == version else None
+        reference, version, recipe = self._recipes.get(id(tensor), (None, 0, None))
+        return recipe if reference is not None and reference() is tensor and tensor._version == version else None
 
     def _as_recipe(self, value: Any) -> Any:
         """An argument as recipes keep it: recipes instead of tensors, so that no device memory is kept alive."""
@@ -108,11 +108,11 @@ class _Unknown(Exception):
     """The values of an argument are not known on the host."""
 
 
-def _is_tracked(found: Any) -> bool:
+def _is_tracked(result: Any) -> bool:
     """Whether it is a tensor whose recipe is recorded: on a GPU, and of integers or bools."""
-    if type(found) is not Tensor or not found.is_cuda or torch._C._functorch.is_functorch_wrapped_tensor(found):
+    if type(result) is not Tensor or not result.is_cuda or torch._C._functorch.is_functorch_wrapped_tensor(result):
         return False
-    return not found.is_floating_point() and not found.is_complex()
+    return not result.is_floating_point() and not result.is_complex()
 
 
 def _on_host(value: Any) -> Any:
@@ -124,11 +124,11 @@ def _on_host(value: Any) -> Any:
 
 
 def _map_nested(value: Any, to: Callable[[Any], Any]) -> Any:
-    """The same nested containers, with `to` applied to each value in them."""
+    """Apply `to` to each value in nested containers, and return containers of the same form."""
     if isinstance(value, tuple | list):
-        return type(value)(_map_nested(each, to) for each in value) if type(value) in (tuple, list) else to(value)
+        return type(value)(_map_nested(item, to) for item in value) if type(value) in (tuple, list) else to(value)
     if isinstance(value, dict):
-        return {key: _map_nested(each, to) for key, each in value.items()}
+        return {key: _map_nested(item, to) for key, item in value.items()}
     if isinstance(value, slice):
-        return slice(*(_map_nested(each, to) for each in (value.start, value.stop, value.step)))
+        return slice(*(_map_nested(bound, to) for bound in (value.start, value.stop, value.step)))
     return to(value)

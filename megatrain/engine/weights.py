@@ -68,7 +68,8 @@ class UnitBinder:
         }
 
     def leaves(self, flat: Tensor) -> dict[str, Tensor]:
-        """The same as autograd leaves; those of trained parameters require a gradient."""
+        """Name -> view of `flat` in the parameter's shape, an autograd leaf; those of trained parameters require a
+        gradient."""
         views = self.bind(flat)
         for view, trains in zip(views.values(), self._trains, strict=True):
             view.requires_grad_(trains)

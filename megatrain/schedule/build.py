@@ -26,7 +26,7 @@ from megatrain.schedule.passes.disk_staging import Staged, stage
 from megatrain.schedule.passes.gradients import Gradients
 from megatrain.schedule.passes.pinned_staging import PinnedStaging
 from megatrain.schedule.passes.prefetch import Prefetch, Visit
-from megatrain.schedule.passes.recompute import Activations, Again, workspace_name
+from megatrain.schedule.passes.recompute import Activations, Recomputation, workspace_name
 from megatrain.schedule.passes.side_values import SideValues
 from megatrain.schedule.passes.state_buffers import Pending, StateBuffers, reads_files, state_name, whole_name
 from megatrain.schedule.passes.streamed_updates import StreamedUpdates
@@ -64,15 +64,18 @@ def with_loss_chunks(schedule: Schedule, model: ModelSpec, numerics: Numerics, p
     ops, buffers = list(schedule.ops), dict(schedule.buffers)
     at = [index for index, op in enumerate(ops) if op.kind == "LOSS"]
     spaces = {
-        each.buffer for index in at for each in ops[index].writes if buffers[each.buffer].use is Use.LOSS_WORKSPACE
+        access.buffer
+        for index in at
+        for access in ops[index].writes
+        if buffers[access.buffer].use is Use.LOSS_WORKSPACE
     }
     buffers |= {name: buffers[name]._replace(nbytes=0) for name in spaces}
     for index in at:
         op = ops[index]
         nbytes = _loss_nbytes(model, numerics, policy, work, op.micro, trains=True)
-        writes = [each._replace(stop=nbytes) if each.buffer in spaces else each for each in op.writes]
+        writes = [access._replace(stop=nbytes) if access.buffer in spaces else access for access in op.writes]
         ops[index] = op._replace(writes=tuple(writes))
-        for name in spaces.intersection(each.buffer for each in op.writes):
+        for name in spaces.intersection(access.buffer for access in op.writes):
             declare(buffers, buffers[name]._replace(nbytes=nbytes))
     return Schedule(tuple(ops), buffers, schedule.units, schedule.waits)
 
@@ -221,8 +224,8 @@ class Builder:
         if unit or not self.order[0]:
             return []
         is_kept = self.trains and self.model.has_backward(0)
-        again = self.alive.found_by if is_kept else self.alive.hidden
-        return [self.alive.hidden(0, micro), *(again(tapped, micro) for tapped in self.model.tapped[1:])]
+        source = self.alive.found_by if is_kept else self.alive.hidden
+        return [self.alive.hidden(0, micro), *(source(tapped, micro) for tapped in self.model.tapped[1:])]
 
     def _loss_visit(self, micros: range) -> Visit:
         unit = self.model.epilogue
@@ -247,18 +250,18 @@ class Builder:
         """From the top down, each after the visits that recompute dropped inputs."""
         visits = []
         for unit in filter(self.model.has_backward, reversed(self.order)):
-            visits += [self._visit_again(steps) for steps in self.alive.again(unit, micros)]
+            visits += [self._recomputing_visit(steps) for steps in self.alive.recomputations(unit, micros)]
             visits.append(self._backward_visit(unit, micros))
         return visits
 
-    def _visit_again(self, steps: Sequence[Again]) -> Visit:
+    def _recomputing_visit(self, steps: Sequence[Recomputation]) -> Visit:
         """The forward of one layer again, to recompute the input of the layer above."""
         unit = steps[0].layer
         visit = Visit(unit)
         for step in steps:
             reads = [self._weights(unit)] if self.layouts[unit].size else []
             reads += [step.source, self.alive.arguments(unit, step.micro), *self.sides.used(unit, step.micro)]
-            writes = (step.target, *self.alive.made(unit, step.micro, again=True))
+            writes = (step.target, *self.alive.made(unit, step.micro, recomputes=True))
             visit.compute.append(Op("FORWARD", "compute", unit, step.micro, reads=tuple(reads), writes=writes))
         return visit
 
@@ -270,8 +273,8 @@ class Builder:
         for micro in micros:
             above = self.alive.dhidden(self.model.after(unit), micro)
             reads = [above, *([self._weights(unit)] if visit.reads else [])]
-            taken, writes = self.sides.backward(unit, micro)
-            reads += taken
+            gradients, writes = self.sides.backward(unit, micro)
+            reads += gradients
             if encoded:
                 reads += [self.alive.found_by(tapped, micro) for tapped in self.model.tapped]
                 writes += [self.alive.dhidden(unit, micro)] if self.model.has_backward(self.model.encoder[-1]) else []
@@ -315,7 +318,7 @@ class Builder:
         return [] if micros == self.rounds[0] else self.gradients.restore_partial(unit)
 
     def _gradient_out(self, unit: int) -> list[Op]:
-        """After a round's sum, which is set aside, or a complete gradient: its copies, norm, and update if not
+        """What follows a round's sum, which is set aside, or a complete gradient: its copies, norm, and update if not
         deferred."""
         if not self.trained[unit].size:
             return []
@@ -336,9 +339,9 @@ class Builder:
         tier: Tier = "device" if on_device else "host"
         # Frozen values count as written, so that each part has one version.
         parts = [
-            (state_name(tier, each.part, unit), each.nbytes, CONTENT_OF[each.part])
-            for each in self.state.of(unit)
-            if each.part is not Part.GRADIENTS and each.tier != "file"
+            (state_name(tier, sized.part, unit), sized.nbytes, CONTENT_OF[sized.part])
+            for sized in self.state.of(unit)
+            if sized.part is not Part.GRADIENTS and sized.tier != "file"
         ]
         gradient = self.gradients.landed(unit, before)
         reads = [gradient, *(Access(name, 0, nbytes, what(unit, before)) for name, nbytes, what in parts)]

@@ -117,9 +117,9 @@ def _check_contents(schedule: Schedule) -> None:
             if not 0 <= access.start < access.stop <= schedule.buffers[access.buffer].nbytes:
                 raise _refusal(schedule, index, f"{access.buffer}[{access.start}:{access.stop}] is out of bounds")
         for read in op.reads:
-            found = contents.mismatch(read)
-            if found is not None:
-                raise _refusal(schedule, index, f"reads {read.content} from {read.buffer} but finds {found}")
+            actual = contents.mismatch(read)
+            if actual is not None:
+                raise _refusal(schedule, index, f"reads {read.content} from {read.buffer} but finds {actual}")
             unread.pop(read.content, None)
         for write in op.writes:
             contents.write(write)
@@ -138,7 +138,9 @@ def _check_gradients(schedule: Schedule) -> None:
     """Each unit with a backward delivers its whole gradient once, and is normed and updated at most once."""
     ops = schedule.ops
     summed = [access for op in ops if op.stream == "compute" for access in op.writes]
-    trained = {each.content.unit for each in summed if isinstance(each.content, Gradient) and each.content.is_whole}
+    trained = {
+        access.content.unit for access in summed if isinstance(access.content, Gradient) and access.content.is_whole
+    }
     for kind in ("NORM", "UPDATE"):
         for (unit, piece), count in Counter((op.unit, op.shard) for op in ops if op.kind == kind).items():
             if count > 1:
@@ -151,8 +153,8 @@ def _check_gradients(schedule: Schedule) -> None:
         copied = sorted((op.writes[0].start, op.writes[0].stop, i) for i, op in grads)
         for (_, stop, _), (start, _, index) in pairwise(copied):
             if start != stop:
-                how = "twice" if start < stop else "with a gap"
-                raise _refusal(schedule, index, f"the gradient of unit {unit} leaves {how}")
+                fault = "twice" if start < stop else "with a gap"
+                raise _refusal(schedule, index, f"the gradient of unit {unit} leaves {fault}")
         if not any(op.kind == "NORM" and op.unit == unit for op in ops):
             raise ScheduleError(f"the gradient of unit {unit} never leaves", where="schedule")
     updated = {op.unit for op in ops if op.kind == "UPDATE" and op.reads[0].content == Gradient(op.unit)}

@@ -56,10 +56,10 @@ def _check_parts(together: Sequence[Op]) -> None:
         return
     for rank, op in enumerate(together):
         (part,), (whole,) = op.reads, op.writes
-        each = (whole.stop - whole.start) // len(together)
-        there = part.buffer == whole.buffer
-        begin = whole.start + rank * each if there else whole.start // len(together)
-        if (part.start, part.stop) != (begin, begin + each) or not (there or part.content == whole.content):
+        nbytes = (whole.stop - whole.start) // len(together)
+        in_place = part.buffer == whole.buffer
+        begin = whole.start + rank * nbytes if in_place else whole.start // len(together)
+        if (part.start, part.stop) != (begin, begin + nbytes) or not (in_place or part.content == whole.content):
             raise ScheduleError(f"rank {rank} contributes another rank's part to {op.name}", where=WHERE)
 
 
@@ -90,25 +90,27 @@ def _check_peers(schedules: Sequence[Schedule]) -> None:
         for index, access in _of_peers(schedule):
             peer, touch = schedule.buffers[access.buffer].peer, _Touch(schedule.ops[index], access, *spans[rank][index])
             assert peer is not None
-            there = [each for each in written[peer] if each.access._replace(buffer=access.buffer).overlaps(access)]
-            _check_touch(touch, rank, peer.rank, there)
+            overlapping = [
+                write for write in written[peer] if write.access._replace(buffer=access.buffer).overlaps(access)
+            ]
+            _check_touch(touch, rank, peer.rank, overlapping)
             if access in touch.op.reads:
-                before = [each.access.content for each in there if each.before <= touch.after]
-                found = before[-1] if before else schedules[peer.rank].buffers[peer.name].initial
-                if found != access.content:
+                before = [write.access.content for write in overlapping if write.before <= touch.after]
+                actual = before[-1] if before else schedules[peer.rank].buffers[peer.name].initial
+                if actual != access.content:
                     what = f"{touch.op.name} of rank {rank} reads {access.content} of rank {peer.rank}"
-                    raise ScheduleError(f"{what} but finds {found}", where=WHERE)
+                    raise ScheduleError(f"{what} but finds {actual}", where=WHERE)
 
 
 def _check_sources(schedule: Schedule, rank: int, ranks: int, op: Op) -> None:
     """A FETCH from shared memory takes part r of a shard from rank r, and a REDUCE reads all other ranks' sums."""
     peers = [schedule.buffers[access.buffer].peer for access in (*op.reads, *op.writes)]
-    of = [each.rank if each is not None else rank for each in peers]
+    of = [peer.rank if peer is not None else rank for peer in peers]
     expected = list(range(ranks)) if op.kind == "FETCH" else [other for other in range(ranks) if other != rank]
-    found = of[: len(op.reads)] if op.kind == "FETCH" else of[len(op.reads) + 1 :]
+    ranks_read = of[: len(op.reads)] if op.kind == "FETCH" else of[len(op.reads) + 1 :]
     places = [(access.start, access.stop) for access in op.writes] if op.kind == "FETCH" else []
     tiled = all(before[1] == after[0] for before, after in pairwise(places))
-    if found != expected or not tiled or len({access.stop - access.start for access in op.reads}) > 1:
+    if ranks_read != expected or not tiled or len({access.stop - access.start for access in op.reads}) > 1:
         raise ScheduleError(f"rank {rank} takes another rank's part for its own in {op.name}", where=WHERE)
 
 
@@ -139,12 +141,12 @@ def _spans(schedule: Schedule) -> list[tuple[int, int]]:
     after, before = [-1] * len(ops), [count] * len(ops)
     number = 0
     for index, op in enumerate(ops):
-        after[index] = max((after[each] for each in needs[index]), default=-1)
+        after[index] = max((after[earlier] for earlier in needs[index]), default=-1)
         if op.kind in COLLECTIVES:
             after[index], number = number, number + 1
     for index in reversed(range(len(ops))):
         if ops[index].kind in COLLECTIVES:
             before[index] = after[index]
-        for each in needs[index]:
-            before[each] = min(before[each], before[index])
+        for earlier in needs[index]:
+            before[earlier] = min(before[earlier], before[index])
     return list(zip(after, before, strict=True))

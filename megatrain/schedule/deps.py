@@ -36,7 +36,7 @@ class Conflicts:
         A write hides what it covers, since its own conflicts order it after that. A read hides earlier covered
         reads of its own stream: whatever follows it follows them too.
         """
-        found = [-1] * len(STREAMS)
+        last_conflict = [-1] * len(STREAMS)
         place, known = PLACES[op.stream], self._records
         for buffer, start, stop, _ in op.reads:
             records = known[buffer]
@@ -44,13 +44,15 @@ class Conflicts:
             for first, last, earlier, of, wrote in records:
                 if first < stop and start < last:
                     if wrote:
-                        if found[of] < earlier:
-                            found[of] = earlier
+                        if last_conflict[of] < earlier:
+                            last_conflict[of] = earlier
                     elif of == place and start <= first and last <= stop:
                         hides = True
             if hides:
                 records[:] = [
-                    each for each in records if each[4] or each[3] != place or each[0] < start or stop < each[1]
+                    record
+                    for record in records
+                    if record[4] or record[3] != place or record[0] < start or stop < record[1]
                 ]
             records.append((start, stop, index, place, False))
         for buffer, start, stop, _ in op.writes:
@@ -58,19 +60,19 @@ class Conflicts:
             hides = False
             for first, last, earlier, of, _ in records:
                 if first < stop and start < last:
-                    if found[of] < earlier:
-                        found[of] = earlier
+                    if last_conflict[of] < earlier:
+                        last_conflict[of] = earlier
                     hides = hides or (start <= first and last <= stop)
             if hides:
-                records[:] = [each for each in records if each[0] < start or stop < each[1]]
+                records[:] = [record for record in records if record[0] < start or stop < record[1]]
             records.append((start, stop, index, place, True))
-        found[place] = -1
-        return found
+        last_conflict[place] = -1
+        return last_conflict
 
 
 def conflicts(ops: Sequence[Op]) -> list[list[int]]:
-    """For each op and each other stream the last op there that it must follow, or -1; together with stream order these
-    imply all others."""
+    """Find, for each op and each other stream, the last op there that it must follow, or -1. Together with the order of
+    each stream these imply all others."""
     seen = Conflicts()
     return [seen.add(index, op) for index, op in enumerate(ops)]
 

@@ -116,8 +116,8 @@ class Buffer(NamedTuple):
     @property
     def is_state(self) -> bool:
         """Whether it holds masters or moments rather than copies of them."""
-        own = self.part is not None and self.part is not Part.GRADIENTS and self.unit is not None
-        return own and self.use is not Use.RESIDENT_COPY
+        of_one_unit = self.part is not None and self.part is not Part.GRADIENTS and self.unit is not None
+        return of_one_unit and self.use is not Use.RESIDENT_COPY
 
 
 def declare(buffers: dict[str, Buffer], buffer: Buffer) -> str:
@@ -182,7 +182,7 @@ class Op(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """For a copy, the bytes that cross the bus or reach the disk, which is its first write; 0 for other ops."""
+        """The bytes of a copy that cross the bus or reach the disk: those of its first write. 0 for other ops."""
         if self.kind not in COPIES:
             return 0
         _, start, stop, _ = self.writes[0]
@@ -254,7 +254,7 @@ class Schedule:
 
     @cached_property
     def ended(self) -> list[list[Access]]:
-        """Of each op, its accesses of transient buffers that no later op mentions, one each."""
+        """For each op, one access of each transient buffer that it mentions and no later op does."""
         ended: list[list[Access]] = [[] for _ in self.ops]
         for name, (_, last) in self.lifetimes.items():
             op = self.ops[last]
@@ -263,7 +263,7 @@ class Schedule:
 
     @cached_property
     def streams(self) -> list[Stream]:
-        """Those of its ops, in order of first use."""
+        """The streams of its ops, in order of first use."""
         return list(dict.fromkeys(op.stream for op in self.ops))
 
     @cached_property
@@ -280,8 +280,8 @@ class Schedule:
     def extent(self, buffer: str, content: Content) -> tuple[int, int]:
         """Start and stop of all accesses of this content in a buffer; partial sums count as the sum."""
         accesses = [access for op in self.ops for access in (*op.reads, *op.writes) if access.buffer == buffer]
-        there = [each for each in accesses if _summed(each.content) == _summed(content)]
-        return min(each.start for each in there), max(each.stop for each in there)
+        alike = [access for access in accesses if _summed(access.content) == _summed(content)]
+        return min(access.start for access in alike), max(access.stop for access in alike)
 
 
 def _summed(content: Content) -> Content:
@@ -295,9 +295,9 @@ def show_access(access: Access) -> str:
 
 def show_op(op: Op) -> str:
     """`fetch    FETCH u3 s0         r host/hi/3[0:4096]=w3  w device/layer0[0:4096]=w3`"""
-    sides = [f"r {' '.join(map(show_access, op.reads))}"] if op.reads else []
-    sides += [f"w {' '.join(map(show_access, op.writes))}"] if op.writes else []
-    return f"{op.stream:<8} {op.name:<18} {'  '.join(sides)}"
+    columns = [f"r {' '.join(map(show_access, op.reads))}"] if op.reads else []
+    columns += [f"w {' '.join(map(show_access, op.writes))}"] if op.writes else []
+    return f"{op.stream:<8} {op.name:<18} {'  '.join(columns)}"
 
 
 def show_schedule(

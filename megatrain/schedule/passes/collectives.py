@@ -56,16 +56,16 @@ class Collectives:
         """The ops with collectives inserted; unchanged for one rank."""
         if self.ranks == 1:
             return list(ops)
-        found: list[Op] = []
+        complete: list[Op] = []
         for op in ops:
             if op.kind == "FETCH":
-                found += self._fetched_whole(op) if self.shared else self._gathered(op)
+                complete += self._fetched_whole(op) if self.shared else self._gathered(op)
             elif op.kind == "GRAD" and op.reads[0].content == Gradient(op.unit):
-                found += self._summed_in_host(op) if self.shared else self._summed(op)
+                complete += self._summed_in_host(op) if self.shared else self._summed(op)
             else:
                 self._changed |= {access.buffer for access in op.writes if isinstance(access.content, Weights)}
-                found.append(op)
-        return found
+                complete.append(op)
+        return complete
 
     # Over the link --------------------------------------------------------------------------------------------------
 
@@ -75,9 +75,9 @@ class Collectives:
         assert isinstance(shard.content, Weights)
         if self._on_device(home):
             return [Op("GATHER", "link", op.unit, shard=op.shard, reads=(home,), writes=(shard,))]
-        own = self._part(shard, self.rank)._replace(content=OwnWeights(op.unit))
-        fetch = op._replace(writes=(own,))
-        return [fetch, Op("GATHER", "link", op.unit, shard=op.shard, reads=(own,), writes=(shard,))]
+        part = self._part(shard, self.rank)._replace(content=OwnWeights(op.unit))
+        fetch = op._replace(writes=(part,))
+        return [fetch, Op("GATHER", "link", op.unit, shard=op.shard, reads=(part,), writes=(shard,))]
 
     def _summed(self, op: Op) -> list[Op]:
         """A shard of a gradient: reduce this rank's part, and copy it home unless it is used there."""
@@ -90,8 +90,8 @@ class Collectives:
             return [reduce]
         slot = f"device/reduced_gradients/{self._turn(REDUCED_SLOTS)}"
         declare(self.buffers, Buffer(slot, "device", nbytes, Use.REDUCED_GRADIENTS, part=Part.GRADIENTS))
-        own = Access(slot, 0, nbytes, OwnGradient(op.unit, op.shard))
-        return [reduce._replace(writes=(own, received)), op._replace(reads=(own,))]
+        part = Access(slot, 0, nbytes, OwnGradient(op.unit, op.shard))
+        return [reduce._replace(writes=(part, received)), op._replace(reads=(part,))]
 
     def _on_device(self, place: Access) -> bool:
         """Whether this rank's part is there. A name without memory stands for host memory."""
@@ -112,9 +112,9 @@ class Collectives:
         if name not in self._changed:
             return []
         self._changed.discard(name)
-        own = Access(name, 0, self.buffers[name].nbytes, Weights(unit))
-        others = tuple(own._replace(buffer=self._of(rank, name)) for rank in range(self.ranks) if rank != self.rank)
-        return [Op("BARRIER", "shared", unit, reads=(own,), writes=others)]
+        updated = Access(name, 0, self.buffers[name].nbytes, Weights(unit))
+        others = tuple(updated._replace(buffer=self._of(rank, name)) for rank in range(self.ranks) if rank != self.rank)
+        return [Op("BARRIER", "shared", unit, reads=(updated,), writes=others)]
 
     def _summed_in_host(self, op: Op) -> list[Op]:
         """A shard of a gradient: copy this rank's sum to shared memory, and reduce its part there."""
@@ -131,17 +131,17 @@ class Collectives:
         """This rank's name for `rank`'s buffer `name`."""
         if rank == self.rank:
             return name
-        own, there = self.buffers[name], peer_name(rank, name)
-        declare(self.buffers, own._replace(name=there, tier="peer", part=None, peer=Peer(rank, name)))
-        return there
+        buffer, peer = self.buffers[name], peer_name(rank, name)
+        declare(self.buffers, buffer._replace(name=peer, tier="peer", part=None, peer=Peer(rank, name)))
+        return peer
 
     def _turn(self, slots: int) -> int:
         self._reduced += 1
         return (self._reduced - 1) % slots
 
     def _part(self, shard: Access, rank: int) -> Access:
-        each = (shard.stop - shard.start) // self.ranks
-        return shard._replace(start=shard.start + rank * each, stop=shard.start + (rank + 1) * each)
+        nbytes = (shard.stop - shard.start) // self.ranks
+        return shard._replace(start=shard.start + rank * nbytes, stop=shard.start + (rank + 1) * nbytes)
 
 
 def peer_name(rank: int, name: str) -> str:
@@ -158,15 +158,17 @@ def shared_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[
     """Name -> bytes of a rank's buffers that others map; empty if nothing is shared."""
     if model.ranks == 1 or policy.delivery != "shared":
         return {}
-    each, layouts = numerics.weight_nbytes, [layout_of(unit) for unit in model.units]
-    found = {
-        state_name("host", Part.WEIGHTS, unit): layout.own_size * each
+    weight_nbytes, layouts = numerics.weight_nbytes, [layout_of(unit) for unit in model.units]
+    sizes = {
+        state_name("host", Part.WEIGHTS, unit): layout.own_size * weight_nbytes
         for unit, layout in enumerate(layouts)
         if layout.size
     }
-    shards = (shard for layout in layouts for shard in layout.trained.shards(max(1, policy.shard_nbytes // each)))
+    shards = (
+        shard for layout in layouts for shard in layout.trained.shards(max(1, policy.shard_nbytes // weight_nbytes))
+    )
     largest = max((SUM_NBYTES * (shard.stop - shard.start) for shard in shards), default=0)
-    return found | {sums_name(number): largest for number in range(SHARED_SLOTS) if largest}
+    return sizes | {sums_name(number): largest for number in range(SHARED_SLOTS) if largest}
 
 
 def refuse_what_ranks_lack(policy: Policy, ranks: int) -> None:
@@ -175,8 +177,8 @@ def refuse_what_ranks_lack(policy: Policy, ranks: int) -> None:
         return
     in_files = any(placement.weights == "file" for placement in policy.placements)
     shared = policy.delivery == "shared"
-    away = {"on the device": any(each.on_device for each in policy.placements)}
-    away["on the disk"] = any(each.weights == "disk" for each in policy.placements)
+    away = {"on the device": any(placement.on_device for placement in policy.placements)}
+    away["on the disk"] = any(placement.weights == "disk" for placement in policy.placements)
     lacking = {
         "shares_memory": (policy.shares_memory, "weights are assembled in slots", "false"),
         "read_ahead_nbytes": (policy.read_ahead_nbytes > 0, "there is no read-ahead of gathered weights yet", "0"),

@@ -90,22 +90,22 @@ class _Staging:
             for access in op.writes:
                 self._last_write[access.buffer] = index
             placed.append(self._place(index, op) if self._names[index] else op)
-        found: list[Op] = []
+        ordered: list[Op] = []
         for index, op in enumerate(placed):
-            found += self._before[index]
-            found.append(op)
-            found += self._after[index]
-        return found
+            ordered += self._before[index]
+            ordered.append(op)
+            ordered += self._after[index]
+        return ordered
 
     def _staged_names(self) -> list[list[str]]:
-        staged, found = self._staged, list[list[str]]()
+        staged, names_of_ops = self._staged, list[list[str]]()
         for op in self._ops:
             names: list[str] = []
             for access in (*op.reads, *op.writes):
                 if access.buffer in staged and access.buffer not in names:
                     names.append(access.buffer)
-            found.append(names)
-        return found
+            names_of_ops.append(names)
+        return names_of_ops
 
     def _place(self, index: int, op: Op) -> Op:
         names = self._names[index]
@@ -113,7 +113,7 @@ class _Staging:
         read = {access.buffer for access in op.reads}
         for name in names:
             if name not in slots:
-                slots[name] = slot = self._choose(index, name, taken=set(slots.values()))
+                slots[name] = slot = self._choose(index, name, in_use=set(slots.values()))
                 if name in read:  # otherwise this op gives it its first content
                     self._before[self._earliest].append(self._copy(name, slot, inward=True))
         for slot in slots.values():
@@ -124,8 +124,8 @@ class _Staging:
                 if access.content != USED and self._is_whole(access.buffer, index):
                     self._after[index].append(self._copy(access.buffer, slots[access.buffer], inward=False))
         reads, writes = (
-            tuple([Access(slots[each[0]], *each[1:]) if each[0] in slots else each for each in side])
-            for side in (op.reads, op.writes)
+            tuple([Access(slots[access[0]], *access[1:]) if access[0] in slots else access for access in accesses])
+            for accesses in (op.reads, op.writes)
         )
         return Op(op.kind, op.stream, op.unit, op.micro, op.shard, reads, writes, op.share)
 
@@ -135,9 +135,9 @@ class _Staging:
         following = bisect_right(uses, now)
         return following == len(uses) or uses[following] not in self._changes[name]
 
-    def _choose(self, index: int, name: str, taken: set[str]) -> str:
+    def _choose(self, index: int, name: str, in_use: set[str]) -> str:
         """A buffer for `name` from op `index` on; sets `_earliest` to where it may be filled."""
-        free = [slot for slot in self._staged[name].slots if slot not in taken]
+        free = [slot for slot in self._staged[name].slots if slot not in in_use]
         slot = max(free, key=lambda slot: (self._next_use(slot, index), -self._last_use.get(slot, -1)))
         places = [self._staged[name].region, *(source.buffer for source in self._staged[name].sources)]
         written = max(self._last_write.get(place, -1) for place in places)  # by an op that is already placed
@@ -149,12 +149,12 @@ class _Staging:
     def _copy(self, name: str, slot: str, *, inward: bool) -> Op:
         part = self._staged[name]
         nbytes = part.nbytes if inward else part.nbytes - part.frozen_nbytes
-        there = Access(part.region, part.start, part.start + nbytes, self._content[name])
+        outside = Access(part.region, part.start, part.start + nbytes, self._content[name])
         here = Access(slot, 0, nbytes, self._content[name])
         kind, stream = part.route.inward if inward else part.route.outward
         if inward:
-            return Op(kind, stream, part.unit, part.micro, part.shard, reads=part.sources or (there,), writes=(here,))
-        return Op(kind, stream, part.unit, part.micro, part.shard, reads=(here,), writes=(there,))
+            return Op(kind, stream, part.unit, part.micro, part.shard, reads=part.sources or (outside,), writes=(here,))
+        return Op(kind, stream, part.unit, part.micro, part.shard, reads=(here,), writes=(outside,))
 
     def _next_use(self, slot: str, now: int) -> float:
         """The next op that needs the buffer's content; infinite if there is none, and for shards.

@@ -116,15 +116,17 @@ class Gradients:
         if stays or not self._trained[unit].size:
             return []
         content = Gradient(unit, terms=self._terms[unit])
-        total, each = self.sum(unit).holding(content), self._each[unit]
+        total, sum_nbytes = self.sum(unit).holding(content), self._each[unit]
         tier: Tier = "device" if self._policy.placement(unit).on_device else "host"
         size = total.stop - total.start
-        own = Buffer(f"{tier}/gradient_sums/{unit}", tier, size, Use.PARTIAL_GRADIENTS, part=Part.GRADIENTS, unit=unit)
-        name = declare(self._buffers, own)
+        waiting = Buffer(
+            f"{tier}/gradient_sums/{unit}", tier, size, Use.PARTIAL_GRADIENTS, part=Part.GRADIENTS, unit=unit
+        )
+        name = declare(self._buffers, waiting)
         stream: Stream = "grad" if kind == "GRAD" else "fetch"
         ops = []
         for shard in self._shards(unit):
-            start, stop = shard.start * each, shard.stop * each
+            start, stop = shard.start * sum_nbytes, shard.stop * sum_nbytes
             inside = total.between(total.start + start, total.start + stop)
             outside = self._pinned_staging.at("sums", unit, shard.index, Access(name, start, stop, content))
             read, write = (inside, outside) if kind == "GRAD" else (outside, inside)
@@ -136,14 +138,14 @@ class Gradients:
         total, landed, ranks = self.sum(unit), self.landed(unit), self._trained[unit].ranks
         if total.buffer == landed.buffer:
             return []
-        each, out = self._each[unit], self._numerics.grad_nbytes
+        sum_nbytes, out = self._each[unit], self._numerics.grad_nbytes
         crosses = not (self._policy.shares_memory or self.on_device[unit])
         ops = []
         for shard in self._shards(unit):
-            read = total.between(total.start + shard.start * each, total.start + shard.stop * each)
+            read = total.between(total.start + shard.start * sum_nbytes, total.start + shard.stop * sum_nbytes)
             write = landed.between(shard.start * out // ranks, shard.stop * out // ranks)  # this rank's
             writes = [self._pinned_staging.at("grad", unit, shard.index, write)]
-            if each != out and crosses and ranks == 1:
+            if sum_nbytes != out and crosses and ranks == 1:
                 writes.append(self._cast(write.stop - write.start))
             ops.append(Op("GRAD", "grad", unit, shard=shard.index, reads=(read,), writes=tuple(writes)))
         return ops

@@ -82,22 +82,22 @@ def _phases(
     through_graph = call.kind == "BACKWARD" and arrival.last_first and turn > 0
     sums_from = turn if call.kind == "BACKWARD" and not through_graph else 0
     shares = _shares(unit, call, arrival if turn else None, leaves)
-    found = []
+    phases = []
     for phase, window in enumerate(windows):
-        own = [access for access in call.reads if access.content == Weights(call.unit)]
-        reads = [access for access in call.reads if not _is_gradient(access) and access not in own]
-        reads += [each.between(each.start + a, each.start + b) for each in own for a, b in window]
+        weights = [access for access in call.reads if access.content == Weights(call.unit)]
+        reads = [access for access in call.reads if not _is_gradient(access) and access not in weights]
+        reads += [access.between(access.start + a, access.start + b) for access in weights for a, b in window]
         writes = [access for access in call.writes if not _is_gradient(access)] if phase == count - 1 else []
         for total in (access for access in call.writes if _is_gradient(access) and phase >= sums_from):
             done = max(0, phase - turn)
             left = leaves[done] if done < len(leaves) else None
             if phase == sums_from:
-                reads += [each for each in call.reads if each.buffer == total.buffer and _is_gradient(each)]
+                reads += [access for access in call.reads if access.buffer == total.buffer and _is_gradient(access)]
             else:
                 reads.append(_under_way(total, left.stop if left else total.stop))
             writes += _sums(total, left if phase >= turn else None, last=phase == count - 1)
-        found.append(call._replace(shard=phase, reads=tuple(reads), writes=tuple(writes), share=shares[phase]))
-    return found
+        phases.append(call._replace(shard=phase, reads=tuple(reads), writes=tuple(writes), share=shares[phase]))
+    return phases
 
 
 Window = list[tuple[int, int]]
@@ -107,28 +107,28 @@ Window = list[tuple[int, int]]
 def _windows(
     unit: UnitSpec, call: Op, arrival: Arrival, leaves: Sequence[Access], *, arrives: bool, gives_up: bool
 ) -> list[Window]:
-    """For each phase, the weights that have arrived and are not yet given up.
+    """Find the weights that each phase may read: those that have arrived and are not yet given up.
 
     A forward gives up a shard in the phase after the last that reads it. A backward gives up parameters whose
     gradient is complete, since nothing passes through them after that. Frozen weights stay until the end.
     """
-    layout, each = layout_of(unit), arrival.nbytes
-    end = layout.size * each
+    layout, nbytes = layout_of(unit), arrival.nbytes
+    end = layout.size * nbytes
     forward = [[span] for span in arrival.ranges()] if arrives else [[(0, end)]]
     if gives_up and call.kind == "FORWARD":
         last = _last_phases(unit, arrival)
         if min(last) < len(last) - 1:
-            forward = _held([(shard.start * each, shard.stop * each) for shard in arrival.ordered], last)
+            forward = _held([(shard.start * nbytes, shard.stop * nbytes) for shard in arrival.ordered], last)
     backward = []
     begin = leaves[-1].start if leaves else 0
     for done in leaves[:-1]:  # each after the phase that completes it
-        still = (done.start - begin) * layout.trained.size // (leaves[0].stop - begin) * each
-        backward.append([(0, still), (layout.trained.size * each, end)] if gives_up else [(0, end)])
+        still = (done.start - begin) * layout.trained.size // (leaves[0].stop - begin) * nbytes
+        backward.append([(0, still), (layout.trained.size * nbytes, end)] if gives_up else [(0, end)])
     return forward + [[span for span in window if span[0] < span[1]] for window in backward]
 
 
 def _last_phases(unit: UnitSpec, arrival: Arrival) -> list[int]:
-    """For each shard in order of use, the last phase that reads it: that in which the last part of a matrix has
+    """Find the last phase that reads each shard, in order of use: the one in which the last part of a matrix has
     arrived.
 
     In a partly frozen unit the order of use is not the order in memory, so its shards stay to the end.
@@ -143,15 +143,15 @@ def _last_phases(unit: UnitSpec, arrival: Arrival) -> list[int]:
     ]
     last = [0] * len(shards)
     for index, param in enumerate(unit.params):
-        until = max(max(each) for each in over[index : index + param.held + 1]) if param.held >= 0 else end
+        until = max(max(places) for places in over[index : index + param.held + 1]) if param.held >= 0 else end
         for i in over[index]:
             last[i] = max(last[i], until)
     return last
 
 
 def _held(spans: Sequence[tuple[int, int]], last: Sequence[int]) -> list[Window]:
-    """For each phase, which adds one span, the spans that it or a later phase reads. last: see `_last_phases`."""
-    found: list[Window] = []
+    """Find the spans that each phase or a later one reads, where each phase adds one. last: see `_last_phases`."""
+    windows: list[Window] = []
     alive: list[int] = []
     until = len(spans)  # the last phase that needs all live spans
     for phase, span in enumerate(spans):
@@ -162,20 +162,20 @@ def _held(spans: Sequence[tuple[int, int]], last: Sequence[int]) -> list[Window]
             until = min((last[place] for place in alive), default=len(spans))
             window = _joined(spans[place] for place in alive)
         else:
-            window = _joined([*(found[-1] if found else []), span])
-        found.append(window)
-    return found
+            window = _joined([*(windows[-1] if windows else []), span])
+        windows.append(window)
+    return windows
 
 
 def _joined(spans: Iterable[tuple[int, int]]) -> Window:
     """Ascending spans, with touching ones merged."""
-    found: Window = []
+    joined: Window = []
     for start, stop in spans:
-        if found and found[-1][1] == start:
-            found[-1] = found[-1][0], stop
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
         else:
-            found.append((start, stop))
-    return found
+            joined.append((start, stop))
+    return joined
 
 
 def _sums(total: Access, left: Access | None, *, last: bool) -> list[Access]:
@@ -209,11 +209,11 @@ def _shares(unit: UnitSpec, call: Op, arrival: Arrival | None, leaves: Sequence[
     going = [((access.start - begin) // nbytes, (access.stop - begin) // nbytes) for access in leaves]
     coming = [(shard.start, shard.stop) for shard in arrival.ordered]
     forward = 1.0 if call.kind == "FORWARD" or arrival.last_first else FORWARD_SHARE
-    shares = [forward * each for each in _products(unit, coming, arrival)]
+    shares = [forward * products for products in _products(unit, coming, arrival)]
     turn = len(shares) - 1
     shares += [0.0] * max(0, len(going) - 1)
-    for index, each in enumerate(_products(unit, going) or [1.0]):
-        shares[turn + index] += (1 - forward) * each
+    for index, products in enumerate(_products(unit, going) or [1.0]):
+        shares[turn + index] += (1 - forward) * products
     return shares
 
 
@@ -255,10 +255,10 @@ def whole(phases: Sequence[Op]) -> Op:
 
 def _hulls(accesses: Iterable[Access]) -> tuple[Access, ...]:
     """One access per buffer and content, without incomplete ones."""
-    found: dict[tuple[str, Content], Access] = {}
+    hulls: dict[tuple[str, Content], Access] = {}
     for access in accesses:
         if not (isinstance(access.content, Gradient) and access.content.changing):
-            known = found.get((access.buffer, access.content), access)
+            known = hulls.get((access.buffer, access.content), access)
             start, stop = min(known.start, access.start), max(known.stop, access.stop)
-            found[access.buffer, access.content] = access._replace(start=start, stop=stop)
-    return tuple(found.values())
+            hulls[access.buffer, access.content] = access._replace(start=start, stop=stop)
+    return tuple(hulls.values())

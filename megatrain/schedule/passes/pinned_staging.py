@@ -70,13 +70,13 @@ class PinnedStaging:
 
     def _sources(self, home: Access) -> tuple[Access, ...]:
         """The sources of weights of which at least the last ones are in a file; empty for weights in host memory."""
-        found, start = [], 0
+        sources, start = [], 0
         for source in self._in_files.get(home.buffer, ()):
             first, last = max(home.start, start), min(home.stop, start + source.stop)
             if first < last:
-                found.append(source._replace(start=first - start, stop=last - start))
+                sources.append(source._replace(start=first - start, stop=last - start))
             start += source.stop
-        return tuple(found) if found and found[-1].buffer != home.buffer else ()
+        return tuple(sources) if sources and sources[-1].buffer != home.buffer else ()
 
     def _from_file(self, unit: int, shard: int, home: Access, sources: tuple[Access, ...]) -> Access:
         nbytes, slots = home.stop - home.start, file_staging_names(self._policy)

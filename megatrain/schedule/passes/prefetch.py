@@ -59,12 +59,12 @@ class Visit:
     """(number of its ops before, fetch) of the fetches, for any visit, among its ops."""
 
     def ops(self) -> list[Op]:
-        found: list[Op] = []
+        ordered: list[Op] = []
         done = 0
         for behind, fetch in self.fetches:
-            found += [*self.body[done:behind], fetch]
+            ordered += [*self.body[done:behind], fetch]
             done = behind
-        return [*found, *self.body[done:]]
+        return [*ordered, *self.body[done:]]
 
 
 class Prefetch:
@@ -135,8 +135,8 @@ class Prefetch:
         placed: dict[int, Op] = {}
         if not held:
             self._earliest = max(self._earliest, (self._ready(visit.unit), 0))
-            there = visit.unit in self._streamed and self._updated(visit)
-            placed = {} if there else self._fetch(visit)
+            is_fresh = visit.unit in self._streamed and self._updated(visit)
+            placed = {} if is_fresh else self._fetch(visit)
             for slot in self._slots.over(visit.slot):
                 self._holds.pop(slot, None)
             self._holds[visit.slot] = visit.unit
@@ -156,7 +156,7 @@ class Prefetch:
         """The op with the slots of weights filled in."""
         if IN_SLOT not in [access.buffer for access in op.reads]:
             return op
-        reads = tuple([self._in_slot(each, visit) if each.buffer == IN_SLOT else each for each in op.reads])
+        reads = tuple([self._in_slot(access, visit) if access.buffer == IN_SLOT else access for access in op.reads])
         return Op(op.kind, op.stream, op.unit, op.micro, op.shard, reads, op.writes, op.share)
 
     def _in_slot(self, access: Access, visit: Visit) -> Access:
@@ -196,14 +196,14 @@ class Prefetch:
         start = 0
         while len(placed) < len(order) and self._reads_ahead(visit):
             shard = order[len(placed)]
-            there = places[shard.index]
-            stop = start + there.stop - there.start
+            place = places[shard.index]
+            stop = start + place.stop - place.start
             here = max(self._earliest, self._placed_by(start, stop))
             if stop > self._policy.read_ahead_nbytes or here >= max(self._earliest, free[shard.index]):
                 break
-            ahead = there._replace(buffer=READ_AHEAD, start=start, stop=stop)
+            ahead = place._replace(buffer=READ_AHEAD, start=start, stop=stop)
             self._put(visit, shard, ahead, here)
-            placed[shard.index] = Op("PLACE", "compute", visit.unit, shard=shard.index, reads=(ahead,), writes=(there,))
+            placed[shard.index] = Op("PLACE", "compute", visit.unit, shard=shard.index, reads=(ahead,), writes=(place,))
             start = stop
         if placed:
             declare(self._slots.buffers, Buffer(READ_AHEAD, "device", start, Use.READ_AHEAD, part=Part.WEIGHTS))
@@ -228,8 +228,8 @@ class Prefetch:
 
     def _put(self, visit: Visit, shard: Shard, target: Access, earliest: Position) -> None:
         self._earliest = max(self._earliest, earliest)
-        ranks, each = self._layouts[visit.unit].ranks, self._numerics.weight_nbytes
-        start, size = shard.start * each // ranks, (target.stop - target.start) // ranks  # of this rank's part
+        ranks, weight_nbytes = self._layouts[visit.unit].ranks, self._numerics.weight_nbytes
+        start, size = shard.start * weight_nbytes // ranks, (target.stop - target.start) // ranks  # of this rank's part
         tier: Tier = "device" if self._policy.placement(visit.unit).on_device else "host"
         home = Access(state_name(tier, Part.WEIGHTS, visit.unit), start, start + size, Weights(visit.unit))
         read = home if tier == "device" else self._pinned_staging.at("fetch", visit.unit, shard.index, home)
@@ -258,11 +258,13 @@ class Prefetch:
             free = max(((index + 1, 0) for index in before), default=START)
             return dict.fromkeys(places, free)
         last_uses = [_LastUses(index, self._visits[index].body) for index in before]
-        return {index: max((each.of(place) for each in last_uses), default=START) for index, place in places.items()}
+        return {
+            index: max((earlier.of(place) for earlier in last_uses), default=START) for index, place in places.items()
+        }
 
     def _placed_by(self, start: int, stop: int) -> Position:
         """The op after which these bytes of the read-ahead are free."""
-        last = bisect_left(self._in_ahead, stop, key=lambda each: each[0]) - 1
+        last = bisect_left(self._in_ahead, stop, key=lambda piece: piece[0]) - 1
         return self._in_ahead[last][2] if last >= 0 and start < self._in_ahead[last][1] else START
 
     # Ops ------------------------------------------------------------------------------------------------------------
@@ -278,14 +280,14 @@ class Prefetch:
             unit, gives_up = self._model.units[visit.unit], self._gives_up(index)
             ops = gated(unit, visit.compute, visit.after, arrival, arrives=arrives, gives_up=gives_up)
         waiting = [placed[shard.index] for shard in arrival.ordered if shard.index in placed]
-        found: list[Op] = []
+        body: list[Op] = []
         done = 0
         for op in ops:
             in_first = op.kind == visit.compute[0].kind and op.micro == visit.compute[0].micro and op.shard >= 0
             due = max(done, op.shard + 1) if in_first else len(waiting)  # one more shard in each phase
-            found += [*waiting[done:due], op]
+            body += [*waiting[done:due], op]
             done = due
-        return found
+        return body
 
     def _gives_up(self, index: int) -> bool:
         """Whether the visit's last call gives up shards, because another unit will use the slot next."""
@@ -295,7 +297,7 @@ class Prefetch:
         if self._numerics.mlp_chunk_tokens and visit.compute[-1].kind == "FORWARD":
             return False  # chunks of tokens all use the same weights
         following = (self._visits[i] for i in range(index + 1, len(self._visits)))
-        units = (each.unit for each in following if each.reads and self._layouts[each.unit].size)
+        units = (later.unit for later in following if later.reads and self._layouts[later.unit].size)
         over = (unit for unit in units if {*self._slots.of(unit)} & {*self._slots.over(visit.slot)})
         return next(over, visit.unit) != visit.unit  # a slot counts from its first `of` on
 
@@ -319,7 +321,7 @@ def _as_given_up(order: Sequence[Shard], free: dict[int, Position]) -> list[Shar
 
 
 class _LastUses:
-    """For each byte of a buffer, the last op of one visit that needs it."""
+    """Knows the last op of one visit that needs each byte of a buffer."""
 
     def __init__(self, visit: int, body: Sequence[Op]) -> None:
         self._visit, self._body = visit, body

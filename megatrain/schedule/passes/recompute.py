@@ -83,7 +83,8 @@ def passes(dropped: int, slots: int) -> tuple[tuple[Pass, ...], ...]:
     if first == dropped:
         return *below, ((0, first),)
     *above, last = (
-        tuple((first + start, first + stop) for start, stop in each) for each in passes(dropped - first, slots - 1)
+        tuple((first + start, first + stop) for start, stop in stretch)
+        for stretch in passes(dropped - first, slots - 1)
     )
     return *below, (), *above, ((0, first), *last)
 
@@ -100,7 +101,7 @@ def _fewest(dropped: int, slots: int) -> tuple[float, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class Recomputation:
     """Recomputation of a layer for one micro-batch: where its input is, and where its output goes."""
 
     layer: int
@@ -190,9 +191,9 @@ class Activations:
     def keeps_graph(self, layer: int, micro: int) -> bool:
         return self._keeps[layer, micro] == "graph"
 
-    def again(self, layer: int, micros: Iterable[int]) -> list[list[Again]]:
+    def recomputations(self, layer: int, micros: Iterable[int]) -> list[list[Recomputation]]:
         """Recomputations before a layer's backward, grouped by layer, lowest first."""
-        found: dict[int, list[Again]] = defaultdict(list)
+        by_layer: dict[int, list[Recomputation]] = defaultdict(list)
         for micro in micros:
             bottom = layer
             while self._keeps.get((bottom, micro)) == "drop":
@@ -206,12 +207,12 @@ class Activations:
             ahead = passes(dropped, min(dropped, self._policy.recompute_slots or dropped))[layer - bottom - 1]
             for start, stop in ahead:
                 source = self.found_by(bottom + start, micro)
-                for each in range(bottom + start, bottom + stop):
-                    target = self._computed_again(each + 1, micro)
-                    found[each].append(Again(each, micro, source, target))
+                for recomputed in range(bottom + start, bottom + stop):
+                    target = self._recomputed(recomputed + 1, micro)
+                    by_layer[recomputed].append(Recomputation(recomputed, micro, source, target))
                     source = target
                 self._held[bottom + stop, micro] = source
-        return [found[each] for each in sorted(found)]
+        return [by_layer[recomputed] for recomputed in sorted(by_layer)]
 
     # Memory ---------------------------------------------------------------------------------------------------------
 
@@ -240,8 +241,8 @@ class Activations:
         of = 0 if unit <= self._model.epilogue else self._model.encoder[0]
         key = Use.ARGUMENTS, of, micro
         if key not in self._known:
-            each = arguments_nbytes(self._model, self._numerics, self._work, self._work.tokens[micro], of)
-            nbytes, name = round(self._work.repeats * each), f"encoder.{micro}" if of else f"{micro}"
+            nbytes_of_one = arguments_nbytes(self._model, self._numerics, self._work, self._work.tokens[micro], of)
+            nbytes, name = round(self._work.repeats * nbytes_of_one), f"encoder.{micro}" if of else f"{micro}"
             self._known[key] = self.transient(Use.ARGUMENTS, name, nbytes, Arguments(micro, of))
         return self._known[key]
 
@@ -267,9 +268,9 @@ class Activations:
             input_nbytes(self._model, self._numerics, self._work, layer, micro) if self.keeps_graph(layer, micro) else 0
         )  # the input
 
-    def made(self, unit: int, micro: int, *, again: bool = False) -> list[Access]:
+    def made(self, unit: int, micro: int, *, recomputes: bool = False) -> list[Access]:
         """A forward's workspace; little beyond the graph if it keeps that."""
-        if unit and not again and (unit, micro) in self._keeps and self.keeps_graph(unit, micro):
+        if unit and not recomputes and (unit, micro) in self._keeps and self.keeps_graph(unit, micro):
             return []
         tokens = self._work.tokens[micro]
         if (unit, tokens) not in self._workspaces:
@@ -277,7 +278,7 @@ class Activations:
             self._workspaces[unit, tokens] = nbytes
         nbytes = self._workspaces[unit, tokens]
         keep = self._keeps.get((unit, micro))
-        if keep in NOT_OFFLOADED and keep in SAVED_BY and not again:  # until they are in their slot
+        if keep in NOT_OFFLOADED and keep in SAVED_BY and not recomputes:  # until they are in their slot
             nbytes += round(self._saved_nbytes(unit, micro) / self._work.repeats)
         if not nbytes:
             return []
@@ -303,7 +304,7 @@ class Activations:
         saved = SAVED_BY[self._keeps[layer, micro]]
         return round(self._work.repeats * self._model.units[layer].profile.stored(saved, self._work.tokens[micro]))
 
-    def _computed_again(self, unit: int, micro: int) -> Access:
+    def _recomputed(self, unit: int, micro: int) -> Access:
         """A recomputed boundary; each time a different buffer with its own lifetime."""
         times = self._times[unit, micro]
         self._times[unit, micro] += 1
@@ -337,11 +338,11 @@ class Activations:
         staged = self._staged("offload_slots", Use.OFFLOADED_INPUTS, [self._offloaded(*key) for key in away])
         staged |= self._staged("offload_slots/outputs", Use.OFFLOADED_OUTPUTS, [self.stored(*key) for key in saved])
         placed = stage(ops, staged)
-        own = [op for op in placed if op.kind == "RELOAD" and isinstance(op.reads[0].content, Hidden | Saved)]
-        for op in own:
+        reloads = [op for op in placed if op.kind == "RELOAD" and isinstance(op.reads[0].content, Hidden | Saved)]
+        for op in reloads:
             use = Use.OFFLOADED_INPUTS if isinstance(op.reads[0].content, Hidden) else Use.OFFLOADED_OUTPUTS
             declare(self._buffers, Buffer(op.reads[0].buffer, "host", op.nbytes, use))
-        returning = {op.reads[0].content for op in own}
+        returning = {op.reads[0].content for op in reloads}
         leaving = {op.writes[0].content for op in placed if op.kind == "OFFLOAD"}
         stays = {content for content in leaving - returning if isinstance(content, Hidden | Saved)}
         return [op for op in placed if op.kind != "OFFLOAD" or op.writes[0].content not in stays]

@@ -40,12 +40,12 @@ class SideValues:
 
         Each unit that used a value adds to its gradient, from the top down; the unit that made it takes the sum.
         """
-        sides, wanted = self._model.sides, self._model.wants_gradient
-        made = [number for number in self._made[unit] if wanted(sides[number])]
-        reads, writes = [self._gradient(number, micro, sides[number].users[0]) for number in made], []
+        values, wanted = self._model.sides, self._model.wants_gradient
+        made = [number for number in self._made[unit] if wanted(values[number])]
+        reads, writes = [self._gradient(number, micro, values[number].users[0]) for number in made], []
         for number in self._used[unit]:
-            if wanted(sides[number]):
-                above = [user for user in sides[number].users if user > unit]
+            if wanted(values[number]):
+                above = [user for user in values[number].users if user > unit]
                 reads += [self._gradient(number, micro, above[0])] if above else []
                 writes.append(self._gradient(number, micro, unit))
         return reads, writes
@@ -55,7 +55,7 @@ class SideValues:
         return self._transient(use, f"{number}.{micro}", self._nbytes(number, micro), Side(number, micro))
 
     def _gradient(self, number: int, micro: int, after: int) -> Access:
-        """It takes the place of a value that only the loss reads."""
+        """The gradient of a side value, which takes the place of a value that only the loss reads."""
         use = Use.ROUTER_LOGITS if self._only_for_the_loss(number) else Use.SIDE_GRADIENTS
         content = SideGradient(number, micro, after)
         return self._transient(use, f"{number}.{micro}", self._nbytes(number, micro), content)

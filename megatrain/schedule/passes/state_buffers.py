@@ -96,7 +96,7 @@ def state_name(tier: Tier, part: Part, unit: int) -> str:
 
 
 def whole_name(unit: int) -> str:
-    """All weights of a unit with some in files, as compute in host memory sees them."""
+    """Name of the buffer with all weights of a unit, some of them in files, that compute in host memory reads."""
     return f"host/whole_weights/{unit}"
 
 
@@ -107,7 +107,7 @@ def staging_name(model: ModelSpec, unit: int, part: Part, number: int = 0) -> st
 
 
 def staging_names(model: ModelSpec, policy: Policy, unit: int, part: Part) -> list[str]:
-    """All such buffers for a part of a unit."""
+    """Names of the staging buffers through which a part of a unit passes."""
     if model.units[unit].kind != "layer":
         return [staging_name(model, unit, part)]
     count = policy.disk_staging_slots
@@ -140,10 +140,10 @@ def _stages(
         whole = layout_of(model.units[unit]).size * numerics.weight_nbytes
         yield from ((name, whole) for name in staging_names(model, policy, unit, part.part))
     elif part.tier == "file":
-        layout, each = layout_of(model.units[unit]), numerics.weight_nbytes
-        shards = layout.shards(max(1, shard_nbytes(policy, model.units[unit].kind) // each))
+        layout, weight_nbytes = layout_of(model.units[unit]), numerics.weight_nbytes
+        shards = layout.shards(max(1, shard_nbytes(policy, model.units[unit].kind) // weight_nbytes))
         largest = max(shard.stop - shard.start for shard in shards if shard.stop > layout.files_start)
-        yield from ((name, largest * each) for name in file_staging_names(policy))
+        yield from ((name, largest * weight_nbytes) for name in file_staging_names(policy))
 
 
 def file_staging_names(policy: Policy) -> tuple[str, ...]:
@@ -168,13 +168,13 @@ def units_alike(model: ModelSpec, policy: Policy) -> list[tuple[int, Placement, 
         return [(unit, IN_HOST, count) for unit, count in Counter(kinds).items()]
     placements = policy.placements_of(model)
     of = {id(placement): placement for placement in placements}
-    found = Counter(zip(kinds, map(id, placements), strict=True))
-    return [(unit, of[place], count) for (unit, place), count in found.items()]
+    counts = Counter(zip(kinds, map(id, placements), strict=True))
+    return [(unit, of[place], count) for (unit, place), count in counts.items()]
 
 
 @lru_cache(maxsize=64)
 def _kinds(model: ModelSpec) -> tuple[int, ...]:
-    """For each unit, the first that is like it: same kind and size, and with a backward pass if it has one."""
+    """Find the first unit that is like each unit: of the same kind and size, and with a backward pass if it has one."""
     first: dict[tuple[str, int, int, int, bool], int] = {}
     kinds = []
     for unit, spec in enumerate(model.units):
@@ -216,12 +216,12 @@ def spare_of(model: ModelSpec, unit: int, precision: Precision, away: Collection
 
 def save_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> int:
     """Host memory that saves during training need: that of the most demanding unit (`spare_of`)."""
-    found = []
+    sizes = []
     for unit, placement, _ in units_alike(model, policy):
         away = [part for part in Part if placement.tier(part) not in ("host", "file")]
         in_files = reads_files(layout_of(model.units[unit]), placement)
-        found.append(spare_of(model, unit, numerics.precision, away, in_files=in_files).nbytes)
-    return max(found)
+        sizes.append(spare_of(model, unit, numerics.precision, away, in_files=in_files).nbytes)
+    return max(sizes)
 
 
 class StateBuffers:
@@ -274,8 +274,8 @@ class StateBuffers:
         crosses = part not in HOST_ONLY or unit in self._streamed
         name = state_name(tier, part, unit)
         use = USE_OF[part]
-        own = Buffer(name, tier, nbytes, use, content, part=part, unit=unit, crosses=crosses, frozen_nbytes=kept)
-        declare(self._buffers, own)
+        buffer = Buffer(name, tier, nbytes, use, content, part=part, unit=unit, crosses=crosses, frozen_nbytes=kept)
+        declare(self._buffers, buffer)
         if copied:
             name = state_name("device", part, unit)
             whole = nbytes * self._model.ranks
@@ -284,7 +284,7 @@ class StateBuffers:
             slots = tuple(staging_names(self._model, self._policy, unit, part))
             for slot in slots:
                 declare(self._buffers, Buffer(slot, "host", nbytes, Use.DISK_STAGING, part=part, crosses=crosses))
-            staged = Staged(unit, own.name, nbytes, content or USED, slots, frozen_nbytes=kept)
+            staged = Staged(unit, buffer.name, nbytes, content or USED, slots, frozen_nbytes=kept)
             self._staged[state_name("host", part, unit)] = staged
 
     def _declare_in_file(self, unit: int, nbytes: int) -> None:

@@ -44,11 +44,11 @@ HALF_OF_MOMENTS_NBYTES = MOMENTS_NBYTES // 2
 
 def piece_of(size: int, numerics: Numerics, policy: Policy, number: int) -> tuple[int, int]:
     """Elements [start, stop) of a piece, out of the `size` trained elements of a unit that a rank owns."""
-    each = numerics.weight_nbytes + MOMENTS_NBYTES
-    each += 0 if numerics.precision == "fp32" else LOW_BITS_NBYTES
-    each += numerics.grad_nbytes if policy.update == "next_forward" else 0
-    nbytes = min(policy.shard_nbytes, max(PIECE_NBYTES, size * each // MOST_PIECES))
-    numel = max(LEAST_NUMEL, nbytes // each // ALIGNMENT * ALIGNMENT)
+    element_nbytes = numerics.weight_nbytes + MOMENTS_NBYTES
+    element_nbytes += 0 if numerics.precision == "fp32" else LOW_BITS_NBYTES
+    element_nbytes += numerics.grad_nbytes if policy.update == "next_forward" else 0
+    nbytes = min(policy.shard_nbytes, max(PIECE_NBYTES, size * element_nbytes // MOST_PIECES))
+    numel = max(LEAST_NUMEL, nbytes // element_nbytes // ALIGNMENT * ALIGNMENT)
     return number * numel, min(size, (number + 1) * numel)
 
 
@@ -74,7 +74,7 @@ class StreamedUpdates:
         """The update of a unit from version `before` to `after`. place: where fresh weights are needed on the
         device, if anywhere."""
         size = layout_of(self._model.units[unit]).trained.own_size
-        found: list[Op] = []
+        ops: list[Op] = []
         stop = number = 0
         while stop < size:
             start, stop = piece_of(size, self._numerics, self._policy, number)
@@ -85,16 +85,16 @@ class StreamedUpdates:
                 old.append(gradient)
             here, fresh = _one_behind_the_other(slot, old), _one_behind_the_other(slot, new)
             declare(self._buffers, Buffer(slot, "device", here[-1].stop, Use.UPDATE_SLOTS))
-            found.append(Op("RELOAD", "fetch", unit, shard=number, reads=tuple(old), writes=tuple(here)))
+            ops.append(Op("RELOAD", "fetch", unit, shard=number, reads=tuple(old), writes=tuple(here)))
             gradient = gradient if self._gradients.on_device[unit] else here[-1]
-            found.append(self._update(unit, number, gradient, here[: len(new)], fresh, (stop - start) / size))
+            ops.append(self._update(unit, number, gradient, here[: len(new)], fresh, (stop - start) / size))
             if place is not None:
-                each = self._numerics.weight_nbytes
-                there = place.between(place.start + start * each, place.start + stop * each)
-                found.append(Op("PLACE", "grad", unit, shard=number, reads=(fresh[0],), writes=(there,)))
-            found.append(Op("OFFLOAD", "grad", unit, shard=number, reads=tuple(fresh), writes=tuple(new)))
+                weight_nbytes = self._numerics.weight_nbytes
+                target = place.between(place.start + start * weight_nbytes, place.start + stop * weight_nbytes)
+                ops.append(Op("PLACE", "grad", unit, shard=number, reads=(fresh[0],), writes=(target,)))
+            ops.append(Op("OFFLOAD", "grad", unit, shard=number, reads=tuple(fresh), writes=tuple(new)))
             self._pieces, number = self._pieces + 1, number + 1
-        return found
+        return ops
 
     def _update(
         self, unit: int, number: int, gradient: Access, here: Sequence[Access], fresh: Sequence[Access], share: float
@@ -121,20 +121,20 @@ class StreamedUpdates:
             places.append((Part.LOW_BITS, LowBits(unit, version), LOW_BITS_NBYTES, 0))
         places += [(Part.MOMENTS, Moments(unit, version), half, at) for at in (0, half * size)]
         return [
-            Access(state_name("host", part, unit), at + start * each, at + stop * each, content)
-            for part, content, each, at in places
+            Access(state_name("host", part, unit), at + start * element_nbytes, at + stop * element_nbytes, content)
+            for part, content, element_nbytes, at in places
         ]
 
     def _gradient(self, unit: int, start: int, stop: int, version: str) -> Access:
         """Where elements [start, stop) of a unit's gradient wait for its update."""
-        whole, each = self._gradients.landed(unit, version), self._numerics.grad_nbytes
-        return whole.between(whole.start + start * each, whole.start + stop * each)
+        whole, grad_nbytes = self._gradients.landed(unit, version), self._numerics.grad_nbytes
+        return whole.between(whole.start + start * grad_nbytes, whole.start + stop * grad_nbytes)
 
 
 def _one_behind_the_other(slot: str, homes: Sequence[Access]) -> list[Access]:
     """The contents of these homes, one after the other in a slot."""
-    found: list[Access] = []
+    contents: list[Access] = []
     for home in homes:
-        start = found[-1].stop if found else 0
-        found.append(Access(slot, start, start + home.stop - home.start, home.content))
-    return found
+        start = contents[-1].stop if contents else 0
+        contents.append(Access(slot, start, start + home.stop - home.start, home.content))
+    return contents

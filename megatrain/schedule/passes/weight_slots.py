@@ -70,7 +70,7 @@ class WeightSlots:
     def over(self, slot: str) -> list[str]:
         """The slots that share memory with this one, including itself."""
         span = self._spans[slot]
-        return [each for each in self._sharing[span.buffer] if self._overlap(self._spans[each], span)]
+        return [other for other in self._sharing[span.buffer] if self._overlap(self._spans[other], span)]
 
     def stays(self, unit: int) -> bool:
         """Whether all its weights stay on the device between visits."""

@@ -66,20 +66,20 @@ def _profile_of(
     model: ModelSpec, unit: int, batching: Batching, length: int, several: bool, images: bool
 ) -> LayerProfile:
     profile = model.units[unit].profile
-    if images and (found := profile.of("images")) is not profile:
-        return found
+    if images and (with_images := profile.of("images")) is not profile:
+        return with_images
     if model.attention in MASKED:
         of = (profile,) if unit else tuple(model.units[layer].profile for layer in model.layers)
-        windowed = any(each.window is not None and each.window <= length for each in of)
+        windowed = any(profile.window is not None and profile.window <= length for profile in of)
         profile = profile.of(batching, *(("masked",) if windowed or batching != "uniform" else ()))
     return profile.of("several") if several else profile
 
 
 def input_nbytes(model: ModelSpec, numerics: Numerics, work: Work, unit: int, micro: int) -> int:
     """Bytes of a unit's input, for a micro-batch or those that it represents; of the prologue's from an encoder."""
-    tokens, each = work.tokens[micro], numerics.weight_nbytes
+    tokens, weight_nbytes = work.tokens[micro], numerics.weight_nbytes
     if 0 < unit <= model.epilogue:
-        return round(tokens * work.repeats * model.hidden_size * each)
+        return round(tokens * work.repeats * model.hidden_size * weight_nbytes)
     return max(1, round(work.repeats * encoded_nbytes(model, numerics, work, tokens)))
 
 
@@ -136,11 +136,11 @@ def loss_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work
         largest_nbytes(model, numerics, model.epilogue) if trains and first and _forms(numerics, policy, work) else 0
     )
     made = 0.0
-    for each in profile.backward.on(on_cpu):
-        if each.with_kernel:
-            made = max(made, each.nbytes(chunk, 1) + block)
+    for peak in profile.backward.on(on_cpu):
+        if peak.with_kernel:
+            made = max(made, peak.nbytes(chunk, 1) + block)
         elif trains:
-            made = max(made, each.nbytes(chunk, 1) - _not_made(model, numerics, each, formed))
+            made = max(made, peak.nbytes(chunk, 1) - _not_made(model, numerics, peak, formed))
     made += 2 * INDEX_NBYTES * (tokens if on_cpu else chunk)
     length = min(work.length or tokens, tokens)
     targets = 2 * INDEX_NBYTES * tokens if on_cpu else 0
@@ -203,8 +203,8 @@ def answered_nbytes(
     peak = outputs.chosen_offloaded if SAVED_BY[keep] == "chosen" else outputs.attention_offloaded
     kernel, padded = _attention_nbytes(model.units[unit], numerics, policy, tokens, length), profile.padded(length)
     whole, less = (
-        each.nbytes(policy.shares_memory, tokens // length * padded, padded, kernel=kernel)
-        for each in (profile.backward, peak)
+        memory.nbytes(policy.shares_memory, tokens // length * padded, padded, kernel=kernel)
+        for memory in (profile.backward, peak)
     )
     return max(0, int(whole - less)) if peak.device else 0
 
