@@ -47,24 +47,24 @@ def loss(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
         leaves |= bound
     chunked = _chunked_head(context, step, op, leaves, trained, flat)
     with context.waiting_for_weights(step, op, lease), ExitStack() as around:
-        for context_in_place in in_place:
-            around.enter_context(context_in_place)
-        outcome = differentiate(step.loss_fn, chunked, step.loss_batches[micro], step.scale)
-        _record_loss(context, step, micro, outcome)
-        assert outcome.gradient is not None
-        step.activations.gradients[micro] = outcome.gradient.view_as(hidden)
+        for each in in_place:
+            around.enter_context(each)
+        found = differentiate(step.loss_fn, chunked, step.own[micro], step.scale)
+        _record_loss(context, step, micro, found)
+        assert found.gradient is not None
+        step.activations.gradients[micro] = found.gradient.view_as(hidden)
         _add_router_loss(context, step, op, leaves)
         assert step.loss is not None
         step.landed = context.device.landing(step.loss)
     context.finish_complete_gradients(step, op)
 
 
-def _record_loss(context: OpContext, step: StepState, micro: int, outcome: MicroBatchLoss) -> None:
+def _record_loss(context: OpContext, step: StepState, micro: int, found: MicroBatchLoss) -> None:
     """Add the result of a LOSS to the step's."""
-    step.loss = outcome.loss if step.loss is None else step.loss + outcome.loss
-    _record_term(context, step, micro, outcome.loss)
-    if outcome.sums:
-        step.reported[micro] = tuple(outcome.sums), context.device.landing(torch.stack(list(outcome.sums.values())))
+    step.loss = found.loss if step.loss is None else step.loss + found.loss
+    _record_term(context, step, micro, found.loss)
+    if found.sums:
+        step.reported[micro] = tuple(found.sums), context.device.landing(torch.stack(list(found.sums.values())))
 
 
 def _record_term(context: OpContext, step: StepState, micro: int, term: Tensor) -> None:
@@ -96,7 +96,7 @@ def _add_router_loss(context: OpContext, step: StepState, op: Op, weights: dict[
     coefficient, activations, micro = context.ported.balance_coefficient, step.activations, op.micro
     if coefficient is None or not step.labels:
         return
-    leaves = {number: side.detach().requires_grad_() for number, side in activations.take_sides(op).items()}
+    leaves = {number: each.detach().requires_grad_() for number, each in activations.take_sides(op).items()}
     sides = [tuple(leaves[number] for number in port.recorded) for port in context.ported.ports]
     with torch.enable_grad():
         inputs, answers = context.inputs(step, micro)
@@ -105,8 +105,8 @@ def _add_router_loss(context: OpContext, step: StepState, op: Op, weights: dict[
         loss = coefficient * plain * step.router_weights[micro]
         if step.receiver is not None:
             wanted = [*leaves.values()]
-            gradients = torch.autograd.grad(loss * step.scale, wanted, allow_unused=True, materialize_grads=True)
-            activations.add_side_gradients(op, dict(zip(leaves, gradients, strict=True)))
+            found = torch.autograd.grad(loss * step.scale, wanted, allow_unused=True, materialize_grads=True)
+            activations.add_side_gradients(op, dict(zip(leaves, found, strict=True)))
     assert step.loss is not None
     term = loss.detach().double()
     step.loss = step.loss + term
@@ -118,7 +118,7 @@ def _loss_or_logits(context: OpContext, step: StepState, op: Op, weights: dict[s
     """Compute the loss, or the logits if there are no labels, without gradients. hidden: [batch, length, ...]."""
     if step.labels:
         chunked = _chunked_head(context, step, op, weights, [], hidden.flatten(0, 1))
-        _record_loss(context, step, op.micro, measure(step.loss_fn, chunked, step.loss_batches[op.micro]))
+        _record_loss(context, step, op.micro, measure(step.loss_fn, chunked, step.own[op.micro]))
         _add_router_loss(context, step, op, weights)
         assert step.loss is not None
         step.landed = context.device.landing(step.loss)
@@ -129,5 +129,5 @@ def _loss_or_logits(context: OpContext, step: StepState, op: Op, weights: dict[s
 
 def _head_owners(context: OpContext) -> list[int]:
     """Units whose weights the head uses: the epilogue, and the prologue if they are tied."""
-    epilogue = [context.spec.epilogue] if context.layouts[context.spec.epilogue].size else []
-    return [0, *epilogue] if context.spec.tied else epilogue
+    own = [context.spec.epilogue] if context.layouts[context.spec.epilogue].size else []
+    return [0, *own] if context.spec.tied else own

@@ -79,7 +79,7 @@ class Activations:
         """Free a transient buffer that no later op names: an input, or the arguments of a micro-batch's layers."""
         self.inputs.pop(access.buffer, None)
         self.sides.pop(access.buffer, None)
-        if isinstance(access.content, Arguments):
+        if type(access.content) is Arguments:
             self.calls.pop((access.content.of, access.content.micro), None)
             if access.content.of:
                 self.answers.pop(access.content.micro, None)
@@ -89,13 +89,13 @@ class Activations:
         spec = ported.structure
         if not (spec.sides or call.takes):
             return {}
-        values = {number: self.sides[buffer] for number, buffer in sides_in(op.reads, Side).items()}
+        found = {number: self.sides[buffer] for number, buffer in sides_in(op.reads, Side).items()}
         if not leaves:
-            return values
-        values |= taken_from_prologue(ported, op.unit - 1, call)
-        wanted = {number for number in values if spec.wants_gradient(spec.sides[number])} | {*call.takes.values()}
-        values |= {call.takes[path]: leaf for path, leaf in call.places() if path in call.takes}
-        return {number: value.detach().requires_grad_(number in wanted) for number, value in values.items()}
+            return found
+        found |= taken_from_prologue(ported, op.unit - 1, call)
+        wanted = {number for number in found if spec.wants_gradient(spec.sides[number])} | {*call.takes.values()}
+        found |= {call.takes[path]: leaf for path, leaf in call.places() if path in call.takes}
+        return {number: value.detach().requires_grad_(number in wanted) for number, value in found.items()}
 
     def keep_sides(self, op: Op, made: Mapping[int, Tensor]) -> None:
         """Keep the side values that the op writes; others are known from an earlier run of the layer."""
@@ -193,7 +193,7 @@ class StepState:
     scale: float
     """Factor of the loss: 1 / the step's divisor."""
     loss_fn: LossFn | None = None
-    loss_batches: Sequence[MicroBatch] = ()
+    own: Sequence[MicroBatch] = ()
     """The micro-batches with the entries that only the loss gets."""
     infos: Sequence[StepInfo] = ()
     """Of each rank."""

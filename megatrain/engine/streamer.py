@@ -125,7 +125,7 @@ class Streamer:
             number,
             scale=1.0 / (total or 1.0),
             loss_fn=asked.loss_fn,
-            loss_batches=batches,
+            own=batches,
             infos=infos,
             router_weights=routed,
         )

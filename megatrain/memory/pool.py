@@ -380,24 +380,17 @@ class _Leased:
     def __enter__(self) -> Lease:
         pool, op = self._pool, self._op
         with pool._lock:
-            pool._leases += 1
             if pool._absent:
                 for name in {access.buffer for access in op.writes} & pool._absent:
                     pool._bring_back(name)
-        try:
             self._lent = pool.device.lend(op, pool._memory)
             lease = self._lent.__enter__()
-        except BaseException:
-            self._give_back()
-            raise
+            pool._leases += 1
         return {**lease, **declared(op, pool._of_peers)} if pool._of_peers else lease
 
     def __exit__(self, *failure: Any) -> None:
         try:
             self._lent.__exit__(*failure)
         finally:
-            self._give_back()
-
-    def _give_back(self) -> None:
-        with self._pool._lock:
-            self._pool._leases -= 1
+            with self._pool._lock:
+                self._pool._leases -= 1

@@ -636,16 +636,6 @@ class PortedModel:
             for module, mode in zip(modules, modes, strict=True):
                 module.training = mode
 
-    @contextmanager
-    def without_adapter(self) -> Iterator[None]:
-        """In the block, only the base computes. Raises `ModelError` if there is no adapter."""
-        if self.adapter is None:
-            raise ModelError("has no adapter", where=self.structure.name, fix="ask the model itself")
-        with ExitStack() as off:
-            for root in roots_of(self):
-                off.enter_context(switched_off(root))
-            yield
-
     def whole(self) -> PreTrainedModel:
         """The reassembled model, on the meta device except its buffers: for names, files and configuration."""
         together = copy.deepcopy(self.skeleton)
@@ -682,6 +672,17 @@ def roots_of(ported: PortedModel) -> list[nn.Module]:
     """The modules that are called: the skeleton, and each layer that is a unit."""
     encoder = () if ported.encoder is None else ported.encoder.templates
     return [ported.skeleton, *ported.templates, *encoder]
+
+
+@contextmanager
+def without_adapter(ported: PortedModel) -> Iterator[None]:
+    """In the block, only the base computes. Raises `ModelError` if there is no adapter."""
+    if ported.adapter is None:
+        raise ModelError("has no adapter", where=ported.structure.name, fix="ask the model itself")
+    with ExitStack() as off:
+        for root in roots_of(ported):
+            off.enter_context(switched_off(root))
+        yield
 
 
 def with_layers(model: nn.Module, stack: str, layers: Iterable[nn.Module]) -> None:

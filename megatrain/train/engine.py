@@ -40,6 +40,7 @@ from megatrain.model import (
     refuse_other_kinds,
     speak,
 )
+from megatrain.model.ports import without_adapter
 from megatrain.model.skeleton import on_the_cpu
 from megatrain.optim import AdamW, warm_up
 from megatrain.spec import ModelSpec, Numerics, Policy, Precision
@@ -365,7 +366,7 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         """The log-probability of each label given the tokens before it: float32[batch, length] per micro-batch, on
         the CPU, at the labels' positions, 0 without a target. of_base: without the adapter."""
         keeps = KeepLogProbs()
-        with self.parts.ported.without_adapter() if of_base else nullcontext():
+        with without_adapter(self.parts.ported) if of_base else nullcontext():
             self.parts.measure(self.parts.step_input(micro_batches, keeps), self.steps)
         return keeps.kept
 
