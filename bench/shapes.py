@@ -9,6 +9,7 @@ weight. It leaves out experts, windows and biases, and what a cpu takes for prod
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from megatrain.spec import LayerProfile, ModelSpec, ParamSpec, UnitSpec
 from megatrain.spec.layer_profile import Growth, Outputs, Peak
@@ -21,6 +22,7 @@ HEAD_FLOATS = 5
 """Float32 values per token and channel that the norm in front of a head makes and keeps."""
 
 
+@cache  # plans compare models, which is quick for one and the same
 def llama_shape(
     name: str,
     layers: int,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from megatrain.spec import ModelSpec, ParamSpec, UnitSpec
 
 
+@cache
 def small_spec(layers: int = 3, tied: bool = False) -> ModelSpec:
     table = ParamSpec("embed", (64, 8))
     middle = tuple(

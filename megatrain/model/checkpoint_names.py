@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -293,7 +294,8 @@ def _with_old_fields(
     whole = {**fields, **held, **old}
     if not states_positions and fields.get(POSITIONS) == getattr(type(config), POSITIONS, None):
         whole.pop(POSITIONS, None)  # the class's default must not become a statement
-    return whole if _read_rope(config, whole) == _read_rope(config, fields) else {**fields, **held}
+    kind = type(config)
+    return whole if _read_rope(kind, whole) == _read_rope(kind, fields) else {**fields, **held}
 
 
 def old_fields(config: PreTrainedConfig) -> dict[str, Any]:
@@ -303,14 +305,14 @@ def old_fields(config: PreTrainedConfig) -> dict[str, Any]:
     if not isinstance(rope, dict) or not rope:
         return old
     held = dict(_leaves(rope))
+    kind: Any = type(config)  # mypy takes no class for hashable
     for name in _OLD_NUMBERS:
-        values = {held.get(path) for path in _moved_by(config, {name: 0.5}, {name: 0.25})}
+        values = {held.get(path) for path in _moved_by(kind, name)}
         if len(values) == 1 and (value := values.pop()) is not None:
             old[name] = value
     groups: list[Mapping[str, Any]] = [rope]
     if any(isinstance(value, Mapping) for value in rope.values()):  # a group for each kind of layer
-        linear = [{"rope_scaling": {"rope_type": "linear", "factor": factor}} for factor in (2.0, 4.0)]
-        groups = [rope.get(path[0]) or {} for path in _moved_by(config, *linear) if len(path) > 1]
+        groups = [rope.get(path[0]) or {} for path in _moved_by(kind, "rope_scaling") if len(path) > 1]
     if groups and all(group == groups[0] for group in groups):
         old["rope_scaling"] = _old_scaling(groups[0], config)
         is_undeclared = STRETCHED_FROM in groups[0] and not hasattr(type(config), STRETCHED_FROM)
@@ -332,20 +334,24 @@ def _old_scaling(rope: Mapping[str, Any], config: PreTrainedConfig) -> dict[str,
     return {"type" if kind == "longrope" else "rope_type": kind, **rest} if rest or kind != "default" else None
 
 
-def _moved_by(config: PreTrainedConfig, *fields: Mapping[str, Any]) -> list[_Path]:
-    """Paths in the rotary parameters whose values differ if these are a config's fields."""
+@cache  # asked at each checkpoint, and each answer takes reading two configs or four
+def _moved_by(kind: type[PreTrainedConfig], old: str) -> list[_Path]:
+    """Paths in the rotary parameters of a class of configs whose values follow this field of transformers 4."""
+    scalings = [{"rope_type": "linear", "factor": factor} for factor in (2.0, 4.0)]
+    first_value, second_value = scalings if old == "rope_scaling" else (0.5, 0.25)
     for start in (None, {"rope_type": "default"}):  # some classes have a default that names everything
-        first, *others = (_read_rope(config, {"rope_parameters": start, **each}) for each in fields)
-        if moved := [path for path in first if any(other.get(path) != first[path] for other in others)]:
+        first = _read_rope(kind, {"rope_parameters": start, old: first_value})
+        second = _read_rope(kind, {"rope_parameters": start, old: second_value})
+        if moved := [path for path in first if second.get(path) != first[path]]:
             return moved
     return []
 
 
-def _read_rope(config: PreTrainedConfig, fields: Mapping[str, Any]) -> dict[_Path, Any]:
-    """The rotary parameters of a config of the same class with these fields, without the old name of their type."""
+def _read_rope(kind: type[PreTrainedConfig], fields: Mapping[str, Any]) -> dict[_Path, Any]:
+    """The rotary parameters of a config of this class with these fields, without the old name of their type."""
     try:
         with quiet():
-            rope = getattr(type(config).from_dict(copy.deepcopy(dict(fields))), "rope_parameters", None)
+            rope = getattr(kind.from_dict(copy.deepcopy(dict(fields))), "rope_parameters", None)
     except Exception:  # a class may refuse fields without others, in whatever terms its authors chose
         return {}
     return {path: value for path, value in _leaves(rope or {}) if path[-1] != "type"}

@@ -50,6 +50,7 @@ from megatrain.model.peak import (
 )
 from megatrain.model.ports import Capture, PortedModel, Sides, taken_from_prologue
 from megatrain.model.saved_activations import Answering, Keeping, Key, Level, Stored
+from megatrain.model.skeleton import on_the_cpu
 from megatrain.spec import LayerProfile, ModelSpec, SideValue
 from megatrain.spec.layer_profile import Outputs, Peak
 
@@ -302,7 +303,7 @@ def _on_the_cpu(ported: PortedModel) -> Iterator[None]:
         with (
             torch.random.fork_rng(devices=[]),
             torch.inference_mode(False),
-            torch.device("cpu"),
+            on_the_cpu(),
             portable_attention(ported.skeleton),
         ):
             yield

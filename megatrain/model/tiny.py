@@ -28,6 +28,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatrain.errors import ModelError, typed_line
 from megatrain.model.architecture import auto_class, ropes_of
+from megatrain.model.skeleton import on_the_cpu
 from megatrain.model.weight_sources import quiet
 
 MAX_PARAMETERS = 50_000_000
@@ -61,7 +62,7 @@ def shrink(config: PreTrainedConfig, kind: type[PreTrainedModel] | None = None) 
     failures: list[str] = []
     for effort in EFFORTS:
         try:
-            with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            with torch.random.fork_rng(devices=[]), on_the_cpu():
                 return _shrunk(config, whole, kind, effort)
         except Exception as error:  # whatever foreign code raises for unsupported sizes
             if not failures:
@@ -93,7 +94,7 @@ def twin_from(
     small: PreTrainedConfig, seed: int, attention: str | None = None, kind: type[PreTrainedModel] | None = None
 ) -> PreTrainedModel:
     """`twin_of` for a config that is already small. A kernel that no CPU has is replaced by the model's default."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with torch.random.fork_rng(devices=[]), on_the_cpu():
         torch.default_generator.manual_seed(seed)
         model = built(small, kind, attention if attention in CPU_KERNELS else None)
         perturb(model, seed)

@@ -25,7 +25,7 @@ from megatrain.errors import ModelError, typed_line
 from megatrain.model.adapters import Adapter, adapter_of
 from megatrain.model.forward_arguments import MARKS, arguments_of
 from megatrain.model.ports import takes
-from megatrain.model.skeleton import refuse_attention, where_of
+from megatrain.model.skeleton import on_the_cpu, refuse_attention, where_of
 from megatrain.model.tiny import (
     CPU_KERNELS,
     StockConfig,
@@ -601,7 +601,7 @@ def short_check(model: nn.Module, make_engine: MakeEngine, cache_folder: Path | 
 
 
 def _check(model: StockModel, small: StockConfig, adapter: Adapter | None, make_engine: MakeEngine) -> Checked:
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # independent of the caller's default device
+    with torch.random.fork_rng(devices=[]), on_the_cpu():  # independent of the caller's default device
         return _compared(model, small, adapter, make_engine)
 
 

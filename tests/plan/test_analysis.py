@@ -49,6 +49,7 @@ LENGTH = 128
 FLOPS, BUS = 1e12, 1e9
 
 
+@cache
 def deep(layers: int) -> ModelSpec:
     """Layers that are all products: no attention, no kept bytes, next to nothing around them."""
     model = llama_shape("deep", layers, 256, vocabulary=32)
