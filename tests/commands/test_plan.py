@@ -264,6 +264,7 @@ def test_the_specification_of_each_family_is_found_from_its_config(family: str, 
     assert spec.numel == sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plan_alone")
 def test_the_default_number_of_tokens_shrinks_until_it_fits(saved: str) -> None:
     """With more host memory they would fit in rounds, whose sums wait there."""
@@ -349,10 +350,11 @@ def test_invalid_memory_amounts_are_refused(text: str) -> None:
         ({"hardware": "h20"}, PlanError, "unknown machine 'h20'; did you mean h200"),
         ({"hardware": "/no/such.json"}, PlanError, "cannot be read"),
         ({"device_memory": "40MB", **FEW}, DoesNotFit, "device memory"),
-        (
+        pytest.param(
             {"device_memory": "6GB", "host_memory": "10GB", "disk_memory": "0", **FEW},
             DoesNotFit,
             "B of host memory",
+            marks=pytest.mark.slow,
         ),
         (
             {"tokens_per_step": 100, "sequence_length": 200},

@@ -143,7 +143,9 @@ def test_ctrl_c_within_torchs_own_bookkeeping_of_modes_stays_one(pops: int) -> N
             raise KeyboardInterrupt
 
     model.model.layers[1].register_forward_pre_hook(interrupt)
-    with Engine.from_model(model, verify=False) as engine, Engine.from_model(tiny_model(), verify=False) as other:
+    keeps = Policy(shares_memory=True, activations="keep")
+    engines = [Engine.from_model(of, verify=False, policy=keeps) for of in (model, tiny_model())]
+    with engines[0] as engine, engines[1] as other:
         for each in (engine, other):
             each.step(unequal_batches())
         wanted = True

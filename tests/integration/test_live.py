@@ -52,7 +52,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "precision", "chunk", "keep"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
 )

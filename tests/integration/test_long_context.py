@@ -99,6 +99,7 @@ def plan_8b(tokens: int, **changes: object) -> Plan:
     return find_plan(replace(asked, **changes))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_an_8b_shape_at_512k_tokens_fits_96_gb_and_would_not_without_chunks() -> None:
     plan = plan_8b(1 << 19)
     assert plan.nbytes["device"] <= plan.question.budgets()["device"] < 96 * 10**9

@@ -159,7 +159,7 @@ def by_two(**how: Any) -> Trained:
 plain_by_two = cache(by_two)
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "device"),
     [
@@ -189,7 +189,7 @@ UNCLIPPED: dict[str, Policy] = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp32"])
 @pytest.mark.parametrize("name", UNCLIPPED)
 def test_immediate_and_device_updates_change_no_bit(name: str, precision: Precision, tmp_path: Path) -> None:

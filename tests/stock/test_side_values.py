@@ -137,6 +137,7 @@ def small(kind: str) -> PreTrainedModel:
     return tiny_model(kind) if kind in FAMILIES else twin(kind, tie_word_embeddings=False)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("kind", ["gemma4", *(pytest.param(each, marks=pytest.mark.slow) for each in PASSING)])
 def test_no_policy_changes_a_bit(kind: str, name: str) -> None:
