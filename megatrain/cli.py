@@ -320,10 +320,11 @@ def _plan(
     token_budget: Annotated[
         float | None, typer.Option(help="Tokens to train on, e.g. 1e9, to get the length of a run.")
     ] = None,
-    html: Annotated[
-        str | None, typer.Option(help="Write an HTML page with the timeline of a step.", callback=_path("file"))
-    ] = None,
     json: Annotated[str | None, typer.Option(help="Write the numbers to this file.", callback=_path("file"))] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(help="Write the step, op by op, for Perfetto or chrome://tracing.", callback=_path("file")),
+    ] = None,
     adapter: AdapterName = None,
     attention: Attention = "auto",
     trust_remote_code: Remote = False,
@@ -346,8 +347,8 @@ def _plan(
         host_memory=host_memory,
         disk_memory=disk_memory,
         token_budget=token_budget,
-        html=html,
         json=json,
+        trace=trace,
         adapter=adapter,
         attention=attention,
         trust_remote_code=trust_remote_code,

@@ -1,4 +1,4 @@
-"""`megatrain plan`: plan a model on a machine, and print tables or write an HTML page and a JSON file.
+"""`megatrain plan`: plan a model on a machine, print it, and write it as JSON or its step as a trace.
 
 Combines reading models (`model`), describing machines (`plan.machines`) and planning (`plan`). A model's structure is
 read on the meta device, without weights, unless a saved plan or an earlier measurement (`plan.measured_models`) has it;
@@ -37,7 +37,6 @@ from megatrain.plan import (
     question_of_one,
     ranks_on_each,
     read_model,
-    render_page,
     share_of,
 )
 from megatrain.plan.estimates import gc_paused
@@ -59,6 +58,7 @@ from megatrain.plan.report import (
     without_gain,
 )
 from megatrain.run.this_machine import described_machine, probed_machine, this_machine
+from megatrain.schedule import chrome_trace
 from megatrain.spec import Hardware, Limits, ModelSpec, Precision
 from megatrain.spec.limits import parse_nbytes
 from megatrain.spec.work import refuse_huge_step
@@ -78,7 +78,8 @@ class Options:
 
     hardware: built-in machine name or a file; `None`: this machine. Memory limits are per machine, such as `24GB` or
     `80%`; `disk_memory` of `0`: no disk tier. adapter: e.g. `lora:16`. overrides: keys to set in the configuration of a
-    run. ranks: GPUs that train together, on `nodes` machines. html, json: files to write.
+    run. ranks: GPUs that train together, on `nodes` machines. json, trace: files for the numbers, and for the
+    ops of the step.
     """
 
     hardware: str | None = None
@@ -90,8 +91,8 @@ class Options:
     host_memory: str | None = None
     disk_memory: str | None = None
     token_budget: float | None = None
-    html: str | None = None
     json: str | None = None
+    trace: str | None = None
     attention: str = "auto"
     adapter: str | None = None
     trust_remote_code: bool = False
@@ -115,7 +116,7 @@ def run_plan(model: str, console: Console, options: Options) -> Outlook:
     change that fits.
     """
     _refuse_words(options.precision, options.token_budget)
-    files = {"--html": options.html, "--json": options.json}.items()
+    files = {"--json": options.json, "--trace": options.trace}.items()
     targets = {option: _writable(option, file) for option, file in files if file is not None}
     _refuse_numbers(options.sequence_length, options.tokens_per_step, options.memories)
     run = _run_configuration(model, options.overrides)
@@ -139,7 +140,10 @@ def run_plan(model: str, console: Console, options: Options) -> Outlook:
     show_changes(console, outlook)
     command = _train(plan, model, *options.overrides) if run is not None else _init(plan, model, options)
     console.print(Text.assemble(("next: ", "bold"), command), soft_wrap=True)
-    _write_files(targets, outlook, facts)
+    if "--json" in targets:
+        _write(targets["--json"], json.dumps(as_content(outlook), indent=1) + "\n")
+    if "--trace" in targets:
+        _write(targets["--trace"], json.dumps(chrome_trace([plan.timeline])))
     return outlook
 
 
@@ -644,13 +648,6 @@ def _writable(option: str, file: str) -> Path:
         what = f"the folder {path.parent} is not writable"
         raise ConfigError(what, where=option, fix="choose a file in another folder")
     return path
-
-
-def _write_files(targets: Mapping[str, Path], outlook: Outlook, facts: Sequence[tuple[str, str]]) -> None:
-    if "--html" in targets:
-        _write(targets["--html"], render_page(outlook, facts))
-    if "--json" in targets:
-        _write(targets["--json"], json.dumps(as_content(outlook), indent=1) + "\n")
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,7 +1,7 @@
 """Charts over training steps, drawn by plotly from data that the page holds.
 
-A chart with more points than a screen has columns is thinned to one point per column, which keeps the mean, the
-smallest and the largest value, so a spike of one step in a million is still seen. Values that are not finite are gaps.
+A curve with more points than a screen has columns is thinned to the smallest and the largest value of each column, so
+that a spike of one step in a million is still seen. Values that are not finite are gaps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from megatrain.html.elements import CURVE_COLOURS
 
 COLUMNS = 800
-"""Most points of a curve."""
+"""Columns of a screen: a curve with more points is thinned to two for each."""
 LOGARITHMIC_FROM = 50.0
 """Ratio of the largest to the median value above which positive values get a logarithmic axis."""
 SYMBOLS = ("triangle-up", "diamond", "x", "square", "star", "circle")
@@ -93,74 +93,57 @@ def chart(
     axes: Axes = STEPS,
 ) -> str:
     """HTML for a chart; its data for the script `CHARTS` is added to `charts`."""
-    thin = [_thinned(curve) for curve in curves]
-    if not any(each.xs.size for each in thin):
+    points = [_thinned(curve) for curve in curves]
+    if not any(xs.size for xs, _ in points):
         return f"<figure><h3>{escape(title)}</h3><p>no data</p></figure>"
-    logarithmic = axes.floor is None and _spans_decades(thin)
-    charts[identity] = _figure(curves, thin, events, axes, logarithmic)
+    logarithmic = axes.floor is None and _spans_decades(np.concatenate([ys for _, ys in points]))
+    charts[identity] = _figure(curves, points, events, axes, logarithmic)
     words = f"{title} (logarithmic)" if logarithmic else title
     place = f'<div class="chart" id="chart-{escape(identity)}" role="img" aria-label="{escape(title)}"></div>'
     return f"<figure><h3>{escape(words)}</h3>{place}</figure>"
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """A thinned curve: for each column its steps, and the mean, smallest and largest value."""
-
-    xs: NDArray[np.float64]
-    first: NDArray[np.float64]
-    last: NDArray[np.float64]
-    means: NDArray[np.float64]
-    lows: NDArray[np.float64]
-    highs: NDArray[np.float64]
+Points = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""Steps, and the values there."""
 
 
-def _thinned(curve: Curve) -> _Columns:
-    """Thin a curve to at most `MOST_POINTS` columns."""
+def _thinned(curve: Curve) -> Points:
+    """At most two points per column: its smallest and its largest value. None if no value is finite."""
     xs, ys = np.asarray(curve.xs, np.float64), np.asarray(curve.ys, np.float64)
-    if xs.size <= COLUMNS:
-        kept = np.isfinite(ys) if curve.points else np.ones(ys.size, bool)
-        xs, ys = xs[kept], np.where(np.isfinite(ys[kept]), ys[kept], np.nan)
-        some = xs if np.isfinite(ys).any() else xs[:0]
-        return _Columns(*(each[: some.size] for each in (xs, xs, xs, ys, ys, ys)))
     finite = np.isfinite(ys)
+    if not finite.any():
+        return xs[:0], ys[:0]
+    if xs.size <= COLUMNS:
+        kept = finite if curve.points else np.ones(ys.size, bool)
+        return xs[kept], np.where(finite, ys, np.nan)[kept]
     xs, ys = xs[finite], ys[finite]
-    if not xs.size:
-        return _Columns(*(xs,) * 6)
     column = ((xs - xs[0]) / max(xs[-1] - xs[0], 1.0) * (COLUMNS - 1)).astype(np.int64)
-    starts = np.flatnonzero(np.diff(column, prepend=-1))
-    ends = np.append(starts[1:], xs.size)
-    means = np.add.reduceat(ys, starts) / (ends - starts)
-    first, last = xs[starts], xs[ends - 1]
-    low, high = np.minimum.reduceat(ys, starts), np.maximum.reduceat(ys, starts)
-    return _Columns(xs[(starts + ends - 1) // 2], first, last, means, low, high)
+    by_value = np.lexsort((ys, column))
+    ends = np.flatnonzero(np.diff(column[by_value], append=-1))
+    starts = np.append(0, ends[:-1] + 1)
+    kept = np.unique(np.concatenate([by_value[starts], by_value[ends]]))
+    return xs[kept], ys[kept]
 
 
-def _spans_decades(thin: Sequence[_Columns]) -> bool:
-    every = np.concatenate([np.concatenate([each.lows, each.highs]) for each in thin])
-    every = every[np.isfinite(every)]
-    means = np.concatenate([each.means for each in thin])
-    return bool(every.size and every.min() > 0 and every.max() / np.nanmedian(means) > LOGARITHMIC_FROM)
+def _spans_decades(values: NDArray[np.float64]) -> bool:
+    finite = values[np.isfinite(values)]
+    return bool(finite.size and finite.min() > 0 and finite.max() / np.median(finite) > LOGARITHMIC_FROM)
 
 
 def _figure(
     curves: Sequence[Curve],
-    thin: Sequence[_Columns],
+    points: Sequence[Points],
     events: Sequence[ChartEvent],
     axes: Axes,
     logarithmic: bool,
 ) -> dict[str, Any]:
     """A plotly figure as plain dicts, which are ten times as fast as plotly's classes."""
     unit, x_name = _text(axes.unit), _text(axes.x_name)
-    traces: list[dict[str, Any]] = []
-    for curve, each in zip(curves, thin, strict=True):
-        if curve.faint and not np.array_equal(each.lows, each.highs, equal_nan=True):
-            traces.append(_band(curve, each))
-        traces.append(_line(curve, each, x_name, unit))
+    traces = [_line(curve, xs, ys, x_name, unit) for curve, (xs, ys) in zip(curves, points, strict=True)]
     traces += _marks(events)
-    steps = np.concatenate([each.xs for each in thin])
+    steps = np.concatenate([xs for xs, _ in points])
     few = steps.max() - steps.min() < 6
-    large = float(np.nanmax(np.abs(np.concatenate([each.highs for each in thin])))) >= 1e4
+    large = float(np.nanmax(np.abs(np.concatenate([ys for _, ys in points])))) >= 1e4
     layout = {
         "margin": {"l": 54, "r": 8, "t": 8, "b": 34},
         "hovermode": "x unified",
@@ -193,43 +176,20 @@ def _figure(
     return {"data": traces, "layout": layout}
 
 
-def _line(curve: Curve, each: _Columns, x_name: str, unit: str) -> dict[str, Any]:
-    """The line through the columns' means."""
-    told = [
-        _told(x_name, *values, unit)
-        for values in zip(each.first, each.last, each.means, each.lows, each.highs, strict=True)
-    ]
+def _line(curve: Curve, xs: NDArray[np.float64], ys: NDArray[np.float64], x_name: str, unit: str) -> dict[str, Any]:
     colour = CURVE_COLOURS[curve.colour % len(CURVE_COLOURS)]
-    marked = curve.points or each.xs.size == 1
+    marked = curve.points or xs.size == 1
     return {
         "type": "scatter",
-        "x": _short(each.xs, 15),
-        "y": _short(each.means, 6),
-        "customdata": told,
-        "hovertemplate": f"{_text(curve.name)}, %{{customdata}}<extra></extra>",
+        "x": _short(xs, 15),
+        "y": _short(ys, 6),
+        "hovertemplate": f"{_text(curve.name)}, {x_name} %{{x:,}}: %{{y:.5~g}}{unit}<extra></extra>",
         "name": _text(curve.name),
         "mode": "markers" if marked and curve.faint else "lines+markers" if marked else "lines",
         "line": {"color": colour, "width": 1 if curve.faint else 2},
         "opacity": 0.4 if curve.faint and not marked else 1.0,
         "marker": {"size": 4 if curve.faint else 7, "color": colour},
         "connectgaps": curve.points,
-    }
-
-
-def _band(curve: Curve, each: _Columns) -> dict[str, Any]:
-    """The band from the smallest to the largest value of each column."""
-    return {
-        "type": "scatter",
-        "x": _short(np.concatenate([each.xs, each.xs[::-1]]), 15),
-        "y": _short(np.concatenate([each.lows, each.highs[::-1]]), 6),
-        "fill": "toself",
-        "fillcolor": CURVE_COLOURS[curve.colour % len(CURVE_COLOURS)],
-        "opacity": 0.25,
-        "line": {"width": 0},
-        "mode": "lines",
-        "hoverinfo": "skip",
-        "showlegend": False,
-        "name": f"{_text(curve.name)}, least to largest",
     }
 
 
@@ -254,19 +214,6 @@ def _marks(events: Sequence[ChartEvent]) -> list[dict[str, Any]]:
         }
         for at, kind in enumerate(placed)
     ]
-
-
-def _told(x_name: str, first: float, last: float, mean: float, low: float, high: float, unit: str) -> str:
-    """Hover text of a column: `step 7: 2.5`, or `steps 8 to 20: 2.5 (2.1 to 3)`."""
-    if first == last:
-        return f"{x_name} {first:,.0f}: {_number(mean)}{unit}"
-    if low == high:
-        return f"{x_name}s {first:,.0f} to {last:,.0f}: {_number(mean)}{unit}"
-    return f"{x_name}s {first:,.0f} to {last:,.0f}: mean {_number(mean)}{unit} ({_number(low)} to {_number(high)})"
-
-
-def _number(value: float) -> str:
-    return "none" if math.isnan(value) else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.5g}"
 
 
 def _short(values: NDArray[np.float64], digits: int) -> list[float | None]:

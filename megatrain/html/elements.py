@@ -1,7 +1,7 @@
 """A page, its colours and its simple elements: sections, tables, definition lists, bars.
 
 A page loads nothing external, and its content security policy forbids it. Its data is embedded as JSON for its scripts;
-without scripts only charts and timelines are missing. All arguments are escaped here, except HTML arguments (`body`,
+without scripts only charts are missing. All arguments are escaped here, except HTML arguments (`body`,
 `sections`).
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-# Colours stay distinct in greyscale and for colour-blind readers. Bars and ops use viridis, whose brightness rises
+# Colours stay distinct in greyscale and for colour-blind readers. Bars use viridis, whose brightness rises
 # steadily; neighbours are far apart in it. Lines use the palette of Okabe and Ito, which works on white and on black.
 VIRIDIS = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725")
 """From dark to bright (S. van der Walt and N. Smith, 2015)."""
@@ -125,14 +125,13 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.2rem; }
 .long { white-space: normal; overflow-wrap: anywhere; min-width: 12rem; }
 .wide { overflow-x: auto; margin: .5rem 0; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .25rem .7rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th:first-child, td:first-child, .words { text-align: left; } .heat td { text-align: center; } .none { opacity: .55; }
+th:first-child, td:first-child, .words { text-align: left; }
 .bar { display: flex; height: 1.5rem; background: var(--soft); margin: .2rem 0; overflow: hidden; }
 .bar span { display: block; box-sizing: border-box; border-right: 1px solid var(--paper);
   text-indent: .3rem; font-size: .8rem; line-height: 1.5rem; white-space: nowrap; overflow: hidden;
   text-overflow: ellipsis; }
 .legend { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; list-style: none; padding: 0; margin: .3rem 0; }
 .legend i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; outline: 1px solid var(--line); }
-canvas { width: 100%; display: block; touch-action: pan-y; cursor: grab; } #op { font-variant-numeric: tabular-nums; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem 1.5rem; }
 figure { margin: 0; min-width: 0; } .chart { width: 100%; min-height: 276px; }
 @media (max-width: 40rem) { main { padding: .8rem; } dl { grid-template-columns: 1fr; gap: 0; }

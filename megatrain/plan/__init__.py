@@ -28,7 +28,7 @@ from megatrain.plan.host_resources import available_host_nbytes, available_threa
 from megatrain.plan.machines import load_hardware, machine, machine_names, save_hardware
 from megatrain.plan.question import Choice, Plan, Question
 from megatrain.plan.ranks import question_of_one, ranks_on_each, share_of
-from megatrain.plan.report import peak_table, render_page
+from megatrain.plan.report import peak_table
 from megatrain.plan.search import find_plan, fits, survey
 from megatrain.plan.spec_file import read_model
 
@@ -68,7 +68,6 @@ __all__ = [
     "question_of_one",
     "ranks_on_each",
     "read_model",
-    "render_page",
     "save_hardware",
     "share_of",
     "stalls",

@@ -1,22 +1,18 @@
-"""Shows a plan: as rows and tables of text, which the terminal and the page of `--html` share, and as JSON.
+"""Shows a plan: as rows and tables of text, and as JSON.
 
 Amounts are decimal (1 GB is 1e9 bytes), as in descriptions of machines. `commands.plan` lays the tables out for the
-terminal and writes the files. The page is self-contained (see `megatrain.html`): it embeds the JSON that `--json`
-writes, with the timeline of the step added, in the element `plan`.
+terminal and writes the files.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from typing import Any
 
 from megatrain.formatting import SECONDS_PER_DAY, amount, counted, duration, flops, rate, tokens
-from megatrain.html import TIMELINE, DrawnOp, definitions, document, section, table, timeline, timeline_content
-from megatrain.plan.analysis import MIN_GAIN_SHOWN, Change, Outlook, hidden_from, stream_words
+from megatrain.plan.analysis import MIN_GAIN_SHOWN, Change, Outlook, hidden_from
 from megatrain.plan.cost import MEASURED_OVER_PLANNED, product_seconds
 from megatrain.plan.question import Plan, Question
 from megatrain.plan.spec_file import as_fields
@@ -355,29 +351,3 @@ def describe_images(plan: Plan) -> list[tuple[str, str]]:
         return [("images", "not in the plan, since the model's code cannot be run on them alone: leave memory free")]
     values = f"{round(question.values_per_token * question.length):,} values in a sequence"
     return [("images", f"{values}, and {amount(question.images_nbytes)} of host memory for those read ahead")]
-
-
-# For a browser -----------------------------------------------------------------------------------------------------
-
-
-def render_page(outlook: Outlook, facts: Sequence[tuple[str, str]]) -> str:
-    """The page as HTML. facts: (name, text) rows that are shown above the summary."""
-    plan = outlook.plan
-    replayed = plan.timeline
-    ops: list[DrawnOp] = [
-        (op.kind, op.stream, op.unit, op.micro, op.shard, op.nbytes, start, end)
-        for op, start, end in zip(replayed.schedule.ops, replayed.starts, replayed.ends, strict=True)
-    ]
-    drawn = timeline_content(ops, replayed.schedule.units, stream_words(plan.question.hardware))
-    tables = [
-        section(shown.title.capitalize(), table(shown.heads, shown.rows)) for shown in (memory(plan), gains(outlook))
-    ]
-    sections = [
-        definitions([*warning_rows(outlook), *facts, *summary_rows(outlook)]),
-        *tables,
-        f"<p>{escape(without_gain(outlook))}</p>",
-        section("The step", timeline((kind["name"] for kind in drawn["kinds"]), "plan")),
-        "<p>Predicted by <code>megatrain plan</code>; amounts are decimal (1 GB is 1e9 bytes).</p>",
-    ]
-    title = f"{plan.question.model.name} on {plan.question.hardware.name}"
-    return document(title, sections, "plan", as_content(outlook) | {"timeline": drawn}, [TIMELINE])

@@ -16,7 +16,6 @@ from typing import Any
 
 from megatrain.config.load import parse
 from megatrain.errors import ConfigError
-from megatrain.html import DrawnOp, timeline_content
 from megatrain.plan.analysis import STREAM_WORDS
 from megatrain.system.paths import parsed_json, read_json, read_text, refuse_special
 from megatrain.train.status import STATUS
@@ -33,8 +32,6 @@ OLDER_NAMES = {"mfu": "light_share"}
 """Names of columns in metrics of earlier versions."""
 LAST = 50
 """Steps whose mean loss is shown as the loss at the end."""
-MOST_OPS = 200_000
-"""Largest trace that is drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +56,15 @@ class HeldOut:
     def perplexity_text(self) -> str:
         """Formatted; empty if there is none."""
         return f"{self.perplexity:,.4g}" if math.isfinite(self.perplexity) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """How long a traced step took, and what compute waited for."""
+
+    seconds: float
+    waits: Mapping[str, float]
+    """Name of a stream -> seconds."""
 
 
 @dataclass
@@ -86,8 +92,7 @@ class History:
     """The same in passes over the data, if known."""
     status: Mapping[str, Any] = field(default_factory=dict)
     config: str = ""
-    trace: Mapping[str, Any] | None = None
-    """The timeline of a step, in the form of `html.TIMELINE`, and what it waited for."""
+    trace: TracedStep | None = None
 
     @property
     def done(self) -> int:
@@ -197,7 +202,7 @@ def read_history(folder: Path) -> History:
         history.config = read_text(folder / CONFIG, errors="replace")
     except OSError:
         history.config = ""
-    history.trace = timeline_in(_json(folder / TRACE))
+    history.trace = traced_step(_json(folder / TRACE))
     return history
 
 
@@ -216,32 +221,17 @@ def config_of(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def timeline_in(trace: Any) -> dict[str, Any] | None:
-    """The last step of a Chrome trace (`train.diagnostics`) as a page draws it; `None` if there is none."""
+def traced_step(trace: Any) -> TracedStep | None:
+    """The last step of a Chrome trace (`train.diagnostics`); `None` if there is none."""
     try:
-        events = trace["traceEvents"]
-        streams = {each["tid"]: str(each["args"]["name"]) for each in events if each["ph"] == "M"}
-        every = [each for each in events if each["ph"] == "X"]
-        last = max(each["args"]["step"] for each in every)
-        ops = [each for each in every if each["args"]["step"] == last]
-        if len(ops) > MOST_OPS:
-            return None
-        origin = min(float(each["ts"]) for each in ops)
-        drawn = sorted((_drawn(each, streams, origin) for each in ops), key=lambda op: op[6])
-        named = {int(each["args"]["number"]): str(each["args"]["unit"]) for each in ops}
+        ops = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+        last = max(event["args"]["step"] for event in ops)
+        times = [(event["ts"], event["ts"] + event["dur"]) for event in ops if event["args"]["step"] == last]
         waits = {str(name): float(seconds) for name, seconds in dict(trace.get("waits") or {}).items()}
+        seconds = (max(end for _, end in times) - min(start for start, _ in times)) / 1e6
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
-    units = [named.get(unit, "") for unit in range(max(named) + 1)]
-    told = {STREAM_WORDS.get(name, name): seconds for name, seconds in waits.items()}
-    return timeline_content(drawn, units, STREAM_WORDS) | {"waits": told}
-
-
-def _drawn(event: Mapping[str, Any], streams: Mapping[int, str], origin: float) -> DrawnOp:
-    """Convert a trace event. origin: start of the step in the trace, in microseconds."""
-    unit, micro, shard, nbytes = (int(event["args"][name]) for name in ("number", "micro", "shard", "nbytes"))
-    start = (float(event["ts"]) - origin) / 1e6
-    return str(event["cat"]), streams[event["tid"]], unit, micro, shard, nbytes, start, start + event["dur"] / 1e6
+    return TracedStep(seconds, {STREAM_WORDS.get(name, name): spent for name, spent in waits.items()})
 
 
 def _number(value: Any) -> float:

@@ -1,8 +1,8 @@
 """`megatrain report`: write a run as one self-contained HTML page; a run also does so at its end.
 
 Shows training and validation loss, learning rate, gradient norm, speed, what compute waited for, memory use against the
-plan, the timeline of a step, samples, checkpoints, events and the configuration. Reads only the run folder (`history`),
-so it works for running and killed runs. Charts are drawn in `html`.
+plan, samples, checkpoints, events and the configuration. Reads only the run folder (`history`), so it works for running
+and killed runs. Charts are drawn in `html`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import numpy as np
 from megatrain.errors import ExportError
 from megatrain.formatting import amount, counted, counted_epochs, duration
 from megatrain.html import (
-    TIMELINE,
     Axes,
     ChartEvent,
     Curve,
@@ -33,9 +32,8 @@ from megatrain.html import (
     section,
     smoothed,
     table,
-    timeline,
 )
-from megatrain.run.history import HeldOut, History, Note, read_history
+from megatrain.run.history import TRACE, HeldOut, History, Note, read_history
 from megatrain.system.paths import written_whole
 
 REPORT = "report.html"
@@ -81,9 +79,7 @@ def render_report(run: History, now: float) -> str:
         section("Configuration", f"<details><summary>config.yaml</summary><pre>{escape(run.config)}</pre></details>"),
         "<p>Made by <code>megatrain report</code> from the run folder; units are decimal.</p>",
     ]
-    content = {"charts": charts} | ({"timeline": run.trace} if run.trace else {})
-    scripts = [*(chart_scripts() if charts else []), *([TIMELINE] if run.trace else [])]
-    return document(title, parts, DATA, content, scripts)
+    return document(title, parts, DATA, {"charts": charts}, chart_scripts() if charts else [])
 
 
 # Parts -------------------------------------------------------------------------------------------------------------
@@ -210,13 +206,13 @@ def _memory(run: History, charts: dict[str, Any]) -> str:
 
 
 def _step(run: History) -> str:
-    if not run.trace:
+    if run.trace is None:
         return "<p>no step was traced</p>"
-    seconds, waits = float(run.trace["seconds"]), run.trace["waits"]
-    kinds = [kind["name"] for kind in run.trace["kinds"]]
-    said = [f"{name} {share:.1%}" for name, value in waits.items() if (share := value / seconds) >= 0.001]
+    shares = {name: seconds / run.trace.seconds for name, seconds in run.trace.waits.items()}
+    said = [f"{name} {share:.1%}" for name, share in shares.items() if share >= 0.001]
     causes = f"Compute waited for: {', '.join(said)}." if said else "Compute waited for nothing."
-    return f"<p>{escape(causes)} The step took {duration(seconds)}.</p>{timeline(kinds, DATA)}"
+    where = f"{TRACE} in the run folder has its ops, for Perfetto or chrome tracing"
+    return f"<p>{escape(causes)} The step took {duration(run.trace.seconds)}; {where}.</p>"
 
 
 def _samples(run: History) -> str:

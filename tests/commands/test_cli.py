@@ -191,7 +191,7 @@ WITH_PATHS: list[tuple[tuple[str, ...], str, dict[str, str]]] = [
     (("init", "x.yaml", "--from", PATH), "--from", {}),
     (("plan", PATH), "MODEL", {}),
     (("plan", "m", "--hardware", PATH), "--hardware", {}),
-    (("plan", "m", "--html", PATH), "--html", FOR_A_FILE),
+    (("plan", "m", "--trace", PATH), "--trace", FOR_A_FILE),
     (("plan", "m", "--json", PATH), "--json", FOR_A_FILE),
     (("verify", PATH), "MODEL", {}),
     (("generate", PATH), "FOLDER", {}),

@@ -118,8 +118,8 @@ def test_progress_is_shown_only_on_a_terminal(
 
 
 def test_a_config_plan_shows_every_section(config: str, tmp_path: Path) -> None:
-    html, content = tmp_path / "plan.html", tmp_path / "plan.json"
-    text = shown(config, attention="eager", sequence_length=512, html=str(html), json=str(content))
+    trace, content = tmp_path / "step.json", tmp_path / "plan.json"
+    text = shown(config, attention="eager", sequence_length=512, trace=str(trace), json=str(content))
     for words in (
         *("tiny-llama", "NVIDIA RTX 4090", "optimizer state", "tokens/s", "MFU", "what one change would gain"),
         *(
@@ -130,12 +130,12 @@ def test_a_config_plan_shows_every_section(config: str, tmp_path: Path) -> None:
         "eager",
     ):
         assert words in text, words
-    assert html.read_text().startswith("<!doctype html>")
-    assert "eager" in html.read_text()
+    ops = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert {"FORWARD", "BACKWARD", "LOSS", "FETCH"} <= {op["cat"] for op in ops}
     written = json.loads(content.read_text())
     assert written["model"]["attention"] == "eager"
     assert f"{written['tokens_per_second']:,.0f} tokens/s" in text
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["plan.html", "plan.json", "tiny-llama"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["plan.json", "step.json", "tiny-llama"]
 
 
 @pytest.mark.usefixtures("plan_alone")
@@ -368,7 +368,7 @@ def test_invalid_memory_amounts_are_refused(text: str) -> None:
         ({"token_budget": 0.0}, ConfigError, "--token-budget: 0 is out of range"),
         ({"token_budget": float("nan")}, ConfigError, "--token-budget"),
         ({"precision": "fp8"}, ConfigError, "unknown precision 'fp8'; use bf16 or fp32"),
-        ({"html": "/no/folder/x.html"}, ConfigError, "--html: there is no folder"),
+        ({"trace": "/no/folder/x.json"}, ConfigError, "--trace: there is no folder"),
         ({"json": "/"}, ConfigError, "--json: /: is a folder"),
     ],
 )
@@ -387,7 +387,7 @@ def test_user_errors_are_one_line(saved: str, options: dict[str, Any], kind: typ
         {"device_memory": "24 gigs", "hardware": None},
         {"tokens_per_step": 100, "sequence_length": 200},
         {"precision": "fp8"},
-        {"html": "/no/folder/x.html"},
+        {"trace": "/no/folder/x.json"},
         {"json": "/"},
         {"token_budget": 0.0},
     ],
@@ -551,17 +551,17 @@ def test_files_that_are_not_models_are_refused(tmp_path: Path, text: str) -> Non
 
 @pytest.mark.usefixtures("plan_alone")
 def test_a_failed_write_keeps_the_old_file(saved: str, tmp_path: Path, monkeypatch: Any) -> None:
-    old = tmp_path / "plan.html"
+    old = tmp_path / "step.json"
     old.write_text("old")
 
     def fail(self: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", fail)
-    with pytest.raises(ConfigError, match=r"plan.html: cannot be written \(No space left on device\)"):
-        shown(saved, html=str(old), **FEW)
+    with pytest.raises(ConfigError, match=r"step.json: cannot be written \(No space left on device\)"):
+        shown(saved, trace=str(old), **FEW)
     assert old.read_text() == "old"
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["plan.html", "saved.json"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["saved.json", "step.json"]
 
 
 @pytest.mark.usefixtures("plan_alone")

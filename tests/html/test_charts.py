@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from itertools import combinations, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,10 @@ from plotly import graph_objects
 from megatrain.html import Axes, ChartEvent, Curve, chart, chart_scripts, document, ink_on, smoothed
 from megatrain.html.charts import COLUMNS
 from megatrain.html.elements import CURVE_COLOURS, PART_COLOURS, luminance
-from megatrain.html.timeline import KIND_COLOURS
 from megatrain.run.report import write_report
 from megatrain.train.events import Evaluated
 from tests.html.browser import BROWSER, seen
-from tests.plan.test_html import HOSTILE, full_page, read
+from tests.html.reader import HOSTILE, read
 from tests.run.test_report import EVERYTHING, run
 
 ANY = st.floats(allow_nan=True, allow_infinity=True, width=32)
@@ -40,15 +39,12 @@ def test_a_spike_in_a_million_steps_survives_downsampling() -> None:
     losses[654_321] = 9.0
     losses[123_456] = 0.5
     _, figure = drawn([Curve("training", np.arange(1, 1_000_001), losses, faint=True)])
-    band, line = figure["data"]
-    assert len(line["x"]) <= COLUMNS
-    assert (max(band["y"]), min(band["y"])) == (9.0, 0.5)
-    at = band["y"].index(9.0)
-    assert abs(band["x"][at] - 654_322) <= 1_000_000 / COLUMNS
-    assert max(line["y"]) < 2.1
-    (told,) = [each for each in line["customdata"] if "to 9)" in each]
-    first, last = (int(word.replace(",", "")) for word in (told.split()[1], told.split()[3][:-1]))
-    assert first <= 654_322 <= last
+    (line,) = figure["data"]
+    assert len(line["x"]) <= 2 * COLUMNS
+    assert (max(line["y"]), min(line["y"])) == (9.0, 0.5)
+    assert line["x"][line["y"].index(9.0)] == 654_322
+    assert line["x"][line["y"].index(0.5)] == 123_457
+    assert line["x"] == sorted(line["x"])
     assert len(json.dumps(figure)) < 200_000
 
 
@@ -57,8 +53,8 @@ def test_hover_shows_each_points_own_step() -> None:
         [Curve("training", [1, 2, 5], [3.0, 1.0, 2.0]), Curve("held-out", [4], [2.5], points=True)], unit="%"
     )
     first, second = figure["data"]
-    assert first["customdata"] == ["step 1: 3%", "step 2: 1%", "step 5: 2%"]
-    assert second["customdata"] == ["step 4: 2.5%"]
+    assert first["hovertemplate"] == "training, step %{x:,}: %{y:.5~g}%<extra></extra>"
+    assert second["hovertemplate"].startswith("held-out, step ")
     assert figure["layout"]["xaxis"]["unifiedhovertitle"]["text"] == " "
     assert figure["layout"]["xaxis"]["dtick"] == 1
 
@@ -153,22 +149,11 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-LANES = (
-    ("FORWARD", "BACKWARD", "LOSS", "PLACE"),
-    ("FETCH", "RELOAD", "GATHER"),
-    ("GRAD", "OFFLOAD", "REDUCE"),
-    ("NORM", "UPDATE"),
-)
-
-
 def test_adjacent_colours_differ_in_brightness() -> None:
     for one, other in pairwise(PART_COLOURS):
         assert contrast(one, other) > 1.5, (one, other)
     assert len({round(luminance(colour), 2) for colour in PART_COLOURS}) == len(PART_COLOURS)
-    for lane in LANES:
-        for one, other in combinations(lane, 2):
-            assert contrast(KIND_COLOURS[one], KIND_COLOURS[other]) > 1.5, (one, other)
-    for colour in (*PART_COLOURS, *KIND_COLOURS.values()):
+    for colour in PART_COLOURS:
         assert contrast(colour, {"#000": "#000000", "#fff": "#ffffff"}[ink_on(colour)]) >= 4.5, colour
     assert len(set(CURVE_COLOURS)) == len(CURVE_COLOURS)
 
@@ -208,16 +193,6 @@ def test_reports_render_without_console_errors_or_overflow(width: int, tmp_path:
     found = seen(write_report(folder).read_text(), tmp_path, width=width)
     assert found["charts"] >= 5
     assert found["lowest"] > 180
-    assert found["problems"] == []
-    assert found["overflow"] <= 0
-    assert found["wide"] == []
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="looks at pages in chromium")
-@pytest.mark.parametrize("width", [390, 1200])
-def test_the_plan_page_renders_without_console_errors_or_overflow(width: int, tmp_path: Path) -> None:
-    found = seen(full_page(), tmp_path, width=width)
     assert found["problems"] == []
     assert found["overflow"] <= 0
     assert found["wide"] == []

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from plotly.offline import get_plotlyjs
 
+from bench.shapes import llama_shape
 from megatrain.cli import main
 from megatrain.errors import ConfigError, ExportError
 from megatrain.html import table
-from megatrain.plan import stalls
-from megatrain.plan.analysis import STREAM_WORDS
-from megatrain.run.history import read_history, timeline_in
+from megatrain.plan import Question, find_plan, machine
+from megatrain.run.history import read_history, traced_step
 from megatrain.run.report import MOST_ROWS, render_report, write_report
 from megatrain.schedule import chrome_trace
 from megatrain.train.events import (
@@ -35,7 +35,7 @@ from megatrain.train.events import (
 )
 from megatrain.train.metrics import JsonLines
 from tests.bad_paths import ENDLESS, endless_file
-from tests.plan.test_html import HOSTILE, outlook, read
+from tests.html.reader import HOSTILE, read
 from tests.train.test_metrics import stepped
 
 
@@ -225,22 +225,18 @@ def test_endless_metrics_files_are_not_read(name: str, kind: str, tmp_path: Path
         assert "steps" in text(tmp_path)
 
 
-def test_the_timeline_shows_the_traced_step() -> None:
-    when = outlook().plan.timeline
-    found = timeline_in(json.loads(json.dumps(chrome_trace([when, when]) | {"waits": stalls(when)})))
+def test_a_traced_step_is_told_with_what_it_waited_for(tmp_path: Path) -> None:
+    question = Question(llama_shape("model", 6, 512, vocabulary=4000), machine("rtx-4090"), 16_384, 1024)
+    timeline = find_plan(question).timeline
+    trace = json.loads(json.dumps(chrome_trace([timeline, timeline]) | {"waits": {"fetch": timeline.seconds / 4}}))
+    found = traced_step(trace)
     assert found is not None
-    ops = when.schedule.ops
-    expected = sorted(zip(when.starts, when.ends, ops, strict=True), key=lambda each: each[0])
-    assert len(found["ops"]) == len(ops)
-    for (kind, stream, *numbers, start, end), (begins, ends, op) in zip(found["ops"], expected, strict=True):
-        assert (start, end) == (pytest.approx(begins, abs=2e-9), pytest.approx(ends, abs=4e-9))
-        if when.starts.count(begins) == 1:  # of ops that start together, any may come first
-            assert numbers == [op.unit, op.micro, op.shard, op.nbytes]
-            assert found["kinds"][kind]["name"] == op.kind
-            assert found["streams"][stream] == STREAM_WORDS.get(op.stream, op.stream)
-            assert found["units"][op.unit] == when.schedule.units[op.unit]
-    assert found["seconds"] == pytest.approx(when.seconds, abs=1e-8)
-    assert timeline_in(None) is timeline_in({"traceEvents": []}) is None
+    assert found.seconds == pytest.approx(timeline.seconds, abs=1e-8)
+    assert found.waits == {"bus up": pytest.approx(timeline.seconds / 4)}
+    assert traced_step(None) is traced_step({"traceEvents": []}) is None
+    folder = run(tmp_path / "a", *EVERYTHING)
+    (folder / "trace.json").write_text(json.dumps(trace))
+    assert "Compute waited for: bus up 25.0%" in text(folder)
 
 
 def test_long_tables_are_truncated_and_counted(tmp_path: Path) -> None:

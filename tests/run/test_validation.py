@@ -26,7 +26,7 @@ from megatrain.run import training
 from megatrain.run.evaluation import Evaluation, evaluated, scored
 from megatrain.train.early_stopping import LowestLoss
 from megatrain.train.events import Evaluated
-from tests.plan.test_html import read
+from tests.html.reader import read
 from tests.ranks import together, worlds
 from tests.run.test_preferences import dpo_run, preferences
 from tests.run.test_training import configuration, lines, train
