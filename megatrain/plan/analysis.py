@@ -9,11 +9,9 @@ how much it has to do. `report` shows the results.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import ceil, inf
-from typing import Any
 
 from megatrain.formatting import SECONDS_PER_DAY
 from megatrain.plan.cost import (
@@ -343,7 +341,7 @@ def _changes_of_the_machine(question: Question, plan: Plan | None) -> dict[str, 
 
     def twice(*resources: str) -> Question:
         rates = chain.from_iterable(RESOURCES[name] for name in resources)
-        return replace(question, hardware=_faster(hardware, rates, 2.0))
+        return replace(question, hardware=_with_assumed_rates(hardware).scaled(rates, 2.0))
 
     if hardware.computes_in_host_memory:
         changed = {"twice the memory": _twice_the_host(question), "twice the memory's bandwidth": twice(*MEMORIES)}
@@ -384,32 +382,16 @@ def _next_device_size(nbytes: int) -> int:
 
 def with_more(hardware: Hardware, resource: str, factor: float) -> Hardware:
     """The machine with `factor` times the rates of a resource (a key of `RESOURCES`)."""
-    return _faster(hardware, RESOURCES[resource], factor)
+    return _with_assumed_rates(hardware).scaled(RESOURCES[resource], factor)
 
 
-def _faster(hardware: Hardware, fields: Iterable[str], factor: float) -> Hardware:
-    """The machine with `factor` times these rates, or times those that `cost` assumes for unknown ones. A field may be
-    a table of rates."""
+def _with_assumed_rates(hardware: Hardware) -> Hardware:
+    """The machine with the rates that `cost` assumes for unknown ones."""
     read, write = disk_bandwidths(hardware)
-    hardware = replace(
+    return replace(
         hardware,
         host_dram_bandwidth=host_dram_bandwidth(hardware),
         host_copy_bandwidth=packing_bandwidth(hardware),
         disk_read_bandwidth=read,
         disk_write_bandwidth=write,
     )
-    rates: dict[str, Any] = {}
-    for field in fields:
-        rate = getattr(hardware, field)
-        if isinstance(rate, tuple):
-            rates[field] = tuple(_faster_row(row, factor) for row in rate)
-        elif rate is not None:
-            rates[field] = factor * rate
-    return replace(hardware, **rates)
-
-
-def _faster_row(row: Any, factor: float) -> Any:
-    if isinstance(row, tuple):  # (threads, rate)
-        return row[0], factor * row[1]
-    rates = [name for name in row.__slots__ if name.endswith(("flops", "bandwidth"))]
-    return replace(row, **{name: factor * getattr(row, name) for name in rates})

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -244,15 +244,6 @@ def seconds_on(plan: Plan, question: Question) -> float:
 def estimate(question: Question, choice: Choice, micro_batch: int) -> Estimate:
     """What `examine` would find, extrapolated from shallow versions of the model."""
     return _estimate(question.cost_key, _without_unused_slots(choice), micro_batch)
-
-
-def error_key(choice: Choice, micro_batch: int) -> Hashable:
-    """What the error of an estimate, made from few layers and micro-batches, mostly depends on."""
-    return (
-        micro_batch,
-        choice.policy.micro_batches_per_round,
-        (choice.policy.activations, *choice.policy.activations_by_layer),
-    )
 
 
 def _without_unused_slots(choice: Choice) -> Choice:

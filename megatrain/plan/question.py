@@ -60,9 +60,6 @@ class Choice:
 
 NUMERICS = frozenset(field.name for field in fields(Numerics))
 
-Candidate = tuple[Choice, int]
-"""(how a step is run, sequences per micro-batch)"""
-
 
 @dataclass(frozen=True)
 class Question:

@@ -30,7 +30,10 @@ SHARED = (
 )
 """Rates of a machine that its ranks share."""
 
-OF_CORES = ("flops", "flops_fp32", "device_bandwidth", "elementwise_bandwidth")
+OF_CORES = (
+    *("flops", "flops_fp32", "products", "attention"),
+    *("device_bandwidth", "elementwise_bandwidth", "elementwise"),
+)
 """Rates that the ranks share, in addition to `SHARED`, if they compute on the cores of the host."""
 
 
@@ -171,22 +174,14 @@ def _with_slots_in_host(hardware: Hardware, here: int) -> Hardware:
     """The machine for ranks that compute in host memory, as on a CPU: each has its share of the cores, and slots in
     half of the host memory. Collectives copy between the memories of two ranks."""
     copies = packing_bandwidth(hardware)
-    found: dict[str, Any] = {name: _over(getattr(hardware, name), here) for name in OF_CORES}
-    found["products"] = tuple(replace(row, flops=row.flops / here) for row in hardware.products)
-    found["attention"] = tuple(
-        replace(row, forward_flops=row.forward_flops / here, backward_flops=row.backward_flops / here)
-        for row in hardware.attention
-    )
-    found["elementwise"] = tuple(
-        replace(row, forward_bandwidth=row.forward_bandwidth / here, backward_bandwidth=row.backward_bandwidth / here)
-        for row in hardware.elementwise
-    )
-    found |= {"link_route": "host", "shares_memory": False, "slots_in_host": True, "pinnable_nbytes": None}
-    if hardware.link_bandwidth is None:
-        found["link_bandwidth"] = copies / 2
-        found["sources"] = (*hardware.sources, ("link_bandwidth", "assumed: half of what one thread copies"))
+    hardware = hardware.scaled(OF_CORES, 1 / here)
     half = hardware.host_nbytes // 2
-    return replace(hardware, host_nbytes=half, device_nbytes=half // here, **found)
+    changed: dict[str, Any] = {"host_nbytes": half, "device_nbytes": half // here, "pinnable_nbytes": None}
+    changed |= {"link_route": "host", "shares_memory": False, "slots_in_host": True}
+    if hardware.link_bandwidth is None:
+        changed["link_bandwidth"] = copies / 2
+        changed["sources"] = (*hardware.sources, ("link_bandwidth", "assumed: half of what one thread copies"))
+    return replace(hardware, **changed)
 
 
 def _part(count: int | None, here: int) -> int | None:

@@ -28,7 +28,7 @@ from megatrain.dist.world import refuse_unlike
 from megatrain.errors import ConfigError, RankError
 from megatrain.plan import Plan, Question, available_threads, find_plan, question_of_one
 from megatrain.plan.ranks import lacking_links
-from megatrain.spec import Hardware, Placement
+from megatrain.spec import Hardware
 from megatrain.system.environment import find_launch
 from megatrain.train.events import Ended, Event, Resumed, Saved, Skipped, Stepped
 from megatrain.train.options import threads_of
@@ -157,9 +157,7 @@ class Ranks:
         told = self.world.agree("the plan", chosen)[0]
         assert told is not None
         if not self.leads:
-            rows = {name: _frozen(value) for name, value in told.items()}
-            rows["placements"] = tuple(Placement(**each) for each in told["placements"])
-            plans.append(find_plan(replace(mine, overrides=rows)))
+            plans.append(find_plan(replace(mine, overrides=told)))
         return plans[0]
 
     def open_log(self, folder: Path) -> TextIO:
@@ -253,10 +251,6 @@ def refuse_what_ranks_lack(config: Config) -> None:
 def own_of(world: World, batches: Sequence[T]) -> Sequence[T]:
     """This rank's share of the micro-batches for a validation loss; if there are too few, all ranks get all."""
     return batches[world.rank :: world.size] if len(batches) >= world.size else batches
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def with_links(hardware: Hardware, world: World, device: Device, here: int) -> Hardware:

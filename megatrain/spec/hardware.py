@@ -5,8 +5,9 @@ Rates are rows, stored in files, between which the planner interpolates (`plan.c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, get_args
 
 from megatrain.spec.numerics import Precision
 from megatrain.spec.validate_fields import Bounds
@@ -182,3 +183,21 @@ class Hardware:
     def computes_in_host_memory(self) -> bool:
         """Whether nothing crosses a bus, as on a cpu."""
         return self.shares_memory or self.slots_in_host
+
+    def scaled(self, rates: Iterable[str], factor: float) -> Hardware:
+        """The same machine with `factor` times the rates in these fields, of which those unknown stay so. A field may
+        be a table of rates."""
+        return replace(self, **{name: _scaled(getattr(self, name), factor) for name in rates})
+
+
+def _scaled(rate: Any, factor: float) -> Any:
+    if isinstance(rate, tuple):
+        return tuple(_scaled_row(row, factor) for row in rate)
+    return None if rate is None else factor * rate
+
+
+def _scaled_row(row: Any, factor: float) -> Any:
+    if isinstance(row, tuple):  # (threads, rate)
+        return row[0], factor * row[1]
+    rates = [name for name in row.__slots__ if name.endswith(("flops", "bandwidth"))]
+    return replace(row, **{name: factor * getattr(row, name) for name in rates})
