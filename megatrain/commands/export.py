@@ -65,9 +65,9 @@ def run_export(
     Raises `ModelError` if the model cannot be read, `ExportError` if the folder cannot be written or already holds a
     model, and if `merge` does not match whether `source` is an adapter.
     """
-    there = usable_path(target, where="TARGET", error=ExportError, to_write="folder")
-    if holds_model(there, overwrite=overwrite):
-        notice(f"replacing the model in {there}")
+    folder_path = usable_path(target, where="TARGET", error=ExportError, to_write="folder")
+    if holds_model(folder_path, overwrite=overwrite):
+        notice(f"replacing the model in {folder_path}")
     source = ModelToRead(source) if isinstance(source, str) else source
     name = model_named(source.name)
     pretrained = pretrained_source(name, trust_remote_code=source.trust_remote_code, base=source.base)
@@ -90,7 +90,7 @@ def run_export(
     written = export_units(
         ported,
         map(masters, ported.structure.units),
-        there,
+        folder_path,
         precision=precision,
         facts={"made from": source.name},
         write_more=_tokenizer(name) or (None if adapted is None else _tokenizer(adapted.base_name)),

@@ -70,8 +70,8 @@ class GenerationModel:
         self._base, behind = base, model_behind(self._folder, base)
         config = read_config(behind, where=f"model {behind}", trust_remote_code=trust_remote_code)
         self.positions = position_limit(config)
-        own = (Path(self._folder) / "tokenizer_config.json").exists()
-        self.tokenizer = load_tokenizer(self._folder if own else behind)
+        has_tokenizer = (Path(self._folder) / "tokenizer_config.json").exists()
+        self.tokenizer = load_tokenizer(self._folder if has_tokenizer else behind)
         self.ends: list[int] = []
         """Ids that end an answer, besides those of the model's generation config."""
 

@@ -70,12 +70,13 @@ def write_translation(source: Path, target: Path, hardware: str | None) -> list[
     this machine. Reads no model and no data. Raises `ConfigError` if `target` exists, and as `translate` does.
     """
     _refuse_existing(target)
-    found = translate(source)
+    translation = translate(source)
     on_cpu = _has_no_gpu() if hardware is None else load_hardware(hardware).shares_memory
-    found.tree["train"] |= {"device": "cpu" if on_cpu else "cuda:0"} | ({"hardware": hardware} if hardware else {})
+    machine = {"device": "cpu" if on_cpu else "cuda:0", **({"hardware": hardware} if hardware else {})}
+    translation.tree["train"] |= machine
     head = f"Translated from {source.name} by `megatrain init --from`; change what you like."
-    _write(found.text([head, "`megatrain train --keys` explains every key."]), target)
-    return found.lines()
+    _write(translation.text([head, "`megatrain train --keys` explains every key."]), target)
+    return translation.lines()
 
 
 def _has_no_gpu() -> bool:
@@ -109,11 +110,11 @@ def recipe_text(answers: Answers, plan: Plan, *, is_chat: bool, tokens: int | No
     """The YAML text. is_chat: the data are samples with answers, not plain text. tokens: their approximate number."""
     question, hardware = plan.question, plan.question.hardware
     rows = question.tokens_per_step // question.length
-    there = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
+    totals = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
     memory = [
-        f"{amount(nbytes)} of {amount(there[tier])} {tier}"
+        f"{amount(nbytes)} of {amount(totals[tier])} {tier}"
         for tier, nbytes in plan.nbytes.items()
-        if nbytes and there[tier]
+        if nbytes and totals[tier]
     ]
     verb = "Trains a fresh" if answers.from_scratch else "Fine-tunes" if is_chat else "Goes on training"
     steps, length, takes = _length(answers, plan, tokens, is_chat=is_chat)
@@ -176,13 +177,13 @@ def recipe_text(answers: Answers, plan: Plan, *, is_chat: bool, tokens: int | No
 
 def _length(answers: Answers, plan: Plan, tokens: int | None, *, is_chat: bool) -> tuple[int, str, str]:
     """The approximate number of steps, the line with the key that sets it, and a comment with the time."""
-    each = plan.question.tokens_per_step
-    passes = None if tokens is None else -(-EPOCHS * tokens // each)
+    in_step = plan.question.tokens_per_step
+    passes = None if tokens is None else -(-EPOCHS * tokens // in_step)
     if answers.steps is not None or (not is_chat and (passes is None or passes > STEPS)):
         steps = answers.steps or STEPS
         takes = "take" if steps > 1 else "takes"
         if tokens is not None:
-            takes = f"{'are' if steps > 1 else 'is'} about {counted_epochs(steps * each / tokens, 2)} and {takes}"
+            takes = f"{'are' if steps > 1 else 'is'} about {counted_epochs(steps * in_step / tokens, 2)} and {takes}"
         return steps, f"steps: {steps}", f"{counted(steps, 'step')} {takes} {duration(plan.seconds * steps)}"
     key = f"epochs: {EPOCHS}  # passes over the data; or `steps`"
     if passes is None:
@@ -193,8 +194,8 @@ def _length(answers: Answers, plan: Plan, tokens: int | None, *, is_chat: bool) 
 
 def _planned(answers: Answers, tokens: int | None) -> Plan:
     """The plan with `TOKENS_PER_STEP`, or fewer if they do not fit or the data is small."""
-    how: dict[str, Any] = {"adapter": answers.adapter, "trust_remote_code": answers.trust_remote_code}
-    spec = find_model(answers.model, answers.precision, **how)
+    options: dict[str, Any] = {"adapter": answers.adapter, "trust_remote_code": answers.trust_remote_code}
+    spec = find_model(answers.model, answers.precision, **options)
     most = spec.max_positions or LENGTH
     length = min(answers.sequence_length or LENGTH, most)
     hardware = find_hardware(answers.hardware, answers.precision)

@@ -47,6 +47,7 @@ from megatrain.plan.measured_models import (
     recall,
     remember,
 )
+from megatrain.plan.ranks import limits_of_machine
 from megatrain.plan.report import (
     Table,
     as_content,
@@ -432,11 +433,11 @@ def _refuse_numbers(length: int | None, tokens_per_step: int | None, memories: M
         raise ConfigError(what, where="--tokens-per-step", fix="give at least the tokens of one sequence")
 
 
-def _nbytes(tier: str, text: str | None, there: int) -> int | None:
+def _nbytes(tier: str, text: str | None, total: int) -> int | None:
     """Bytes from a string such as `24GB` or `80%` of `there`; for the disk also `0`."""
     if text is None:
         return None
-    return 0 if tier == "disk" and text.strip() == "0" else parse_nbytes(text, f"--{tier}-memory", there)
+    return 0 if tier == "disk" and text.strip() == "0" else parse_nbytes(text, f"--{tier}-memory", total)
 
 
 def _limits(machine: Hardware, memories: Mapping[str, str | None], *, is_this_one: bool) -> Limits:
@@ -447,18 +448,18 @@ def _limits(machine: Hardware, memories: Mapping[str, str | None], *, is_this_on
     if memories["device"] is not None and machine.shares_memory:
         what = f"{machine.name} has no device memory of its own"
         raise ConfigError(what, where="--device-memory", fix="give --host-memory only")
-    there = {"device": machine.device_nbytes, "host": machine.host_nbytes, "disk": machine.disk_nbytes or 0}
-    found = {tier: _nbytes(tier, text, there[tier]) for tier, text in memories.items()}
-    for tier, nbytes in found.items():
-        if is_this_one and nbytes and 0 < there[tier] < nbytes:
-            what = f"{at_least(nbytes)} of {tier} memory are asked for, but this machine has {at_most(there[tier])}"
+    totals = {"device": machine.device_nbytes, "host": machine.host_nbytes, "disk": machine.disk_nbytes or 0}
+    limits = {tier: _nbytes(tier, text, totals[tier]) for tier, text in memories.items()}
+    for tier, nbytes in limits.items():
+        if is_this_one and nbytes and 0 < totals[tier] < nbytes:
+            what = f"{at_least(nbytes)} of {tier} memory are asked for, but this machine has {at_most(totals[tier])}"
             raise ConfigError(what, where=f"--{tier}-memory", fix="give less, or name another machine with --hardware")
     total = machine.device_nbytes + machine.host_nbytes
-    if machine.divided_memory and total < sum(found[tier] or there[tier] for tier in ("device", "host")):
+    if machine.divided_memory and total < sum(limits[tier] or totals[tier] for tier in ("device", "host")):
         given, other = ("device", "host") if memories["device"] is not None else ("host", "device")
         what = f"device and host of {machine.name} divide one memory of {at_most(total)}"
         raise ConfigError(what, where=f"--{given}-memory", fix=f"give --{other}-memory too, so that both are no more")
-    return Limits(found["device"], found["host"], found["disk"])
+    return Limits(limits["device"], limits["host"], limits["disk"])
 
 
 def _length(spec: ModelSpec, length: int | None, tokens_per_step: int | None) -> int:
@@ -544,11 +545,11 @@ def _facts(plan: Plan, question: Question, run: Config | None, *, is_this_one: b
 def _asked(question: Question, machine: str) -> list[tuple[str, str]]:
     """Rows for memory limits that differ from what the machine has, and for device memory that is assumed."""
     hardware = question.hardware
-    there = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
+    totals = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
     rows = [
-        (f"{tier} memory", f"{amount(asked)} as asked; {machine} has {amount(there[tier])}")
-        for tier in there
-        if (asked := question.limits.of(tier)) and asked != there[tier]
+        (f"{tier} memory", f"{amount(asked)} as asked; {machine} has {amount(totals[tier])}")
+        for tier in totals
+        if (asked := question.limits.of(tier)) and asked != totals[tier]
     ]
     if hardware.divided_memory:
         rows.insert(0, ("device memory", dict(hardware.sources).get("device_nbytes", "a part of the host's")))
@@ -594,7 +595,33 @@ def _init(plan: Plan, model: str, options: Options) -> str:
     command += ["--from-scratch"] if content is not None and not is_saved else []
     command += ["--adapter", options.adapter] if options.adapter is not None else []
     command += ["--trust-remote-code"] if options.trust_remote_code else []
-    return f"{shlex.join(command)}, then {_train(plan, 'config.yaml')}"
+    keys = [f"{key}={value}" for key, value in _keys_beside_init(plan, options).items()]
+    return f"{shlex.join(command)}, then {_train(plan, 'config.yaml', *keys)}"
+
+
+def _keys_beside_init(plan: Plan, options: Options) -> dict[str, object]:
+    """Configuration keys of this plan that `megatrain init` would not write."""
+    question, hardware = plan.question, plan.question.hardware
+    keys: dict[str, object] = {}
+    if options.tokens_per_step is not None:
+        keys["train.global_batch_size"] = round(question.parts * question.sequences)
+    if not question.clips:
+        keys["train.max_grad_norm"] = "null"
+    if options.attention != "auto":
+        keys["model.attention"] = options.attention
+    totals = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
+    limits = {tier: nbytes for tier in totals if 0 < (nbytes := question.limits.of(tier) or 0) <= totals[tier]}
+    if hardware.divided_memory:  # a run would take each to be as large as what is free
+        limits = {tier: question.budgets()[tier] for tier in ("device", "host")} | limits
+    of_machine = limits_of_machine(question, limits)
+    return keys | {f"memory.{tier}": _exact(nbytes) for tier, nbytes in of_machine.items()}
+
+
+def _exact(nbytes: int) -> str | int:
+    """In whole megabytes, or quarters of a GiB, where that is no rounding."""
+    if nbytes % 10**6 == 0:
+        return f"{nbytes / 1e9:.12g}GB"
+    return nbytes if nbytes % (1 << 28) else f"{nbytes / (1 << 30):.12g}GiB"
 
 
 def _train(plan: Plan, *arguments: str) -> str:

@@ -128,51 +128,51 @@ def probe(
     clock = _Clock(time.perf_counter() + seconds, dict(_WEIGHTS))
     if device.shares_memory:
         del clock.weights["copies"]
-    found = _Findings(say)
+    findings = _Findings(say)
     threads = available_threads()
-    _identity(device, threads, found)
-    _capacities(device, folder, found)
-    _in_turn(device, threads, seconds, clock.deal("in turn"), found)
+    _identity(device, threads, findings)
+    _capacities(device, folder, findings)
+    _in_turn(device, threads, seconds, clock.deal("in turn"), findings)
     if not device.shares_memory:
-        _copies(device, clock, found)
-    _disk(folder, seconds, clock, found)
-    return Hardware(**found.values, sources=tuple(found.sources.items()))
+        _copies(device, clock, findings)
+    _disk(folder, seconds, clock, findings)
+    return Hardware(**findings.values, sources=tuple(findings.sources.items()))
 
 
-def _identity(device: Device, threads: int, found: _Findings) -> None:
+def _identity(device: Device, threads: int, findings: _Findings) -> None:
     model = getattr(device, "model", "")
     host = f"{counted(threads, 'thread')} of {processor_name()}"
     when = f"megatrain probe of {device.name}, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}"
-    found.note(when, name=f"{model}, {host}" if model else host, shares_memory=device.shares_memory)
+    findings.note(when, name=f"{model}, {host}" if model else host, shares_memory=device.shares_memory)
     known = machine_of_device(model) if model else None
     if known is not None:
         stated = {key: getattr(known, key) for key in ("peak_flops", "peak_flops_fp32")}
-        found.values |= stated
+        findings.values |= stated
         origins = dict(known.sources)
-        found.sources |= {key: origins[key] for key in stated if key in origins}
-    found.say(found.values["name"])
+        findings.sources |= {key: origins[key] for key in stated if key in origins}
+    findings.say(findings.values["name"])
 
 
-def _capacities(device: Device, folder: Path, found: _Findings) -> None:
+def _capacities(device: Device, folder: Path, findings: _Findings) -> None:
     host = available_host_nbytes()
     pinnable, why = _lockable(device, host)
-    own = host if device.shares_memory else device.free_nbytes()
-    found.note("free when it was probed, within the cgroups' limits", host_nbytes=host)
-    found.note("the host's" if device.shares_memory else "free when it was probed", device_nbytes=own)
-    found.note(why, pinnable_nbytes=pinnable)
+    on_device = host if device.shares_memory else device.free_nbytes()
+    findings.note("free when it was probed, within the cgroups' limits", host_nbytes=host)
+    findings.note("the host's" if device.shares_memory else "free when it was probed", device_nbytes=on_device)
+    findings.note(why, pinnable_nbytes=pinnable)
     disk = available_disk_nbytes(folder)
     where = "in host memory (tmpfs): no disk" if lies_in_memory(folder) else "free when it was probed"
-    found.note(f"{folder}: {where}", disk_nbytes=disk)
-    found.say(
-        f"free: {own / 1e9:,.1f} GB on the device, {host / 1e9:,.1f} GB in the host, {disk / 1e9:,.1f} GB on disk"
+    findings.note(f"{folder}: {where}", disk_nbytes=disk)
+    findings.say(
+        f"free: {on_device / 1e9:,.1f} GB on the device, {host / 1e9:,.1f} GB in the host, {disk / 1e9:,.1f} GB on disk"
     )
     if pinnable < host and not device.shares_memory:
-        found.say(f"page-locked memory: at most {pinnable / 1e9:,.3g} GB ({why})")
+        findings.say(f"page-locked memory: at most {pinnable / 1e9:,.3g} GB ({why})")
     if (node := getattr(device, "node", None)) is not None:
         how = "host memory is allocated there" if binds(node.number) else "but binding to it is refused here"
-        found.say(f"NUMA node {node.number} of {node.of} is nearest to the device: {how}")
+        findings.say(f"NUMA node {node.number} of {node.of} is nearest to the device: {how}")
     if lies_in_memory(folder):
-        found.say(f"{folder} is in host memory (tmpfs), not on a disk: a disk tier there would be useless")
+        findings.say(f"{folder} is in host memory (tmpfs), not on a disk: a disk tier there would be useless")
 
 
 def _lockable(device: Device, host_nbytes: int) -> tuple[int, str]:
@@ -188,7 +188,7 @@ def _lockable(device: Device, host_nbytes: int) -> tuple[int, str]:
     return (host_nbytes, f"measured: the driver locks more than the limit, {limit:,} bytes") if passed else (limit, why)
 
 
-def _in_turn(device: Device, threads: int, whole_seconds: float, seconds: float, found: _Findings) -> None:
+def _in_turn(device: Device, threads: int, whole_seconds: float, seconds: float, findings: _Findings) -> None:
     """Measure compute and passes over host memory in turn, for `seconds`; more time allows larger buffers."""
     most = min(MOST_PARAMS, available_host_nbytes() // 8 // HELD_NBYTES_PER_PARAM)
     numel = max(1 << 16, int(most * min(1.0, whole_seconds / SECONDS)))
@@ -204,38 +204,38 @@ def _in_turn(device: Device, threads: int, whole_seconds: float, seconds: float,
     shares = {name: seconds * weight / sum(_IN_TURN.values()) for name, weight in _IN_TURN.items()}
     results = measure_in_turn(device, measurements, shares)
     for precision in PRECISIONS:
-        _products(precision, {kind: results[f"{kind} {precision}"] for kind in PRODUCT_KINDS}, found)
-        _attention(precision, results[f"attention {precision}"], found)
-    _device_memory(results, found)
-    _host(results, numel, device.shares_memory, found)
+        _products(precision, {kind: results[f"{kind} {precision}"] for kind in PRODUCT_KINDS}, findings)
+        _attention(precision, results[f"attention {precision}"], findings)
+    _device_memory(results, findings)
+    _host(results, numel, device.shares_memory, findings)
 
 
-def _products(precision: Precision, rows: Mapping[ProductKind, tuple[ProductRate, ...]], found: _Findings) -> None:
+def _products(precision: Precision, rows: Mapping[ProductKind, tuple[ProductRate, ...]], findings: _Findings) -> None:
     best = {kind: max(row.flops for row in each[len(each) // 2 :]) for kind, each in rows.items()}  # of larger ones
     key, count = {"bf16": "flops", "fp32": "flops_fp32"}[precision], len(rows["output"])
-    found.note(f"measured: the fastest of the larger half of {count} products", **{key: best["output"]})
-    found.note("measured", products=(*found.values.get("products", ()), *chain.from_iterable(rows.values())))
-    peak = found.values.get(f"peak_{key}")
+    findings.note(f"measured: the fastest of the larger half of {count} products", **{key: best["output"]})
+    findings.note("measured", products=(*findings.values.get("products", ()), *chain.from_iterable(rows.values())))
+    peak = findings.values.get(f"peak_{key}")
     share = f", {best['output'] / peak:.0%} of the datasheet" if peak else ""
     rates = ", ".join(f"{rate / 1e12:.3g} for {kind}s" for kind, rate in best.items())
-    found.say(f"matrix products in {precision} (TFLOP/s): {rates}{share}")
+    findings.say(f"matrix products in {precision} (TFLOP/s): {rates}{share}")
 
 
-def _attention(precision: Precision, rows: tuple[AttentionRate, ...], found: _Findings) -> None:
-    found.note("measured: PyTorch's own, causal", attention=(*found.values.get("attention", ()), *rows))
+def _attention(precision: Precision, rows: tuple[AttentionRate, ...], findings: _Findings) -> None:
+    findings.note("measured: PyTorch's own, causal", attention=(*findings.values.get("attention", ()), *rows))
     for row in rows[-1:]:
         rates = f"{row.forward_flops / 1e12:.3g} forward, {row.backward_flops / 1e12:.3g} backward"
-        found.say(f"attention {precision}: {rates} TFLOP/s at length {row.length}")
+        findings.say(f"attention {precision}: {rates} TFLOP/s at length {row.length}")
 
 
-def _device_memory(results: Mapping[str, Any], found: _Findings) -> None:
+def _device_memory(results: Mapping[str, Any], findings: _Findings) -> None:
     bandwidth, launch = results["device memory"], results["launches"]
     rows = {precision: results[f"elementwise {precision}"] for precision in PRECISIONS}
-    found.note("measured: a copy within device memory", device_bandwidth=bandwidth)
-    found.note("measured: layers like Llama's, without their products", elementwise=tuple(chain(*rows.values())))
-    found.note("measured: the smallest op, many in a row", launch_seconds=launch)
+    findings.note("measured: a copy within device memory", device_bandwidth=bandwidth)
+    findings.note("measured: layers like Llama's, without their products", elementwise=tuple(chain(*rows.values())))
+    findings.note("measured: the smallest op, many in a row", launch_seconds=launch)
     kept = ", ".join(f"{each[-1].forward_bandwidth / 1e9:,.1f} in {precision}" for precision, each in rows.items())
-    found.say(
+    findings.say(
         f"device memory: {bandwidth / 1e9:,.1f} GB/s copied, kept by elementwise ops {kept}; "
         f"a launch: {launch * 1e6:.1f} us"
     )
@@ -288,62 +288,62 @@ def _fresh_memory() -> Measurement:
     return Measurement({0: touch}, lambda spent: FRESH_NBYTES / spent[0], "host")
 
 
-def _host(results: Mapping[str, Any], numel: int, shares_memory: bool, found: _Findings) -> None:
+def _host(results: Mapping[str, Any], numel: int, shares_memory: bool, findings: _Findings) -> None:
     rows, norm, copied = results["optimizer"], results["norm"], results["host memory"]
     fresh, dram = results["fresh memory"], max(results["all of host memory"], rows[-1][1], norm)
-    found.note(f"measured: AdamW over {numel:,} parameters", optimizer_bandwidth=rows, host_bandwidth=rows[-1][1])
-    found.note(f"measured: {numel:,} bfloat16 gradients", norm_bandwidth=norm)
+    findings.note(f"measured: AdamW over {numel:,} parameters", optimizer_bandwidth=rows, host_bandwidth=rows[-1][1])
+    findings.note(f"measured: {numel:,} bfloat16 gradients", norm_bandwidth=norm)
     by_threads = ", ".join(f"{rate / 1e9:.1f} on {count}" for count, rate in rows)
-    found.say(f"optimizer pass: {by_threads} threads, in GB/s; norm: {norm / 1e9:.1f} GB/s")
-    found.note("measured: numpy, one thread", host_copy_bandwidth=copied)
-    found.note("measured: the most of a copy, AdamW and norms, on all threads", host_dram_bandwidth=dram)
-    found.note("measured: pages of new memory, each touched once", fresh_bandwidth=fresh)
+    findings.say(f"optimizer pass: {by_threads} threads, in GB/s; norm: {norm / 1e9:.1f} GB/s")
+    findings.note("measured: numpy, one thread", host_copy_bandwidth=copied)
+    findings.note("measured: the most of a copy, AdamW and norms, on all threads", host_dram_bandwidth=dram)
+    findings.note("measured: pages of new memory, each touched once", fresh_bandwidth=fresh)
     if shares_memory:
         origin = "nothing crosses a bus: a copy within host memory"
-        found.note(origin, fetch_bandwidth=copied, grad_bandwidth=copied)
-    each = f"one thread copies {copied / 1e9:.1f} GB/s, all together move {dram / 1e9:.1f} GB/s"
-    found.say(f"host memory: {each}, new pages come at {fresh / 1e9:.1f} GB/s")
+        findings.note(origin, fetch_bandwidth=copied, grad_bandwidth=copied)
+    copies = f"one thread copies {copied / 1e9:.1f} GB/s, all together move {dram / 1e9:.1f} GB/s"
+    findings.say(f"host memory: {copies}, new pages come at {fresh / 1e9:.1f} GB/s")
 
 
-def _copies(device: Device, clock: _Clock, found: _Findings) -> None:
+def _copies(device: Device, clock: _Clock, findings: _Findings) -> None:
     rates = copy_rates(device, clock.deal("copies"))
     kind = "page-locked" if rates.pinned else "pageable (page-locking was refused)"
-    found.note(f"measured: {kind}, alone", fetch_bandwidth=rates.fetch, grad_bandwidth=rates.grad)
+    findings.note(f"measured: {kind}, alone", fetch_bandwidth=rates.fetch, grad_bandwidth=rates.grad)
     both = f"measured: {kind}, both ways at once"
-    found.note(both, duplex_fetch_bandwidth=rates.duplex_fetch, duplex_grad_bandwidth=rates.duplex_grad)
+    findings.note(both, duplex_fetch_bandwidth=rates.duplex_fetch, duplex_grad_bandwidth=rates.duplex_grad)
     pageable = {"pageable_fetch_bandwidth": rates.pageable_fetch, "pageable_grad_bandwidth": rates.pageable_grad}
-    found.note("measured: pageable, alone", **pageable)
+    findings.note("measured: pageable, alone", **pageable)
     if not rates.pinned:
-        found.note("page-locking was refused", pinnable_nbytes=0)
-        found.say(
+        findings.note("page-locking was refused", pinnable_nbytes=0)
+        findings.say(
             "host memory cannot be page-locked here, so copies are slow; see `ulimit -l` and the container's limits"
         )
     ways = f"in {rates.fetch / 1e9:.1f}, out {rates.grad / 1e9:.1f}"
     at_once = f"at once {rates.duplex_fetch / 1e9:.1f} and {rates.duplex_grad / 1e9:.1f}"
     slow = f"pageable {rates.pageable_fetch / 1e9:.1f} and {rates.pageable_grad / 1e9:.1f}"
-    found.say(f"host and device: {ways}, {at_once}, {slow} GB/s")
+    findings.say(f"host and device: {ways}, {at_once}, {slow} GB/s")
 
 
-def _disk(folder: Path, seconds: float, clock: _Clock, found: _Findings) -> None:
-    free = found.values["disk_nbytes"]
+def _disk(folder: Path, seconds: float, clock: _Clock, findings: _Findings) -> None:
+    free = findings.values["disk_nbytes"]
     if free < LEAST_FREE_NBYTES:
-        found.say(f"disk: {free / 1e6:,.0f} MB free in {folder}, too little to measure")
+        findings.say(f"disk: {free / 1e6:,.0f} MB free in {folder}, too little to measure")
         return
     nbytes = int(min(FILE_NBYTES, free // 4) * min(1.0, seconds / SECONDS))
     speed = disk_speed(folder, nbytes, clock.deal("disk"))
     best = speed.best
-    how = "direct" if speed.direct else "through the page cache, direct I/O was refused"
-    source = f"measured: {how}, a file of {speed.file_nbytes >> 20} MiB, {speed.written_nbytes >> 20} MiB written"
-    found.note(source, disk_read_bandwidth=best.read_bandwidth, disk_write_bandwidth=best.write_bandwidth)
+    access = "direct" if speed.direct else "through the page cache, direct I/O was refused"
+    source = f"measured: {access}, a file of {speed.file_nbytes >> 20} MiB, {speed.written_nbytes >> 20} MiB written"
+    findings.note(source, disk_read_bandwidth=best.read_bandwidth, disk_write_bandwidth=best.write_bandwidth)
     both = {
         "disk_duplex_read_bandwidth": speed.duplex_read_bandwidth,
         "disk_duplex_write_bandwidth": speed.duplex_write_bandwidth,
     }
-    found.note(f"{source}, both ways at once", **both)
-    found.note(source, disk_block_nbytes=best.block_nbytes, disk_depth=best.depth, disk_rates=speed.rates)
+    findings.note(f"{source}, both ways at once", **both)
+    findings.note(source, disk_block_nbytes=best.block_nbytes, disk_depth=best.depth, disk_rates=speed.rates)
     rates = f"{best.read_bandwidth / 1e9:.2f} GB/s read, {best.write_bandwidth / 1e9:.2f} written"
     rates += f", at once {speed.duplex_read_bandwidth / 1e9:.2f} and {speed.duplex_write_bandwidth / 1e9:.2f}"
-    found.say(f"disk: {rates}, {best.depth} blocks of {best.block_nbytes >> 10} KiB at once, {how}")
+    findings.say(f"disk: {rates}, {best.depth} blocks of {best.block_nbytes >> 10} KiB at once, {access}")
 
 
 def _existing(path: Path) -> Path:

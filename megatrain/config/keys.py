@@ -414,8 +414,8 @@ class TrainSection(Section):
             raise ValueError("learning_rates follow learning_rate, which is 0; freeze the other parameters instead")
         if self.dpo_loss == "ipo" and self.dpo_label_smoothing:
             raise ValueError("dpo_loss=ipo does not use dpo_label_smoothing; leave it out")
-        own = ("kto_loss", "kto_desirable_weight", "kto_undesirable_weight")
-        for key in ("beta", "dpo_reference", "dpo_loss", "dpo_label_smoothing", "simpo_gamma", *own):
+        of_kto = ("kto_loss", "kto_desirable_weight", "kto_undesirable_weight")
+        for key in ("beta", "dpo_reference", "dpo_loss", "dpo_label_smoothing", "simpo_gamma", *of_kto):
             shared = {"beta": self.prefers, "dpo_reference": self.has_reference}
             reads = shared.get(key, key.startswith(self.objective))
             if not reads and getattr(self, key) != type(self).model_fields[key].default:
@@ -771,12 +771,13 @@ def _flat_metadata(metadata: Sequence[Any]) -> list[Any]:
 
 def _bounds(metadata: Sequence[Any], *, whole: bool) -> str:
     """`of 0 or more`, `above 0`, `from 0 to 1`, `from 0 to below 1`."""
-    found = {name: getattr(each, name) for each in metadata for name in ("ge", "gt", "le", "lt") if hasattr(each, name)}
-    low, high = found.get("ge"), found.get("le")
-    if whole and "gt" in found:
-        low = found["gt"] + 1
-    least = None if low is None and "gt" not in found else f"above {found['gt']:g}" if low is None else f"{low:g}"
-    most = f"{high:,.10g}" if high is not None else f"below {found['lt']:,.10g}" if "lt" in found else None
+    names = ("ge", "gt", "le", "lt")
+    bounds = {name: getattr(rule, name) for rule in metadata for name in names if hasattr(rule, name)}
+    low, high = bounds.get("ge"), bounds.get("le")
+    if whole and "gt" in bounds:
+        low = bounds["gt"] + 1
+    least = None if low is None and "gt" not in bounds else f"above {bounds['gt']:g}" if low is None else f"{low:g}"
+    most = f"{high:,.10g}" if high is not None else f"below {bounds['lt']:,.10g}" if "lt" in bounds else None
     if least is None:
         return ""
     if most is None:

@@ -189,11 +189,11 @@ FAR = 0.8
 
 def complaint(error: ValidationError, path: Path, places: Mapping[str, str]) -> ConfigError:
     """The first of pydantic's errors, in one line. Unknown keys come first, because they may cause other errors."""
-    found = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
-    first = found[0]
+    mistakes = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
+    first = mistakes[0]
     key, kind, message = _dotted(first["loc"]), first["type"], first["msg"]
     where = next((places[part] for part in _prefixes(key) if part in places), str(path))
-    keys = {_dotted(one["loc"]) for one in found}
+    keys = {_dotted(one["loc"]) for one in mistakes}
     more = f" ({len(keys) - 1} more to correct)" if len(keys) > 1 else ""
     if kind == "extra_forbidden":
         return ConfigError(f"unknown key {key}{more}", where=where, fix=_nearest(key))

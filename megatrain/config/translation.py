@@ -60,15 +60,15 @@ class Translation:
         """The configuration as YAML, below comments: the lines `head`, then `lines()`."""
         comments = [f"# {line}".rstrip() for line in (*head, *(("", *self.lines()) if self.lines() else ()))]
         sections = [{name: self.tree[name]} for name in Config.model_fields if self.tree.get(name)]
-        how: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "width": 110}
-        keys = [yaml.dump(section, Dumper=YamlDumper, **how).rstrip("\n") for section in sections]
+        options: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "width": 110}
+        keys = [yaml.dump(section, Dumper=YamlDumper, **options).rstrip("\n") for section in sections]
         return "\n\n".join(["\n".join(comments), *keys]) + "\n"
 
     def lines(self) -> list[str]:
         """A report for the user on all keys that were not simply taken over, under headings."""
         parts = {"Taken over, but:": self.notes, "Left out:": self.left_out, "Of no known meaning:": self.unknown}
-        found = [line for head, lines in parts.items() if lines for line in (head, *(f"  {each}" for each in lines))]
-        return [*found, f"Not set there: {', '.join(self.unset)}"] if self.unset else found
+        report = [line for head, lines in parts.items() if lines for line in (head, *(f"  {each}" for each in lines))]
+        return [*report, f"Not set there: {', '.join(self.unset)}"] if self.unset else report
 
 
 class Reader:
@@ -118,12 +118,12 @@ class Reader:
     def texts(self, name: str, value: Any) -> list[str]:
         """A list, or what a text holds between commas. Raises `ConfigError` for what is neither."""
         listed = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
-        found = [
+        names = [
             str(part).strip() for part in listed if isinstance(part, str | int | float) and not isinstance(part, bool)
         ]
-        if len(found) < len(listed) or "" in found:
+        if len(names) < len(listed) or "" in names:
             self.refuse(name, "is neither a name nor a list of names", "give names, with commas between")
-        return found
+        return names
 
     def put(self, key: str, value: Any, *names: str) -> None:
         """Set our `key`, translated from the other trainer's key or keys `names`."""

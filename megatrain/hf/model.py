@@ -99,10 +99,10 @@ def named_model(name: str, args: Any, *, adapted: bool = False) -> PreTrainedMod
 
 def _dtype(wanted: Any, files: PretrainedSource) -> torch.dtype:
     """The dtype meant by an argument of `from_pretrained`: a dtype, its name, or `auto`."""
-    found = files.dtype if wanted == "auto" else getattr(torch, wanted, None) if isinstance(wanted, str) else wanted
-    if not isinstance(found, torch.dtype):
+    dtype = files.dtype if wanted == "auto" else getattr(torch, wanted, None) if isinstance(wanted, str) else wanted
+    if not isinstance(dtype, torch.dtype):
         raise ConfigError(f"dtype={wanted!r} is not a torch dtype", where=WHERE, fix="use float32 or bfloat16")
-    return found
+    return dtype
 
 
 def _refuse_device_map(given: Any) -> None:

@@ -69,48 +69,48 @@ class _TensorValues:
 
 def snapshot_of(model: nn.Module) -> Snapshot:
     """Everything in a model whose change the engine would not notice."""
-    found: dict[tuple[str, str], Any] = {}
+    facts: dict[tuple[str, str], Any] = {}
     configs: dict[int, tuple[str, PreTrainedConfig]] = {}
     with torch._C.DisableTorchFunctionSubclass():  # reads no values of lazy parameters
         for name, module in model.named_modules(remove_duplicate=False):
-            found[name, ""] = module, type(module)
+            facts[name, ""] = module, type(module)
             for attribute, value in _module_attributes(module):
                 if issubclass(type(value), PreTrainedConfig):  # isinstance is slow with one
                     configs.setdefault(id(value), (f"{name}.{attribute}".strip("."), value))
                 else:
-                    found[name, attribute] = _comparable(value)
+                    facts[name, attribute] = _comparable(value)
         for name, parameter in model.named_parameters():
-            found[name, ""] = nn.Parameter
-            found[name, "shape"] = tuple(parameter.shape)
-            found[name, "dtype"] = parameter.dtype
-            found[name, "requires_grad"] = parameter.requires_grad
+            facts[name, ""] = nn.Parameter
+            facts[name, "shape"] = tuple(parameter.shape)
+            facts[name, "dtype"] = parameter.dtype
+            facts[name, "requires_grad"] = parameter.requires_grad
             for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
                 if hooks := getattr(parameter, kind):
-                    found[name, kind] = tuple(hooks.values())
-    found["", "loss_function"] = getattr(model, "loss_function", None)
+                    facts[name, kind] = tuple(hooks.values())
+    facts["", "loss_function"] = getattr(model, "loss_function", None)
     for name, config in configs.values():
-        found |= {(name, field): _comparable(value) for field, value in _config_fields(config)}
-    return found
+        facts |= {(name, field): _comparable(value) for field, value in _config_fields(config)}
+    return facts
 
 
 def _module_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Name and value of the hooks, buffers and attributes to compare."""
-    own = vars(module)
+    attributes = vars(module)
     for kind in HOOKS:
-        if own[kind] and (
-            hooks := tuple(h for h in own[kind].values() if not defining_module(h).startswith(HARMLESS_HOOKS))
+        if attributes[kind] and (
+            hooks := tuple(h for h in attributes[kind].values() if not defining_module(h).startswith(HARMLESS_HOOKS))
         ):
             yield kind, hooks
-    if "forward" in own and (forward := custom_forward(module)) is not None:
+    if "forward" in attributes and (forward := custom_forward(module)) is not None:
         yield "forward", forward
-    if _changes_with_length(own.get("rope_type")):
+    if _changes_with_length(attributes.get("rope_type")):
         return
-    for name, value in own.items():
+    for name, value in attributes.items():
         if name[0] == "_" or name in UNCHECKED_ATTRIBUTES:
             continue
         if not (callable(value) and callable(getattr(PreTrainedModel, name, None))):  # such as a user's own `generate`
             yield name, value
-    yield from own["_buffers"].items()
+    yield from attributes["_buffers"].items()
 
 
 def _changes_with_length(rope_type: Any) -> bool:
@@ -155,15 +155,15 @@ def refuse_changes(before: Snapshot, now: Snapshot) -> None:
     if before == now:
         return
     for key in {**before, **now}:
-        was, found = before.get(key, ABSENT), now.get(key, ABSENT)
-        if was is found or was == found or was is NOT_COMPARED:
+        was, is_now = before.get(key, ABSENT), now.get(key, ABSENT)
+        if was is is_now or was == is_now or was is NOT_COMPARED:
             continue
-        if (found is NOT_COMPARED or isinstance(found, _TensorValues)) and was in (None, ABSENT, [], {}):
+        if (is_now is NOT_COMPARED or isinstance(is_now, _TensorValues)) and was in (None, ABSENT, [], {}):
             continue  # a cache that has been filled
         what, since = ".".join(filter(None, key)) or "model", "since the engine was created"
-        if all(isinstance(each, (*COMPARABLE_TYPES, _Absent)) for each in (was, found)):
-            what = f"{what} was {was!r} when the engine was created and is {found!r} now"
-        elif was is ABSENT or found is ABSENT:
+        if all(isinstance(each, (*COMPARABLE_TYPES, _Absent)) for each in (was, is_now)):
+            what = f"{what} was {was!r} when the engine was created and is {is_now!r} now"
+        elif was is ABSENT or is_now is ABSENT:
             what = f"{what} has been {'added' if was is ABSENT else 'removed'} {since}"
         else:
             what = f"{what} has been changed {since}"

@@ -105,21 +105,21 @@ class EngineOptimizer(torch.optim.Optimizer):
         """
         groups = groups or self.param_groups
         groups = [group for group in groups if group["params"]] or groups
-        found = [group.get(name, self.defaults[name]) for group in groups]
-        if any(each != found[0] for each in found):
-            what = f"the parameter groups have different {NAMES[name]}: {sorted(found)}"
+        values = [group.get(name, self.defaults[name]) for group in groups]
+        if any(each != values[0] for each in values):
+            what = f"the parameter groups have different {NAMES[name]}: {sorted(values)}"
             fix = "set rates by name in engine_options={'optimizer': AdamW(learning_rates=...)}" if name == "lr" else ""
             raise ConfigError(what, where=WHERE, fix=fix or "set one value for all")
-        return found[0]
+        return values[0]
 
     def _parameter_ids(self) -> list[list[int]]:
         return [[id(parameter) for parameter in group["params"]] for group in self.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         """The groups with their current learning rates; instead of moments, a message where those are."""
-        found = super().state_dict()
-        numbers = [number for group in found["param_groups"] for number in group["params"]]
-        return {**found, "state": {number: {"step": MOMENTS} for number in numbers[:1]}}
+        state = super().state_dict()
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        return {**state, "state": {number: {"step": MOMENTS} for number in numbers[:1]}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the groups, which are matched by position. Raises `ConfigError` if they were saved with other

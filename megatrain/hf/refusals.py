@@ -77,9 +77,9 @@ def refuse_model(model: Any, args: Any) -> None:
 
 def refuse_loss(model: Any) -> None:
     """Raise `ConfigError` for a `loss_function` other than the library's cross-entropy, since it would not be run."""
-    found = getattr(model, "loss_function", ForCausalLMLoss)
-    if found is not ForCausalLMLoss:
-        what = f"its loss_function, {getattr(found, '__name__', type(found).__name__)}, would not be run"
+    loss = getattr(model, "loss_function", ForCausalLMLoss)
+    if loss is not ForCausalLMLoss:
+        what = f"its loss_function, {getattr(loss, '__name__', type(loss).__name__)}, would not be run"
         fix = "give loss_fn instead, see megatrain.losses"
         raise ConfigError(what, where=type(model).__name__, fix=fix)
 

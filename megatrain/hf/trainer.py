@@ -163,11 +163,11 @@ class Streamed:
         finally:
             self.model.train(mode)
         if coefficient is not None:
-            found = engine.parts.ported.balance_coefficient
-            if found is None or not math.isclose(coefficient, found, rel_tol=1e-6):  # the model has it in float32
+            weight = engine.parts.ported.balance_coefficient
+            if weight is None or not math.isclose(coefficient, weight, rel_tol=1e-6):  # the model has it in float32
                 engine.close()
-                own = "has no such loss" if found is None else f"multiplies it by {found:g}"
-                what = f"router_aux_loss_coef={coefficient:g} is not supported: the model's own forward {own}"
+                has = "has no such loss" if weight is None else f"multiplies it by {weight:g}"
+                what = f"router_aux_loss_coef={coefficient:g} is not supported: the model's own forward {has}"
                 raise ConfigError(what, where=type(self.model).__name__, fix="set router_aux_loss_coef=0.0")
         return engine
 
@@ -237,8 +237,8 @@ class Streamed:
     @property
     def _engine_optimizer(self) -> EngineOptimizer:
         """The optimizer without accelerate's wrapper."""
-        found: EngineOptimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        return found
+        optimizer: EngineOptimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return optimizer
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float | None:
         return self._norm
@@ -271,10 +271,10 @@ class Streamed:
         batch |= {} if labels is None else with_weights(self._loss(), batch)
         targets = world.exchange("target tokens", 0 if labels is None else int((labels[:, 1:] != -100).sum()))
         if any(targets):
-            found = self.engine.measure([batch], self._loss(), router_weights(self, 1))
-            report_to_trl(self, "eval", found.by_micro_batch, [batch])
-            own = found.shares[world.rank] * world.size if world.size > 1 else found.loss
-            loss = torch.tensor(own, device=self.args.device)
+            measured = self.engine.measure([batch], self._loss(), router_weights(self, 1))
+            report_to_trl(self, "eval", measured.by_micro_batch, [batch])
+            share = measured.shares[world.rank] * world.size if world.size > 1 else measured.loss
+            loss = torch.tensor(share, device=self.args.device)
         if prediction_loss_only:
             return loss, None, None
         not_for_model = ("labels", *own_entries(self._loss()))
@@ -327,12 +327,12 @@ class Streamed:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         try:
-            found = open_checkpoint(resume_from_checkpoint)
+            checkpoint = open_checkpoint(resume_from_checkpoint)
         except DamagedCheckpoint as error:
             what = f"has no complete engine state ({error.what})"
             fix = "resume from a checkpoint of a streamed trainer, or start from its weights as a model"
             raise CheckpointError(what, where=resume_from_checkpoint, fix=fix) from error
-        self.engine.restore(found)
+        self.engine.restore(checkpoint)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
@@ -347,8 +347,8 @@ def _with_processor(name: str, args: Any, keywords: dict[str, Any]) -> dict[str,
     if revision is None or keywords.get("processing_class") is not None:
         return keywords
     trusted = getattr(args, "trust_remote_code", False)
-    found = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=trusted)
-    return {**keywords, "processing_class": found}
+    processor = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=trusted)
+    return {**keywords, "processing_class": processor}
 
 
 def engine_options(trainer: Any, given: EngineOptions) -> EngineOptions:

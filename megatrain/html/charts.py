@@ -77,9 +77,9 @@ def smoothed(values: Sequence[float], window: int) -> NDArray[np.float64]:
     counts = np.concatenate([[0], np.cumsum(finite)])
     middle = np.arange(ys.size)
     begin, end = np.maximum(middle - window // 2, 0), np.minimum(middle + window // 2 + 1, ys.size)
-    found = counts[end] - counts[begin]
+    number = counts[end] - counts[begin]
     means: NDArray[np.float64] = np.divide(
-        sums[end] - sums[begin], found, out=np.full(ys.size, np.nan), where=found > 0
+        sums[end] - sums[begin], number, out=np.full(ys.size, np.nan), where=number > 0
     )
     return means
 

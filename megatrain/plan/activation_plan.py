@@ -89,7 +89,7 @@ def _kind_costs(
 ) -> KindCosts:
     question = key.question
     model, hardware = question.model, question.hardware
-    found = {each.name: dict.fromkeys(KINDS, 0.0) for each in fields(KindCosts)}
+    costs = {each.name: dict.fromkeys(KINDS, 0.0) for each in fields(KindCosts)}
     measured = question.calibration or Calibration()
     reload, offload = measured.of("RELOAD", "layer"), measured.of("OFFLOAD", "layer")
     policy = Policy(offload_slots=offload_slots, micro_batches_per_round=micro_batches_per_round)
@@ -101,28 +101,28 @@ def _kind_costs(
         times = numbers[shape] * micros
         boundary = times * work.repeats * tokens * model.hidden_size * numerics.weight_nbytes
         profile, length = model.units[layer].profile, min(work.length or tokens, tokens)
-        found["device"]["graph"] += times * work.repeats * profile.kept(tokens // length, length)
-        again = times * price(layer, tokens, "")
-        found["compute"]["graph"] -= again
+        costs["device"]["graph"] += times * work.repeats * profile.kept(tokens // length, length)
+        recomputed = times * price(layer, tokens, "")
+        costs["compute"]["graph"] -= recomputed
         for keep, saved in SAVED_BY.items():
-            found["compute"][keep] -= again - times * price(layer, tokens, saved)
+            costs["compute"][keep] -= recomputed - times * price(layer, tokens, saved)
         for keep, like in NOT_OFFLOADED.items():
             stored = profile.stored(SAVED_BY[keep], tokens) if keep in SAVED_BY else 0
             crosses = boundary + times * work.repeats * stored
-            found["device"][like] += times * work.repeats * stored
-            found["device"][keep] -= boundary
+            costs["device"][like] += times * work.repeats * stored
+            costs["device"][keep] -= boundary
             inputs = tokens * model.hidden_size * numerics.weight_nbytes
-            found["slots"][keep] = max(found["slots"][keep], offload_slots * (inputs + stored))
-            found["host"][keep] += crosses
-            found["reload"][keep] += crosses / hardware.fetch_bandwidth * reload
-            found["offload"][keep] += crosses / hardware.grad_bandwidth * offload
-            found["dram"][keep] += 0.0 if hardware.shares_memory else crosses / host_dram_bandwidth(hardware)
-        found["device"]["drop"] -= boundary
-        found["compute"]["drop"] += again
+            costs["slots"][keep] = max(costs["slots"][keep], offload_slots * (inputs + stored))
+            costs["host"][keep] += crosses
+            costs["reload"][keep] += crosses / hardware.fetch_bandwidth * reload
+            costs["offload"][keep] += crosses / hardware.grad_bandwidth * offload
+            costs["dram"][keep] += 0.0 if hardware.shares_memory else crosses / host_dram_bandwidth(hardware)
+        costs["device"]["drop"] -= boundary
+        costs["compute"]["drop"] += recomputed
     rounds = round_count(policy, work.micro_batches * work.repeats)
     for tier in ("device", "host"):  # a round keeps activations of its own micro-batches only
-        found[tier] = {kind: nbytes / rounds for kind, nbytes in found[tier].items()}
-    return KindCosts(**{name: tuple(each[kind] for kind in KINDS) for name, each in found.items()})
+        costs[tier] = {kind: nbytes / rounds for kind, nbytes in costs[tier].items()}
+    return KindCosts(**{name: tuple(each[kind] for kind in KINDS) for name, each in costs.items()})
 
 
 def round_count(policy: Policy, micro_batches: float) -> float:
@@ -231,10 +231,10 @@ class Option:
         return self.choice if self.mixtures is None else self.choice.change(**self.mixtures.fields(self.counts))
 
 
-def estimate_rows(question: Question, choice: Choice, work: Work, found: Estimate) -> Estimate:
+def estimate_rows(question: Question, choice: Choice, work: Work, inputs: Estimate) -> Estimate:
     """The estimate of a policy with `activations_by_layer`. found: of the same policy, keeping inputs."""
     parts = _shares(choice.policy.activations_by_layer)
-    return _estimate(kind_costs(question, choice, work), parts, found, question.hardware.shares_memory)
+    return _estimate(kind_costs(question, choice, work), parts, inputs, question.hardware.shares_memory)
 
 
 def _shares(rows: ActivationRows) -> Any:
@@ -243,14 +243,14 @@ def _shares(rows: ActivationRows) -> Any:
     return np.array([[entries.count(kind) / len(entries) for kind in KINDS]])
 
 
-def _estimate(costs: KindCosts, parts: Any, found: Estimate, shares: bool) -> Estimate:
+def _estimate(costs: KindCosts, parts: Any, inputs: Estimate, shares: bool) -> Estimate:
     """The estimate of one mixture. parts: float[1, kinds], its share of the layers for each kind."""
-    device, host, seconds = (float(value[0]) for value in _bytes_and_seconds(costs, parts, found, shares))
+    device, host, seconds = (float(value[0]) for value in _bytes_and_seconds(costs, parts, inputs, shares))
     added_nbytes = {"device": device, "host": host}
-    nbytes = {tier: round(taken + added_nbytes.get(tier, 0.0)) for tier, taken in found.nbytes.items()}
+    nbytes = {tier: round(taken + added_nbytes.get(tier, 0.0)) for tier, taken in inputs.nbytes.items()}
     forward, backward = ({stream: float(value[0]) for stream, value in added.items()} for added in _added(costs, parts))
-    busy = _sum(_sum(found.busy, forward), backward)
-    return Estimate(seconds, nbytes, busy, _sum(found.late, backward), found.loss, found.movable)
+    busy = _sum(_sum(inputs.busy, forward), backward)
+    return Estimate(seconds, nbytes, busy, _sum(inputs.late, backward), inputs.loss, inputs.movable)
 
 
 def _added(costs: KindCosts, parts: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -265,7 +265,7 @@ def _sum(busy: Mapping[str, float], more: Mapping[str, float]) -> dict[str, floa
     return {stream: spent + more.get(stream, 0.0) for stream, spent in busy.items()}
 
 
-def _bytes_and_seconds(costs: KindCosts, parts: Any, found: Estimate, shares: bool) -> tuple[Any, Any, Any]:
+def _bytes_and_seconds(costs: KindCosts, parts: Any, inputs: Estimate, shares: bool) -> tuple[Any, Any, Any]:
     """For each mixture: bytes that it adds on the device and on the host, and seconds of the step.
 
     parts: float[mixtures, kinds], the share of the layers for each kind. All of the disk's seconds are bound to their
@@ -273,12 +273,12 @@ def _bytes_and_seconds(costs: KindCosts, parts: Any, found: Estimate, shares: bo
     """
     device = parts @ np.array(costs.device) + (parts > 0) @ np.array(costs.slots)
     host = parts @ np.array(costs.host) - (parts > 0) @ np.array(costs.slots) + (device if shares else 0.0)
-    bound = replace(found, movable=0.0)
+    bound = replace(inputs, movable=0.0)
     early, late = bound.passes()
     forward, backward = _added(costs, parts)
-    rest = max(0.0, found.seconds - bound.least_seconds())
+    rest = max(0.0, inputs.seconds - bound.least_seconds())
     passes = _pass_seconds(early, forward, shares) + _pass_seconds(late, backward, shares)
-    return device, host, passes + found.loss + rest
+    return device, host, passes + inputs.loss + rest
 
 
 def _pass_seconds(busy: Mapping[str, float], added: Mapping[str, Any], shares: bool) -> Any:
@@ -343,8 +343,8 @@ def rows_of(counts: Counts, layers: int, entries: int = 1) -> ActivationRows:
     by_layer = _spread_kinds({kind: counts[KINDS.index(kind)] for kind in BY_LAYER}, every, PARTS)
     rest = PARTS - sum(counts[KINDS.index(kind)] for kind in BY_LAYER)
     cells = [(layer, entry) for layer in every if layer not in by_layer for entry in range(entries)]
-    each = {kind: counts[KINDS.index(kind)] for kind in BY_ENTRY}
-    by_cell = _spread_kinds(each, cells, rest)
+    counts_by_kind = {kind: counts[KINDS.index(kind)] for kind in BY_ENTRY}
+    by_cell = _spread_kinds(counts_by_kind, cells, rest)
     return tuple(tuple(by_layer.get(layer) or by_cell[layer, entry] for entry in range(entries)) for layer in every)
 
 

@@ -44,8 +44,8 @@ def changes(question: Question) -> Iterator[tuple[str, Question]]:
             yield f"one sequence of {shorter:,} tokens", replace(question, tokens_per_step=shorter, length=shorter)
     if question.limits.disk_nbytes == 0 and question.hardware.disk_nbytes:
         yield "state on the disk (disk.folders)", replace(question, limits=replace(question.limits, disk_nbytes=None))
-    for tier, there in (("disk", question.hardware.disk_nbytes or 0), ("host", question.hardware.host_nbytes)):
-        if 0 < (question.limits.of(tier) or 0) < usable_nbytes(there):
+    for tier, total in (("disk", question.hardware.disk_nbytes or 0), ("host", question.hardware.host_nbytes)):
+        if 0 < (question.limits.of(tier) or 0) < usable_nbytes(total):
             limits = replace(question.limits, **{f"{tier}_nbytes": None})
             yield f"all of the machine's {tier} memory (no memory.{tier})", replace(question, limits=limits)
     if question.clips:

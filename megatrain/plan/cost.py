@@ -295,12 +295,12 @@ def step_flops(model: ModelSpec, sequences: Sequence[tuple[int, int]], targets: 
     active share. Embeddings are looked up, not multiplied; a tied one counts once, for the head. A frozen parameter
     costs 4, and 2 below the lowest trained unit, where there is no backward pass.
     """
-    each = head = 0.0
+    layers = head = 0.0
     for index, unit in enumerate(model.units[: model.epilogue + 1]):
         for param in _multiplied(model, unit):
             passes = 1 + (index >= model.lowest_trained) + param.trainable
             numbers = 2.0 * passes * param.numel * param.active
-            each, head = (each, head + numbers) if unit.kind == "epilogue" else (each + numbers, head)
+            layers, head = (layers, head + numbers) if unit.kind == "epilogue" else (layers + numbers, head)
     flops = head * (sum(count * length for count, length in sequences) if targets is None else targets)
     for count, length in sequences:
         attention = sum(
@@ -309,7 +309,7 @@ def step_flops(model: ModelSpec, sequences: Sequence[tuple[int, int]], targets: 
             * model.units[layer].profile.attended(length)
             for layer in model.layers
         )
-        flops += count * length * (each + attention)
+        flops += count * length * (layers + attention)
     return flops
 
 
@@ -375,23 +375,23 @@ def _seconds(timeline: Timeline) -> list[float]:
 
 def _own_seconds(timeline: Timeline) -> list[float]:
     """Seconds of each op; those in which several ops ran are divided evenly among them. Disk ops count in full."""
-    own = _seconds(timeline)
+    alone = _seconds(timeline)
     changes = []
     for index, op in enumerate(timeline.schedule.ops):
-        if op.stream not in DISK_STREAMS and own[index] > 0:
-            own[index] = 0.0
+        if op.stream not in DISK_STREAMS and alone[index] > 0:
+            alone[index] = 0.0
             changes += [(timeline.starts[index], True, index), (timeline.ends[index], False, index)]
     running: set[int] = set()
     before = 0.0
     for when, starts, index in sorted(changes):  # at the same time, ends come before starts
         for each in running:
-            own[each] += (when - before) / len(running)
+            alone[each] += (when - before) / len(running)
         before = when
         if starts:
             running.add(index)
         else:
             running.discard(index)
-    return own
+    return alone
 
 
 def op_seconds(
@@ -585,13 +585,13 @@ class _Prices:
     def _product(self, param: ParamSpec, tokens: int, kind: ProductKind = "output") -> float:
         """Seconds of one of the products of `tokens` with a weight."""
         *experts, n, k = param.shape
-        count, each = 1, tokens
+        count, rows = 1, tokens
         if param.active < 1:  # a product for each expert
-            count, each = prod(experts), max(1, round(tokens * param.active))
+            count, rows = prod(experts), max(1, round(tokens * param.active))
             count = min(count, tokens * max(1, round(count * param.active)))
         else:  # a single product, as of a convolution
             n *= prod(experts)
-        shape = {"output": (each, k, n), "input gradient": (each, n, k), "weight gradient": (n, each, k)}[kind]
+        shape = {"output": (rows, k, n), "input gradient": (rows, n, k), "weight gradient": (n, rows, k)}[kind]
         return count * product_seconds(self.hardware, self.numerics.precision, *shape, kind)
 
     def _dispatch(self, unit: UnitSpec, tokens: int) -> float:
@@ -634,8 +634,8 @@ class _Prices:
     def _accumulation(self, index: int, unit: UnitSpec) -> float:
         """Seconds to write a unit's gradient, read it again and add it to the sum."""
         numel = layout_of(unit).trained.size
-        each = accumulator_nbytes(self.model, self.numerics, self.work, index)
-        return numel * (2 * self.numerics.weight_nbytes + 2 * each) / self._copies
+        sum_nbytes = accumulator_nbytes(self.model, self.numerics, self.work, index)
+        return numel * (2 * self.numerics.weight_nbytes + 2 * sum_nbytes) / self._copies
 
     def _loss(self, unit: UnitSpec, tokens: int) -> float:
         """Head and cross-entropy, forward and backward, by chunks, of which the last may be smaller."""
@@ -650,8 +650,8 @@ class _Prices:
             products += self._product(param, chunk) + self._product(param, chunk, "input gradient")
             if param.trainable:
                 products += self._product(param, chunk, "weight gradient")
-                each = 2 * self.numerics.weight_nbytes + 2 * 4
-                added += param.numel * each / self._copies
+                element_nbytes = 2 * self.numerics.weight_nbytes + 2 * 4
+                added += param.numel * element_nbytes / self._copies
         moved = SOFTMAX_PASSES * 4 * chunk * self.model.vocab_size
         softmax, _ = elementwise_seconds(self.hardware, "fp32", moved, passes=1)
         return self._bounded_by_submission(products + added + softmax, 3 * self._launches(unit))

@@ -265,8 +265,8 @@ def _estimate(key: CostKey, choice: Choice, micro_batch: int) -> Estimate:
         return estimate_rows(question, choice, coarse(question, micro_batch), estimate(question, inputs, micro_batch))
     resident = set(choice.policy.placements) == {ON_DEVICE}
     if choice.policy.placements and not resident:
-        found = estimate(question, choice.change(placements=()), micro_batch)
-        return with_placements(question, choice, micro_batch, found)
+        in_host = estimate(question, choice.change(placements=()), micro_batch)
+        return with_placements(question, choice, micro_batch, in_host)
     seconds, loss, nbytes, busy, late = 0.0, 0.0, Counter[str](), Counter[str](), Counter[str]()
     works = _works(question, choice, micro_batch)
     # With several rounds, layers wait for gradient slots, so added layers have to be a multiple of these.
@@ -287,7 +287,7 @@ def _estimate(key: CostKey, choice: Choice, micro_batch: int) -> Estimate:
     return Estimate(seconds, {tier: round(count) for tier, count in nbytes.items()}, dict(busy), dict(late), loss)
 
 
-def with_placements(question: Question, choice: Choice, micro_batch: int, found: Estimate) -> Estimate:
+def with_placements(question: Question, choice: Choice, micro_batch: int, in_host: Estimate) -> Estimate:
     """The estimate of a policy with placements. found: of the same policy with all state in host memory.
 
     The change of bytes is exact. For the seconds, whatever the step took beyond the busiest stream of each pass, it
@@ -297,12 +297,12 @@ def with_placements(question: Question, choice: Choice, micro_batch: int, found:
     threads = choice.policy.host_threads
     state = state_numerics(choice.numerics), replace(state_policy(choice.policy), host_threads=threads)
     more, change, change_late = _added_by_placements(question.cost_key, *state, rounds)
-    nbytes = {tier: count + more[tier] for tier, count in found.nbytes.items()}
-    busy = {stream: found.busy.get(stream, 0.0) + change.get(stream, 0.0) for stream in {**found.busy, **change}}
-    late = {stream: max(0.0, found.late.get(stream, 0.0) + change_late.get(stream, 0.0)) for stream in busy}
-    placed = Estimate(found.seconds, nbytes, busy, late, found.loss, 0.0 if shares else _movable(choice.policy))
-    added = sum(map(_disk_excess, placed.passes())) if shares else placed.least_seconds() - found.least_seconds()
-    return replace(placed, seconds=found.seconds + added)
+    nbytes = {tier: count + more[tier] for tier, count in in_host.nbytes.items()}
+    busy = {stream: in_host.busy.get(stream, 0.0) + change.get(stream, 0.0) for stream in {**in_host.busy, **change}}
+    late = {stream: max(0.0, in_host.late.get(stream, 0.0) + change_late.get(stream, 0.0)) for stream in busy}
+    placed = Estimate(in_host.seconds, nbytes, busy, late, in_host.loss, 0.0 if shares else _movable(choice.policy))
+    added = sum(map(_disk_excess, placed.passes())) if shares else placed.least_seconds() - in_host.least_seconds()
+    return replace(placed, seconds=in_host.seconds + added)
 
 
 def _movable(policy: Policy) -> float:

@@ -260,15 +260,15 @@ def _content(hardware: Hardware) -> dict[str, Any]:
 def _library() -> dict[str, tuple[tuple[str, ...], Hardware]]:
     """Name -> (names that drivers give the device, machine)."""
     entries = _parsed(resources.files("megatrain.plan").joinpath(_LIBRARY).read_text(encoding="utf-8"), _LIBRARY)
-    found = {}
+    machines = {}
     for name, entry in entries.items():
         if like := entry.pop(_LIKE, None):
             inherited = {key: value for key, value in entries[like].items() if key != _DEVICE_NAMES}
             entry = {**inherited, **entry, "sources": {**inherited["sources"], **entry["sources"]}}
         devices = tuple(entry.pop(_DEVICE_NAMES, ()))
         installed = _read(entry, f"{_LIBRARY}: {name}")
-        found[name] = devices, replace(installed, host_nbytes=installed.host_nbytes - _SYSTEM_NBYTES)
-    return found
+        machines[name] = devices, replace(installed, host_nbytes=installed.host_nbytes - _SYSTEM_NBYTES)
+    return machines
 
 
 def _named(name: str) -> Hardware | None:

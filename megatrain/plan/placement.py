@@ -70,8 +70,8 @@ def _sizes(
 ) -> tuple[int, int]:
     """(bytes of host memory, bytes of the disk). placements: used in place of the policy's, if given."""
     policy = policy if placements is None else replace(policy, placements=placements)
-    taken = state_nbytes(model, numerics, policy)
-    return taken["host"] + (save_nbytes(model, numerics, policy) if saves else 0), taken["disk"]
+    nbytes = state_nbytes(model, numerics, policy)
+    return nbytes["host"] + (save_nbytes(model, numerics, policy) if saves else 0), nbytes["disk"]
 
 
 def spill_to_fit(
@@ -82,8 +82,8 @@ def spill_to_fit(
     Slots and activations are not counted. State that the policy has on the device stays there. Returns `None` if even
     spilling everything is not enough.
     """
-    found = spill(model, numerics, policy, room, saves=saves)
-    return found if host_nbytes(model, numerics, found, saves) <= room else None
+    spilled = spill(model, numerics, policy, room, saves=saves)
+    return spilled if host_nbytes(model, numerics, spilled, saves) <= room else None
 
 
 def spill(
@@ -145,16 +145,16 @@ def _spill_in_order(
     placements = policy.placements or (IN_HOST,) * len(model.units)
     for field, units in order:
         free = [unit for unit in units if _may_spill(model, unit, placements[unit], field)]
-        found = spilled(len(free))
-        if found.in_host <= room:
+        every = spilled(len(free))
+        if every.in_host <= room:
             low, high = 1, len(free)  # the fewest units with which it fits
             while low < high:
                 middle = (low + high) // 2
                 low, high = (low, middle) if spilled(middle).in_host <= room else (middle + 1, high)
             yield spilled(low)
             return
-        yield found
-        placements = found.placements
+        yield every
+        placements = every.placements
 
 
 def place_state(
@@ -178,8 +178,8 @@ def place_state(
         start = replace(policy, placements=resident_placements(model, layer_parts, 0)) if layer_parts else policy
         return spill(model, numerics, start, room, saves=saves, disk=disk_room > 0)
 
-    def fits(found: Policy) -> bool:
-        in_host, on_disk = _sizes(model, numerics, found, saves)
+    def fits(placed_policy: Policy) -> bool:
+        in_host, on_disk = _sizes(model, numerics, placed_policy, saves)
         return in_host <= room and on_disk <= disk_room
 
     if fits(found := placed(0)):
@@ -202,10 +202,10 @@ def all_on_disk(model: ModelSpec, numerics: Numerics, policy: Policy) -> Policy:
 
 def _spill_some(placements: Sequence[Placement], free: Sequence[int], field: str, count: int) -> tuple[Placement, ...]:
     """Placements with one field of `count` of the `free` units spilled."""
-    found = list(placements)
+    changed = list(placements)
     for unit in spread(free, count):
-        found[unit] = _spilled(found[unit], field)
-    return tuple(found)
+        changed[unit] = _spilled(changed[unit], field)
+    return tuple(changed)
 
 
 def _may_spill(model: ModelSpec, unit: int, placement: Placement, field: str) -> bool:

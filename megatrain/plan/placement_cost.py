@@ -33,19 +33,19 @@ def placement_seconds(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Stream -> seconds that the policy's placements add to a step (negative if they save time), and of these the
     seconds after the forward pass. rounds: of a step."""
-    found, late = Counter[str](), Counter[str]()
+    added, late = Counter[str](), Counter[str]()
     for index, placement, count in units_alike(model, policy):
         if placement == IN_HOST:
             continue
         for stream, seconds in _unit_seconds(model, numerics, policy, hardware, index, placement, rounds).items():
-            found[stream] += count * seconds  # type: ignore[assignment]
+            added[stream] += count * seconds  # type: ignore[assignment]
         for stream, seconds in _late_disk_seconds(model, numerics, policy, hardware, index, placement, rounds).items():
             late[stream] += count * seconds  # type: ignore[assignment]
     shares = {"fetch": 0.5, "grad": 1.0, **({} if policy.update == "next_forward" else {"host": 1.0, "compute": 1.0})}
-    all_late = {**late, **{stream: share * found.get(stream, 0.0) for stream, share in shares.items()}}
-    whole, behind = _with_dram(found, hardware, policy), _with_dram(all_late, hardware, policy)
+    all_late = {**late, **{stream: share * added.get(stream, 0.0) for stream, share in shares.items()}}
+    whole, behind = _with_dram(added, hardware, policy), _with_dram(all_late, hardware, policy)
     ways = zip(("read", "write"), duplex_disk_bandwidths(hardware), disk_bandwidths(hardware), strict=True)
-    (ended, *_), (spent, way, share) = sorted((found.get(way, 0.0), way, both / one) for way, both, one in ways)
+    (ended, *_), (spent, way, share) = sorted((added.get(way, 0.0), way, both / one) for way, both, one in ways)
     if spent and not hardware.shares_memory:  # the way that takes longer has its full rate once the other has ended
         whole[way] = ended + (spent - ended) * share
         behind[way] = behind.get(way, 0.0) * whole[way] / spent

@@ -245,11 +245,11 @@ class Plan:
     @property
     def seconds(self) -> float:
         """Of a step in steady state."""
-        found, ends = self.timeline.seconds, self.timeline.ends
+        seconds, ends = self.timeline.seconds, self.timeline.ends
         if self.left_out:
             first, last = self._losses_of_last_rounds
-            found += self.left_out * (ends[last] - ends[first])
-        return found
+            seconds += self.left_out * (ends[last] - ends[first])
+        return seconds
 
     @cached_property
     def _losses_of_last_rounds(self) -> tuple[int, int]:
@@ -260,11 +260,11 @@ class Plan:
 
     def _of_ops(self, of: Callable[[int], float]) -> float:
         """The sum of `of` (number of an op) over the ops of a step."""
-        found = sum(map(of, range(len(self.timeline.ends))))
+        total = sum(map(of, range(len(self.timeline.ends))))
         if self.left_out:
             first, last = self._losses_of_last_rounds
-            found += self.left_out * sum(map(of, range(first + 1, last + 1)))
-        return found
+            total += self.left_out * sum(map(of, range(first + 1, last + 1)))
+        return total
 
     def busy_seconds(self, stream: Stream) -> float:
         """Seconds of a step in which the stream has work."""

@@ -72,13 +72,13 @@ def question_of_one(question: Question, ranks: int, here: int) -> Question:
         noun = "sequence" if micro_batch is None else "micro-batch"
         what = f"{counted(count, noun)} per step cannot be divided evenly among {ranks} ranks"
         raise PlanError(what, where="tokens_per_step", fix=f"give a multiple of {ranks}, or fewer ranks")
-    own = -(-count // ranks) * size
+    rows = -(-count // ranks) * size
     return replace(
         question,
         model=question.model.over(ranks),
         hardware=hardware,
-        tokens_per_step=own * question.length,
-        parts=question.sequences / own,
+        tokens_per_step=rows * question.length,
+        parts=question.sequences / rows,
         overrides={**FIXED, **question.overrides},
         limits=Limits(limits.device_nbytes, host, disk),
     )
@@ -89,10 +89,10 @@ def limits_of_machine(question: Question, of_one: Mapping[str, int]) -> dict[str
 
     of_one: tier -> bytes of one rank.
     """
-    hardware, found = question.hardware, dict(of_one)
+    hardware, nbytes = question.hardware, dict(of_one)
     if hardware.slots_in_host:
-        found["host"] = 2 * max(found.pop(tier, 0) for tier in ("host", "device"))
-    return {tier: nbytes if tier == "device" else hardware.sharing_ranks * nbytes for tier, nbytes in found.items()}
+        nbytes["host"] = 2 * max(nbytes.pop(tier, 0) for tier in ("host", "device"))
+    return {tier: count if tier == "device" else hardware.sharing_ranks * count for tier, count in nbytes.items()}
 
 
 def by_delivery(question: Question, search: Callable[[Question], Plan]) -> Plan:
@@ -122,7 +122,7 @@ def share_of(hardware: Hardware, ranks: int, here: int) -> Hardware:
     if ranks == 1:
         return hardware
     _refuse_lacking(hardware, ranks, here)
-    own = min(inf, (hardware.shared_bus_bandwidth or inf) / here)
+    bus = min(inf, (hardware.shared_bus_bandwidth or inf) / here)
     if hardware.shares_memory:
         hardware = _with_slots_in_host(hardware, here)
     counts = sorted({-(-threads // here) for threads, _ in hardware.optimizer_bandwidth})
@@ -137,7 +137,7 @@ def share_of(hardware: Hardware, ranks: int, here: int) -> Hardware:
     shared |= {name: _over(known.get(name) or getattr(hardware, name), here) for name in SHARED}
     buses = ("fetch_bandwidth", "grad_bandwidth", "pageable_fetch_bandwidth", "pageable_grad_bandwidth")
     both = ("duplex_fetch_bandwidth", "duplex_grad_bandwidth")
-    shared |= {name: _at_most(getattr(hardware, name), own) for name in (*buses, *both)}
+    shared |= {name: _at_most(getattr(hardware, name), bus) for name in (*buses, *both)}
     return replace(hardware, **shared | {"optimizer_bandwidth": by_threads, "sharing_ranks": here})
 
 

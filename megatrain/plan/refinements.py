@@ -151,5 +151,5 @@ def locks_too_much(plan: Plan) -> bool:
     hardware = plan.question.hardware
     if hardware.shares_memory or hardware.pinnable_nbytes is None:
         return False
-    taken = pinned_nbytes(plan.timeline.schedule.buffers.values(), plan.policy.transfer)
-    return taken > hardware.pinnable_nbytes
+    locked = pinned_nbytes(plan.timeline.schedule.buffers.values(), plan.policy.transfer)
+    return locked > hardware.pinnable_nbytes

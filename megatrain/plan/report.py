@@ -209,9 +209,9 @@ def _rank_rows(plan: Plan) -> list[tuple[str, str]]:
     tokens_of_rank = counted(sum(plan.work.tokens), "token")
     where = "on one machine" if nodes == 1 else f"on {nodes} machines, {here} on each"
     tiers = ("host", "device") if hardware.slots_in_host else ("host",)
-    own, own_budget = (sum(each[tier] for tier in tiers) for each in (plan.nbytes, plan.question.budgets()))
-    taken, budget = _of_machine(plan, own), _of_machine(plan, own_budget)
-    by_each, sources = f", {amount(own)} by each rank", dict(hardware.sources)
+    nbytes, own_budget = (sum(each[tier] for tier in tiers) for each in (plan.nbytes, plan.question.budgets()))
+    of_machine, budget = _of_machine(plan, nbytes), _of_machine(plan, own_budget)
+    by_each, sources = f", {amount(nbytes)} by each rank", dict(hardware.sources)
     within = "processes" if hardware.slots_in_host else "devices"
     links = [(within, "link_bandwidth", here > 1), ("machines", "node_bandwidth", nodes > 1)]
     bandwidths = [
@@ -225,7 +225,7 @@ def _rank_rows(plan: Plan) -> list[tuple[str, str]]:
         link = f"not used: weights and sums go through host memory; sums take {share:.1%} of the step"
     return [
         ("ranks", f"{ranks} {where}: each with 1/{ranks} of the state and {tokens_of_rank} of a step"),
-        ("each host", f"{amount(taken)} of {amount(budget)}{by_each if here > 1 else ''}"),
+        ("each host", f"{amount(of_machine)} of {amount(budget)}{by_each if here > 1 else ''}"),
         ("link", link),
     ]
 
@@ -252,8 +252,8 @@ def _two_digits(number: float) -> str:
 
 def _micro_batches(plan: Plan) -> str:
     batches = counted(plan.work.micro_batches, "micro-batch")
-    each = " on each rank" if plan.question.model.ranks > 1 else ""
-    return f"{batches} of {plan.micro_batch} x {plan.question.length:,}{each}"
+    on_ranks = " on each rank" if plan.question.model.ranks > 1 else ""
+    return f"{batches} of {plan.micro_batch} x {plan.question.length:,}{on_ranks}"
 
 
 def _limit(outlook: Outlook) -> str:

@@ -50,8 +50,8 @@ def find_plan(question: Question) -> Plan:
     Raises `DoesNotFit`, naming the tier that is short, by how many bytes, and the nearest question that fits.
     """
     with gc_paused():
-        found = by_delivery(question, lambda asked: within_lock_limit(asked, _best_plan))
-        return examine(found.question, found.choice, found.micro_batch) if found.left_out else found
+        plan = by_delivery(question, lambda asked: within_lock_limit(asked, _best_plan))
+        return examine(plan.question, plan.choice, plan.micro_batch) if plan.left_out else plan
 
 
 def _best_plan(question: Question) -> Plan:
@@ -87,17 +87,17 @@ class Search:
         A whole replay decides whether an option fits. If that contradicts the estimates, all similar ones are corrected
         by the difference and the search is repeated, up to `MOST_CORRECTIONS` times.
         """
-        found: list[Plan] = []
+        fitting_plans: list[Plan] = []
         for _ in range(MOST_CORRECTIONS):
             options = self.options()
             first = options[0][1] if options else self.leanest(self.budgets)
             tried = self._replays(options) if options else [self.leanest_plan]
             now = fitting(tried, self.budgets)
-            found += now
+            fitting_plans += now
             if bool(now) == bool(options):  # the replays agree with the estimates
                 break
             self._correct(first, tried[0])
-        return found
+        return fitting_plans
 
     def options(self) -> list[tuple[Point, Option]]:
         """The options that fit by their estimates, of all points that climbs from a few starts came by, the fastest
@@ -200,25 +200,26 @@ class Search:
         if not self._space.mixes:
             option = self._placed(point)
             return [option] if option.estimate.fits(self.budgets) else []
-        found: dict[Hashable, Option] = {}
+        options: dict[Hashable, Option] = {}
         for mixtures in self._mixtures_of(point):
             for outputs_stay in (False, True):
                 for _, counts in mixtures.best(self.budgets, 1, outputs_stay=outputs_stay):
-                    found[mixtures.choice, counts] = mixtures.option(counts)
-        return list(found.values())
+                    options[mixtures.choice, counts] = mixtures.option(counts)
+        return list(options.values())
 
     def _mixtures_of(self, point: Point) -> list[Mixtures]:
         """The mixtures of a point with as much state in host memory as fits, and with less where there would be no
         room for half of its inputs, or for all, if they were offloaded."""
         option, work = self._placed(point), coarse(self.question, point.micro_batch)
         mixtures = Mixtures(self.question, option.choice, point.micro_batch, work, option.estimate)
-        found = {option.choice: mixtures}
+        by_choice = {option.choice: mixtures}
         needed, left = mixtures.host_nbytes("offload"), self.budgets["host"] - option.estimate.nbytes["host"]
         for more in (needed // 2, needed):
             option = self._placed(point, more) if more > left else option
-            if option.choice not in found and option.estimate.nbytes["disk"] <= self.budgets["disk"]:
-                found[option.choice] = Mixtures(self.question, option.choice, point.micro_batch, work, option.estimate)
-        return list(found.values())
+            if option.choice not in by_choice and option.estimate.nbytes["disk"] <= self.budgets["disk"]:
+                more_mixtures = Mixtures(self.question, option.choice, point.micro_batch, work, option.estimate)
+                by_choice[option.choice] = more_mixtures
+        return list(by_choice.values())
 
     def _placed(self, point: Point, more: int = 0) -> Option:
         """The point as it is, with its state where there is room, whether or not it fits.
@@ -251,10 +252,10 @@ class Search:
         return self._estimate(point.choice, point.micro_batch).nbytes["host"] - state
 
     def _estimate(self, choice: Choice, micro_batch: int) -> Estimate:
-        found = estimate(self.question, choice, micro_batch)
+        estimated = estimate(self.question, choice, micro_batch)
         if more := self._excess.get((micro_batch, choice.policy.micro_batches_per_round)):
-            return replace(found, nbytes={tier: nbytes + more[tier] for tier, nbytes in found.nbytes.items()})
-        return found
+            return replace(estimated, nbytes={tier: nbytes + more[tier] for tier, nbytes in estimated.nbytes.items()})
+        return estimated
 
     def _point_cost(self, point: Point) -> tuple[float, int]:
         option = self.price(point)
@@ -343,14 +344,14 @@ def fits(question: Question) -> bool:
 def survey(question: Question, budgets: Iterable[Mapping[str, int]]) -> list[Estimate | None]:
     """The estimate of the fastest plan for each of several budgets (tier -> bytes), `None` where nothing fits. Nothing
     is replayed whole."""
-    found: list[Estimate | None] = []
+    estimates: list[Estimate | None] = []
     with gc_paused():
         for search in (Search(question, each) for each in budgets):
             options = [option.estimate for _, option in search.options()[:1]] or [
                 search.leanest(search.budgets).estimate
             ]
-            found.append(next((each for each in options if each.fits(search.budgets)), None))
-    return found
+            estimates.append(next((each for each in options if each.fits(search.budgets)), None))
+    return estimates
 
 
 def faster_plan(question: Question, seconds: float = inf) -> Plan | None:

@@ -89,8 +89,8 @@ class Point:
 
     def change(self, **fields: Any) -> Point:
         """A copy with some fields of the point, or of its choice, replaced."""
-        own = {name: fields.pop(name) for name in _OF_POINTS if name in fields}
-        return replace(self, choice=self.choice.change(**fields) if fields else self.choice, **own)
+        of_point = {name: fields.pop(name) for name in _OF_POINTS if name in fields}
+        return replace(self, choice=self.choice.change(**fields) if fields else self.choice, **of_point)
 
 
 _OF_POINTS = ("micro_batch", "layer_parts", "weight_parts")

@@ -221,15 +221,15 @@ def open_corpus(
     ).read_ahead(data.workers)
     for stream in loader.streams:  # the hub may change between the requests of two ranks
         stream.use_commit(world.exchange("the commit of a data set", stream.commit)[0])
-    own = list(opened.validation())
+    separate = list(opened.validation())
     held_out = [(each.name, each.held_out) for each in parts if each.held_out is not None]
-    sources = _distinct([*((each.name, each.training) for each in own), *held_out])
-    validation = Validation(sources, size, config.train.eval_batches or (None if own else HELD_OUT_BATCHES))
+    sources = _distinct([*((each.name, each.training) for each in separate), *held_out])
+    validation = Validation(sources, size, config.train.eval_batches or (None if separate else HELD_OUT_BATCHES))
     read: dict[str, object] = {f"source {index}": dict(each.identity) for index, each in enumerate(loader.sources)}
     refuse_unlike("reads", world.exchange("the data", {**read, "validation": validation.identity}))
     facts = [fact for part in parts for fact in part.facts]
     facts += _repeated(parts, opened.noun)
-    facts += [("validation", _described(part, parts)) for part in own]
+    facts += [("validation", _described(part, parts)) for part in separate]
     chats = opened.encoder if any(part.holds_chats for part in parts) else None
     if chats is not None:  # so that the saved model uses the template it was trained with
         opened.tokenizer.chat_template = chats.template.saved_text
@@ -287,11 +287,11 @@ def largest_image_row(
 
 def _distinct(named: Iterable[tuple[str, Batching]]) -> dict[str, Batching]:
     """As a dict; repeated names get a number appended."""
-    found: dict[str, Batching] = {}
+    by_name: dict[str, Batching] = {}
     for name, rows in named:
-        number = next(number for number in count(1) if (name if number == 1 else f"{name} {number}") not in found)
-        found[name if number == 1 else f"{name} {number}"] = rows
-    return found
+        number = next(number for number in count(1) if (name if number == 1 else f"{name} {number}") not in by_name)
+        by_name[name if number == 1 else f"{name} {number}"] = rows
+    return by_name
 
 
 def _repeated(parts: Sequence[_Part], noun: str) -> list[tuple[str, str]]:
@@ -300,10 +300,10 @@ def _repeated(parts: Sequence[_Part], noun: str) -> list[tuple[str, str]]:
     if not known:
         return []
     hashes = [each for _, each in known]
-    found = [(part.name, *both) for (part, _), both in zip(known, copies(hashes), strict=True)]
-    told = [f"{within:,} within {name}" for name, within, _ in found if within]
-    told += [f"{across:,} of {name} in others" for name, _, across in found if across]
-    number, repeat = sum(within + across for _, within, across in found), "repeat"
+    repeats = [(part.name, *both) for (part, _), both in zip(known, copies(hashes), strict=True)]
+    told = [f"{within:,} within {name}" for name, within, _ in repeats if within]
+    told += [f"{across:,} of {name} in others" for name, _, across in repeats if across]
+    number, repeat = sum(within + across for _, within, across in repeats), "repeat"
     repeat += "s" if number == 1 else ""
     whole = counted(sum(map(len, hashes)), noun)
     facts = [f"{number:,} of {whole} {repeat} another ({', '.join(told)})"] if number else []
@@ -408,13 +408,13 @@ class _Opening:
 
     def holds_samples(self, name: str) -> bool:
         whole = self.data.packing in ("best_fit", "grouped")
-        found = holds_samples(name, self.schema, self.data.pattern)
-        if whole and not found:
+        has_samples = holds_samples(name, self.schema, self.data.pattern)
+        if whole and not has_samples:
             if not usable_path(name, where="data.sources").exists():
                 what = "plain text can be kept whole only if it comes from files"
                 raise ConfigError(what, where="data.packing", fix="set data.packing=windows")
             return True
-        return found
+        return has_samples
 
     def prepared(self, name: str) -> SampleFile:
         """The encoded samples of a source of chats."""
@@ -470,14 +470,14 @@ class _Opening:
                 what = f"{name} holds samples, which windows would cut anywhere and train including prompts"
                 raise ConfigError(what, where="data.packing", fix="use best_fit or grouped")
             return self._cut([name], whole.tokens, f"{first}, of {name}{self._beginning()}")
-        training, held_out, how, copies = self._rows(whole)
+        training, held_out, packing_words, copies = self._rows(whole)
         held = f"{counted(len(held_out.chosen), self.noun)} held out" if held_out else "none held out"
         held += f", {copies:,} kept for training because of duplicates" if copies else ""
         mean = whole.lengths.mean() if self.prefers else whole.lengths[training.chosen].mean()
         rows = f"{counted(len(training), 'row')} of {mean:,.0f} tokens"
         if isinstance(training, PackedRows):
             rows = f"{counted(len(training), 'row')} of {data.sequence_length:,} tokens"
-        packing = f"{how}: {rows}, {training.efficiency:.1%} of them filled; {held}"
+        packing = f"{packing_words}: {rows}, {training.efficiency:.1%} of them filled; {held}"
         others += [_balance(whole, self.config.train)] if self.unpaired else []
         texts = self._beginning() if holds_text_only(whole) else ""
         facts = [("data", f"{first}, of {name}{texts}"), *(("", line) for line in others), ("packing", packing)]
@@ -491,15 +491,16 @@ class _Opening:
             raise ConfigError(what, where="data.sources", fix=fix)
         source = self._source(name)
         runs_on = data.packing == "windows" or (data.packing == "auto" and begins_with_text(source))
-        how: Packing = "windows" if runs_on else "best_fit" if self._can_pack() else "grouped"
+        packing: Packing = "windows" if runs_on else "best_fit" if self._can_pack() else "grouped"
         encoder = Encoder(self.tokenizer, _options(data, None), self.moment) if runs_on else self.encoder
         micro_batch, bad = self.micro_batch, data.bad_samples
-        rows = StreamRows(source, encoder, how, window=window, micro_batch=micro_batch, seed=seed, bad=bad)
+        rows = StreamRows(source, encoder, packing, window=window, micro_batch=micro_batch, seed=seed, bad=bad)
         rows.row(0)
         first, *others = rows.statistics.lines()
         texts = self._beginning() if runs_on else ""
         facts = [("data", f"the stream of {name} begins with {first}{texts}"), *(("", line) for line in others)]
-        facts.append(("packing", f"{how}: in blocks of {BLOCK_ROWS:,} samples or more, in a seeded order within each"))
+        blocks = f"in blocks of {BLOCK_ROWS:,} samples or more, in a seeded order within each"
+        facts.append(("packing", f"{packing}: {blocks}"))
         example = [] if rows.first is None or runs_on else try_to_render(rows.first, encoder)
         return _Part(rows, None, facts, example, rows.holds_chats, called(name))
 
@@ -527,14 +528,14 @@ class _Opening:
             training, held_out, size = size * training, size * held_out, together
         both, rows = (training, held_out), list[PackedRows | SampleRows]()
         if not self.prefers and self._can_pack():
-            how = "best fit"
+            packing = "best fit"
             rows += [PackedRows(file, chosen, self.data.sequence_length, self.config.train.seed) for chosen in both]
         else:
             of = "an answer and a mismatched one in two rows" if self.unpaired else "a pair in two rows"
-            how = f"{of if size == 2 else 'one sample to a row'}, like lengths together"
+            packing = f"{of if size == 2 else 'one sample to a row'}, like lengths together"
             reference = Reference()
             rows += [SampleRows(file, chosen, self.micro_batch, size, reference, self.processor) for chosen in both]
-        return rows[0], rows[1] if len(held_out) else None, how, copies
+        return rows[0], rows[1] if len(held_out) else None, packing, copies
 
     def _can_pack(self) -> bool:
         if self.data.packing == "grouped" or self.processor is not None:

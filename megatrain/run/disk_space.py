@@ -47,11 +47,11 @@ def refuse_full_disk(config: Config, ported: PortedModel, taken: Checkpoint | No
 
 def checkpoint_space_warning(config: Config, ported: PortedModel, steps: int) -> str:
     """The warning if the disk lacks room for all checkpoints that a run of `steps` steps keeps at one time, else ""."""
-    how, folder = config.checkpoint, nearest_folder(config.checkpoints)
-    if not how.every:
+    section, folder = config.checkpoint, nearest_folder(config.checkpoints)
+    if not section.every:
         return ""
-    kept = how.keep_last + how.keep_best + (steps // how.keep_every if how.keep_every else 0)
-    held = min(kept + 1, -(-steps // how.every))  # an old one stays until the new one is complete
+    kept = section.keep_last + section.keep_best + (steps // section.keep_every if section.keep_every else 0)
+    held = min(kept + 1, -(-steps // section.every))  # an old one stays until the new one is complete
     room = available_disk_nbytes(folder) + sum(_nbytes_in(path) for path in checkpoints(config.checkpoints))
     if folder.stat().st_dev == nearest_folder(config.folder).stat().st_dev:
         room -= model_nbytes(config, ported)

@@ -91,6 +91,6 @@ def _refuse_absent_driver(device: str) -> None:
 
 def _refuse_unwritable(config: Config) -> None:
     for folder, key in ((config.folder, "output.folder"), (config.checkpoints, "checkpoint.folder")):
-        there = nearest_folder(folder)
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise ConfigError(f"{there} is not writable", where=str(folder), fix=f"choose another {key}")
+        nearest = nearest_folder(folder)
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise ConfigError(f"{nearest} is not writable", where=str(folder), fix=f"choose another {key}")

@@ -60,8 +60,8 @@ def evaluated(
         for round_ in _rounds(batches, together):
             weight = sum(divisor_of(loss_fn, batch) for batch in round_)
             if weight:
-                found = engine.measure(own_of(engine.world, round_), loss_fn)
-                sums[name].add(weight, {"loss": found.loss, **found.metrics})
+                measured = engine.measure(own_of(engine.world, round_), loss_fn)
+                sums[name].add(weight, {"loss": measured.loss, **measured.metrics})
     whole = _Sums()
     for each in sums.values():
         whole.add(each.weight, each.means())
@@ -124,8 +124,8 @@ def scored(metrics: Mapping[str, Metric], evaluation: Evaluation) -> Scored:
     """Call the metrics. Raises `ConfigError` for one that returns no numbers, and whatever a metric raises."""
     scores: dict[str, float] = {}
     for name, metric in metrics.items():
-        found: Any = metric(evaluation)
-        numbers = found if isinstance(found, Mapping) else {name.partition(":")[2]: found}
+        score: Any = metric(evaluation)
+        numbers = score if isinstance(score, Mapping) else {name.partition(":")[2]: score}
         for key, value in numbers.items():
             try:
                 scores[str(key)] = float(value)

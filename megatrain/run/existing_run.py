@@ -99,20 +99,20 @@ class _Goes:
 
 
 def _what_goes(config: Config, taken: Checkpoint | None) -> _Goes:
-    there = [step_of(path) for path in reversed(checkpoints(config.checkpoints))]
+    steps = [step_of(path) for path in reversed(checkpoints(config.checkpoints))]
     if taken is not None and is_own(config, taken):  # resumes this run, so replacing its model is expected
-        later = [step for step in there if step > taken.step and _names(config, taken)]
+        later = [step for step in steps if step > taken.step and _names(config, taken)]
         what = f"holds checkpoints after step {taken.step:,}, from which this run would branch off"
         return _Goes(_steps(later), what, config.checkpoints, "set resume=auto to resume from the newest valid one")
     has_metrics = (config.folder / METRICS).exists()
     if not has_model(config):
         fix = "set resume=auto to continue it, output.folder=NEW"
-        return _Goes(_steps(there), "holds an earlier run", config.checkpoints, fix, has_metrics)
+        return _Goes(_steps(steps), "holds an earlier run", config.checkpoints, fix, has_metrics)
     status = status_of(config.folder)
     done = f" of {counted(status['step'], 'step')}" if isinstance(status.get("step"), int) else ""
-    names = (f"the model{done}", *_steps(there))
+    names = (f"the model{done}", *_steps(steps))
     length = "train.epochs" if config.train.steps is None else "train.steps"
-    longer = f", resume=auto with more {length} to extend it" if there else ""
+    longer = f", resume=auto with more {length} to extend it" if steps else ""
     fix = f"set output.folder=NEW{longer}"
     return _Goes(names, "holds a finished run", config.folder, fix, has_metrics)
 
@@ -122,14 +122,14 @@ def _names(config: Config, taken: Checkpoint) -> bool:
     return config.resume is not None and usable_path(config.resume, where="resume").resolve() == taken.folder
 
 
-def _steps(there: Sequence[int]) -> tuple[str, ...]:
+def _steps(steps: Sequence[int]) -> tuple[str, ...]:
     """Checkpoints of these steps in words; empty if there are none."""
-    if not there:
+    if not steps:
         return ()
-    if len(there) > MOST_NAMED:
-        return (f"{len(there):,} checkpoints, of steps {there[0]:,} to {there[-1]:,}",)
-    steps = ", ".join(f"{step:,}" for step in there)
-    return (f"the checkpoint of step {steps}" if len(there) == 1 else f"the checkpoints of steps {steps}",)
+    if len(steps) > MOST_NAMED:
+        return (f"{len(steps):,} checkpoints, of steps {steps[0]:,} to {steps[-1]:,}",)
+    named = ", ".join(f"{step:,}" for step in steps)
+    return (f"the checkpoint of step {named}" if len(steps) == 1 else f"the checkpoints of steps {named}",)
 
 
 def is_own(config: Config, taken: Checkpoint) -> bool:

@@ -42,14 +42,14 @@ def restore_best(config: Config, engine: Engine, step: int, since: int, say: Cal
     Collective. since: step up to which losses were measured on other data. If no checkpoint has a loss, the state is
     left as it is, with a message.
     """
-    found = found_by_first(engine.world, lambda: lowest_scored(config.checkpoints, since))
-    if found is None:
+    best = found_by_first(engine.world, lambda: lowest_scored(config.checkpoints, since))
+    if best is None:
         say("no checkpoint has a validation loss, so the model is the last state")
         return step
-    if found.step != step:
-        engine.restore(found)
-    say(f"the model is the state after step {found.step:,}, with the lowest validation loss")
-    return found.step
+    if best.step != step:
+        engine.restore(best)
+    say(f"the model is the state after step {best.step:,}, with the lowest validation loss")
+    return best.step
 
 
 def save_trained(config: Config, engine: Engine, tokenizer: Tokenizer, target: Path, steps: int) -> Path:

@@ -215,10 +215,10 @@ def status_of(folder: Path) -> Mapping[str, Any]:
 def config_of(folder: Path) -> dict[str, Any]:
     """Content of a run's `config.yaml`; empty if it cannot be read."""
     try:
-        found = parse(read_text(folder / CONFIG), CONFIG, {})
+        content = parse(read_text(folder / CONFIG), CONFIG, {})
     except (OSError, ValueError, ConfigError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def traced_step(trace: Any) -> TracedStep | None:

@@ -60,7 +60,7 @@ def score(engine: Engine, asked: Sequence[Scoring], rows: int, tokens: int) -> l
     """
     most = engine.parts.ported.spec.max_positions or UNLIMITED
     order = sorted(range(len(asked)), key=lambda at: -len(asked[at].context) - len(asked[at].continuation))
-    found: list[tuple[float, bool]] = [(0.0, True)] * len(asked)
+    results: list[tuple[float, bool]] = [(0.0, True)] * len(asked)
     while order:
         longest = min(most, len(asked[order[0]].context) + len(asked[order[0]].continuation))
         count = max(1, min(rows, tokens // longest))
@@ -70,8 +70,8 @@ def score(engine: Engine, asked: Sequence[Scoring], rows: int, tokens: int) -> l
         engine.measure([batch], keeps)
         said = torch.cat(keeps.found, dim=1).split(targets, dim=1)
         for at, each in zip(chosen, said, strict=True):
-            found[at] = float(each[0].double().sum()), bool(each[1].bool().all())
-    return found
+            results[at] = float(each[0].double().sum()), bool(each[1].bool().all())
+    return results
 
 
 def _batch(asked: Sequence[Scoring], longest: int) -> tuple[dict[str, Tensor], list[int]]:
@@ -114,12 +114,17 @@ class Tasks:
     def run(self, step: int, engine: Engine, tokenizer: Tokenizer, rows: int, tokens: int) -> Scored:
         """Evaluate the model; scores are named `task/metric`. Errors of the harness become `ConfigError`."""
         model = self._model(engine, tokenizer, rows, tokens)
-        how: dict[str, Any] = {"limit": self.section.limit, "num_fewshot": self.section.num_fewshot}
-        how |= dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed"))  # keep the run's random state
+        options: dict[str, Any] = {"limit": self.section.limit, "num_fewshot": self.section.num_fewshot}
+        # keep the run's random state
+        options |= dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed"))
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # hide its progress bars
-                found = self._harness.simple_evaluate(
-                    model=model, tasks=list(self.section.tasks), task_manager=self._manager, bootstrap_iters=0, **how
+                scores = self._harness.simple_evaluate(
+                    model=model,
+                    tasks=list(self.section.tasks),
+                    task_manager=self._manager,
+                    bootstrap_iters=0,
+                    **options,
                 )
         except MegaTrainError:
             raise
@@ -128,7 +133,7 @@ class Tasks:
             raise ConfigError(
                 what, where="lm_eval", fix="try the task with `lm_eval` itself, or leave it out"
             ) from error
-        return Scored(step, dict(_flat(found["results"])))
+        return Scored(step, dict(_flat(scores["results"])))
 
     def _model(self, engine: Engine, tokenizer: Tokenizer, rows: int, tokens: int) -> Any:
         """The harness's model interface, implemented by the engine."""

@@ -80,16 +80,16 @@ def take_up_reference(
     every = (*corpus.loader.sources, *corpus.validation.sources.values())
     sources = [rows for rows in every if isinstance(rows, SampleRows)]
     files = {rows.file.fingerprint: rows.file for rows in sources}
-    there, world = config.folder / FILE, engine.world
+    saved, world = config.folder / FILE, engine.world
     if taken is None:
         known = _asked(config, files, engine, plan, told)
     else:
         kept = taken.folder.parent.parent / FILE  # in the folder of the run it resumes from
-        known = _of_first(world, files, lambda: _read(there) | _read(kept))
+        known = _of_first(world, files, lambda: _read(saved) | _read(kept))
         if not known:
             what = "the reference model's log-probabilities are missing, or belong to other data"
-            raise CheckpointError(what, where=str(there), fix="put the file back, or begin a new run")
-    _write_first(world, there, known)
+            raise CheckpointError(what, where=str(saved), fix="put the file back, or begin a new run")
+    _write_first(world, saved, known)
     for rows in sources:
         rows.reference.values = known[rows.file.fingerprint]
 
@@ -151,8 +151,8 @@ def _ask(
         parts = np.split(numbers, range(plan.micro_batch, len(numbers), plan.micro_batch))
         mine = own_of(world, parts)
         asked = [without_reference(batch_of([rows.row(int(number)) for number in part])) for part in mine]
-        found = engine.log_probs(asked, of_base=of_base)
-        said[np.concatenate(mine)] = torch.cat([each.sum(dim=1) for each in found]).numpy()
+        log_probs = engine.log_probs(asked, of_base=of_base)
+        said[np.concatenate(mine)] = torch.cat([each.sum(dim=1) for each in log_probs]).numpy()
         of_ranks = world.together(torch.from_numpy(said[numbers])).numpy()
         for index, part in enumerate(parts):
             said[part] = of_ranks[index % world.size][index * plan.micro_batch :][: len(part)]

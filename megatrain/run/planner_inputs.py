@@ -88,18 +88,18 @@ def limits_of(memory: MemorySection, disk: DiskSection, hardware: Hardware) -> L
 
     Raises `ConfigError` for a limit on a tier that does not exist, or a malformed one.
     """
-    there = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
+    totals = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
     if memory.device is not None and hardware.shares_memory:
         what = "the device has no memory of its own, it uses host memory"
         raise ConfigError(what, where="memory.device", fix="set memory.host only")
     if memory.disk is not None and not disk.folders:
         raise ConfigError("there is no disk tier", where="memory.disk", fix="set disk.folders too")
     given = {"device": memory.device, "host": memory.host, "disk": memory.disk}
-    found: dict[str, int | None] = {}
+    limits: dict[str, int | None] = {}
     for tier, value in given.items():
-        nbytes = parse_nbytes(value, f"memory.{tier}", there[tier]) if isinstance(value, str) else value
-        found[tier] = None if nbytes is None else min(nbytes, there[tier])
-    return Limits(found["device"], found["host"], found["disk"] if disk.folders else 0)
+        nbytes = parse_nbytes(value, f"memory.{tier}", totals[tier]) if isinstance(value, str) else value
+        limits[tier] = None if nbytes is None else min(nbytes, totals[tier])
+    return Limits(limits["device"], limits["host"], limits["disk"] if disk.folders else 0)
 
 
 def refuse_wear(plan: Plan, disk: DiskSection) -> None:
@@ -108,10 +108,10 @@ def refuse_wear(plan: Plan, disk: DiskSection) -> None:
         return
     value = disk.max_write_per_day
     most = parse_nbytes(value, "disk.max_write_per_day") if isinstance(value, str) else value
-    found = plan.question.hardware.sharing_ranks * written_nbytes_per_day(plan)
-    if found > most:
+    written = plan.question.hardware.sharing_ranks * written_nbytes_per_day(plan)
+    if written > most:
         raise ConfigError(
-            f"the plan writes {at_least(ceil(found))} to the disk per day, but {at_most(most)} are allowed",
+            f"the plan writes {at_least(ceil(written))} to the disk per day, but {at_most(most)} are allowed",
             where="disk.max_write_per_day",
             fix="give more host memory, more tokens per step (each step writes once), or a higher limit",
         )
@@ -157,18 +157,18 @@ def describe_disk(disk: Disk | None, section: DiskSection) -> list[tuple[str, st
     """(name, fact) about the disk tier, if there is one."""
     if disk is None:
         return []
-    how = "direct I/O" if disk.direct else "through the page cache, because the file system has no direct I/O"
+    access = "direct I/O" if disk.direct else "through the page cache, because the file system has no direct I/O"
     sums = "checksums compared" if section.checksums else "checksums off"
-    return [("disk tier", f"{', '.join(map(str, section.paths))}: {how}, {sums}")]
+    return [("disk tier", f"{', '.join(map(str, section.paths))}: {access}, {sums}")]
 
 
-def describe_files(plan: Plan, found: InFiles) -> list[tuple[str, str]]:
+def describe_files(plan: Plan, in_files: InFiles) -> list[tuple[str, str]]:
     """(name, fact) about weights that are read from the model's own files, and why others are not."""
     if not plan.read_from_files_nbytes:
         return []
     read = f"{amount(plan.read_from_files_nbytes)} of frozen weights per step are read from the model's files"
     by_reason: dict[str, list[str]] = {}
-    for name, why in found.others.items():
+    for name, why in in_files.others.items():
         by_reason.setdefault(why, []).append(name)
     held = [f"{listed(names, most=2)}, which {why}" for why, names in by_reason.items()]
     return [("files", read + (f"; kept in memory instead: {'; '.join(held)}" if held else ""))]

@@ -119,13 +119,13 @@ class Ranks:
             return name
         from megatrain.device.cuda import gpu_of
 
-        found, identity = gpu_of(self.local_rank)
+        device, identity = gpu_of(self.local_rank)
         told = self.world.exchange("GPUs", f"{identity} of {socket.gethostname()}")
         for rank, each in enumerate(told):
             if (first := told.index(each)) < rank:
                 what, fix = f"ranks {first} and {rank} use the same GPU", "start one process per GPU"
                 raise ConfigError(what, where="train.device", fix=fix)
-        return found
+        return device
 
     def planned(self, question: Question, device: Device) -> Plan:
         """The plan for one rank's share, found by rank 0, on all ranks. question: of a whole step on this machine.
@@ -203,8 +203,8 @@ def joined(config: Config) -> Ranks:
     device = "cuda" if config.train.device.startswith("cuda") else "cpu"
     world = join(launch.rank, launch.size, device, launch.address)
     local_size = world.exchange("machines", socket.gethostname()).count(socket.gethostname())
-    own = {name: value for name, value in _rows(config.model_dump(mode="json")).items() if name not in OWN}
-    refuse_unlike("has", world.exchange("what each runs", {**_libraries(), **own}))
+    shared = {name: value for name, value in _rows(config.model_dump(mode="json")).items() if name not in OWN}
+    refuse_unlike("has", world.exchange("what each runs", {**_libraries(), **shared}))
     ranks = Ranks(world, launch.local_rank, local_size, threads_of(world))
     torch.set_num_threads(ranks.threads)  # torchrun's default is 1
     return ranks
@@ -216,17 +216,17 @@ def _libraries() -> dict[str, str]:
     package, sources = Path(__file__).parents[1], hashlib.blake2b(digest_size=6)
     for path in sorted(package.rglob("*.py")):
         sources.update(path.read_bytes())
-    found = {name: version(name) for name in ("torch", "transformers")}
-    return {**found, "megatrain with the sources": sources.hexdigest()}
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    return {**versions, "megatrain with the sources": sources.hexdigest()}
 
 
 def _rows(tree: Mapping[str, Any], above: str = "") -> dict[str, object]:
     """A configuration as dotted keys, for a line about one."""
-    found: dict[str, object] = {}
+    rows: dict[str, object] = {}
     for name, value in tree.items():
         key = f"{above}{name}"
-        found |= _rows(value, f"{key}.") if isinstance(value, dict) and value else {key: value}
-    return found
+        rows |= _rows(value, f"{key}.") if isinstance(value, dict) and value else {key: value}
+    return rows
 
 
 def refuse_what_ranks_lack(config: Config) -> None:
@@ -263,25 +263,25 @@ def with_links(hardware: Hardware, world: World, device: Device, here: int) -> H
     part = LINK_NBYTES.get(device.torch_device.type, LINK_NBYTES["cpu"]) // size
     few, many = (_exchange_seconds(world, device, nbytes) for nbytes in (FEW_NBYTES, part))
     carrying = max(many - few, 0.01 * many)
-    found: dict[str, Any] = {"link_bandwidth": max(1, here - 1) * part / carrying, "link_seconds": few}
-    found["node_bandwidth"] = here * (size - here) * part / carrying if size > here else None
+    rates: dict[str, Any] = {"link_bandwidth": max(1, here - 1) * part / carrying, "link_seconds": few}
+    rates["node_bandwidth"] = here * (size - here) * part / carrying if size > here else None
     told = "measured: an all-to-all among the ranks of this run"
-    own = max(1, here - 1) * part / carrying > hardware.fetch_bandwidth
-    route = "links of its own, which are quicker than the bus" if own else "the bus, which is quicker than the link"
-    sources = dict(hardware.sources) | dict.fromkeys(found, told) | {"link_route": f"assumed: {route}"}
-    return replace(hardware, **found, link_route="direct" if own else "bus", sources=tuple(sources.items()))
+    apart = max(1, here - 1) * part / carrying > hardware.fetch_bandwidth
+    route = "links of its own, which are quicker than the bus" if apart else "the bus, which is quicker than the link"
+    sources = dict(hardware.sources) | dict.fromkeys(rates, told) | {"link_route": f"assumed: {route}"}
+    return replace(hardware, **rates, link_route="direct" if apart else "bus", sources=tuple(sources.items()))
 
 
 def _exchange_seconds(world: World, device: Device, nbytes: int) -> float:
     """Seconds of an all-to-all of `nbytes` from each rank to each: the best of several, on the slowest rank."""
     assert world.device is not None
     sent, received = (torch.zeros(world.size * nbytes, dtype=torch.uint8, device=device.torch_device) for _ in range(2))
-    taken = []
+    times = []
     for _ in range(1 + TIMES):  # the first opens connections
         world.exchange("timing the link", nbytes)
         device.synchronize()
         begin = time.perf_counter()
         world.device.all_to_all(received, sent)
         device.synchronize()
-        taken.append(time.perf_counter() - begin)
-    return max(world.exchange("the link's seconds", min(taken[1:])))
+        times.append(time.perf_counter() - begin)
+    return max(world.exchange("the link's seconds", min(times[1:])))

@@ -92,24 +92,24 @@ class Replanner:
             return None  # the timeline is of an evaluation or a sample
         price = op_seconds(question.model, self.engine.numerics, policy, work, question.hardware)
         shared = contention(question.model, self.engine.numerics, question.hardware)
-        found = calibrate(question.model, timeline, price, shared, one_processor=question.hardware.shares_memory)
-        pace = {kind: found.of(kind, "layer") for kind in COPIES if found.knows(kind, "layer")}
+        measured = calibrate(question.model, timeline, price, shared, one_processor=question.hardware.shares_memory)
+        pace = {kind: measured.of(kind, "layer") for kind in COPIES if measured.knows(kind, "layer")}
         if self._pace is None:
             self._pace = pace
-            return self._replan(step, found)
+            return self._replan(step, measured)
         before, self._before = self._before, pace if _drifted(pace, self._pace) else None
         if self._before is None or before is None or _drifted(pace, before):
             return None
         self._pace, self._before = pace, None
-        return self._replan(step, found, MAY_FOLLOW)
+        return self._replan(step, measured, MAY_FOLLOW)
 
-    def _replan(self, step: int, found: Calibration, may_change: Sequence[str] = MAY_CHANGE) -> Replanned | None:
+    def _replan(self, step: int, times: Calibration, may_change: Sequence[str] = MAY_CHANGE) -> Replanned | None:
         """Switch to the best plan by these times that differs only in `may_change`, if the gain is large enough."""
         question, policy, work = self.plan.question, self.engine.policy, self.plan.work
         numerics, size = self.engine.numerics, self.plan.micro_batch
         stays = {name: getattr(policy, name) for name in NAMES if name not in may_change}
         fixed = {"micro_batch": size, **asdict(numerics), **stays}
-        measured = replace(question, calibration=found, overrides={**question.overrides, **fixed})
+        measured = replace(question, calibration=times, overrides={**question.overrides, **fixed})
         now = examine(measured, Choice(numerics, policy), size)
         better = find_plan(measured)
         gain = 1 - better.seconds / now.seconds

@@ -193,10 +193,10 @@ def _memory(run: History, charts: dict[str, Any]) -> str:
     parts = [chart(charts, "memory", title, curves, axes=Axes(unit="B", floor=0.0))] if curves else []
     foreseen, held = _by_tier(run.planned.get("nbytes")), _by_tier(run.planned.get("held_nbytes"))
     for tier in dict.fromkeys((*foreseen, *held)):
-        planned, taken = foreseen.get(tier, {}), held.get(tier, {})
+        planned, at_start = foreseen.get(tier, {}), held.get(tier, {})
         peak = max((value for value in run.tiers.get(tier, ()) if math.isfinite(value)), default=0.0)
-        whole = max(sum(planned.values()), sum(taken.values()), 1.0)
-        for words, uses in (("planned peak", planned), ("held at the start", taken)):
+        whole = max(sum(planned.values()), sum(at_start.values()), 1.0)
+        for words, uses in (("planned peak", planned), ("held at the start", at_start)):
             if uses:
                 rows = [(f"{use}: {amount(nbytes)}", nbytes) for use, nbytes in uses.items() if nbytes]
                 parts.append(bar(f"{tier}, {words}: {amount(sum(uses.values()))}", rows, whole))
@@ -237,8 +237,8 @@ def _checkpoints(run: History) -> str:
         written = nbytes - _float(saved, "shared_nbytes")
         rate = f"{amount(written / seconds)}/s" if seconds else ""
         step, path = int(_float(saved, "step")), str(saved.get("checkpoint", ""))
-        there = "kept" if Path(path).is_dir() else "removed"
-        rows.append((f"{step:,}", amount(nbytes), amount(written), duration(seconds), rate, there, path))
+        kept = "kept" if Path(path).is_dir() else "removed"
+        rows.append((f"{step:,}", amount(nbytes), amount(written), duration(seconds), rate, kept, path))
     return table(("step", "bytes", "written", "time", "speed", "state", "folder"), _some(rows))
 
 

@@ -125,11 +125,11 @@ def facts_of(taken: Checkpoint) -> Mapping[str, Any]:
 
 def _renamed(policy: Mapping[str, Any]) -> dict[str, Any]:
     """An older policy with current names: `kernels` was `compile`, true or false."""
-    found = dict(policy)
-    if "compile" in found:
-        compiles = found.pop("compile")
-        found.setdefault("kernels", None if compiles is None else "compile" if compiles else "stock")
-    return found
+    renamed = dict(policy)
+    if "compile" in renamed:
+        compiles = renamed.pop("compile")
+        renamed.setdefault("kernels", None if compiles is None else "compile" if compiles else "stock")
+    return renamed
 
 
 def with_numbers(config: Config, numerics: Numerics) -> Config:
@@ -282,16 +282,16 @@ def take_up_data(feed: Feed, taken: Checkpoint, config: Config, say: Say) -> int
 
 
 def _newest(folder: Path, say: Say) -> Checkpoint:
-    found = newest_sound(folder)
-    for line in found.skipped:
+    newest = newest_sound(folder)
+    for line in newest.skipped:
         say(f"skipped an invalid checkpoint: {line}")
-    if found.checkpoint is None:
+    if newest.checkpoint is None:
         raise CheckpointError(
             "holds no valid checkpoint",
             where=str(folder),
             fix="start again in another output.folder, or with output.overwrite=true and resume=null",
         )
-    return found.checkpoint
+    return newest.checkpoint
 
 
 def _at(path: Path, say: Say) -> Checkpoint:
@@ -304,13 +304,13 @@ def _at(path: Path, say: Say) -> Checkpoint:
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested sections as dotted keys; free-form mappings are kept as values."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and not prefix:
-            found |= _flat(value, f"{key}.")
+            flat |= _flat(value, f"{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def _within(key: str, names: tuple[str, ...]) -> bool:

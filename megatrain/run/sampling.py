@@ -52,10 +52,10 @@ class Sampling:
 def stop_at_ends(config: Config, engine: Engine, corpus: Corpus, tokenizer: Tokenizer) -> Corpus:
     """Let generation, by the saved model too, end at `corpus.ends` if the configuration says so, and return the corpus
     with a fact about it."""
-    own = corpus.begun.get("stops", engine.generation_config.eos_token_id)  # a checkpoint's has `corpus.ends`, too
-    new = [end for end in corpus.ends if end not in _as_list(own)] if config.output.stop_at_turn_end else []
-    engine.generation_config.eos_token_id = [*new, *_as_list(own)] if new else own
-    corpus = replace(corpus, begun={**corpus.begun, "stops": own})
+    stops = corpus.begun.get("stops", engine.generation_config.eos_token_id)  # a checkpoint's has `corpus.ends`, too
+    new = [end for end in corpus.ends if end not in _as_list(stops)] if config.output.stop_at_turn_end else []
+    engine.generation_config.eos_token_id = [*new, *_as_list(stops)] if new else stops
+    corpus = replace(corpus, begun={**corpus.begun, "stops": stops})
     if not new:
         return corpus
     marks = " and ".join(printable(str(tokenizer.decode([end]))) for end in new)

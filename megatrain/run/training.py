@@ -323,8 +323,8 @@ def _steps(train: TrainSection, loader: Loader, begins: int) -> int:
 
 def _epochs(train: TrainSection, loader: Loader, steps: int) -> float | None:
     """Passes over the data in `steps` steps; if steps differ in rows, the epochs asked for, if any."""
-    found = loader.epochs_in(steps)
-    return train.epochs if found is None else found
+    epochs = loader.epochs_in(steps)
+    return train.epochs if epochs is None else epochs
 
 
 def _length(steps: int, loader: Loader) -> str:
@@ -354,24 +354,27 @@ def _learning_rate(train: TrainSection, steps: int) -> Callable[[int], float]:
 
 def _source(config: Config, taken: Checkpoint | None, say: Callable[[str], None]) -> Source:
     """The model, frozen as asked, with the weights that the run begins or goes on with."""
-    how: dict[str, Any] = {"attention": config.model.attention, "trust_remote_code": config.model.trust_remote_code}
+    options: dict[str, Any] = {"attention": config.model.attention, "trust_remote_code": config.model.trust_remote_code}
     adapter = config.adapter
-    source = _whole_source(config, taken, how) if adapter is None else _adapted_source(config, adapter, taken, how)
+    if adapter is None:
+        source = _whole_source(config, taken, options)
+    else:
+        source = _adapted_source(config, adapter, taken, options)
     if isinstance(taken, PeerCheckpoint):
         resume.take_over(taken, source, _optimizer(config.train), say)
     return source
 
 
-def _whole_source(config: Config, taken: Checkpoint | None, how: Mapping[str, Any]) -> Source:
+def _whole_source(config: Config, taken: Checkpoint | None, options: Mapping[str, Any]) -> Source:
     model = config.model
     source: Source
     masters = isinstance(taken, PeerCheckpoint) and taken.state.holds_masters
     folder = model.path if taken is None or masters else taken.folder
     if folder is not None:
-        source = PretrainedSource(folder, **how)
+        source = PretrainedSource(folder, **options)
     else:
         assert model.config is not None  # `Config` has seen to it
-        source = FreshSource(model.config, config.train.seed, **how)
+        source = FreshSource(model.config, config.train.seed, **options)
     if isinstance(taken, PeerCheckpoint) and masters:
         source = PeerSource(taken, source.model)
     freeze_parameters(source.model, config.train.freeze)
@@ -379,7 +382,7 @@ def _whole_source(config: Config, taken: Checkpoint | None, how: Mapping[str, An
 
 
 def _adapted_source(
-    config: Config, adapter: AdapterSection, taken: Checkpoint | None, how: Mapping[str, Any]
+    config: Config, adapter: AdapterSection, taken: Checkpoint | None, options: Mapping[str, Any]
 ) -> Source:
     """The frozen model with its fresh or continued adapter."""
     model, seed = config.model, config.train.seed
@@ -387,9 +390,9 @@ def _adapted_source(
     begins: Any = lora_config(**fresh) if adapter.path is None else adapter.path
     given: Any = begins if taken is None else taken.folder
     if model.path is not None:
-        return pretrained_source(model.path, given, seed, **how)
+        return pretrained_source(model.path, given, seed, **options)
     assert model.config is not None  # `Config` has seen to it
-    return AdaptedSource(FreshSource(model.config, seed, **how), given, seed)
+    return AdaptedSource(FreshSource(model.config, seed, **options), given, seed)
 
 
 def _vocabulary(model: Any) -> int:
@@ -492,13 +495,13 @@ def _checkpoints(
     begun: Mapping[str, Any],
 ) -> Checkpoints:
     """The run's checkpoint writer. begun: see `Corpus`. Raises `DoesNotFit` if there is no memory for it."""
-    how = config.checkpoint
-    if how.every:
+    section = config.checkpoint
+    if section.every:
         engine.saver.reserve()
     return Checkpoints(
         engine,
         config.checkpoints,
-        Retention(how.keep_last, how.keep_every, max(how.keep_best, config.output.best)),
+        Retention(section.keep_last, section.keep_every, max(section.keep_best, config.output.best)),
         feed,
         {"config": resume.with_numbers(config, plan.numerics).model_dump(mode="json"), **begun},
         write_more=partial(save_beside, tokenizer, engine),

@@ -201,9 +201,9 @@ class Ownership:
 def _pieces(layout: Layout, rank: int, most: int) -> tuple[Piece, ...]:
     if layout.ranks == 1:
         return (Piece(0, layout.size, 0),)
-    found = []
+    parts = []
     for shard in layout.shards(most):
         each = (shard.stop - shard.start) // layout.ranks
         begin = shard.start + rank * each
-        found.append(Piece(begin, begin + each, shard.start // layout.ranks))
-    return tuple(found)
+        parts.append(Piece(begin, begin + each, shard.start // layout.ranks))
+    return tuple(parts)

@@ -40,15 +40,15 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15} |
 _LEAST, _MOST = 10**6, 10**18
 
 
-def parse_nbytes(text: str, where: str, there: int | None = None) -> int:
+def parse_nbytes(text: str, where: str, total: int | None = None) -> int:
     """Parse an amount into bytes; percentages are of `there` bytes. Raises `ConfigError` for anything else."""
     written = text.strip().upper()
-    if there is not None and (share := re.fullmatch(r"(\d+(?:\.\d*)?)\s*%", written)) and 0 < float(share[1]) <= 100:
-        return int(float(share[1]) / 100 * there)
+    if total is not None and (share := re.fullmatch(r"(\d+(?:\.\d*)?)\s*%", written)) and 0 < float(share[1]) <= 100:
+        return int(float(share[1]) / 100 * total)
     match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMGTP]?I?)B?", written)
     unit = _UNITS.get(match[2]) if match else None
     if match is None or unit is None or not _LEAST <= (nbytes := Decimal(match[1]) * unit) <= _MOST:
-        share_too = "" if there is None else " or 80%"
+        share_too = "" if total is None else " or 80%"
         raise ConfigError(
             f"{shown(text)} is not an amount of memory", where=where, fix=f"give one such as 24GB{share_too} or 1.5TB"
         )
