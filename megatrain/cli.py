@@ -438,55 +438,37 @@ def _export(
     source: Annotated[
         str, typer.Argument(metavar="SOURCE", help="Model folder, run folder or hub name.", callback=_path())
     ],
-    target: Annotated[
-        str | None,
-        typer.Argument(metavar="TARGET", help="Folder to write; optional with --push.", callback=_path("folder")),
-    ] = None,
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="Folder to write.", callback=_path("folder"))],
     precision: PrecisionName = "bf16",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing model in TARGET.")] = False,
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter SOURCE into its base model.")] = False,
     base: BaseName = None,
-    push: Annotated[
-        str | None, typer.Option(help="Upload to the hub as organisation/model; without TARGET, SOURCE unchanged.")
-    ] = None,
     trust_remote_code: Remote = False,
 ) -> None:
-    """Write a model as a Hugging Face folder, and upload it if asked. The folder is complete or not there."""
+    """Write a model as a Hugging Face folder. The folder is complete or not there."""
     let_idle_threads_sleep()
-    if target is None and push is None:
-        raise ConfigError("is missing", where="TARGET", fix="name the folder to write, or give --push")
-    if target is None and base is not None:
-        raise ConfigError("needs a folder to write to", where="--base", fix="give TARGET, and --merge")
     precision = _precision(precision)
-    if target is not None:
-        _refuse_absent(source)
-        from megatrain.run.existing_run import holds_model
-        from megatrain.system.paths import usable_path
+    _refuse_absent(source)
+    from megatrain.run.existing_run import holds_model
+    from megatrain.system.paths import usable_path
 
-        holds_model(usable_path(target), overwrite=overwrite)
+    holds_model(usable_path(target), overwrite=overwrite)
     from rich.console import Console
 
-    from megatrain.commands.export import ModelToRead, push_export, run_export
+    from megatrain.commands.export import ModelToRead, run_export
     from megatrain.train.progress import loading
 
-    if push is not None:
-        from megatrain.run.push_to_hub import refuse_push
-
-        refuse_push(push, "--push")
-    if target is not None:
-        with loading(Console(stderr=True), "writing the model") as progress:
-            written = run_export(
-                ModelToRead(source, base, trust_remote_code),
-                target,
-                precision=precision,
-                overwrite=overwrite,
-                merge=merge,
-                progress=progress,
-                notice=_tell,
-            )
-        typer.echo(str(written))
-    if push is not None:
-        typer.echo(push_export(source, target, push, merge=merge))
+    with loading(Console(stderr=True), "writing the model") as progress:
+        written = run_export(
+            ModelToRead(source, base, trust_remote_code),
+            target,
+            precision=precision,
+            overwrite=overwrite,
+            merge=merge,
+            progress=progress,
+            notice=_tell,
+        )
+    typer.echo(str(written))
 
 
 @app.command("report")

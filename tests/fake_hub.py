@@ -1,4 +1,4 @@
-"""A local fake Hugging Face Hub: the endpoints for listing and reading data sets and for uploading models.
+"""A local fake Hugging Face Hub: the endpoints for listing and reading data sets, and one model's name.
 
 Clients take its address from HF_ENDPOINT as they are imported. Where they are imported already, `settings_for` says
 what to set.
@@ -6,7 +6,6 @@ what to set.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import re
@@ -35,12 +34,7 @@ class Hub:
 
     data_sets: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
     """Of each the files of every commit, the latest last."""
-    files: dict[str, bytes] = field(default_factory=dict)
-    """Of the model that was uploaded."""
     objects: dict[str, bytes] = field(default_factory=dict)
-    private: bool | None = None
-    refuses: bool = False
-    """Whether nobody may upload."""
     drops: int = 0
     """Of how many more answers with a file's bytes half is sent, before the connection ends."""
     asked: list[str] = field(default_factory=list)
@@ -115,9 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.hub.asked.append(f"{self.command} {self.path}")
         path = unquote(urlsplit(self.path).path)
-        if path == "/api/whoami-v2":
-            self.answer({"name": "someone", "type": "user", "auth": {"accessToken": {"role": "write"}}})
-        elif path == "/api/models/org/base":
+        if path == "/api/models/org/base":
             self.answer({"id": "org/base", "tags": [], "siblings": []})
         elif path.startswith("/objects/"):
             self.send_bytes(self.hub.objects[path.rpartition("/")[2]])
@@ -187,45 +179,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(part)
         return None
 
-    def do_PUT(self) -> None:
-        self.hub.objects[self.path.rpartition("/")[2]] = self.body()
-        self.answer({})
-
     def do_POST(self) -> None:
-        hub, body = self.hub, self.body()
-        hub.asked.append(f"POST {self.path}")
+        body = self.body()
+        self.hub.asked.append(f"POST {self.path}")
         if found := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)/paths-info/([^/]+)", unquote(self.path)):
             self.paths_info(*found.groups(), body)
-        elif hub.refuses:
-            self.answer({"error": "you may not"}, 403)
-        elif self.path == "/api/repos/create":
-            asked = json.loads(body)
-            hub.private = asked.get("visibility", asked.get("private")) in (True, "private")
-            name = "/".join(filter(None, (asked.get("organization"), asked["name"])))
-            self.answer({"url": f"{hub.endpoint}/{name}"})
-        elif self.path == "/api/validate-yaml":
-            self.answer({"errors": [], "warnings": []})
-        elif "/preupload/" in self.path:
-            files = json.loads(body)["files"]
-            modes = ("lfs" if each["path"].endswith(LARGE) else "regular" for each in files)
-            told = [
-                {"path": each["path"], "uploadMode": mode, "shouldIgnore": False}
-                for each, mode in zip(files, modes, strict=True)
-            ]
-            self.answer({"files": told})
-        elif self.path.endswith("/info/lfs/objects/batch"):
-            asked = json.loads(body)["objects"]
-            told = [{**each, "actions": {"upload": {"href": f"{hub.endpoint}/put/{each['oid']}"}}} for each in asked]
-            self.answer({"transfer": "basic", "objects": told})
-        elif "/commit/" in self.path:
-            for line in map(json.loads, body.decode().splitlines()):
-                value = line["value"]
-                if line["key"] == "file":
-                    hub.files[value["path"]] = base64.b64decode(value["content"])
-                elif line["key"] == "lfsFile":
-                    hub.files[value["path"]] = hub.objects[value["oid"]]
-            url = f"{hub.endpoint}/someone/x/commit/{hashlib.sha1(body).hexdigest()}"
-            self.answer({"commitUrl": url, "commitOid": hashlib.sha1(body).hexdigest()})
         else:
             self.answer({"error": self.path}, 404)
 

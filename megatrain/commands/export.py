@@ -25,8 +25,6 @@ from megatrain.model import (
     pretrained_source,
 )
 from megatrain.run.existing_run import holds_model
-from megatrain.run.history import CONFIG
-from megatrain.run.push_to_hub import push
 from megatrain.spec import Precision, UnitSpec
 from megatrain.system.paths import usable_path
 from megatrain.train.progress import printable
@@ -99,27 +97,6 @@ def run_export(
     if not_finite:
         notice(f"written unchanged, although some weights of the source are not finite: {listed(not_finite)}")
     return written
-
-
-def push_export(source: str, target: str | None, name: str, *, merge: bool = False) -> str:
-    """Upload the folder `target`, or without one the model folder of `source`, to the hub as `name`.
-
-    Returns its URL. Raises `ExportError` if `source` is not a local folder, or if the hub refuses the upload.
-    """
-    if target is None and merge:
-        raise ExportError("needs a folder to write to", where="--merge", fix="give TARGET")
-    folder = usable_path(model_named(source) if target is None else target, where="SOURCE", error=ExportError)
-    if not folder.is_dir():
-        raise ExportError("is not a local folder", where=f"model {source}", fix="give TARGET, to write it there first")
-    run = next(
-        (
-            each
-            for each in (usable_path(source, where="SOURCE", error=ExportError), folder.parent)
-            if (each / CONFIG).is_file()
-        ),
-        None,
-    )
-    return push(folder, name, "--push", run)
 
 
 def _masters(source: Source, unit: UnitSpec) -> dict[str, Tensor]:

@@ -65,8 +65,6 @@ def read_axolotl(reader: Reader) -> None:
     names = [name for name, is_asked in asked.items() if is_asked] + named
     reader.account("use_tensorboard", "use_trackio")
     put_trackers(reader, names, "report_to" if "report_to" in reader.said else "wandb_project")
-    if push := reader.take("hub_model_id"):
-        reader.put("output.push", push, "hub_model_id")
     if reader.switch("auto_resume_from_checkpoints"):
         reader.put("resume", "auto", "auto_resume_from_checkpoints")
     _adapter_of_axolotl(reader)

@@ -588,9 +588,6 @@ class OutputSection(Section):
     precision: Literal["fp32", "bf16"] | None = None
     """Data type of the weights in `model/`: the exact float32 masters, or rounded to bfloat16. Unset: `fp32`, or `bf16`
     for a model that was published quantized."""
-    push: str | None = None
-    """Upload the finished model to this Hugging Face hub name (organisation/model); a new repository is private. Your
-    permission to write is checked before training."""
     trackers: Trackers = ("tensorboard",)
     """Experiment trackers: tensorboard, wandb, trackio (install the latter two yourself); [] for none."""
     trackers_online: bool = False
@@ -605,10 +602,13 @@ class OutputSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _as_earlier(cls, value: Any) -> Any:
-        """Older files have `tensorboard: true` or `false` instead of `trackers`."""
-        if not isinstance(value, dict) or not isinstance(value.get("tensorboard"), bool):
+        """Older files have `tensorboard: true` or `false` instead of `trackers`, and a `push` that is null."""
+        if not isinstance(value, dict):
             return value
-        rest = {key: each for key, each in value.items() if key != "tensorboard"}
+        value = {key: given for key, given in value.items() if (key, given) != ("push", None)}
+        if not isinstance(value.get("tensorboard"), bool):
+            return value
+        rest = {key: given for key, given in value.items() if key != "tensorboard"}
         named = _as_list(rest.get("trackers", ()))
         if not isinstance(named, list | tuple):
             return rest

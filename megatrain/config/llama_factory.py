@@ -150,12 +150,6 @@ def _packing_of_llama_factory(reader: Reader, stage: str) -> None:
 def _trackers_of_llama_factory(reader: Reader) -> None:
     names = reader.texts("report_to", reader.take("report_to") or [])
     put_trackers(reader, names, "report_to")
-    if reader.switch("push_to_hub"):
-        name = reader.take("hub_model_id")
-        if isinstance(name, str) and "/" in name:
-            reader.put("output.push", name, "hub_model_id")
-        else:
-            reader.leave("push_to_hub", "set output.push to organisation/model")
 
 
 def _adapter_of_llama_factory(reader: Reader) -> None:

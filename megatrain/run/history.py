@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatrain.config.load import parse
 from megatrain.errors import ConfigError
 from megatrain.plan.analysis import STREAM_WORDS
 from megatrain.system.paths import parsed_json, read_json, read_text, refuse_special
@@ -210,15 +209,6 @@ def status_of(folder: Path) -> Mapping[str, Any]:
     """Content of a run's `status.json` (`train.status`); empty if there is none."""
     status = _json(folder / STATUS)
     return status if isinstance(status, dict) else {}
-
-
-def config_of(folder: Path) -> dict[str, Any]:
-    """Content of a run's `config.yaml`; empty if it cannot be read."""
-    try:
-        content = parse(read_text(folder / CONFIG), CONFIG, {})
-    except (OSError, ValueError, ConfigError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def traced_step(trace: Any) -> TracedStep | None:

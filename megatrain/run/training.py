@@ -80,7 +80,6 @@ from megatrain.run.planner_inputs import (
     question_of,
     refuse_wear,
 )
-from megatrain.run.push_to_hub import push, refuse_push
 from megatrain.run.ranks import Ranks, StopsInTime, joined
 from megatrain.run.replan import Replanner, foreseen
 from megatrain.run.report import write_report
@@ -106,8 +105,6 @@ VERIFIED_PARAMETERS = 10**9
 
 Facts = list[tuple[str, str]]
 
-PUSH_KEY = "output.push"
-
 WARM_UP = 3
 """Steps before measured times are compared with the plan's."""
 
@@ -122,7 +119,7 @@ def run_training(config: Config, console: Console) -> Path:
     folder, console = config.folder, console if ranks.leads else Console(file=io.StringIO())
     say = partial(warn, console)
     with ExitStack() as stack, ranks.watched():  # other ranks learn of an error before cleanup
-        _refuse_early(config, ranks)
+        refuse_mistakes(config)
         metrics, tasks = load_metrics(config.train.metrics), Tasks(config.lm_eval) if config.lm_eval.tasks else None
         if config.model.path is not None:
             model = config.model.model_copy(update={"path": model_named(config.model.path)})
@@ -181,22 +178,8 @@ def run_training(config: Config, console: Console) -> Path:
             return Path(checkpoints.newest)
         saved = _leave_model(config, run, ended, tell, console)
     if ranks.leads:
-        _hand_over(config, saved, console)
+        say_where(config.folder, console)
     return saved
-
-
-def _hand_over(config: Config, saved: Path, console: Console) -> None:
-    """Say where all files are, and upload the model if asked."""
-    say_where(config.folder, console)
-    if config.output.push is not None:
-        warn(console, f"pushed to {push(saved, config.output.push, PUSH_KEY, config.folder)}")
-
-
-def _refuse_early(config: Config, ranks: Ranks) -> None:
-    """Raise the errors that can be found before anything is read."""
-    refuse_mistakes(config)
-    if config.output.push is not None and ranks.leads:
-        refuse_push(config.output.push, PUSH_KEY)
 
 
 def _leave_model(config: Config, run: _Run, ended: Ended, tell: Callable[..., None], console: Console) -> Path:

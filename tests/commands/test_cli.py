@@ -205,7 +205,6 @@ WITH_PATHS: list[tuple[tuple[str, ...], str, dict[str, str]]] = [
     (("probe", "--output", PATH), "--output", FOR_A_FILE),
 ]
 NO_PATHS = (
-    "push",
     "system",
     "overrides",
     "prompt",
