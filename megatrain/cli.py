@@ -13,7 +13,7 @@ import gc
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TextIO
 
@@ -383,9 +383,11 @@ def _generate(
     folder: Annotated[
         str, typer.Argument(metavar="FOLDER", help="Model folder, run folder or hub name.", callback=_path())
     ],
-    prompt: Annotated[str, typer.Option(help="Text to continue; with --chat the first message.")] = "",
-    chat: Annotated[bool, typer.Option("--chat", help="Chat, using the model's chat template.")] = False,
-    system: Annotated[str, typer.Option(help="System prompt of the chat.")] = "",
+    prompt: Annotated[str, typer.Option(help="Text to continue; with --chat a question.")] = "",
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Answer the prompt, or each line of the input, as a chat.")
+    ] = False,
+    system: Annotated[str, typer.Option(help="System prompt of each question.")] = "",
     device: DeviceName = "cpu",
     precision: PrecisionName = "bf16",
     base: BaseName = None,
@@ -398,7 +400,7 @@ def _generate(
     seed: Annotated[int, typer.Option(min=0, help="Random seed of the sampling.")] = 0,
     trust_remote_code: Remote = False,
 ) -> None:
-    """Continue a text, or chat, with a model of any size. It streams through the device."""
+    """Continue a text, or answer questions, with a model of any size. It streams through the device."""
     let_idle_threads_sleep()
     if system and not chat:
         raise ConfigError("needs --chat", where="--system", fix="add --chat")
@@ -426,7 +428,7 @@ def _generate(
             notice=_tell,
         )
         if chat:
-            run_chat(generator, _messages(prompt), heard, sampling, system=system)
+            run_chat(generator, [prompt] if prompt else filter(str.strip, sys.stdin), heard, sampling, system=system)
             return
         spoken = run_generation(generator, prompt, heard, sampling)
     typer.echo("")
@@ -521,26 +523,6 @@ def _refuse_absent(model: str) -> None:
     from megatrain.plan.measured_models import refuse_absent
 
     refuse_absent(model)
-
-
-def _messages(first: str) -> Iterator[str]:
-    """The user's messages: `first` unless empty, then typed ones until Ctrl-D, Ctrl-C or /exit, or stdin's lines."""
-    typed = sys.stdin.isatty()
-    if typed:
-        import readline  # noqa: F401 -- importing it gives `input` a history and cursor keys
-
-        _tell("/reset starts a new chat; /exit or Ctrl-D ends; Ctrl-C stops an answer")
-    if first:
-        yield first
-    while True:
-        try:
-            text = input("> " if typed else "")
-        except (EOFError, KeyboardInterrupt):
-            return
-        if text.strip() == "/exit":
-            return
-        if text.strip():
-            yield text
 
 
 def _tell(line: str) -> None:

@@ -1,4 +1,4 @@
-"""`megatrain generate`: generate text from a model folder, or chat with it.
+"""`megatrain generate`: generate text from a model folder, or answer questions with it.
 
 All parameters are frozen, so there are no gradients and no optimizer state, and the model streams through the engine,
 so it need not fit on the device. Cheap checks come first (config, tokenizer, prompt); the weights are loaded last. For
@@ -7,11 +7,8 @@ several prompts at once see `Engine.generate`.
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,9 +23,6 @@ from megatrain.run.sampling import USUAL_NEW_TOKENS, WHERE, Sampling, draw_ids, 
 from megatrain.spec import Precision
 from megatrain.train.engine import Engine
 from megatrain.train.progress import printable
-
-RESET = "/reset"
-"""Message that starts a new chat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,50 +109,27 @@ def run_generation(
 
 def run_chat(
     model: GenerationModel,
-    said: Iterable[str],
+    questions: Iterable[str],
     heard: Callable[[str], None],
     sampling: Sampling | None = None,
     *,
     system: str = "",
-) -> int:
-    """Answer messages one after another, with the model's own chat template; returns the number of answers.
+) -> None:
+    """Answer questions one after another, each by itself, with the model's own chat template. An answer ends with a
+    newline; the next question is taken from the iterable when it is complete.
 
-    said: the user's messages; `RESET` clears the history. Each is taken from the iterable after the previous answer is
-    complete, which ends with a newline. SIGINT ends an answer early; its text is kept in the history. If the chat
-    outgrows the model's positions, its oldest messages are dropped, but never the system prompt.
-
-    Raises as `run_generation`, and `DataError` if there is no chat template or it rejects the chat.
+    Raises as `run_generation`, and `DataError` if there is no chat template or it rejects a question.
     """
     sampling = sampling or Sampling()
     template = _own_template(model)
     model.ends = turn_ends(template)
     first: list[Message] = [{"role": "system", "content": system}] if system else []
     chat_prompt_ids([*first, {"role": "user", "content": "Hello"}], template)  # raises before the weights are loaded
-    messages: list[Message] = []
-    answers = 0
     with model.load() as engine:
-        for text in said:
-            if text.strip() == RESET:
-                messages = []
-                continue
-            messages.append({"role": "user", "content": text})
-            try:
-                ids, forgotten = _fitted(model, template, first, messages, sampling.most)
-            except BatchError as error:
-                model.notice(str(error))
-                messages.pop()
-                continue
-            if forgotten:
-                model.notice(f"the chat is too long for the model: its {forgotten} oldest messages were dropped")
-            tokens = sampling.most or USUAL_NEW_TOKENS
-            if model.positions is not None:
-                tokens = min(tokens, model.positions - len(ids))
-            with interruptions() as stopped:
-                spoken = _say(model, engine, ids, replace(sampling, most=tokens), heard, stopped)
+        for question in questions:
+            ids = chat_prompt_ids([*first, {"role": "user", "content": question}], template)
+            _say(model, engine, ids, replace(sampling, most=model.room(len(ids), sampling.most)), heard)
             heard("\n")
-            messages.append({"role": "assistant", "content": spoken.text.strip()})
-            answers += 1
-    return answers
 
 
 def _own_template(model: GenerationModel) -> ChatTemplate:
@@ -168,33 +139,12 @@ def _own_template(model: GenerationModel) -> ChatTemplate:
     return choose_template(model.tokenizer)
 
 
-def _fitted(
-    model: GenerationModel, template: ChatTemplate, first: list[Message], messages: list[Message], wanted: int | None
-) -> tuple[list[int], int]:
-    """Token ids of the chat, shortened to leave room for an answer, and how many of the oldest messages were dropped.
-
-    Removes those from `messages`. Raises `BatchError` if the last message alone leaves no room.
-    """
-    forgotten = 0
-    least = wanted or (USUAL_NEW_TOKENS if model.positions is None else min(USUAL_NEW_TOKENS, model.positions // 4))
-    while True:
-        ids = chat_prompt_ids([*first, *messages], template)
-        if model.positions is None or len(ids) + least <= model.positions:
-            return ids, forgotten
-        if len(messages) == 1:
-            model.room(len(ids), wanted)
-            return ids, forgotten
-        del messages[:2]  # a question and its answer
-        forgotten += 2
-
-
 def _say(
     model: GenerationModel,
     engine: Engine,
     ids: Sequence[int],
     sampling: Sampling,
     heard: Callable[[str], None],
-    stopped: Callable[[], bool] | None = None,
 ) -> Spoken:
     pieces: list[str] = []
 
@@ -204,19 +154,5 @@ def _say(
 
     began = time.perf_counter()
     streamer = TextStream(model.tokenizer, listen)
-    new = draw_ids(engine, model.tokenizer, ids, sampling, ends=model.ends, streamer=streamer, stopped=stopped)
+    new = draw_ids(engine, model.tokenizer, ids, sampling, ends=model.ends, streamer=streamer)
     return Spoken("".join(pieces), len(new), time.perf_counter() - began)
-
-
-@contextmanager
-def interruptions() -> Iterator[Callable[[], bool]]:
-    """Yields a function that says whether SIGINT has come; meanwhile SIGINT raises nothing. Main thread only."""
-    came: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
-    try:
-        yield lambda: bool(came)
-    finally:
-        signal.signal(signal.SIGINT, before)

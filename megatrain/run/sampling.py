@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,21 +91,17 @@ def draw_ids(
     *,
     ends: Sequence[int] = (),
     streamer: TextStream | None = None,
-    stopped: Callable[[], bool] | None = None,
 ) -> list[int]:
     """Generate ids after `ids`; the last may be one that ends generation.
 
     Ids unknown to the tokenizer are never drawn, as a model may have more logits than its tokenizer has tokens.
     ends: ids that end generation, besides those of the generation config and the tokenizer's end-of-text token.
-    stopped: called after each token; generation ends when it returns true.
     """
     stops = {*_as_list(engine.generation_config.eos_token_id), tokenizer.eos_token_id, *ends} - {None}
     options: dict[str, Any] = {"eos_token_id": sorted(stops) or None, "streamer": streamer}
     options["pad_token_id"] = min(stops, default=0)  # never used: one row has no padding
     if unknown := range(vocabulary_size(tokenizer), engine.structure.vocab_size):
         options["suppress_tokens"] = list(unknown)
-    if stopped is not None:
-        options["stopping_criteria"] = [lambda ids, *_, **__: torch.full((len(ids),), stopped(), device=ids.device)]
     given = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     if sampling.temperature == 0:
         options["do_sample"] = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import platform
@@ -18,7 +17,6 @@ from typer.models import ArgumentInfo
 
 import megatrain
 from megatrain import cli
-from megatrain.cli import _messages
 from megatrain.errors import NonFinite
 from tests import before_torch_import
 from tests.bad_paths import FOR_A_FILE, FOR_A_FOLDER, KINDS, bad_path
@@ -443,13 +441,6 @@ def test_unverified_kernels_are_refused(capsys: pytest.CaptureFixture[str], tmp_
         code, out, err = run(capsys, "verify", str(tmp_path), "--attention", kernel)
         assert (code, out) == (2, "")
         assert told.format(kernel) in err
-
-
-def test_chat_messages_come_from_the_option_then_from_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("two\n\n  \nthree\n/exit\nfour\n"))
-    assert list(_messages("one")) == ["one", "two", "three"]
-    monkeypatch.setattr("sys.stdin", io.StringIO("two"))
-    assert list(_messages("")) == ["two"]
 
 
 def test_a_system_prompt_without_a_chat_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatrain import AdamW, Engine
-from megatrain.commands.generate import RESET, GenerationModel, interruptions, run_chat, run_generation
+from megatrain.commands.generate import GenerationModel, run_chat, run_generation
 from megatrain.data import load_tokenizer
 from megatrain.errors import BatchError, ConfigError, DataError, MegaTrainError, ModelError, NonFinite
 from megatrain.run.sampling import Sampling, draw_ids, prompt_ids
@@ -320,55 +319,29 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def asked(chatty: str, said: list[str], monkeypatch: pytest.MonkeyPatch, **how: Any) -> tuple[list[str], list[str]]:
-    """What the model was given for each answer to `said`, and what it told beside its answers."""
+def test_questions_are_answered_each_by_itself_with_the_system_prompt(
+    chatty: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts: list[str] = []
-    notices: list[str] = []
 
     def draw(engine: Engine, tokenizer: Any, ids: list[int], sampling: Sampling, **_: Any) -> list[int]:
         prompts.append(tokenizer.decode(ids))
-        _["streamer"].on_finalized_text(" fine ")
         return [1]
 
     monkeypatch.setattr("megatrain.commands.generate.draw_ids", draw)
-    run_chat(GenerationModel(chatty, precision="fp32", notice=notices.append), said, lambda text: None, **how)
-    return prompts, notices
+    model = GenerationModel(chatty, precision="fp32")
+    run_chat(model, ["one", "two"], lambda text: None, system="be brief")
+    assert prompts == ["s:be brief;u:one;a:", "s:be brief;u:two;a:"]
+    with pytest.raises(BatchError, match="exceed the model's 128 positions"):
+        run_chat(model, ["x" * 200], lambda text: None)
 
 
-def test_a_chat_includes_history_and_system_prompt(chatty: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts, _ = asked(chatty, ["one", "two", RESET, "three"], monkeypatch, system="be brief")
-    assert prompts == [
-        "s:be brief;u:one;a:",
-        "s:be brief;u:one;a:fine;u:two;a:",
-        "s:be brief;u:three;a:",
-    ]
-
-
-def test_an_overlong_chat_drops_its_oldest_messages(chatty: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = ["first" * 7, "second" * 6, "third" * 6, "x" * 200, "last"]
-    prompts, notices = asked(chatty, said, monkeypatch, system="s", sampling=Sampling(16))
-    assert prompts[1].startswith("s:s;u:first")
-    assert prompts[2].startswith("s:s;u:second")
-    assert "dropped" in notices[0]
-    assert "128 positions" in notices[1]
-    assert len(prompts) == 4  # the message that is too long has no answer, and the chat goes on
-    assert prompts[3].endswith("u:last;a:")
-    assert all(len(prompt) + 16 <= 128 for prompt in prompts)
-
-
-def test_chat_answers_equal_the_librarys_and_can_be_stopped(chatty: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_equal_the_librarys(chatty: str) -> None:
     heard: list[str] = []
     generator, how = GenerationModel(chatty, precision="fp32"), Sampling(12, temperature=0)
-    assert run_chat(generator, ["one"], heard.append, how) == 1
+    run_chat(generator, ["one"], heard.append, how)
     spoken = run_generation(generator, "u:one;a:", lambda text: None, how)
     assert "".join(heard) == spoken.text + "\n"
-    with interruptions() as stopped:
-        assert not stopped()
-        signal.raise_signal(signal.SIGINT)
-        assert stopped()
-    with Engine.from_model(tiny_model(vocab_size=300), "cpu", "fp32") as engine:
-        drawn = draw_ids(engine, load_tokenizer("bytes"), [1], Sampling(8, 9.0), stopped=lambda: True)
-    assert len(drawn) == 1
 
 
 def test_a_model_without_a_chat_template_is_refused_before_its_weights_are_loaded(
