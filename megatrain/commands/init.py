@@ -110,7 +110,7 @@ def recipe_text(answers: Answers, plan: Plan, *, is_chat: bool, tokens: int | No
     """The YAML text. is_chat: the data are samples with answers, not plain text. tokens: their approximate number."""
     question, hardware = plan.question, plan.question.hardware
     rows = question.tokens_per_step // question.length
-    totals = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
+    totals = hardware.capacities
     memory = [
         f"{amount(nbytes)} of {amount(totals[tier])} {tier}"
         for tier, nbytes in plan.nbytes.items()

@@ -434,7 +434,7 @@ def _refuse_numbers(length: int | None, tokens_per_step: int | None, memories: M
 
 
 def _nbytes(tier: str, text: str | None, total: int) -> int | None:
-    """Bytes from a string such as `24GB` or `80%` of `there`; for the disk also `0`."""
+    """Bytes from a string such as `24GB` or `80%` of `total`; for the disk also `0`."""
     if text is None:
         return None
     return 0 if tier == "disk" and text.strip() == "0" else parse_nbytes(text, f"--{tier}-memory", total)
@@ -448,7 +448,7 @@ def _limits(machine: Hardware, memories: Mapping[str, str | None], *, is_this_on
     if memories["device"] is not None and machine.shares_memory:
         what = f"{machine.name} has no device memory of its own"
         raise ConfigError(what, where="--device-memory", fix="give --host-memory only")
-    totals = {"device": machine.device_nbytes, "host": machine.host_nbytes, "disk": machine.disk_nbytes or 0}
+    totals = machine.capacities
     limits = {tier: _nbytes(tier, text, totals[tier]) for tier, text in memories.items()}
     for tier, nbytes in limits.items():
         if is_this_one and nbytes and 0 < totals[tier] < nbytes:
@@ -545,7 +545,7 @@ def _facts(plan: Plan, question: Question, run: Config | None, *, is_this_one: b
 def _asked(question: Question, machine: str) -> list[tuple[str, str]]:
     """Rows for memory limits that differ from what the machine has, and for device memory that is assumed."""
     hardware = question.hardware
-    totals = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
+    totals = hardware.capacities
     rows = [
         (f"{tier} memory", f"{amount(asked)} as asked; {machine} has {amount(totals[tier])}")
         for tier in totals
@@ -609,7 +609,7 @@ def _keys_beside_init(plan: Plan, options: Options) -> dict[str, object]:
         keys["train.max_grad_norm"] = "null"
     if options.attention != "auto":
         keys["model.attention"] = options.attention
-    totals = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
+    totals = hardware.capacities
     limits = {tier: nbytes for tier in totals if 0 < (nbytes := question.limits.of(tier) or 0) <= totals[tier]}
     if hardware.divided_memory:  # a run would take each to be as large as what is free
         limits = {tier: question.budgets()[tier] for tier in ("device", "host")} | limits

@@ -232,7 +232,7 @@ class Option:
 
 
 def estimate_rows(question: Question, choice: Choice, work: Work, inputs: Estimate) -> Estimate:
-    """The estimate of a policy with `activations_by_layer`. found: of the same policy, keeping inputs."""
+    """The estimate of a policy with `activations_by_layer`. inputs: of the same policy, keeping inputs."""
     parts = _shares(choice.policy.activations_by_layer)
     return _estimate(kind_costs(question, choice, work), parts, inputs, question.hardware.shares_memory)
 

@@ -288,7 +288,7 @@ def _estimate(key: CostKey, choice: Choice, micro_batch: int) -> Estimate:
 
 
 def with_placements(question: Question, choice: Choice, micro_batch: int, in_host: Estimate) -> Estimate:
-    """The estimate of a policy with placements. found: of the same policy with all state in host memory.
+    """The estimate of a policy with placements. in_host: of the same policy with all state in host memory.
 
     The change of bytes is exact. For the seconds, whatever the step took beyond the busiest stream of each pass, it
     still takes. Where memory is shared, the step also takes longer by what the disk exceeds each pass.

@@ -150,7 +150,7 @@ class Question:
     def _limits(self) -> list[tuple[str, int | None, int]]:
         """(tier, the user's limit in bytes, bytes of the machine)"""
         hardware = self.hardware
-        totals = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
+        totals = hardware.capacities
         return [(tier, self.limits.of(tier), nbytes) for tier, nbytes in totals.items()][hardware.shares_memory :]
 
 

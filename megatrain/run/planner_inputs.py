@@ -88,7 +88,7 @@ def limits_of(memory: MemorySection, disk: DiskSection, hardware: Hardware) -> L
 
     Raises `ConfigError` for a limit on a tier that does not exist, or a malformed one.
     """
-    totals = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
+    totals = hardware.capacities
     if memory.device is not None and hardware.shares_memory:
         what = "the device has no memory of its own, it uses host memory"
         raise ConfigError(what, where="memory.device", fix="set memory.host only")

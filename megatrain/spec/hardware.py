@@ -180,6 +180,11 @@ class Hardware:
     """Field -> source of its figure: a datasheet, a measurement, an assumption."""
 
     @property
+    def capacities(self) -> dict[str, int]:
+        """Tier -> bytes of the machine; 0 for a disk that is not there."""
+        return {"device": self.device_nbytes, "host": self.host_nbytes, "disk": self.disk_nbytes or 0}
+
+    @property
     def computes_in_host_memory(self) -> bool:
         """Whether nothing crosses a bus, as on a cpu."""
         return self.shares_memory or self.slots_in_host

@@ -41,7 +41,7 @@ _LEAST, _MOST = 10**6, 10**18
 
 
 def parse_nbytes(text: str, where: str, total: int | None = None) -> int:
-    """Parse an amount into bytes; percentages are of `there` bytes. Raises `ConfigError` for anything else."""
+    """Parse an amount into bytes; percentages are of `total` bytes. Raises `ConfigError` for anything else."""
     written = text.strip().upper()
     if total is not None and (share := re.fullmatch(r"(\d+(?:\.\d*)?)\s*%", written)) and 0 < float(share[1]) <= 100:
         return int(float(share[1]) / 100 * total)
