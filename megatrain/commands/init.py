@@ -21,7 +21,7 @@ from megatrain.errors import ConfigError, DataError, DeviceError
 from megatrain.formatting import amount, counted, counted_epochs, duration
 from megatrain.plan import Plan, Question, find_plan, load_hardware
 from megatrain.spec import Limits, Precision
-from megatrain.system.paths import usable_path, written_whole
+from megatrain.system.paths import usable_path, written_or_refused
 
 STEPS, EPOCHS = 1000, 3
 """Most steps over plain text, and epochs over samples or less text."""
@@ -96,14 +96,9 @@ def _refuse_existing(target: Path) -> None:
 
 def _write(text: str, target: Path) -> None:
     """Write `text` atomically, after checking that it loads."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(target) as draft:
-            draft.write_text(text, encoding="utf-8")
-            load_config(draft)
-    except OSError as error:
-        what = f"cannot be written ({error.strerror or error})"
-        raise ConfigError(what, where=str(target), fix="name a file in another folder") from error
+    with written_or_refused(target, ConfigError, "name a file in another folder", makes_folder=True) as draft:
+        draft.write_text(text, encoding="utf-8")
+        load_config(draft)
 
 
 def recipe_text(answers: Answers, plan: Plan, *, is_chat: bool, tokens: int | None = None) -> str:

@@ -64,7 +64,7 @@ from megatrain.spec import Hardware, Limits, ModelSpec, Precision
 from megatrain.spec.limits import parse_nbytes
 from megatrain.spec.work import refuse_huge_step
 from megatrain.system.hub_client import names_in
-from megatrain.system.paths import read_json, read_text, usable_path, written_whole
+from megatrain.system.paths import read_json, read_text, usable_path, written_or_refused
 
 if TYPE_CHECKING:
     from megatrain.config import Config
@@ -678,10 +678,5 @@ def _writable(option: str, file: str) -> Path:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write `text` atomically. Raises `ConfigError` if that fails."""
-    try:
-        with written_whole(path) as draft:
-            draft.write_text(text, encoding="utf-8")
-    except OSError as error:
-        what = f"cannot be written ({error.strerror})"
-        raise ConfigError(what, where=str(path), fix="choose a file in another folder") from error
+    with written_or_refused(path, ConfigError, "choose a file in another folder") as draft:
+        draft.write_text(text, encoding="utf-8")

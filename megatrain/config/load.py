@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from megatrain.config.keys import Config, Section, describe_keys, section_of
 from megatrain.config.renamed_keys import answer, new_name
 from megatrain.errors import ConfigError
-from megatrain.system.paths import missing, read_text, shown, usable_path, written_whole
+from megatrain.system.paths import missing, read_text, shown, usable_path, written_or_refused
 
 # YAML -----------------------------------------------------------------------------------------------------------------
 #
@@ -168,13 +168,9 @@ def save_config(config: Config, path: Path) -> None:
     """
     keys = yaml.dump(config.model_dump(mode="json"), Dumper=YamlDumper, sort_keys=False, allow_unicode=True)
     text = "# Every key of this run, defaults included. `megatrain train --keys` explains them.\n" + keys
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(path) as draft:
-            draft.write_text(text, encoding="utf-8")
-    except OSError as error:
-        what = f"cannot be written ({error.strerror or error})"
-        raise ConfigError(what, where=str(path), fix="free some space, or choose another output.folder") from error
+    fix = "free some space, or choose another output.folder"
+    with written_or_refused(path, ConfigError, fix, makes_folder=True) as draft:
+        draft.write_text(text, encoding="utf-8")
 
 
 # What is wrong --------------------------------------------------------------------------------------------------------

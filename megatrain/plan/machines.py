@@ -21,7 +21,7 @@ from megatrain.errors import PlanError
 from megatrain.spec import Hardware
 from megatrain.spec.hardware import AttentionRate, Bandwidth, Count, DiskRate, ElementwiseRate, ProductRate
 from megatrain.spec.validate_fields import checked
-from megatrain.system.paths import read_text, usable_path, written_whole
+from megatrain.system.paths import read_text, usable_path, written_or_refused
 
 _LIBRARY = "machines.json"
 _SYSTEM_NBYTES = 4 << 30
@@ -121,13 +121,9 @@ def save_hardware(hardware: Hardware, path: Path) -> None:
     """
     content = _content(hardware)
     _read(content, str(path))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(path) as draft:
-            draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        what = f"cannot be written ({error.strerror})"
-        raise PlanError(what, where=str(path), fix="choose a file in a folder that you may write to") from error
+    fix = "choose a file in a folder that you may write to"
+    with written_or_refused(path, PlanError, fix, makes_folder=True) as draft:
+        draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 # Reading -----------------------------------------------------------------------------------------------------------

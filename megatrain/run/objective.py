@@ -32,7 +32,7 @@ from megatrain.plan import Plan
 from megatrain.run.data import Corpus
 from megatrain.run.ranks import own_of
 from megatrain.system.locks import alone
-from megatrain.system.paths import refuse_special, written_whole
+from megatrain.system.paths import refuse_special, written_or_refused
 from megatrain.train.engine import Engine
 
 FORMAT = 2  # part of the cache key: increase it when the same content would give other numbers
@@ -187,13 +187,9 @@ def _write_first(world: World, path: Path, said: Said) -> None:
 
 
 def _write(path: Path, said: Said) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(path) as draft:
-            np.savez(draft, **said)  # type: ignore[arg-type]  # our names never equal an option's
-    except OSError as error:
-        what = f"cannot be written ({error.strerror or error})"
-        raise DataError(what, where=str(path), fix="free some space, or choose another folder") from error
+    fix = "free some space, or choose another folder"
+    with written_or_refused(path, DataError, fix, makes_folder=True) as draft:
+        np.savez(draft, **said)  # type: ignore[arg-type]  # our names never equal an option's
 
 
 __all__ = ["loss_of", "take_up_reference", "without_reference"]

@@ -34,7 +34,7 @@ from megatrain.html import (
     table,
 )
 from megatrain.run.history import TRACE, HeldOut, History, Note, read_history
-from megatrain.system.paths import written_whole
+from megatrain.system.paths import written_or_refused
 
 REPORT = "report.html"
 SILENT_SECONDS = 30.0
@@ -52,12 +52,8 @@ def write_report(folder: Path, target: Path | None = None) -> Path:
     Raises `ConfigError` for a folder without a run, `ExportError` if the page cannot be written.
     """
     page, path = render_report(read_history(folder), time.time()), target or folder / REPORT
-    try:
-        with written_whole(path) as draft:
-            draft.write_text(page, encoding="utf-8")
-    except OSError as error:
-        what, fix = f"cannot be written ({error.strerror or error})", "free some space, or choose another --html"
-        raise ExportError(what, where=str(path), fix=fix) from error
+    with written_or_refused(path, ExportError, "free some space, or choose another --html") as draft:
+        draft.write_text(page, encoding="utf-8")
     return path
 
 

@@ -3,7 +3,8 @@
 `usable_path` converts a string to a path, for configuration keys, command-line arguments and data sources; `exists`,
 `is_file` and the like do not raise for it. `read_bytes`, `read_text` and `read_json` read small files: a pipe or
 device, which may never end, is an `OSError`, and JSON nested too deeply is a `ValueError` like other malformed JSON.
-`written_whole` writes a file atomically, without syncing it to disk. For folders see `system.atomic`.
+`written_whole` writes a file atomically, without syncing it to disk; `written_or_refused` with a typed error. For
+folders see `system.atomic`.
 """
 
 from __future__ import annotations
@@ -292,6 +293,23 @@ def written_whole(path: Path) -> Iterator[Path]:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def written_or_refused(
+    path: Path, error: type[MegaTrainError], fix: str, *, makes_folder: bool = False
+) -> Iterator[Path]:
+    """As `written_whole`, but raises `error`, which advises `fix`, where the file cannot be written.
+
+    makes_folder: whether the folder is created, if it is missing.
+    """
+    try:
+        if makes_folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(path) as draft:
+            yield draft
+    except OSError as problem:
+        raise error(f"cannot be written ({problem.strerror or problem})", where=str(path), fix=fix) from problem
 
 
 def is_cached(file: int, buffer: memoryview) -> bool:
