@@ -39,7 +39,7 @@ from megatrain.system.paths import written_whole
 
 MEASURED_ANEW = (
     "tests/model/test_chunked_layers.py",
-    "tests/model/test_masks.py",
+    "tests/model/test_profile_prologue.py",
     "tests/model/test_peak.py",
     "tests/model/test_profile.py",
     "tests/model/test_saved_activations.py",

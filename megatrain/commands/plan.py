@@ -232,7 +232,7 @@ def _question_of(run: Config, machine: Hardware) -> Question:
     from megatrain.model import freeze_parameters, lora_config, port_model
     from megatrain.model.adapters import with_adapter
     from megatrain.model.encoder_stack import stream_encoder
-    from megatrain.model.image_rows import see, values_of, values_per_token
+    from megatrain.model.profile_prologue import see, values_of, values_per_token
     from megatrain.model.skeleton import blueprint
     from megatrain.run.planner_inputs import question_of
 

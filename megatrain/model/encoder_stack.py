@@ -193,7 +193,7 @@ def stream_encoder(ported: PortedModel, row: Mapping[str, Tensor], values: int) 
     """Make units of the layers of the encoder that a row with images goes through, if they are like decoder layers.
 
     row: arguments of the model's forward, int64[1, tokens] among them. values: its floating-point values besides text
-    (`image_rows.values_of`).
+    (`profile_prologue.values_of`).
     """
     with portable_attention(ported.skeleton), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         rows = {name: torch.cat([each, each]) for name, each in row.items()}  # an encoder may run once for each row

@@ -445,7 +445,7 @@ class PortedModel:
     encoder: Encoder | None = None
     """The layers of an encoder that are units of their own (`encoder_stack`)."""
     image_row: tuple[Mapping[str, Tensor], int] | None = None
-    """Rows with images, [rows, tokens], and the number of their values (`image_rows`): for which the prologue is
+    """Rows with images, [rows, tokens], and the number of their values (`profile_prologue`): for which the prologue is
     measured too."""
     _found_in: Callable[[], object] = lambda: None
     _on_a_cpu: bool = False

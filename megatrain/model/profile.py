@@ -23,20 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
 from megatrain.model.chunked_layers import in_chunks, token_wise
-from megatrain.model.image_rows import profile_encoder, profile_images
 from megatrain.model.mapped_tensors import lazy_zeros
-from megatrain.model.masks import (
-    LARGE,
-    Batching,
-    NotTaken,
-    alike,
-    captured,
-    padded,
-    profile_prologue,
-    whole,
-    windows,
-    windows_of,
-)
 from megatrain.model.peak import (
     DeviceAttention,
     Lengths,
@@ -49,6 +36,20 @@ from megatrain.model.peak import (
     recorded_forward,
 )
 from megatrain.model.ports import Capture, PortedModel, Sides, taken_from_prologue
+from megatrain.model.profile_prologue import (
+    LARGE,
+    Batching,
+    NotTaken,
+    alike,
+    captured,
+    padded,
+    profile_encoder,
+    profile_images,
+    profile_prologue,
+    whole,
+    windows,
+    windows_of,
+)
 from megatrain.model.saved_activations import Answering, Keeping, Key, Level, Stored
 from megatrain.model.skeleton import on_the_cpu
 from megatrain.spec import LayerProfile, ModelSpec, SideValue

@@ -69,7 +69,7 @@ from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.formatting import counted
 from megatrain.model import only_single_rows, why_not_packable
 from megatrain.model.forward_arguments import arguments_of
-from megatrain.model.image_rows import longer
+from megatrain.model.profile_prologue import longer
 from megatrain.plan import Plan
 from megatrain.run.early_checks import schema_of
 from megatrain.system.paths import usable_path

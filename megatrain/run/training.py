@@ -58,7 +58,7 @@ from megatrain.model import Progress as LoadingProgress
 from megatrain.model.architecture import position_limit
 from megatrain.model.encoder_stack import stream_encoder
 from megatrain.model.hub import located
-from megatrain.model.image_rows import see, values_of, values_per_token
+from megatrain.model.profile_prologue import see, values_of, values_per_token
 from megatrain.optim import AdamW, lr_schedule
 from megatrain.plan import Plan, find_plan
 from megatrain.plan.report import describe_images, slow_precision_warning

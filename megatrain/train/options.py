@@ -26,7 +26,7 @@ from megatrain.memory import Disk
 from megatrain.memory.model_files import ModelFiles, extents_of
 from megatrain.model import AdaptedSource, PortedModel, Source, port_model, require_compiler
 from megatrain.model.encoder_stack import stream_encoder
-from megatrain.model.image_rows import values_of
+from megatrain.model.profile_prologue import values_of
 from megatrain.optim import AdamW
 from megatrain.plan import available_threads, choose_policy, memory_table
 from megatrain.plan.host_resources import available_cores

@@ -22,7 +22,7 @@ from megatrain.engine.context import OpContext
 from megatrain.errors import BatchError, MegaTrainError, ModelError, PlanError
 from megatrain.memory import Ledger, Pool, SharedMemory, Store
 from megatrain.model import Fills, PortedModel, Progress
-from megatrain.model.image_rows import plain_row, row_from, see, values_of
+from megatrain.model.profile_prologue import plain_row, row_from, see, values_of
 from megatrain.schedule import Schedule
 from megatrain.spec import ModelSpec, Policy, Work
 from megatrain.spec.layout import Ownership

@@ -26,7 +26,7 @@ from megatrain.errors import DoesNotFit
 from megatrain.hf import StreamedTrainer
 from megatrain.model import freeze_parameters, port_model
 from megatrain.model.encoder_stack import stream_encoder
-from megatrain.model.image_rows import see, values_of, values_per_token
+from megatrain.model.profile_prologue import see, values_of, values_per_token
 from megatrain.plan import Question, find_plan
 from megatrain.run.data import Encoding, largest_image_row
 from megatrain.spec import Hardware, Limits, ModelSpec

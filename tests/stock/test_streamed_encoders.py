@@ -18,7 +18,7 @@ from megatrain.engine.batch import TEXT_ENTRIES
 from megatrain.errors import MegaTrainError
 from megatrain.model import freeze_parameters, port_model
 from megatrain.model.encoder_stack import stream_encoder
-from megatrain.model.image_rows import see, values_of, values_per_token
+from megatrain.model.profile_prologue import see, values_of, values_per_token
 from megatrain.schedule import build_step
 from megatrain.spec import ModelSpec, Numerics, Work
 from megatrain.train.parity import truth

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatrain.errors import ModelError
-from megatrain.model import masks, port_model
+from megatrain.model import port_model, profile_prologue
 from megatrain.model.ports import PortedModel
 from tests.tiny import tiny_model
 
@@ -23,9 +23,9 @@ def test_unsupported_row_counts_are_skipped(monkeypatch: pytest.MonkeyPatch) -> 
             raise LookupError("no positions here")
         return honest(self, capture, weights, inputs)
 
-    assert {name for name, _ in masks.profile_prologue(ported, LENGTHS).others} == {"padded", "packed"}
+    assert {name for name, _ in profile_prologue.profile_prologue(ported, LENGTHS).others} == {"padded", "packed"}
     monkeypatch.setattr(PortedModel, "run", run)
-    found = masks.profile_prologue(ported, LENGTHS)
+    found = profile_prologue.profile_prologue(ported, LENGTHS)
     assert [name for name, _ in found.others] == ["padded"]
 
 
@@ -37,9 +37,9 @@ def test_counting_errors_are_not_taken_for_unsupported_rows(
     def packed(rows: int, tokens: int) -> dict[str, torch.Tensor]:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(masks, "packed", packed)
+    monkeypatch.setattr(profile_prologue, "packed", packed)
     with pytest.raises(ZeroDivisionError):
-        masks.profile_prologue(ported, LENGTHS)
+        profile_prologue.profile_prologue(ported, LENGTHS)
 
 
 def test_a_model_that_supports_no_row_count_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,4 +50,4 @@ def test_a_model_that_supports_no_row_count_says_why(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(PortedModel, "run", run)
     with pytest.raises(ModelError, match="cannot be run"):
-        masks.profile_prologue(ported, LENGTHS)
+        profile_prologue.profile_prologue(ported, LENGTHS)
