@@ -252,14 +252,13 @@ def turn_ends(template: ChatTemplate) -> list[int]:
 
 @dataclass(frozen=True)
 class _Tokenized:
-    """A sample as tokens, before truncation. `text` and `offsets` describe the tokens after the first `leading`, but
-    not an appended end-of-text token. The first `needed` hold all images of `images`."""
+    """A sample as tokens, before truncation. `text` and `offsets` describe those of a chat. The first `needed` hold all
+    images of `images`."""
 
     ids: npt.NDArray[np.int64]
     trained: Mask
     text: str = ""
     offsets: Offsets = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
-    leading: int = 0
     images: ImageText | None = None
     needed: int = 0
 
@@ -293,15 +292,15 @@ def render_example(sample: Sample, encoder: Encoder) -> list[tuple[str, bool]]:
 
     Raises `SampleError` if it is unusable.
     """
-    if sample.images:  # not the many tokens of each
-        marked = mark_chat(sample, encoder.template, encoder.options.train_on)
-        edges = [0, *(edge for span in marked.spans for edge in span), len(marked.text)]
-        return [(marked.text[a:b], bool(at % 2)) for at, (a, b) in enumerate(pairwise(edges)) if a < b]
-    ((_, tokens),) = _tokenised([sample], encoder, Statistics())
-    runs: list[tuple[str, bool]] = []
-    for start, stop in _runs(tokens.trained):
-        runs.append((_text_of(tokens, start, stop, encoder.tokenizer), bool(tokens.trained[start])))
-    return runs
+    if sample.ids is not None:
+        tokens = _from_ids(sample, encoder)
+        edges = [0, *(np.flatnonzero(np.diff(tokens.trained)) + 1).tolist(), len(tokens.ids)]
+        runs = [(start, stop) for start, stop in pairwise(edges) if start < stop]
+        return [(str(encoder.tokenizer.decode(tokens.ids[a:b])), bool(tokens.trained[a])) for a, b in runs]
+    if (marked := _marked(sample, encoder, Statistics())) is None:
+        return []
+    edges = [0, *(edge for span in marked.spans for edge in span), len(marked.text)]
+    return [(marked.text[a:b], bool(at % 2)) for at, (a, b) in enumerate(pairwise(edges)) if a < b]
 
 
 def try_to_render(sample: Sample, encoder: Encoder) -> list[tuple[str, bool]]:
@@ -421,9 +420,6 @@ def _with_mask(
     return _Tokenized(
         np.concatenate([np.array(leading, np.int64), ids, np.array(ending, np.int64)]),
         np.concatenate([np.zeros(len(leading), np.bool_), trained, np.ones(len(ending), np.bool_)]),
-        marked.text,
-        offsets,
-        len(leading),
     )
 
 
@@ -488,24 +484,3 @@ def _size(sample: Sample) -> int:
     said = sum(len(message.get("content", "")) + len(str(message.get("tool_calls", ""))) for message in sample.messages)
     pictures = sum(len(image.data or b"") for image in sample.images)
     return said + len(sample.prompt) + len(sample.text or "") + len(str(sample.tools)) + pictures
-
-
-def _runs(trained: Mask) -> Iterator[tuple[int, int]]:
-    """Ranges [start, stop) of tokens that are all trained or all not."""
-    edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
-    yield from ((start, stop) for start, stop in pairwise(edges) if start < stop)
-
-
-def _text_of(tokens: _Tokenized, start: int, stop: int, tokenizer: Tokenizer) -> str:
-    """The text of tokens [start, stop): their characters, without gaps between runs; tokens without offsets are
-    decoded."""
-    first, end = tokens.leading, tokens.leading + len(tokens.offsets)
-    if not len(tokens.offsets):
-        return str(tokenizer.decode(tokens.ids[start:stop]))
-    before = str(tokenizer.decode(tokens.ids[start : min(stop, first)])) if start < first else ""
-    after = str(tokenizer.decode(tokens.ids[max(start, end) : stop])) if stop > end else ""
-    inner = (max(start, first) - first, min(stop, end) - first)
-    if inner[0] >= inner[1]:
-        return before + after
-    edges = [0 if at == 0 else len(tokens.text) if at == end - first else int(tokens.offsets[at, 0]) for at in inner]
-    return before + tokens.text[edges[0] : edges[1]] + after

@@ -155,18 +155,18 @@ def perturb(model: nn.Module, seed: int) -> None:
 
 
 def _shrunk(
-    config: PreTrainedConfig, whole: Fields, kind: type[PreTrainedModel] | None, effort: Effort
+    config: PreTrainedConfig, whole: Fields, kind: type[PreTrainedModel] | None, effort: str
 ) -> PreTrainedConfig:
     narrow = narrowed(whole, effort)
     wide = _parsed(config, narrow)
     skeleton = _skeleton(wide, kind)
     stacks = _stacks(skeleton, config)
-    kinds_of = partial(_kinds_of_all, stacks=stacks, counted=effort.depth != "twice")
+    kinds_of = partial(_kinds_of_all, stacks=stacks, counted=effort != "twice")
     kinds = [kinds_of(skeleton, wide, stack) for stack in stacks]
     for stack, every in zip(stacks, kinds, strict=True):
         node = _at(narrow, stack.path)
-        keeps_all = effort.depth == "patches" and "patch_size" in node
-        chosen = list(range(stack.depth)) if keeps_all else layers_to_keep(every, effort.depth)
+        keeps_all = effort == "patches" and "patch_size" in node
+        chosen = list(range(stack.depth)) if keeps_all else layers_to_keep(every, effort)
         node.update(with_layers(node, stack.depth, chosen))
         for of, name in _tapping(narrow, stack.path):
             places = [chosen.index(layer) for layer in items(of[name])]
@@ -335,13 +335,13 @@ def _looks(layer: nn.Module, counted: bool) -> tuple[object, ...]:
     return tuple(looks if counted else dict.fromkeys(looks))
 
 
-def layers_to_keep(kinds: Sequence[object], depth: str) -> list[int]:
+def layers_to_keep(kinds: Sequence[object], effort: str) -> list[int]:
     """Numbers of layers that cover every kind: the first of each, or two, or all up to the last of these; at least
     two."""
-    if depth == "twice":
+    if effort == "twice":
         return [index for index, kind in enumerate(kinds) if kinds[:index].count(kind) < 2][:MAX_PREFIX]
     firsts = [index for index, kind in enumerate(kinds) if kind not in kinds[:index]]
-    if depth == "prefix":
+    if effort == "prefix":
         firsts = list(range(firsts[-1] + 1))
     others = [index for index in range(len(kinds)) if index not in firsts]
     return sorted([*firsts, *others[: max(0, 2 - len(firsts))]])[:MAX_PREFIX]
@@ -416,34 +416,10 @@ SHORT, LONG = 8, 14
 """Tokens of sequences that are compared: a rotary embedding that depends on the length changes between them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """How hard to shrink.
-
-    widths: `tiny`, fixed small sizes; `divided`, all by one number, keeping head counts; `kept`. spared: groups of
-    fields to keep. depth: `chosen`, one layer of each kind, `prefix`, the first layers up to the last kind,
-    `patches`, as chosen, but towers keep their layers and get small patches: widths may follow from both, or `twice`,
-    two of each kind, since some share what lies in them, and have lists of one part for each that shares.
-    """
-
-    widths: str
-    spared: frozenset[str]
-    depth: str
-
-
-SPARABLE = ("window", "chunk", "state", "experts", "positions")
-_NONE, _ALL = frozenset[str](), frozenset(SPARABLE)
-EFFORTS = (
-    Effort("tiny", _NONE, "chosen"),
-    Effort("tiny", _NONE, "prefix"),
-    *(Effort("tiny", frozenset({group}), "chosen") for group in SPARABLE),
-    Effort("tiny", _ALL, "prefix"),
-    Effort("tiny", _NONE, "patches"),
-    Effort("tiny", _NONE, "twice"),
-    *(Effort(widths, *how) for widths in ("divided", "kept") for how in ((_NONE, "chosen"), (_ALL, "prefix"))),
-)
-"""Tried in this order."""
-
+EFFORTS = ("chosen", "prefix", "windows", "patches", "twice")
+"""Which layers remain, tried in this order: one of each kind; the first ones up to the last kind; one of each kind, and
+windows as they are; one of each kind, but towers keep theirs and get small patches, as widths may follow from both; two
+of each kind, since some share what lies in them, and have lists of one part for each that shares."""
 
 HIDDEN = ("hidden_size", "n_embd", "d_model", "embedding_dim", "emb_dim", "embed_dim", "hidden_dim", "dim")
 MAIN_HEADS = (
@@ -509,11 +485,10 @@ class Sizes:
         return exact if not rest and exact % 8 == 0 else min(value, max(8, round(exact / 8) * 8))
 
 
-def narrowed(node: Fields, effort: Effort, outer: Sizes | None = None) -> Fields:
+def narrowed(node: Fields, effort: str, outer: Sizes | None = None) -> Fields:
     """The same fields with small sizes. `outer`: sizes of the enclosing config, for one without widths of its own."""
-    known = outer or _sizes_of_all(node, effort)
-    own = _sizes(node, effort)
-    sizes = replace(own, shared=known.shared) if own else known
+    known, sizes = outer or _sizes_of_all(node), _sizes(node)
+    sizes = replace(sizes, shared=known.shared) if sizes else known
     small = {name: _narrow(name, value, effort, sizes) for name, value in node.items()}
     small.update(_rejoined(node, small, sizes))
     if outer is None:
@@ -521,9 +496,9 @@ def narrowed(node: Fields, effort: Effort, outer: Sizes | None = None) -> Fields
     return small
 
 
-def _sizes_of_all(node: Fields, effort: Effort) -> Sizes:
+def _sizes_of_all(node: Fields) -> Sizes:
     """The sizes of the config with the largest vocabulary, and the hidden sizes of all."""
-    known = [sizes for inner in nested(node) if (sizes := _sizes(inner, effort))]
+    known = [sizes for inner in nested(node) if (sizes := _sizes(inner))]
     known.sort(key=lambda sizes: -sizes.vocabulary)
     if not known:
         return Sizes((1, 1), {}, 1, 0, (1, POSITIONS))
@@ -539,7 +514,7 @@ def nested(node: Fields) -> list[Fields]:
     return nodes
 
 
-def _narrow(name: str, value: Any, effort: Effort, sizes: Sizes) -> Any:
+def _narrow(name: str, value: Any, effort: str, sizes: Sizes) -> Any:
     if isinstance(value, dict) and name == "compress_rates":
         return {key: _narrow_number(name, item, effort, sizes) for key, item in value.items()}
     if isinstance(value, dict):
@@ -561,7 +536,7 @@ def _sections(values: list[int], divisor: int) -> list[int]:
     return small
 
 
-def _narrow_number(name: str, value: Any, effort: Effort, sizes: Sizes) -> Any:
+def _narrow_number(name: str, value: Any, effort: str, sizes: Sizes) -> Any:
     if not isinstance(value, int) or isinstance(value, bool) or value < 2:
         return value
     if VOCABULARY.fullmatch(name):
@@ -570,14 +545,14 @@ def _narrow_number(name: str, value: Any, effort: Effort, sizes: Sizes) -> Any:
         return sizes.heads.get(value, value)
     if HEAD_SIZE.fullmatch(name):
         return value // sizes.divisor if value > 8 and value % sizes.divisor == 0 else value
-    if name == "patch_size" and effort.depth == "patches":
+    if name == "patch_size" and effort == "patches":
         return min(value, SMALL["patch"])
     if name == "query_pre_attn_scalar":  # a head size, used only to scale scores
         return max(1, value // sizes.divisor)
     if SIZE.fullmatch(name):
         return sizes.width(value)
     role = next((role for role, names in ROLES if names.fullmatch(name)), None)
-    if role is None or role in effort.spared or (role.endswith(("experts", "groups")) and "experts" in effort.spared):
+    if role is None or (role == "window" and effort == "windows"):
         return value
     if role == "positions":
         old, new = sizes.positions
@@ -592,30 +567,27 @@ def _vocabulary(value: int, main: int) -> int:
     return min(value, VOCAB if value >= main else VOCAB - 6)
 
 
-def _sizes(node: Fields, effort: Effort) -> Sizes | None:
-    """`None` for fields without widths of their own. Uses the largest divisor of head sizes that fits."""
+def _sizes(node: Fields) -> Sizes | None:
+    """Old and new sizes, with the largest divisor of head sizes that fits; `None` for fields without widths."""
     hidden = next((node[name] for name in HIDDEN if isinstance(node.get(name), int)), None)
     heads = next((node[name] for name in MAIN_HEADS if isinstance(node.get(name), int)), None)
     if hidden is None or (heads is None and "vocab_size" not in node):
         return None
     vocabulary = node.get("vocab_size") or 0
     positions = _positions(node)
-    divided = effort.widths == "divided"
     heads = heads or 1
     whole = hidden // heads if hidden % heads == 0 else 0
     size = node["head_dim"] if isinstance(node.get("head_dim"), int) else whole  # 0: neither given nor an integer
     every = {n for n in (*_numbers(node, HEAD_SIZE), size) if n > 8}  # 0 is unknown, others are small already
-    counts = {} if divided else _tiny_counts(sorted({n for n in _numbers(node, HEADS) if n > 1}), heads)
+    counts = _tiny_counts(sorted({n for n in _numbers(node, HEADS) if n > 1}), heads)
     share = min([1.0, *_numbers(node, re.compile(r"partial_rotary_factor|rot\w*_pct"))])
     # what `dynamic` multiplies is raised to the power of d / (d - 2)
     least_rotary = 4 if any("dynamic" in str(rope["rope_type"]) for rope in ropes_of(node)) else 2
     section = min(_numbers(node, re.compile("mrope_section")), default=DIVISORS[0])  # none becomes empty
-    for divisor in DIVISORS if effort.widths != "kept" else ():
+    for divisor in (divisor for divisor in DIVISORS if divisor <= section):
         small = size // divisor if size else 16
-        new = hidden // divisor if divided else _new_hidden(hidden, heads, size, counts.get(heads, heads), small)
+        new = _new_hidden(hidden, heads, size, counts.get(heads, heads), small)
         fits = all(v % divisor == 0 and v // divisor % 2 == 0 and v // divisor >= 4 for v in every)
-        if divisor > section or (divided and hidden % divisor):
-            fits = False
         rotary = int(small * share)
         if fits and small >= 8 and rotary >= least_rotary and rotary % 2 == 0 and new >= min(32, hidden):
             return Sizes((hidden, new), counts, divisor, vocabulary, positions)

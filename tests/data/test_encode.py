@@ -217,7 +217,7 @@ def test_a_rendered_example_is_split_into_trained_and_context_runs(pairs: list[t
 
 def test_every_kind_of_example_is_rendered() -> None:
     encoder = Encoder(BYTES)
-    assert render_example(Sample("x", prompt="é", text="ö"), encoder) == [("é", False), ("ö" + END_OF_TEXT, True)]
+    assert render_example(Sample("x", prompt="é", text="ö"), encoder) == [("é", False), ("ö", True)]
     ids = Sample("x", ids=np.array([97, 98, 99]), trained=np.array([False, True, True]))
     assert render_example(ids, encoder) == [("a", False), ("bc", True)]
 

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, LlamaForCausalLM, PreTrainedConfig
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    PreTrainedConfig,
+)
 
 from megatrain.errors import ModelError
 from megatrain.model import causal_lm_from_config
@@ -227,12 +233,12 @@ def test_shrinking_leaves_the_original_config_unchanged() -> None:
     assert config.to_dict() == before
 
 
-class Demanding(LlamaForCausalLM):
-    """Takes no hidden size below 64."""
+class Demanding(MistralForCausalLM):
+    """Takes no window below 8."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        if config.hidden_size < 64:
-            raise ValueError("too narrow")
+        if config.sliding_window < 8:
+            raise ValueError("too short")
         super().__init__(config)
 
 
@@ -243,11 +249,11 @@ class Impossible(LlamaForCausalLM):
         raise RuntimeError("not today\nnor tomorrow")
 
 
-def test_larger_sizes_are_tried_if_the_smallest_fail() -> None:
-    small = shrink(AutoConfig.for_model("llama"), Demanding)
-    assert small.num_attention_heads == 32, "all sizes are divided by one number"
-    assert small.hidden_size == small.head_dim * 32 < 4096
-    assert isinstance(twin_of(AutoConfig.for_model("llama"), 0, kind=Demanding), Demanding)
+def test_gentler_rules_are_tried_if_the_first_fail() -> None:
+    config = AutoConfig.for_model("mistral", sliding_window=4096)
+    assert shrink(config).sliding_window == 4
+    assert shrink(config, Demanding).sliding_window == 4096
+    assert isinstance(twin_of(config, 0, kind=Demanding), Demanding)
 
 
 def test_models_that_run_at_no_size_are_refused_in_one_line() -> None:
