@@ -16,7 +16,7 @@ from __future__ import annotations
 import csv
 import glob
 import hashlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -165,7 +165,7 @@ def _folder_files(folder: Path, left_out: LeftOut, pattern: str) -> list[Path]:
             left_out.add("file of another kind", str(file.path))
     if not files:
         raise DataError("holds no file of samples", where=str(folder), fix=f"known are {', '.join(SUFFIXES)}")
-    return [file.path for file in _without_copies(files, left_out)]
+    return [file.path for file in files]
 
 
 def _list_of_data_sets(index: Path) -> DataError:
@@ -178,26 +178,8 @@ def _list_of_data_sets(index: Path) -> DataError:
         return DataError(what, where=str(index), fix="correct the file, or name a file of samples")
     if "features" in names or not names:
         return DataError("describes a data set, and holds no samples", where=str(index), fix="name a file of samples")
-    shown = [f"{index}#{names[0]}", *(f"#{name}" for name in names[1:4])]
-    more = f", {len(names) - 4:,} more" if len(names) > 4 else ""
-    fix = f"name one of them: {', '.join(shown)}{more}"
+    fix = f"name one of them, {index}#{names[0]} say"
     return DataError("is a list of data sets; one of them must be named", where=str(index), fix=fix)
-
-
-def _without_copies(files: Sequence[SourceFile], left_out: LeftOut) -> Iterator[SourceFile]:
-    """`files` without copies of earlier ones. Only files of equal size are read to compare them."""
-    same_size: dict[int, list[Path]] = defaultdict(list)
-    for file in files:
-        same_size[file.nbytes].append(file.path)
-    seen: set[str] = set()
-    for file in files:
-        if file.nbytes and len(same_size[file.nbytes]) > 1:
-            digest = file_digest(file.path)
-            if digest in seen:
-                left_out.add("file that repeats another", str(file.path))
-                continue
-            seen.add(digest)
-        yield file
 
 
 def file_digest(path: Path) -> str:
