@@ -18,7 +18,7 @@ import os
 import pickle
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -103,7 +103,7 @@ class PretrainedSource:
         """Tensors that are not loaded, but carried over to exports unless they are quantized; see `left_out`."""
         self._untie()
         self._load_buffers()
-        self._load_generation_config(source, revision)
+        _load_generation_config(self.model, source, revision, self._where)
         with plain_errors(self._where):
             files = processor_files(source, structure.config, revision)
             carry(
@@ -327,15 +327,9 @@ class PretrainedSource:
                         fix="use float32 or bfloat16 weights",
                     )
         keys = {key for target in unexpected for key in self._keys.get(target, [target])} & headers.keys()
-        makers, outer = self._makers_of_tables(), _outermost(keys, headers.keys() - keys)
+        makers, outer = _makers_of_tables(self.model), _outermost(keys, headers.keys() - keys)
         weights = {outer[key] for key in keys if not self._is_remade(key, makers)}  # with what lies beside them
         return sorted((key for key in keys if outer[key] in weights), key=dot_natural_key)
-
-    def _makers_of_tables(self) -> set[str]:
-        """Names of modules, such as `rotary_emb`, that hold tables which are not saved, and nothing else."""
-        saved = {name.rpartition(".")[0] for name in self.model.state_dict()}
-        owners = {name.rpartition(".")[0] for name, _ in self.model.named_buffers()} - saved
-        return {owner.rpartition(".")[2] for owner in owners}
 
     def _is_remade(self, key: str, makers: Collection[str]) -> bool:
         """Whether a tensor is no weight but a table, mask or counter that the model makes itself, or needs no more."""
@@ -386,17 +380,22 @@ class PretrainedSource:
             owner, _, name = target.rpartition(".")
             setattr(self.model.get_submodule(owner), name, value)
 
-    def _load_generation_config(self, source: str | Path, revision: str | None) -> None:
-        """Load the generation config if there is one: it is saved again with the model."""
-        if not self.model.can_generate():
-            return
-        with quiet(), plain_errors(self._where):
-            try:
-                self.model.generation_config = GenerationConfig.from_pretrained(
-                    str(source), local_files_only=is_local(source), revision=revision or "main"
-                )
-            except OSError:
-                return
+
+def _load_generation_config(model: PreTrainedModel, source: str, revision: str | None, where: str) -> None:
+    """Load the generation config if there is one: it is saved with the model."""
+    if not model.can_generate():
+        return
+    with quiet(), plain_errors(where), suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(
+            source, local_files_only=is_local(source), revision=revision or "main"
+        )
+
+
+def _makers_of_tables(model: PreTrainedModel) -> set[str]:
+    """Names of modules, such as `rotary_emb`, that hold tables which are not saved, and nothing else."""
+    saved = {name.rpartition(".")[0] for name in model.state_dict()}
+    owners = {name.rpartition(".")[0] for name, _ in model.named_buffers()} - saved
+    return {owner.rpartition(".")[2] for owner in owners}
 
 
 def _outermost(names: Iterable[str], loaded: Iterable[str]) -> dict[str, str]:

@@ -82,7 +82,6 @@ MAX_METHODS = 20
 LARGE_CLASSES = {
     "memory.pool.Pool": 35,
     "memory.store.Store": 37,
-    "model.pretrained.PretrainedSource": 22,
     "train.async_save.Saver": 24,
     "train.engine.Engine": 25,
 }
