@@ -187,8 +187,8 @@ class Turns:
         opening = self._opening(1)
         changed = [self._with_filler(0), *self.messages[1:]]
         text = self._render("conversation", changed) or ""
-        header, found, _ = text.partition(self._filler)
-        if not (opening and found and header.count(opening) == 1):
+        header, filler, _ = text.partition(self._filler)
+        if not (opening and filler and header.count(opening) == 1):
             raise UnclearTurn("the conversation begins with an assistant turn, whose start the template does not show")
         start = header.index(opening) + len(opening)
         if not self.text.startswith(header[:start]):
@@ -267,9 +267,9 @@ class Turns:
         text = self._render(kind, messages)
         if plain is None or text is None:
             return None
-        before, found, after = text.partition(self._anchor)
+        before, anchor, after = text.partition(self._anchor)
         after = after.replace(self._anchor, "")  # a tool's answer may repeat the name of its call
-        return after if found and before + after == plain else None
+        return after if anchor and before + after == plain else None
 
     def _rendering(self, kind: _Kind, count: int) -> str | None:
         """The rendering of the first `count` messages; None if there are none or the template refuses them."""
@@ -303,8 +303,8 @@ def text_after_last_turn(renderer: Renderer) -> str | None:
         text = renderer.conversation([{"role": "user", "content": "x"}, {"role": "assistant", "content": filler}])
     except RenderError:
         return None
-    _, found, after = text.partition(filler)
-    return after if found else None
+    _, written, after = text.partition(filler)
+    return after if written else None
 
 
 def text_of_next(renderer: Renderer, role: Literal["user", "tool"]) -> str:
@@ -315,7 +315,7 @@ def text_of_next(renderer: Renderer, role: Literal["user", "tool"]) -> str:
         turn["tool_calls"] = [{"type": "function", "function": {"name": "x", "arguments": {}}}]
     before: list[Message] = [{"role": "user", "content": "x"}, turn]
     try:
-        text, longer = (renderer.conversation(each) for each in (before, [*before, {"role": role, "content": "x"}]))
+        text, longer = (renderer.conversation(chat) for chat in (before, [*before, {"role": role, "content": "x"}]))
     except RenderError:
         return ""
     return longer[len(text) :] if longer.startswith(text) else ""

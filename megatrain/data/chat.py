@@ -177,12 +177,12 @@ def _training_template(tokenizer: Tokenizer) -> str | None:
     try:
         if GENERATION_MARK.search(tokenizer.get_chat_template()):
             return None
-        found: str | None = get_training_chat_template(tokenizer)
+        text: str | None = get_training_chat_template(tokenizer)
     except ValueError as error:
         what = f"TRL has no training template for the model's ({first_line(error)})"
         fix = "leave the key out, or name a file with `{% generation %}` marks"
         raise DataError(what, where="data.chat_template", fix=fix) from error
-    return found
+    return text
 
 
 def mark_chat(sample: Sample, template: ChatTemplate, train_on: TrainOn) -> MarkedText:
@@ -211,9 +211,9 @@ def mark_chat(sample: Sample, template: ChatTemplate, train_on: TrainOn) -> Mark
         else:
             spans = _marked_spans(renderer, turns)
             if chosen != assistant:
-                own = turns.spans(chosen)
+                trained = turns.spans(chosen)
                 spans = [
-                    span for span in spans if any(span.start < turn.stop and turn.start < span.stop for turn in own)
+                    one for one in spans if any(one.start < turn.stop and turn.start < one.stop for turn in trained)
                 ]
     except UnclearTurn as error:
         what = f"does not show which characters to train on: {error}"

@@ -125,8 +125,8 @@ def begins_with_text(source: Source) -> bool:
 
 def _entry_of(name: str) -> tuple[str, str] | None:
     """(path, entry) if `name` is an entry of a `dataset_info.json`."""
-    path, found, entry = name.rpartition("#")
-    return (path, entry) if found and Path(path).name == DATASET_INFO else None
+    path, mark, entry = name.rpartition("#")
+    return (path, entry) if mark and Path(path).name == DATASET_INFO else None
 
 
 def _is_data_set(folder: Path) -> bool:
@@ -157,9 +157,9 @@ def _file_holds_samples(path: Path, schema: Schema, *, named: bool = False) -> b
     unknown, unusable = False, LeftOut("leave_out")
     try:
         for row in islice(read_rows(str(path), unusable), FIRST_ROWS):
-            found = _format_of(row, schema)
-            if found is not None:
-                return found != "text" or schema.column("text") != "text" or kind_of(path) in SEPARATED
+            kind = _format_of(row, schema)
+            if kind is not None:
+                return kind != "text" or schema.column("text") != "text" or kind_of(path) in SEPARATED
             unknown = unknown or "text" not in row.fields
     except DataError:
         if named:

@@ -165,8 +165,8 @@ class Encoder:
     def dates(self) -> list[str]:
         """What the chat template writes of `moment`; none for most templates."""
         chosen = None if self.options.template == "model" else self.template.own
-        own = self.tokenizer.chat_template if chosen is None else chosen
-        texts = own.values() if isinstance(own, Mapping) else [own or ""]
+        template = self.tokenizer.chat_template if chosen is None else chosen
+        texts = template.values() if isinstance(template, Mapping) else [template or ""]
         return [date for text in texts for date in dates_in(text, self.moment)]
 
     def prompt_ids(self, question: str) -> list[int]:
@@ -202,10 +202,10 @@ class Encoder:
     def identity(self) -> str:
         """A hash of everything that the tokens and targets of a sample depend on: part of the key of a cache."""
         chosen = None if self.options.template == "model" else self.template.own
-        own = self.tokenizer.chat_template if chosen is None else chosen
+        template = self.tokenizer.chat_template if chosen is None else chosen
         special = self.tokenizer.special_tokens_map  # templates refer to them
         options = {**asdict(self.options), "special_tokens": "text"}
-        content = [FORMAT, tokenizer_identity(self.tokenizer), own, special, options, self.dates]
+        content = [FORMAT, tokenizer_identity(self.tokenizer), template, special, options, self.dates]
         if options.pop("bos") and self.leading:
             content.append(self.leading)
         if self.processor is not None:
@@ -276,15 +276,15 @@ def encode_samples(samples: Iterable[Sample], encoder: Encoder, statistics: Stat
 
 def encode_batch(samples: Sequence[Sample], encoder: Encoder, statistics: Statistics) -> list[EncodedSample]:
     """`encode_samples` for one batch."""
-    found = []
+    encoded_samples = []
     for sample, tokens in _tokenised(samples, encoder, statistics):
         encoded = _truncated(sample, tokens, encoder.options, statistics)
         if encoded is not None:
             statistics.samples += 1
             statistics.tokens += len(encoded)
             statistics.trained += int(encoded.trained.sum())
-            found.append(encoded)
-    return found
+            encoded_samples.append(encoded)
+    return encoded_samples
 
 
 def render_example(sample: Sample, encoder: Encoder) -> list[tuple[str, bool]]:

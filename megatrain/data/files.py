@@ -106,16 +106,16 @@ def find_files(sources: Sequence[str | Path], pattern: str = "*") -> tuple[list[
     for source in sources:
         path = usable_path(source, error=DataError)
         if source == STDLIB:
-            found = _stdlib_files()
+            paths = _stdlib_files()
         elif path.is_dir():
-            found = _folder_files(path, pattern, skipped)
+            paths = _folder_files(path, pattern, skipped)
         elif path.is_file():
-            found = [path]
+            paths = [path]
         elif path.exists():
             raise DataError("neither a file nor a folder", where=str(path))
         else:
             raise missing(path, DataError)
-        files += [_source_file(file, named=file == path) for file in found]
+        files += [_source_file(file, named=file == path) for file in paths]
     if not sources:
         raise DataError("no data source was given", fix=f"name a file or folder, or `{STDLIB}`")
     return files, skipped
@@ -134,7 +134,7 @@ def _folder_files(folder: Path, pattern: str, skipped: Counter[str]) -> list[Pat
     glob = pattern.removeprefix("**/")  # implied by every pattern
     if not glob or "**" in glob or glob.startswith("/"):
         raise DataError(f"{pattern!r} is not a pattern for files", where=str(folder), fix="write `*.txt`")
-    found: list[Path] = []
+    matching: list[Path] = []
     for path in _walk(folder, skipped, frozenset()):
         if not path.relative_to(folder).match(glob):
             continue
@@ -143,14 +143,14 @@ def _folder_files(folder: Path, pattern: str, skipped: Counter[str]) -> list[Pat
         elif not _is_file(path):
             skipped["special"] += 1  # a pipe, or a broken link
         else:
-            found.append(path)
-    if not found:
+            matching.append(path)
+    if not matching:
         fix = "name a folder with text in it" if glob == "*" else "correct the pattern"
         raise DataError(f"no file matches {pattern!r}", where=str(folder), fix=fix)
     once: dict[Path, Path] = {}  # by the uncompressed name; an uncompressed file is sorted first
-    for path in sorted(found):
+    for path in sorted(matching):
         once.setdefault(without_compression(path), path)
-    if copies := len(found) - len(once):
+    if copies := len(matching) - len(once):
         skipped["compressed copy of a file"] += copies
     return list(once.values())
 
@@ -164,11 +164,11 @@ def _is_file(path: Path) -> bool:
 
 def _stdlib_files() -> list[Path]:
     folder = Path(sysconfig.get_paths()["stdlib"])
-    found = sorted(path for path in _walk(folder, Counter(), STDLIB_LEFT_OUT) if path.suffix == ".py")
-    if not found:
+    paths = sorted(path for path in _walk(folder, Counter(), STDLIB_LEFT_OUT) if path.suffix == ".py")
+    if not paths:
         fix = "name another source, since this interpreter keeps its library elsewhere"
         raise DataError(f"no Python file in {folder}", where=STDLIB, fix=fix)
-    return found
+    return paths
 
 
 def _walk(folder: Path, skipped: Counter[str], without: frozenset[str]) -> Iterator[Path]:

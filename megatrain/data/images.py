@@ -166,8 +166,8 @@ class _Taking:
         if isinstance(value, Mapping):
             if value.get("type") in IMAGES:
                 return self._part(value)
-            return {key: each if key == "role" else self.value(each) for key, each in value.items()}
-        return [self.value(each) for each in value] if isinstance(value, list | tuple) else value
+            return {key: inner if key == "role" else self.value(inner) for key, inner in value.items()}
+        return [self.value(item) for item in value] if isinstance(value, list | tuple) else value
 
     def _text(self, text: str) -> str:
         if MARK in text:
@@ -189,7 +189,7 @@ class _Taking:
             self._take_next()
         else:
             self.images.append(_image(brought, self.row))
-        return {**{key: each for key, each in part.items() if key not in PART_KEYS}, "type": "text", "text": MARK}
+        return {**{key: inner for key, inner in part.items() if key not in PART_KEYS}, "type": "text", "text": MARK}
 
     def _take_next(self) -> None:
         if not self.given:
@@ -216,7 +216,7 @@ def _column(row: Row, column: str) -> list[Image]:
         value = read_turns(value, column, row.place)
     if value is None or value == "":
         return []
-    return [_image(each, row) for each in (value if isinstance(value, list | tuple) else [value])]
+    return [_image(item, row) for item in (value if isinstance(value, list | tuple) else [value])]
 
 
 def _image(value: object, row: Row) -> Image:

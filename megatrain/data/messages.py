@@ -92,7 +92,7 @@ def read_values(value: object, column: str, place: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         what = f"{column!r} is {type(value).__name__}, not an object"
         raise SampleError(what, reason=f"malformed {column!r}", where=place, fix="give names and values")
-    return {str(key): each for key, each in value.items() if each is not None}
+    return {str(key): inner for key, inner in value.items() if inner is not None}
 
 
 def read_calls(value: object, place: str) -> list[dict[str, Any]]:

@@ -317,7 +317,7 @@ def _group_hashes(file: SampleFile, group_size: int) -> npt.NDArray[Any]:
     """A hash of each group of consecutive samples."""
     if group_size == 1:
         return file.hashes
-    return np.array([hash(tuple(each)) for each in file.hashes.reshape(-1, group_size).tolist()])
+    return np.array([hash(tuple(group)) for group in file.hashes.reshape(-1, group_size).tolist()])
 
 
 def copies(sources: Sequence[npt.NDArray[Any]]) -> list[tuple[int, int]]:
@@ -330,7 +330,7 @@ def copies(sources: Sequence[npt.NDArray[Any]]) -> list[tuple[int, int]]:
     ends = np.cumsum([0, *map(len, distinct)])
     new = np.histogram(firsts, ends)[0]
     counted = zip(sources, distinct, new.tolist(), strict=True)
-    return [(len(hashes) - len(own), len(own) - first) for hashes, own, first in counted]
+    return [(len(hashes) - len(kinds), len(kinds) - first) for hashes, kinds, first in counted]
 
 
 def collate(rows: Sequence[Row]) -> Arrays:

@@ -67,15 +67,15 @@ def read_pair(row: Row, schema: Schema) -> tuple[Sample, Sample]:
 
 def _with_answer(row: Row, schema: Schema, answer: Any) -> Sample:
     """The sample of a row with one of its answers."""
-    found = next(name for name in ("conversations", "instruction", "prompt") if row.fields.get(schema.column(name)))
+    named = next(name for name in ("conversations", "instruction", "prompt") if row.fields.get(schema.column(name)))
     kinds: dict[str, tuple[Format, str]] = {
         "conversations": ("sharegpt", "conversations"),
         "instruction": ("alpaca", "output"),
         "prompt": ("completion", "completion"),
     }
-    kind, field = kinds[found]
+    kind, field = kinds[named]
     if kind == "sharegpt":
-        turns = row.fields[schema.column(found)]
+        turns = row.fields[schema.column(named)]
         if not isinstance(turns, Sequence) or isinstance(turns, str) or not isinstance(answer, Mapping):
             what = "conversations with an answer that is not a turn"
             raise SampleError(what, reason="malformed preference", where=row.place)
@@ -195,9 +195,9 @@ def _pair(sample: Sample, other: Sample) -> tuple[Sample, Sample]:
     """(`sample`, its prompt with the answer of `other`)."""
     if not sample.messages:
         return sample, replace(sample, text=other.text, answer=MISMATCHED)
-    own, theirs = _prompt_length(sample), _prompt_length(other)
-    messages = (*sample.messages[:own], *other.messages[theirs:])
-    untrained = {*range(own), *(own + at - theirs for at in other.untrained if at >= theirs)}
+    ours, theirs = _prompt_length(sample), _prompt_length(other)
+    messages = (*sample.messages[:ours], *other.messages[theirs:])
+    untrained = {*range(ours), *(ours + at - theirs for at in other.untrained if at >= theirs)}
     return sample, replace(sample, messages=messages, untrained=frozenset(untrained), answer=MISMATCHED)
 
 

@@ -66,8 +66,8 @@ class Processor:
     @property
     def chat_template(self) -> str | None:
         """Its own chat template, if it has one."""
-        own = getattr(self._processor, "chat_template", None)
-        return own.get("default") if isinstance(own, Mapping) else own
+        template = getattr(self._processor, "chat_template", None)
+        return template.get("default") if isinstance(template, Mapping) else template
 
     @property
     def identity(self) -> str:
@@ -91,7 +91,7 @@ class Processor:
             sizes.setdefault(len(self._call(**blanks)["input_ids"][0]), side)
             if max(sizes) > tokens:
                 break
-        size = max((each for each in sizes if each <= tokens), default=min(sizes))
+        size = max((count for count in sizes if count <= tokens), default=min(sizes))
         count, side = -(-tokens // size), sizes[size]
         given: dict[str, Any] = {"images": [[_blank((side, side))] * count], "text": [self.image_token * count]}
         return dict(self._call(**given, return_tensors="pt"))
@@ -129,7 +129,7 @@ class Processor:
 
         images = [[image.pixels() for image in row.images] for row in rows]
         places = rows[0].place if len(rows) == 1 else f"{rows[0].place} and {len(rows) - 1} more"
-        found = self._call(
+        entries = self._call(
             place=places,
             text=[row.text for row in rows],
             images=images if any(images) else None,
@@ -138,15 +138,15 @@ class Processor:
             return_tensors="pt",
         )
         tensors: dict[str, torch.Tensor] = {}
-        for name, value in found.items():
+        for name, value in entries.items():
             if name in self._per_token:
                 tensors[name] = torch.zeros((len(rows), width), dtype=value.dtype)
                 for number, size in enumerate(map(len, ids)):
                     tensors[name][number, :size] = value[number, :size]
             else:
                 tensors[name] = value
-        for number, (row, own) in enumerate(zip(rows, ids, strict=True)):
-            if not np.array_equal(tensors["input_ids"][number, : len(own)].numpy(), own):
+        for number, (row, row_ids) in enumerate(zip(rows, ids, strict=True)):
+            if not np.array_equal(tensors["input_ids"][number, : len(row_ids)].numpy(), row_ids):
                 what = (
                     "the processor gives other tokens than when the sample was encoded: an image has changed its size"
                 )
@@ -157,27 +157,27 @@ class Processor:
         """What replaces the token of each image of a sample whose images have these sizes (width, height)."""
         if sizes not in self._replacements:
             given = {"images": [[_blank(size) for size in sizes]], "text": [self.image_token * len(sizes)]}
-            found = self._call(place, return_text_replacement_offsets=True, **given)
-            replaced = (found.get("text_replacement_offsets") or [[]])[0]
+            made = self._call(place, return_text_replacement_offsets=True, **given)
+            replaced = (made.get("text_replacement_offsets") or [[]])[0]
             if len(replaced) != len(sizes):
                 what = f"{type(self._processor).__name__} does not say what it writes for an image"
                 raise DataError(what, where=f"processor {self._name}", fix="train this model with images from Python")
             if len(self._replacements) >= MOST_SIZES:
                 self._replacements.clear()
-            self._replacements[sizes] = tuple(each["replacement"] for each in replaced)
+            self._replacements[sizes] = tuple(offset["replacement"] for offset in replaced)
         return self._replacements[sizes]
 
     def _call(self, place: str = "", **arguments: Any) -> Mapping[str, Any]:
         """The processor's result without special tokens, which templates write. Raises `DataError` if it fails."""
         try:
             with self._lock:
-                found: Mapping[str, Any] = self._processor(add_special_tokens=False, **arguments)
+                result: Mapping[str, Any] = self._processor(add_special_tokens=False, **arguments)
         except Exception as error:  # processors raise anything
             what = f"the processor {type(self._processor).__name__} fails ({first_line(error)})"
             raise DataError(
                 what, where=place or f"processor {self._name}", fix="correct its images, or remove it"
             ) from error
-        return found
+        return result
 
 
 class Arguments(Protocol):
@@ -199,11 +199,11 @@ def refuse_without_tower(processor: Processor, name: str, arguments: Arguments) 
 def load_processor(name: str) -> Processor:
     """The processor of a folder or a model on the hub. Raises `DataError` if there is none for images."""
     pillow()
-    found = pretrained_processor(name)
-    if not hasattr(found, "image_processor"):
-        what = f"data.images needs a processor of images, and this is a {type(found).__name__}"
+    processor = pretrained_processor(name)
+    if not hasattr(processor, "image_processor"):
+        what = f"data.images needs a processor of images, and this is a {type(processor).__name__}"
         raise DataError(what, where=name, fix=PROCESSOR_FIX)
-    return Processor(found, name)
+    return Processor(processor, name)
 
 
 def _blank(size: tuple[int, int]) -> Any:

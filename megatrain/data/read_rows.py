@@ -715,7 +715,7 @@ def is_downloaded(name: str) -> bool:
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HOME, "datasets")
-    return folder.is_dir() and any(_letters(each.name) == _letters(name) for each in folder.iterdir())
+    return folder.is_dir() and any(_letters(path.name) == _letters(name) for path in folder.iterdir())
 
 
 def _letters(name: str) -> str:

@@ -391,11 +391,11 @@ def _as_json(statistics: Statistics) -> dict[str, Any]:
 
 def _key(source: Source, encoder: Encoder, bad: str) -> str:
     schema = source.schema
-    how: list[Any] = [schema.format, dict(schema.columns), dict(schema.tags)]
+    reading: list[Any] = [schema.format, dict(schema.columns), dict(schema.tags)]
     if schema.images is not None:  # whose paths begin at the source
-        how += [schema.images, str(usable_path(source.name, error=DataError).absolute())]
+        reading += [schema.images, str(usable_path(source.name, error=DataError).absolute())]
     which = [source.split, source.subset, source.folder, source.pattern, source.limit]
-    content = [FORMAT, encoder.identity, _content(source), how, which, bad]
+    content = [FORMAT, encoder.identity, _content(source), reading, which, bad]
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 

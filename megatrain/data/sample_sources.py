@@ -68,26 +68,26 @@ def read_samples(sources: Sequence[Source], left_out: LeftOut) -> Iterator[Sampl
     Raises `DataError` for a source that is missing, unreadable or malformed, if a column `label` turns out to mark
     answers as good or bad (see `LabelCheck`), and if there is no sample. A single unusable sample goes to `left_out`.
     """
-    found = False
+    has_samples = False
     for source in sources:
         labels = LabelCheck()
         for sample in with_mismatched(_read_source(source, left_out, labels), source.name):
-            found = True
+            has_samples = True
             yield sample
         labels.refuse_labels()
-    if not found:
+    if not has_samples:
         reasons = "; ".join(left_out.lines()) or "they are empty"
         where = ", ".join(source.name for source in sources)
         raise DataError(f"no sample (left out: {reasons})", where=where, fix="name a source with samples in it")
 
 
 def _read_source(source: Source, left_out: LeftOut, labels: LabelCheck) -> Iterator[Sample]:
-    taken = 0
+    count = 0
     rows = source.opened(left_out).rows_from(0, None)
 
     def within_limit() -> Iterator[Row]:
         for row in rows:
-            if source.limit is not None and taken >= source.limit:
+            if source.limit is not None and count >= source.limit:
                 reason = f"beyond the first {source.limit:,}"
                 if source.is_local:
                     left_out.add(reason, row.place, 1 + sum(1 for _ in rows))
@@ -97,7 +97,7 @@ def _read_source(source: Source, left_out: LeftOut, labels: LabelCheck) -> Itera
             yield row
 
     for samples in samples_of(within_limit(), source.schema, left_out, labels):
-        taken += 1
+        count += 1
         yield from samples
 
 

@@ -132,7 +132,7 @@ class StreamRows:
         if self.packing == "windows":
             ids = block.tokens[members[0] : members[0] + self.window]
             return Row(ids, ids)
-        samples = [(block.samples[each].ids.astype(np.int64), block.samples[each].trained) for each in members]
+        samples = [(block.samples[member].ids.astype(np.int64), block.samples[member].trained) for member in members]
         packed = packed_row(samples)
         return packed if self.packing == "best_fit" else replace(packed, positions=None)
 
@@ -141,16 +141,16 @@ class StreamRows:
         if self.packing == "windows":
             return self.window - 1
         block, number = self._find(index)
-        return sum(int(block.samples[each].trained.sum()) for each in block.rows[number])
+        return sum(int(block.samples[member].trained.sum()) for member in block.rows[number])
 
     @property
     def identity(self) -> dict[str, str | int]:
         """A hash of how rows are made. The data set itself is compared by the hash of a block, in `state`."""
         schema = self.source.schema
-        how = [FORMAT, self.encoder.identity, self.packing, self.window, self.bad]
-        how += [READ_ROWS, BLOCK_ROWS, BLOCK_SEQUENCES, self.micro_batch if self.packing == "grouped" else 0]
-        how += [schema.format, dict(schema.columns), dict(schema.tags)]
-        return {"stream": hashlib.sha256(json.dumps(how, sort_keys=True).encode()).hexdigest()[:32]}
+        parts = [FORMAT, self.encoder.identity, self.packing, self.window, self.bad]
+        parts += [READ_ROWS, BLOCK_ROWS, BLOCK_SEQUENCES, self.micro_batch if self.packing == "grouped" else 0]
+        parts += [schema.format, dict(schema.columns), dict(schema.tags)]
+        return {"stream": hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]}
 
     def state(self, position: int) -> dict[str, Any]:
         """What `restore` needs to continue with row `position`, as JSON: the start and hash of the previous row's
@@ -247,24 +247,24 @@ class StreamRows:
         if at != start.key:
             rows = self._stream.rows_from(start.samples, start.at)
         self._reader = None  # until the block has been read without an error
-        found, counted, taken, ended = list[EncodedSample](), Statistics(LeftOut(self.bad)), 0, False
-        while not ended and (taken < BLOCK_ROWS or counted.tokens < BLOCK_SEQUENCES * self.window):
+        encoded, counted, rows_read, ended = list[EncodedSample](), Statistics(LeftOut(self.bad)), 0, False
+        while not ended and (rows_read < BLOCK_ROWS or counted.tokens < BLOCK_SEQUENCES * self.window):
             read = list(islice(rows, READ_ROWS))
-            taken, ended = taken + len(read), len(read) < READ_ROWS
+            rows_read, ended = rows_read + len(read), len(read) < READ_ROWS
             groups = samples_of(read, self.source.schema, counted.left_out, self._labels)
             samples = [sample for group in groups for sample in group]
             self._require_usable(samples)
-            found += encode_batch(samples, self.encoder, counted)
+            encoded += encode_batch(samples, self.encoder, counted)
         counted.left_out.merge(self._unusable)
         self._labels.refuse_labels()
-        after = (start.epoch + 1, 0) if ended else (start.epoch, start.samples + taken)
+        after = (start.epoch + 1, 0) if ended else (start.epoch, start.samples + rows_read)
         if start.key >= self._counted:
             self.statistics.merge(counted)
             self._counted = after
-        rows_of_block, tokens = self._pack(found, start)
+        rows_of_block, tokens = self._pack(encoded, start)
         stop = _BlockStart(start.row + len(rows_of_block), *after, None if ended else self._stream.state())
         self._reader = None if ended else (after, rows)
-        return _Block(start, found, rows_of_block, tokens, stop, _digest(found))
+        return _Block(start, encoded, rows_of_block, tokens, stop, _digest(encoded))
 
     def _require_usable(self, samples: Sequence[Sample]) -> None:
         """Raise `DataError` for a sample that streams do not support, or that needs another packing."""

@@ -97,7 +97,7 @@ class Adapter:
     @property
     def facts(self) -> str:
         """Everything that its layers' code depends on, as text."""
-        fields = {name: sorted(each) if isinstance(each, set) else each for name, each in vars(self.config).items()}
+        fields = {name: sorted(value) if isinstance(value, set) else value for name, value in vars(self.config).items()}
         for name in SAYS_NOTHING:
             fields.pop(name, None)
         return f"peft {version('peft')} {json.dumps(fields, sort_keys=True, default=str)}"
@@ -110,7 +110,7 @@ class Adapter:
         """
         from peft import get_peft_model_state_dict
 
-        names = {id(each): name for name, each in (*whole.named_buffers(), *whole.named_parameters())}
+        names = {id(tensor): name for name, tensor in (*whole.named_buffers(), *whole.named_parameters())}
         state, configs = whole.state_dict(keep_vars=True), whole.peft_config
         # without a name of the base, for which peft would ask the hub whether the vocabulary has been resized
         whole.peft_config = {self.name: replaced_fields(self.config, base_model_name_or_path=None)}
@@ -122,9 +122,9 @@ class Adapter:
         finally:
             whole.peft_config = configs
         if self.is_resized:  # peft leaves one out if only the other is adapted
-            ends = {id(each) for end in _ends(whole) for each in end.parameters()}
-            ends -= {id(each) for each in saved.values()}
-            saved |= {name: each for name, each in state.items() if id(each) in ends}
+            ends = {id(parameter) for end in _ends(whole) for parameter in end.parameters()}
+            ends -= {id(value) for value in saved.values()}
+            saved |= {name: value for name, value in state.items() if id(value) in ends}
         return {f"{PREFIX}{name}": names[id(value)] for name, value in saved.items()}
 
     @property
@@ -138,7 +138,7 @@ class Adapter:
     def file_in(self, folder: Path, whole: PreTrainedModel) -> AdapterFile:
         """The saved weights of such an adapter, as a source. Raises `ModelError` if the folder holds another
         adapter's."""
-        frozen = {name for name, each in whole.named_parameters() if not each.requires_grad}
+        frozen = {name for name, parameter in whole.named_parameters() if not parameter.requires_grad}
         names = self.file_names(whole)
         return AdapterFile(folder, names, {*names.values()} - frozen)
 
@@ -146,7 +146,7 @@ class Adapter:
         """Raise `ModelError` if parameters train that the adapter's file cannot hold: no checkpoint would contain
         them."""
         held = {*self.file_names(model).values()}
-        if more := [name for name, each in model.named_parameters() if each.requires_grad and name not in held]:
+        if more := [name for name, param in model.named_parameters() if param.requires_grad and name not in held]:
             what = f"{listed(more)} train too, and the adapter's file has no place for them"
             fix = "freeze them (requires_grad_(False)), or name their modules in modules_to_save"
             raise ModelError(what, where=f"model {type(model).__name__}", fix=fix)
@@ -357,7 +357,7 @@ class AdaptedSource:
                 if buffer is not None and buffer.is_meta:  # rows of tokens before training, which only unmerging reads
                     module._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype)
         self._named = named
-        self._names = {key: named[id(each)] for key, each in self.model.named_parameters() if id(each) in named}
+        self._names = {key: named[id(param)] for key, param in self.model.named_parameters() if id(param) in named}
         self._copies = dict(_copied(self.model))
 
     def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
@@ -373,11 +373,11 @@ class AdaptedSource:
     def in_files(self, names: Iterable[str], dtype: torch.dtype) -> InFiles:
         """As `PretrainedSource.in_files`, for the base's parameters; the adapter's are never read from files."""
         asked = {self._names[name]: name for name in names if name in self._names}
-        found = in_files_of(self.base, asked.keys() - self._changes.keys(), dtype)
+        of_base = in_files_of(self.base, asked.keys() - self._changes.keys(), dtype)
         changed = {name: "is changed by how the adapter begins" for name in asked.keys() & self._changes.keys()}
         return InFiles(
-            {asked[theirs]: where for theirs, where in found.files.items()},
-            {asked[theirs]: why for theirs, why in {**found.others, **changed}.items()},
+            {asked[theirs]: where for theirs, where in of_base.files.items()},
+            {asked[theirs]: why for theirs, why in {**of_base.others, **changed}.items()},
         )
 
     def changed(self, name: str, value: Tensor) -> Tensor:
@@ -558,8 +558,8 @@ def base_names(before: nn.Module, after: nn.Module) -> Iterator[tuple[str, nn.Pa
 def _linear(model: PreTrainedModel, within: str | None) -> set[str]:
     """Last name components of the linear layers of a model, or of its module `within`, but not its head or experts."""
     kinds, head = (nn.Linear, Conv1D), head_of(model)
-    found = {name for name, module in model.named_modules() if isinstance(module, kinds) and module is not head}
-    return {name.rpartition(".")[2] for name in found if within is None or name.startswith(f"{within}.")}
+    names = {name for name, module in model.named_modules() if isinstance(module, kinds) and module is not head}
+    return {name.rpartition(".")[2] for name in names if within is None or name.startswith(f"{within}.")}
 
 
 def _without_experts(config: Any, names: set[str], model: PreTrainedModel) -> set[str]:
@@ -568,10 +568,10 @@ def _without_experts(config: Any, names: set[str], model: PreTrainedModel) -> se
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     except ImportError:  # this release does not adapt fused experts
         return names
-    found = copy.deepcopy(config)
-    found.target_modules = set(names)
-    convert_peft_config_for_transformers(found, model=model, conversions=None)
-    return set(found.target_modules)
+    tried = copy.deepcopy(config)
+    tried.target_modules = set(names)
+    convert_peft_config_for_transformers(tried, model=model, conversions=None)
+    return set(tried.target_modules)
 
 
 def _changes(model: PreTrainedModel, named: Mapping[int, str]) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
@@ -659,7 +659,7 @@ def _resize(model: Any, saved: Mapping[str, Tensor]) -> None:
     """Give the embeddings of a structure as many rows as those saved with an adapter have, if any are."""
     names = [name for name, module in model.named_modules() if module in _ends(model)]
     within = ("", "base_layer.", "original_module.", "token_adapter.base_layer.")
-    rows = {len(saved[key]) for name in names for each in within if (key := f"{name}.{each}weight") in saved}
+    rows = {len(saved[key]) for name in names for inner in within if (key := f"{name}.{inner}weight") in saved}
     if rows and rows != {len(model.get_input_embeddings().weight)}:
         with quiet(), _pefts_errors():
             model.resize_token_embeddings(max(rows), mean_resizing=False)
@@ -683,21 +683,21 @@ def _load(
                     empty = torch.empty(parameter.shape, dtype=parameter.dtype)
                     made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 module._parameters[key] = made[parameter]
-    of_base = {name for name, each in model.named_parameters(remove_duplicate=False) if id(each) in named}
+    of_base = {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in named}
     biases = _replace_changed(model, values, base, named)
     ours = {name for name, parameter in model.named_parameters() if id(parameter) not in named}
     of_adapter = {name: value for name, value in values.items() if name not in of_base}
-    found = set_peft_model_state_dict(model, of_adapter, "default")
+    loaded = set_peft_model_state_dict(model, of_adapter, "default")
     where = f"adapter {folder}"
-    if missing := sorted((ours & {*found.missing_keys}) - {*biases.values()}):
+    if missing := sorted((ours & {*loaded.missing_keys}) - {*biases.values()}):
         raise ModelError(f"its file lacks {listed(missing)}", where=where, fix="use files that belong together")
     twice = (".modules_to_save.weight", ".token_adapter.trainable_tokens_delta")  # of an embedding saved too
-    if odd := sorted(name for name in found.unexpected_keys if not name.endswith(twice)):
+    if odd := sorted(name for name in loaded.unexpected_keys if not name.endswith(twice)):
         what = f"the model does not have its {listed(odd)}"
         raise ModelError(what, where=where, fix=OTHER_BASE)
-    shapes = {name: each.shape for name, each in base.model.named_parameters()}
-    for name, each in model.named_parameters():
-        if id(each) in named and each.shape != shapes[named[id(each)]]:
+    shapes = {name: parameter.shape for name, parameter in base.model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in named and parameter.shape != shapes[named[id(parameter)]]:
             fix = "use its base with the vocabulary resized, saved as a model, and an adapter trained over that"
             raise ModelError(f"its vocabulary was resized, and its file lacks {name}", where=where, fix=fix)
     return biases
@@ -711,7 +711,7 @@ def _replace_changed(
     Returns name without the adapter -> name, of those that differ.
     """
     read, biases = getattr(base, "read", None), {}
-    shapes = {name: each.shape for name, each in base.model.named_parameters()}
+    shapes = {name: tensor.shape for name, tensor in base.model.named_parameters()}
     firsts = {id(parameter): name for name, parameter in model.named_parameters()}
     made: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -724,9 +724,9 @@ def _replace_changed(
             biases[original] = firsts[id(parameter)]
             made[id(parameter)] = nn.Parameter(value.to(parameter.dtype), requires_grad=parameter.requires_grad)
     for module in model.modules():
-        for key, each in module._parameters.items():
-            if each is not None and id(each) in made:
-                module._parameters[key] = made[id(each)]
+        for key, held in module._parameters.items():
+            if held is not None and id(held) in made:
+                module._parameters[key] = made[id(held)]
     return biases
 
 

@@ -96,11 +96,11 @@ def read_config(
             _refuse_unknown_fields(kind, fields, where)
             return _before_long(lambda: AutoConfig.for_model(kind, **fields), where)
         name = located(source, where=where, revision=revision)
-        found = _fields_at(name, where, revision)
-        if found is not None:
-            _refuse_endless(found, where)
-            if "auto_map" not in found:  # otherwise its own code defines the type
-                _known_kind(found.get("model_type"), where)
+        stated = _fields_at(name, where, revision)
+        if stated is not None:
+            _refuse_endless(stated, where)
+            if "auto_map" not in stated:  # otherwise its own code defines the type
+                _known_kind(stated.get("model_type"), where)
 
         def read() -> PreTrainedConfig:
             config: PreTrainedConfig = AutoConfig.from_pretrained(
@@ -207,7 +207,7 @@ def ropes_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _states(names: set[str], fields: Mapping[str, Any]) -> bool:
     """Whether one of these fields is in a config.json, or in one of its parts."""
     return bool(names & fields.keys()) or any(
-        _states(names, each) for each in fields.values() if isinstance(each, dict)
+        _states(names, part) for part in fields.values() if isinstance(part, dict)
     )
 
 
@@ -293,7 +293,7 @@ def _choice(auto: Any, config: PreTrainedConfig) -> type[PreTrainedModel] | None
     if type(config) not in _MAPPINGS[auto]:
         return None
     known = _MAPPINGS[auto][type(config)]
-    named = {each.__name__: each for each in (known if isinstance(known, list | tuple) else (known,))}
+    named = {kind.__name__: kind for kind in (known if isinstance(known, list | tuple) else (known,))}
     first: type[PreTrainedModel] = next(iter(named.values()))
     return next((named[name] for name in config.architectures or () if name in named), first)
 

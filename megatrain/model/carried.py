@@ -116,9 +116,9 @@ NOTHING = Carried()
 
 def carried_by(model: nn.Module) -> Carried:
     """What the source of a model's structure holds besides it; copies of the structure have it, too."""
-    found = model.__dict__.get("carried_over", NOTHING)
-    assert isinstance(found, Carried)
-    return found
+    carried = model.__dict__.get("carried_over", NOTHING)
+    assert isinstance(carried, Carried)
+    return carried
 
 
 def carry(model: nn.Module, carried: Carried) -> None:
@@ -128,11 +128,11 @@ def carry(model: nn.Module, carried: Carried) -> None:
 
 def stored_dtype(name: str, tensor: str, where: str) -> torch.dtype:
     """The dtype of that name in safetensors files. Raises `ModelError` for one that torch has not."""
-    found = next((dtype for dtype, stored in STORED_DTYPES.items() if stored == name), None)
-    if found is None:
+    dtype_of_name = next((dtype for dtype, stored in STORED_DTYPES.items() if stored == name), None)
+    if dtype_of_name is None:
         what = f"{tensor} is not loaded, and holds {name} values, which cannot be copied to an export"
         raise ModelError(what, where=where, fix="use float32 or bfloat16 weights")
-    return found
+    return dtype_of_name
 
 
 def processor_files(source: str, config: PreTrainedConfig, revision: str | None) -> dict[str, bytes]:
@@ -142,9 +142,9 @@ def processor_files(source: str, config: PreTrainedConfig, revision: str | None)
     """
     if not (Path(source).is_dir() or config.sub_configs):
         return {}
-    files = {name: found for name in PROCESSOR if (found := _file(source, name, revision)) is not None}
+    files = {name: content for name in PROCESSOR if (content := _file(source, name, revision)) is not None}
     if files:
-        files |= {name: found for name in BESIDE_PROCESSOR if (found := _file(source, name, revision)) is not None}
+        files |= {name: content for name in BESIDE_PROCESSOR if (content := _file(source, name, revision)) is not None}
     return files
 
 
@@ -153,5 +153,5 @@ def _file(source: str, name: str, revision: str | None) -> bytes | None:
         return (Path(source) / name).read_bytes() if (Path(source) / name).is_file() else None
     quietly: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
     quietly["_raise_exceptions_for_connection_errors"] = False
-    found = cached_file(source, name, revision=revision or "main", local_files_only=is_local(source), **quietly)
-    return None if found is None else Path(found).read_bytes()
+    path = cached_file(source, name, revision=revision or "main", local_files_only=is_local(source), **quietly)
+    return None if path is None else Path(path).read_bytes()

@@ -55,15 +55,15 @@ def token_wise(layer: nn.Module, run: Callable[[int], object]) -> tuple[str, ...
     finally:
         for hook in hooks:
             hook.remove()
-    found: list[str] = []
+    names: list[str] = []
     for name, seen in calls.items():  # outermost first
-        if any(name.startswith(f"{outer}.") for outer in found) or len(seen) != 1:
+        if any(name.startswith(f"{outer}.") for outer in names) or len(seen) != 1:
             continue
         args, kwargs, output = seen[0]
         module = layer.get_submodule(name)
         if not kwargs and _one_for_one(args, output) and not _apart(module) and _passes(module, args[0]):
-            found.append(name)
-    return tuple(found)
+            names.append(name)
+    return tuple(names)
 
 
 @contextmanager
@@ -80,11 +80,11 @@ def in_chunks(layer: nn.Module, names: Sequence[str], tokens: int) -> Iterator[N
     try:
         yield
     finally:
-        for part, own in zip(parts, before, strict=True):
-            if own is None:
+        for part, forward in zip(parts, before, strict=True):
+            if forward is None:
                 del part.forward
             else:
-                part.forward = own
+                part.forward = forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class _Chunked:
         if given.numel() <= self.tokens * given.shape[-1]:
             return self.plain(given)
         weights = dict(self.part.named_parameters())
-        wanted = torch.is_grad_enabled() and any(each.requires_grad for each in (given, *weights.values()))
+        wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (given, *weights.values()))
         if not wanted:
             return self.whole(given)
         output: Tensor = _InChunks.apply(self, tuple(weights), given, *weights.values())  # type: ignore[no-untyped-call]
@@ -145,7 +145,7 @@ class _InChunks(torch.autograd.Function):
         trained = [leaf for leaf in leaves if leaf.requires_grad]
         sums = [_Sum(leaf) for leaf in trained]
         plain, bound = ctx.chunked.plain, dict(zip(ctx.names, leaves, strict=True))
-        found = torch.empty_like(given) if wants_given else None
+        input_gradient = torch.empty_like(given) if wants_given else None
         rows, start = ctx.chunked.rows(given), 0
         swapped = SwappedParameters(ctx.chunked.part)
         for piece, wanted in zip(given.split(rows, dim=-2), gradient.split(rows, dim=-2), strict=True):
@@ -154,11 +154,11 @@ class _InChunks(torch.autograd.Function):
                 with torch.enable_grad(), swapped.holding(bound):
                     made = plain(leaf)
                 torch.autograd.backward([made], [wanted], inputs=[*([leaf] if wants_given else []), *trained])
-            if found is not None and leaf.grad is not None:
-                found.narrow(-2, start, piece.shape[-2]).copy_(leaf.grad)
+            if input_gradient is not None and leaf.grad is not None:
+                input_gradient.narrow(-2, start, piece.shape[-2]).copy_(leaf.grad)
             start += piece.shape[-2]
         totals = iter(sums)
-        return None, None, found, *(next(totals).taken() if wanted else None for wanted in wants)
+        return None, None, input_gradient, *(next(totals).taken() if wanted else None for wanted in wants)
 
 
 class _Sum:
@@ -199,16 +199,16 @@ def _one_for_one(args: tuple[Any, ...], output: Any) -> bool:
     if len(args) != 1 or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
         return False
     given = args[0]
-    there = given.dim() >= 2 and given.shape[-2] == TOKENS and given.is_floating_point()
-    there = there and min(given.numel(), output.numel()) > 0
-    return there and output.dim() == given.dim() and output.shape[:-1] == given.shape[:-1]
+    fits = given.dim() >= 2 and given.shape[-2] == TOKENS and given.is_floating_point()
+    fits = fits and min(given.numel(), output.numel()) > 0
+    return fits and output.dim() == given.dim() and output.shape[:-1] == given.shape[:-1]
 
 
 def _apart(module: nn.Module) -> bool:
     """Whether a module contains experts, which see only some of the tokens, or modules with hooks."""
     inner = list(module.modules())
-    listened = (each._forward_hooks or each._forward_pre_hooks for each in inner)
-    experts = any(isinstance(each, nn.ModuleList | nn.ModuleDict) for each in inner)
+    listened = (part._forward_hooks or part._forward_pre_hooks for part in inner)
+    experts = any(isinstance(part, nn.ModuleList | nn.ModuleDict) for part in inner)
     return experts or any(parameter.dim() > 2 for parameter in module.parameters()) or any(map(bool, listened))
 
 
@@ -217,25 +217,25 @@ def _passes(module: nn.Module, given: Tensor) -> bool:
     if _kept_of(module, given) - given.nbytes < WORTH_IT * given.nbytes:
         return False
     generator = torch.Generator().manual_seed(0)
-    weights = {name: _random(each, generator) for name, each in module.named_parameters()}
+    weights = {name: _random(parameter, generator) for name, parameter in module.named_parameters()}
     tokens = torch.randn(len(ORDER), given.shape[-1], generator=generator).to(given.dtype)
     tokens = tokens.expand(*given.shape[:-2], *tokens.shape).contiguous()
     untouched = tokens.clone()
-    modes = {each: each.training for each in module.modules()}
+    modes = {part: part.training for part in module.modules()}
     module.train()  # so that dropout fails the test
     try:
         with torch.no_grad(), LimitNumel(MOST_RANDOM_NUMEL), ExpandedRowLinear():
             expected = functional_call(module, weights, (tokens,))[..., ORDER, :]
             pieces = tokens[..., ORDER, :].split(PIECES, dim=-2)
-            found = torch.cat([functional_call(module, weights, (piece,)) for piece in pieces], dim=-2)
+            in_pieces = torch.cat([functional_call(module, weights, (piece,)) for piece in pieces], dim=-2)
     except TooLarge:  # a large weight is used by something other than `linear`
         return False
     finally:
-        for each, mode in modes.items():
-            each.training = mode
+        for part, mode in modes.items():
+            part.training = mode
     if not torch.equal(tokens, untouched):
         return False  # it writes into its input, which must be kept
-    largest, off = expected.float().abs().max(), (found - expected).float().abs().max()
+    largest, off = expected.float().abs().max(), (in_pieces - expected).float().abs().max()
     return bool(largest > 0) and bool(off <= TOLERANCE.get(given.dtype, 1e-5) * largest)
 
 

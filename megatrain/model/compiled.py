@@ -76,8 +76,8 @@ def compiled_call(
 @cache
 def _compiled() -> LayerCall:
     options: dict[str, Any] = {"fallback_random": True, "emulate_precision_casts": True}
-    found: LayerCall = torch.compile(_call, dynamic=False, options=options)
-    return found
+    call: LayerCall = torch.compile(_call, dynamic=False, options=options)
+    return call
 
 
 def _call(layer: nn.Module, weights: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -196,7 +196,7 @@ def stream_encoder(ported: PortedModel, row: Mapping[str, Tensor], values: int) 
     (`profile_prologue.values_of`).
     """
     with portable_attention(ported.skeleton), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
-        rows = {name: torch.cat([each, each]) for name, each in row.items()}  # an encoder may run once for each row
+        rows = {name: torch.cat([one, one]) for name, one in row.items()}  # an encoder may run once for each row
         _find_encoder(ported, rows, 2 * values)
 
 
@@ -240,7 +240,7 @@ def _tried(
 ) -> ModelSpec | Exception:
     """The structure with the encoder's units, if they can be streamed; otherwise the model is as before."""
     before, prefixes = ported.placeholders, tuple(f"{encoder.name}.{port.index}." for port in encoder.ports)
-    ported.placeholders = {name: each for name, each in before.items() if not name.startswith(prefixes)}
+    ported.placeholders = {name: zero for name, zero in before.items() if not name.startswith(prefixes)}
     _put(ported, encoder, encoder)
     try:
         return _with_encoder(ported, encoder, rows, values)
@@ -275,9 +275,9 @@ def _with_encoder(ported: PortedModel, encoder: EncoderStack, rows: Mapping[str,
     if capture.hidden is None or not capture.each_once:
         raise _Unlike
     capture.recorder.check()
-    outputs = [capture.hidden, *(each for call in capture.calls for each in call.tensors())]
+    outputs = [capture.hidden, *(tensor for call in capture.calls for tensor in call.tensors())]
     behind = set[int]().union(*map(reachable_leaves, outputs))
-    needing = {id(each) for call in look.calls for each in call.tensors() if each.requires_grad}
+    needing = {id(tensor) for call in look.calls for tensor in call.tensors() if tensor.requires_grad}
     read = [index for index, leaf in enumerate((*handed.leaves, given)) if id(leaf) in behind]
     if not read or needing:
         raise _Unlike
@@ -292,8 +292,8 @@ def _with_encoder(ported: PortedModel, encoder: EncoderStack, rows: Mapping[str,
     first = tuple(replace(param, held=TO_THE_END) for param in params if param.name in encoder.start)
     units = [UnitSpec(f"{encoder.name} input", "layer", first)]
     units += _layer_specs(encoder, look, {param.name: param for param in params})
-    taken = {param.name for unit in units for param in unit.params}
-    prologue = replace(structure.units[0], params=tuple(param for param in params if param.name not in taken))
+    moved = {param.name for unit in units for param in unit.params}
+    prologue = replace(structure.units[0], params=tuple(param for param in params if param.name not in moved))
     return replace(
         structure,
         units=(prologue, *structure.units[1:], *(replace(unit, ranks=structure.ranks) for unit in units)),
@@ -314,7 +314,7 @@ class _Look(Begun):
 
     def visit(self, index: int, hidden: Tensor, call: Call) -> Tensor:
         layer = self._encoder.templates[index]
-        kind = type(layer), tuple((name, each.shape) for name, each in layer.named_parameters())
+        kind = type(layer), tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
         if kind not in self._known:
             self._known[kind] = self._seen(layer, hidden, call)
         self._encoder.ports[index].returns, used = self._known[kind]
@@ -326,15 +326,15 @@ class _Look(Begun):
 
     @staticmethod
     def _seen(layer: nn.Module, hidden: Tensor, call: Call) -> tuple[int | None, OrderOfUse]:
-        zeros = {name: lazy_zeros(each.shape, each.dtype) for name, each in layer.named_parameters()}
+        zeros = {name: lazy_zeros(parameter.shape, parameter.dtype) for name, parameter in layer.named_parameters()}
         used, buffers = OrderOfUse(zeros), Buffers(layer)
         args, kwargs = call.arguments(hidden.detach())
         with torch.no_grad(), SkipLargeProducts(), Uses(used.reading):  # type: ignore[no-untyped-call]
             output = functional_call(layer, zeros, args, kwargs)
         buffers.refuse_changed(WHERE)
         others = () if isinstance(output, Tensor) else output[1:]
-        found = call.hidden_of(output)
-        if (found.shape, found.dtype) != (hidden.shape, hidden.dtype) or any(each is not None for each in others):
+        returned = call.hidden_of(output)
+        if (returned.shape, returned.dtype) != (hidden.shape, hidden.dtype) or any(one is not None for one in others):
             raise _Unlike
         return None if isinstance(output, Tensor) else len(output), used
 
@@ -357,7 +357,8 @@ def _refuse_hidden_reads(leaves: Mapping[str, Tensor]) -> Callable[[Any, Sequenc
 
     def reading(_: Any, tensors: Sequence[Tensor]) -> None:
         shown = torch.is_grad_enabled()
-        if any(not (shown and each.requires_grad) and each.untyped_storage().data_ptr() in memory for each in tensors):
+        unseen = (tensor for tensor in tensors if not (shown and tensor.requires_grad))
+        if any(tensor.untyped_storage().data_ptr() in memory for tensor in unseen):
             raise _Unlike
 
     return reading
@@ -368,9 +369,9 @@ def _layer_specs(encoder: EncoderStack, look: _Look, known: Mapping[str, ParamSp
     units, seen = list[UnitSpec](), set[int]()
     for index, (template, used) in enumerate(zip(encoder.templates, look.used, strict=True)):
         parameters, prefix = dict(template.named_parameters()), f"{encoder.name}.{index}."
-        if not parameters or seen & {id(each) for each in parameters.values()}:
+        if not parameters or seen & {id(parameter) for parameter in parameters.values()}:
             raise _Unlike  # shared between layers
-        seen |= {id(each) for each in parameters.values()}
+        seen |= {id(parameter) for parameter in parameters.values()}
         params = [
             replace(known[prefix + name], held=used.held.get(name, TO_THE_END))
             for name in in_order_of_use(parameters, used.names)

@@ -44,17 +44,17 @@ def arguments_of(model: PreTrainedModel, layers: Iterable[nn.Module]) -> Argumen
     """The arguments of a model's forward, including its decoder `layers`, which may have been replaced by ports."""
     forward = _function(model.forward)
     parameters = inspect.signature(model.forward if forward is None else forward).parameters.values()
-    kinds = {each.name: each.kind for each in parameters}
-    own = [name for name, kind in kinds.items() if kind in BY_NAME and name != "self"]
+    kinds = {parameter.name: parameter.kind for parameter in parameters}
+    named = [name for name, kind in kinds.items() if kind in BY_NAME and name != "self"]
     if inspect.Parameter.VAR_KEYWORD not in kinds.values():
-        return Arguments(own)
+        return Arguments(named)
     read: set[str] = set()
     for function, owner in _forwards([model, *layers]):
         read |= _names_in(function, owner, DEEPEST, set())
     for kernel in {getattr(module.config, "_attn_implementation", None) for module in _with_config(model)}:
         if (called := _function(ALL_ATTENTION_FUNCTIONS.get(kernel))) is not None:
             read |= _names_in(called, None, DEEPEST, set())
-    return Arguments(own, read)
+    return Arguments(named, read)
 
 
 def _with_config(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
@@ -74,8 +74,8 @@ def _forwards(roots: Iterable[nn.Module]) -> Iterator[tuple[FunctionType, type]]
 
 def _function(callable_: Any) -> FunctionType | None:
     """The Python function inside a method and its decorators."""
-    found = inspect.unwrap(getattr(callable_, "__func__", callable_)) if callable(callable_) else None
-    return found if isinstance(found, FunctionType) else None
+    function = inspect.unwrap(getattr(callable_, "__func__", callable_)) if callable(callable_) else None
+    return function if isinstance(function, FunctionType) else None
 
 
 def _names_in(function: FunctionType, owner: type | None, depth: int, seen: set[CodeType]) -> set[str]:
@@ -89,16 +89,16 @@ def _names_in(function: FunctionType, owner: type | None, depth: int, seen: set[
     seen.add(code)
     positional = code.co_varnames[: code.co_argcount]
     optional = positional[len(positional) - len(function.__defaults__ or ()) :]
-    found = {*optional, *(function.__kwdefaults__ or ()), *_texts(code)}
+    names = {*optional, *(function.__kwdefaults__ or ()), *_texts(code)}
     for name in code.co_names if depth else ():
         called: Callable[..., Any] | None = getattr(owner, name, None) if owner is not None else None
         inner = _function(called) or _function(function.__globals__.get(name))
         if inner is not None and inner.__code__.co_flags & inspect.CO_VARKEYWORDS:
-            found |= _names_in(inner, owner, depth - 1, seen)
+            names |= _names_in(inner, owner, depth - 1, seen)
     for cell in function.__closure__ or ():
         if depth and (wrapped := _held_in(cell)) is not None:
-            found |= _names_in(wrapped, owner, depth - 1, seen)
-    return found
+            names |= _names_in(wrapped, owner, depth - 1, seen)
+    return names
 
 
 def _held_in(cell: CellType) -> FunctionType | None:
@@ -111,8 +111,8 @@ def _held_in(cell: CellType) -> FunctionType | None:
 
 def _texts(code: CodeType) -> Iterator[str]:
     """Strings in a function's code, nested functions included, that could be argument names."""
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _texts(each)
-        elif isinstance(each, str) and each.isidentifier():
-            yield each
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _texts(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            yield constant

@@ -44,8 +44,8 @@ def freeze_parameters(model: PreTrainedModel, patterns: Sequence[str]) -> None:
 
 def encoder_of(model: PreTrainedModel, role: str) -> nn.Module | None:
     """The part that encodes images (`vision`) or sound (`audio`), as the library finds it; None if there is none."""
-    found: nn.Module = model.get_encoder(modality=ENCODERS[role])
-    return None if found in (model, model.base_model) else found
+    encoder: nn.Module = model.get_encoder(modality=ENCODERS[role])
+    return None if encoder in (model, model.base_model) else encoder
 
 
 def decoder_of(model: PreTrainedModel) -> str | None:
@@ -58,16 +58,16 @@ def decoder_of(model: PreTrainedModel) -> str | None:
 
 def _of_role(model: PreTrainedModel, role: str) -> list[str]:
     """The names of the parameters of a part."""
-    encoders = {each: encoder_of(model, each) for each in ENCODERS}
+    encoders = {kind: encoder_of(model, kind) for kind in ENCODERS}
     named = decoder_of(model)
     parts = {**encoders, "language": model.get_submodule(named) if named else None}
-    of = {name: {id(each) for each in part.parameters()} for name, part in parts.items() if part is not None}
+    of = {name: {id(parameter) for parameter in part.parameters()} for name, part in parts.items() if part is not None}
     if head := head_of(model) if "language" in of else None:
-        of["language"] |= {id(each) for each in head.parameters()}
+        of["language"] |= {id(parameter) for parameter in head.parameters()}
     if of:
-        every = {id(each) for each in model.parameters()}
+        every = {id(parameter) for parameter in model.parameters()}
         of["projector"] = every.difference(*of.values())
-    return [name for name, each in model.named_parameters() if id(each) in of.get(role, ())]
+    return [name for name, parameter in model.named_parameters() if id(parameter) in of.get(role, ())]
 
 
 __all__ = ["ROLES", "decoder_of", "encoder_of", "freeze_parameters"]

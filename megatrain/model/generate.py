@@ -155,8 +155,9 @@ def _with_logits_to_keep(signature: inspect.Signature) -> inspect.Signature:
     """Add the parameter if the model lacks it: `generate` then says how many positions it will read."""
     if "logits_to_keep" in signature.parameters:
         return signature
-    named = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    rest = [each for each in signature.parameters.values() if each.kind is inspect.Parameter.VAR_KEYWORD]
+    parameters = list(signature.parameters.values())
+    rest = [parameter for parameter in parameters if parameter.kind is inspect.Parameter.VAR_KEYWORD]
+    named = [parameter for parameter in parameters if parameter not in rest]
     kept = inspect.Parameter("logits_to_keep", inspect.Parameter.KEYWORD_ONLY, default=0)
     return signature.replace(parameters=[*named, kept, *rest])
 
@@ -179,7 +180,7 @@ def _answer(last_logits: LastLogits, inputs: dict[str, Any]) -> ModelOutput:
     return ModelOutput(logits=logits, **caches)
 
 
-def _refuse_outgrown(ported: PortedModel, own: GenerationConfig, length: int, options: Mapping[str, Any]) -> None:
+def _refuse_outgrown(ported: PortedModel, default: GenerationConfig, length: int, options: Mapping[str, Any]) -> None:
     """Raise `BatchError` if `length` tokens plus all that may be generated exceed the model's positions."""
     limit = ported.structure.max_positions
     if limit is None:
@@ -187,7 +188,7 @@ def _refuse_outgrown(ported: PortedModel, own: GenerationConfig, length: int, op
     given = options.get("generation_config")
 
     def setting(name: str) -> int | None:
-        values = (options.get(name), getattr(given, name, None), getattr(own, name, None))
+        values = (options.get(name), getattr(given, name, None), getattr(default, name, None))
         return next((value for value in values if value is not None), None)
 
     new, total = setting("max_new_tokens"), setting("max_length")

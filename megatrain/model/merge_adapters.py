@@ -56,11 +56,11 @@ class MergedSource:
 
     def _differs(self, first: str, name: str) -> bool:
         """Whether the adapter gives one weight of the base two values under its two names."""
-        one, other = (self._wholes.get(each) for each in (first, name))
+        one, other = (self._wholes.get(weight) for weight in (first, name))
         if one is not None or other is not None:
             return one is None or other is None or not torch.equal(one, other)
         over = dict(self._layers)
-        modules = [over.get(each.rpartition(".")[0]) for each in (first, name)]
+        modules = [over.get(weight.rpartition(".")[0]) for weight in (first, name)]
         if None in modules:
             return modules != [None, None]
         if any(getattr(module, "tied_adapter", None) in modules for module in modules):

@@ -55,9 +55,9 @@ def _difference(twin: StockModel) -> float:
 
     def logits(**inputs: Any) -> torch.Tensor:
         with torch.no_grad():
-            found: torch.Tensor = twin(**inputs, use_cache=False).logits[0]
-        return found
+            made: torch.Tensor = twin(**inputs, use_cache=False).logits[0]
+        return made
 
     expected = torch.cat([logits(input_ids=ids) for ids in alone])
-    found = logits(input_ids=torch.cat(alone, dim=1), position_ids=positions)
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+    together = logits(input_ids=torch.cat(alone, dim=1), position_ids=positions)
+    return float((together - expected).abs().max() / expected.abs().max().clamp_min(1e-30))

@@ -103,11 +103,11 @@ class Living(_Watching):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = {each.untyped_storage()._cdata for each in _tensors(*args, *kwargs.values())}
+        given = {tensor.untyped_storage()._cdata for tensor in _tensors(*args, *kwargs.values())}
         output = self.compute(op, args, kwargs)
-        for each in _tensors(output):
-            storage = each.untyped_storage()
-            if not each.is_meta and storage._cdata not in self._known and storage._cdata not in given:
+        for tensor in _tensors(output):
+            storage = tensor.untyped_storage()
+            if not tensor.is_meta and storage._cdata not in self._known and storage._cdata not in given:
                 nbytes, chunk = storage.nbytes(), _IN_CHUNK.get()
                 self._known[storage._cdata] = StorageWeakRef(storage), nbytes, chunk
                 self._alive[chunk] += nbytes
@@ -186,7 +186,7 @@ def recorded_backward(run: Run, tokens: int, *, is_head: bool = False) -> Record
     with torch.enable_grad():
         with record:
             output, weights, inputs = run(tokens)
-        wanted, edge = [each for each in weights if each.requires_grad], get_gradient_edge(output)
+        wanted, edge = [weight for weight in weights if weight.requires_grad], get_gradient_edge(output)
         if is_head:
             with record:
                 gradient = torch.zeros_like(output)
@@ -195,7 +195,7 @@ def recorded_backward(run: Run, tokens: int, *, is_head: bool = False) -> Record
             gradient = torch.zeros_like(output)
             del output
         record.kept = record.alive
-        hooks = [each.register_hook(_let_go) for each in wanted]
+        hooks = [weight.register_hook(_let_go) for weight in wanted]
         with record:
             torch.autograd.grad([edge], [*inputs, *wanted], [gradient], allow_unused=True)
         for hook in hooks:
@@ -222,13 +222,13 @@ def measured(
     records = [record(tokens) for tokens in lengths]
     short, long, further = (-(-tokens // block) * block for tokens in lengths)
     padded = short, long, further
-    found = [np.array(record.rows, dtype=float).reshape(-1, 2, 2) for record in records]
+    sizes = [np.array(record.rows, dtype=float).reshape(-1, 2, 2) for record in records]
     if all(record.ops == records[0].ops for record in records):
-        kernel = np.array([each for _, each in records[0].ops])
-        device, host = np.stack(found).transpose(2, 0, 1, 3)  # lengths x ops x (outside, in chunks)
+        kernel = np.array([allocates for _, allocates in records[0].ops])
+        device, host = np.stack(sizes).transpose(2, 0, 1, 3)  # lengths x ops x (outside, in chunks)
     else:
-        kernel = np.array([any(each for _, each in records[0].ops)])
-        device, host = (np.array([[(each[:, on].sum(-1).max(), 0.0)] for each in found]) for on in (0, 1))
+        kernel = np.array([any(allocates for _, allocates in records[0].ops)])
+        device, host = (np.array([[(size[:, on].sum(-1).max(), 0.0)] for size in sizes]) for on in (0, 1))
     peak = Peak(_largest(device, kernel, padded, rows), _largest(host, kernel, padded, rows))
     return peak, growth_of([sum(record.kept) for record in records], padded, rows)
 
@@ -242,28 +242,28 @@ def measured_of_rows(records: Sequence[Recording], values: int, value_nbytes: fl
         return Peak()
     sizes = [np.array(record.rows, dtype=float).reshape(-1, 2, 2).sum(-1) for record in records]
     if records[0].ops != records[1].ops:
-        sizes = [each.max(0, keepdims=True) for each in sizes]
+        sizes = [size.max(0, keepdims=True) for size in sizes]
     fits = []
     for on, beside in ((0, value_nbytes), (1, 0.0)):
-        one, two = (each[:, on] for each in sizes)
+        one, two = (size[:, on] for size in sizes)
         slope = np.maximum(0.0, two - one)
         parts = np.unique(np.column_stack([np.maximum(0.0, one - slope), slope]), axis=0)[::-1]
         largest = parts[_is_largest(parts)]
-        fits.append(tuple(Growth(float(fixed), per_value=float(each) / values + beside) for fixed, each in largest))
+        fits.append(tuple(Growth(float(base), per_value=float(rise) / values + beside) for base, rise in largest))
     return Peak(*fits)
 
 
 def growth_of(sizes: Sequence[int], lengths: Lengths, rows: int = 1) -> Growth:
     """Fit of a size measured at three lengths of `rows` rows."""
-    fixed, each, pair = _through(np.array(sizes, dtype=float), lengths)
-    return Growth(float(fixed), float(each) / rows, float(pair) / rows)
+    fixed, per_token, pair = _through(np.array(sizes, dtype=float), lengths)
+    return Growth(float(fixed), float(per_token) / rows, float(pair) / rows)
 
 
 def _largest(sizes: Any, kernel: Any, lengths: Lengths, rows: int) -> tuple[Growth, ...]:
     """The fits of those ops that no other op exceeds in every term. Chunks already count the tokens of all rows."""
-    fixed, each, pair = _through(sizes[..., 0], lengths)
+    fixed, per_token, pair = _through(sizes[..., 0], lengths)
     beside, inside, _ = _through(sizes[..., 1], [length / 2 for length in lengths])
-    parts = np.unique(np.column_stack([fixed + beside, each, pair, inside, kernel]).round(3), axis=0)[::-1]
+    parts = np.unique(np.column_stack([fixed + beside, per_token, pair, inside, kernel]).round(3), axis=0)[::-1]
     return tuple(
         Growth(float(part[0]), float(part[1]) / rows, float(part[2]) / rows, float(part[3]), bool(part[4]))
         for part in parts[_is_largest(parts)]
@@ -282,9 +282,9 @@ def _through(sizes: Any, lengths: Sequence[float]) -> tuple[Any, Any, Any]:
     short, long, further = lengths
     slope = (sizes[1] - sizes[0]) / (long - short)
     pair = np.maximum(0.0, ((sizes[2] - sizes[1]) / (further - long) - slope) / (further - short))
-    each = np.maximum(0.0, slope - pair * (short + long))
-    left = [size - length * (each + pair * length) for size, length in zip(sizes, lengths, strict=True)]
-    return np.maximum(0.0, np.max(left, axis=0)), each, pair
+    per_token = np.maximum(0.0, slope - pair * (short + long))
+    left = [size - length * (per_token + pair * length) for size, length in zip(sizes, lengths, strict=True)]
+    return np.maximum(0.0, np.max(left, axis=0)), per_token, pair
 
 
 # Runs on zeros --------------------------------------------------------------------------------------------------------
@@ -360,7 +360,7 @@ class LimitNumel(_Watching):
 
 
 def _is_view(schema: Any) -> bool:
-    return schema.name == UNTOLD_VIEW or any(each.alias_info is not None for each in schema.returns)
+    return schema.name == UNTOLD_VIEW or any(result.alias_info is not None for result in schema.returns)
 
 
 def _spared(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -383,9 +383,9 @@ def _largest_numel(name: str, args: Sequence[Any]) -> int:
         groups = tensors[2].numel() if name == "aten::_grouped_mm" and left.dim() == right.dim() == 2 else 1
         made = groups * left.numel() // max(1, left.shape[-1]) * int(right.shape[-1])
     if not tensors or name in FACTORIES:
-        sizes = next((each for each in args if isinstance(each, list | tuple)), ())
-        return prod(each for each in sizes if isinstance(each, int))
-    return max(made, *(each.numel() for each in tensors))
+        sizes = next((argument for argument in args if isinstance(argument, list | tuple)), ())
+        return prod(size for size in sizes if isinstance(size, int))
+    return max(made, *(tensor.numel() for tensor in tensors))
 
 
 def _not_computed(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -168,8 +168,8 @@ class PretrainedSource:
         if not plan:
             return dict.fromkeys(names, asked)
         pattern, kept, _ = build_glob_alternation(list(plan))
-        found = {name: pattern.search(name) for name in names}
-        return {name: plan[kept[match.lastgroup or ""]] if match else asked for name, match in found.items()}
+        matches = {name: pattern.search(name) for name in names}
+        return {name: plan[kept[match.lastgroup or ""]] if match else asked for name, match in matches.items()}
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """One parameter as transformers would load it in `dtype`; a view of the mapped file if nothing is converted.
@@ -187,11 +187,11 @@ class PretrainedSource:
     @cached_property
     def _targets(self) -> dict[str, list[str]]:
         """Parameter name -> all its names that the files hold something for."""
-        first, found = first_names(self.model), dict[str, list[str]]()
+        first, targets = first_names(self.model), dict[str, list[str]]()
         for target in self._keys:
             if target in first:
-                found.setdefault(first[target], []).append(target)
-        return found
+                targets.setdefault(first[target], []).append(target)
+        return targets
 
     def in_files(self, names: Iterable[str], dtype: torch.dtype) -> InFiles:
         """Which of these parameters exist byte for byte in the files in `dtype`, and why the others do not.
@@ -199,7 +199,7 @@ class PretrainedSource:
         A parameter may be one tensor, or several one after the other (fused experts stored separately).
         """
         places, alike = _Places(), dict[str, bool]()
-        found, others = dict[str, tuple[FileBytes, ...]](), dict[str, str]()
+        files, others = dict[str, tuple[FileBytes, ...]](), dict[str, str]()
         for name in names:
             targets = self._targets.get(name, [])
             plain = next((target for target in targets if target in self._renamed), None)
@@ -213,10 +213,10 @@ class PretrainedSource:
             if not plain and kind not in alike:
                 alike[kind] = self._is_made_of(target, keys, bytes_of, dtype)
             if plain or alike[kind]:
-                found[name] = bytes_of
+                files[name] = bytes_of
             else:
                 others[name] = "joins tensors of the files in an order other than theirs"
-        return InFiles(found, {name: why for name, why in others.items() if why})
+        return InFiles(files, {name: why for name, why in others.items() if why})
 
     def _why_not(self, name: str, keys: Sequence[str], dtype: torch.dtype) -> str:
         headers = [self._shards.headers[key] for key in keys]
@@ -235,9 +235,9 @@ class PretrainedSource:
         """Whether a parameter that transformers assembles is equal to those bytes, by loading and comparing it."""
         with self._loaded(keys) as values:
             whole, start = values[target].reshape(-1), 0
-            for each in held:
-                numel = each.nbytes // dtype.itemsize
-                if not torch.equal(whole[start : start + numel], _bytes_of(each, dtype).to(whole.dtype)):
+            for part in held:
+                numel = part.nbytes // dtype.itemsize
+                if not torch.equal(whole[start : start + numel], _bytes_of(part, dtype).to(whole.dtype)):
                     return False
                 start += numel
         return True
@@ -284,14 +284,14 @@ class PretrainedSource:
 
     def _run_library(self, tensors: Mapping[str, Any], device: str) -> LoadStateDictInfo:
         """Have transformers convert these tensors and load them into the model, float parameters as float32."""
-        how = LoadStateDictConfig(
+        loading = LoadStateDictConfig(
             dtype=torch.float32, weight_mapping=self._mapping, device_map={"": device}, hf_quantizer=self._quantizer
         )
         info: LoadStateDictInfo
         with quiet():
-            info, _ = convert_and_load_state_dict_in_model(self.model, dict(tensors), how)
+            info, _ = convert_and_load_state_dict_in_model(self.model, dict(tensors), loading)
         if self._quantizer is not None:  # what is written is plain: names and layouts without the companions
-            plain = [each for each in self._to_write if isinstance(each, WeightConverter) or each.was_used()]
+            plain = [entry for entry in self._to_write if isinstance(entry, WeightConverter) or entry.was_used()]
             self.model.__dict__["_weight_conversions"] = plain
         return info
 
@@ -307,11 +307,11 @@ class PretrainedSource:
             info = self._run_library(shapes, "meta")
         self._refuse_what_does_not_fit(info)
         first = first_names(self.model)
-        there = {first[name] for name in first.keys() - info.missing_keys}
+        held_names = {first[name] for name in first.keys() - info.missing_keys}
         unexpected = info.unexpected_keys.copy()
         self.model._adjust_missing_and_unexpected_keys(info)  # drops names that the library does not miss
         buffers = info.missing_keys - first.keys()
-        if missing := sorted({*first.values()} - there | buffers):
+        if missing := sorted({*first.values()} - held_names | buffers):
             raise ModelError(
                 f"its files lack {listed(missing)}",
                 where=self._where,
@@ -346,10 +346,10 @@ class PretrainedSource:
     def _refuse_what_does_not_fit(self, info: LoadStateDictInfo) -> None:
         """Raise `ModelError` for tensors whose shape differs from the model's, or that transformers cannot
         convert."""
-        if wrong := sorted((name, tuple(found), tuple(due)) for name, found, due in info.mismatched_keys):
+        if wrong := sorted((name, tuple(shape), tuple(due)) for name, shape, due in info.mismatched_keys):
             raise ModelError(
                 "its files and its config disagree about the shape of "
-                + listed([f"{name} (files {found}, config {due})" for name, found, due in wrong], most=2),
+                + listed([f"{name} (files {shape}, config {due})" for name, shape, due in wrong], most=2),
                 where=self._where,
                 fix="use files and a config that belong together",
             )
@@ -422,7 +422,7 @@ def _batches(names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[st
     """Group a unit's parameters for loading: the library reads a group with several threads."""
     batch: list[str] = []
     for name in names:
-        if batch and 4 * sum(sizes.get(each, 0) for each in [*batch, name]) > BATCH_NBYTES:
+        if batch and 4 * sum(sizes.get(member, 0) for member in [*batch, name]) > BATCH_NBYTES:
             yield batch
             batch = []
         batch.append(name)
@@ -440,16 +440,16 @@ def _keys_by_target(
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     state = model.state_dict()
-    found: dict[str, list[str]] = {}
+    keys_of: dict[str, list[str]] = {}
     renamed: dict[str, str] = {}
     for key in sorted(keys, key=dot_natural_key):
         target, converter = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         if target not in state and key in state:
             target, converter = rename_source_key(key, [], [], model.base_model_prefix, state)
-        found.setdefault(target, []).append(key)
+        keys_of.setdefault(target, []).append(key)
         if converter is None:
             renamed[target] = key
-    return found, renamed
+    return keys_of, renamed
 
 
 def untie(model: PreTrainedModel, name: str) -> None:
@@ -527,16 +527,16 @@ class _Places:
                 nbytes = int.from_bytes(opened.read(8), "little")
                 header = json.loads(opened.read(nbytes))
             header.pop("__metadata__", None)
-            offsets = {name: each["data_offsets"] for name, each in header.items()}
+            offsets = {name: described["data_offsets"] for name, described in header.items()}
             self._known[file] = {name: (8 + nbytes + start, stop - start) for name, (start, stop) in offsets.items()}
         return FileBytes(os.path.realpath(file), *self._known[file][key])
 
 
-def _bytes_of(there: FileBytes, dtype: torch.dtype) -> Tensor:
+def _bytes_of(place: FileBytes, dtype: torch.dtype) -> Tensor:
     """Bytes of a file as a tensor [n]."""
-    with open(there.file, "rb") as opened:
-        opened.seek(there.place)
-        return torch.frombuffer(bytearray(opened.read(there.nbytes)), dtype=dtype)
+    with open(place.file, "rb") as opened:
+        opened.seek(place.place)
+        return torch.frombuffer(bytearray(opened.read(place.nbytes)), dtype=dtype)
 
 
 class Shards:
@@ -555,7 +555,7 @@ class Shards:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the first floating-point tensor, or float32."""
-        return next((DTYPES[each.dtype] for each in self.headers.values() if each.dtype in DTYPES), torch.float32)
+        return next((DTYPES[stored.dtype] for stored in self.headers.values() if stored.dtype in DTYPES), torch.float32)
 
     @contextmanager
     def open(self, names: Iterable[str], dtype: torch.dtype = torch.float32) -> Iterator[dict[str, Unread]]:
@@ -599,12 +599,12 @@ def non_finite_weights(source: str, config: PreTrainedConfig) -> list[str]:
     if not folder.is_dir() or not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
         return []
     shards = Shards(source, config, where=f"model {source}")
-    found = []
+    odd = []
     for name in (name for name, header in shards.headers.items() if header.dtype in DTYPES):
         with shards.open([name]) as tensors:
             if not bool(tensors[name][...].isfinite().all()):
-                found.append(name)
-    return found
+                odd.append(name)
+    return odd
 
 
 class _InBlocks:
@@ -629,7 +629,7 @@ def _files(source: str, config: PreTrainedConfig, where: str, revision: str | No
     if folder is not None:
         _refuse_odd_index(folder, where)
     with plain_errors(where):
-        found, _ = _get_resolved_checkpoint_files(
+        resolved, _ = _get_resolved_checkpoint_files(
             source,
             variant=None,
             gguf_file=None,
@@ -639,7 +639,7 @@ def _files(source: str, config: PreTrainedConfig, where: str, revision: str | No
             transformers_explicit_filename=getattr(config, "transformers_weights", None),
             download_kwargs={"local_files_only": is_local(source), "revision": revision or "main"},
         )
-    files = [Path(file) for file in found or ()]
+    files = [Path(file) for file in resolved or ()]
     folder = folder or cached_folder(source, revision)
     for file in files:
         if folder is not None and not lies_within(file, folder):

@@ -75,25 +75,25 @@ class Measurement:
     sides: what each layer recorded for `seen` tokens, if the model has a router auxiliary loss.
     """
 
-    def __init__(self, ported: PortedModel, kinds: Sequence[object], sides: Sequence[Sides], seen: int) -> None:
-        self._ported, self._kinds, self._sides, self._seen = ported, kinds, sides, seen
+    def __init__(self, ported: PortedModel, kinds: Sequence[object], side_values: Sequence[Sides], seen: int) -> None:
+        self._ported, self._kinds, self._sides, self._seen = ported, kinds, side_values, seen
         self._first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
 
     def parts(self) -> list[tuple[str, ...]]:
         """Names of each layer's token-wise parts."""
         with _on_the_cpu(self._ported):
             called = self._calls()
-            found = {kind: self._parts(called, index) for kind, index in self._first.items()}
-        return [found[kind] for kind in self._kinds]
+            parts = {kind: self._parts(called, index) for kind, index in self._first.items()}
+        return [parts[kind] for kind in self._kinds]
 
     def spec(self) -> ModelSpec:
         """The model's specification with profiles."""
         structure = self._ported.structure
         most = structure.max_positions or FURTHER
-        each = max(1, min(SHORT, most // 4))
-        short = each, 2 * each, 4 * each
+        shortest = max(1, min(SHORT, most // 4))
+        short = shortest, 2 * shortest, 4 * shortest
         with _on_the_cpu(self._ported):
-            told = windows_of(self._ported, each)
+            told = windows_of(self._ported, shortest)
             with windows(self._ported, LARGE):
                 with SkipLargeProducts():  # type: ignore[no-untyped-call]
                     prologue = profile_prologue(self._ported, short)
@@ -101,14 +101,14 @@ class Measurement:
                 known = {kind: self._layer(index, prologue, short, most) for kind, index in self._first.items()}
                 encoder = self._encoder()
             epilogue = self._head(short)
-            sides = self._sized(short, most)
+            side_values = self._sized(short, most)
         layers = []
         for index, kind in enumerate(self._kinds):
             window = told.get(index, known[kind].window)
             layers.append(replace(known[kind], window=window))
         profiles = zip(structure.units, (prologue, *layers, epilogue, *encoder), strict=True)
         units = tuple(replace(unit, profile=profile) for unit, profile in profiles)
-        return replace(structure, units=units, sides=sides)
+        return replace(structure, units=units, sides=side_values)
 
     def _with_images(self, prologue: LayerProfile) -> LayerProfile:
         """Also for rows with images, if the model is to see some; as it is if the model's code does not take them."""
@@ -122,7 +122,7 @@ class Measurement:
             here = measure() if otherwise.calls else images
         except NotTaken:
             return prologue
-        known, on_a_cpu = (self._beside_text(each, prologue) for each in (images, here))
+        known, on_a_cpu = (self._beside_text(profile, prologue) for profile in (images, here))
         return known if here is images else replace(known, others=(*known.others, ("cpu", on_a_cpu)))
 
     def _encoder(self) -> list[LayerProfile]:
@@ -131,11 +131,11 @@ class Measurement:
         if row is None or not count:
             return [LayerProfile()] * count
         with DeviceAttention() as otherwise:
-            there = profile_encoder(self._ported, *row)
+            on_device = profile_encoder(self._ported, *row)
         if not otherwise.calls:
-            return there
+            return on_device
         here = profile_encoder(self._ported, *row)
-        return [replace(one, others=(("cpu", other),)) for one, other in zip(there, here, strict=True)]
+        return [replace(one, others=(("cpu", other),)) for one, other in zip(on_device, here, strict=True)]
 
     def _beside_text(self, images: LayerProfile, prologue: LayerProfile) -> LayerProfile:
         """The prologue, and as what differs in it rows with images, whose text alone may take more than these."""
@@ -190,29 +190,30 @@ class Measurement:
                 call = call.with_form(passing.given(call.form, values))
             args, kwargs = call.arguments(given)
             output = call.hidden_of(functional_call(layer, weights, args, kwargs))
-            return output, list(weights.values()), [given, *(each for each in values.values() if each.requires_grad)]
+            return output, list(weights.values()), [given, *(value for value in values.values() if value.requires_grad)]
 
         return run
 
     def _values(self, capture: Capture, index: int) -> dict[int, Tensor]:
         """The side values that a layer takes, as leaves; those of layers from running these on zeros."""
-        passing, sides = self._ported.ports[index].passing, self._ported.structure.sides
+        passing, side_values = self._ported.ports[index].passing, self._ported.structure.sides
         if passing is None:
             return {}
         with _disable_current_modes(), torch.no_grad():  # no part of what is measured
-            found = self._taken(capture, index, lazy_zeros)
+            values = self._taken(capture, index, lazy_zeros)
             return {
-                number: each.detach().requires_grad_(sides[number].differentiable) for number, each in found.items()
+                number: value.detach().requires_grad_(side_values[number].differentiable)
+                for number, value in values.items()
             }
 
     def _taken(self, capture: Capture, index: int, zeros: ZerosOf) -> dict[int, Tensor]:
-        passing, sides = self._ported.ports[index].passing, self._ported.structure.sides
-        found = taken_from_prologue(self._ported, index, capture.calls[index])
-        for number in set(() if passing is None else passing.takes.values()) - found.keys():
+        passing, side_values = self._ported.ports[index].passing, self._ported.structure.sides
+        values_of = taken_from_prologue(self._ported, index, capture.calls[index])
+        for number in set(() if passing is None else passing.takes.values()) - values_of.keys():
             if number not in capture.made:
-                capture.made |= self._made(capture, sides[number].source - 1, zeros)
-            found[number] = capture.made[number]
-        return found
+                capture.made |= self._made(capture, side_values[number].source - 1, zeros)
+            values_of[number] = capture.made[number]
+        return values_of
 
     def _made(self, capture: Capture, index: int, zeros: ZerosOf) -> dict[int, Tensor]:
         layer, passing = self._ported.templates[index], self._ported.ports[index].passing
@@ -227,35 +228,35 @@ class Measurement:
 
     def _sized(self, lengths: Lengths, most: int) -> tuple[SideValue, ...]:
         """The side values with their bytes; those of router logits are known."""
-        sides, ports = self._ported.structure.sides, self._ported.ports
+        side_values, ports = self._ported.structure.sides, self._ported.ports
         called, of_loss = self._calls(), {number for port in ports for number in port.recorded}
-        sizes: dict[int, list[int]] = {number: [] for number in range(len(sides)) if number not in of_loss}
+        sizes: dict[int, list[int]] = {number: [] for number in range(len(side_values)) if number not in of_loss}
         for tokens in lengths if sizes else ():
             values: dict[int, Tensor] = {}
             for port in ports:
                 values |= self._values(called(whole, 1, tokens), port.index)
-            for number, found in sizes.items():
-                found.append(values[number].nbytes)
-        growths = {number: growth_of(found, lengths) for number, found in sizes.items()}
+            for number, measured_nbytes in sizes.items():
+                measured_nbytes.append(values[number].nbytes)
+        growths = {number: growth_of(measured_nbytes, lengths) for number, measured_nbytes in sizes.items()}
         pairs = {number for number, growth in growths.items() if growth.per_pair}
         limits = self._of_long_sequences(pairs, most) if pairs else {}
         return tuple(
             replace(side, size=growths.get(number, side.size), most_per_token=limits.get(number, 0.0))
-            for number, side in enumerate(sides)
+            for number, side in enumerate(side_values)
         )
 
     def _of_long_sequences(self, numbers: set[int], tokens: int) -> dict[int, float]:
         """Bytes of a token in the longest sequence, of side values that may grow no further (the positions that
         sparse attention chooses). Only shapes are computed."""
-        found: dict[int, Tensor] = {}
+        values: dict[int, Tensor] = {}
         try:
             with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
                 capture = captured(self._ported, whole(1, tokens))
                 for port in self._ported.ports:
-                    found |= self._taken(capture, port.index, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
+                    values |= self._taken(capture, port.index, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
         except Exception:  # of foreign code that needs values
             return {}
-        return {number: found[number].nbytes / tokens for number in numbers}
+        return {number: values[number].nbytes / tokens for number in numbers}
 
     def _parts(self, called: Callable[[Batching, int, int], Capture], index: int) -> tuple[str, ...]:
         return token_wise(self._ported.templates[index], self._run(called, whole, index, 1))
@@ -267,7 +268,7 @@ class Measurement:
         units = (*(structure.units[:1] if structure.tied else ()), epilogue)
         trains = {param.name: param.trainable for unit in units for param in unit.params}
         forms = {name: ported.placeholders[name] for name in trains}
-        leaves = {name: lazy_zeros(each.shape, each.dtype).requires_grad_(trains[name]) for name, each in forms.items()}
+        leaves = {name: lazy_zeros(form.shape, form.dtype).requires_grad_(trains[name]) for name, form in forms.items()}
         used = [leaves[name] for name in (*(param.name for param in epilogue.params), *epilogue.borrows)]
         dtype = next(iter(leaves.values())).dtype
 
@@ -278,9 +279,9 @@ class Measurement:
         def balance(tokens: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
             with _disable_current_modes():
                 inputs = whole(1, tokens)
-                sides = [tuple(_as_long(each, self._seen, tokens) for each in of_layer) for of_layer in self._sides]
-            loss = (ported.balance_coefficient or 0.0) * ported.balance(leaves, inputs, sides)
-            return loss, [], [each for of_layer in sides for each in of_layer]
+                routed = [tuple(_as_long(side, self._seen, tokens) for side in of_layer) for of_layer in self._sides]
+            loss = (ported.balance_coefficient or 0.0) * ported.balance(leaves, inputs, routed)
+            return loss, [], [side for of_layer in routed for side in of_layer]
 
         profile = LayerProfile(backward=measured(partial(recorded_backward, head, is_head=True), lengths)[0])
         told = all(self._seen in side.shape for of_layer in self._sides for side in of_layer)
@@ -381,10 +382,10 @@ def _taken(runs: _Runs, lengths: Lengths, block: int = 1, rows: int = 1) -> dict
     """Fields of a `LayerProfile`. block, rows: see `measured`."""
     forward, _ = measured(runs.forward, lengths, block, rows)
     backward, graph = measured(runs.backward, lengths, block, rows)
-    found: dict[str, Any] = {"forward": forward, "backward": backward, "graph": graph}
+    fitted: dict[str, Any] = {"forward": forward, "backward": backward, "graph": graph}
     if runs.in_chunks is not None:
-        found["backward_in_chunks"], found["graph_in_chunks"] = measured(runs.in_chunks, lengths, block, rows)
-    return found
+        fitted["backward_in_chunks"], fitted["graph_in_chunks"] = measured(runs.in_chunks, lengths, block, rows)
+    return fitted
 
 
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -406,11 +407,11 @@ def _off(profile: LayerProfile, further: Taken | None) -> float:
     """Relative error of a profile's predictions for a further run; underestimates weigh more."""
     if further is None:
         return 0.0
-    rows, tokens, taken = further
+    rows, tokens, nbytes = further
     length = profile.padded(tokens)
-    said = (each.nbytes(False, rows * length, length) for each in (profile.backward, profile.forward))
-    over = [a / b - 1 for a, b in zip((*said, profile.kept(rows, tokens)), taken, strict=True) if b]
-    return sum(each if each > 0 else -TOO_LITTLE * each for each in over)
+    said = (peak.nbytes(False, rows * length, length) for peak in (profile.backward, profile.forward))
+    over = [a / b - 1 for a, b in zip((*said, profile.kept(rows, tokens)), nbytes, strict=True) if b]
+    return sum(error if error > 0 else -TOO_LITTLE * error for error in over)
 
 
 def window_of(layer: nn.Module) -> int | None:
@@ -429,12 +430,12 @@ def _outputs(run: Run, width: int, short: Lengths, lengths: Lengths) -> Outputs:
     """
     length = short[1]
     try:
-        found = {level: _keeping(run, width, length, level) for level in LEVELS}
+        by_level = {level: _keeping(run, width, length, level) for level in LEVELS}
         offloaded = _offloaded(run, width, lengths)
     except (RuntimeError, NotImplementedError):  # an op that dispatch modes cannot intercept
         return Outputs()
-    nbytes = {level: sum(_storages(stored.tensors()).values()) / length for level, (stored, _) in found.items()}
-    stored, flops = found["chosen"]
+    nbytes = {level: sum(_storages(stored.tensors()).values()) / length for level, (stored, _) in by_level.items()}
+    stored, flops = by_level["chosen"]
     spared = sum(flops[key] for key in stored.spared if key in flops)
     answered = spared + sum(flops[key] for key in stored.outputs if key in flops)
     total = max(1.0, sum(flops.values()))
@@ -458,7 +459,7 @@ def _keeping(run: Run, width: int, length: int, level: Level) -> tuple[Stored, d
 
 def _shared_nbytes(run: Run, length: int, stored: Stored) -> int:
     """Bytes of stored outputs that the graph made from them holds too."""
-    there, held = _storages(stored.tensors()), set[int]()
+    stored_nbytes, held = _storages(stored.tensors()), set[int]()
 
     def pack(tensor: Tensor) -> Tensor:
         held.add(tensor.untyped_storage().data_ptr())
@@ -468,7 +469,7 @@ def _shared_nbytes(run: Run, length: int, stored: Stored) -> int:
     answering = Answering(Stored(dict(stored.outputs), dict(stored.spared)))
     with torch.enable_grad(), hooks(pack, lambda tensor: tensor), answering:
         run(length)
-    return sum(nbytes for place, nbytes in there.items() if place in held)
+    return sum(nbytes for place, nbytes in stored_nbytes.items() if place in held)
 
 
 def _offloaded(run: Run, width: int, lengths: Lengths, rows: int = 1) -> dict[str, Any]:
@@ -491,4 +492,4 @@ def _offloaded(run: Run, width: int, lengths: Lengths, rows: int = 1) -> dict[st
 
 def _storages(tensors: Sequence[Tensor]) -> dict[int, int]:
     """Address -> bytes of each storage."""
-    return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}

@@ -86,17 +86,17 @@ def profile_prologue(ported: PortedModel, lengths: Lengths) -> LayerProfile:
         profile = _profile(ported, whole, lengths)
     except NotTaken as error:
         raise error.__cause__ or error from None
-    found: dict[str, LayerProfile] = {}
+    others: dict[str, LayerProfile] = {}
     for name, rows in (("padded", padded), ("packed", packed), ("masked", whole)):
         try:
             if name != "masked":
-                found[name] = _profile(ported, rows, lengths)
+                others[name] = _profile(ported, rows, lengths)
             else:
                 with windows(ported, SMALL):
-                    found[name] = _profile(ported, rows, lengths)
+                    others[name] = _profile(ported, rows, lengths)
         except NotTaken:
             continue
-    return replace(profile, others=tuple((name, other) for name, other in found.items() if other != profile))
+    return replace(profile, others=tuple((name, other) for name, other in others.items() if other != profile))
 
 
 def _profile(ported: PortedModel, rows: Batching, lengths: Lengths) -> LayerProfile:
@@ -106,7 +106,7 @@ def _profile(ported: PortedModel, rows: Batching, lengths: Lengths) -> LayerProf
         inputs, record = rows(1, tokens), Recording()
         with record:
             one = captured(ported, inputs)
-        nbytes, of_two = (nbytes_of_arguments(each) for each in (one, captured(ported, rows(2, tokens))))
+        nbytes, of_two = (nbytes_of_arguments(capture) for capture in (one, captured(ported, rows(2, tokens))))
         shared.append(2 * nbytes - of_two)
         apart.append(of_two - nbytes)
         return record
@@ -127,7 +127,7 @@ def nbytes_of_arguments(capture: Capture) -> int:
 def arguments_nbytes(hidden: Tensor, calls: Iterable[Call]) -> int:
     """The same, of these calls, the first of which gets `hidden`."""
     tensors = [tensor for call in calls for tensor in call.tensors()]
-    nbytes = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    nbytes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     nbytes.pop(hidden.untyped_storage().data_ptr(), None)
     return sum(nbytes.values())
 
@@ -137,10 +137,10 @@ def arguments_nbytes(hidden: Tensor, calls: Iterable[Call]) -> int:
 
 def windows_of(ported: PortedModel, tokens: int) -> dict[int, int]:
     """Layer -> its attention window in positions, for layers whose masks show one in runs of `tokens` tokens."""
-    found: dict[int, int] = {}
+    by_layer: dict[int, int] = {}
     plain = captured(ported, whole(1, tokens))
     for name in WINDOWS:
-        sizes = [size for each in _configs(ported) if _is_size(size := getattr(each, name, 0))]
+        sizes = [size for config in _configs(ported) if _is_size(size := getattr(config, name, 0))]
         if not sizes:
             continue
         try:
@@ -148,26 +148,26 @@ def windows_of(ported: PortedModel, tokens: int) -> dict[int, int]:
                 small = captured(ported, whole(1, tokens))
         except NotTaken:
             continue
-        found |= {index: min(sizes) for index in range(len(plain.calls)) if not alike(plain, small, index)}
-    return found
+        by_layer |= {index: min(sizes) for index in range(len(plain.calls)) if not alike(plain, small, index)}
+    return by_layer
 
 
 @contextmanager
 def windows(ported: PortedModel, size: int, *names: str) -> Iterator[None]:
     """In the block, the config's windows have this size."""
     before = [
-        (each, name, own)
-        for each in _configs(ported)
+        (config, name, window)
+        for config in _configs(ported)
         for name in names or WINDOWS
-        if _is_size(own := getattr(each, name, None))
+        if _is_size(window := getattr(config, name, None))
     ]
     try:
-        for each, name, _ in before:
-            setattr(each, name, size)
+        for config, name, _ in before:
+            setattr(config, name, size)
         yield
     finally:
-        for each, name, own in before:
-            setattr(each, name, own)
+        for config, name, window in before:
+            setattr(config, name, window)
 
 
 def _is_size(value: Any) -> bool:
@@ -175,8 +175,8 @@ def _is_size(value: Any) -> bool:
 
 
 def _configs(ported: PortedModel) -> list[Any]:
-    found = {id(each): each for module in ported.skeleton.modules() if (each := getattr(module, "config", None))}
-    return list(found.values())
+    configs = (getattr(module, "config", None) for module in ported.skeleton.modules())
+    return list({id(config): config for config in configs if config}.values())
 
 
 def alike(one: Capture, other: Capture, index: int) -> bool:
@@ -194,9 +194,9 @@ def values_of(row: Mapping[str, Any], names: frozenset[str]) -> int:
     """The number of floating-point values in the entries of a micro-batch that are not among `names`: pixels times
     channels, or features of sound."""
     return sum(
-        each.numel()
-        for name, each in row.items()
-        if name not in names and isinstance(each, Tensor) and each.is_floating_point()
+        tensor.numel()
+        for name, tensor in row.items()
+        if name not in names and isinstance(tensor, Tensor) and tensor.is_floating_point()
     )
 
 
@@ -204,9 +204,9 @@ def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a forward as plain values, from which `row_from` makes rows that a model can be measured for:
     integers as they are, and of floating-point values, which are zero there, only the shape."""
     return {
-        name: (str(each.dtype), list(each.shape) if each.is_floating_point() else each.tolist())
-        for name, each in row.items()
-        if isinstance(each, Tensor)
+        name: (str(tensor.dtype), list(tensor.shape) if tensor.is_floating_point() else tensor.tolist())
+        for name, tensor in row.items()
+        if isinstance(tensor, Tensor)
     }
 
 
@@ -234,30 +234,30 @@ def longer(row: Inputs, tokens: int) -> dict[str, Tensor]:
     """Rows with this many more tokens of text. What they have for each token is followed by zeros."""
     shape = row["input_ids"].shape
     return {
-        name: torch.cat([each, each.new_zeros(*shape[:1], tokens, *each.shape[2:])], 1)
-        if each.shape[:2] == shape
-        else each
-        for name, each in row.items()
+        name: torch.cat([tensor, tensor.new_zeros(*shape[:1], tokens, *tensor.shape[2:])], 1)
+        if tensor.shape[:2] == shape
+        else tensor
+        for name, tensor in row.items()
     }
 
 
 def _twice(row: Inputs) -> dict[str, Tensor]:
-    return {name: torch.cat([each, each]) for name, each in row.items()}
+    return {name: torch.cat([tensor, tensor]) for name, tensor in row.items()}
 
 
 def profile_images(ported: PortedModel, row: Inputs, values: int) -> LayerProfile:
     """Profile of the prologue for micro-batches of rows like these. row: arguments of the model's forward, int64[rows,
     tokens] among them. values: its `values_of`. Raises `NotTaken` if the model's code does not take it."""
     rows, arguments, forward = (row, _twice(row)), list[int](), list[Recording]()
-    for each in rows:
+    for inputs in rows:
         record = Recording()
         with record:
-            capture = captured(ported, each)
+            capture = captured(ported, inputs)
         forward.append(record)
         arguments.append(nbytes_of_arguments(capture))
     trains = any(param.trainable for param in ported.structure.units[0].params)
-    backward = [_recorded(_run(ported, each)) for each in rows] if trains or _encoder_trains(ported) else []
-    pixels = sum(each.nbytes for each in row.values() if each.is_floating_point()) / values
+    backward = [_recorded(_run(ported, inputs)) for inputs in rows] if trains or _encoder_trains(ported) else []
+    pixels = sum(tensor.nbytes for tensor in row.values() if tensor.is_floating_point()) / values
     apart, (count, tokens) = arguments[1] - arguments[0], row["input_ids"].shape
     return LayerProfile(
         forward=measured_of_rows(forward, values, pixels),
@@ -275,22 +275,22 @@ def profile_encoder(ported: PortedModel, row: Inputs, values: int) -> list[Layer
     if encoder is None:
         return []
     begun, arguments, forward = list[tuple[Tensor, list[Call]]](), list[int](), list[Recording]()
-    for each in (row, _twice(row)):
+    for inputs in (row, _twice(row)):
         record = Recording()
         with torch.no_grad(), record:
-            begun.append(_begun(ported, ported.placeholders, each))
+            begun.append(_begun(ported, ported.placeholders, inputs))
         forward.append(record)
         arguments.append(arguments_nbytes(*begun[-1]))
     backward = list[Recording]()
     if spec.has_backward(spec.encoder[0]):
-        backward = [_recorded(partial(_run_of_start, ported, each)) for each in (row, _twice(row))]
+        backward = [_recorded(partial(_run_of_start, ported, inputs)) for inputs in (row, _twice(row))]
     slope = arguments[1] - arguments[0]
     size = Growth(max(0.0, arguments[0] - slope), per_value=slope / values)
-    pixels = sum(each.nbytes for each in row.values() if each.is_floating_point()) / values
+    pixels = sum(tensor.nbytes for tensor in row.values() if tensor.is_floating_point()) / values
     profiles = [replace(_profile_of(forward, backward, values, pixels), arguments=size)]
     known: dict[object, LayerProfile] = {}
     for index, layer in enumerate(encoder.templates):
-        trained = tuple((each.shape, each.requires_grad) for each in layer.parameters())
+        trained = tuple((parameter.shape, parameter.requires_grad) for parameter in layer.parameters())
         shapes = tuple(tensor.shape for tensor in begun[0][1][index].tensors())
         kind, unit = (type(layer), trained, shapes, spec.has_backward(spec.encoder[1 + index])), spec.encoder[1 + index]
         if kind not in known:
@@ -336,8 +336,8 @@ def _run_of_layer(
     assert ported.encoder is not None
     layer = ported.encoder.templates[index]
     weights = {
-        name: lazy_zeros(each.shape, each.dtype).requires_grad_(each.requires_grad)
-        for name, each in layer.named_parameters()
+        name: lazy_zeros(parameter.shape, parameter.dtype).requires_grad_(parameter.requires_grad)
+        for name, parameter in layer.named_parameters()
     }
     given = hidden.detach().requires_grad_()
     return ported.encoder.layer(ported, index, weights, given, call)[0], list(weights.values()), [given]
@@ -368,7 +368,7 @@ def _run(ported: PortedModel, row: Inputs) -> Run:
         leaves = _leaves(ported, 0)
         hidden, calls = ported.prologue(leaves, row, encoded=encoded)
         held.append((hidden, calls))
-        return hidden, list(leaves.values()), [each for each in encoded if each.requires_grad]
+        return hidden, list(leaves.values()), [tensor for tensor in encoded if tensor.requires_grad]
 
     held: list[object] = []
     return run

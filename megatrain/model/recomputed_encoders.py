@@ -22,15 +22,18 @@ from torch.utils.checkpoint import checkpoint
 
 def layer_lists(skeleton: nn.Module, stack: str) -> dict[str, nn.ModuleList]:
     """The outermost module lists besides that of the decoder layers, which is named `stack`."""
-    lists = {name: each for name, each in skeleton.named_modules() if isinstance(each, nn.ModuleList) and name != stack}
+    modules = skeleton.named_modules()
+    lists = {name: module for name, module in modules if isinstance(module, nn.ModuleList) and name != stack}
     return {
-        name: each for name, each in lists.items() if not any(name.startswith(f"{other}.") for other in (*lists, stack))
+        name: module
+        for name, module in lists.items()
+        if not any(name.startswith(f"{other}.") for other in (*lists, stack))
     }
 
 
 def encoder_layers(skeleton: nn.Module, stack: str) -> list[nn.Module]:
     """The layers of encoders. stack: name of the module list of decoder layers."""
-    layers = [layer for each in layer_lists(skeleton, stack).values() for layer in each.children()]
+    layers = [layer for module in layer_lists(skeleton, stack).values() for layer in module.children()]
     return [layer for layer in layers if any(True for _ in layer.parameters())]
 
 
@@ -64,7 +67,7 @@ class _Body(nn.Module):
 def _checkpointed(body: _Body, around: Sequence[AbstractContextManager[object]], *args: Any, **kwargs: Any) -> Any:
     weights: dict[str, Tensor] = dict(body.named_parameters())  # which the skeleton has lost by the backward pass
     needed = (*weights.values(), *tree_leaves((args, kwargs)))
-    if not torch.is_grad_enabled() or not any(isinstance(each, Tensor) and each.requires_grad for each in needed):
+    if not torch.is_grad_enabled() or not any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in needed):
         return body(*args, **kwargs)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -79,6 +82,6 @@ def _checkpointed(body: _Body, around: Sequence[AbstractContextManager[object]],
 @contextmanager
 def _together(contexts: Sequence[AbstractContextManager[object]]) -> Iterator[None]:
     with ExitStack() as stack:
-        for each in contexts:
-            stack.enter_context(each)
+        for context in contexts:
+            stack.enter_context(context)
         yield

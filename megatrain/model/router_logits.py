@@ -39,13 +39,13 @@ def install_recorders(model: PreTrainedModel) -> bool:
 @contextmanager
 def recorded() -> Iterator[list[Tensor]]:
     """In the block, collect what the recorders see, in the order of calls."""
-    found: list[Tensor] = []
+    logits: list[Tensor] = []
     if output_capturing is None:
-        yield found
+        yield logits
         return
-    token = output_capturing._active_collector.set({ROUTERS: found})
+    token = output_capturing._active_collector.set({ROUTERS: logits})
     try:
-        yield found
+        yield logits
     finally:
         output_capturing._active_collector.reset(token)
 

@@ -156,7 +156,7 @@ class _Watching(TorchDispatchMode):
         rows = _rows_of(op)
         if _UNSEEN.get() or (rows is None and (not attends(op) or _draws(op, args, kwargs))):
             return op(*args, **kwargs)
-        key = op, self._met[op], tuple(each.shape for each in args if isinstance(each, Tensor))
+        key = op, self._met[op], tuple(argument.shape for argument in args if isinstance(argument, Tensor))
         self._met[op] += 1
         return self.meet(key, lambda: op(*args, **kwargs), 0 if rows is None else int(args[rows].shape[-1]))
 

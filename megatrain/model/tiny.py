@@ -128,10 +128,12 @@ def built(config: PreTrainedConfig, kind: type[PreTrainedModel] | None, attentio
     options: dict[str, Any] = {"dtype": torch.float32}
     if attention is not None:
         options["attn_implementation"] = attention
-    own = copy.deepcopy(config)
+    copied = copy.deepcopy(config)
     made: PreTrainedModel
     with quiet():
-        made = auto_class(own).from_config(own, **options) if kind is None else kind._from_config(own, **options)
+        made = (
+            auto_class(copied).from_config(copied, **options) if kind is None else kind._from_config(copied, **options)
+        )
     return made
 
 
@@ -254,7 +256,7 @@ class _Stack:
 
 def _stacks(model: PreTrainedModel, config: PreTrainedConfig, path: Path = ()) -> list[_Stack]:
     """All stacks of layers, including those of nested configs."""
-    found: list[_Stack] = []
+    stacks: list[_Stack] = []
     plain = _plain(config)
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
@@ -263,13 +265,13 @@ def _stacks(model: PreTrainedModel, config: PreTrainedConfig, path: Path = ()) -
         modules = tuple(name for name in outer if len(lists[name]) == depth)
         if depth and modules:
             fields = tuple(name for name, value in plain.items() if _entry_each(name, value, depth))
-            found.append(_Stack(path, depth, modules, fields))
+            stacks.append(_Stack(path, depth, modules, fields))
             break
     for name in config.sub_configs:
         inner = getattr(config, name, None)
         if isinstance(inner, PreTrainedConfig):
-            found += _stacks(model, inner, (*path, name))
-    return found
+            stacks += _stacks(model, inner, (*path, name))
+    return stacks
 
 
 def _at(fields: Fields, path: Path) -> Fields:
@@ -282,8 +284,8 @@ def _kinds_of_all(
     model: PreTrainedModel, config: PreTrainedConfig, stack: _Stack, *, stacks: Sequence[_Stack], counted: bool
 ) -> list[object]:
     """As `kinds_of_layers`; stacks that are equally deep are reduced alike, since nothing tells whose list is whose."""
-    alike = [each for each in stacks if each.modules == stack.modules]
-    return list(zip(*(kinds_of_layers(model, config, each, counted=counted) for each in alike), strict=False))
+    alike = [other for other in stacks if other.modules == stack.modules]
+    return list(zip(*(kinds_of_layers(model, config, other, counted=counted) for other in alike), strict=False))
 
 
 def kinds_of_layers(
@@ -301,7 +303,7 @@ def kinds_of_layers(
     return [
         (
             tuple(_looks(layers[i], counted) for layers in modules),
-            json.dumps([each[i] for each in entries], default=str),
+            json.dumps([entry[i] for entry in entries], default=str),
         )
         for i in range(depth)
     ]
@@ -395,7 +397,7 @@ def _shorter(name: str, value: list[Any], depth: int, chosen: Sequence[int]) -> 
     if len(value) == depth:
         return [value[layer] for layer in chosen]
     if value and all(isinstance(item, list) and len(item) == 2 and isinstance(item[0], list) for item in value):
-        spread = [each for pattern, times in value for _ in range(times) for each in pattern]  # [[pattern, times], ...]
+        spread = [kind for pattern, times in value for _ in range(times) for kind in pattern]  # [[pattern, times], ...]
         return [[[spread[layer] for layer in chosen], 1]] if len(spread) == depth else None
     return None
 
@@ -509,8 +511,8 @@ def _sizes_of_all(node: Fields) -> Sizes:
 def nested(node: Fields) -> list[Fields]:
     """The fields and all fields nested in them, the outer ones first."""
     nodes = [node]
-    for each in nodes:
-        nodes += [value for value in each.values() if isinstance(value, dict)]
+    for inner in nodes:
+        nodes += [value for value in inner.values() if isinstance(value, dict)]
     return nodes
 
 
@@ -638,7 +640,7 @@ def _rejoined(node: Fields, small: Fields, sizes: Sizes) -> Fields:
         for size in filter(HEAD_SIZE.fullmatch, node):
             same = re.sub(r"_?d?_?head_?(dim|size)?\b", "", size).strip("_") == part
             both = (node[heads], node[size], small[heads])
-            if same and part and all(isinstance(each, int) and each > 0 for each in both):
+            if same and part and all(isinstance(number, int) and number > 0 for number in both):
                 times, rest = divmod(node[heads] * node[size], old)
                 if times and not rest and times * new % small[heads] == 0:
                     fixed[size] = times * new // small[heads]
@@ -652,7 +654,7 @@ def _move_all_tokens(small: Fields) -> None:
     nodes = nested(small)
     speaking = sorted((node for node in nodes if node.get("vocab_size")), key=lambda node: -node["vocab_size"])
     for place, node in enumerate(speaking):
-        silent = [] if place else [each for each in nodes if not each.get("vocab_size")]
+        silent = [] if place else [inner for inner in nodes if not inner.get("vocab_size")]
         _move_tokens([node, *silent], node["vocab_size"])
 
 
@@ -673,10 +675,10 @@ def items(value: Any) -> list[Any]:
 
 def _numbers(node: Fields, names: re.Pattern[str]) -> list[Any]:
     """All numbers in fields of such names, in lists and in nested fields without widths of their own."""
-    found: list[Any] = []
+    numbers: list[Any] = []
     for name, value in node.items():
         if isinstance(value, dict):
-            found += [] if any(isinstance(value.get(each), int) for each in HIDDEN) else _numbers(value, names)
+            numbers += [] if any(isinstance(value.get(width), int) for width in HIDDEN) else _numbers(value, names)
         elif names.fullmatch(name):
-            found += [each for each in items(value) if isinstance(each, int | float) and not isinstance(each, bool)]
-    return found
+            numbers += [item for item in items(value) if isinstance(item, int | float) and not isinstance(item, bool)]
+    return numbers

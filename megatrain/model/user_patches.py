@@ -93,8 +93,8 @@ class OwnTensors(Uses):
         super().__init__(lambda func, tensors: self._look(tensors))
         self._where = f"model {type(model).__name__}"
         named = [*model.named_parameters(), *model.named_buffers()]
-        self._storages = {each.untyped_storage().data_ptr(): name for name, each in named if _in_memory(each)}
-        self._objects = {id(each): name for name, each in named}
+        self._storages = {tensor.untyped_storage().data_ptr(): name for name, tensor in named if _in_memory(tensor)}
+        self._objects = {id(tensor): name for name, tensor in named}
         self._made: list[Tensor] = []
         self._foreign: list[ReferenceType[Tensor]] = []
 
@@ -122,7 +122,7 @@ class OwnTensors(Uses):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        kept = next((leaf for leaf in (each() for each in self._foreign) if leaf is not None), None)
+        kept = next((leaf for leaf in (reference() for reference in self._foreign) if leaf is not None), None)
         if kept is not None and not isinstance(error, MegaTrainError):
             raise ModelError(
                 f"code added to it reads a trainable tensor {list(kept.shape)} that does not belong to the model",
@@ -143,7 +143,7 @@ class Buffers:
 
     def __init__(self, module: nn.Module, prefix: str = "") -> None:
         self._module, self._prefix = module, prefix
-        self._were = {name: (each, each._version, each.clone()) for name, each in module.named_buffers()}
+        self._were = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in module.named_buffers()}
 
     def refuse_changed(self, where: str) -> None:
         """Raise `ModelError` naming a buffer that has another value, or is saved and was written to.
@@ -181,10 +181,10 @@ def code_of(layer: nn.Module) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         if _of_library(type(module)):  # a parametrized module has a class of its own with the same name
             code.append((name, type(module).__module__, type(module).__qualname__))
         else:
-            switches = [(key, each) for key, each in vars(module).items() if isinstance(each, bool | str)]
+            switches = [(key, value) for key, value in vars(module).items() if isinstance(value, bool | str)]
             code.append((name, type(module), tuple(switches)))
-        own = [value for key, value in vars(module).items() if key not in OF_EVERY_MODULE and _is_code(value)]
-        for value in [*own, *_hooks(module)]:
+        assigned = [value for key, value in vars(module).items() if key not in OF_EVERY_MODULE and _is_code(value)]
+        for value in [*assigned, *_hooks(module)]:
             if isinstance(value, partial) and not _of_library(value):
                 held.append(id(value))
             for function in _functions(value):
@@ -227,8 +227,8 @@ def refuse_mixing(ported: PortedModel, hidden: Tensor) -> None:
     code, held = code_of(skeleton)
     if not held and all(isinstance(part[1], str) for part in code if isinstance(part, tuple)):
         return
-    rows = {name: torch.randn(each.shape[-1:], dtype=each.dtype) for name, each in ported.placeholders.items()}
-    weights = {name: rows[name].expand(each.shape) for name, each in ported.placeholders.items()}
+    rows = {name: torch.randn(zero.shape[-1:], dtype=zero.dtype) for name, zero in ported.placeholders.items()}
+    weights = {name: rows[name].expand(zero.shape) for name, zero in ported.placeholders.items()}
     hidden, ids = torch.randn_like(hidden), torch.zeros(1, len(hidden), dtype=torch.long)
 
     def whole(given: Tensor) -> Tensor:

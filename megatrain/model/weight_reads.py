@@ -61,7 +61,7 @@ def _harmless() -> frozenset[Any]:
     """Functions that read no element of a tensor."""
     getters = (getattr(getattr(Tensor, name, None), "__get__", None) for name in _ATTRIBUTES)
     functions = (getattr(home, name, None) for home in (torch, Tensor) for name in _METHODS)
-    return frozenset(found for found in (*getters, *functions) if found is not None)
+    return frozenset(function for function in (*getters, *functions) if function is not None)
 
 
 HARMLESS = _harmless()
@@ -127,8 +127,8 @@ class OrderOfUse:
         """As `ParamSpec.held`; to the end if only parts are read (experts, whose order depends on the tokens)."""
 
     def reading(self, func: Any, tensors: Sequence[Tensor]) -> None:
-        found = [(self._names.get(tensor.untyped_storage().data_ptr()), tensor.numel()) for tensor in tensors]
-        read = {name: numel for name, numel in found if name is not None}
+        reads = [(self._names.get(tensor.untyped_storage().data_ptr()), tensor.numel()) for tensor in tensors]
+        read = {name: numel for name, numel in reads if name is not None}
         self.names += [name for name in read if name not in self.names]
         for name, numel in read.items():
             to_the_end = numel != self._numel[name] or self.held.get(name) == TO_THE_END
@@ -172,18 +172,18 @@ def only_looks_up(ported: PortedModel, hidden: Tensor, inputs: Mapping[str, Tens
 
     inputs: the prologue's. Embeddings that a lookup changes (`max_norm`) do not qualify.
     """
-    changes = any(getattr(each, "max_norm", None) is not None for each in ported.skeleton.modules())
+    changes = any(getattr(module, "max_norm", None) is not None for module in ported.skeleton.modules())
     return not changes and _is_linear(hidden) and _grows_as_weights(ported, inputs)
 
 
 def _grows_as_weights(ported: PortedModel, inputs: Mapping[str, Tensor]) -> bool:
-    found = []
+    outputs = []
     with torch.no_grad(), ported.evaluation_mode():
         for number in (0.0, 1.0, 2.0):
             told = ported.placeholders.items()
             weights = {name: torch.full((), number, dtype=zero.dtype).expand(zero.shape) for name, zero in told}
-            found.append(ported.prologue(weights, inputs)[0].float())
-    none, once, twice = found
+            outputs.append(ported.prologue(weights, inputs)[0].float())
+    none, once, twice = outputs
     return torch.allclose(twice - none, 2 * (once - none), rtol=TOLERANCE, atol=TOLERANCE)
 
 
@@ -198,8 +198,8 @@ def _is_linear(hidden: Tensor) -> bool:
         if node in seen:
             continue
         seen.add(node)
-        inputs = [each for each, _ in node.next_functions]
-        depend = [place for place, each in enumerate(inputs) if each is not None]
+        inputs = [inner for inner, _ in node.next_functions]
+        depend = [place for place, inner in enumerate(inputs) if inner is not None]
         name = node.name().removeprefix("torch::autograd::")
         if name not in LINEAR and depend not in PRODUCTS.get(name, ()):
             return False

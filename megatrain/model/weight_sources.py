@@ -68,8 +68,8 @@ def in_files_of(source: Fills, names: Iterable[str], dtype: torch.dtype) -> InFi
     ask = getattr(source, "in_files", None)
     if ask is None:
         return InFiles({}, dict.fromkeys(names, "does not come from files"))
-    found: InFiles = ask(names, dtype)
-    return found
+    in_files: InFiles = ask(names, dtype)
+    return in_files
 
 
 class ModelSource:

@@ -92,13 +92,13 @@ def micro_batch(
 def _read_by(model: StockModel, cases: Sequence[Case]) -> list[Case]:
     """The cases, without masks if nothing in the model reads one: engines refuse them then. With marks of which tokens
     are parts of an image, none, if the model wants them of text, too."""
-    taken = arguments_of(model, ())
-    marks = [name for name in MARKS if name in taken.own]
+    arguments = arguments_of(model, ())
+    marks = [name for name in MARKS if name in arguments.own]
     if marks and _computes(model, cases[0].micro_batches[0]):
         marks = []
 
     def read(batch: MicroBatch) -> dict[str, Tensor]:
-        kept = {key: each for key, each in batch.items() if key != "attention_mask" or key in taken}
+        kept = {key: tensor for key, tensor in batch.items() if key != "attention_mask" or key in arguments}
         return kept | {name: torch.zeros_like(batch["input_ids"]) for name in marks}
 
     return [replace(case, micro_batches=tuple(map(read, case.micro_batches))) for case in cases]
@@ -151,24 +151,24 @@ def full_cases(model: StockModel) -> list[Case]:
 
 def short_settings() -> list[Setting]:
     """Keeping graphs; recomputing layers, with token-wise parts in chunks; and recomputing all but some ops."""
-    each = [_setting("cpu", plan, Numerics("fp32", loss_chunk_tokens=5)) for plan in ACTIVATION_PLANS]
-    numerics, policy = each[-1].numerics, each[-1].policy
+    settings = [_setting("cpu", plan, Numerics("fp32", loss_chunk_tokens=5)) for plan in ACTIVATION_PLANS]
+    numerics, policy = settings[-1].numerics, settings[-1].policy
     chosen = Setting("cpu, chosen outputs", "cpu", numerics, replace(policy, activations_by_layer=STORED))
     chunks = Setting("cpu, recompute, in chunks", "cpu", replace(numerics, mlp_chunk_tokens=4), policy)
-    return [*each[:-1], chunks, chosen]
+    return [*settings[:-1], chunks, chosen]
 
 
 def full_settings() -> list[Setting]:
     """Every activation plan, and a mixture, on the CPU and the simulated device, with few and many slots and
     pieces."""
-    each = [_setting("cpu", plan) for plan in ACTIVATION_PLANS]
-    each += [_setting(SIM, plan, shard_nbytes=1 << 16) for plan in ACTIVATION_PLANS]
+    settings = [_setting("cpu", plan) for plan in ACTIVATION_PLANS]
+    settings += [_setting(SIM, plan, shard_nbytes=1 << 16) for plan in ACTIVATION_PLANS]
     chunks = replace(CHUNKS, mlp_chunk_tokens=4)
-    each.append(_setting(SIM, "recompute", chunks, shard_nbytes=1 << 14, weight_slots=1, grad_slots=1))
-    mixed = replace(each[-1].policy, activations_by_layer=MIXTURE, offload_slots=1, recompute_slots=1)
-    stored = replace(each[-1].policy, activations_by_layer=OFFLOADED)
+    settings.append(_setting(SIM, "recompute", chunks, shard_nbytes=1 << 14, weight_slots=1, grad_slots=1))
+    mixed = replace(settings[-1].policy, activations_by_layer=MIXTURE, offload_slots=1, recompute_slots=1)
+    stored = replace(settings[-1].policy, activations_by_layer=OFFLOADED)
     return [
-        *each,
+        *settings,
         Setting(f"{SIM}, chosen outputs, offloaded, 1 slot", SIM, chunks, stored),
         Setting(f"{SIM}, a mixture of plans, 1 slot", SIM, chunks, mixed),
     ]
@@ -295,8 +295,8 @@ ROUTERS = "router auxiliary loss"
 def verify_rows(report: Report) -> list[tuple[str, str, str]]:
     """Table rows (parameter group, largest relative error, verdict), in the model's order."""
     return [
-        (each.group, f"{each.error:.1e}", "equal" if report.agrees(each) else f"differs: {each.where}")
-        for each in report.findings
+        (finding.group, f"{finding.error:.1e}", "equal" if report.agrees(finding) else f"differs: {finding.where}")
+        for finding in report.findings
     ]
 
 
@@ -383,7 +383,7 @@ def compare(
         except Exception as error:  # the library's own code, on inputs that some models do not accept
             left_out.append(f"{case.name}: {typed_line(error)}")
             continue
-        if math.isfinite(loss) and all(bool(torch.isfinite(each).all()) for each in gradients.values()):
+        if math.isfinite(loss) and all(bool(torch.isfinite(gradient).all()) for gradient in gradients.values()):
             known.append((case, loss, gradients))
         else:
             left_out.append(f"{case.name}: the stock model's loss or gradients are not finite")
@@ -398,13 +398,13 @@ def compare(
                 tally.gradients(engine.gradients(case.micro_batches), gradients, case.name, setting.name)
                 tally.loss(engine.evaluate(case.micro_batches), loss, case.name, setting.name)
     worst = tally.worst()
-    suspects = {each.case for each in worst if tolerance < each.error < SUSPECT}
+    suspects = {finding.case for finding in worst if tolerance < finding.error < SUSPECT}
     moved = {
         case.name: [_moved(model, case, seed) for seed in range(DRAWS)] for case, *_ in known if case.name in suspects
     }
     findings = [
-        replace(each, rounding=_rounding(each, known, moved)) if tolerance < each.error < SUSPECT else each
-        for each in worst
+        replace(finding, rounding=_rounding(finding, known, moved)) if tolerance < finding.error < SUSPECT else finding
+        for finding in worst
     ]
     kernel = str(model.config._attn_implementation)
     return Report(type(model).__name__, kernel, tolerance, tuple(findings), tuple(left_out))
@@ -423,7 +423,7 @@ def _moved(model: StockModel, case: Case, seed: int) -> Answers:
 
 def _rounding(finding: Finding, known: Sequence[Known], moved: Mapping[str, Sequence[Answers]]) -> float:
     """How far a finding's value moves with the last bit of the weights, or at least its own last float32 bit."""
-    _, loss, gradients = next(each for each in known if each[0].name == finding.case)
+    _, loss, gradients = next(entry for entry in known if entry[0].name == finding.case)
     name, floor = finding.parameter, _floor(gradients)
     errors = [
         _loss_error(other_loss, loss) if name == LOSS else _gradient_error(others[name], gradients[name], floor)
@@ -465,26 +465,26 @@ class _Tally:
 
     def worst(self) -> list[Finding]:
         """The largest error of each group, reported for the first parameter with about that error."""
-        found = []
+        worst = []
         for met in self._met.values():
-            largest = max(each.error for each in met)
-            first = next(each for each in met if each.error * ALIKE >= largest)
-            found.append(replace(first, error=largest))
-        return found
+            largest = max(finding.error for finding in met)
+            first = next(finding for finding in met if finding.error * ALIKE >= largest)
+            worst.append(replace(first, error=largest))
+        return worst
 
 
-def _loss_error(found: float, expected: float) -> float:
-    return abs(found - expected) / max(abs(expected), 1.0)
+def _loss_error(computed: float, expected: float) -> float:
+    return abs(computed - expected) / max(abs(expected), 1.0)
 
 
 def _floor(expected: Mapping[str, Tensor]) -> float:
     return FLOOR * max(_norm(value) for value in expected.values())
 
 
-def _gradient_error(found: Tensor, expected: Tensor, floor: float) -> float:
-    if found.shape != expected.shape:
+def _gradient_error(computed: Tensor, expected: Tensor, floor: float) -> float:
+    if computed.shape != expected.shape:
         return math.inf
-    return _norm(found.double() - expected) / (max(_norm(expected), floor) or 1.0)
+    return _norm(computed.double() - expected) / (max(_norm(expected), floor) or 1.0)
 
 
 def _norm(value: Tensor) -> float:

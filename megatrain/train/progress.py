@@ -125,7 +125,7 @@ def describe_model(spec: ModelSpec) -> str:
 def describe_policy(numerics: Numerics, policy: Policy) -> list[str]:
     """Everything that was chosen, by its key in a run's configuration: `weight_slots 2`. What is off is left out, and
     what layers keep and where state lives are phrases."""
-    chosen = {each.name: getattr(of, each.name) for of in (numerics, policy) for each in fields(of)}
+    chosen = {field.name: getattr(of, field.name) for of in (numerics, policy) for field in fields(of)}
     for name in ("activations", "activations_by_layer", "placements"):
         chosen.pop(name)
     phrases = []

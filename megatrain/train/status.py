@@ -162,7 +162,7 @@ class Health:
                     name: loss if math.isfinite(loss) else None for name, loss in event.by_source.items()
                 }
             case Scored():
-                finite_scores = {name: each if math.isfinite(each) else None for name, each in event.scores.items()}
+                finite_scores = {name: score if math.isfinite(score) else None for name, score in event.scores.items()}
                 self._fields["scores"] = {**self._fields["scores"], **finite_scores}
             case StoppedEarly():
                 self._early = True
@@ -205,22 +205,22 @@ class Health:
 
     def stalled(self) -> list[str]:
         """What hangs now, each with its age, one per line."""
-        found: list[str] = []
+        lines: list[str] = []
         ops, quiet = self._engine.diagnostics.under_way()
         if ops and quiet > self._pace.stall_seconds:
-            op, stream, seconds = max(ops, key=lambda each: each[2])
-            found.append(f"op {op} on stream {stream} has been running for {seconds:.0f} s")
+            op, stream, seconds = max(ops, key=lambda op: op[2])
+            lines.append(f"op {op} on stream {stream} has been running for {seconds:.0f} s")
         save = self._engine.saver.current
         if save is not None and not save.is_over and (age := time.monotonic() - save.moved) > self._pace.stall_seconds:
-            found.append(f"the checkpoint of step {save.step:,} has been stuck at {save.at} for {age:.0f} s")
-        return [*found, *self._died()]
+            lines.append(f"the checkpoint of step {save.step:,} has been stuck at {save.at} for {age:.0f} s")
+        return [*lines, *self._died()]
 
     def _died(self) -> list[str]:
         """Our threads that no longer run, except those that write a single checkpoint."""
         for thread in threading.enumerate():
             if thread.name.startswith(THREADS) and thread.name != "megatrain-save" and thread.ident is not None:
                 self._threads[thread.ident] = thread
-        return [f"thread {each.name} has died" for each in self._threads.values() if not each.is_alive()]
+        return [f"thread {thread.name} has died" for thread in self._threads.values() if not thread.is_alive()]
 
     def _saving(self) -> dict[str, Any] | None:
         save = self._engine.saver.current
