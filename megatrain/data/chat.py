@@ -59,7 +59,7 @@ DIRECTIVES = (*"aAbBcCdDeFGhHIjklmMnpPrRStTuUVwWxXyYzZfs", *(f"-{code}" for code
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THINK_BLOCK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 TIME_LIMIT_SECONDS = 10.0
-"""For rendering one conversation; the slowest known template takes a thousandth of it."""
+"""Processor time that the rendering of one conversation may take; the slowest known template takes a thousandth."""
 MARKED_BY_TRL = " (data.chat_template=trl has marks for the templates of many models)"
 EMPTY_ANSWER = "with an empty answer, of which only the end is learned"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")

@@ -200,7 +200,7 @@ class PackedRows:
         return members[starts[index] : starts[index + 1]]
 
     def row(self, index: int) -> Row:
-        """See `packed_row`."""
+        """Row `index` with the tokens of its samples one after another, each with positions from 0 on."""
         return packed_row([self.file.sample(int(number)) for number in self.members(index)])
 
     def order(self, seed: int, epoch: int) -> Indices:

@@ -199,7 +199,7 @@ class Windows:
 
     @property
     def identity(self) -> dict[str, str | int]:
-        """See `Batching.identity`."""
+        """The tokens, and which windows of them these are."""
         dataset = self.file.fingerprint
         return {"dataset": dataset, "window": self.window, "first": self.first, "windows": self.count}
 

@@ -1,4 +1,4 @@
-"""Memory-mapped files of token ids: the cached form of text sources, or files that the user supplies.
+"""Opens and writes memory-mapped files of token ids: the cached form of texts, or files that the user supplies.
 
 Two formats are read. A `.npy` file is a 1-D integer array. A `.bin` file is raw little-endian ids, described by a
 `.json` file beside it (`x.bin`, `x.json`) with at least {"dtype": "uint16"} or "uint32", so a file of another project

@@ -1,5 +1,4 @@
-"""Adapters (LoRA and its relatives, by `peft`) over a streamed model. The only module that imports `peft`, an
-optional dependency.
+"""Puts adapters (LoRA and its relatives, by `peft`) over a streamed model; the only module that imports `peft`.
 
 `peft` inserts its layers in place (`q_proj` becomes a module that holds `base_layer`, `lora_A` and `lora_B`) and
 leaves the model's own forward alone. So an adapted model is just a model with a frozen base and a trained adapter,
@@ -371,7 +370,10 @@ class AdaptedSource:
             masters.write_master(name, parameters[name].detach() if original is None else masters.master(original))
 
     def in_files(self, names: Iterable[str], dtype: torch.dtype) -> InFiles:
-        """As `PretrainedSource.in_files`, for the base's parameters; the adapter's are never read from files."""
+        """Which of these parameters exist byte for byte in the base's files in `dtype`, and why the others do not.
+
+        Those of the adapter are never read from files.
+        """
         asked = {self._names[name]: name for name in names if name in self._names}
         of_base = in_files_of(self.base, asked.keys() - self._changes.keys(), dtype)
         changed = {name: "is changed by how the adapter begins" for name in asked.keys() & self._changes.keys()}
@@ -394,7 +396,7 @@ class AdaptedSource:
         return self.base.left_out() if isinstance(self.base, PretrainedSource) else ""
 
     def dequantized(self) -> str:
-        """As `PretrainedSource.dequantized`."""
+        """Describes the weights that the base's files hold quantized; empty if there are none."""
         return self.base.dequantized() if isinstance(self.base, PretrainedSource) else ""
 
     @property

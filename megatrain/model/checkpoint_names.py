@@ -1,4 +1,4 @@
-"""What a model is written as: the names, shapes and dtypes of its checkpoint's tensors, and the small files.
+"""Says what a model is written as: the names, shapes and dtypes of its checkpoint's tensors, and the small files.
 
 A checkpoint is not just the list of parameters: transformers fuses experts on loading, renames, and ties. The
 reverse conversion that `save_pretrained` applies to a whole model in memory is applied here to one unit at a time:

@@ -1,7 +1,6 @@
-"""Runs layers through `torch.compile`: all layers of one structure share a compilation, since parameters are its
-inputs.
+"""Runs layers compiled by `torch.compile`; all layers of one structure share a compilation.
 
-What is compiled is the call of a layer with given weights, not a module. Each shape of a micro-batch is compiled
+What is compiled is the call of a layer with weights as inputs, not a module. Each shape of a micro-batch is compiled
 separately, so that no result depends on what ran before, also after a resume. Numbers differ from the uncompiled
 library's by rounding. Dropout draws the same values as without compilation, and values are rounded to bfloat16 in
 the same places. What layers pass to each other besides the hidden state is compiled, too. Not compiled: layers whose

@@ -104,7 +104,7 @@ class EncoderStack:
     def layer(
         self, ported: PortedModel, index: int, weights: Weights, hidden: Tensor, call: Call
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """As `PortedModel.layer`."""
+        """Run a layer of the encoder with these weights on [..., width]; returns its output, and no side values."""
         args, kwargs = call.arguments(hidden)
         with ported.holding(self.templates[index], weights):
             return call.hidden_of(self.templates[index](*args, **kwargs)), {}
@@ -352,7 +352,7 @@ class _Traced(Handed):
 
 
 def _refuse_hidden_reads(leaves: Mapping[str, Tensor]) -> Callable[[Any, Sequence[Tensor]], None]:
-    """For `Uses`: raises `_Unlike` where a parameter is read that the graph will not show."""
+    """A callback of `Uses` that raises `_Unlike` where a parameter is read that the graph will not show."""
     memory = {leaf.untyped_storage().data_ptr() for leaf in leaves.values()}
 
     def reading(_: Any, tensors: Sequence[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Text generation with a streamed model: transformers' own `generate` around a streamed forward.
+"""Generates text with a streamed model, by transformers' own `generate` around a streamed forward.
 
 transformers implements decoding (greedy, sampling, beams, penalties, stopping) and each model family's cache; none of
 it is repeated here. `speak` wraps the skeleton of a ported model as one that can generate: a shallow copy whose class

@@ -1,5 +1,4 @@
-"""Fresh weights: runs the library's own initialisation straight into the store, with one parameter in memory at a
-time.
+"""Initialises fresh weights by the library's own code, into the store, with one parameter in memory at a time.
 
 The model is constructed twice. The first construction gives the structure (`skeleton`), and with it the name of the
 k-th parameter that a module registers. The second runs the stock code from the seed on ordinary CPU tensors whose

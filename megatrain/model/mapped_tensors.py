@@ -1,4 +1,4 @@
-"""Memory straight from the operating system, which returns to it as soon as it is freed.
+"""Gets memory for tensors from the operating system, which has it back as soon as the tensor is freed.
 
 The C library keeps freed memory that lies between small live allocations; while a model streams through, parameter
 by parameter, such holes would add up to a good part of the model.

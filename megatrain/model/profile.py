@@ -144,7 +144,7 @@ class Measurement:
         return replace(prologue, others=(("images", replace(images, forward=forward)), *prologue.others))
 
     def _layer(self, index: int, prologue: LayerProfile, short: Lengths, most: int) -> LayerProfile:
-        """As a device runs it; `cpu` among the others, where a cpu runs attention otherwise."""
+        """Profile a layer as a GPU runs it, and as `cpu` among the others where a CPU runs attention in another way."""
         called, layer = self._calls(), self._ported.templates[index]
         parts = self._parts(called, index)
         takes_masks = any(name == "padded" for name, _ in prologue.others)

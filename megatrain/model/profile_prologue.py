@@ -125,7 +125,7 @@ def nbytes_of_arguments(capture: Capture) -> int:
 
 
 def arguments_nbytes(hidden: Tensor, calls: Iterable[Call]) -> int:
-    """The same, of these calls, the first of which gets `hidden`."""
+    """Bytes of the arguments of these calls of layers, except the hidden state, which the first gets as `hidden`."""
     tensors = [tensor for call in calls for tensor in call.tensors()]
     nbytes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     nbytes.pop(hidden.untyped_storage().data_ptr(), None)
@@ -211,7 +211,7 @@ def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def row_from(plain: Mapping[str, Any]) -> dict[str, Tensor]:
-    """See `plain_row`."""
+    """The arguments of a forward that `plain_row` has made plain, with zeros for floating-point values."""
     row = dict[str, Tensor]()
     for name, (kind, told) in plain.items():
         dtype = cast(torch.dtype, getattr(torch, kind.removeprefix("torch.")))

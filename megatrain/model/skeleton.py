@@ -1,5 +1,4 @@
-"""A model's structure without its weights: parameters on the meta device, real buffers, all else as in the stock
-model.
+"""Builds a model's structure without its weights: parameters on the meta device, all else as in the stock model.
 
 The library's own `from_config` runs unchanged, with `nn.Module.register_parameter` replaced during the call: each
 parameter becomes a meta tensor as soon as a module registers it. So initialisers cost nothing, and at most one

@@ -283,7 +283,8 @@ def _at(fields: Fields, path: Path) -> Fields:
 def _kinds_of_all(
     model: PreTrainedModel, config: PreTrainedConfig, stack: _Stack, *, stacks: Sequence[_Stack], counted: bool
 ) -> list[object]:
-    """As `kinds_of_layers`; stacks that are equally deep are reduced alike, since nothing tells whose list is whose."""
+    """What distinguishes each layer of a stack, together with the layers of all stacks that have the same module lists,
+    since nothing tells whose list is whose."""
     alike = [other for other in stacks if other.modules == stack.modules]
     return list(zip(*(kinds_of_layers(model, config, other, counted=counted) for other in alike), strict=False))
 
@@ -488,7 +489,7 @@ class Sizes:
 
 
 def narrowed(node: Fields, effort: str, outer: Sizes | None = None) -> Fields:
-    """The same fields with small sizes. `outer`: sizes of the enclosing config, for one without widths of its own."""
+    """A config's fields with small sizes. outer: sizes of the enclosing config, for one without widths of its own."""
     known, sizes = outer or _sizes_of_all(node), _sizes(node)
     sizes = replace(sizes, shared=known.shared) if sizes else known
     small = {name: _narrow(name, value, effort, sizes) for name, value in node.items()}

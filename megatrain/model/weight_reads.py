@@ -113,7 +113,7 @@ def in_memory(tensor: Tensor) -> Tensor:
 
 
 TO_THE_END = -1
-"""For a parameter that a layer may read again at any time."""
+"""`ParamSpec.held` of a parameter that a layer may read at any time until it ends."""
 
 
 class OrderOfUse:
@@ -124,7 +124,8 @@ class OrderOfUse:
         self._numel = {name: tensor.numel() for name, tensor in weights.items()}
         self.names: list[str] = []
         self.held: dict[str, int] = {}
-        """As `ParamSpec.held`; to the end if only parts are read (experts, whose order depends on the tokens)."""
+        """Name of a weight -> its `ParamSpec.held`: to the end if only parts are read, as of experts, whose order
+        depends on the tokens."""
 
     def reading(self, func: Any, tensors: Sequence[Tensor]) -> None:
         reads = [(self._names.get(tensor.untyped_storage().data_ptr()), tensor.numel()) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Sources of a model's weights: one protocol for models in memory, in files, or freshly initialised.
+"""Defines where a model's weights come from: one protocol for a model in memory, in files, or freshly initialised.
 
 `ModelSource` has a whole model in memory, `PretrainedSource` (in `pretrained`) files, `FreshSource` (in `initialize`)
 an initialiser and a seed. The last two need no more than a few parameters in memory besides the store.

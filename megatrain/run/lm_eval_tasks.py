@@ -1,4 +1,4 @@
-"""Run tasks of EleutherAI's lm_eval on the model during training, every so many steps and at the end.
+"""Runs tasks of EleutherAI's lm_eval on the model during training, every so many steps and at the end.
 
 The harness provides tasks, few-shot prompts and scores. The class here implements its model interface on the streaming
 engine: log-likelihood of a continuation (and whether it is the greedy one), log-likelihood of a text, and generation.

@@ -1,4 +1,4 @@
-"""What a user sees of a run: the plan before it, a progress line during it, a summary after it.
+"""Shows a run to its user: the plan before it, a progress line during it, a summary after it.
 
 On a terminal the line is redrawn in place, as much of it as fits; elsewhere (a file, a pipe, a job's log) a
 plain line is printed every `log_every` steps. Loss and speeds are means over the last `log_every` steps; speeds
