@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from megatrain.engine.context import OpContext
@@ -11,13 +12,27 @@ from megatrain.schedule import Op
 
 
 def read(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
-    """READ: fill a staging buffer from the disk or from the model's files."""
-    context.pool.read(op, lease)
+    """READ: fill a staging buffer from a region of the disk, or from host memory and, for the rest, the model's files.
+
+    Raises `DiskError`.
+    """
+    pool, (slot,) = context.pool, op.writes
+    start = slot.start
+    for source in op.reads:
+        target = lease[slot.buffer][start : start + source.stop - source.start]
+        start += source.stop - source.start
+        if source.buffer in lease:
+            np.copyto(target.numpy(), bytes_of(lease, source).numpy())
+        elif step.schedule.buffers[source.buffer].tier == "file":
+            pool.read_files(source.buffer, source.start, target)
+        else:
+            pool.disk.read(source.buffer, target, source.start)
 
 
 def write(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
-    """WRITE: write a staging buffer to the disk."""
-    context.pool.write(op, lease)
+    """WRITE: write a staging buffer to its region of the disk. Raises `DiskError`."""
+    (slot,), (region,) = op.reads, op.writes
+    context.pool.unsaved.write(region.buffer, bytes_of(lease, slot), region.start)
 
 
 def copy(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
@@ -26,7 +41,7 @@ def copy(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     device. OFFLOAD and RELOAD copy what a layer keeps, or a piece of its state, unchanged.
     """
     if len(op.reads) > 1:
-        context.pool.overwrites(op)
+        context.pool.unsaved.overwritten(op)
         for source_access, target_access in zip(op.reads, op.writes, strict=True):
             bytes_of(lease, target_access).copy_(bytes_of(lease, source_access), non_blocking=True)
         return
@@ -42,5 +57,6 @@ def copy(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
 
 
 def stage(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
-    """PACK and UNPACK: copy to and from pinned staging buffers."""
-    context.pool.copy(op, lease)
+    """PACK and UNPACK: copy between an arena and pinned staging, on one thread, as the probe measures it."""
+    (source,), (target,) = op.reads, op.writes
+    np.copyto(bytes_of(lease, target).numpy(), bytes_of(lease, source).numpy())

@@ -160,7 +160,7 @@ class Streamer:
         cancelled = cancelled_on_exit(calls)
         with exact, context.device.preserved_random_state(), self.region(), cancelled, modes():
             yield partial(self.executor.run, schedule, actions, step.activations.release)
-        context.pool.owes_nothing()
+        context.pool.unsaved.slots_are_home()
 
     def result(self, step: StepState) -> StepResult:
         """Loss and metrics of all ranks, once the ops have run. Raises `NonFinite`."""

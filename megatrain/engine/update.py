@@ -32,10 +32,10 @@ def update(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     if op.shard >= 0:
         size = context.layouts[op.unit].trained.own_size
         step.receiver.update(op.unit, gradient, parts, piece_of(size, context.numerics, context.policy, op.shard))
-        context.pool.owes(step.schedule.takes_home[op.unit, op.shard])
+        context.pool.unsaved.changed_in_slots(step.schedule.takes_home[op.unit, op.shard])
         return
     step.receiver.update(op.unit, gradient, parts)
-    context.pool.changed(op, lease)
+    context.pool.unsaved.changed(op, lease)
     buffer = step.schedule.buffers[op.reads[0].buffer]
     if buffer.tier == "host" and buffer.unit == op.unit:  # not shared with units whose gradient may follow
         context.pool.discard(buffer.name)

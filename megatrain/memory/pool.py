@@ -4,8 +4,9 @@ A lease covers an op's buffers while it runs: acquire, use, release. The pool co
 nonzero count. Buffers change only between steps, when a new schedule needs larger ones.
 
 Buffers on the disk are regions of its files. READ and WRITE move them to and from staging buffers. What an update
-has left in a staging buffer is *unsaved* until its WRITE succeeds: after a failure nothing is lost, since `save`
-writes it again. The same holds for what an update on the device has left in a slot, until it has been copied home.
+has left in a staging buffer is *unsaved* until its WRITE succeeds: after a failure nothing is lost, since
+`Unsaved.save` writes it again. The same holds for what an update on the device has left in a slot, until it has been
+copied home.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megatrain.device import Device, Errand
-from megatrain.device.base import declared
+from megatrain.device.base import Task, declared
 from megatrain.errors import DeviceError, PlanError
 from megatrain.memory.disk import Disk
 from megatrain.memory.ledger import Ledger
@@ -53,17 +54,15 @@ class Pool:
         shared: SharedMemory | None = None,
         files: ModelFiles | None = None,
     ) -> None:
-        self.device, self.ledger, self.disk, self.units, self._transit = device, ledger, disk, list(units), transfer
+        self.device, self.ledger, self._disk, self.units, self._transit = device, ledger, disk, list(units), transfer
         self._shared = SharedMemory({}, device) if shared is None else shared
         self.files = files
         self._memory: dict[str, Tensor] = {}
         self._of_peers: dict[str, Tensor] = {}
         """Other ranks' memory, which is not the device's to lease."""
-        self._buffers: dict[str, Buffer] = {}
-        self._unsaved: dict[str, Tensor] = {}
-        """Region of the disk -> its unsaved bytes in a staging buffer."""
-        self._owed: dict[str, Op] = {}
-        """Slot on the device -> the op that copies home the state that an update changed in it."""
+        self.buffers: dict[str, Buffer] = {}
+        """The arena buffers, by name."""
+        self.unsaved = Unsaved(self)
         self._absent: set[str] = set()
         """Buffers whose memory is freed until the next write."""
         self._leases = 0
@@ -84,21 +83,21 @@ class Pool:
         for buffer in missing:
             self._allocate(buffer)
         for buffer in buffers:
-            if is_pinned(buffer, self._transit) and not is_pinned(self._buffers[buffer.name], self._transit):
+            if is_pinned(buffer, self._transit) and not is_pinned(self.buffers[buffer.name], self._transit):
                 self.device.host.page_lock(self._memory[buffer.name], buffer.use)
-                self._buffers[buffer.name] = buffer
+                self.buffers[buffer.name] = buffer
 
     def _allocate(self, buffer: Buffer) -> None:
         self._give_back(buffer.name)
         if buffer.tier == "disk":
-            sized = {buffer.name: (buffer.nbytes, self._label(buffer))}
-            self._disk.provide(sized, kept={buffer.name: buffer.frozen_nbytes})
+            sized = {buffer.name: (buffer.nbytes, self.label(buffer))}
+            self.disk.provide(sized, kept={buffer.name: buffer.frozen_nbytes})
         elif (memory := self._shared.get(buffer)) is not None:
             (self._memory if buffer.peer is None else self._of_peers)[buffer.name] = memory
         elif buffer.tier != "file":  # files take no memory
             allocate = self.device.allocate if buffer.tier == "device" else self._host_allocator(buffer)
             self._memory[buffer.name] = allocate(buffer.nbytes, buffer.use)
-        self._buffers[buffer.name] = buffer
+        self.buffers[buffer.name] = buffer
         if buffer.peer is None and buffer.tier != "file":
             self.ledger.enter(buffer)
         if buffer.tier == "device" and buffer.is_state:
@@ -109,11 +108,11 @@ class Pool:
 
     def has(self, name: str) -> bool:
         """Whether there is an arena buffer with that name."""
-        return name in self._buffers
+        return name in self.buffers
 
     def memory(self, name: str) -> Tensor:
         """A whole host buffer between steps, uint8[nbytes], to load, read or write state."""
-        if self._buffers[name].tier != "host":
+        if self.buffers[name].tier != "host":
             raise DeviceError(f"{name} can only be used through a lease", where="memory pool")
         return self._memory[name]
 
@@ -127,66 +126,11 @@ class Pool:
         return self._leases
 
     def keep_state(self) -> None:
-        """Free everything but the state; slots are provided again in the size that the next schedule needs."""
-        self.save()
-        for name in list(self._buffers):
-            if not self._buffers[name].is_state:
+        """Free everything but the state, none of which may be unsaved; slots are provided again in the size that the
+        next schedule needs."""
+        for name in list(self.buffers):
+            if not self.buffers[name].is_state:
                 self._give_back(name)
-
-    # The disk, during a step ----------------------------------------------------------------------------------------
-
-    def read(self, op: Op, lease: Lease) -> None:
-        """READ: fill a staging buffer from a region of the disk, or from host memory and, for the rest, the model's
-        files.
-
-        Raises `DiskError`.
-        """
-        (slot,) = op.writes
-        start = slot.start
-        for source in op.reads:
-            target = lease[slot.buffer][start : start + source.stop - source.start]
-            start += source.stop - source.start
-            if source.buffer in lease:
-                np.copyto(target.numpy(), lease[source.buffer][source.start : source.stop].numpy())
-            elif self._buffers[source.buffer].tier == "file":
-                self.read_files(source.buffer, source.start, target)
-            else:
-                self._disk.read(source.buffer, target)
-
-    def write(self, op: Op, lease: Lease) -> None:
-        """WRITE: a staging buffer to its region. Raises `DiskError`; the bytes then stay unsaved."""
-        (slot,), (region,) = op.reads, op.writes
-        self._disk.write(region.buffer, lease[slot.buffer][slot.start : slot.stop])
-        self._unsaved.pop(region.buffer, None)
-
-    def copy(self, op: Op, lease: Lease) -> None:
-        """PACK and UNPACK: copy between an arena and pinned staging, on one thread, since that is what the probe
-        measures."""
-        (read,), (write,) = op.reads, op.writes
-        source, target = lease[read.buffer][read.start : read.stop], lease[write.buffer][write.start : write.stop]
-        np.copyto(target.numpy(), source.numpy())
-
-    def changed(self, op: Op, lease: Lease) -> None:
-        """UPDATE: mark what the op has written to staging buffers as unsaved."""
-        for access in op.writes:
-            buffer = self._buffers[access.buffer]
-            if buffer.use is Use.DISK_STAGING and buffer.part and access.content != USED:
-                region = state_name("disk", buffer.part, op.unit)
-                stop = access.stop - self._buffers[region].frozen_nbytes
-                self._unsaved[region] = lease[access.buffer][access.start : stop]
-
-    def owes(self, op: Op) -> None:
-        """UPDATE on the device: `op` still has to copy home what the update left in a slot."""
-        self._owed[op.reads[0].buffer] = op
-
-    def overwrites(self, op: Op) -> None:
-        """Slots that the op writes have been copied home, since the op waited for that."""
-        for access in op.writes:
-            self._owed.pop(access.buffer, None)
-
-    def owes_nothing(self) -> None:
-        """All ops of a schedule have succeeded."""
-        self._owed.clear()
 
     def discard(self, name: str) -> None:
         """A host buffer's content is no longer needed. Free its memory until the next write, if the buffer allows
@@ -196,33 +140,13 @@ class Pool:
         """
         with self._lock:
             if self.device.host.discard(self._memory[name]):
-                self.device.host.free(self._memory.pop(name), self._buffers[name].use)
+                self.device.host.free(self._memory.pop(name), self.buffers[name].use)
                 self._absent.add(name)
 
     def _bring_back(self, name: str) -> None:
-        buffer = self._buffers[name]
+        buffer = self.buffers[name]
         self._memory[name] = self.device.host.reallocate(buffer.nbytes, buffer.use)
         self._absent.discard(name)
-
-    def save(self) -> None:
-        """Write what a failed step has left unsaved. Raises `DiskError`; what is still unsaved stays so."""
-        for slot, op in list(self._owed.items()):
-            self._take_home(op)
-            del self._owed[slot]
-        for region, memory in list(self._unsaved.items()):
-            self._disk.write(region, memory)
-            del self._unsaved[region]
-
-    def _take_home(self, op: Op) -> None:
-        """Repeat the copy of a piece of state from its slot."""
-
-        def run() -> None:
-            with self.device.lend(op, self._memory) as lease:
-                for read, write in zip(op.reads, op.writes, strict=True):
-                    lease[write.buffer][write.start : write.stop].copy_(lease[read.buffer][read.start : read.stop])
-
-        self.device.stream(op.stream).submit(op, run)
-        self.device.synchronize()
 
     # State, between steps -------------------------------------------------------------------------------------------
 
@@ -231,7 +155,7 @@ class Pool:
 
         Uses the buffer `staging` if it exists and is large enough (it may not be if only smaller units use it).
         """
-        nbytes = self._buffers[name].nbytes
+        nbytes = self.buffers[name].nbytes
         there = self._memory.get(staging)
         fits = there is not None and there.numel() >= nbytes
         memory = there[:nbytes] if there is not None and fits else torch.empty(nbytes, dtype=torch.uint8)
@@ -243,19 +167,19 @@ class Pool:
 
         One on the disk may be read during a step, by any thread, as long as no op writes it.
         """
-        if self._buffers[name].tier == "disk":
-            self._disk.read(name, memory)
+        if self.buffers[name].tier == "disk":
+            self.disk.read(name, memory)
         else:
             self._copy(name, lambda inside: memory.copy_(inside), writes=False)
 
     def read_files(self, name: str, start: int, memory: Tensor) -> None:
         """Fill `memory`, uint8[n], with weights from files, starting at byte `start`. Raises `DiskError`."""
         assert self.files is not None
-        self.files.read(name, start, memory, self._label(self._buffers[name]))
+        self.files.read(name, start, memory, self.label(self.buffers[name]))
 
     def enter_files(self, held: str, name: str, nbytes: int) -> None:
         """Register that the last `nbytes` of host buffer `held` can also be read from files, as `name`."""
-        buffer = self._buffers[held]._replace(name=name, tier="file", nbytes=nbytes, frozen_nbytes=0)
+        buffer = self.buffers[held]._replace(name=name, tier="file", nbytes=nbytes, frozen_nbytes=0)
         self.provide([buffer])
 
     def leave_files(self, name: str) -> None:
@@ -269,7 +193,7 @@ class Pool:
         """
         if not nbytes:
             return self._give_back(name)
-        old = self._buffers[name if name in self._buffers else like]
+        old = self.buffers[name if name in self.buffers else like]
         new = old._replace(name=name, tier="host", nbytes=nbytes)
         if name in self._absent:
             self._bring_back(name)
@@ -279,18 +203,18 @@ class Pool:
             same = min(nbytes, before.numel())
             after[:same].copy_(before[:same])
             self.device.host.free(before, old.use)
-        self._memory[name], self._buffers[name] = after, new
+        self._memory[name], self.buffers[name] = after, new
         self.ledger.enter(new)
 
     def nbytes(self, name: str) -> int:
         """Bytes of an existing buffer."""
-        return self._buffers[name].nbytes
+        return self.buffers[name].nbytes
 
     def put(self, name: str, memory: Tensor) -> None:
         """Set a whole buffer in any tier from host memory, uint8[nbytes]."""
-        tier = self._buffers[name].tier
+        tier = self.buffers[name].tier
         if tier == "disk":
-            self._disk.write(name, memory)
+            self.disk.write(name, memory)
         elif tier == "host":
             self._memory[name].copy_(memory)
         else:
@@ -299,13 +223,13 @@ class Pool:
     def move(self, before: str, after: str, tier: Tier, staging: str) -> None:
         """Rename a buffer and move its content to another tier. Raises `DoesNotFit` or `DiskError`, leaving it in
         place."""
-        old = self._buffers[before]
+        old = self.buffers[before]
         if before in self._absent:
             self._bring_back(before)
         self.provide([old._replace(name=after, tier=tier)])
         try:
             if tier == "host" and old.tier == "disk":
-                self._disk.read(before, self._memory[after])
+                self.disk.read(before, self._memory[after])
             else:
                 self.put(after, self._memory[before] if old.tier == "host" else self.get(before, staging))
         except BaseException:
@@ -315,27 +239,32 @@ class Pool:
 
     def _copy(self, name: str, work: Callable[[Tensor], object], *, writes: bool) -> None:
         """Run `work` on a device buffer as a regular task."""
-        span = (Access(name, 0, self._buffers[name].nbytes, Scratch(name)),)
+        span = (Access(name, 0, self.buffers[name].nbytes, Scratch(name)),)
         task = Errand(f"copy of {name}", reads=() if writes else span, writes=span if writes else ())
+        self.run(task, "fetch", lambda lease: work(lease[name]))
 
-        def run() -> None:
+    def run(self, task: Task, stream: str, work: Callable[[Lease], object]) -> None:
+        """Between steps: run `work` on a stream, with the memory that `task` declares, and wait until it is done."""
+
+        def leased() -> None:
             with self.device.lend(task, self._memory) as lease:
-                work(lease[name])
+                work(lease)
 
-        self.device.stream("fetch").submit(task, run)
+        self.device.stream(stream).submit(task, leased)
         self.device.synchronize()
 
     @property
-    def _disk(self) -> Disk:
-        if self.disk is None:
+    def disk(self) -> Disk:
+        """The disk tier. Raises `PlanError` if there is none."""
+        if self._disk is None:
             raise PlanError(
                 "state is placed on the disk, but no folder is given",
                 where="policy.placements",
                 fix="give a folder as `disk`",
             )
-        return self.disk
+        return self._disk
 
-    def _label(self, buffer: Buffer) -> str:
+    def label(self, buffer: Buffer) -> str:
         """The name of a region of the disk in messages."""
         unit = buffer.unit if buffer.unit is not None else -1
         what = buffer.part.label if buffer.part else buffer.use
@@ -343,7 +272,7 @@ class Pool:
 
     def release(self) -> None:
         """Free all memory, and close the model's files."""
-        for name in list(self._buffers):
+        for name in list(self.buffers):
             self._give_back(name)
         self._shared.close()
         if self.files is not None:
@@ -351,11 +280,11 @@ class Pool:
 
     def _give_back(self, name: str) -> None:
         """Free the buffer with that name, if any: for good, or before its larger successor is allocated."""
-        buffer = self._buffers.pop(name, None)
+        buffer = self.buffers.pop(name, None)
         if buffer is None:
             return
         if buffer.tier == "disk":
-            self._disk.forget(name)
+            self.disk.forget(name)
         elif self._shared.get(buffer) is not None:
             (self._memory if buffer.peer is None else self._of_peers).pop(name, None)
         elif buffer.tier != "file":
@@ -366,7 +295,7 @@ class Pool:
         self.ledger.strike(name)
 
     def _size(self, name: str) -> int:
-        return self._buffers[name].nbytes if name in self._buffers else -1
+        return self.buffers[name].nbytes if name in self.buffers else -1
 
 
 class _Leased:
@@ -394,3 +323,58 @@ class _Leased:
         finally:
             with self._pool._lock:
                 self._pool._leases -= 1
+
+
+class Unsaved:
+    """What a failed step may have left where the next would not look for it.
+
+    An update leaves state in a staging buffer until its WRITE succeeds, and in a slot on the device until an op has
+    copied it home.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._staged: dict[tuple[str, int], Tensor] = {}
+        """(region of the disk, first byte there) -> unsaved bytes in a staging buffer."""
+        self._in_slots: dict[str, Op] = {}
+        """Slot on the device -> the op that copies home the state that an update changed in it."""
+
+    def changed(self, op: Op, lease: Lease) -> None:
+        """An UPDATE has changed what it writes to staging buffers."""
+        for access in op.writes:
+            buffer = self._pool.buffers[access.buffer]
+            if buffer.use is Use.DISK_STAGING and buffer.part and access.content != USED:
+                region = state_name("disk", buffer.part, op.unit)
+                stop = access.stop - self._pool.buffers[region].frozen_nbytes
+                self._staged[region, 0] = lease[access.buffer][access.start : stop]
+
+    def write(self, region: str, memory: Tensor, start: int) -> None:
+        """Write to a region of the disk. Raises `DiskError`; what was unsaved then stays so."""
+        self._pool.disk.write(region, memory, start)
+        self._staged.pop((region, start), None)
+
+    def changed_in_slots(self, homewards: Op) -> None:
+        """An UPDATE on the device has changed slots, which the op `homewards` is to copy home."""
+        self._in_slots[homewards.reads[0].buffer] = homewards
+
+    def overwritten(self, op: Op) -> None:
+        """The slots that the op writes have been copied home, since the op waited for that."""
+        for access in op.writes:
+            self._in_slots.pop(access.buffer, None)
+
+    def slots_are_home(self) -> None:
+        """All ops of a schedule have succeeded."""
+        self._in_slots.clear()
+
+    def save(self) -> None:
+        """Write all of it. Raises `DiskError`; what is still unsaved stays so."""
+        for slot, op in list(self._in_slots.items()):
+            self._pool.run(op, op.stream, partial(_copy_as, op))
+            del self._in_slots[slot]
+        for (region, start), memory in list(self._staged.items()):
+            self.write(region, memory, start)
+
+
+def _copy_as(op: Op, lease: Lease) -> None:
+    for read, write in zip(op.reads, op.writes, strict=True):
+        lease[write.buffer][write.start : write.stop].copy_(lease[read.buffer][read.start : read.stop])

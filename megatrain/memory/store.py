@@ -135,7 +135,7 @@ class Store:
 
         Raises `DiskError` if the disk fails; the next call tries again.
         """
-        self.pool.save()
+        self.pool.unsaved.save()
         if self._open is not None and self._changed:
             for part, memory in self._brought.items():
                 self.pool.put(self._buffer(self._open, part), memory)

@@ -173,7 +173,7 @@ def test_an_engine_switches_to_a_ring_and_back_between_steps() -> None:
         for ahead in (0, 4096, 1000, 0):
             made.adopt(replace(made.policy, read_ahead_nbytes=ahead))
             losses.append(made.step(batches).loss)
-            assert (RING_BUFFER in made.parts.store.pool._buffers) == (ahead > 0)
+            assert (RING_BUFFER in made.parts.store.pool.buffers) == (ahead > 0)
     assert losses == expected
 
 

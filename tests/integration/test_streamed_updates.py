@@ -166,7 +166,7 @@ def test_shares_change_between_steps_and_streamed_state_is_pinned() -> None:
             engine.adopt(replace(engine.policy, streamed_updates=share))
             engine.step(unequal_batches(2))
             locked.append(sum(device.host.locked.values()))
-            for buffer in engine.parts.pool._buffers.values():
+            for buffer in engine.parts.pool.buffers.values():
                 memory = engine.parts.pool._memory.get(buffer.name)
                 assert (
                     buffer.tier != "host"
