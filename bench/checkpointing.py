@@ -151,9 +151,9 @@ def state_sums(engine: Engine) -> dict[str, int]:
     """Parameter and part of its state (master, m, v) -> checksum, unit after unit."""
     engine.weights.flush()
     store, found = engine.parts.store, {}
-    spare = torch.empty(max(store.spare_nbytes(unit) for unit in range(len(store.layouts))), dtype=torch.uint8)
+    spare = torch.empty(max(unit.spare.nbytes for unit in store.units), dtype=torch.uint8)
     for unit in range(len(store.layouts)):
-        for name, tensors in tensors_of(store, unit, store.float32_state(unit, spare)).items():
+        for name, tensors in tensors_of(store, unit, store.units[unit].in_float32(spare)).items():
             for part, tensor in zip(("master", "m", "v"), tensors, strict=False):
                 memory = tensor.reshape(-1).view(torch.uint8).numpy()
                 words = memory.nbytes - memory.nbytes % 8

@@ -28,9 +28,9 @@ from megatrain.device import open_device
 from megatrain.memory import Ledger, Pool, Store
 from megatrain.model import PortedModel, port_model
 from megatrain.model.skeleton import blueprint
-from megatrain.optim import warm_up
+from megatrain.optim import AdamW, warm_up
 from megatrain.schedule import build_step
-from megatrain.spec import Numerics, Policy, Precision, Work
+from megatrain.spec import Numerics, Part, Policy, Precision, Work
 
 ALLOWANCE = 0.05
 VOCABULARY = 32_000
@@ -64,11 +64,13 @@ def filled_store(ported: PortedModel, pool: Pool) -> Store:
     buffers = build_step(ported.spec, Numerics(), policy, Work((1,))).buffers.values()
     pool.provide(buffer for buffer in buffers if buffer.is_state)
     store = Store(ported.spec, Numerics(), policy, pool)
-    for unit in range(len(ported.spec.units)):
-        state = store.change(unit)
-        assert state.lo is not None
-        for array, value in ((state.hi, 0x3F80), (state.lo, 1), *((moment, 1) for moment in state.moments)):
-            array.fill(value)  # in place, so that nothing but the store is in memory
+    for unit in store.units:
+        for part, size, value in (
+            (Part.WEIGHTS, unit.layout.size, 0x3F80),
+            (Part.LOW_BITS, unit.trained, 1),
+            (Part.MOMENTS, len(AdamW.STATE) * unit.trained, 1),
+        ):
+            unit.read(part, 0, size).fill(value)  # in place, so that nothing but the store is in memory
     return store
 
 

@@ -30,9 +30,9 @@ from megatrain.device import open_device
 from megatrain.memory import Ledger, Pool, Store
 from megatrain.model import FreshSource, PretrainedSource, Source, port_model
 from megatrain.model.skeleton import blueprint
-from megatrain.optim import warm_up
+from megatrain.optim import AdamW, warm_up
 from megatrain.schedule import build_step
-from megatrain.spec import ModelSpec, Numerics, Policy, Work
+from megatrain.spec import ModelSpec, Numerics, Part, Policy, Work
 
 SHARD_NBYTES = 256 << 20
 
@@ -67,9 +67,8 @@ def empty_store(spec: ModelSpec, pool: Pool) -> Store:
     buffers = build_step(spec, Numerics(), policy, Work((1,))).buffers.values()
     pool.provide(buffer for buffer in buffers if buffer.is_state)
     store = Store(spec, Numerics(), policy, pool)
-    for unit in range(len(spec.units)):
-        for moment in store.change(unit).moments:
-            moment.fill(0)
+    for unit in store.units:
+        unit.read(Part.MOMENTS, 0, len(AdamW.STATE) * unit.trained).fill(0)  # in place
     return store
 
 

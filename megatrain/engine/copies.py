@@ -23,8 +23,9 @@ def read(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
         start += source.stop - source.start
         if source.buffer in lease:
             np.copyto(target.numpy(), bytes_of(lease, source).numpy())
-        elif step.schedule.buffers[source.buffer].tier == "file":
-            pool.read_files(source.buffer, source.start, target)
+        elif (buffer := step.schedule.buffers[source.buffer]).tier == "file":
+            assert pool.files is not None
+            pool.files.read(source.buffer, source.start, target, pool.label(buffer))
         else:
             pool.disk.read(source.buffer, target, source.start)
 
@@ -32,7 +33,7 @@ def read(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
 def write(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     """WRITE: write a staging buffer to its region of the disk. Raises `DiskError`."""
     (slot,), (region,) = op.reads, op.writes
-    context.pool.unsaved.write(region.buffer, bytes_of(lease, slot), region.start)
+    context.pool.unsaved.write(region.buffer, bytes_of(lease, slot).numpy(), region.start)
 
 
 def copy(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:

@@ -17,13 +17,13 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatrain.device import Device, Errand
 from megatrain.device.base import Task, declared
 from megatrain.errors import DeviceError, PlanError
 from megatrain.memory.disk import Disk
+from megatrain.memory.io_queue import Bytes
 from megatrain.memory.ledger import Ledger
 from megatrain.memory.model_files import ModelFiles
 from megatrain.memory.shared_memory import SharedMemory
@@ -31,7 +31,7 @@ from megatrain.schedule import USED, Access, Buffer, Op, Use
 from megatrain.schedule.contents import Scratch
 from megatrain.schedule.passes.pinned_staging import is_pinned
 from megatrain.schedule.passes.state_buffers import state_name
-from megatrain.spec import Tier, Transfer
+from megatrain.spec import Transfer
 
 Lease = Mapping[str, Tensor]
 """The memory that an op has leased: buffer name -> uint8[nbytes]. Valid during the lease."""
@@ -76,7 +76,7 @@ class Pool:
         call continues.
         """
         buffers = [buffer for buffer in buffers if buffer.arena]
-        missing = [b for b in buffers if self._size(b.name) < b.nbytes]
+        missing = [b for b in buffers if b.name not in self.buffers or self.buffers[b.name].nbytes < b.nbytes]
         if missing and self._leases:
             raise DeviceError(f"{self._leases} leases are in use while buffers change", where="memory pool")
         self.ledger.require(missing)
@@ -88,27 +88,24 @@ class Pool:
                 self.buffers[buffer.name] = buffer
 
     def _allocate(self, buffer: Buffer) -> None:
-        self._give_back(buffer.name)
+        self.free(buffer.name)
         if buffer.tier == "disk":
             sized = {buffer.name: (buffer.nbytes, self.label(buffer))}
             self.disk.provide(sized, kept={buffer.name: buffer.frozen_nbytes})
         elif (memory := self._shared.get(buffer)) is not None:
             (self._memory if buffer.peer is None else self._of_peers)[buffer.name] = memory
         elif buffer.tier != "file":  # files take no memory
-            allocate = self.device.allocate if buffer.tier == "device" else self._host_allocator(buffer)
+            pinned, host = is_pinned(buffer, self._transit), self.device.host
+            allocate_on_host = host.allocate if pinned else host.allocate_pageable
+            allocate = self.device.allocate if buffer.tier == "device" else allocate_on_host
             self._memory[buffer.name] = allocate(buffer.nbytes, buffer.use)
         self.buffers[buffer.name] = buffer
         if buffer.peer is None and buffer.tier != "file":
             self.ledger.enter(buffer)
         if buffer.tier == "device" and buffer.is_state:
-            self._copy(buffer.name, lambda inside: inside.zero_(), writes=True)  # like new buffers of the other tiers
-
-    def _host_allocator(self, buffer: Buffer) -> Callable[[int, str], Tensor]:
-        return self.device.host.allocate if is_pinned(buffer, self._transit) else self.device.host.allocate_pageable
-
-    def has(self, name: str) -> bool:
-        """Whether there is an arena buffer with that name."""
-        return name in self.buffers
+            name, whole = buffer.name, Access(buffer.name, 0, buffer.nbytes, Scratch(buffer.name))
+            task = Errand(f"zeros of {name}", writes=(whole,))  # like new buffers of the other tiers
+            self.run(task, lambda lease: lease[name].zero_())
 
     def memory(self, name: str) -> Tensor:
         """A whole host buffer between steps, uint8[nbytes], to load, read or write state."""
@@ -130,7 +127,7 @@ class Pool:
         next schedule needs."""
         for name in list(self.buffers):
             if not self.buffers[name].is_state:
-                self._give_back(name)
+                self.free(name)
 
     def discard(self, name: str) -> None:
         """A host buffer's content is no longer needed. Free its memory until the next write, if the buffer allows
@@ -148,103 +145,10 @@ class Pool:
         self._memory[name] = self.device.host.reallocate(buffer.nbytes, buffer.use)
         self._absent.discard(name)
 
-    # State, between steps -------------------------------------------------------------------------------------------
+    # Between steps --------------------------------------------------------------------------------------------------
 
-    def get(self, name: str, staging: str) -> Tensor:
-        """A host copy of a buffer of the device or the disk.
-
-        Uses the buffer `staging` if it exists and is large enough (it may not be if only smaller units use it).
-        """
-        nbytes = self.buffers[name].nbytes
-        there = self._memory.get(staging)
-        fits = there is not None and there.numel() >= nbytes
-        memory = there[:nbytes] if there is not None and fits else torch.empty(nbytes, dtype=torch.uint8)
-        self.fetch(name, memory)
-        return memory
-
-    def fetch(self, name: str, memory: Tensor) -> None:
-        """Copy a buffer of the device or the disk into host memory, uint8[nbytes]. Raises `DiskError`.
-
-        One on the disk may be read during a step, by any thread, as long as no op writes it.
-        """
-        if self.buffers[name].tier == "disk":
-            self.disk.read(name, memory)
-        else:
-            self._copy(name, lambda inside: memory.copy_(inside), writes=False)
-
-    def read_files(self, name: str, start: int, memory: Tensor) -> None:
-        """Fill `memory`, uint8[n], with weights from files, starting at byte `start`. Raises `DiskError`."""
-        assert self.files is not None
-        self.files.read(name, start, memory, self.label(self.buffers[name]))
-
-    def enter_files(self, held: str, name: str, nbytes: int) -> None:
-        """Register that the last `nbytes` of host buffer `held` can also be read from files, as `name`."""
-        buffer = self.buffers[held]._replace(name=name, tier="file", nbytes=nbytes, frozen_nbytes=0)
-        self.provide([buffer])
-
-    def leave_files(self, name: str) -> None:
-        """Undo `enter_files`."""
-        self._give_back(name)
-
-    def cut(self, name: str, nbytes: int, like: str = "") -> None:
-        """Change the length of a host buffer, keeping its content as far as it fits.
-
-        like: a buffer of the same use, if there is none of that name. Raises `DoesNotFit`, leaving it unchanged.
-        """
-        if not nbytes:
-            return self._give_back(name)
-        old = self.buffers[name if name in self.buffers else like]
-        new = old._replace(name=name, tier="host", nbytes=nbytes)
-        if name in self._absent:
-            self._bring_back(name)
-        self.ledger.require([new._replace(name=f"{name}/cut")])  # beside the old one while it is copied
-        before, after = self._memory.get(name), self._host_allocator(new)(nbytes, new.use)
-        if before is not None:
-            same = min(nbytes, before.numel())
-            after[:same].copy_(before[:same])
-            self.device.host.free(before, old.use)
-        self._memory[name], self.buffers[name] = after, new
-        self.ledger.enter(new)
-
-    def nbytes(self, name: str) -> int:
-        """Bytes of an existing buffer."""
-        return self.buffers[name].nbytes
-
-    def put(self, name: str, memory: Tensor) -> None:
-        """Set a whole buffer in any tier from host memory, uint8[nbytes]."""
-        tier = self.buffers[name].tier
-        if tier == "disk":
-            self.disk.write(name, memory)
-        elif tier == "host":
-            self._memory[name].copy_(memory)
-        else:
-            self._copy(name, lambda inside: inside.copy_(memory), writes=True)
-
-    def move(self, before: str, after: str, tier: Tier, staging: str) -> None:
-        """Rename a buffer and move its content to another tier. Raises `DoesNotFit` or `DiskError`, leaving it in
-        place."""
-        old = self.buffers[before]
-        if before in self._absent:
-            self._bring_back(before)
-        self.provide([old._replace(name=after, tier=tier)])
-        try:
-            if tier == "host" and old.tier == "disk":
-                self.disk.read(before, self._memory[after])
-            else:
-                self.put(after, self._memory[before] if old.tier == "host" else self.get(before, staging))
-        except BaseException:
-            self._give_back(after)
-            raise
-        self._give_back(before)
-
-    def _copy(self, name: str, work: Callable[[Tensor], object], *, writes: bool) -> None:
-        """Run `work` on a device buffer as a regular task."""
-        span = (Access(name, 0, self.buffers[name].nbytes, Scratch(name)),)
-        task = Errand(f"copy of {name}", reads=() if writes else span, writes=span if writes else ())
-        self.run(task, "fetch", lambda lease: work(lease[name]))
-
-    def run(self, task: Task, stream: str, work: Callable[[Lease], object]) -> None:
-        """Between steps: run `work` on a stream, with the memory that `task` declares, and wait until it is done."""
+    def run(self, task: Task, work: Callable[[Lease], object], stream: str = "fetch") -> None:
+        """Run `work` on a stream, with the memory that `task` declares, and wait until it is done."""
 
         def leased() -> None:
             with self.device.lend(task, self._memory) as lease:
@@ -273,17 +177,18 @@ class Pool:
     def release(self) -> None:
         """Free all memory, and close the model's files."""
         for name in list(self.buffers):
-            self._give_back(name)
+            self.free(name)
         self._shared.close()
         if self.files is not None:
             self.files.close()
 
-    def _give_back(self, name: str) -> None:
+    def free(self, name: str) -> None:
         """Free the buffer with that name, if any: for good, or before its larger successor is allocated."""
         buffer = self.buffers.pop(name, None)
         if buffer is None:
             return
         if buffer.tier == "disk":
+            self.unsaved.forget(name)
             self.disk.forget(name)
         elif self._shared.get(buffer) is not None:
             (self._memory if buffer.peer is None else self._of_peers).pop(name, None)
@@ -294,8 +199,12 @@ class Pool:
             self._absent.discard(name)
         self.ledger.strike(name)
 
-    def _size(self, name: str) -> int:
-        return self.buffers[name].nbytes if name in self.buffers else -1
+    def rename(self, buffer: Buffer, after: Buffer) -> None:
+        """Give a buffer in host memory the name and purpose of another of its size."""
+        self.ledger.strike(buffer.name)
+        del self.buffers[buffer.name]
+        self._memory[after.name], self.buffers[after.name] = self._memory.pop(buffer.name), after
+        self.ledger.enter(after)
 
 
 class _Leased:
@@ -334,7 +243,7 @@ class Unsaved:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._staged: dict[tuple[str, int], Tensor] = {}
+        self._staged: dict[tuple[str, int], Bytes] = {}
         """(region of the disk, first byte there) -> unsaved bytes in a staging buffer."""
         self._in_slots: dict[str, Op] = {}
         """Slot on the device -> the op that copies home the state that an update changed in it."""
@@ -346,9 +255,17 @@ class Unsaved:
             if buffer.use is Use.DISK_STAGING and buffer.part and access.content != USED:
                 region = state_name("disk", buffer.part, op.unit)
                 stop = access.stop - self._pool.buffers[region].frozen_nbytes
-                self._staged[region, 0] = lease[access.buffer][access.start : stop]
+                self.keep(region, lease[access.buffer][access.start : stop].numpy(), 0)
 
-    def write(self, region: str, memory: Tensor, start: int) -> None:
+    def keep(self, region: str, memory: Bytes, start: int) -> None:
+        """These bytes of a region of the disk are only in `memory` until they are written."""
+        self._staged[region, start] = memory
+
+    def forget(self, region: str) -> None:
+        """The region is no longer needed."""
+        self._staged = {at: memory for at, memory in self._staged.items() if at[0] != region}
+
+    def write(self, region: str, memory: Bytes, start: int) -> None:
         """Write to a region of the disk. Raises `DiskError`; what was unsaved then stays so."""
         self._pool.disk.write(region, memory, start)
         self._staged.pop((region, start), None)
@@ -369,7 +286,7 @@ class Unsaved:
     def save(self) -> None:
         """Write all of it. Raises `DiskError`; what is still unsaved stays so."""
         for slot, op in list(self._in_slots.items()):
-            self._pool.run(op, op.stream, partial(_copy_as, op))
+            self._pool.run(op, partial(_copy_as, op), op.stream)
             del self._in_slots[slot]
         for (region, start), memory in list(self._staged.items()):
             self.write(region, memory, start)

@@ -139,13 +139,13 @@ class Saver:
 
     def reserve(self) -> None:
         """Allocate the memory that saves need. Raises `DoesNotFit`."""
-        nbytes = max(self._store.spare_nbytes(unit) for unit in range(len(self._store.layouts)))
+        nbytes = max(unit.spare.nbytes for unit in self._store.units)
         self._store.pool.provide([Buffer(SPARE, "host", nbytes, Use.CHECKPOINT, crosses=False)])
 
     @property
     def is_reserved(self) -> bool:
         """Whether the memory that saves need is allocated."""
-        return self._store.pool.has(SPARE)
+        return SPARE in self._store.pool.buffers
 
     def begin(
         self,
@@ -184,7 +184,7 @@ class Saver:
             self._release()
             raise failure from error
         save.thread = thread
-        self._hand_over([unit for unit in order if self._store.on_device(unit)], save)
+        self._hand_over([unit for unit in order if self._store.units[unit].is_on_device], save)
         return save
 
     def before_update(self, unit: int) -> None:
@@ -213,7 +213,7 @@ class Saver:
         units = list(range(len(self._store.layouts)))
         if policy.update == "during_backward":
             units.reverse()
-        return tuple(sorted(units, key=lambda unit: not self._store.on_device(unit)))
+        return tuple(sorted(units, key=lambda unit: not self._store.units[unit].is_on_device))
 
     def _hand_over(self, units: list[int], save: Save) -> None:
         """Copy units from the device for the thread, each when it asks for it."""
@@ -223,7 +223,7 @@ class Saver:
                     self._turn.wait_for(lambda unit=unit: self._wanted == unit or save.is_over)  # type: ignore[misc]
                 if save.is_over:
                     return
-                state = self._store.float32_state(unit, self._spare())
+                state = self._store.units[unit].in_float32(self._spare())
                 with self._turn:
                     self._handed, self._wanted = state, None
                     self._turn.notify_all()
@@ -316,7 +316,7 @@ class Saver:
             target = step_folder(usable_path(folder, error=CheckpointError).resolve(), save.step)
             here, earlier = target.with_name(name), self._earlier_in(target.parent)
             assert self._ranges is not None
-            once = frozenset(filter(self._store.on_device, planned.order))
+            once = frozenset(unit for unit in planned.order if self._store.units[unit].is_on_device)
             of = planned, self._ranges, self._store.owned, partial(self._announced, save), once, progress, target
             files = SharedFiles(self._world, agree, *of)
             save.streamed = self._doubt or files.why_not(here)
@@ -364,9 +364,9 @@ class Saver:
 
     def _own(self, unit: int) -> HostArrays:
         """This rank's share of a unit."""
-        if self._store.on_device(unit):
+        if self._store.units[unit].is_on_device:
             return self._received(unit)
-        return self._store.float32_state(unit, self._spare())
+        return self._store.units[unit].in_float32(self._spare())
 
     def _received(self, unit: int) -> HostArrays:
         """A unit copied by the main thread, which alone may read the device."""

@@ -446,10 +446,7 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         folder's absolute path. Raises `ExportError` if it cannot be written; a model already there then stays.
         """
         self.parts.settle()
-        try:
-            return export_together(self.world, self.parts.ported, self.parts.store, folder, **options)
-        finally:
-            self.parts.store.settle()
+        return export_together(self.world, self.parts.ported, self.parts.store, folder, **options)
 
     @one_at_a_time
     def save(

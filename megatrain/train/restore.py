@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from itertools import zip_longest
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +24,7 @@ from megatrain.model.carried import carried_by
 from megatrain.model.mapped_tensors import lazy_zeros
 from megatrain.model.weight_sources import Masters, Report, in_files_of, listed
 from megatrain.optim import AdamW
-from megatrain.spec import ModelSpec, Numerics, Policy
+from megatrain.spec import ModelSpec, Numerics, Part, Policy
 from megatrain.spec.model import FileBytes
 from megatrain.spec.validate_fields import checked
 from megatrain.train.async_save import as_json, versions
@@ -104,7 +104,6 @@ def fill(source: Fills, store: Store, units: Sequence[Sequence[str]], progress: 
     for name, of in ranges.items():
         store.write_master(name, _own_values(store, name, of))
     source.fill(store, [[name for name in unit if name not in ranges] for unit in units], progress)
-    store.settle()
 
 
 def _own_values(store: Store, name: str, of: Sequence[FileBytes]) -> Tensor:
@@ -146,18 +145,15 @@ def read_moments(checkpoint: Checkpoint, store: Store, new: NewMoments = "refuse
         if param.name not in there and new == "refuse":
             fix = "freeze what was frozen, or let their moments start as zeros"
             raise CheckpointError(f"has no moments of {param.name}", where=str(checkpoint.folder), fix=fix)
-    for number, unit in enumerate(spec.units):
-        if not any(param.trainable for param in unit.params):
-            continue
-        state, layout = store.change(number), store.layouts[number]
-        for field in layout.trained.fields:
+    for unit in store.units:
+        for field in unit.layout.trained.fields:
             names = [field.name] if field.name in there else []
             saved = [each.numpy().reshape(-1) for _, *both in checkpoint.moments(names) for each in both]
-            for piece in store.owned.within(layout, field.start, field.stop):
+            for piece in store.owned.within(unit.layout, field.start, field.stop):
                 part = slice(piece.start - field.start, piece.stop - field.start)
-                for moment, values in zip_longest(state.moments, saved):
-                    moment[piece.own] = 0.0 if values is None else values[part]
-    store.settle()
+                for number in range(len(AdamW.STATE)):
+                    values = saved[number][part] if saved else np.zeros(part.stop - part.start, np.float32)
+                    unit.write(Part.MOMENTS, piece.at, values, number)
 
 
 def missed_in(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, int]:

@@ -50,7 +50,6 @@ class Weights(TakesTurns):
         for name in self._parts.store.names():  # unit by unit
             if name in weights:
                 self._parts.store.write_master(name, weights[name])
-        self._parts.store.settle()
 
     @one_at_a_time
     def flush(self) -> None:

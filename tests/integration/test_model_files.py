@@ -106,6 +106,26 @@ def test_partly_file_backed_units_move_between_tiers_in_training(tmp_path: Path)
         assert equal(moving.master_weights(), weights)
 
 
+def test_units_that_began_in_files_train_on_the_disk(tmp_path: Path) -> None:
+    """Writes to the disk omit the frozen weights, which come to it from the files."""
+    folder, read = saved(tmp_path / "base"), usual("sim", IN_FILES)
+    with made(folder, "cpu", usual("sim", None)) as still:
+        expected = [still.step(unequal_batches(1)).loss for _ in range(3)]
+    with made(folder, "sim:4", read, disk=[tmp_path]) as moving:
+        found = [moving.step(unequal_batches(1)).loss]
+        moving.adopt(replace(read, placements=(Placement("disk", "disk"),) * 5))
+        assert found + [moving.step(unequal_batches(1)).loss for _ in range(2)] == expected
+
+
+def test_weights_that_differ_from_the_files_are_not_read_from_them(tmp_path: Path) -> None:
+    with made(saved(tmp_path / "base"), "cpu", usual("cpu", None)) as held:
+        (name,) = (param.name for param in held.structure.units[2].params if "up_proj.base" in param.name)
+        held.weights.update({name: torch.ones(held.weights[name].shape)})
+        with pytest.raises(PlanError, match=r"frozen weights of .*layers\.1 differ from the model's files; keep them"):
+            held.adopt(usual("cpu", IN_FILES))
+        assert held.weights[name].eq(1).all()
+
+
 def test_checkpoints_of_file_backed_bases_hold_only_the_adapter(tmp_path: Path) -> None:
     """Its memory is that of the adapter; what goes on from it holds the base, or reads it, with the same bits."""
     folder, policy = saved(tmp_path / "base"), usual("cpu", IN_FILES)

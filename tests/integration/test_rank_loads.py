@@ -143,8 +143,8 @@ def test_each_rank_reads_only_its_own_checkpoint_ranges(
     assert own_nbytes <= meter.read() < 1.25 * own_nbytes + compared, "pages around the ends of pieces, and headers"
     assert meter.peak <= 1.05 * own_nbytes + largest_unit / (1 if compared else RANKS)
     for number, whole in enumerate(states(planned)):
-        spare = torch.empty(store.spare_nbytes(number), dtype=torch.uint8)
-        state, layout = store.float32_state(number, spare), store.layouts[number]
+        spare = torch.empty(store.units[number].spare.nbytes, dtype=torch.uint8)
+        state, layout = store.units[number].in_float32(spare), store.layouts[number]
         for field in layout.fields:
             for piece in store.owned.within(layout, field.start, field.stop):
                 part, saved = slice(piece.start - field.start, piece.stop - field.start), whole[field.name]

@@ -20,7 +20,7 @@ from megatrain.device import Device
 from megatrain.errors import MegaTrainError, NonFinite
 from megatrain.schedule import Schedule
 from megatrain.schedule.passes.pinned_staging import is_pinned
-from megatrain.spec import Numerics, Placement, Precision
+from megatrain.spec import Numerics, Part, Placement, Precision
 from megatrain.testing import KINDS, Fault, SimDevice, random_fault
 from tests.tiny import equal, tiny_model, unequal_batches
 
@@ -53,9 +53,10 @@ def trained(engine: Engine, counts: tuple[int, ...] = (2, 3)) -> dict[str, Tenso
         losses = [engine.step(unequal_batches(count)).loss for count in counts]
         found |= {f"then {name}": each for name, each in engine.gradients(unequal_batches(1)).items()}
         losses.append(engine.evaluate(unequal_batches(2)))
-        for unit in range(len(engine.structure.units)):
-            moments = zip(AdamW.STATE, engine.parts.store.unit(unit).moments, strict=True)
-            found |= {f"{name} of {unit}": torch.from_numpy(moment.copy()) for name, moment in moments}
+        for number, unit in enumerate(engine.parts.store.units):
+            for moment, name in enumerate(AdamW.STATE):
+                values = unit.read(Part.MOMENTS, 0, unit.trained, moment)
+                found[f"{name} of {number}"] = torch.from_numpy(values.copy())
         return found | engine.master_weights() | {"losses": torch.tensor(losses, dtype=torch.float64)}
 
 

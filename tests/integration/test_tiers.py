@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise, product
@@ -17,6 +18,7 @@ from megatrain import AdamW, Engine, Policy
 from megatrain.device.sim import SimDevice
 from megatrain.errors import CorruptRegion, DiskError, DoesNotFit
 from megatrain.memory import Disk
+from megatrain.memory.scratch_files import Call, Calls, Direction
 from megatrain.plan import Question, contention, find_plan, op_seconds
 from megatrain.schedule import Op, Schedule
 from megatrain.spec import Hardware, Limits, Numerics, Part, Placement, Precision, Work
@@ -300,12 +302,19 @@ def _storm(seeds: range, folder: Path, family: str = "llama") -> int:
         draw = random.Random(seed)
         kind, on = draw.choice([("read", "read"), ("write", "write"), ("full", "write"), *OTHER_WAYS])
         part, unit = draw.choice(["weights", "low_bits", "moments", "gradients"]), draw.randrange(UNITS)
-        loads = 2 if family == "adapter" and part == "weights" else 1  # requests: the base has one of its own
-        fault = DiskFault(kind, f"disk/{part}/{unit}", on, after=draw.randint(loads, 5))  # type: ignore[arg-type]
+        fault = DiskFault(kind, f"disk/{part}/{unit}", on, after=draw.randint(0, 4))  # type: ignore[arg-type]
+        faulty, is_loaded = failing(fault), threading.Event()
+
+        def calls(
+            direction: Direction, region: str, call: Call, faulty: Calls = faulty, armed: threading.Event = is_loaded
+        ) -> Call:
+            return faulty(direction, region, call) if armed.is_set() else call
+
         shared = replace(policy, shares_memory=True)
         device = "cpu" if seed % 2 else f"sim:{seed}"
         placed = shared if device == "cpu" else policy
-        with engine(device, "bf16", placed, Disk([folder], calls=failing(fault)), family) as made:
+        with engine(device, "bf16", placed, Disk([folder], calls=calls), family) as made:
+            is_loaded.set()
             found: list[float] = []
             while len(found) < 3:
                 try:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -10,8 +16,7 @@ from megatrain.device.cpu import CpuDevice
 from megatrain.device.sim import SimDevice
 from megatrain.errors import DeviceError, DoesNotFit, OutOfDeviceMemory
 from megatrain.memory import Ledger, Pool, Store
-from megatrain.optim import HostArrays, join
-from megatrain.optim.split_master import bf16_to_f32
+from megatrain.memory.checksum import checksum
 from megatrain.schedule import Buffer, Use, build_step
 from megatrain.schedule.passes.state_buffers import state_name, state_nbytes
 from megatrain.spec import ModelSpec, Numerics, ParamSpec, Part, Policy, Precision, UnitSpec, Work
@@ -36,23 +41,28 @@ def store(precision: Precision, model: ModelSpec = MODEL) -> Store:
     return Store(model, numerics, policy, pool)
 
 
+def load(state: Store, values: Mapping[str, torch.Tensor]) -> None:
+    for name, value in values.items():
+        state.write_master(name, value)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_masters_round_trip_bit_for_bit(precision: Precision) -> None:
     state = store(precision)
     values = {p.name: torch.randn(p.shape) for unit in MODEL.units for p in unit.params}
     values["l.b"] = torch.tensor([1e-42, -0.0, 3.3e38])  # a denormal, a signed zero, a large one
-    state.load(values)
+    load(state, values)
     for name, value in values.items():
         assert torch.equal(state.master(name).view(torch.int32), value.view(torch.int32))
     assert list(state.names()) == list(values)
-    assert not any(moment.any() for moment in state.unit(1).moments)
+    assert not state.units[1].read(Part.MOMENTS, 0, 2 * state.units[1].trained).any()
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_a_view_shares_the_weights_memory(precision: Precision) -> None:
     state = store(precision)
     values = {p.name: torch.randn(p.shape) for unit in MODEL.units for p in unit.params}
-    state.load(values)
+    load(state, values)
     for name, value in values.items():
         view = state.view(name)
         assert view is not None
@@ -78,11 +88,11 @@ def test_frozen_weights_are_kept_in_compute_dtype_and_rounding_is_reported(preci
     state = store(precision, PARTLY)
     values = {p.name: torch.randn(p.shape) for unit in PARTLY.units for p in unit.params}
     values["l.w"] = values["l.w"].to(torch.bfloat16).float()
-    state.load(values)
+    load(state, values)
     assert state.rounded == ({"e"} if precision == "bf16" else set())
-    spare = torch.empty(max(state.spare_nbytes(unit) for unit in range(3)), dtype=torch.uint8)
+    spare = torch.empty(max(unit.spare.nbytes for unit in state.units), dtype=torch.uint8)
     for unit, layout in enumerate(state.layouts):
-        whole = state.float32_state(unit, spare)
+        whole = state.units[unit].in_float32(spare)
         for field in layout.fields:
             exact = values[field.name].to(torch.bfloat16).float() if field.name in state.rounded else values[field.name]
             assert torch.equal(state.master(field.name), exact)
@@ -91,18 +101,31 @@ def test_frozen_weights_are_kept_in_compute_dtype_and_rounding_is_reported(preci
     assert not state.rounded
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_frozen_checksum_is_the_one_that_checkpoints_hold(precision: Precision) -> None:
+    """Of the values as float32, in pieces of 4,194,304 of them."""
+    rows = (1 << 22) // 8 + 3
+    large = UnitSpec("p", "prologue", (ParamSpec("e", (rows, 8), trainable=False),))
+    state = store(precision, replace(PARTLY, units=(large, *PARTLY.units[1:])))
+    values = torch.arange(rows * 8).remainder(256).float()
+    state.write_master("e", values.view(rows, 8))
+    pieces = values[: 1 << 22], values[1 << 22 :], torch.zeros(32)  # and the layer's, which is still zero
+    expected = checksum(piece.numpy().view(np.uint8) for piece in pieces)
+    assert state.frozen_checksum() == f"{expected:016x}"
+
+
 def test_a_frozen_parameter_takes_two_bytes_in_bf16_and_four_in_fp32() -> None:
     for precision, each in (("bf16", 2), ("fp32", 4)):
         state = store(precision, PARTLY)  # type: ignore[arg-type]
-        parts = [state_name("host", part, 0) for part in Part if state.pool.has(state_name("host", part, 0))]
-        assert sum(state.pool.nbytes(name) for name in parts) == each * 96
+        names = [state_name("host", part, 0) for part in Part]
+        assert sum(state.pool.buffers[name].nbytes for name in names if name in state.pool.buffers) == each * 96
 
 
 def test_the_streamed_weight_is_the_rounded_master() -> None:
     state = store("bf16")
     value = torch.randn(4, 8)
-    state.load({p.name: value if p.name == "l.w" else torch.zeros(p.shape) for u in MODEL.units for p in u.params})
-    streamed = torch.from_numpy(state.unit(1).hi[:32].view("int16")).view(torch.bfloat16).view(4, 8)
+    load(state, {p.name: value if p.name == "l.w" else torch.zeros(p.shape) for u in MODEL.units for p in u.params})
+    streamed = torch.from_numpy(state.units[1].read(Part.WEIGHTS, 0, 32).view("int16")).view(torch.bfloat16).view(4, 8)
     assert torch.equal(streamed, value.to(torch.bfloat16))  # no ties among random numbers
 
 
@@ -111,7 +134,7 @@ def test_writing_a_parameter_leaves_its_neighbours() -> None:
     state.write_master("l.w", torch.ones(4, 8))
     state.write_master("l.b", torch.full((3,), 2.0))
     assert state.master("l.w").eq(1).all()
-    assert state.unit(1).hi[35:].sum() == 0, "the gap stays zero"
+    assert state.units[1].read(Part.WEIGHTS, 35, 64).sum() == 0, "the gap stays zero"
 
 
 def test_leases_are_returned_after_failures() -> None:
@@ -172,12 +195,22 @@ def test_a_buffer_whose_growth_failed_is_recreated() -> None:
     assert pool.ledger.nbytes("device") == 60 == 100 - device.free_nbytes()
 
 
-def masters_of(state: HostArrays) -> np.ndarray:
-    """Of what a rank owns: both halves where it trains, and the weights alone behind."""
-    if state.lo is None:
-        return state.hi
-    trained = state.lo.size
-    return np.concatenate([join(state.hi[:trained], state.lo), bf16_to_f32(state.hi[trained:])])
+class Ranks:
+    """Runs the same on every rank, each in a thread, and gathers what they give."""
+
+    def __init__(self, ranks: int) -> None:
+        self._barrier, self._given, self._ranks = threading.Barrier(ranks, timeout=60), {}, ranks
+
+    def gather(self, rank: int, own: torch.Tensor) -> torch.Tensor:
+        self._given[rank] = own
+        self._barrier.wait()
+        whole = torch.stack([self._given[other] for other in range(self._ranks)])
+        self._barrier.wait()
+        return whole
+
+    def run(self, work: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
+        with ThreadPoolExecutor(self._ranks) as threads:
+            return list(threads.map(work, range(self._ranks)))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -188,14 +221,7 @@ def test_rank_parts_together_hold_every_bit(precision: Precision, ranks: int) ->
     units = MODEL.units[0], UnitSpec("l", "layer", wide), MODEL.units[2]
     model, numerics, policy = ModelSpec("m", units, 8, 9).over(ranks), Numerics(precision), Policy(shard_nbytes=7000)
     stores: list[Store] = []
-
-    def gather(own: torch.Tensor) -> torch.Tensor:
-        (unit,) = {unit for unit in range(3) for store in stores if store._open == unit}
-        states = [store.unit(unit) for store in stores]
-        parts = [masters_of(state) for state in states]
-        assert any(np.array_equal(own.numpy(), part, equal_nan=True) for part in parts)
-        return torch.from_numpy(np.stack(parts))
-
+    together = Ranks(ranks)
     for rank in range(ranks):
         pool = Pool(CpuDevice(), Ledger())
         pool.provide(build_step(model, numerics, policy, Work((1,)), rank=rank).buffers.values())
@@ -203,17 +229,15 @@ def test_rank_parts_together_hold_every_bit(precision: Precision, ranks: int) ->
         state = sum(held.get(("host", use), 0) for use in ("weights", "optimizer state", "gradients", "norms"))
         assert state == state_nbytes(model, numerics, policy)["host"]
         owned = Ownership(rank, policy.shard_nbytes // numerics.weight_nbytes)
-        stores.append(Store(model, numerics, policy, pool, owned, gather))
+        stores.append(Store(model, numerics, policy, pool, owned, partial(together.gather, rank)))
     values = {p.name: torch.randn(p.shape) for unit in units for p in unit.params}
     values["l.f"] = values["l.f"].to(torch.bfloat16).float()  # frozen: held as the bfloat16 that is computed with
     for store in stores:
-        store.load(values)
+        load(store, values)
     for name, value in values.items():
-        for store in stores:
-            for other in stores:
-                other.unit(store.field(name)[0])
-            assert torch.equal(store.master(name).view(torch.int32), value.view(torch.int32))
-            assert store.view(name) is None
+        for whole in together.run(lambda rank, name=name: stores[rank].master(name)):  # type: ignore[misc]
+            assert torch.equal(whole.view(torch.int32), value.view(torch.int32))
+        assert all(store.view(name) is None for store in stores)
     stores[0].write_master("l.w", torch.full((90, 77), torch.nan))
     assert stores[0].non_finite() == ["l.w"]
     assert stores[1].non_finite() == []

@@ -364,17 +364,17 @@ def test_gradients_do_not_disturb_a_running_save(tmp_path: Path, monkeypatch: py
         assert disk is not None
         honest_read, honest_write, honest_wait = disk.read, disk.write, engine.parts.optimizer.before_update
 
-        def read(name: str, memory: Any) -> None:
+        def read(name: str, memory: Any, start: int = 0) -> None:
             if threading.current_thread().name == "megatrain-save" and name == "disk/moments/0":
                 came.wait(20)
-            honest_read(name, memory)
+            honest_read(name, memory, start)
 
-        def write(name: str, memory: Any) -> None:
+        def write(name: str, memory: Any, start: int = 0) -> None:
             if name == "disk/moments/0":
-                disk._region(name).torn = "is being written"
+                disk._region(name).torn[:] = ["is being written"] * len(disk._region(name).blocks)
                 came.set()
                 time.sleep(0.2)
-            honest_write(name, memory)
+            honest_write(name, memory, start)
 
         def wait(unit: int) -> None:
             if unit == 0:

@@ -189,11 +189,11 @@ class Spare(NamedTuple):
 
     saved: int
     """Number of a unit's first elements in a checkpoint, or of a rank's share of them: all, except weights of an
-    adapter's base in the model's files, unless masters are fetched unchanged."""
+    adapter's base in the model's files."""
     masters: int
     """Bytes of the masters; 0 if they exist in host memory."""
     fetched: int
-    """Bytes of both halves of the masters, and later, in their place, of the moments."""
+    """Bytes of the moments; 0 if they are in host memory."""
 
     @property
     def nbytes(self) -> int:
@@ -204,14 +204,10 @@ def spare_of(model: ModelSpec, unit: int, precision: Precision, away: Collection
     """The memory for saving a unit. away: its parts that are not in host memory; in_files: whether weights are
     read from files."""
     layout, is_master = layout_of(model.units[unit]), precision == "fp32"
-    are_fetched = is_master and Part.WEIGHTS in away
-    is_apart = model.base_apart and layout.ranks == 1 and not are_fetched
-    saved = layout.files_start if is_apart else layout.own_size
-    at_hand = is_master and not are_fetched and not (in_files and saved > layout.files_start)
-    sizes = {Part.WEIGHTS: layout.own_size, Part.LOW_BITS: layout.trained.own_size}
-    halves = 0 if is_master else 2 * sum(size for part, size in sizes.items() if part in away)
+    saved = layout.files_start if model.base_apart and layout.ranks == 1 else layout.own_size
+    at_hand = is_master and Part.WEIGHTS not in away and not (in_files and saved > layout.files_start)
     moments = MOMENTS_NBYTES * layout.trained.own_size if Part.MOMENTS in away else 0
-    return Spare(saved, 0 if at_hand else 4 * saved, max(halves, moments))
+    return Spare(saved, 0 if at_hand else 4 * saved, moments)
 
 
 def save_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> int:
