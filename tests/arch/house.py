@@ -12,7 +12,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Literal
@@ -214,6 +214,12 @@ class House:
             if module := self.modules.get(".".join(rest[:size])):
                 return module
         return self.modules.get("__init__")
+
+
+@cache
+def this_house() -> House:
+    """The repository that this file is in; its sources are parsed once for all tests."""
+    return House(Path(__file__).parents[2])
 
 
 def _floor(room: str) -> int | None:

@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.arch import house
-from tests.arch.house import CHECKS, FLOORS, HOMES, PACKAGE, House
+from tests.arch.house import CHECKS, FLOORS, HOMES, PACKAGE, House, this_house
 
 Check = Callable[[House], Iterator[str]]
-HERE = Path(__file__).parents[2]
-
 # Check -> houses that break it: the files in the package (path: text), and what the complaint must say.
 BAD_HOUSES: dict[Check, list[tuple[dict[str, str], str]]] = {
     house.imports_point_down: [
@@ -131,9 +129,9 @@ def _build(root: Path, files: dict[str, str]) -> House:
     return House(root)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def our_house() -> House:
-    return House(HERE)
+    return this_house()
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

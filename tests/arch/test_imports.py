@@ -10,7 +10,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from tests.arch.house import PACKAGE, TORCH_FREE, House
+from tests.arch.house import PACKAGE, TORCH_FREE, this_house
 
 HERE = Path(__file__).parents[2]
 BLOCK_TORCH = "import sys; sys.modules['torch'] = None\n"  # from here on `import torch` is an ImportError
@@ -27,7 +27,7 @@ def _dotted(name: str) -> str:
 
 
 def test_torch_free_rooms_import_where_torch_is_missing() -> None:
-    names = [_dotted(module.name) for module in House(HERE).modules.values() if module.room in TORCH_FREE]
+    names = [_dotted(module.name) for module in this_house().modules.values() if module.room in TORCH_FREE]
     done = _python(BLOCK_TORCH + IMPORT_ALL, *names)
     assert done.returncode == 0, done.stderr
 
@@ -37,7 +37,7 @@ def test_blocking_torch_makes_its_import_fail() -> None:
 
 
 def test_every_public_name_resolves() -> None:
-    for module in House(HERE).modules.values():
+    for module in this_house().modules.values():
         if module.public is not None:
             imported = import_module(_dotted(module.name))
             missing = [public for public in imported.__all__ if not hasattr(imported, public)]

@@ -17,6 +17,8 @@ from megatrain.train import parity
 from megatrain.train.parity import Checked, Finding, Report, customised, short_check, short_settings
 from tests.tiny import tiny_model
 
+SAME = Report("", "sdpa", 1e-6, (Finding("loss", 0.0, "loss"),))
+
 
 class Counting:
     """Makes engines, and counts them."""
@@ -42,8 +44,7 @@ def make() -> Counting:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every comparison finds no difference, and takes no time: where the question is when one is made."""
-    same = Report("", "sdpa", 1e-6, (Finding("loss", 0.0, "loss"),))
-    monkeypatch.setattr(parity, "compare", lambda *_, **__: same)
+    monkeypatch.setattr(parity, "compare", lambda *_, **__: SAME)
 
 
 def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +158,13 @@ def test_a_crash_of_the_engine_is_one_typed_line(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_the_users_random_state_is_unchanged(make: Counting, tmp_path: Path) -> None:
+def test_the_users_random_state_is_unchanged(make: Counting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compares(*_: object, **__: object) -> Report:
+        torch.rand(2)
+        assert torch.get_default_device() == torch.device("cpu")
+        return SAME
+
+    monkeypatch.setattr(parity, "compare", compares)
     model = tiny_model()
     torch.manual_seed(4)
     expected = torch.rand(2)
