@@ -22,7 +22,7 @@ import hashlib
 import pickle
 import threading
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from functools import partial, wraps
 from pathlib import Path
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from megatrain.model import PortedModel
+from megatrain.model.carried import carried_by, carry
 from megatrain.spec import ModelSpec, Policy, Work
 from megatrain.system.paths import written_whole
 
@@ -119,11 +120,13 @@ def copied(split: Callable[[PreTrainedModel, str, torch.dtype], PortedModel]) ->
         first: dict[int, str] = {}
         shared = tuple((name, first.setdefault(id(part), name)) for name, part in (*tensors, *modules))
         try:
-            key = _settings(), stack, dtype, shared, _form(model, {}, left_out=())
+            key = _settings(), stack, dtype, shared, _form(model, {}, left_out=("carried_over",))
         except _Unlike:
             return split(model, stack, dtype)
         if known := _SPLIT.get(key):
-            return copy.deepcopy(known)
+            alike = copy.deepcopy(known)
+            carry(alike.skeleton, carried_by(model))
+            return alike
         fresh = split(model, stack, dtype)
         if not any(vars(module)[hooks] for module in fresh.skeleton.modules() for hooks in HOOKS):
             with _CHANGING:
@@ -257,15 +260,17 @@ def _form(value: Any, inside: Mapping[int, int], left_out: tuple[str, ...] = NOT
     is_of_an_adapter = type(value).__module__.startswith("peft.")  # its settings, and what goes by them
     if is_of_an_adapter or isinstance(value, PreTrainedConfig | GenerationConfig):
         return type(value), form({name: each for name, each in vars(value).items() if name not in left_out})
+    if is_dataclass(value):
+        return type(value), form({field.name: getattr(value, field.name) for field in fields(value)})
     raise _Unlike
 
 
 def _module(module: nn.Module, form: Callable[[Any], Hashable], left_out: tuple[str, ...]) -> Hashable:
-    fields = vars(module)
-    if any(fields[hooks] for hooks in HOOKS):
+    attributes = vars(module)
+    if any(attributes[hooks] for hooks in HOOKS):
         raise _Unlike
     apart = {*OF_EVERY_MODULE, *left_out}
-    own = {name: value for name, value in fields.items() if name in STATE or name not in apart}
+    own = {name: value for name, value in attributes.items() if name in STATE or name not in apart}
     return type(module), type(module).forward, form(own)
 
 
