@@ -7,14 +7,13 @@ written. Another trainer's YAML can be translated instead. Existing configuratio
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatrain.commands.plan import LENGTH, TOKENS_PER_STEP, adapter_keys, fewer_tokens, find_hardware, find_model
 from megatrain.config import load_config
-from megatrain.config.other_trainers import translate
+from megatrain.config.other_trainers import Translation, translate
 from megatrain.data import about_tokens, begins_with_text, holds_samples, require_source, source_called
 from megatrain.data.sample_formats import Schema
 from megatrain.errors import ConfigError, DataError, DeviceError
@@ -104,74 +103,57 @@ def _write(text: str, target: Path) -> None:
 def recipe_text(answers: Answers, plan: Plan, *, is_chat: bool, tokens: int | None = None) -> str:
     """The YAML text. is_chat: the data are samples with answers, not plain text. tokens: their approximate number."""
     question, hardware = plan.question, plan.question.hardware
-    rows = question.tokens_per_step // question.length
-    totals = hardware.capacities
     memory = [
-        f"{amount(nbytes)} of {amount(totals[tier])} {tier}"
+        f"{amount(nbytes)} of {amount(hardware.capacities[tier])} {tier}"
         for tier, nbytes in plan.nbytes.items()
-        if nbytes and totals[tier]
+        if nbytes and hardware.capacities[tier]
     ]
     verb = "Trains a fresh" if answers.from_scratch else "Fine-tunes" if is_chat else "Goes on training"
     steps, length, takes = _length(answers, plan, tokens, is_chat=is_chat)
-    lines = [
-        f"# {verb} {answers.model} on {', '.join(answers.data)}. Written by `megatrain init`; change what you like.",
-        "# `megatrain train --keys` explains every key.",
-        "#",
-        f"# Planned for {hardware.name}:",
-        f"#   a step of {counted(question.tokens_per_step, 'token')} takes {duration(plan.seconds)}:"
-        f" {plan.tokens_per_second:,.0f} tokens/s",
-        f"#   {takes}",
-        f"#   memory: {', '.join(memory)}",
-        f"#   each layer's activations: {plan.policy.activations}",
+    head = [
+        f"{verb} {answers.model} on {', '.join(answers.data)}. Written by `megatrain init`; change what you like.",
+        "`megatrain train --keys` explains every key.",
         "",
-        "model:",
-        f"  {'config' if answers.from_scratch else 'path'}: {_quoted(answers.model)}",
+        f"Planned for {hardware.name}:",
+        f"  a step of {counted(question.tokens_per_step, 'token')} takes {duration(plan.seconds)}:"
+        f" {plan.tokens_per_second:,.0f} tokens/s, in micro-batches of {counted(plan.micro_batch, 'sequence')}",
+        f"  {takes}",
+        f"  memory: {', '.join(memory)}",
     ]
+    model: dict[str, Any] = {"config" if answers.from_scratch else "path": answers.model}
+    data: dict[str, Any] = {"sources": list(answers.data), "sequence_length": question.length}
     if answers.trust_remote_code:
-        lines.append("  trust_remote_code: true")
-    lines += ["", "data:", f"  sources: {json.dumps(list(answers.data), ensure_ascii=False)}"]
-    if is_chat:
-        lines += [
-            "  train_on: assistant  # every answer; `last` or `all`",
-            "  packing: auto  # whole samples in each sequence",
-        ]
+        model["trust_remote_code"] = True
     if answers.from_scratch:
-        lines.append("  tokenizer: bytes  # built in; name a folder or a hub name for another")
-        lines += ["  chat_template: chatml  # the built-in tokenizer has none"] if is_chat else []
+        data |= {"tokenizer": "bytes"} | ({"chat_template": "chatml"} if is_chat else {})
+    rate, decay = _optimizer_keys(answers, is_chat=is_chat)
+    train = {
+        **length,
+        "global_batch_size": question.tokens_per_step // question.length,
+        "learning_rate": rate,
+        "warmup_steps": max(1, steps // 30),
+        "weight_decay": decay,
+        "precision": answers.precision,
+        "device": "cpu" if hardware.shares_memory else "cuda:0",
+        "hardware": answers.hardware,
+    }
+    tree = {"model": model, "data": data, "train": train, "output": {"folder": answers.folder}}
+    tree |= {} if answers.adapter is None else {"adapter": adapter_keys(answers.adapter)}
+    tree |= {"disk": {"folders": list(answers.disk)}} if answers.disk else {}
+    return Translation(tree).text(head)
+
+
+def _optimizer_keys(answers: Answers, *, is_chat: bool) -> tuple[float, float]:
+    """(learning rate, weight decay)"""
     if answers.adapter is not None:
-        keys = adapter_keys(answers.adapter)
-        adapter = [f"  {key}: {value if key == 'type' else json.dumps(value)}" for key, value in keys.items()]
-        lines[lines.index("data:") : lines.index("data:")] = ["adapter:", *adapter, ""]
-    rate, decay = (
-        ("2e-4", "0.0")
-        if answers.adapter is not None
-        else ("6e-4", "0.1")
-        if answers.from_scratch
-        else ("1e-5", "0.0")
-        if is_chat
-        else ("2e-5", "0.1")
-    )
-    lines += [
-        f"  sequence_length: {question.length}",
-        "",
-        "train:",
-        f"  {length}",
-        f"  global_batch_size: {rows}  # {counted(question.tokens_per_step, 'token')}",
-        f"  micro_batch_size: null  # the plan's: {plan.micro_batch}",
-        f"  learning_rate: {rate}",
-        f"  warmup_steps: {max(1, steps // 30)}",
-        f"  weight_decay: {decay}",
-        f"  precision: {answers.precision}",
-        f"  device: {'cpu' if hardware.shares_memory else 'cuda:0'}",
-        f"  hardware: {_quoted(answers.hardware) if answers.hardware else 'null  # this machine'}",
-    ]
-    if answers.disk:
-        lines += ["", "disk:", f"  folders: {json.dumps(list(answers.disk), ensure_ascii=False)}"]
-    return "\n".join([*lines, "", "output:", f"  folder: {_quoted(answers.folder)}", ""])
+        return 2e-4, 0.0
+    if answers.from_scratch:
+        return 6e-4, 0.1
+    return (1e-5, 0.0) if is_chat else (2e-5, 0.1)
 
 
-def _length(answers: Answers, plan: Plan, tokens: int | None, *, is_chat: bool) -> tuple[int, str, str]:
-    """The approximate number of steps, the line with the key that sets it, and a comment with the time."""
+def _length(answers: Answers, plan: Plan, tokens: int | None, *, is_chat: bool) -> tuple[int, dict[str, int], str]:
+    """The approximate number of steps, the key that sets it, and a comment with the time."""
     in_step = plan.question.tokens_per_step
     passes = None if tokens is None else -(-EPOCHS * tokens // in_step)
     if answers.steps is not None or (not is_chat and (passes is None or passes > STEPS)):
@@ -179,8 +161,8 @@ def _length(answers: Answers, plan: Plan, tokens: int | None, *, is_chat: bool) 
         takes = "take" if steps > 1 else "takes"
         if tokens is not None:
             takes = f"{'are' if steps > 1 else 'is'} about {counted_epochs(steps * in_step / tokens, 2)} and {takes}"
-        return steps, f"steps: {steps}", f"{counted(steps, 'step')} {takes} {duration(plan.seconds * steps)}"
-    key = f"epochs: {EPOCHS}  # passes over the data; or `steps`"
+        return steps, {"steps": steps}, f"{counted(steps, 'step')} {takes} {duration(plan.seconds * steps)}"
+    key = {"epochs": EPOCHS}
     if passes is None:
         return STEPS, key, f"how long {EPOCHS} epochs take depends on the size of the data"
     takes = f"about {counted(passes, 'step')} and take {duration(plan.seconds * passes)}"
@@ -218,7 +200,3 @@ def _is_chat(answers: Answers) -> bool:
                 raise
             return True
     return False
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
