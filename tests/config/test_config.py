@@ -174,6 +174,7 @@ def test_a_saved_config_round_trips(
         (MINIMAL + "trian: {}\n", (), "run.yaml:10: unknown key trian; did you mean train?"),
         (MINIMAL, ("window=3",), "override 'window=3': unknown key window; in MegaTrain it is data.sequence_length"),
         (MINIMAL, ("policy.compile=true",), "unknown key policy.compile; it is policy.kernels (stock or compile) now"),
+        (MINIMAL, ("output.push=org/name",), "unknown key output.push; it is `hf upload NAME RUN/model`, after"),
         (MINIMAL, ("policy.weight_slot=3",), "unknown key policy.weight_slot; did you mean policy.weight_slots?"),
         (MINIMAL, ("checkpoint_every=3",), "unknown key checkpoint_every; did you mean checkpoint.every?"),
         (MINIMAL, ("train.checkpoint_every=3",), "did you mean checkpoint.every?"),
@@ -448,6 +449,7 @@ def test_shipped_configs_are_valid(path: Path) -> None:
 
 
 def test_configs_from_before_trackers_keep_their_meaning(tmp_path: Path) -> None:
+    assert load(tmp_path, MINIMAL, "output.push=null").output.trackers == ("tensorboard",)
     assert load(tmp_path).output.trackers == ("tensorboard",)
     assert load(tmp_path, MINIMAL, "output.tensorboard=false").output.trackers == ()
     assert load(tmp_path, MINIMAL, "output.tensorboard=true").output.trackers == ("tensorboard",)
