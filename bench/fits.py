@@ -29,7 +29,7 @@ from bench.scaling import filled, most_tokens_that_fit
 from megatrain.commands.plan import LENGTH, TOKENS_PER_STEP, find_model
 from megatrain.errors import DoesNotFit
 from megatrain.formatting import amount
-from megatrain.plan import Plan, Question, find_plan, hidden_from, machine
+from megatrain.plan import Plan, Question, find_plan, machine
 from megatrain.spec import Hardware, Limits, ModelSpec
 
 GB = 10**9
@@ -159,8 +159,8 @@ HOSTS = (64, 128)
 
 def files_table() -> list[str]:
     """For each base and size of host memory, on an RTX 4090 with the drive that is described with it."""
-    heads = "base | host memory | planned tokens/s | tokens a step | stays in files | read a step | hidden from about"
-    lines = [f"| {heads} |", "|---" * 7 + "|"]
+    heads = "base | host memory | planned tokens/s | tokens a step | stays in files | read a step"
+    lines = [f"| {heads} |", "|---" * 6 + "|"]
     for name in LARGE:
         model = find_model(name, "bf16", adapter=ADAPTER)
         for gb in HOSTS:
@@ -174,13 +174,11 @@ def files_table() -> list[str]:
 
 def files_cells(plan: Plan | None) -> str:
     if plan is None:
-        return "does not fit | | | | "
+        return "does not fit | | | "
     buffers = plan.timeline.schedule.buffers.values()
     there = amount(sum(buffer.nbytes for buffer in buffers if buffer.tier == "file"))
-    count = hidden_from(plan)
-    hidden = "never" if count is None else f"{count:,} tokens"
     speed, tokens = f"{plan.tokens_per_second:,.0f}", f"{sum(plan.work.tokens):,}"
-    return f"{speed} | {tokens} | {there} | {amount(plan.read_from_files_nbytes)} | {hidden}"
+    return f"{speed} | {tokens} | {there} | {amount(plan.read_from_files_nbytes)}"
 
 
 def main() -> int:
