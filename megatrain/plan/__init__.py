@@ -1,6 +1,5 @@
 """Plans training by calculation alone. Does not import torch, so that a laptop can plan for any described machine."""
 
-from megatrain.plan.advice import nearest_that_fits
 from megatrain.plan.analysis import (
     Outlook,
     advised,
@@ -22,7 +21,6 @@ from megatrain.plan.cost import (
     product_seconds,
     step_flops,
 )
-from megatrain.plan.defaults import choose_policy, fit_activations, images_nbytes
 from megatrain.plan.estimates import estimate, examine, memory_table
 from megatrain.plan.host_resources import available_host_nbytes, available_threads
 from megatrain.plan.machines import load_hardware, machine, machine_names, save_hardware
@@ -31,6 +29,7 @@ from megatrain.plan.ranks import question_of_one, ranks_on_each, share_of
 from megatrain.plan.report import peak_table
 from megatrain.plan.search import find_plan, fits, survey
 from megatrain.plan.spec_file import read_model
+from megatrain.plan.without_plan import choose_policy, fit_activations, fit_lock_limit, images_nbytes, nearest_that_fits
 
 __all__ = [
     "Calibration",
@@ -51,6 +50,7 @@ __all__ = [
     "examine",
     "find_plan",
     "fit_activations",
+    "fit_lock_limit",
     "fits",
     "hidden_from",
     "images_nbytes",

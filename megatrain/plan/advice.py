@@ -1,26 +1,20 @@
-"""Suggests changes that would make a plan fit: to the question, or to a policy that an engine was given.
+"""Suggests changes of a question that would make a plan fit, the least painful first, and words the refusal.
 
-Changes come in order, least painful first. `search` tries those of a question; hardware that would help is found by
-`analysis.upgrades`.
+`search` tries them; hardware that would help is found by `analysis.changes`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 from megatrain.errors import DoesNotFit
 from megatrain.formatting import amount, at_least
-from megatrain.plan.estimates import memory_table
 from megatrain.plan.question import Plan, Question, usable_nbytes
 from megatrain.plan.ranks import FIXED, limits_of_machine
-from megatrain.spec import ModelSpec, Numerics, Policy, Work
 
 KEPT_OVERRIDES = ("micro_batch", "host_threads")
 """Overrides that are not about streaming, and are never advised against."""
-
-TIERS = ("device", "host", "disk")
 
 SHORTEST = 256
 """Tokens of the shortest sequence that is advised."""
@@ -90,37 +84,3 @@ def provide(question: Question, nbytes: Mapping[str, int]) -> str:
 def _halves(number: int) -> Iterator[int]:
     while number := number // 2:
         yield number
-
-
-def nearest_that_fits(
-    model: ModelSpec, numerics: Numerics, policy: Policy, work: Work, budgets: Mapping[str, int]
-) -> str:
-    """The smallest change of the policy that keeps every tier within its budget (bytes), in words.
-
-    Only what is allocated for the whole run is compared, and a step takes more than that. So a change must take less
-    than the policy that failed, and no more of any tier, but host memory instead of the disk.
-    """
-    tried: dict[str, dict[str, Any]] = {
-        "all state in host memory would fit": {"placements": ()},
-        "one weight slot and one gradient slot would fit": {"weight_slots": 1, "grad_slots": 1},
-        "no clipping (max_grad_norm=None) would fit": {"update": "during_backward"},
-        "no clipping, and one slot each, would fit": {"update": "during_backward", "weight_slots": 1, "grad_slots": 1},
-    }
-    failed = _needed(model, numerics, policy, work)
-    for words, change in tried.items():
-        needed = _needed(model, numerics, replace(policy, **change), work)
-        takes_more = any(
-            nbytes > failed[tier] for tier, nbytes in needed.items() if tier != "host" or "placements" not in change
-        )
-        if needed != failed and not takes_more and all(needed.get(tier, 0) <= most for tier, most in budgets.items()):
-            return words
-    return "no other policy of this model fits"
-
-
-def _needed(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work) -> dict[str, int]:
-    """Tier -> bytes that are allocated for the whole run."""
-    table = memory_table(model, numerics, policy, work)
-    needed = {tier: sum(n for (of, _), n in table.items() if of == tier) for tier in TIERS}
-    if policy.shares_memory:
-        needed["host"] += needed.pop("device")
-    return needed

@@ -15,11 +15,9 @@ from megatrain.plan.cost import duplex_bandwidths, host_dram_bandwidth, optimize
 from megatrain.plan.estimates import examine_rounds, seconds_on
 from megatrain.plan.question import Plan, Question
 from megatrain.plan.search_space import FEWER_WRITES, SLOWER_FOR_FEWER_WRITES, STREAMED_FACTORS, WORTH_STREAMING
-from megatrain.schedule import build_step
+from megatrain.plan.without_plan import staging_nbytes
 from megatrain.schedule.passes.pinned_staging import pinned_nbytes
 from megatrain.schedule.passes.state_buffers import MOMENTS_NBYTES
-from megatrain.spec import ModelSpec, Numerics, Policy, Work
-from megatrain.spec.layout import layout_of
 
 # Fewer writes ---------------------------------------------------------------------------------------------------------
 
@@ -88,16 +86,6 @@ def _balanced_share(plan: Plan) -> float:
 # which is fastest. Beyond it, pinned staging buffers are compared with pageable memory, at the prices of this machine.
 
 
-MAX_STAGING_NBYTES = 64 << 20
-"""Largest staging buffer."""
-
-MAX_STAGED_SHARDS = 32
-"""Staging buffers are not so small that the largest unit would have more shards than this."""
-
-STAGING_SHARE = 0.5
-"""Share of the lock limit that staging buffers may take."""
-
-
 def within_lock_limit(question: Question, search: Callable[[Question], Plan]) -> Plan:
     """The plan that `search` finds, or the best that page-locks no more than the machine allows.
 
@@ -117,33 +105,10 @@ def _with_less_pinned(plan: Plan, limit: int, search: Callable[[Question], Plan]
     if plan.policy.streamed_updates and "streamed_updates" not in question.overrides:
         yield search(replace(question, overrides={**question.overrides, "streamed_updates": 0.0}))
     slots = question.overrides.get("pinned_staging_slots", plan.policy.pinned_staging_slots)
-    shard = {"shard_nbytes": _staging_nbytes(question.model, slots, limit)}
+    shard = {"shard_nbytes": staging_nbytes(question.model, slots, limit)}
     with suppress(DoesNotFit):  # staging buffers take more host memory
         yield search(replace(question, overrides={**shard, **question.overrides, "transfer": "staged"}))
     yield search(replace(question, overrides={**question.overrides, "transfer": "pageable"}))
-
-
-def fit_lock_limit(model: ModelSpec, numerics: Numerics, policy: Policy, limit: int) -> Policy:
-    """The policy, changed to pin at most `limit` bytes.
-
-    Of these, the first that does: as it is; without streamed updates; with pinned staging buffers; nothing pinned.
-    """
-    if policy.shares_memory:
-        return policy
-    shard = min(policy.shard_nbytes, _staging_nbytes(model, policy.pinned_staging_slots, limit))
-    unstreamed = replace(policy, streamed_updates=0.0)
-    for each in (policy, unstreamed, replace(unstreamed, transfer="staged", shard_nbytes=shard)):
-        schedule = build_step(model, numerics, each, Work.of_two_rounds(each.micro_batches_per_round))
-        if pinned_nbytes(schedule.buffers.values(), each.transfer) <= limit:
-            return each
-    return replace(unstreamed, transfer="pageable")
-
-
-def _staging_nbytes(model: ModelSpec, slots: int, limit: int) -> int:
-    """Bytes of one staging buffer, and so of a shard."""
-    largest = max(layout_of(unit).size for unit in model.units)
-    least = -(-4 * largest // MAX_STAGED_SHARDS)
-    return max(1, least, min(MAX_STAGING_NBYTES, int(STAGING_SHARE * limit) // (2 * slots)))
 
 
 def locks_too_much(plan: Plan) -> bool:

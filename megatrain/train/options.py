@@ -28,10 +28,9 @@ from megatrain.model import AdaptedSource, PortedModel, Source, port_model, requ
 from megatrain.model.encoder_stack import stream_encoder
 from megatrain.model.profile_prologue import values_of
 from megatrain.optim import AdamW
-from megatrain.plan import available_threads, choose_policy, memory_table
+from megatrain.plan import available_threads, choose_policy, fit_lock_limit, memory_table
 from megatrain.plan.host_resources import available_cores
 from megatrain.plan.placement import host_nbytes, spill, spill_to_fit
-from megatrain.plan.refinements import fit_lock_limit
 from megatrain.schedule.passes.state_buffers import state_name, state_nbytes
 from megatrain.spec import IN_HOST, Limits, ModelSpec, Numerics, Part, Policy, Precision, Work
 from megatrain.spec.layout import layout_of

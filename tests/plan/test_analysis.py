@@ -31,12 +31,12 @@ from megatrain.plan import (
     stalls,
     step_flops,
 )
-from megatrain.plan.advice import nearest_that_fits
 from megatrain.plan.analysis import RESOURCES, Change, with_more
 from megatrain.plan.cost import MEASURED_OVER_PLANNED
 from megatrain.plan.estimates import seconds_on
 from megatrain.plan.ranks import question_of_one
 from megatrain.plan.report import as_content, gains, summary_rows, warning_rows, without_gain
+from megatrain.plan.without_plan import nearest_that_fits
 from megatrain.schedule import Access, Buffer, Op, Schedule, Timeline, Use, replay
 from megatrain.schedule.contents import Moments
 from megatrain.schedule.deps import derive_waits

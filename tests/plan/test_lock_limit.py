@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatrain.plan import Question, find_plan
-from megatrain.plan.refinements import fit_lock_limit
+from megatrain.plan.without_plan import fit_lock_limit
 from megatrain.schedule import Use, build_step
 from megatrain.schedule.passes.pinned_staging import pinned_nbytes
 from megatrain.spec import Hardware, Numerics, Part, Placement, Policy, Work
