@@ -93,7 +93,7 @@ def test_a_finished_run_folder_is_complete(tmp_path: Path) -> None:
         "finished",
         "4 of 4",
         "optimizer state",
-        'id="time"',
+        "Compute waited for",
         "after step 4",
         "perplexity",
     ):
