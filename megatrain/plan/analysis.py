@@ -306,13 +306,15 @@ def changes(question: Question, plan: Plan | None) -> tuple[Change, ...]:
     if plan is not None and plan.policy.streamed_updates and "streamed_updates" not in question.overrides:
         plans.append(examine_rounds(question, plan.choice.change(streamed_updates=0.0), plan.micro_batch))
     today = estimate(question, plans[-1].choice, plans[-1].micro_batch).seconds if plans else inf
+    of_the_run, of_the_machine = _changes_of_the_run(plan), _changes_of_the_machine(question, plan)
     gains = []
-    for name, asked in (_changes_of_the_run(plan) | _changes_of_the_machine(question, plan)).items():
-        times_longer = asked.tokens_per_step / question.tokens_per_step
+    for name, asked in {**of_the_run, **of_the_machine}.items():
         seconds: list[float] = []
-        if asked.hardware != question.hardware or asked.limits != question.limits:
-            seconds += [seconds_on(each, asked) for each in plans]
-        if asked.budgets() != question.budgets() or asked.hardware == question.hardware:
+        if name in of_the_machine:  # with more memory alone, ops cost what they did
+            same = asked.cost_key == question.cost_key
+            seconds += [known.seconds if same else seconds_on(known, asked) for known in plans]
+        if name in of_the_run or asked.budgets() != question.budgets():
+            times_longer = asked.tokens_per_step / question.tokens_per_step
             better = faster_plan(asked, WORTH_A_SEARCH * times_longer * today)
             seconds += [] if better is None else [better.seconds]
         best = min(seconds, default=None)
