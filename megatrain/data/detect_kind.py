@@ -22,7 +22,7 @@ from megatrain.data.read_rows import (
     TABLES,
     TEXTS,
     LeftOut,
-    Row,
+    SourceRow,
     commit_or_download,
     is_saved,
     read_rows,
@@ -169,7 +169,7 @@ def _file_holds_samples(path: Path, schema: Schema, *, named: bool = False) -> b
     return (unknown or bool(malformed)) and kind_of(path) in JSON_LINES
 
 
-def _format_of(row: Row, schema: Schema) -> Format | None:
+def _format_of(row: SourceRow, schema: Schema) -> Format | None:
     try:
         return detect_schema(row, schema).format
     except SampleError:
@@ -195,6 +195,6 @@ def _require_text(path: Path, schema: Schema) -> None:
     except (ValueError, RecursionError):
         return
     fields = value[0] if isinstance(value, list) and value else value
-    if isinstance(fields, dict) and _format_of(Row(fields, str(path), str(path)), schema) not in (None, "text"):
+    if isinstance(fields, dict) and _format_of(SourceRow(fields, str(path), str(path)), schema) not in (None, "text"):
         what = "holds samples, but its name does not say so"
         raise DataError(what, where=str(path), fix=f"rename it to end in .jsonl or .json; {fix}")

@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import Any
 
 from megatrain.data.messages import IMAGES, Message, read_turns
-from megatrain.data.read_rows import Row
+from megatrain.data.read_rows import SourceRow
 from megatrain.errors import DataError, SampleError, first_line
 from megatrain.system.paths import usable_path
 
@@ -114,7 +114,7 @@ def pillow() -> ModuleType:
     return PIL.Image
 
 
-def take_images(row: Row, column: str, fields: Sequence[str]) -> tuple[Row, tuple[Image, ...], int]:
+def take_images(row: SourceRow, column: str, fields: Sequence[str]) -> tuple[SourceRow, tuple[Image, ...], int]:
     """(the row with a `MARK` for each image in `fields`, its images in order, how many have no place yet).
 
     fields: the columns of turns and texts, in order. Raises `SampleError` for images and places that do not fit.
@@ -155,7 +155,7 @@ def as_parts(message: Message) -> Message:
 class _Taking:
     """Walks through the values of a row and takes its images, those of the column in order."""
 
-    def __init__(self, row: Row, given: deque[Image]) -> None:
+    def __init__(self, row: SourceRow, given: deque[Image]) -> None:
         self.row, self.given, self.images = row, given, list[Image]()
         self._has_column = bool(given)
 
@@ -198,7 +198,7 @@ class _Taking:
         self.images.append(self.given.popleft())
 
 
-def _parsed(row: Row, name: str) -> Any:
+def _parsed(row: SourceRow, name: str) -> Any:
     """A field; a list of turns written as JSON text is parsed, as in a table."""
     value = row.fields[name]
     if isinstance(value, str) and value.lstrip().startswith("["):
@@ -209,7 +209,7 @@ def _parsed(row: Row, name: str) -> Any:
     return value
 
 
-def _column(row: Row, column: str) -> list[Image]:
+def _column(row: SourceRow, column: str) -> list[Image]:
     """The images in the column: none, one or a list of them; or the JSON text of a list."""
     value = row.fields.get(column)
     if isinstance(value, str) and value.lstrip().startswith("["):
@@ -219,7 +219,7 @@ def _column(row: Row, column: str) -> list[Image]:
     return [_image(item, row) for item in (value if isinstance(value, list | tuple) else [value])]
 
 
-def _image(value: object, row: Row) -> Image:
+def _image(value: object, row: SourceRow) -> Image:
     """What a row says an image is."""
     if isinstance(value, Mapping) and {"bytes", "path"} & value.keys():
         value = value.get("bytes") or value.get("path")

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from megatrain.data.packing import Batching, Row, SampleRows, collate, epoch_order, next_source
+from megatrain.data.packing import Batching, SampleRows, TrainingRow, collate, epoch_order, next_source
 from megatrain.data.stream_rows import StreamRows
 from megatrain.errors import DataError
 
@@ -275,7 +275,7 @@ def source_seed(seed: int, source: int) -> int:
     return (seed + source * 0x9E3779B97F4A7C15) % (1 << 63)
 
 
-def batch_of(rows: Sequence[Row]) -> Batch:
+def batch_of(rows: Sequence[TrainingRow]) -> Batch:
     """`packing.collate` as tensors that share its memory; an array under two names becomes one tensor.
 
     Of rows with images, their processor adds its tensors. Raises `DataError` for an image that cannot be read.

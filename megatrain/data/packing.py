@@ -133,8 +133,8 @@ MULTIPLE = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
-    """One row; arrays are int64[tokens]. `labels` is `ids` itself if every token is a target."""
+class TrainingRow:
+    """One row of a micro-batch; arrays are int64[tokens]. `labels` is `ids` itself if every token is a target."""
 
     ids: Indices
     labels: Indices
@@ -153,8 +153,8 @@ class Batching(Protocol):
 
     def __len__(self) -> int: ...
 
-    def row(self, index: int) -> Row:
-        """Row `index`, counted from 0."""
+    def row(self, index: int) -> TrainingRow:
+        """TrainingRow `index`, counted from 0."""
 
     def order(self, seed: int, epoch: int) -> Indices:
         """The order of the rows in an epoch: a permutation."""
@@ -199,8 +199,8 @@ class PackedRows:
         members, starts = self._bins
         return members[starts[index] : starts[index + 1]]
 
-    def row(self, index: int) -> Row:
-        """Row `index` with the tokens of its samples one after another, each with positions from 0 on."""
+    def row(self, index: int) -> TrainingRow:
+        """TrainingRow `index` with the tokens of its samples one after another, each with positions from 0 on."""
         return packed_row([self.file.sample(int(number)) for number in self.members(index)])
 
     def order(self, seed: int, epoch: int) -> Indices:
@@ -247,14 +247,14 @@ class SampleRows:
         """The numbers of the samples in rows `indices`, both int64 of the same shape."""
         return self.group_size * self.chosen[indices // self.group_size] + indices % self.group_size
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int) -> TrainingRow:
         """A sample, with its reference log-probability and label if it has them."""
         number = int(self._samples(index))
         ids, trained = self.file.sample(number)
         reference = None if self.reference.values is None else float(self.reference.values[number])
         desirable = bool(self.file.marks[number]) if holds_unpaired(self.file) else None
         images = self.file.image_text(number)
-        return Row(ids, _labels(ids, trained), None, reference, desirable, images, self.processor)
+        return TrainingRow(ids, _labels(ids, trained), None, reference, desirable, images, self.processor)
 
     def order(self, seed: int, epoch: int) -> Indices:
         """See `grouped_order`. The length of a pair is that of its longer sample."""
@@ -285,9 +285,9 @@ class SampleRows:
         return {**_identity(self.file, self.chosen), "packing": packing, "together": self.micro_batch}
 
 
-def packed_row(samples: Sequence[tuple[Indices, npt.NDArray[np.bool_]]]) -> Row:
+def packed_row(samples: Sequence[tuple[Indices, npt.NDArray[np.bool_]]]) -> TrainingRow:
     """One row of several samples (ids, mask of targets), each with positions from 0 on."""
-    return Row(
+    return TrainingRow(
         np.concatenate([ids for ids, _ in samples]),
         np.concatenate([_labels(ids, trained) for ids, trained in samples]),
         np.concatenate([np.arange(len(ids)) for ids, _ in samples]),
@@ -333,7 +333,7 @@ def copies(sources: Sequence[npt.NDArray[Any]]) -> list[tuple[int, int]]:
     return [(len(hashes) - len(kinds), len(kinds) - first) for hashes, kinds, first in counted]
 
 
-def collate(rows: Sequence[Row]) -> Arrays:
+def collate(rows: Sequence[TrainingRow]) -> Arrays:
     """Collate rows into the arrays of a micro-batch.
 
     `input_ids` and `labels` are int64[rows, tokens]; windows of plain text are of one length, and one array is both.

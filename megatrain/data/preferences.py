@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from megatrain.data.encode import EncodedSample, Statistics
 from megatrain.data.loss_switches import as_label
-from megatrain.data.read_rows import Row
+from megatrain.data.read_rows import SourceRow
 from megatrain.data.sample_formats import FIELDS, Format, Sample, Schema, read_sample, require_fields
 from megatrain.errors import DataError, SampleError
 
@@ -50,7 +50,7 @@ SECOND = ("rejected", "mismatched")
 """`Sample.answer` of the second sample of a pair."""
 
 
-def read_pair(row: Row, schema: Schema) -> tuple[Sample, Sample]:
+def read_pair(row: SourceRow, schema: Schema) -> tuple[Sample, Sample]:
     """The chosen and the rejected sample of a row. Raises `SampleError` for an unusable row."""
     require_fields(row, schema)
     chosen, rejected = (row.fields[schema.column(name)] for name in ANSWERS)
@@ -65,7 +65,7 @@ def read_pair(row: Row, schema: Schema) -> tuple[Sample, Sample]:
     return replace(first, answer="chosen"), replace(second, answer="rejected")
 
 
-def _with_answer(row: Row, schema: Schema, answer: Any) -> Sample:
+def _with_answer(row: SourceRow, schema: Schema, answer: Any) -> Sample:
     """The sample of a row with one of its answers."""
     named = next(name for name in ("conversations", "instruction", "prompt") if row.fields.get(schema.column(name)))
     kinds: dict[str, tuple[Format, str]] = {
@@ -142,7 +142,7 @@ def _leave_out(sample: EncodedSample, statistics: Statistics) -> None:
     statistics.left_out.add("the other answer is left out", sample.origin)
 
 
-def read_unpaired(row: Row, schema: Schema) -> Sample:
+def read_unpaired(row: SourceRow, schema: Schema) -> Sample:
     """The answer of a row, with its label. Raises `SampleError` for an unusable row."""
     require_fields(row, schema)
     column = schema.column("label")

@@ -115,7 +115,7 @@ DOCS = frozenset({"readme", "license", "licence", "notice", "citation", "changel
 """Files about the data, which are no samples: names in lower case, without a suffix."""
 
 
-class Row(NamedTuple):
+class SourceRow(NamedTuple):
     """One row of a source, not yet interpreted."""
 
     fields: Mapping[str, Any]
@@ -125,7 +125,7 @@ class Row(NamedTuple):
     ends: bool = True
 
 
-def read_rows(name: str, left_out: LeftOut, **which: Any) -> Iterator[Row]:
+def read_rows(name: str, left_out: LeftOut, **which: Any) -> Iterator[SourceRow]:
     """The rows of a `RowStream` from the first one on, all of them."""
     yield from RowStream(name, left_out, **which).rows_from(0, None)
 
@@ -191,7 +191,7 @@ def file_digest(path: Path) -> str:
         raise unreadable(error, path) from error
 
 
-def _file_rows(path: Path, left_out: LeftOut, skipped: int) -> Iterator[Row]:
+def _file_rows(path: Path, left_out: LeftOut, skipped: int) -> Iterator[SourceRow]:
     """The rows of a file after the first `skipped`; `left_out` gets only what comes after these."""
     if kind_of(path) not in SUFFIXES:
         fix = f"known are {', '.join(SUFFIXES)}, and all but {' and '.join(TABLES)} followed by .gz or .zst"
@@ -209,7 +209,7 @@ def _file_rows(path: Path, left_out: LeftOut, skipped: int) -> Iterator[Row]:
         left_out.add("empty file", str(path))
 
 
-def _parsed(path: Path, left_out: LeftOut, skipped: int) -> Iterator[Row]:
+def _parsed(path: Path, left_out: LeftOut, skipped: int) -> Iterator[SourceRow]:
     if kind_of(path) in TABLES:
         yield from _table_rows(path, skipped)
         return
@@ -222,7 +222,7 @@ def _parsed(path: Path, left_out: LeftOut, skipped: int) -> Iterator[Row]:
     yield from rows
 
 
-def _table_rows(path: Path, skipped: int) -> Iterator[Row]:
+def _table_rows(path: Path, skipped: int) -> Iterator[SourceRow]:
     """The rows of a Parquet or Arrow file. Those that are skipped are read, but not converted."""
     library = _datasets_library(str(path))
     files = glob.escape(str(path))
@@ -231,14 +231,14 @@ def _table_rows(path: Path, skipped: int) -> Iterator[Row]:
     for table in data.with_format("arrow").iter(TABLE_ROWS):
         start = max(first, skipped)
         for number, fields in enumerate(table.slice(start - first).to_pylist(), start):
-            yield Row(_plain(fields, types), str(path), f"{path}[{number}]")
+            yield SourceRow(_plain(fields, types), str(path), f"{path}[{number}]")
         first += len(table)
 
 
 # Plain texts ----------------------------------------------------------------------------------------------------------
 
 
-def read_texts(name: str, left_out: LeftOut, pattern: str = "*") -> Iterator[Row]:
+def read_texts(name: str, left_out: LeftOut, pattern: str = "*") -> Iterator[SourceRow]:
     """The rows of plain texts: of JSON lines, of a text file with any suffix, of all of these in a folder, or of the
     standard library.
 
@@ -259,7 +259,7 @@ def read_texts(name: str, left_out: LeftOut, pattern: str = "*") -> Iterator[Row
                 left_out.add("not UTF-8 text", str(file.path))
                 continue
             for text, ends in _pieces(file.path):
-                yield Row({"text": text}, str(file.path), str(file.path), begins, ends)
+                yield SourceRow({"text": text}, str(file.path), str(file.path), begins, ends)
                 rows, begins = rows + 1, False
         except OSError as error:
             raise unreadable(error, file.path) from error
@@ -308,17 +308,17 @@ def _is_text(path: Path) -> bool:
     return True
 
 
-def _text_row(path: Path, _: LeftOut) -> Iterator[Row]:
+def _text_row(path: Path, _: LeftOut) -> Iterator[SourceRow]:
     """A text file as one row."""
     text = "".join(piece for piece, _ in _pieces(path))
     if text.strip():
-        yield Row({"text": text}, str(path), str(path))
+        yield SourceRow({"text": text}, str(path), str(path))
 
 
 # Tables and JSON ------------------------------------------------------------------------------------------------------
 
 
-def _csv_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
+def _csv_rows(path: Path, left_out: LeftOut) -> Iterator[SourceRow]:
     """The rows of a CSV or TSV file with a header. Cells are text, or the turns of a chat if they are JSON (`_cell`).
 
     The place of a row is its first line.
@@ -336,7 +336,7 @@ def _csv_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
             for cells in reader:
                 place, at = f"{path}:{at}", reader.line_num + 1
                 if len(cells) == len(header):
-                    yield Row(dict(zip(header, map(_cell, cells), strict=True)), str(path), place)
+                    yield SourceRow(dict(zip(header, map(_cell, cells), strict=True)), str(path), place)
                 elif cells:  # an empty line has none
                     what = f"{len(cells)} cells in a row, but {len(header)} in the header"
                     fix = "correct the row; put quotes around a cell that holds the separator or a line end"
@@ -372,11 +372,11 @@ def _line_not_utf8(path: Path) -> int:
     return good + 1
 
 
-def _json_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
+def _json_rows(path: Path, left_out: LeftOut) -> Iterator[SourceRow]:
     return _json_list(path, left_out) if kind_of(path) == ".json" else _json_lines(path, left_out)
 
 
-def _json_lines(path: Path, left_out: LeftOut) -> Iterator[Row]:
+def _json_lines(path: Path, left_out: LeftOut) -> Iterator[SourceRow]:
     with open_bytes(path) as file:
         for number, line in enumerate(file, start=1):
             place = f"{path}:{number}"
@@ -390,12 +390,12 @@ def _json_lines(path: Path, left_out: LeftOut) -> Iterator[Row]:
                 left_out.refuse(SampleError(what, reason="not a line of JSON", where=place, fix=fix))
                 continue
             if isinstance(fields, dict):
-                yield Row(fields, str(path), place)
+                yield SourceRow(fields, str(path), place)
             else:
                 left_out.refuse(_no_object(fields, place))
 
 
-def _json_list(path: Path, left_out: LeftOut) -> Iterator[Row]:
+def _json_list(path: Path, left_out: LeftOut) -> Iterator[SourceRow]:
     """The elements of the list in a `.json` file; a `.json` file of JSON lines, which is common, is read as such."""
     try:
         with open_text(path) as text:
@@ -407,7 +407,7 @@ def _json_list(path: Path, left_out: LeftOut) -> Iterator[Row]:
             for number, fields in enumerate(list_elements(text)):
                 place = f"{path}[{number}]"
                 if isinstance(fields, dict):
-                    yield Row(fields, str(path), place)
+                    yield SourceRow(fields, str(path), place)
                 else:
                     left_out.refuse(_no_object(fields, place))
     except MalformedJson as error:
@@ -498,7 +498,7 @@ def _as_data_error(name: str) -> Iterator[None]:
         raise DataError(f"cannot be read ({first_line(error)})", where=name, fix=READABLE) from error
 
 
-READERS: dict[str, tuple[Callable[[Path, LeftOut], Iterator[Row]], tuple[str, ...]]] = {
+READERS: dict[str, tuple[Callable[[Path, LeftOut], Iterator[SourceRow]], tuple[str, ...]]] = {
     "json": (_json_rows, (".json", *JSON_LINES)),
     "csv": (_csv_rows, tuple(SEPARATED)),
     "text": (_text_row, TEXTS),
@@ -535,7 +535,7 @@ class FileRows:
         """Go on from `state`."""
         self._file, self._rows = state["file"], state["rows"]
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[SourceRow]:
         """The rows from the state on; unusable ones are left out."""
         while self._file < len(self.files):
             for row in _file_rows(self.files[self._file], self._left_out, self._rows):
@@ -580,8 +580,8 @@ class RowStream:
             self._data = self._open()
             self._beginning = self._data.state_dict()
 
-    def rows_from(self, number: int, state: Mapping[str, Any] | None) -> Iterator[Row]:
-        """Row `number` and those after it in an epoch. state: `state()` at that row, or None for the first row.
+    def rows_from(self, number: int, state: Mapping[str, Any] | None) -> Iterator[SourceRow]:
+        """SourceRow `number` and those after it in an epoch. state: `state()` at that row, or None for the first row.
 
         A state that another reader of the same rows has left is not used: the rows before are read again.
         """
@@ -602,13 +602,13 @@ class RowStream:
         state: dict[str, Any] = self._data.state_dict()
         return state
 
-    def _rows(self, first: int) -> Iterator[Row]:
+    def _rows(self, first: int) -> Iterator[SourceRow]:
         if isinstance(self._data, FileRows):
             yield from self._data
             return
         types = dict(self._data.features or {})
         for number, fields in enumerate(self._data, start=first):
-            yield Row(_plain(fields, types), self.name, f"{self.name}[{number}]")
+            yield SourceRow(_plain(fields, types), self.name, f"{self.name}[{number}]")
 
     def _open(self) -> Any:
         """The data set: `FileRows`, or a stream of `datasets`."""

@@ -42,7 +42,7 @@ from megatrain.data.messages import (
     read_turns,
     read_values,
 )
-from megatrain.data.read_rows import Row
+from megatrain.data.read_rows import SourceRow
 from megatrain.data.token_files import TokenArray
 from megatrain.errors import ConfigError, DataError, SampleError
 
@@ -154,7 +154,7 @@ class Sample:
     """Those of the marks in `messages`, in order."""
 
 
-def detect_schema(row: Row, schema: Schema) -> Schema:
+def detect_schema(row: SourceRow, schema: Schema) -> Schema:
     """`schema`, with the format of `row` instead of `auto`. Raises `SampleError` if the row has no known format."""
     if schema.format == "chat" and schema.fits(row.fields):
         return _chat_or_sharegpt(row, schema) if schema.tags else schema
@@ -176,7 +176,7 @@ def detect_schema(row: Row, schema: Schema) -> Schema:
     )
 
 
-def _chat_or_sharegpt(row: Row, schema: Schema) -> Schema:
+def _chat_or_sharegpt(row: SourceRow, schema: Schema) -> Schema:
     """`schema`, of chat or sharegpt, corrected to the other one if the tags or the keys of the first turn say so."""
     column = schema.column(FIELDS[schema.format][0][0])
     turns = read_turns(row.fields[column], column, row.place)
@@ -196,7 +196,7 @@ def _chat_or_sharegpt(row: Row, schema: Schema) -> Schema:
     return schema
 
 
-def _refuse_half_a_pair(row: Row) -> None:
+def _refuse_half_a_pair(row: SourceRow) -> None:
     """Raise `SampleError` for a row with a rejected answer, but no chosen one."""
     for name, value in row.fields.items():
         if name.lower().startswith("rejected") and isinstance(value, str | Sequence | Mapping) and value:
@@ -205,7 +205,7 @@ def _refuse_half_a_pair(row: Row) -> None:
             raise SampleError(what, reason="half a preference", where=row.place, fix=fix)
 
 
-def read_sample(row: Row, schema: Schema) -> Sample:
+def read_sample(row: SourceRow, schema: Schema) -> Sample:
     """The sample in `row`, by a schema whose format is not `auto`. Raises `SampleError` for an unusable row."""
     require_fields(row, schema)
     _refuse_labels(row, schema)
@@ -221,7 +221,7 @@ def read_sample(row: Row, schema: Schema) -> Sample:
     return _with_switches(sample, row)
 
 
-def require_fields(row: Row, schema: Schema) -> None:
+def require_fields(row: SourceRow, schema: Schema) -> None:
     """Raise `SampleError` if a row lacks a field that its format requires."""
     if not schema.fits(row.fields):
         _refuse_labels(row, schema)
@@ -232,7 +232,7 @@ def require_fields(row: Row, schema: Schema) -> None:
         raise SampleError(what, reason=f"without {schema.column(missing)!r}", where=row.place, fix=fix)
 
 
-def _refuse_labels(row: Row, schema: Schema) -> None:
+def _refuse_labels(row: SourceRow, schema: Schema) -> None:
     """Raise `SampleError` if a column labels the answer as good or bad, since bad answers must not be learned."""
     if schema.format in ("text", "tokens"):
         return
@@ -258,7 +258,7 @@ class LabelCheck:
         self._first: dict[str, str] = {}
         self._classes: set[str] = set()
 
-    def add(self, row: Row, schema: Schema) -> None:
+    def add(self, row: SourceRow, schema: Schema) -> None:
         """Note the label of a row that has been read by `schema`."""
         for name in () if schema.format in ("text", "tokens", "unpaired") else row.fields:
             if name.lower().removeprefix("is_") == "label" and (value := row.fields[name]) is not None:
@@ -273,7 +273,7 @@ class LabelCheck:
             raise DataError(what, where=self._first[name], fix=LABELLED_FIX)
 
 
-def _read_with_images(row: Row, schema: Schema) -> Sample:
+def _read_with_images(row: SourceRow, schema: Schema) -> Sample:
     """A conversation with its images, in messages that hold their marks."""
     assert schema.images is not None
     required, optional = FIELDS[schema.format]
@@ -290,7 +290,7 @@ def _read_with_images(row: Row, schema: Schema) -> Sample:
     return replace(sample, messages=messages, images=images)
 
 
-def _require_text_only(row: Row, sample: Sample) -> None:
+def _require_text_only(row: SourceRow, sample: Sample) -> None:
     """Raise `SampleError` for a text with a placeholder (`<image>`) for media in a column, as in LLaVA's data."""
     for kind in MEDIA:
         contents = [message.get("content", "") for message in sample.messages]
@@ -317,13 +317,13 @@ def require_json(sample: Sample) -> None:
             raise SampleError(what, reason="a value that is not JSON", where=sample.origin, fix=fix)
 
 
-def _read_chat(row: Row, schema: Schema) -> Sample:
+def _read_chat(row: SourceRow, schema: Schema) -> Sample:
     column = schema.column("messages")
     messages = read_messages(read_turns(row.fields[column], column, row.place), row.place)
     return Sample(row.place, _with_system(messages, row, schema), _tools(row, schema))
 
 
-def _read_sharegpt(row: Row, schema: Schema) -> Sample:
+def _read_sharegpt(row: SourceRow, schema: Schema) -> Sample:
     column = schema.column("conversations")
     turns = read_turns(row.fields[column], column, row.place)
     if not isinstance(turns, Sequence) or isinstance(turns, str):
@@ -352,7 +352,7 @@ def _read_sharegpt(row: Row, schema: Schema) -> Sample:
     return Sample(row.place, _with_system(read_messages(messages, row.place), row, schema), _tools(row, schema))
 
 
-def _read_completion(row: Row, schema: Schema) -> Sample:
+def _read_completion(row: SourceRow, schema: Schema) -> Sample:
     prompt, completion = (row.fields[schema.column(name)] for name in ("prompt", "completion"))
     if isinstance(prompt, str) and isinstance(completion, str):
         for name in CONTEXT:
@@ -368,7 +368,7 @@ def _read_completion(row: Row, schema: Schema) -> Sample:
     return Sample(row.place, messages, _tools(row, schema), untrained=frozenset(range(len(context))))
 
 
-def _read_alpaca(row: Row, schema: Schema) -> Sample:
+def _read_alpaca(row: SourceRow, schema: Schema) -> Sample:
     messages: list[Message] = []
     for pair in _optional(row, schema, "history", list) or ():
         if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
@@ -385,11 +385,11 @@ def _read_alpaca(row: Row, schema: Schema) -> Sample:
     return Sample(row.place, _with_system(messages, row, schema))
 
 
-def _read_text(row: Row, schema: Schema) -> Sample:
+def _read_text(row: SourceRow, schema: Schema) -> Sample:
     return Sample(row.place, text=_text(row, schema, "text"))
 
 
-def _read_tokens(row: Row, schema: Schema) -> Sample:
+def _read_tokens(row: SourceRow, schema: Schema) -> Sample:
     ids = _integers(row, schema, "input_ids")
     trained = np.ones(len(ids), dtype=np.bool_)
     if row.fields.get(schema.column("labels")) is not None:
@@ -426,7 +426,7 @@ _READERS = {
 }
 
 
-def _with_switches(sample: Sample, row: Row) -> Sample:
+def _with_switches(sample: Sample, row: SourceRow) -> Sample:
     """`sample`, with what the keys of its messages and of the row say about what is trained (see `loss_switches`)."""
     messages, off = take_switches(sample.messages, row.place)
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -443,7 +443,7 @@ def _with_switches(sample: Sample, row: Row) -> Sample:
     )
 
 
-def _with_system(messages: Sequence[Message], row: Row, schema: Schema) -> tuple[Message, ...]:
+def _with_system(messages: Sequence[Message], row: SourceRow, schema: Schema) -> tuple[Message, ...]:
     """`messages`, after a system message from the column `system` if there is one."""
     system = _optional(row, schema, "system", str)
     if not system:
@@ -454,22 +454,22 @@ def _with_system(messages: Sequence[Message], row: Row, schema: Schema) -> tuple
     return ({"role": "system", "content": system}, *messages)
 
 
-def _tools(row: Row, schema: Schema) -> tuple[Tool, ...]:
+def _tools(row: SourceRow, schema: Schema) -> tuple[Tool, ...]:
     tools = row.fields.get(schema.column("tools"))
     return read_tools(tools, row.place) if tools else ()
 
 
-def _text(row: Row, schema: Schema, name: str) -> str:
+def _text(row: SourceRow, schema: Schema, name: str) -> str:
     value = row.fields[schema.column(name)]
     return value if isinstance(value, str) else _wrong_type(row, schema, name, value, str)
 
 
-def _optional(row: Row, schema: Schema, name: str, kind: type) -> Any:
+def _optional(row: SourceRow, schema: Schema, name: str, kind: type) -> Any:
     value = row.fields.get(schema.column(name))
     return value if value is None or isinstance(value, kind) else _wrong_type(row, schema, name, value, kind)
 
 
-def _integers(row: Row, schema: Schema, name: str) -> npt.NDArray[np.int64]:
+def _integers(row: SourceRow, schema: Schema, name: str) -> npt.NDArray[np.int64]:
     values = row.fields[schema.column(name)]
     if isinstance(values, str) or not isinstance(values, Sequence | np.ndarray):
         _wrong_type(row, schema, name, values, list)
@@ -483,13 +483,13 @@ def _integers(row: Row, schema: Schema, name: str) -> npt.NDArray[np.int64]:
     return array.astype(np.int64)
 
 
-def _require_length(length: int, expected: int, row: Row, name: str) -> None:
+def _require_length(length: int, expected: int, row: SourceRow, name: str) -> None:
     if length != expected:
         what = f"{length} {name} for {expected} ids"
         raise SampleError(what, reason=f"{name} of another length", where=row.place)
 
 
-def _wrong_type(row: Row, schema: Schema, name: str, value: object, kind: type) -> NoReturn:
+def _wrong_type(row: SourceRow, schema: Schema, name: str, value: object, kind: type) -> NoReturn:
     what = f"{schema.column(name)!r} is {type(value).__name__}, not {kind.__name__}"
     raise SampleError(what, reason=f"{schema.column(name)!r} of another type", where=row.place)
 

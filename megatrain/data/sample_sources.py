@@ -21,7 +21,7 @@ from typing import Any
 
 from megatrain.data.files import parse_json
 from megatrain.data.preferences import read_pair, read_unpaired, with_mismatched
-from megatrain.data.read_rows import LeftOut, Row, RowStream
+from megatrain.data.read_rows import LeftOut, RowStream, SourceRow
 from megatrain.data.sample_formats import Format, LabelCheck, Sample, Schema, detect_schema, read_sample, require_json
 from megatrain.errors import DataError, SampleError
 from megatrain.system.paths import missing, read_text, usable_path
@@ -85,7 +85,7 @@ def _read_source(source: Source, left_out: LeftOut, labels: LabelCheck) -> Itera
     count = 0
     rows = source.opened(left_out).rows_from(0, None)
 
-    def within_limit() -> Iterator[Row]:
+    def within_limit() -> Iterator[SourceRow]:
         for row in rows:
             if source.limit is not None and count >= source.limit:
                 reason = f"beyond the first {source.limit:,}"
@@ -102,7 +102,7 @@ def _read_source(source: Source, left_out: LeftOut, labels: LabelCheck) -> Itera
 
 
 def samples_of(
-    rows: Iterable[Row], asked: Schema, left_out: LeftOut, labels: LabelCheck
+    rows: Iterable[SourceRow], asked: Schema, left_out: LeftOut, labels: LabelCheck
 ) -> Iterator[tuple[Sample, ...]]:
     """The samples of each usable row. If the format asked for is `auto`, the first row of a file decides it.
 
@@ -124,7 +124,7 @@ def samples_of(
         yield samples
 
 
-def _read_row(row: Row, schema: Schema, asked: Schema) -> tuple[Sample, ...]:
+def _read_row(row: SourceRow, schema: Schema, asked: Schema) -> tuple[Sample, ...]:
     if asked.format == "auto":
         other = detect_schema(row, asked)  # raises for a row of no known format
         in_turns = {other.format, schema.format} == {"chat", "sharegpt"}  # which may differ by the first turn only

@@ -24,9 +24,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from megatrain.data.encode import EncodedSample, Encoder, Statistics, encode_batch
-from megatrain.data.packing import Indices, Row, best_fit, epoch_order, grouped_order, packed_row
-from megatrain.data.read_rows import Bad, LeftOut
-from megatrain.data.read_rows import Row as FileRow
+from megatrain.data.packing import Indices, TrainingRow, best_fit, epoch_order, grouped_order, packed_row
+from megatrain.data.read_rows import Bad, LeftOut, SourceRow
 from megatrain.data.sample_formats import LabelCheck, Sample
 from megatrain.data.sample_sources import Source, samples_of
 from megatrain.errors import DataError
@@ -115,7 +114,7 @@ class StreamRows:
         self._starts = [_BlockStart(0, 0, 0)]  # sorted: the first block's, and the latest ones
         self._blocks: dict[tuple[int, int], _Block] = {}  # in the order in which they were read
         self._known: dict[tuple[int, int], tuple[int, str]] = {}  # of blocks at `_starts`: the row after it, its hash
-        self._reader: tuple[tuple[int, int], Iterator[FileRow]] | None = None  # the key of a start, the rows from there
+        self._reader: tuple[tuple[int, int], Iterator[SourceRow]] | None = None  # the key of a start, its rows
         self._counted = (0, 0)  # the key of the start up to which `statistics` count
 
     def __len__(self) -> int:
@@ -125,13 +124,13 @@ class StreamRows:
         """Not supported: raises `DataError`, as `len` does."""
         return np.empty(len(self), np.int64)
 
-    def row(self, index: int) -> Row:
-        """Row `index`, counted from 0 over all epochs."""
+    def row(self, index: int) -> TrainingRow:
+        """TrainingRow `index`, counted from 0 over all epochs."""
         block, number = self._find(index)
         members = block.rows[number]
         if self.packing == "windows":
             ids = block.tokens[members[0] : members[0] + self.window]
-            return Row(ids, ids)
+            return TrainingRow(ids, ids)
         samples = [(block.samples[member].ids.astype(np.int64), block.samples[member].trained) for member in members]
         packed = packed_row(samples)
         return packed if self.packing == "best_fit" else replace(packed, positions=None)

@@ -21,9 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.data.files import STDLIB, find_files
-from megatrain.data.packing import Row as TrainingRow
-from megatrain.data.packing import epoch_order
-from megatrain.data.read_rows import Bad, LeftOut, Row, read_texts
+from megatrain.data.packing import TrainingRow, epoch_order
+from megatrain.data.read_rows import Bad, LeftOut, SourceRow, read_texts
 from megatrain.data.sample_formats import Schema, require_fields
 from megatrain.data.token_files import (
     TokenArray,
@@ -92,7 +91,7 @@ def _is_written(path: Path) -> bool:
     return path.is_file() and path.with_suffix(".json").is_file()
 
 
-def _usable(rows: Iterable[Row], left_out: LeftOut) -> Iterator[Row]:
+def _usable(rows: Iterable[SourceRow], left_out: LeftOut) -> Iterator[SourceRow]:
     """The rows with a text; others are left out."""
     for row in rows:
         text = row.fields.get("text")
@@ -112,7 +111,7 @@ def _usable(rows: Iterable[Row], left_out: LeftOut) -> Iterator[Row]:
 
 
 def _token_arrays(
-    rows: Iterable[Row], tokenizer: Tokenizer, leading: list[int], details: dict[str, Any]
+    rows: Iterable[SourceRow], tokenizer: Tokenizer, leading: list[int], details: dict[str, Any]
 ) -> Iterator[TokenArray]:
     """The ids of all documents, each begun by `leading` and ended by an end-of-text token; `details` gets their
     number."""
@@ -137,8 +136,8 @@ def _until_counted(
         raise DataError(what, where=", ".join(names), fix="name a source with text")
 
 
-def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    batch: list[Row] = []
+def _batches(rows: Iterable[SourceRow]) -> Iterator[list[SourceRow]]:
+    batch: list[SourceRow] = []
     characters = 0
     for row in rows:
         batch.append(row)

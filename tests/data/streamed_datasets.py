@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatrain.data import EncodeOptions, Encoder, Loader, Source, StreamRows, load_tokenizer, stream_rows
-from megatrain.data.packing import Row
+from megatrain.data.packing import TrainingRow
 from megatrain.data.stream_rows import Packing
 
 WINDOW = 24
@@ -40,5 +40,5 @@ def steps(found: Loader, count: int) -> list[list[dict[str, list[Any]]]]:
     return [[{name: part.tolist() for name, part in each.items()} for each in step] for step in islice(found, count)]
 
 
-def text(row: Row) -> str:
+def text(row: TrainingRow) -> str:
     return bytes(row.ids[:-1].tolist()).decode()

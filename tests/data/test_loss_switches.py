@@ -9,7 +9,7 @@ import pytest
 
 from megatrain.data.chat import choose_template, mark_chat
 from megatrain.data.preferences import read_pair
-from megatrain.data.read_rows import Row
+from megatrain.data.read_rows import SourceRow
 from megatrain.data.sample_formats import Sample, Schema, detect_schema, read_sample
 from megatrain.errors import SampleError
 from tests.data.chats import assistant, byte_tokenizer, user
@@ -18,7 +18,7 @@ ENDED = "<|im_end|>"
 
 
 def read(fields: dict[str, Any]) -> Sample:
-    row = Row(fields, "rows.jsonl", "rows.jsonl:1")
+    row = SourceRow(fields, "rows.jsonl", "rows.jsonl:1")
     return read_sample(row, detect_schema(row, Schema()))
 
 
@@ -121,7 +121,7 @@ def test_keys_that_say_nothing_are_read() -> None:
 )
 def test_columns_of_well_known_data_sets_are_read(row: dict[str, Any]) -> None:
     """The first two are OpenHermes-2.5's and distilabel-intel-orca-dpo-pairs'."""
-    at = Row(row, "r", "r:1")
+    at = SourceRow(row, "r", "r:1")
     schema = detect_schema(at, Schema())
     samples = read_pair(at, schema) if schema.format == "preference" else [read_sample(at, schema)]
     said = [each.text or each.messages[-1]["content"] for each in samples]
@@ -194,5 +194,5 @@ def test_answers_of_pairs_keep_their_keys() -> None:
         "chosen": {"from": "gpt", "value": "a", "loss": False},
         "rejected": turns[0] | {"from": "gpt"},
     }
-    chosen, rejected = read_pair(Row(row, "r", "r:1"), Schema("preference"))
+    chosen, rejected = read_pair(SourceRow(row, "r", "r:1"), Schema("preference"))
     assert (chosen.untrained, rejected.untrained) == ({0, 1}, {0})

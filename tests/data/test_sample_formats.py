@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatrain.data.read_rows import Row
+from megatrain.data.read_rows import SourceRow
 from megatrain.data.sample_formats import Sample, Schema, detect_schema, read_sample
 from megatrain.errors import ConfigError, SampleError
 
@@ -19,7 +19,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 
 def read(fields: dict[str, Any], **schema: Any) -> Sample:
-    row = Row(fields, "x.jsonl", "x.jsonl:3")
+    row = SourceRow(fields, "x.jsonl", "x.jsonl:3")
     return read_sample(row, detect_schema(row, Schema(**schema)))
 
 

@@ -21,7 +21,7 @@ import pytest
 from megatrain.data.chat import DIRECTIVES, choose_template, mark_chat
 from megatrain.data.encode import EncodedSample, EncodeOptions, Encoder, Statistics, encode_samples
 from megatrain.data.preferences import read_pair
-from megatrain.data.read_rows import Row
+from megatrain.data.read_rows import SourceRow
 from megatrain.data.sample_formats import Sample, Schema, read_sample
 from megatrain.errors import SampleError
 from tests.data.chats import TOOL, answer, assistant, byte_tokenizer, call, user
@@ -96,7 +96,7 @@ def ours(name: str, row: tuple[str, bool], template: str) -> EncodedSample | str
     """The sample, or why it is refused."""
     fields = {"messages": copy.deepcopy(ROWS[row]), **({"tools": [TOOL]} if row[1] else {})}
     try:
-        sample = read_sample(Row(fields, "rows.jsonl", "rows.jsonl:1"), Schema("chat"))
+        sample = read_sample(SourceRow(fields, "rows.jsonl", "rows.jsonl:1"), Schema("chat"))
         (found,) = encode_samples([sample], encoder_of(name, template), Statistics())
     except SampleError as error:
         return error.reason
@@ -232,23 +232,23 @@ def test_a_rows_own_template_arguments_reach_the_template_as_in_trl() -> None:
     values: list[Any] = [{"reasoning_effort": "high"}, '{"reasoning_effort": "low"}', None]
     for value, effort in zip(values, ("high", "low", "medium"), strict=True):
         fields = {"messages": CHATS["one turn"], "chat_template_kwargs": value}
-        sample = read_sample(Row(fields, "r", "r:1"), Schema("chat"))
+        sample = read_sample(SourceRow(fields, "r", "r:1"), Schema("chat"))
         (found,) = encode_samples([sample], Encoder(tokenizer_of("gptoss")), Statistics())
         expected = tokenizer_of("gptoss").apply_chat_template(CHATS["one turn"], reasoning_effort=effort)
         assert found.ids.tolist() == expected["input_ids"]
         assert f"Reasoning: {effort}" in tokenizer_of("gptoss").decode(found.ids)
     pair = {"prompt": [user("q")], "chosen": [assistant("a")], "rejected": [assistant("b")]}
-    row = Row({**pair, "chat_template_kwargs": {"reasoning_effort": "high", "absent": None}}, "r", "r:1")
+    row = SourceRow({**pair, "chat_template_kwargs": {"reasoning_effort": "high", "absent": None}}, "r", "r:1")
     assert [each.values for each in read_pair(row, Schema("preference"))] == [{"reasoning_effort": "high"}] * 2
     own = Sample("r:1", tuple(CHATS["one turn"]), values={"enable_thinking": True})
     template = choose_template(byte_tokenizer("qwen3"), values={"enable_thinking": False})
     spans = [mark_chat(each, template, "assistant").spans for each in (own, Sample("r:1", own.messages))]
     assert spans[0] != spans[1], "a row's arguments go before those of the run"
     with pytest.raises(SampleError, match="'chat_template_kwargs' is list, not an object"):
-        read_sample(Row({"messages": CHATS["one turn"], "chat_template_kwargs": [1]}, "r", "r:1"), Schema("chat"))
+        read_sample(SourceRow({"messages": CHATS["one turn"], "chat_template_kwargs": [1]}, "r", "r:1"), Schema("chat"))
     with pytest.raises(SampleError, match="'chat_template_kwargs' beside a prompt that is text"):
         fields = {"prompt": "p", "completion": "c", "chat_template_kwargs": {"x": 1}}
-        read_sample(Row(fields, "r", "r:1"), Schema("completion"))
+        read_sample(SourceRow(fields, "r", "r:1"), Schema("completion"))
 
 
 ALL_CODES = "{% set f = '%%Y " + " ".join(f"%{code}" for code in DIRECTIVES) + "' %}{{ strftime_now(f) }}|"

@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain.data import EncodeOptions, Encoder, Source, holds_samples, load_tokenizer, prepare_tokens
 from megatrain.data.encode import Statistics, encode_samples
-from megatrain.data.read_rows import LeftOut, Row, RowStream
+from megatrain.data.read_rows import LeftOut, RowStream, SourceRow
 from megatrain.data.sample_formats import LabelCheck, Sample
 from megatrain.data.sample_sources import samples_of
 from megatrain.data.tokenizer import Tokenizer
@@ -122,7 +122,7 @@ WRITERS: dict[str, tuple[str, Callable[[Path, list[Fields]], object], bool]] = {
 """Writer -> (file name, how it writes, whether it keeps every number)."""
 
 
-def ids_of(rows: Iterator[Row]) -> list[list[int]]:
+def ids_of(rows: Iterator[SourceRow]) -> list[list[int]]:
     samples = [sample for group in samples_of(rows, Source("").schema, LeftOut(), LabelCheck()) for sample in group]
     return [each.ids.tolist() for each in encode_samples(samples, Encoder(TOKENIZER, EncodeOptions()), Statistics())]
 
