@@ -27,7 +27,7 @@ from megatrain.data.files import about_tokens
 from megatrain.data.loader import Batch, Loader, batch_of, evaluation_batches, source_seed
 from megatrain.data.packing import Batching, PackedRows, Reference, SampleRows, collate, copies, split_samples
 from megatrain.data.sample_cache import (
-    Progress,
+    EncodingProgress,
     SampleFile,
     example_of,
     holds_chats,
@@ -56,9 +56,9 @@ __all__ = [
     "EncodeOptions",
     "EncodedSample",
     "Encoder",
+    "EncodingProgress",
     "Loader",
     "PackedRows",
-    "Progress",
     "Reference",
     "SampleFile",
     "SampleRows",

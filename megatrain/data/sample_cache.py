@@ -256,7 +256,7 @@ FORMAT = 9  # part of the key: raise it when the same content would give other s
 Runs = list[tuple[str, bool]]
 """A rendered example: runs (text, whether it is trained)."""
 
-Progress: TypeAlias = Callable[[str, int, int | None], None]
+EncodingProgress: TypeAlias = Callable[[str, int, int | None], None]
 """Called with the name of a source, how many of its rows are encoded, and how many it has if that is known."""
 
 
@@ -266,7 +266,7 @@ def prepare_samples(
     *,
     cache: Path,
     bad: Bad = "stop",
-    progress: Progress | None = None,
+    progress: EncodingProgress | None = None,
 ) -> SampleFile:
     """The encoded samples of `source`, from the folder `cache` if it has them; otherwise encoded and stored there.
 
@@ -285,7 +285,7 @@ def prepare_samples(
         return write_samples(path, samples, encoder.vocabulary, details, has_images=has_images)
 
 
-def _row_progress(source: Source, progress: Progress | None) -> Callable[[int], None]:
+def _row_progress(source: Source, progress: EncodingProgress | None) -> Callable[[int], None]:
     """Passes the number of encoded rows of `source` on to `progress`."""
     if progress is None:
         return lambda done: None

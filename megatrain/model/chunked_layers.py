@@ -158,7 +158,7 @@ class _InChunks(torch.autograd.Function):
                 input_gradient.narrow(-2, start, piece.shape[-2]).copy_(leaf.grad)
             start += piece.shape[-2]
         totals = iter(sums)
-        return None, None, input_gradient, *(next(totals).taken() if wanted else None for wanted in wants)
+        return None, None, input_gradient, *(next(totals).total() if wanted else None for wanted in wants)
 
 
 class _Sum:
@@ -178,7 +178,7 @@ class _Sum:
             self._total += leaf.grad
         leaf.grad = None
 
-    def taken(self) -> Tensor | None:
+    def total(self) -> Tensor | None:
         """Return the sum in the weight's dtype, and drop it here."""
         total, self._total = self._total, None
         return None if total is None else total.to(self._dtype)

@@ -39,7 +39,7 @@ from megatrain.model.ports import Capture, PortedModel, Sides, taken_from_prolog
 from megatrain.model.profile_prologue import (
     LARGE,
     Batching,
-    NotTaken,
+    NotAccepted,
     alike,
     captured,
     padded,
@@ -120,7 +120,7 @@ class Measurement:
             with DeviceAttention() as otherwise:
                 images = measure()
             here = measure() if otherwise.calls else images
-        except NotTaken:
+        except NotAccepted:
             return prologue
         known, on_a_cpu = (self._beside_text(profile, prologue) for profile in (images, here))
         return known if here is images else replace(known, others=(*known.others, ("cpu", on_a_cpu)))
@@ -200,13 +200,13 @@ class Measurement:
         if passing is None:
             return {}
         with _disable_current_modes(), torch.no_grad():  # no part of what is measured
-            values = self._taken(capture, index, lazy_zeros)
+            values = self._side_values_of(capture, index, lazy_zeros)
             return {
                 number: value.detach().requires_grad_(side_values[number].differentiable)
                 for number, value in values.items()
             }
 
-    def _taken(self, capture: Capture, index: int, zeros: ZerosOf) -> dict[int, Tensor]:
+    def _side_values_of(self, capture: Capture, index: int, zeros: ZerosOf) -> dict[int, Tensor]:
         passing, side_values = self._ported.ports[index].passing, self._ported.structure.sides
         values_of = taken_from_prologue(self._ported, index, capture.calls[index])
         for number in set(() if passing is None else passing.takes.values()) - values_of.keys():
@@ -220,7 +220,7 @@ class Measurement:
         assert passing is not None
         assert capture.hidden is not None
         weights = {name: zeros(p.shape, p.dtype) for name, p in layer.named_parameters()}
-        values, call = self._taken(capture, index, zeros), capture.calls[index]
+        values, call = self._side_values_of(capture, index, zeros), capture.calls[index]
         call = call.with_form(passing.given(call.form, values))
         args, kwargs = call.arguments(capture.hidden)
         with SkipLargeProducts():  # type: ignore[no-untyped-call]
@@ -253,7 +253,9 @@ class Measurement:
             with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
                 capture = captured(self._ported, whole(1, tokens))
                 for port in self._ported.ports:
-                    values |= self._taken(capture, port.index, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
+                    values |= self._side_values_of(
+                        capture, port.index, lambda shape, dtype: torch.zeros(shape, dtype=dtype)
+                    )
         except Exception:  # of foreign code that needs values
             return {}
         return {number: values[number].nbytes / tokens for number in numbers}
@@ -335,12 +337,12 @@ def profile_layer(layer: nn.Module, run_of: RunOf, parts: Sequence[str], short: 
     numel = max((sum(p.numel() for p in layer.get_submodule(part).parameters()) for part in parts), default=0)
     run, runs, lengths = run_of(1), _runs(layer, run_of(1), parts), short
     further = _further(runs, 1, most)
-    profile = LayerProfile(**_taken(runs, short), chunk_numel=numel)
+    profile = LayerProfile(**_measured_fields(runs, short), chunk_numel=numel)
     off = _off(profile, further)
     for block in BLOCKS if off > ROUNDED else ():
         at = block - 1, 2 * block - 1, 4 * block - 1  # so that it pads
         for multiple in (1, block):
-            other = replace(profile, **_taken(runs, at, multiple), block=multiple)
+            other = replace(profile, **_measured_fields(runs, at, multiple), block=multiple)
             if (nearer := _off(other, further)) < off:
                 off, lengths, profile = nearer, at, other
         if off <= ROUNDED:
@@ -352,7 +354,7 @@ def profile_layer(layer: nn.Module, run_of: RunOf, parts: Sequence[str], short: 
     profile = replace(profile, attention_flops=float(round(pairs)), window=window_of(layer), outputs=outputs)
     of_two = _runs(layer, run_of(ROWS), parts)
     if _off(profile, _further(of_two, ROWS, most)) > max(off, ROUNDED):
-        several = replace(profile, **_taken(of_two, lengths, profile.block, ROWS))
+        several = replace(profile, **_measured_fields(of_two, lengths, profile.block, ROWS))
         if profile.outputs.chosen_nbytes:
             offloaded = _offloaded(run_of(ROWS), width, lengths, ROWS)
             several = replace(several, outputs=replace(profile.outputs, **offloaded))
@@ -378,7 +380,7 @@ def _runs(layer: nn.Module, run: Run, parts: Sequence[str]) -> _Runs:
     return _Runs(forward, backward, cache(chunked) if parts else None)
 
 
-def _taken(runs: _Runs, lengths: Lengths, block: int = 1, rows: int = 1) -> dict[str, Any]:
+def _measured_fields(runs: _Runs, lengths: Lengths, block: int = 1, rows: int = 1) -> dict[str, Any]:
     """Fields of a `LayerProfile`. block, rows: see `measured`."""
     forward, _ = measured(runs.forward, lengths, block, rows)
     backward, graph = measured(runs.backward, lengths, block, rows)
@@ -390,20 +392,20 @@ def _taken(runs: _Runs, lengths: Lengths, block: int = 1, rows: int = 1) -> dict
 
 LEVELS: tuple[Level, ...] = get_args(Level)
 
-Taken = tuple[int, int, tuple[int, int, int]]
+FurtherRun = tuple[int, int, tuple[int, int, int]]
 """Rows, their tokens, and the run's bytes: backward, forward, and kept in between."""
 
 
-def _further(runs: _Runs, rows: int, most: int) -> Taken | None:
+def _further(runs: _Runs, rows: int, most: int) -> FurtherRun | None:
     """A further run, if the layer accepts that many positions, or rows."""
     for tokens in (FURTHER // rows, min(FURTHER, most) // rows):
-        with suppress(RuntimeError, IndexError, ValueError, NotTaken):
+        with suppress(RuntimeError, IndexError, ValueError, NotAccepted):
             record = runs.backward(tokens)
             return rows, tokens, (record.peak, runs.forward(tokens).peak, sum(record.kept))
     return None
 
 
-def _off(profile: LayerProfile, further: Taken | None) -> float:
+def _off(profile: LayerProfile, further: FurtherRun | None) -> float:
     """Relative error of a profile's predictions for a further run; underestimates weigh more."""
     if further is None:
         return 0.0

@@ -62,18 +62,18 @@ def packed(rows: int, tokens: int) -> Inputs:
     return {**whole(rows, tokens), "position_ids": positions.expand(rows, tokens).contiguous()}
 
 
-class NotTaken(Exception):
+class NotAccepted(Exception):
     """The model's code raised an error for such rows, which is the cause."""
 
 
 def captured(ported: PortedModel, inputs: Inputs) -> Capture:
-    """The calls of all layers for these inputs. Raises `NotTaken`."""
+    """The calls of all layers for these inputs. Raises `NotAccepted`."""
     capture = Capture(len(ported.ports))
     try:
         with torch.no_grad():
             ported.run(capture, ported.placeholders, inputs)
     except Exception as error:  # whatever foreign code raises
-        raise NotTaken from error
+        raise NotAccepted from error
     return capture
 
 
@@ -84,7 +84,7 @@ def profile_prologue(ported: PortedModel, lengths: Lengths) -> LayerProfile:
     """
     try:
         profile = _profile(ported, whole, lengths)
-    except NotTaken as error:
+    except NotAccepted as error:
         raise error.__cause__ or error from None
     others: dict[str, LayerProfile] = {}
     for name, rows in (("padded", padded), ("packed", packed), ("masked", whole)):
@@ -94,7 +94,7 @@ def profile_prologue(ported: PortedModel, lengths: Lengths) -> LayerProfile:
             else:
                 with windows(ported, SMALL):
                     others[name] = _profile(ported, rows, lengths)
-        except NotTaken:
+        except NotAccepted:
             continue
     return replace(profile, others=tuple((name, other) for name, other in others.items() if other != profile))
 
@@ -146,7 +146,7 @@ def windows_of(ported: PortedModel, tokens: int) -> dict[int, int]:
         try:
             with windows(ported, SMALL, name):
                 small = captured(ported, whole(1, tokens))
-        except NotTaken:
+        except NotAccepted:
             continue
         by_layer |= {index: min(sizes) for index in range(len(plain.calls)) if not alike(plain, small, index)}
     return by_layer
@@ -247,7 +247,7 @@ def _twice(row: Inputs) -> dict[str, Tensor]:
 
 def profile_images(ported: PortedModel, row: Inputs, values: int) -> LayerProfile:
     """Profile of the prologue for micro-batches of rows like these. row: arguments of the model's forward, int64[rows,
-    tokens] among them. values: its `values_of`. Raises `NotTaken` if the model's code does not take it."""
+    tokens] among them. values: its `values_of`. Raises `NotAccepted` if the model's code does not take it."""
     rows, arguments, forward = (row, _twice(row)), list[int](), list[Recording]()
     for inputs in rows:
         record = Recording()
@@ -318,10 +318,10 @@ def _encoder_trains(ported: PortedModel) -> bool:
 
 
 def _begun(ported: PortedModel, weights: Mapping[str, Tensor], row: Inputs) -> tuple[Tensor, list[Call]]:
-    """The input of an encoder's first layer, and the arguments of its layers. Raises `NotTaken`."""
+    """The input of an encoder's first layer, and the arguments of its layers. Raises `NotAccepted`."""
     assert ported.encoder is not None
     if (begun := ported.encoder.begin(ported, weights, row)) is None:
-        raise NotTaken
+        raise NotAccepted
     return begun
 
 
@@ -378,4 +378,4 @@ def _recorded(run: Run) -> Recording:
     try:
         return recorded_backward(run, 0)
     except Exception as error:  # whatever foreign code raises
-        raise NotTaken from error
+        raise NotAccepted from error

@@ -24,9 +24,9 @@ from megatrain.data import (
     Batching,
     EncodeOptions,
     Encoder,
+    EncodingProgress,
     Loader,
     PackedRows,
-    Progress,
     Reference,
     SampleFile,
     SampleRows,
@@ -182,7 +182,7 @@ class Encoding:
     """How a run's samples are encoded. begun: `Corpus.begun` of a run that is resumed. progress: is told of it."""
 
     begun: Mapping[str, Any] | None = None
-    progress: Progress | None = None
+    progress: EncodingProgress | None = None
 
     @property
     def prepare(self) -> Callable[..., SampleFile]:

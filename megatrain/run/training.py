@@ -46,6 +46,7 @@ from megatrain.model import (
     FreshSource,
     PortedModel,
     PretrainedSource,
+    Progress,
     Source,
     freeze_parameters,
     listed,
@@ -54,7 +55,6 @@ from megatrain.model import (
     pretrained_source,
     spent,
 )
-from megatrain.model import Progress as LoadingProgress
 from megatrain.model.architecture import position_limit
 from megatrain.model.encoder_stack import stream_encoder
 from megatrain.model.hub import located
@@ -95,7 +95,7 @@ from megatrain.train.events import Compiled, Ended, Event, Resumed, StoppedEarly
 from megatrain.train.loop import BetweenSteps, RunSteps, Task, train
 from megatrain.train.metrics import OPTIONAL, JsonLines, Tracked, identity_of, open_tracker
 from megatrain.train.options import EngineOptions, SourceInUnits, optimizer_of, ported_of
-from megatrain.train.progress import Progress, describe_model, loading, preparing, printable, show_plan, warn
+from megatrain.train.progress import ProgressLine, describe_model, loading, preparing, printable, show_plan, warn
 from megatrain.train.restore import NewMoments, PeerSource
 from megatrain.train.status import STATUS, Health, Intervals
 from megatrain.train.stop import StopSignals
@@ -445,7 +445,7 @@ def _engine(
     plan: Plan,
     device: Device,
     taken: Checkpoint | None,
-    progress: LoadingProgress,
+    progress: Progress,
     ranks: Ranks,
 ) -> Engine:
     """The engine, with its initial or resumed state."""
@@ -552,7 +552,7 @@ def _train(
     stop = stack.enter_context(StopSignals(config.checkpoint.deadline_seconds, checkpoints.expected_seconds))
     if config.checkpoint.every and engine.world.rank == 0:
         run.claim.make(config.checkpoints)
-    watchers: list[Watcher] = [Progress(console, train_.log_every), checkpoints]
+    watchers: list[Watcher] = [ProgressLine(console, train_.log_every), checkpoints]
     start = 0 if taken is None else taken.step
     run.ranks.at(f"step {start + 1:,}")
     if engine.world.rank == 0:
@@ -688,7 +688,7 @@ def _open_watchers(config: Config, taken: Checkpoint | None, stack: ExitStack, c
     identity = identity_of(folder, goes_on) if set(output.trackers) & set(OPTIONAL) else ""
     tracked = Tracked(folder, output.project, output.trackers_online, config.model_dump(mode="json"), identity, step)
     watchers += [stack.enter_context(open_tracker(name, tracked, say)) for name in output.trackers]
-    return [*watchers, stack.enter_context(Progress(console, config.train.log_every))]
+    return [*watchers, stack.enter_context(ProgressLine(console, config.train.log_every))]
 
 
 def _report(folder: Path, say: Callable[[str], None]) -> None:

@@ -213,7 +213,7 @@ def describe_epoch(epoch: float, epochs: float | None) -> str:
     return f"{epoch:.2f}" if epochs is None else f"{epoch:.2f}/{epochs:.3g}"
 
 
-class Progress:
+class ProgressLine:
     """A watcher that prints to `console` during a `with` block."""
 
     def __init__(self, console: Console, log_every: int) -> None:
@@ -223,7 +223,7 @@ class Progress:
         self._tokens, self._seconds, self._hinted = 0, 0.0, False
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressLine:
         if self._live:
             self._live.start()
         return self

@@ -16,7 +16,7 @@ from megatrain.train.events import Ended, Evaluated, Sampled, Skipped, Stepped
 from megatrain.train.progress import (
     HINT,
     RANKS_HINT,
-    Progress,
+    ProgressLine,
     describe_activations,
     describe_policy,
     line_fields,
@@ -59,7 +59,7 @@ def shown(*events: Any, **how: Any) -> str:
 
 def told(*events: Any, log_every: int = 3, terminal: bool = False, width: int = 200) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None, legacy_windows=False)
-    with Progress(console, log_every) as watch:
+    with ProgressLine(console, log_every) as watch:
         for event in events:
             watch(event)
     assert isinstance(console.file, io.StringIO)

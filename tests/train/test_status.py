@@ -21,7 +21,7 @@ from megatrain.device.cpu import CpuDevice
 from megatrain.engine import streamer
 from megatrain.errors import DiskFull
 from megatrain.train.events import Resumed, Saved, Skipped
-from megatrain.train.progress import Progress
+from megatrain.train.progress import ProgressLine
 from megatrain.train.status import Health, Intervals
 from tests.tiny import tiny_model, unequal_batches
 from tests.train.test_metrics import stepped
@@ -70,7 +70,7 @@ def test_the_file_follows_the_run(engine: Engine, tmp_path: Path) -> None:
 
 def test_tracked_loss_and_epoch_equal_the_progress_line(engine: Engine, tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
-    health, line = watched(engine, tmp_path / "status.json", []), Progress(console, log_every=3)
+    health, line = watched(engine, tmp_path / "status.json", []), ProgressLine(console, log_every=3)
     for event in (stepped(1, 4.0), stepped(4, 3.0), SKIPPED, replace(stepped(6, 2.0), epoch=0.5)):
         health(event)
         line(event)
