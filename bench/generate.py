@@ -24,8 +24,8 @@ import yaml
 from torch import Tensor
 
 from megatrain import Engine
-from megatrain.model import causal_lm_from_config
 from megatrain.plan.host_resources import processor_name
+from tests.tiny import causal_lm_from_config
 
 QUICKSTART = Path(__file__).parents[1] / "configs/quickstart.yaml"
 

@@ -20,7 +20,8 @@ import numpy as np
 import psutil
 import torch
 
-from megatrain.data import EncodedSample, Loader, PackedRows, SampleFile
+from megatrain.data import Loader, PackedRows, SampleFile
+from megatrain.data.encode import EncodedSample
 from megatrain.data.sample_cache import write_samples
 
 VOCABULARY = 320

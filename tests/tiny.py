@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from megatrain.model.architecture import auto_class, plain_errors, read_config
+from megatrain.model.weight_sources import quiet
+
 VOCAB = 96
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -152,3 +155,17 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     """Same names, and bit-equal tensors."""
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def causal_lm_from_config(config: str | dict[str, Any], seed: int) -> PreTrainedModel:
+    """A fresh float32 causal language model in training mode, initialised by its own code from `seed`.
+
+    config: a local folder, a `config.json`, a hub name, or the fields themselves, including `model_type`.
+    """
+    where = "model.config"
+    with quiet(), torch.random.fork_rng(devices=[]), plain_errors(where):
+        torch.default_generator.manual_seed(seed)
+        read = read_config(config, where=where)
+        model = auto_class(read).from_config(read, dtype=torch.float32)
+    fresh: PreTrainedModel = model.train()
+    return fresh

@@ -15,17 +15,10 @@ from megatrain.data.detect_kind import (
     require_source,
     source_called,
 )
-from megatrain.data.encode import (
-    EncodedSample,
-    EncodeOptions,
-    Encoder,
-    encode_samples,
-    try_to_render,
-    turn_ends,
-)
+from megatrain.data.encode import EncodeOptions, Encoder, try_to_render, turn_ends
 from megatrain.data.files import about_tokens
 from megatrain.data.loader import Batch, Loader, batch_of, evaluation_batches, source_seed
-from megatrain.data.packing import Batching, PackedRows, Reference, SampleRows, collate, copies, split_samples
+from megatrain.data.packing import Batching, PackedRows, Reference, SampleRows, copies, split_samples
 from megatrain.data.sample_cache import (
     EncodingProgress,
     SampleFile,
@@ -38,10 +31,10 @@ from megatrain.data.sample_cache import (
     statistics_of,
 )
 from megatrain.data.sample_formats import Schema
-from megatrain.data.sample_sources import Source, read_samples
+from megatrain.data.sample_sources import Source
 from megatrain.data.stream_rows import StreamRows
 from megatrain.data.text_sources import describe_tokens, pack, prepare_tokens, split_windows, unused_tokens
-from megatrain.data.token_files import TokenFile, write_tokens
+from megatrain.data.token_files import TokenFile
 from megatrain.data.tokenizer import (
     Tokenizer,
     load_tokenizer,
@@ -54,7 +47,6 @@ __all__ = [
     "Batch",
     "Batching",
     "EncodeOptions",
-    "EncodedSample",
     "Encoder",
     "EncodingProgress",
     "Loader",
@@ -70,10 +62,8 @@ __all__ = [
     "about_tokens",
     "batch_of",
     "begins_with_text",
-    "collate",
     "copies",
     "describe_tokens",
-    "encode_samples",
     "evaluation_batches",
     "example_of",
     "has_splits",
@@ -88,7 +78,6 @@ __all__ = [
     "pack",
     "prepare_samples",
     "prepare_tokens",
-    "read_samples",
     "refuse_absent_tokenizer",
     "require_source",
     "save_tokenizer",
@@ -101,5 +90,4 @@ __all__ = [
     "turn_ends",
     "unused_tokens",
     "vocabulary_size",
-    "write_tokens",
 ]

@@ -3,7 +3,6 @@
 
 from megatrain.model.adapters import (
     AdaptedSource,
-    Adapter,
     base_of,
     load_trained,
     lora_config,
@@ -11,7 +10,7 @@ from megatrain.model.adapters import (
     pretrained_source,
 )
 from megatrain.model.carried import WrittenTensor, carried_by
-from megatrain.model.checkpoint_names import Written, WrittenModel, written_of, written_parameters, written_precision
+from megatrain.model.checkpoint_names import Written, written_of, written_parameters, written_precision
 from megatrain.model.compiled import require_compiler, spent
 from megatrain.model.forward_arguments import Arguments
 from megatrain.model.freeze import freeze_parameters
@@ -20,7 +19,7 @@ from megatrain.model.hub import model_behind, model_named
 from megatrain.model.initialize import FreshSource
 from megatrain.model.merge_adapters import MergedSource, WeightsInMemory
 from megatrain.model.packed_sequences import only_single_rows, why_not_packable
-from megatrain.model.ports import Call, PortedModel, Sides
+from megatrain.model.ports import Call, PortedModel
 from megatrain.model.pretrained import PretrainedSource, non_finite_weights
 from megatrain.model.saved_activations import Answering, Keeping, Stored
 from megatrain.model.split_into_units import buffer_dtypes, port_model, refuse_other_kinds
@@ -32,14 +31,11 @@ from megatrain.model.weight_sources import (
     ModelSource,
     Progress,
     Source,
-    causal_lm_from_config,
     listed,
-    load_causal_lm,
 )
 
 __all__ = [
     "AdaptedSource",
-    "Adapter",
     "Answering",
     "Arguments",
     "Call",
@@ -53,23 +49,19 @@ __all__ = [
     "PortedModel",
     "PretrainedSource",
     "Progress",
-    "Sides",
     "Source",
     "Stored",
     "TextStream",
     "Uses",
     "WeightsInMemory",
     "Written",
-    "WrittenModel",
     "WrittenTensor",
     "base_of",
     "buffer_dtypes",
     "carried_by",
-    "causal_lm_from_config",
     "freeze_parameters",
     "is_wrapped",
     "listed",
-    "load_causal_lm",
     "load_trained",
     "lora_config",
     "lora_named",

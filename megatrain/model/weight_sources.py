@@ -7,7 +7,7 @@ an initialiser and a seed. The last two need no more than a few parameters in me
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -127,8 +127,8 @@ def listed(names: Sequence[str], most: int = 5) -> str:
 
 # Whole models in memory -----------------------------------------------------------------------------------------------
 #
-# Not used for training, where a source fills the store unit by unit without a second copy of the model. This is the
-# slow, obviously right reference for tests, and serves to sample from a saved model.
+# Not used for training, where a source fills the store unit by unit without a second copy of the model: to sample from
+# a saved model.
 
 
 def load_causal_lm(
@@ -147,20 +147,6 @@ def load_causal_lm(
         )
     loaded: PreTrainedModel = model.train()
     return loaded
-
-
-def causal_lm_from_config(config: str | dict[str, Any], seed: int) -> PreTrainedModel:
-    """A fresh float32 causal language model in training mode, initialised by its own code from `seed`.
-
-    config: a local folder, a `config.json`, a hub name, or the fields themselves, including `model_type`.
-    """
-    where = "model.config"
-    with quiet(), torch.random.fork_rng(devices=[]), plain_errors(where):
-        torch.default_generator.manual_seed(seed)
-        read = read_config(config, where=where)
-        model = auto_class(read).from_config(read, dtype=torch.float32)
-    fresh: PreTrainedModel = model.train()
-    return fresh
 
 
 class quiet:

@@ -26,7 +26,8 @@ from megatrain.checkpoint import export_model, export_units, safetensors_writer
 from megatrain.checkpoint.export import model_card
 from megatrain.checkpoint.safetensors_writer import ShardWriter
 from megatrain.errors import ExportError
-from megatrain.model import PortedModel, WrittenModel, port_model
+from megatrain.model import PortedModel, port_model
+from megatrain.model.checkpoint_names import WrittenModel
 from tests.saved import config_as_stock_saves_it, refuse, refuse_as_tokenizers_do
 from tests.tiny import FAMILIES, batch, equal, tiny_model, unequal_batches
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import datasets
 import pytest
 
-from megatrain.data import Source, holds_samples, prepare_tokens, read_samples, require_source, source_called
+from megatrain.data import Source, holds_samples, prepare_tokens, require_source, source_called
 from megatrain.data.read_rows import LeftOut
 from megatrain.data.sample_formats import Schema
+from megatrain.data.sample_sources import read_samples
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import DataError
 

@@ -12,7 +12,6 @@ from megatrain.data import (
     Encoder,
     Reference,
     SampleRows,
-    collate,
     holds_pairs,
     holds_unpaired,
     load_tokenizer,
@@ -21,6 +20,7 @@ from megatrain.data import (
     split_samples,
     statistics_of,
 )
+from megatrain.data.packing import collate
 from megatrain.data.sample_formats import Schema
 from megatrain.errors import DataError, SampleError
 from tests.data.test_preferences import EOS, TEMPLATE, prepared, says, texts

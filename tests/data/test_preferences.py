@@ -15,7 +15,6 @@ from megatrain.data import (
     Reference,
     SampleFile,
     SampleRows,
-    collate,
     holds_pairs,
     load_tokenizer,
     prepare_samples,
@@ -24,6 +23,7 @@ from megatrain.data import (
     statistics_of,
 )
 from megatrain.data.loader import Loader
+from megatrain.data.packing import collate
 from megatrain.data.sample_formats import Schema
 from megatrain.errors import SampleError
 

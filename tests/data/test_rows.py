@@ -22,9 +22,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.data import Batching, EncodedSample, Loader, PackedRows, SampleFile, SampleRows, pack, write_tokens
+from megatrain.data import Batching, Loader, PackedRows, SampleFile, SampleRows, pack
+from megatrain.data.encode import EncodedSample
 from megatrain.data.packing import grouped_order, next_source, split_samples
 from megatrain.data.sample_cache import is_sample_file, open_samples, write_samples
+from megatrain.data.token_files import write_tokens
 from megatrain.errors import DataError
 
 WINDOW = 32

@@ -16,11 +16,11 @@ from megatrain.data import (
     Encoder,
     Source,
     begins_with_text,
-    encode_samples,
     holds_samples,
     prepare_samples,
     source_called,
 )
+from megatrain.data.encode import encode_samples
 from megatrain.data.sample_cache import example_of, holds_text_only, statistics_of
 from megatrain.data.sample_formats import Schema
 from megatrain.errors import DataError, SampleError

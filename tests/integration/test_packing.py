@@ -11,7 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, masking_utils
 
 import megatrain
-from megatrain.data import EncodedSample, Loader, PackedRows, SampleFile, SampleRows
+from megatrain.data import Loader, PackedRows, SampleFile, SampleRows
+from megatrain.data.encode import EncodedSample
 from megatrain.data.loader import Batch
 from megatrain.data.sample_cache import write_samples
 from megatrain.errors import BatchError

@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatrain.errors import ExportError
-from megatrain.model import WrittenModel, WrittenTensor, port_model
+from megatrain.model import WrittenTensor, port_model
 from megatrain.model import checkpoint_names as written_module
+from megatrain.model.checkpoint_names import WrittenModel
 from tests.tiny import tiny_model
 
 

@@ -15,8 +15,9 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoConfig
 
 from megatrain.errors import ModelError
-from megatrain.model import PretrainedSource, hub, load_causal_lm
+from megatrain.model import PretrainedSource, hub
 from megatrain.model.architecture import read_config
+from megatrain.model.weight_sources import load_causal_lm
 from megatrain.system import hub_client
 from tests.tiny import tiny_model
 

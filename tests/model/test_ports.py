@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megatrain.errors import ModelError
-from megatrain.model import PortedModel, causal_lm_from_config, load_causal_lm, port_model
+from megatrain.model import PortedModel, port_model
 from megatrain.model.ports import split_hidden
-from tests.tiny import FAMILIES, batch, tiny_model
+from megatrain.model.weight_sources import load_causal_lm
+from tests.tiny import FAMILIES, batch, causal_lm_from_config, tiny_model
 
 
 def in_pieces(model: PreTrainedModel, ported: PortedModel, inputs: dict[str, Tensor]) -> Tensor:

@@ -17,7 +17,6 @@ from transformers import (
 )
 
 from megatrain.errors import ModelError
-from megatrain.model import causal_lm_from_config
 from megatrain.model.tiny import (
     EFFORTS,
     dropout_rates,
@@ -28,6 +27,7 @@ from megatrain.model.tiny import (
     twin_of,
     with_dropout,
 )
+from tests.tiny import causal_lm_from_config
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192, "rope_theta": 5e5}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from megatrain.config import Config, load_config
 from megatrain.device import probe
 from megatrain.errors import ConfigError, DeviceError, ExportError, ModelError, NonFinite, PlanError
-from megatrain.model import load_causal_lm, split_into_units
+from megatrain.model import split_into_units
+from megatrain.model.weight_sources import load_causal_lm
 from megatrain.plan.machines import machine, save_hardware
 from megatrain.run.sampling import Sampling
 from megatrain.run.training import run_training

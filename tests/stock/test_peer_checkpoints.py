@@ -28,10 +28,10 @@ from megatrain.checkpoint.peer_checkpoints import RECORDS, _partitions, _Record
 from megatrain.config import AdapterSection
 from megatrain.errors import CheckpointError, ConfigError, ModelError
 from megatrain.hf import streamed
-from megatrain.model import PretrainedSource, causal_lm_from_config, freeze_parameters
+from megatrain.model import PretrainedSource, freeze_parameters
 from megatrain.optim import AdamW
 from tests.run.test_training import configuration, losses, train
-from tests.tiny import BYTE_LLAMA, FAMILIES, VOCAB, tiny_model
+from tests.tiny import BYTE_LLAMA, FAMILIES, VOCAB, causal_lm_from_config, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("default")  # the libraries' own warnings
 

@@ -19,10 +19,9 @@ from transformers import PreTrainedModel
 
 from megatrain import Engine, Policy
 from megatrain.errors import BatchError
-from megatrain.model import causal_lm_from_config
 from megatrain.spec import Numerics
 from megatrain.train.parity import stock_loss
-from tests.tiny import tiny_model
+from tests.tiny import causal_lm_from_config, tiny_model
 
 ORIGINAL = 16
 FACTORS: dict[str, Any] = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 3.0, 6.0, 12.0]}
