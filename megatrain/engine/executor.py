@@ -85,7 +85,7 @@ class Executor:
                 for access in ended:
                     release(access)
         finally:
-            self.under_way.pop(op.stream, None)
+            del self.under_way[op.stream]
             self.last_progress = time.monotonic()
 
     def _wait_for_streams(self, failure: BaseException) -> None:

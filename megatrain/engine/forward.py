@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatrain.engine.autograd import GradientDestination, graph_without_tensors
 from megatrain.engine.batch import TEXT_ENTRIES
@@ -116,10 +116,11 @@ class LayerCall:
         for access in op.writes:
             if type(access.content) is Saved:
                 self._keeping = Keeping(access.content.keep, context.spec.hidden_size)
-        weights = context.parameters(op, lease, op.unit)
         if self._keeping:
             weights = context.binders[op.unit].leaves(context.weights(op, lease, op.unit))
             hidden = hidden.detach().requires_grad_()
+        else:
+            weights = context.parameters(op, lease, op.unit)
         call = self._call(context)
         values = step.activations.side_values(op, context.ported, call, leaves=self._keeping is not None)
         self.run = self._ran_with(context, weights, hidden, call, values)
@@ -127,7 +128,7 @@ class LayerCall:
         self._contexts = [
             self._keeping.running() if self._keeping else NOTHING,
             context.waiting_for_weights(step, op, lease),
-            self._answers(context),
+            step.activations.answers[op.micro] if context.roles[op.unit].in_encoder else NOTHING,
         ]
 
     def _call(self, context: OpContext) -> Call:
@@ -145,11 +146,6 @@ class LayerCall:
             return partial(context.ported.layer, index, weights, hidden, call, context.numerics, values)
         assert encoder is not None
         return partial(encoder.layer, context.ported, index, weights, hidden, call)
-
-    def _answers(self, context: OpContext) -> AbstractContextManager[object]:
-        """The context in which values of an encoder's arguments are read on the host."""
-        in_encoder = context.roles[self._op.unit].in_encoder
-        return self._step.activations.answers[self._op.micro] if in_encoder else NOTHING
 
     def __enter__(self) -> None:
         contexts, self._contexts = self._contexts, []
@@ -204,7 +200,7 @@ class DifferentiableLayerCall(LayerCall):
             Answering(stored) if stored else NOTHING,
             context.waiting_for_weights(step, op, lease),
             context.gradients_in_place(self._trained, self._target),
-            self._answers(context),
+            step.activations.answers[op.micro] if context.roles[op.unit].in_encoder else NOTHING,
         ]
 
     def keep(self, output: Tensor, sides: Mapping[int, Tensor]) -> None:
@@ -214,8 +210,10 @@ class DifferentiableLayerCall(LayerCall):
         """The graph of what the layer has returned; see `keep`."""
         if self._stored:
             self._stored.finish(self._name)
-        made = {number: get_gradient_edge(side) for number, side in sides.items() if side.requires_grad}
-        given = {number: value for number, value in self._values.items() if value.requires_grad}
+        made, given = dict[int, GradientEdge](), dict[int, Tensor]()
+        if sides or self._values:
+            made = {number: get_gradient_edge(side) for number, side in sides.items() if side.requires_grad}
+            given = {number: value for number, value in self._values.items() if value.requires_grad}
         return KeptGraph(self._bound, self._trained, self._leaf, get_gradient_edge(output), made, given, self._target)
 
 
