@@ -24,14 +24,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from megatrain.data.packing import Batching, SampleRows, TrainingRow, collate, epoch_order, next_source
+from megatrain.data.packing import Batching, SampleRows, TrainingRow, collate, next_source
 from megatrain.data.stream_rows import StreamRows
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["Batch", "Loader", "batch_of", "epoch_order", "evaluation_batches"]
 
 Batch: TypeAlias = "dict[str, torch.Tensor]"
 """A micro-batch: `input_ids` and `labels`, int64 (rows, tokens), for plain text the same tensor, and what else

@@ -147,13 +147,3 @@ def _short(value: Any) -> str:
 
 def _refused(what: str, place: str, fix: str) -> SampleError:
     return SampleError(what, reason="a key that may say what is trained", where=place, fix=fix)
-
-
-__all__ = [
-    "ONLY_LAST",
-    "as_label",
-    "is_on",
-    "join_switches",
-    "refuse_row_switches",
-    "take_switches",
-]

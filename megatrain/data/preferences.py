@@ -205,6 +205,3 @@ def _prompt_length(sample: Sample) -> int:
     """The number of messages before the first trained one."""
     count = len(sample.messages)
     return next((at for at in range(count) if at not in sample.untrained), count - 1)
-
-
-__all__ = ["BAD", "GOOD", "MISMATCHED", "read_pair", "read_unpaired", "whole_pairs", "with_mismatched"]

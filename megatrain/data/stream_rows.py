@@ -301,6 +301,3 @@ def _digest(samples: Sequence[EncodedSample]) -> str:
     for sample in samples:
         digest.update(np.array([len(sample), sample.trained.sum()], "<u4").tobytes() + sample.ids.tobytes())
     return digest.hexdigest()[:32]
-
-
-__all__ = ["StreamRows"]

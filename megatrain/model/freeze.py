@@ -68,6 +68,3 @@ def _of_role(model: PreTrainedModel, role: str) -> list[str]:
         every = {id(parameter) for parameter in model.parameters()}
         of["projector"] = every.difference(*of.values())
     return [name for name, parameter in model.named_parameters() if id(parameter) in of.get(role, ())]
-
-
-__all__ = ["ROLES", "decoder_of", "encoder_of", "freeze_parameters"]

@@ -14,7 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.data.loader import Loader, epoch_order, evaluation_batches
+from megatrain.data.loader import Loader, evaluation_batches
+from megatrain.data.packing import epoch_order
 from megatrain.data.text_sources import Windows, pack, split_windows
 from megatrain.data.token_files import open_tokens, write_tokens
 from megatrain.errors import DataError
