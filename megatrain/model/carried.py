@@ -45,6 +45,8 @@ STORED_DTYPES: dict[torch.dtype, str] = {
 }
 """The names of dtypes in safetensors files, in the format's own order, by rising element size."""
 
+DTYPES_STORED = {name: dtype for dtype, name in STORED_DTYPES.items()}
+
 PROCESSOR = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 BESIDE_PROCESSOR = ("chat_template.jinja", "chat_template.json", "audio_tokenizer_config.json")
 """Files of a processor besides those that make a folder's processor; a tokenizer's are written by the tokenizer."""
@@ -128,11 +130,10 @@ def carry(model: nn.Module, carried: Carried) -> None:
 
 def stored_dtype(name: str, tensor: str, where: str) -> torch.dtype:
     """The dtype of that name in safetensors files. Raises `ModelError` for one that torch has not."""
-    dtype_of_name = next((dtype for dtype, stored in STORED_DTYPES.items() if stored == name), None)
-    if dtype_of_name is None:
+    if name not in DTYPES_STORED:
         what = f"{tensor} is not loaded, and holds {name} values, which cannot be copied to an export"
         raise ModelError(what, where=where, fix="use float32 or bfloat16 weights")
-    return dtype_of_name
+    return DTYPES_STORED[name]
 
 
 def processor_files(source: str, config: PreTrainedConfig, revision: str | None) -> dict[str, bytes]:

@@ -42,7 +42,15 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from megatrain.errors import ModelError, first_line
 from megatrain.model.architecture import plain_errors, read_config, set_fields
-from megatrain.model.carried import WAS_QUANTIZED, Carried, WrittenTensor, carry, processor_files, stored_dtype
+from megatrain.model.carried import (
+    DTYPES_STORED,
+    WAS_QUANTIZED,
+    Carried,
+    WrittenTensor,
+    carry,
+    processor_files,
+    stored_dtype,
+)
 from megatrain.model.dequantize import OF_ACTIVATIONS, quantizer_of
 from megatrain.model.hub import cached_folder, is_local, located, model_named
 from megatrain.model.mapped_tensors import lazy_zeros
@@ -122,14 +130,14 @@ class PretrainedSource:
     def _unread(self) -> dict[WrittenTensor, FileBytes | Tensor]:
         """The tensors that are not loaded but copied to exports, and where they are; none that only a quantized
         checkpoint can hold."""
-        places, unread = _Places(), dict[WrittenTensor, FileBytes | Tensor]()
+        unread = dict[WrittenTensor, FileBytes | Tensor]()
         for key in self.unexpected:
             if key in self._unread_quantized:
                 continue
             header = self._shards.headers[key]
-            if header.file.suffix == ".safetensors":
+            if header.place is not None:
                 tensor = WrittenTensor(key, header.shape, stored_dtype(header.dtype, key, self._where))
-                unread[tensor] = places.of(header.file, key)
+                unread[tensor] = header.place
             else:
                 value = _mapped(header.file)[key]
                 unread[WrittenTensor(key, header.shape, value.dtype)] = value
@@ -198,8 +206,7 @@ class PretrainedSource:
 
         A parameter may be one tensor, or several one after the other (fused experts stored separately).
         """
-        places, alike = _Places(), dict[str, bool]()
-        files, others = dict[str, tuple[FileBytes, ...]](), dict[str, str]()
+        alike, files, others = dict[str, bool](), dict[str, tuple[FileBytes, ...]](), dict[str, str]()
         for name in names:
             targets = self._targets.get(name, [])
             plain = next((target for target in targets if target in self._renamed), None)
@@ -208,7 +215,7 @@ class PretrainedSource:
             others[name] = self._why_not(name, keys, dtype)
             if others[name]:
                 continue
-            bytes_of = tuple(places.of(self._shards.headers[key].file, key) for key in keys)
+            bytes_of = tuple(place for key in keys if (place := self._shards.headers[key].place) is not None)
             kind = re.sub(r"\d+", "0", target)
             if not plain and kind not in alike:
                 alike[kind] = self._is_made_of(target, keys, bytes_of, dtype)
@@ -225,7 +232,7 @@ class PretrainedSource:
             return f"is quantized in the files ({' and '.join(kinds)}), so they do not hold its value"
         if any(DTYPES.get(kind) != dtype for kind in kinds):
             return f"is {' and '.join(kinds)} in the files, but held as {str(dtype).removeprefix('torch.')}"
-        if any(header.file.suffix != ".safetensors" for header in headers):
+        if any(header.place is None for header in headers):
             return f"is in {headers[0].file.name}, which is not a safetensors file"
         if sum(math.prod(header.shape) for header in headers) != self.model.get_parameter(name).numel():
             return "is converted from other tensors of the files"
@@ -300,7 +307,7 @@ class PretrainedSource:
         fit."""
         headers = self._shards.headers
         shapes = {
-            key: torch.empty(header.shape, dtype=STORED.get(header.dtype), device="meta")
+            key: torch.empty(header.shape, dtype=DTYPES_STORED.get(header.dtype), device="meta")
             for key, header in headers.items()
         }
         with _put_back(self.model):
@@ -493,16 +500,8 @@ LARGE_NBYTES = 1 << 19
 
 BLOCK_NBYTES = 8 << 20
 """Bytes mapped at once."""
-
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """safetensors' names of the dtypes that convert to float32 without a scale."""
-
-STORED = {
-    **DTYPES,
-    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
-    **{"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64},
-}
-"""safetensors' names of all dtypes from which weights are made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -512,24 +511,8 @@ class Header:
     file: Path
     shape: tuple[int, ...]
     dtype: str
-
-
-class _Places:
-    """Byte ranges of tensors in safetensors files; reads each header once."""
-
-    def __init__(self) -> None:
-        self._known: dict[Path, dict[str, tuple[int, int]]] = {}
-
-    def of(self, file: Path, key: str) -> FileBytes:
-        """The bytes of a tensor that is known to exist."""
-        if file not in self._known:
-            with file.open("rb") as opened:
-                nbytes = int.from_bytes(opened.read(8), "little")
-                header = json.loads(opened.read(nbytes))
-            header.pop("__metadata__", None)
-            offsets = {name: described["data_offsets"] for name, described in header.items()}
-            self._known[file] = {name: (8 + nbytes + start, stop - start) for name, (start, stop) in offsets.items()}
-        return FileBytes(os.path.realpath(file), *self._known[file][key])
+    place: FileBytes | None = None
+    """Its bytes in a safetensors file."""
 
 
 def _bytes_of(place: FileBytes, dtype: torch.dtype) -> Tensor:
@@ -667,9 +650,16 @@ def _refuse_odd_index(folder: Path, where: str) -> None:
 def _headers(file: Path, where: str) -> dict[str, Header]:
     with _damage_named(file, where):
         if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt") as opened:
-                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118, not a mapping
-                return {name: Header(file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+            with safe_open(file, framework="pt"), file.open("rb") as opened:  # the library checks that all fits
+                first = 8 + (nbytes := int.from_bytes(opened.read(8), "little"))
+                described = json.loads(opened.read(nbytes))
+            described.pop("__metadata__", None)  # which is no tensor
+            path, headers = os.path.realpath(file), dict[str, Header]()
+            for name, tensor in described.items():
+                start, stop = tensor["data_offsets"]
+                place = FileBytes(path, first + start, stop - start)
+                headers[name] = Header(file, tuple(tensor["shape"]), tensor["dtype"], place)
+            return headers
         names = {dtype: name for name, dtype in DTYPES.items()}
         return {
             name: Header(file, tuple(tensor.shape), names.get(tensor.dtype, str(tensor.dtype)))
