@@ -118,7 +118,7 @@ class WrittenAdapter:
         ]
         buffers = dict(whole.named_buffers())
         self._buffers = {file: buffers[name].cpu() for file, name in names.items() if name in buffers}
-        self.units[0] += [WrittenTensor(name, tuple(each.shape), each.dtype) for name, each in self._buffers.items()]
+        self.units[0] += [WrittenTensor(name, tuple(value.shape), value.dtype) for name, value in self._buffers.items()]
 
     @property
     def numel(self) -> int:
@@ -129,8 +129,8 @@ class WrittenAdapter:
 
     def tensors(self, unit: int, masters: Weights) -> dict[str, Tensor]:
         """See `Written`."""
-        found = {file: masters[param.name] for param in self._params[unit] for file in self._files[param.name]}
-        return {**found, **(self._buffers if unit == 0 else {})}
+        tensors = {file: masters[param.name] for param in self._params[unit] for file in self._files[param.name]}
+        return {**tensors, **(self._buffers if unit == 0 else {})}
 
     def write_small_files(self, folder: Path) -> None:
         """See `Written`."""
@@ -161,7 +161,7 @@ class WrittenModel:
         self.units: list[list[WrittenTensor]] = [self._planned(tensors) for tensors in ours]
         """The tensors of each unit, in the order in which `tensors` gives them."""
         at_once = self._planned({name: tensor for tensors in ours for name, tensor in tensors.items()})
-        if sorted(at_once, key=_by_name) != sorted((each for unit in self.units for each in unit), key=_by_name):
+        if sorted(at_once, key=_by_name) != sorted((tensor for unit in self.units for tensor in unit), key=_by_name):
             raise ExportError(
                 "its checkpoint joins tensors of several units, so it cannot be written unit by unit",
                 where=f"model {self.spec.name}",
@@ -202,7 +202,7 @@ class WrittenModel:
 
     def _saved_buffers(self, ported: PortedModel) -> list[dict[str, Tensor]]:
         """Persistent buffers on the host, by unit; those outside the layers belong to the prologue."""
-        found: list[dict[str, Tensor]] = [{} for _ in self.spec.units]
+        by_unit: list[dict[str, Tensor]] = [{} for _ in self.spec.units]
         parameters = {name for name, _ in self._whole.named_parameters(remove_duplicate=False)}
         ignored = set(self._whole._keys_to_ignore_on_save or ())
         for name, value in self._whole.state_dict().items():
@@ -210,8 +210,8 @@ class WrittenModel:
                 continue
             inside, _, rest = name.removeprefix(f"{ported.stack}.").partition(".")
             is_layers = name.startswith(f"{ported.stack}.") and inside.isdecimal() and bool(rest)
-            found[1 + int(inside) if is_layers else 0][name] = value.cpu()
-        return found
+            by_unit[1 + int(inside) if is_layers else 0][name] = value.cpu()
+        return by_unit
 
     def _in_memory(self, unit: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """A unit's tensors before conversion, without storage."""
@@ -223,7 +223,7 @@ class WrittenModel:
 
     def _planned(self, tensors: Mapping[str, Tensor]) -> list[WrittenTensor]:
         converted = self._converted(dict(tensors))
-        return [WrittenTensor(name, tuple(each.shape), each.dtype) for name, each in converted.items()]
+        return [WrittenTensor(name, tuple(tensor.shape), tensor.dtype) for name, tensor in converted.items()]
 
     def _converted(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         with torch.no_grad():

@@ -117,8 +117,8 @@ class Quantizer(HfQuantizer):
         conversions: list[Any] = super().update_weight_conversions(  # type: ignore[no-untyped-call]
             weight_conversions, model
         )
-        for each in conversions:
-            operations = each.operations if isinstance(each, WeightConverter) else []
+        for conversion in conversions:
+            operations = conversion.operations if isinstance(conversion, WeightConverter) else []
             if len(operations) > 1 and isinstance(operations[0], _Dequantize):
                 operations[0].merges = type(operations[1]) is MergeModulelist and operations[1].dim == 0
         return conversions
@@ -172,15 +172,16 @@ class _Dequantize(ConversionOps):
         values: list[Tensor] = []
         stack: Tensor | None = None
         for place in range(next(iter(counts.values()))):
-            value = self.hf_quantizer.value({end: each[place] for end, each in parts.items()}, is_expert=True).to(dtype)
+            of_matrix = {end: tensors[place] for end, tensors in parts.items()}
+            value = self.hf_quantizer.value(of_matrix, is_expert=True).to(dtype)
             if not self.merges:
                 values.append(value)
                 continue
             if stack is None:
                 stack = value.new_empty((next(iter(counts.values())), *value.shape))
             stack[place] = value
-            for each in parts.values():
-                each[place] = value.new_empty(0)  # its bytes are not needed any more
+            for tensors in parts.values():
+                tensors[place] = value.new_empty(0)  # its bytes are not needed any more
         return values if stack is None else stack
 
     @property
@@ -286,7 +287,8 @@ class _CompressedTensors(Quantizer):
 
     @property
     def _bits(self) -> int:
-        return next(int(each["num_bits"]) for each in self._groups(self.fields) if each["format"] == "pack-quantized")
+        packed = (group for group in self._groups(self.fields) if group["format"] == "pack-quantized")
+        return int(next(packed)["num_bits"])
 
     @property
     def _block(self) -> Sequence[int] | None:

@@ -46,7 +46,7 @@ class _Keeps(LogitsLoss):
     def __init__(self) -> None:
         self.found: list[Tensor] = []
 
-    def __call__(self, logits: Tensor, labels: Tensor, **own: Tensor) -> Tensor:
+    def __call__(self, logits: Tensor, labels: Tensor, **arguments: Tensor) -> Tensor:
         said = logits.log_softmax(dim=-1).gather(1, labels[:, None])[:, 0]
         self.found.append(torch.stack([said, (logits.argmax(dim=-1) == labels).to(said)]).cpu())
         return logits.new_zeros(())
@@ -69,8 +69,8 @@ def score(engine: Engine, asked: Sequence[Scoring], rows: int, tokens: int) -> l
         batch, targets = _batch([asked[at] for at in chosen], longest)
         engine.measure([batch], keeps)
         said = torch.cat(keeps.found, dim=1).split(targets, dim=1)
-        for at, each in zip(chosen, said, strict=True):
-            results[at] = float(each[0].double().sum()), bool(each[1].bool().all())
+        for at, row in zip(chosen, said, strict=True):
+            results[at] = float(row[0].double().sum()), bool(row[1].bool().all())
     return results
 
 
@@ -79,9 +79,9 @@ def _batch(asked: Sequence[Scoring], longest: int) -> tuple[dict[str, Tensor], l
     ids = torch.zeros(len(asked), longest, dtype=torch.int64)
     labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
     targets = []
-    for row, each in enumerate(asked):
-        whole = torch.tensor([*each.context, *each.continuation][-longest:])
-        count = min(len(each.continuation), len(whole) - 1)
+    for row, scoring in enumerate(asked):
+        whole = torch.tensor([*scoring.context, *scoring.continuation][-longest:])
+        count = min(len(scoring.continuation), len(whole) - 1)
         ids[row, : len(whole)], mask[row, : len(whole)] = whole, 1
         labels[row, len(whole) - count : len(whole)] = whole[len(whole) - count :]
         targets.append(count)
@@ -146,7 +146,7 @@ class Tasks:
             tokenizer_name = ""
 
             def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
-                return [int(each) for each in encode_text(tokenizer, string)]
+                return [int(token) for token in encode_text(tokenizer, string)]
 
             def _loglikelihood_tokens(self, requests: Any, **_: object) -> list[tuple[float, bool]]:
                 return score(engine, [Scoring(context, rest) for _, context, rest in requests], rows, tokens)
@@ -173,7 +173,7 @@ def _continued(engine: Engine, tokenizer: Tokenizer, context: str, options: Mapp
     stops = [until] if isinstance(until, str) else list(until)
     count = int(options.get("max_gen_toks", NEW_TOKENS))
     room = max(1, (engine.parts.ported.spec.max_positions or UNLIMITED) - count)
-    ids = [int(each) for each in encode_text(tokenizer, context)][-room:] or [end_of_text_id(tokenizer)]
+    ids = [int(token) for token in encode_text(tokenizer, context)][-room:] or [end_of_text_id(tokenizer)]
     heat = float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0
     drawn = draw_ids(engine, tokenizer, ids, Sampling(count, heat))
     text = str(tokenizer.decode(drawn, skip_special_tokens=True))

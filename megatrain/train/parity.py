@@ -449,13 +449,13 @@ class _Tally:
         for name in (name for name, parameter in model.named_parameters() if parameter.requires_grad):
             self._met.setdefault(group_of(name), [Finding(group_of(name), 0.0, name)])
 
-    def loss(self, found: float, expected: float, case: str, setting: str) -> None:
-        self._note(LOSS, _loss_error(found, expected), LOSS, case, setting)
+    def loss(self, computed: float, expected: float, case: str, setting: str) -> None:
+        self._note(LOSS, _loss_error(computed, expected), LOSS, case, setting)
 
-    def gradients(self, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], case: str, setting: str) -> None:
+    def gradients(self, made: Mapping[str, Tensor], expected: Mapping[str, Tensor], case: str, setting: str) -> None:
         floor = _floor(expected)
         for name, value in expected.items():
-            given = found.get(name)
+            given = made.get(name)
             error = math.inf if given is None else _gradient_error(given, value, floor)
             self._note(group_of(name), error, name, case, setting)
 

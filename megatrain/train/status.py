@@ -195,8 +195,8 @@ class Health:
 
     def _beat(self) -> None:
         while not self._end.wait(self._pace.beat_seconds):
-            self._fields["stalled"] = found = self.stalled()
-            for line in found:
+            self._fields["stalled"] = stalled = self.stalled()
+            for line in stalled:
                 key = line.partition(" for ")[0]
                 if key not in self._told:
                     self._told.add(key)
