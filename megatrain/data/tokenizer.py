@@ -17,6 +17,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -256,6 +257,11 @@ def _local_folder(name: str) -> Path | None:
     return None
 
 
+@cache
+def _byte_tokenizer_rules() -> dict[str, Any]:
+    return _rules(_byte_tokenizer())
+
+
 def _byte_tokenizer() -> Tokenizer:
     import tokenizers
     import transformers
@@ -284,18 +290,9 @@ def _is_byte_level(tokenizer: Tokenizer) -> bool:
     """Whether the ids of plain text are its bytes. Special tokens do not matter, since `encode_texts` reads none."""
     if tokenizer.vocab_size != 256 or not hasattr(tokenizer, "backend_tokenizer"):
         return False
-    rules = _rules(tokenizer)
-    before = rules["pre_tokenizer"] or {}
-    return (
-        rules["normalizer"] is None
-        and before.get("type") == "ByteLevel"
-        and not before["add_prefix_space"]
-        and not before["use_regex"]
-        and rules["model"]["type"] == "BPE"
-        and not rules["model"]["merges"]
-        and rules["model"]["vocab"] == {char: byte for byte, char in enumerate(byte_alphabet())}
-        and all(token["special"] for token in rules["added_tokens"])
-    )
+    rules, built_in = _rules(tokenizer), _byte_tokenizer_rules()
+    alike = all(rules[name] == built_in[name] for name in ("normalizer", "pre_tokenizer", "model"))
+    return alike and all(token["special"] for token in rules["added_tokens"])
 
 
 def _from_pretrained(name: str, *, local: bool) -> Tokenizer:
