@@ -73,9 +73,12 @@ class Stream(Protocol):
 
 
 class HostMemory(Protocol):
-    """The host memory that a device uses. Every allocation is uint8[nbytes]; `owner` names its use in messages."""
+    """The host memory that a device uses. Every allocation is uint8[nbytes]; `owner` names its use in messages.
 
-    lockable_nbytes: int | None
+    What is written here suits a device that locks nothing and keeps what is discarded.
+    """
+
+    lockable_nbytes: int | None = None
     """How much may be page-locked, if the device knows it in advance."""
 
     def allocate(self, nbytes: int, owner: str) -> torch.Tensor:
@@ -86,12 +89,15 @@ class HostMemory(Protocol):
 
     def allocate_pageable(self, nbytes: int, owner: str) -> torch.Tensor:
         """Zeroed memory that is rarely or never copied to or from the device."""
+        return self.allocate(nbytes, owner)
 
     def page_lock(self, memory: torch.Tensor, owner: str) -> None:
         """Page-lock pageable memory in place, since it will be copied to and from the device (see `allocate`)."""
+        return
 
     def adopt(self, mapping: mmap.mmap, memory: torch.Tensor, owner: str, *, pinned: bool) -> None:
         """Treat memory over a mapping made elsewhere as if it had been allocated here."""
+        return
 
     def free(self, memory: torch.Tensor, owner: str) -> None:
         """Free memory that was allocated by, or passed to, one of the above."""
@@ -99,9 +105,11 @@ class HostMemory(Protocol):
     def discard(self, memory: torch.Tensor) -> bool:
         """The content of this memory is no longer needed. Returns whether it should be freed until the next write
         (`reallocate`)."""
+        return False
 
     def reallocate(self, nbytes: int, owner: str) -> torch.Tensor:
         """Uninitialised memory to replace what `discard` said to free."""
+        return self.allocate(nbytes, owner)
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from megatrain.device import host_memory
-from megatrain.device.base import Event, Interval, Lent, OnTheHost, Stream, Task, Work
+from megatrain.device.base import Event, HostMemory, Interval, Lent, OnTheHost, Stream, Task, Work
 from megatrain.device.host_memory import mapped
 from megatrain.device.worker import (
     OwningProcess,
@@ -74,10 +74,8 @@ class InlineStream:
         return DoneEvent(began, time.perf_counter())
 
 
-class CpuHostMemory:
-    """See `base.HostMemory`. Nothing is page-locked."""
-
-    lockable_nbytes: int | None = None
+class CpuHostMemory(HostMemory):
+    """Mappings of the exact size. What is discarded is freed, so that graphs can use it."""
 
     def __init__(self) -> None:
         self._mappings: dict[int, mmap.mmap] = {}
@@ -87,15 +85,6 @@ class CpuHostMemory:
         mapping, memory = mapped(nbytes)
         self._mappings[memory.data_ptr()] = mapping
         return memory
-
-    def allocate_pageable(self, nbytes: int, owner: str) -> torch.Tensor:
-        return self.allocate(nbytes, owner)
-
-    def page_lock(self, memory: torch.Tensor, owner: str) -> None:
-        return
-
-    def adopt(self, mapping: mmap.mmap, memory: torch.Tensor, owner: str, *, pinned: bool) -> None:
-        return
 
     def free(self, memory: torch.Tensor, owner: str) -> None:
         self._mappings.pop(memory.data_ptr(), None)

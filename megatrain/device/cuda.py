@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from megatrain.device.base import Event, Interval, Lent, Stream, Task, Work
+from megatrain.device.base import Event, HostMemory, Interval, Lent, Stream, Task, Work
 from megatrain.device.host_memory import Node, keep_from_children, mapped, node_of
 from megatrain.device.worker import (
     HostEvent,
@@ -217,10 +217,11 @@ class CopyStream:
         self._worker.close()
 
 
-class CudaHostMemory:
-    """See `base.HostMemory`. node: the NUMA node to allocate it from, if there are several."""
+class CudaHostMemory(HostMemory):
+    """Mappings that are page-locked in place. node: the NUMA node to allocate them from, if there are several.
 
-    lockable_nbytes: int | None = None  # drivers may lock more or less than the system's limit; the probe tries
+    How much may be locked is not known in advance: drivers lock more or less than the system's limit; the probe tries.
+    """
 
     def __init__(self, device: torch.device, node: Node | None) -> None:
         self._device, self._node = device, node
@@ -254,12 +255,6 @@ class CudaHostMemory:
         mapping = self._mappings.pop(memory.data_ptr(), None)
         if mapping is not None:
             _unpin(memory, mapping[2])
-
-    def discard(self, memory: torch.Tensor) -> bool:
-        return False  # page-locked memory stays
-
-    def reallocate(self, nbytes: int, owner: str) -> torch.Tensor:
-        return self.allocate(nbytes, owner)
 
     def clear(self) -> None:
         """Unlock all of it. No copy is running."""

@@ -17,7 +17,6 @@ Arithmetic is the CPU's; everything around it is hostile.
 from __future__ import annotations
 
 import errno
-import mmap
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatrain.device.base import Event, Interval, OnTheHost, Stream, Task, Work, declared
+from megatrain.device.base import Event, HostMemory, Interval, OnTheHost, Stream, Task, Work, declared
 from megatrain.device.race_check import Clock, RaceDetector, joined
 from megatrain.device.worker import as_foreground_error, raise_first
 from megatrain.errors import BrokenPromise, Deadlock, DeviceError, MegaTrainError, OutOfDeviceMemory
@@ -117,8 +116,8 @@ def _same(left: Tensor, right: Tensor) -> bool:
     return np.array_equal(left.numpy(), right.numpy())
 
 
-class SimHostMemory:
-    """See `base.HostMemory`. What is freed or discarded is poisoned. lockable_nbytes: `None` for no limit."""
+class SimHostMemory(HostMemory):
+    """Ordinary tensors. What is freed or discarded is poisoned. lockable_nbytes: `None` for no limit."""
 
     def __init__(self, device: str, lockable_nbytes: int | None) -> None:
         self._device, self.lockable_nbytes = device, lockable_nbytes
@@ -141,9 +140,6 @@ class SimHostMemory:
             raise DeviceError(what, where=self._device, fix="use a policy with transfer='staged' or 'pageable'")
         self.locked[memory.data_ptr()] = nbytes
 
-    def adopt(self, mapping: mmap.mmap, memory: Tensor, owner: str, *, pinned: bool) -> None:
-        return
-
     def free(self, memory: Tensor, owner: str) -> None:
         self.locked.pop(memory.data_ptr(), None)
         memory.fill_(POISON)
@@ -151,9 +147,6 @@ class SimHostMemory:
     def discard(self, memory: Tensor) -> bool:
         memory.fill_(POISON)
         return False
-
-    def reallocate(self, nbytes: int, owner: str) -> Tensor:
-        return self.allocate(nbytes, owner)
 
 
 class SimDevice(OnTheHost):
