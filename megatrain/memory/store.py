@@ -132,6 +132,8 @@ class Store:
         All ranks must call it. gather: another way to collect the shares, for a thread of its own.
         """
         stop = layout.size if stop is None else stop
+        if start == stop:
+            return torch.empty(0, dtype=own.dtype)
         ranks = [replace(self.owned, rank=rank) for rank in range(layout.ranks)]
         pieces = [list(rank.within(layout, start, stop)) for rank in ranks]
         longest = max(sum(piece.stop - piece.start for piece in of_rank) for of_rank in pieces)
