@@ -149,7 +149,8 @@ def split_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any], leading: int 
 
 def placeholder(parameter: Tensor, device: torch.device) -> Tensor:
     """One zero, expanded to a parameter's shape. (`Tensor.to` would allocate all of it.)"""
-    zero = torch.zeros((), dtype=parameter.dtype).to(device)  # a copy that blocks, so any stream may read it
+    zero = torch.zeros((), dtype=parameter.dtype, device="cpu")  # whatever the caller's default device is
+    zero = zero.to(device)  # a copy that blocks, so any stream may read it
     return zero.expand(parameter.shape)
 
 
