@@ -54,6 +54,7 @@ def test_kernels_work_where_no_cache_can_be_written(tmp_path: Path) -> None:
     room = tmp_path / "megatrain" / "optim"
     shutil.copytree(source / "optim", room, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(source / "errors.py", tmp_path / "megatrain")
+    (tmp_path / "megatrain" / "__init__.py").touch()  # or a path of site-packages with the whole package comes first
     (room / "__pycache__").write_text("a file, so that no folder of this name can be made, by root either")
     script = (
         "import numpy as np, megatrain.optim as optim\n"
