@@ -24,7 +24,7 @@ STATE_NBYTES = 12
 """Bytes per trained parameter in a checkpoint."""
 
 
-def refuse_full_disk(config: Config, ported: PortedModel, taken: Checkpoint | None) -> None:
+def refuse_full_disk(config: Config, ported: PortedModel, resumed: Checkpoint | None) -> None:
     """Raise `ConfigError` if there is no room for a checkpoint (if any are to be written) and the model."""
     needs = [(config.folder, model_nbytes(config, ported), "the model", "output.folder")]
     if config.checkpoint.every:
@@ -37,7 +37,7 @@ def refuse_full_disk(config: Config, ported: PortedModel, taken: Checkpoint | No
         folder, _, _, key = on_one_disk[0]
         needed = sum(nbytes for _, nbytes, _, _ in on_one_disk)
         free = available_disk_nbytes(nearest_folder(folder))
-        if taken is None and any(each == config.checkpoints for each, _, _, _ in on_one_disk):
+        if resumed is None and any(each == config.checkpoints for each, _, _, _ in on_one_disk):
             free += sum(_nbytes_in(path) for path in checkpoints(config.checkpoints))
         if free < needed:
             names = " and ".join(name for _, _, name, _ in on_one_disk)

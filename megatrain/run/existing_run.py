@@ -56,12 +56,12 @@ def named_checkpoint(config: Config) -> Path:
     return path
 
 
-def check_overwriting(config: Config, taken: Checkpoint | None, say: Say) -> None:
-    """Tell the user what will be deleted from the run and checkpoint folders, for a run that resumes from `taken`.
+def check_overwriting(config: Config, resumed: Checkpoint | None, say: Say) -> None:
+    """Tell the user what will be deleted from the run and checkpoint folders, for a run that resumes from `resumed`.
 
     Raises `ConfigError` if that is more than metrics and `output.overwrite` is not set.
     """
-    goes = _what_goes(config, taken)
+    goes = _what_goes(config, resumed)
     if goes.names and not config.output.overwrite:
         fix = f"{goes.fix}, or output.overwrite=true to replace it"
         raise ConfigError(f"{goes.kind}: {' and '.join(goes.names)}", where=str(goes.where), fix=fix)
@@ -98,11 +98,11 @@ class _Goes:
     has_metrics: bool = False
 
 
-def _what_goes(config: Config, taken: Checkpoint | None) -> _Goes:
+def _what_goes(config: Config, resumed: Checkpoint | None) -> _Goes:
     steps = [step_of(path) for path in reversed(checkpoints(config.checkpoints))]
-    if taken is not None and is_own(config, taken):  # resumes this run, so replacing its model is expected
-        later = [step for step in steps if step > taken.step and _names(config, taken)]
-        what = f"holds checkpoints after step {taken.step:,}, from which this run would branch off"
+    if resumed is not None and is_own(config, resumed):  # resumes this run, so replacing its model is expected
+        later = [step for step in steps if step > resumed.step and _names(config, resumed)]
+        what = f"holds checkpoints after step {resumed.step:,}, from which this run would branch off"
         return _Goes(_steps(later), what, config.checkpoints, "set resume=auto to resume from the newest valid one")
     has_metrics = (config.folder / METRICS).exists()
     if not has_model(config):
@@ -117,9 +117,9 @@ def _what_goes(config: Config, taken: Checkpoint | None) -> _Goes:
     return _Goes(names, "holds a finished run", config.folder, fix, has_metrics)
 
 
-def _names(config: Config, taken: Checkpoint) -> bool:
+def _names(config: Config, resumed: Checkpoint) -> bool:
     """Whether `resume` names this checkpoint; otherwise it is the newest valid one, and newer ones were reported."""
-    return config.resume is not None and usable_path(config.resume, where="resume").resolve() == taken.folder
+    return config.resume is not None and usable_path(config.resume, where="resume").resolve() == resumed.folder
 
 
 def _steps(steps: Sequence[int]) -> tuple[str, ...]:
@@ -132,13 +132,13 @@ def _steps(steps: Sequence[int]) -> tuple[str, ...]:
     return (f"the checkpoint of step {named}" if len(steps) == 1 else f"the checkpoints of steps {named}",)
 
 
-def is_own(config: Config, taken: Checkpoint) -> bool:
+def is_own(config: Config, resumed: Checkpoint) -> bool:
     """Whether a checkpoint belongs to this run; it may be a link in its folder to somewhere else."""
-    return any(path.resolve() == taken.folder for path in checkpoints(config.checkpoints))
+    return any(path.resolve() == resumed.folder for path in checkpoints(config.checkpoints))
 
 
-def remove_others(config: Config, taken: Checkpoint | None) -> None:
+def remove_others(config: Config, resumed: Checkpoint | None) -> None:
     """Delete checkpoints that are not part of this run: all, or those after the one that it resumes from."""
     for path in checkpoints(config.checkpoints):
-        if taken is None or step_of(path) > taken.step:
+        if resumed is None or step_of(path) > resumed.step:
             vanish(path)

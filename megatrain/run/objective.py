@@ -70,7 +70,7 @@ def take_up_reference(
     corpus: Corpus,
     engine: Engine,
     plan: Plan,
-    taken: Checkpoint | None,
+    resumed: Checkpoint | None,
     told: Callable[[int, int], None],
 ) -> None:
     """Add the reference's log-probability of each answer to the corpus; `told` is called with (done, total).
@@ -81,10 +81,10 @@ def take_up_reference(
     sources = [rows for rows in every if isinstance(rows, SampleRows)]
     files = {rows.file.fingerprint: rows.file for rows in sources}
     saved, world = config.folder / FILE, engine.world
-    if taken is None:
+    if resumed is None:
         known = _asked(config, files, engine, plan, told)
     else:
-        kept = taken.folder.parent.parent / FILE  # in the folder of the run it resumes from
+        kept = resumed.folder.parent.parent / FILE  # in the folder of the run it resumes from
         known = _of_first(world, files, lambda: _read(saved) | _read(kept))
         if not known:
             what = "the reference model's log-probabilities are missing, or belong to other data"

@@ -83,24 +83,24 @@ def find(config: Config, say: Say) -> Checkpoint | None:
     if config.folder.exists() and not config.folder.is_dir():
         raise ConfigError("is a file", where=str(config.folder), fix="choose another output.folder")
     put_all_right(config.checkpoints)
-    taken = _wanted(config, say)
-    check_overwriting(config, taken, say)
-    return taken
+    resumed = _wanted(config, say)
+    check_overwriting(config, resumed, say)
+    return resumed
 
 
-def is_finished(config: Config, taken: Checkpoint) -> bool:
+def is_finished(config: Config, resumed: Checkpoint) -> bool:
     """Whether a run's last checkpoint belongs to this run, and the model has been written."""
-    return has_model(config) and is_own(config, taken)
+    return has_model(config) and is_own(config, resumed)
 
 
-def lowest_loss_at(config: Config, taken: Checkpoint | None, of: str) -> LowestLoss:
+def lowest_loss_at(config: Config, resumed: Checkpoint | None, of: str) -> LowestLoss:
     """The lowest validation loss so far, from a checkpoint of this run. of: identity of the data measured now.
 
     It starts empty after another run's checkpoint, because this run does not have that run's better states.
     """
     lowest = LowestLoss(config.train.early_stopping_patience, config.train.early_stopping_threshold, of)
-    if taken is not None:
-        lowest.restore(facts_of(taken).get("validation") if is_own(config, taken) else None, taken.step)
+    if resumed is not None:
+        lowest.restore(facts_of(resumed).get("validation") if is_own(config, resumed) else None, resumed.step)
     return lowest
 
 
@@ -113,12 +113,12 @@ def _wanted(config: Config, say: Say) -> Checkpoint | None:
     return _at(named_checkpoint(config), say)
 
 
-def facts_of(taken: Checkpoint) -> Mapping[str, Any]:
+def facts_of(resumed: Checkpoint) -> Mapping[str, Any]:
     """The facts that the run saved with a checkpoint. Raises `CheckpointError` if it was not written by a run."""
-    facts = taken.training.get("run")
+    facts = resumed.training.get("run")
     if not isinstance(facts, dict) or not {"step", "data", "config"} <= facts.keys():
         fix = "start from it with model.path, or take a checkpoint of `megatrain train`"
-        raise CheckpointError("was not written by a run", where=str(taken.folder), fix=fix)
+        raise CheckpointError("was not written by a run", where=str(resumed.folder), fix=fix)
     config = with_new_names(facts["config"])
     return {**facts, "config": {**config, "policy": _renamed(config.get("policy") or {})}}
 
@@ -138,23 +138,23 @@ def with_numbers(config: Config, numerics: Numerics) -> Config:
     return config.model_copy(update={"policy": config.policy.model_copy(update=chosen)})
 
 
-def as_begun(config: Config, taken: Checkpoint) -> Config:
+def as_begun(config: Config, resumed: Checkpoint) -> Config:
     """The configuration with the run's original batch sizes, where they are null now and fit those given, and with its
     `data.bos` and `train.no_decay`, where they are not given now, whatever were the defaults of its version."""
-    if isinstance(taken, PeerCheckpoint):
+    if isinstance(resumed, PeerCheckpoint):
         return config
-    train, then = config.train, _sizes(facts_of(taken)["config"]["train"])
+    train, then = config.train, _sizes(facts_of(resumed)["config"]["train"])
     given = {name: getattr(train, name) for name in SIZES if getattr(train, name) is not None}
     goes_on = all(then[name] == size for name, size in given.items())
     kept: dict[str, Any] = (
         {name: then[name] for name in ("micro_batch_size", "gradient_accumulation_steps")} if goes_on else {}
     )
     oldest = {"mlp_chunk_tokens": 0, "kernels": "stock"}  # for the oldest versions, which had neither key
-    engine = taken.training["engine"]
+    engine = resumed.training["engine"]
     numerics = {**oldest, **_renamed(engine["policy"]), **engine.get("numerics", {})}  # were once policy fields
     overrides = config.policy.overrides
     held = {name: numerics.get(name) for name in NUMERICS if name not in overrides}
-    was = facts_of(taken)["config"]
+    was = facts_of(resumed)["config"]
     begun = {} if "bos" in config.data.model_fields_set else {"bos": was["data"].get("bos", False)}
     if "no_decay" not in train.model_fields_set and "no_decay" in was["train"]:
         kept["no_decay"] = tuple(was["train"]["no_decay"])
@@ -167,15 +167,15 @@ def as_begun(config: Config, taken: Checkpoint) -> Config:
     )
 
 
-def refuse_changes(config: Config, taken: Checkpoint, say: Say) -> None:
+def refuse_changes(config: Config, resumed: Checkpoint, say: Say) -> None:
     """Report in a line what changed since the checkpoint. Raises `ConfigError` for forbidden changes not accepted."""
-    if isinstance(taken, PeerCheckpoint):
-        return _refuse_to_take_over(config, taken)
-    then = facts_of(taken)["config"]
+    if isinstance(resumed, PeerCheckpoint):
+        return _refuse_to_take_over(config, resumed)
+    then = facts_of(resumed)["config"]
     if (then.get("adapter") is None) != (config.adapter is None):
         kinds = ("an adapter", "a whole model") if config.adapter is None else ("a whole model", "an adapter")
         what = f"was written by a run that trained {kinds[0]}, but this one trains {kinds[1]}"
-        raise ConfigError(what, where=str(taken.folder), fix="set `adapter` as it was, or start a new run")
+        raise ConfigError(what, where=str(resumed.folder), fix="set `adapter` as it was, or start a new run")
     changes = changes_between(then, config.model_dump(mode="json"))
     if not changes:
         return
@@ -183,49 +183,49 @@ def refuse_changes(config: Config, taken: Checkpoint, say: Say) -> None:
     if kept := [line for key, line in told.items() if _within(key, ("adapter",)) and key != "adapter.path"]:
         what = f"holds an adapter with other settings, which cannot change: {'; '.join(kept)}"
         fix = "set them as they were, or start a new run"
-        raise ConfigError(what, where=str(taken.folder), fix=fix)
+        raise ConfigError(what, where=str(resumed.folder), fix=fix)
     wrong = [line for key, line in told.items() if _within(key, REFUSED) and not _within(key, COMPARED)]
     if wrong and not config.accept_changes:
         raise ConfigError(
             f"was written with other settings: {'; '.join(wrong)}",
-            where=str(taken.folder),
+            where=str(resumed.folder),
             fix="set them as they were, start a new run, or set accept_changes=true to resume anyway",
         )
     say(f"changed since the checkpoint: {'; '.join(told.values())}")
 
 
-def _refuse_to_take_over(config: Config, taken: PeerCheckpoint) -> None:
+def _refuse_to_take_over(config: Config, resumed: PeerCheckpoint) -> None:
     """Raise `ConfigError` for a run that cannot go on from another trainer's checkpoint."""
-    where, steps, adapter = str(taken.folder), config.train.steps, taken.folder / ADAPTER
-    if steps is not None and steps <= taken.step:
-        what = f"is {steps:,}, but {counted(taken.step, 'step')} are done in {where}, and they count"
-        raise ConfigError(what, where="train.steps", fix=f"set train.steps={taken.step + steps} for {steps:,} more")
+    where, steps, adapter = str(resumed.folder), config.train.steps, resumed.folder / ADAPTER
+    if steps is not None and steps <= resumed.step:
+        what = f"is {steps:,}, but {counted(resumed.step, 'step')} are done in {where}, and they count"
+        raise ConfigError(what, where="train.steps", fix=f"set train.steps={resumed.step + steps} for {steps:,} more")
     if config.train.has_reference:
         what = "lacks the reference model's log-probabilities"
         raise ConfigError(what, where=where, fix="train with an objective without a reference, or begin a new run")
     given = None if config.adapter is None or config.adapter.path is None else usable_path(config.adapter.path)
-    if adapter.exists() and (given is None or given.resolve() != taken.folder):
+    if adapter.exists() and (given is None or given.resolve() != resumed.folder):
         raise ConfigError(
             "holds an adapter", where=where, fix=f"set adapter.path={where} too, and model.path to its base"
         )
     if config.adapter is not None and not adapter.exists():
         raise ConfigError("holds no adapter", where=where, fix="leave `adapter` out, or start a new run (model.path)")
-    if adapter.exists() and taken.state.holds_masters:
-        what = f"is {taken.state.kind} of an adapter, whose state is not read"
+    if adapter.exists() and resumed.state.holds_masters:
+        what = f"is {resumed.state.kind} of an adapter, whose state is not read"
         raise ConfigError(what, where=where, fix=f"start from its weights: adapter.path={where}, resume=null")
 
 
-def take_over(taken: PeerCheckpoint, source: Source, optimizer: AdamW, say: Say) -> None:
+def take_over(resumed: PeerCheckpoint, source: Source, optimizer: AdamW, say: Say) -> None:
     """Match another trainer's state with the model, and report what is taken over, what is not, and what differs.
 
     source: with parameters frozen as in the run. Raises `CheckpointError` if the state is not this model's.
     """
-    taken.name_parameters(source.model)
-    then, shapes = optimizer_in(taken), taken.moment_shapes
-    updates = counted(taken.training["engine"]["updates"], "update")
-    fewer = f" ({len(taken.state.missed):,} parameters had fewer)" if taken.state.missed else ""
+    resumed.name_parameters(source.model)
+    then, shapes = optimizer_in(resumed), resumed.moment_shapes
+    updates = counted(resumed.training["engine"]["updates"], "update")
+    fewer = f" ({len(resumed.state.missed):,} parameters had fewer)" if resumed.state.missed else ""
     of = f"AdamW's moments after {updates}{fewer}"
-    say(f"taken over from {taken.state.kind}, at step {taken.step:,}: weights, and {of}")
+    say(f"taken over from {resumed.state.kind}, at step {resumed.step:,}: weights, and {of}")
     say(
         "not taken over: the position in the data (it is read from its beginning), the learning-rate schedule (this "
         f"configuration's goes on after that step; the rate there was {then.lr:.4g}), the state of random numbers, and "
@@ -262,23 +262,23 @@ def _sizes(train: Mapping[str, Any]) -> dict[str, int | None]:
     return {name: rows if name == "global_batch_size" else train.get(name) for name in SIZES}
 
 
-def take_up_data(feed: Feed, taken: Checkpoint, config: Config, say: Say) -> int:
+def take_up_data(feed: Feed, resumed: Checkpoint, config: Config, say: Say) -> int:
     """Continue the data where the checkpoint left it, and return the step at which this data began.
 
     That is 0, or the checkpoint's step if the data changed or another trainer read it. Raises `DataError` if changed
     data is not accepted.
     """
-    if isinstance(taken, PeerCheckpoint):
-        return taken.step
+    if isinstance(resumed, PeerCheckpoint):
+        return resumed.step
     try:
-        feed.restore(facts_of(taken)["data"])
+        feed.restore(facts_of(resumed)["data"])
         return 0
     except DataError as error:
         if not config.accept_changes:
             error.fix = f"{error.fix}; or set accept_changes=true to use the new data from its beginning"
             raise
         say(f"the data has changed, and starts from its beginning ({error.what})")
-        return taken.step
+        return resumed.step
 
 
 def _newest(folder: Path, say: Say) -> Checkpoint:

@@ -125,38 +125,38 @@ def run_training(config: Config, console: Console) -> Path:
             model = config.model.model_copy(update={"path": model_named(config.model.path)})
             config = config.model_copy(update={"model": model})
         claim = stack.enter_context(Claim())
-        taken = found_by_first(ranks.world, lambda: _find(config, claim, say))
-        if taken is not None:
+        resumed = found_by_first(ranks.world, lambda: _find(config, claim, say))
+        if resumed is not None:
             steps = config.train.steps
-            if steps is not None and taken.step >= steps and resume.is_finished(config, taken):
-                return _finished(config, taken, console)
-            config = resume.as_begun(config, taken)
-            resume.refuse_changes(config, taken, say)
+            if steps is not None and resumed.step >= steps and resume.is_finished(config, resumed):
+                return _finished(config, resumed, console)
+            config = resume.as_begun(config, resumed)
+            resume.refuse_changes(config, resumed, say)
         device = open_device(ranks.device_of(config.train.device))
         stack.callback(device.close)
-        if taken is None and config.model.path is not None:
+        if resumed is None and config.model.path is not None:
             located(config.model.path, where=f"model {config.model.path}")  # report a wrong path before its tokenizer
         tokenizer = load_tokenizer(config.tokenizer)
-        source = _source(config, taken, say)
+        source = _source(config, resumed, say)
         _check_limits(config, tokenizer, source.model)
-        begun, images = _looked_at(config, tokenizer, source.model, ranks, console, taken)
+        begun, images = _looked_at(config, tokenizer, source.model, ranks, console, resumed)
         with console.status("planning"):
-            split = SourceInUnits(source, _ported(config, source, of_checkpoint=taken is not None))
-            plan = _plan(config, split.ported, device, ranks, taken, images)
+            split = SourceInUnits(source, _ported(config, source, of_checkpoint=resumed is not None))
+            plan = _plan(config, split.ported, device, ranks, resumed, images)
         config = _resolved(config, plan, ranks)
         corpus = _corpus(config, plan, tokenizer, source.model, ranks, console, begun)
         stack.callback(_close, corpus, say)
         feed = Feed(corpus.loader)
-        begins = 0 if taken is None else resume.take_up_data(feed, taken, config, say)
+        begins = 0 if resumed is None else resume.take_up_data(feed, resumed, config, say)
         steps = _steps(config.train, corpus.loader, begins)
-        lowest = resume.lowest_loss_at(config, taken, f"{loss_of(config)!r} of {corpus.validation.identity}")
-        if taken is not None:
-            if (taken.step >= steps or lowest.is_over) and resume.is_finished(config, taken):
-                return _finished(config, taken, console, ended_early=lowest.is_over)
-            steps = taken.step if lowest.is_over else max(steps, taken.step)
+        lowest = resume.lowest_loss_at(config, resumed, f"{loss_of(config)!r} of {corpus.validation.identity}")
+        if resumed is not None:
+            if (resumed.step >= steps or lowest.is_over) and resume.is_finished(config, resumed):
+                return _finished(config, resumed, console, ended_early=lowest.is_over)
+            steps = resumed.step if lowest.is_over else max(steps, resumed.step)
         ranks.at("loading the model")
         with loading(console, "loading the model") as progress:
-            engine = stack.enter_context(_engine(config, split, plan, device, taken, progress, ranks))
+            engine = stack.enter_context(_engine(config, split, plan, device, resumed, progress, ranks))
         if ranks.leads:
             claim.make(folder)
         else:
@@ -164,14 +164,14 @@ def run_training(config: Config, console: Console) -> Path:
         corpus = stop_at_ends(config, engine, corpus, tokenizer)
         if config.train.has_reference:
             with loading(console, "computing the reference's log-probabilities") as progress:
-                take_up_reference(config, corpus, engine, plan, taken, progress)
+                take_up_reference(config, corpus, engine, plan, resumed, progress)
         if config.trace_file is not None and ranks.leads:
             engine.diagnostics.trace(config.trace_file)
         checkpoints = _checkpoints(config, engine, feed, tokenizer, plan, lowest, corpus.begun)
         facts = _show(config, engine, split, corpus, plan, console, steps)
         length = steps, _epochs(config.train, corpus.loader, steps - begins)
         run = _Run(engine, corpus, feed, checkpoints, tokenizer, plan, facts, claim, ranks, *length, metrics, tasks)
-        ended, tell = _train(config, run, taken, stack, console)
+        ended, tell = _train(config, run, resumed, stack, console)
         if ended.step < steps and config.checkpoint.every and not checkpoints.lowest.is_over:
             checkpoints.refuse_unsaved(ended.step)
             say(f"not finished; `resume=auto` continues after step {checkpoints.step:,}")
@@ -201,12 +201,12 @@ def _leave_model(config: Config, run: _Run, ended: Ended, tell: Callable[..., No
     return saved
 
 
-def _finished(config: Config, taken: Checkpoint, console: Console, *, ended_early: bool = False) -> Path:
+def _finished(config: Config, resumed: Checkpoint, console: Console, *, ended_early: bool = False) -> Path:
     """Say that the run is already finished, and return its model's folder."""
     key, ended = "train.epochs" if config.train.steps is None else "train.steps", ""
     if ended_early:
         key, ended = "train.early_stopping_patience", ", ended by its validation loss"
-    done = counted(taken.step, "step")
+    done = counted(resumed.step, "step")
     warn(console, f"{config.folder} is a finished run of {done}{ended}; increase {key} to extend it")
     say_where(config.folder, console)
     return config.folder / MODEL
@@ -262,11 +262,11 @@ def _looked_at(
     model: Any,
     ranks: Ranks,
     console: Console,
-    taken: Checkpoint | None,
+    resumed: Checkpoint | None,
 ) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
     """What the run began with (`as_begun`); and the row with the largest images, if it has any, for the plan. Their
     samples are encoded here."""
-    begun = as_begun(ranks.world, None if taken is None else taken.training.get("run"))
+    begun = as_begun(ranks.world, None if resumed is None else resumed.training.get("run"))
     with preparing(console) as told:
         encoding = Encoding(begun, told)
         return begun, largest_image_row(config, tokenizer, _vocabulary(model), model, encoding)
@@ -335,43 +335,43 @@ def _learning_rate(train: TrainSection, steps: int) -> Callable[[int], float]:
     return lambda step: train.learning_rate * schedule.multiplier(step)
 
 
-def _source(config: Config, taken: Checkpoint | None, say: Callable[[str], None]) -> Source:
+def _source(config: Config, resumed: Checkpoint | None, say: Callable[[str], None]) -> Source:
     """The model, frozen as asked, with the weights that the run begins or goes on with."""
     options: dict[str, Any] = {"attention": config.model.attention, "trust_remote_code": config.model.trust_remote_code}
     adapter = config.adapter
     if adapter is None:
-        source = _whole_source(config, taken, options)
+        source = _whole_source(config, resumed, options)
     else:
-        source = _adapted_source(config, adapter, taken, options)
-    if isinstance(taken, PeerCheckpoint):
-        resume.take_over(taken, source, _optimizer(config.train), say)
+        source = _adapted_source(config, adapter, resumed, options)
+    if isinstance(resumed, PeerCheckpoint):
+        resume.take_over(resumed, source, _optimizer(config.train), say)
     return source
 
 
-def _whole_source(config: Config, taken: Checkpoint | None, options: Mapping[str, Any]) -> Source:
+def _whole_source(config: Config, resumed: Checkpoint | None, options: Mapping[str, Any]) -> Source:
     model = config.model
     source: Source
-    masters = isinstance(taken, PeerCheckpoint) and taken.state.holds_masters
-    folder = model.path if taken is None or masters else taken.folder
+    masters = isinstance(resumed, PeerCheckpoint) and resumed.state.holds_masters
+    folder = model.path if resumed is None or masters else resumed.folder
     if folder is not None:
         source = PretrainedSource(folder, **options)
     else:
         assert model.config is not None  # `Config` has seen to it
         source = FreshSource(model.config, config.train.seed, **options)
-    if isinstance(taken, PeerCheckpoint) and masters:
-        source = PeerSource(taken, source.model)
+    if isinstance(resumed, PeerCheckpoint) and masters:
+        source = PeerSource(resumed, source.model)
     freeze_parameters(source.model, config.train.freeze)
     return source
 
 
 def _adapted_source(
-    config: Config, adapter: AdapterSection, taken: Checkpoint | None, options: Mapping[str, Any]
+    config: Config, adapter: AdapterSection, resumed: Checkpoint | None, options: Mapping[str, Any]
 ) -> Source:
     """The frozen model with its fresh or continued adapter."""
     model, seed = config.model, config.train.seed
     fresh = adapter.model_dump(exclude={"type", "path"})
     begins: Any = lora_config(**fresh) if adapter.path is None else adapter.path
-    given: Any = begins if taken is None else taken.folder
+    given: Any = begins if resumed is None else resumed.folder
     if model.path is not None:
         return pretrained_source(model.path, given, seed, **options)
     assert model.config is not None  # `Config` has seen to it
@@ -413,7 +413,7 @@ def _plan(
     ported: PortedModel,
     device: Device,
     ranks: Ranks,
-    taken: Checkpoint | None,
+    resumed: Checkpoint | None,
     images: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Plan the run for this machine. images: a row with the most of the data, if they have any. Raises `DoesNotFit`
@@ -423,7 +423,7 @@ def _plan(
         stream_encoder(ported, images, values)
         see(ported, images, values)
     if ranks.leads:
-        refuse_full_disk(config, ported, taken)
+        refuse_full_disk(config, ported, resumed)
     hardware = this_machine(device, config.train.precision, config.train.hardware)
     threads = {"host_threads": ranks.threads}
     question = question_of(config, ported.spec, hardware, threads, values_per_token(ported))
@@ -444,7 +444,7 @@ def _engine(
     split: SourceInUnits,
     plan: Plan,
     device: Device,
-    taken: Checkpoint | None,
+    resumed: Checkpoint | None,
     progress: Progress,
     ranks: Ranks,
 ) -> Engine:
@@ -462,10 +462,10 @@ def _engine(
         "verify": config.model.verify,
         "world": ranks.world,
     }
-    if taken is None:
+    if resumed is None:
         return Engine.from_source(split, progress=progress, **options)
     new: NewMoments = "zero" if config.accept_changes else "refuse"
-    return Engine.from_checkpoint(taken, source=split, new=new, progress=progress, **options)
+    return Engine.from_checkpoint(resumed, source=split, new=new, progress=progress, **options)
 
 
 def _checkpoints(
@@ -544,7 +544,7 @@ def _show(
 
 
 def _train(
-    config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack, console: Console
+    config: Config, run: _Run, resumed: Checkpoint | None, stack: ExitStack, console: Console
 ) -> tuple[Ended, Callable[..., None]]:
     """Train to the end or until stopped, and save the state. Returns how it ended, and a function that sends events to
     all watchers."""
@@ -553,10 +553,10 @@ def _train(
     if config.checkpoint.every and engine.world.rank == 0:
         run.claim.make(config.checkpoints)
     watchers: list[Watcher] = [ProgressLine(console, train_.log_every), checkpoints]
-    start = 0 if taken is None else taken.step
+    start = 0 if resumed is None else resumed.step
     run.ranks.at(f"step {start + 1:,}")
     if engine.world.rank == 0:
-        watchers = [*_open_watchers(config, taken, stack, console), checkpoints]
+        watchers = [*_open_watchers(config, resumed, stack, console), checkpoints]
         health = stack.enter_context(_health(config, engine, stop, run.steps, console))
         run.ranks.before_it_is_ended(health.failed)
         watchers.append(health)
@@ -565,8 +565,8 @@ def _train(
                 engine.diagnostics.trace(config.folder / TRACE, steps=1)
     watchers += [run.ranks.follow, StopsInTime(seconds_to_stop(), partial(warn, console))]
     _tell(watchers, foreseen(run.plan, engine, run.facts, start))
-    if taken is not None:
-        _tell(watchers, Resumed(start, run.steps, str(taken.folder)))
+    if resumed is not None:
+        _tell(watchers, Resumed(start, run.steps, str(resumed.folder)))
     if train_.on_nonfinite == "rollback" and checkpoints.step < 0:
         _tell(watchers, *checkpoints.finish(start))
     if engine.policy.update == "next_forward":
@@ -672,12 +672,12 @@ def _health(config: Config, engine: Engine, stop: StopSignals, steps: int, conso
     )
 
 
-def _open_watchers(config: Config, taken: Checkpoint | None, stack: ExitStack, console: Console) -> list[Watcher]:
+def _open_watchers(config: Config, resumed: Checkpoint | None, stack: ExitStack, console: Console) -> list[Watcher]:
     """Open all watchers, to be closed with `stack`. The run folder must exist and be locked."""
     folder, say = config.folder, partial(warn, console)
-    goes_on = taken is not None and is_own(config, taken)
-    step = taken.step if taken is not None and goes_on else None
-    remove_others(config, taken if goes_on else None)
+    goes_on = resumed is not None and is_own(config, resumed)
+    step = resumed.step if resumed is not None and goes_on else None
+    remove_others(config, resumed if goes_on else None)
     stack.callback(_report, folder, say)  # after all others have closed, however the run ends
     once = config.output.model_copy(update={"overwrite": False})  # a one-time permission, not saved
     save_config(config.model_copy(update={"output": once}), folder / CONFIG)
