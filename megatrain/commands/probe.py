@@ -169,8 +169,8 @@ def _capacities(device: Device, folder: Path, findings: _Findings) -> None:
     if pinnable < host and not device.shares_memory:
         findings.say(f"page-locked memory: at most {pinnable / 1e9:,.3g} GB ({why})")
     if (node := getattr(device, "node", None)) is not None:
-        how = "host memory is allocated there" if binds(node.number) else "but binding to it is refused here"
-        findings.say(f"NUMA node {node.number} of {node.of} is nearest to the device: {how}")
+        bound = "host memory is allocated there" if binds(node.number) else "but binding to it is refused here"
+        findings.say(f"NUMA node {node.number} of {node.of} is nearest to the device: {bound}")
     if lies_in_memory(folder):
         findings.say(f"{folder} is in host memory (tmpfs), not on a disk: a disk tier there would be useless")
 

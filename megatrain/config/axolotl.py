@@ -43,7 +43,7 @@ def read_axolotl(reader: Reader) -> None:
     _validation_of_axolotl(reader)
     _template_of_axolotl(reader)
     packs = reader.switch("sample_packing")
-    if not prefers(reader) and reader.found.tree["data"].get("format") != "text":
+    if not prefers(reader) and reader.translation.tree["data"].get("format") != "text":
         reader.put("data.packing", "best_fit" if packs else "grouped", "sample_packing")
     _too_long_of_axolotl(reader)
     if reader.given.get("shuffle_merged_datasets") is False:
@@ -71,7 +71,7 @@ def read_axolotl(reader: Reader) -> None:
 
 
 def _too_long_of_axolotl(reader: Reader) -> None:
-    if reader.found.tree["data"].get("format") == "text":
+    if reader.translation.tree["data"].get("format") == "text":
         return
     what = reader.take("excess_length_strategy")
     reader.put("data.too_long", "cut" if what == "truncate" else "drop", "excess_length_strategy")
@@ -135,11 +135,11 @@ def _validation_of_axolotl(reader: Reader) -> None:
     if splits:
         reader.put("data.validation_split", splits[0], "test_datasets")
     if len(splits) > 1:
-        reader.found.left_out.append(f"test_datasets: all share one data.validation_split; {splits[0]} is used")
-    data = reader.found.tree["data"]
+        reader.translation.left_out.append(f"test_datasets: all share one data.validation_split; {splits[0]} is used")
+    data = reader.translation.tree["data"]
     said = {key for _, keys in entries for key in keys if keys[key] != data.get(key.removeprefix("data."))}
     for key in sorted(said - {"data.split"}):
-        reader.found.left_out.append(f"test_datasets: is read by the same {key} as datasets")
+        reader.translation.left_out.append(f"test_datasets: is read by the same {key} as datasets")
 
 
 def _entries(reader: Reader, name: str, given: Any) -> list[tuple[list[str], dict[str, Any]]]:
@@ -175,12 +175,12 @@ def _entry(reader: Reader, of: str, number: int, entry: Any) -> tuple[list[str],
         keys["data.format"] = FORMATS.get(plain, "text")
         if plain == "alpaca":
             what = "rows become chats in the model's own template; Axolotl uses Alpaca's prompt text"
-            reader.found.notes.append(f"{where}.type=alpaca: {what}")
+            reader.translation.notes.append(f"{where}.type=alpaca: {what}")
     for theirs, ours in (("split", "data.split"), ("name", "data.subset")):
         if (value := rest.pop(theirs, None)) is not None:
             if "[" in str(value):
                 what = f"parts of a split are not supported; the whole split is read (entry {number})"
-                reader.found.left_out.append(f"{where}.{theirs}={value}: {what}")
+                reader.translation.left_out.append(f"{where}.{theirs}={value}: {what}")
                 value = str(value).partition("[")[0]
             keys[ours] = value
     _columns(keys, rest)
@@ -189,9 +189,9 @@ def _entry(reader: Reader, of: str, number: int, entry: Any) -> tuple[list[str],
             del rest[name]
     for name, value in rest.items():
         if name == "roles_to_train":
-            reader.found.left_out.append(f"{where}.roles_to_train: data.train_on is assistant, last or all")
+            reader.translation.left_out.append(f"{where}.roles_to_train: data.train_on is assistant, last or all")
         elif value is not None and value is not False:
-            reader.found.left_out.append(f"{where}.{name}={value}: no data.* key corresponds to it")
+            reader.translation.left_out.append(f"{where}.{name}={value}: no data.* key corresponds to it")
     return sources, keys
 
 
@@ -200,7 +200,7 @@ def _read_pairs(
 ) -> None:
     """Move what a type of preference data says of the columns to our `keys`, and of the messages to `rest`."""
     style, _, rows = (kind or "").partition(".")
-    known = TABLES["answers" if reader.found.tree["train"]["objective"] == "kto" else "pairs"]
+    known = TABLES["answers" if reader.translation.tree["train"]["objective"] == "kto" else "pairs"]
     if style in ("", "passthrough", "user_defined"):
         return
     if style == "chat_template" and rows in ("", "default"):
@@ -210,7 +210,7 @@ def _read_pairs(
         what = f"rows become chats in the model's own template; Axolotl writes them as {style}"
         if rows == "default":
             what += ", and takes a column input or question, too, if there is no prompt"
-        reader.found.notes.append(f"{of}[{number}].type={kind}: {what}")
+        reader.translation.notes.append(f"{of}[{number}].type={kind}: {what}")
     elif (style, rows) not in (("chat_template", "argilla"), ("chat_template", "argilla_chat")):
         fix = "leave it out to read columns prompt, chosen and rejected; for kto prompt, completion and label"
         reader.refuse(of, f"has the type {kind!r} in entry {number}, which is not supported", fix)
@@ -274,7 +274,7 @@ def _agreed(reader: Reader, name: str, entries: Sequence[Mapping[str, Any]]) -> 
             reader.put(key, first, name)
         else:
             what = f"its entries differ in {key}, which is the same for all sources here"
-            reader.found.left_out.append(f"{name}: {what}; describe them in a dataset_info.json")
+            reader.translation.left_out.append(f"{name}: {what}; describe them in a dataset_info.json")
 
 
 def _template_of_axolotl(reader: Reader) -> None:
@@ -310,7 +310,7 @@ def _adapter_of_axolotl(reader: Reader) -> None:
         reader.note("adapter", "the base is not quantized: it is held in bfloat16, in host memory")
     if path is not None:
         goes_on_from(reader, "lora_model_dir", path)
-        if reader.found.tree["train"].get("objective") in ("dpo", "kto"):
+        if reader.translation.tree["train"].get("objective") in ("dpo", "kto"):
             reader.put("train.dpo_reference", "base", "lora_model_dir")
         return
     reader.put("adapter.r", rank, "lora_r")

@@ -37,10 +37,10 @@ def translate(path: Path) -> Translation:
         raise ConfigError(what, where=str(path), fix="give a file that one of them could train from")
     reader.by_the_table()
     try:
-        Config.model_validate(reader.found.tree)
+        Config.model_validate(reader.translation.tree)
     except ValidationError as error:
         raise complaint(error, path, reader.came_from) from None
-    return reader.found
+    return reader.translation
 
 
 __all__ = ["Translation", "translate"]

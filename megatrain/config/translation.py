@@ -76,11 +76,11 @@ class Reader:
 
     def __init__(self, path: Path, given: Mapping[str, Any], places: Mapping[str, str], trainer: str) -> None:
         """trainer: the entry of `defaults` in the tables."""
-        self.found = Translation({"model": {}, "data": {}, "train": {}})
+        self.translation = Translation({"model": {}, "data": {}, "train": {}})
         self.path, self.places = path, places
         self.given = {name: value for name, value in given.items() if value is not None}
         self.said = dict(self.given)
-        self.found.unset = [name for name, value in given.items() if value is None]
+        self.translation.unset = [name for name, value in given.items() if value is None]
         self.defaults = {**TABLES["defaults"]["both"], **TABLES["defaults"][trainer]}
         self.came_from: dict[str, str] = {}
         self._taken: set[str] = set()
@@ -127,14 +127,14 @@ class Reader:
 
     def put(self, key: str, value: Any, *names: str) -> None:
         """Set our `key`, translated from the other trainer's key or keys `names`."""
-        put(self.found.tree, key.split("."), value)
+        put(self.translation.tree, key.split("."), value)
         self.came_from[key] = self.places.get(names[0], str(self.path))
         self.account(*names)
 
     def ours(self, key: str) -> Any:
         """The value that our `key` has been given, `None` if none."""
         section, _, name = key.partition(".")
-        return self.found.tree.get(section, {}).get(name) if name else self.found.tree.get(section)
+        return self.translation.tree.get(section, {}).get(name) if name else self.translation.tree.get(section)
 
     def account(self, *names: str) -> None:
         """Mark keys as translated: their meaning is in a key that was put."""
@@ -143,14 +143,14 @@ class Reader:
     def note(self, name: str, what: str) -> None:
         """Report a difference in the meaning of a key that was taken over, if the file has it."""
         if name in self.said:
-            self.found.notes.append(f"{self._shown(name)}: {what}")
+            self.translation.notes.append(f"{self._shown(name)}: {what}")
 
     def leave(self, name: str, why: str) -> None:
         """Report why a key is left out, if the file has it and it was not translated."""
         self.given.pop(name, None)
         if name in self.said and name not in self._accounted:
             self._accounted.add(name)
-            self.found.left_out.append(f"{self._shown(name)}: {why}")
+            self.translation.left_out.append(f"{self._shown(name)}: {why}")
 
     def refuse(self, name: str, what: str, fix: str = "") -> NoReturn:
         """Raise `ConfigError` at the key."""
@@ -158,7 +158,7 @@ class Reader:
 
     def by_the_table(self) -> None:
         """Translate the remaining keys by the tables, and report every key that is still unaccounted for."""
-        known, tree = {each.key for each in describe_keys()}, self.found.tree
+        known, tree = {each.key for each in describe_keys()}, self.translation.tree
         silent = {name: value for name, value in self.defaults.items() if name not in self._taken}
         for name, value in (silent | self.given).items():
             key, is_switch, choice = keys_here().get(name, "").partition("=")
@@ -176,9 +176,9 @@ class Reader:
             if name in self._accounted:
                 continue
             if name in self.given and not answer(name):
-                self.found.unknown.append(self._shown(name))
+                self.translation.unknown.append(self._shown(name))
             elif not value:
-                self.found.unset.append(name)
+                self.translation.unset.append(name)
             elif name not in self.given:
                 self.leave(name, "has no effect with the rest of the file as it is")
             else:
@@ -197,7 +197,7 @@ def _is_number(value: Any) -> bool:
 
 
 def prefers(reader: Reader) -> bool:
-    return "objective" in reader.found.tree["train"]
+    return "objective" in reader.translation.tree["train"]
 
 
 def rows_of_a_sample(reader: Reader) -> int:
@@ -229,7 +229,7 @@ def put_sizes(reader: Reader, name: str, rows: int, together: float | None = Non
     if together:
         count = max(1, together // size)
         reader.account("batch_size")
-    if reader.found.tree["train"].get("objective") == "kto":
+    if reader.translation.tree["train"].get("objective") == "kto":
         reader.put("train.micro_batch_size", size * rows, name)
         reader.put("train.gradient_accumulation_steps", count, "gradient_accumulation_steps")
         reader.note(name, "also counts each answer's mismatched sequence here, for the KL term of a micro-batch")
@@ -251,7 +251,7 @@ def put_length(reader: Reader, name: str) -> None:
 
 def put_streaming(reader: Reader) -> None:
     """Put data.streaming if it is possible. Needs sources, weights, length and objective to be put before."""
-    train, data = reader.found.tree["train"], reader.found.tree["data"]
+    train, data = reader.translation.tree["train"], reader.translation.tree["data"]
     if not reader.switch("streaming"):
         return
     if "steps" in train and not prefers(reader) and (len(data["sources"]) == 1 or "weights" in data):
@@ -374,7 +374,7 @@ def put_saving(reader: Reader) -> None:
 
 
 def put_validation(reader: Reader, name: str) -> None:
-    held, others = reader.number(name), "validation" in reader.found.tree["data"]
+    held, others = reader.number(name), "validation" in reader.translation.tree["data"]
     strategy, every = reader.take("eval_strategy"), reader.number("eval_steps")
     strategy = strategy if (earlier := reader.take("evaluation_strategy")) is None else earlier
     if strategy == "steps" and every is None:

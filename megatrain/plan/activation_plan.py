@@ -131,11 +131,11 @@ def round_count(policy: Policy, micro_batches: float) -> float:
 
 
 class Mixtures:
-    """All mixtures for one policy, with their estimates. found: the estimate of the policy, which keeps inputs."""
+    """All mixtures for one policy, with their estimates. inputs: the estimate of the policy, which keeps inputs."""
 
-    def __init__(self, question: Question, choice: Choice, micro_batch: int, work: Work, found: Estimate) -> None:
+    def __init__(self, question: Question, choice: Choice, micro_batch: int, work: Work, inputs: Estimate) -> None:
         self.choice, self._micro_batch = choice, micro_batch
-        self._question, self.found = question, found
+        self._question, self.inputs = question, inputs
         per_round = choice.policy.micro_batches_per_round or ceil(work.micro_batches * work.repeats)
         self._layers, self._entries = len(question.model.layers), gcd(per_round, MOST_ENTRIES)
         saves_outputs = question.model.units[1].profile.outputs.chosen_nbytes > 0
@@ -146,7 +146,7 @@ class Mixtures:
     def _price(self, costs: KindCosts) -> None:
         self._costs = costs
         shares = self._question.hardware.shares_memory
-        self.device, self.host, self.seconds = _bytes_and_seconds(costs, self._parts, self.found, shares)
+        self.device, self.host, self.seconds = _bytes_and_seconds(costs, self._parts, self.inputs, shares)
 
     def slowed(self, counts: Counts, seconds: float) -> Mixtures:
         """The same with slower offloading, so that the mixture of these counts takes `seconds`. It must offload some
@@ -165,7 +165,7 @@ class Mixtures:
         fit = self._outputs_stay.copy() if outputs_stay else np.ones(len(self._table), dtype=bool)
         for tier, added in (("device", self.device), ("host", self.host)):
             if tier in budgets:
-                fit &= self.found.nbytes[tier] + added <= budgets[tier]
+                fit &= self.inputs.nbytes[tier] + added <= budgets[tier]
         places = np.flatnonzero(fit)
         seconds = np.round(self.seconds[places], 12)
         if most < len(places):  # only the fastest have to be sorted
@@ -178,7 +178,7 @@ class Mixtures:
     def leanest(self, budgets: Mapping[str, float]) -> Counts:
         """The mixture that exceeds these budgets least; of several, the fastest."""
         added = {"device": self.device, "host": self.host}
-        short = [self.found.nbytes[tier] + added[tier] - budgets[tier] for tier in added if tier in budgets]
+        short = [self.inputs.nbytes[tier] + added[tier] - budgets[tier] for tier in added if tier in budgets]
         order = np.lexsort((self.seconds, np.maximum.reduce(short)))
         return tuple(int(count) for count in self._table[order[0]])
 
@@ -188,7 +188,7 @@ class Mixtures:
 
     def estimate(self, counts: Counts) -> Estimate:
         """The estimate of one mixture."""
-        return _estimate(self._costs, self._parts_of(counts), self.found, self._question.hardware.shares_memory)
+        return _estimate(self._costs, self._parts_of(counts), self.inputs, self._question.hardware.shares_memory)
 
     def host_nbytes(self, kind: Keep) -> int:
         """Bytes of host memory that a kind takes if all layers are of it."""

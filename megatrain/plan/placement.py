@@ -182,8 +182,8 @@ def place_state(
         in_host, on_disk = _sizes(model, numerics, placed_policy, saves)
         return in_host <= room and on_disk <= disk_room
 
-    if fits(found := placed(0)):
-        return found
+    if fits(usual := placed(0)):
+        return usual
     return placed(
         min(max_sixteenths, 1 + bisect_left(range(1, max_sixteenths + 1), True, key=lambda parts: fits(placed(parts))))
     )

@@ -270,8 +270,8 @@ class Search:
         points = [*self._space.every_size(self._space.leanest), *self._space.last_resorts]
         options = [self._placed(point) for point in points]
         if mixes and self._space.mixes:
-            found = [mixtures for point in points for mixtures in self._mixtures_of(point)]
-            options = [each.option(each.leanest(budgets)) for each in found]
+            mixed = [mixtures for point in points for mixtures in self._mixtures_of(point)]
+            options = [each.option(each.leanest(budgets)) for each in mixed]
         return min(options, key=lambda each: max(each.estimate.short(budgets).values()))
 
     def _most_parts(self, point: Point, knob: str) -> int:

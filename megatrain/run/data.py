@@ -144,8 +144,8 @@ class Validation:
         counts = {name: -(-len(rows) // self.micro_batch) for name, rows in self.sources.items()}
         if self.limit is not None:
             turns = sorted((turn, place, name) for place, name in enumerate(counts) for turn in range(counts[name]))
-            taken = Counter(name for _, _, name in turns[: self.limit])
-            counts = {name: taken[name] for name in counts if taken[name]}
+            numbers = Counter(name for _, _, name in turns[: self.limit])
+            counts = {name: numbers[name] for name in counts if numbers[name]}
         return {name: Measured(self.sources[name], self.micro_batch, count) for name, count in counts.items()}
 
 

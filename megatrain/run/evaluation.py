@@ -109,14 +109,14 @@ def _loaded(name: str) -> Metric:
     if not colon or not module or not function.isidentifier():
         raise ConfigError(f"{name!r} is not module:function", where="train.metrics", fix="write my_metrics:accuracy")
     try:
-        found = getattr(importlib.import_module(module), function)
+        metric_function = getattr(importlib.import_module(module), function)
     except Exception as error:  # user code may raise anything
         what = f"{name} cannot be imported ({type(error).__name__}: {first_line(error)})"
         fix = "name a function of a module in the working directory, or of an installed one"
         raise ConfigError(what, where="train.metrics", fix=fix) from error
-    if not callable(found):
+    if not callable(metric_function):
         raise ConfigError(f"{name} is not a function", where="train.metrics", fix="name a function")
-    metric: Metric = found
+    metric: Metric = metric_function
     return metric
 
 

@@ -165,14 +165,14 @@ def _tuple_of(kinds: Sequence[Any], bounds: Bounds | None) -> tuple[Check, str]:
             raise _Wrong(value, expected)
         if type(value) is tuple and {*map(type, value)} == valid:
             return value
-        found = []
+        plain = []
         for place, each in enumerate(value):
             try:
-                found.append(several[place](each) if several else check_each(each))
+                plain.append(several[place](each) if several else check_each(each))
             except _Wrong as wrong:
                 raise _Wrong(wrong.value, wrong.expected, f"[{place}]{wrong.path}") from None
-        same = type(value) is tuple and all(one is other for one, other in zip(found, value, strict=True))
-        return value if same else tuple(found)
+        same = type(value) is tuple and all(one is other for one, other in zip(plain, value, strict=True))
+        return value if same else tuple(plain)
 
     return check, expected
 
