@@ -428,7 +428,8 @@ def _generate(
             notice=_tell,
         )
         if chat:
-            run_chat(generator, [prompt] if prompt else filter(str.strip, sys.stdin), heard, sampling, system=system)
+            lines = (line.strip() for line in sys.stdin if line.strip())
+            run_chat(generator, [prompt] if prompt else lines, heard, sampling, system=system)
             return
         spoken = run_generation(generator, prompt, heard, sampling)
     typer.echo("")
