@@ -487,6 +487,9 @@ def _planned(question: Question, *, may_shrink: bool) -> Plan:
 
 def fewer_tokens(question: Question) -> Question:
     """The question with the most of all, a half, a quarter, ... of its sequences that fit by their estimate, or one."""
+    one = replace(question, tokens_per_step=question.length)
+    if question.sequences > 1 and not fits(question) and not fits(one):
+        return one  # without a look at those in between
     while question.sequences > 1 and not fits(question):
         question = _halved(question)
     return question
