@@ -40,7 +40,7 @@ import torch
 from bench.exporting import config_of
 from bench.step import _resident
 from megatrain import Engine, Policy
-from megatrain.checkpoint import direct_io, manifest, open_checkpoint
+from megatrain.checkpoint import manifest, open_checkpoint, range_writer
 from megatrain.memory.checksum import checksum
 from megatrain.spec import Precision
 from megatrain.train.async_save import tensors_of
@@ -62,10 +62,9 @@ def direct_write_seconds(folder: Path, nbytes: int) -> float:
     memory = mmap.mmap(-1, block)
     memory.write(os.urandom(1 << 20) * (block >> 20))
     began = time.perf_counter()
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_DIRECT", 0), 0o666)
     try:
-        direct_io._set_direct(file, getattr(os, "O_DIRECT", 0))
-        direct_io.allocate(file, nbytes)
+        range_writer._allocate(file, nbytes)
         with ThreadPoolExecutor(WRITERS) as threads:
             starts = range(0, nbytes - block + 1, block)
             list(threads.map(lambda start: os.pwrite(file, memory, start), starts))
@@ -164,7 +163,7 @@ def state_sums(engine: Engine) -> dict[str, int]:
 
 def _round(engine: Engine, data: Sequence[list[dict[str, torch.Tensor]]], folder: Path) -> dict[str, float]:
     before_it = _seconds(lambda: engine.step(data[0]))
-    waited = engine.saver.waited_seconds
+    waited = engine.saver.gate.waited_seconds
     began = time.perf_counter()
     save = engine.save(folder)
     engine.step(data[1])
@@ -186,7 +185,7 @@ def _round(engine: Engine, data: Sequence[list[dict[str, torch.Tensor]]], folder
         "step_ratio": beside / plain,
         "save_beside_step_seconds": save.seconds,
         "save_ended_within_step": float(over),
-        "waited_seconds": engine.saver.waited_seconds - waited,
+        "waited_seconds": engine.saver.gate.waited_seconds - waited,
         "save_seconds": alone.seconds,
         "save_nbytes_per_second": alone.nbytes / alone.seconds,
         "direct_nbytes_per_second": alone.nbytes / written,

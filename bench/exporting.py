@@ -23,7 +23,6 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from bench.step import _resident
-from megatrain.checkpoint import export_model
 from megatrain.device import open_device
 from megatrain.memory import Ledger, Pool, Store
 from megatrain.model import PortedModel, port_model
@@ -31,6 +30,7 @@ from megatrain.model.skeleton import blueprint
 from megatrain.optim import AdamW, warm_up
 from megatrain.schedule import build_step
 from megatrain.spec import Numerics, Part, Policy, Precision, Work
+from tests.saved import export_model
 
 ALLOWANCE = 0.05
 VOCABULARY = 32_000

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint import Checkpoint, ParamState, PlannedCheckpoint, write_checkpoint
-from megatrain.model import PortedModel, PretrainedSource, port_model
+from megatrain.checkpoint import Checkpoint, Facts, ParamState, PlannedCheckpoint, export_units, write_checkpoint
+from megatrain.model import PortedModel, PretrainedSource, port_model, written_parameters
 from tests.tiny import tiny_model
 
 State = dict[str, ParamState]
@@ -46,6 +46,13 @@ class MasterDict(dict[str, Tensor]):
         self[name] = value.detach().clone()
 
 
+def export_model(ported: PortedModel, masters: Callable[[str], Tensor], folder: Path, **options: Any) -> Path:
+    """Export a model whose masters are asked for by name, unit by unit."""
+    wanted = written_parameters(ported)
+    units = ([param.name for param in unit.params if param.name in wanted] for unit in ported.structure.units)
+    return export_units(ported, ({name: masters(name) for name in names} for names in units), folder, **options)
+
+
 def ported(family: str = "llama", **changes: Any) -> PortedModel:
     return port_model(tiny_model(family, **changes), torch.bfloat16)
 
@@ -71,7 +78,8 @@ def save(folder: Path, step: int = 1, seed: int | None = None, **options: Any) -
     planned = options.pop("planned", None) or PlannedCheckpoint(ported())
     training = options.pop("training", {"step": step})
     units = options.pop("units", None) or units_of(planned, step if seed is None else seed)
-    return write_checkpoint(folder, step, planned, units, training, **options)
+    facts = Facts(step, training, options.pop("score", None), options.pop("write_more", None))
+    return write_checkpoint(folder, planned, units, facts, **options)
 
 
 def loaded(checkpoint: Checkpoint, planned: PlannedCheckpoint) -> State:

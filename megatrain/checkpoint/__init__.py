@@ -9,32 +9,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatrain.checkpoint.export import ExportOptions, export_model, export_units
-    from megatrain.checkpoint.folder import Retention, lowest_scored, newest_sound, prune
+    from megatrain.checkpoint.export import ExportOptions, export_units
+    from megatrain.checkpoint.folder import Retention, lowest_scored, newest_sound, open_checkpoint, prune
     from megatrain.checkpoint.hard_links import Earlier
     from megatrain.checkpoint.listing import checkpoints, step_of
-    from megatrain.checkpoint.load import Checkpoint, PeerCheckpoint, open_checkpoint
+    from megatrain.checkpoint.load import Checkpoint
     from megatrain.checkpoint.manifest import full_check, quick_check
-    from megatrain.checkpoint.save import ParamState, PlannedCheckpoint, step_folder, write_checkpoint
-    from megatrain.system.atomic import put_all_right
+    from megatrain.checkpoint.peer_checkpoints import PeerCheckpoint
+    from megatrain.checkpoint.save import Facts, ParamState, PlannedCheckpoint, step_folder, write_checkpoint
 
 _HOMES = {
     "Checkpoint": "megatrain.checkpoint.load",
     "Earlier": "megatrain.checkpoint.hard_links",
     "ExportOptions": "megatrain.checkpoint.export",
+    "Facts": "megatrain.checkpoint.save",
     "ParamState": "megatrain.checkpoint.save",
-    "PeerCheckpoint": "megatrain.checkpoint.load",
+    "PeerCheckpoint": "megatrain.checkpoint.peer_checkpoints",
     "PlannedCheckpoint": "megatrain.checkpoint.save",
     "Retention": "megatrain.checkpoint.folder",
     "checkpoints": "megatrain.checkpoint.listing",
-    "export_model": "megatrain.checkpoint.export",
     "export_units": "megatrain.checkpoint.export",
     "full_check": "megatrain.checkpoint.manifest",
     "lowest_scored": "megatrain.checkpoint.folder",
     "newest_sound": "megatrain.checkpoint.folder",
-    "open_checkpoint": "megatrain.checkpoint.load",
+    "open_checkpoint": "megatrain.checkpoint.folder",
     "prune": "megatrain.checkpoint.folder",
-    "put_all_right": "megatrain.system.atomic",
     "quick_check": "megatrain.checkpoint.manifest",
     "step_folder": "megatrain.checkpoint.save",
     "step_of": "megatrain.checkpoint.listing",
@@ -45,19 +44,18 @@ __all__ = [
     "Checkpoint",
     "Earlier",
     "ExportOptions",
+    "Facts",
     "ParamState",
     "PeerCheckpoint",
     "PlannedCheckpoint",
     "Retention",
     "checkpoints",
-    "export_model",
     "export_units",
     "full_check",
     "lowest_scored",
     "newest_sound",
     "open_checkpoint",
     "prune",
-    "put_all_right",
     "quick_check",
     "step_folder",
     "step_of",

@@ -5,17 +5,19 @@ from __future__ import annotations
 import errno
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint.safetensors_writer import Shard, ShardWriter, plan_shards, write_index
-from megatrain.errors import ExportError
+from megatrain.checkpoint.range_writer import TensorWriter, writing_ranges
+from megatrain.checkpoint.safetensors_writer import Shard, plan_shards, write_index
+from megatrain.errors import ExportError, MegaTrainError
 from megatrain.formatting import at_least, at_most
-from megatrain.model import PortedModel, Written, WrittenTensor, written_of, written_parameters, written_precision
+from megatrain.model import PortedModel, Written, WrittenTensor, written_of, written_precision
 from megatrain.spec import Precision
 from megatrain.spec.validate_fields import checked
 from megatrain.system.atomic import appearing
@@ -119,63 +121,58 @@ class ExportOptions(TypedDict, total=False):
     """Called with (bytes written, total bytes) after each tensor."""
 
 
-def export_model(
+def export_units(
     ported: PortedModel,
-    masters: Callable[[str], Tensor],
+    units: Iterable[Mapping[str, Tensor]],
     folder: str | Path,
     **options: Unpack[ExportOptions],
 ) -> Path:
     """Write a Hugging Face folder for `from_pretrained`, replacing a model that is already there.
 
-    masters: name -> float32 master of a parameter in its shape; called once for each, unit by unit.
+    units: name -> float32 master of each parameter, in its shape, unit by unit in the specification's order; advanced
+    only after the previous unit has been written, so a generator may reuse its memory.
 
     Returns the folder, absolute and with symbolic links resolved. Raises `ExportError`, changing nothing, if
     it cannot be written, lacks space, or holds anything that does not belong to a model.
     """
-    wanted = written_parameters(ported)
-    units = (
-        {param.name: masters(param.name) for param in unit.params if param.name in wanted}
-        for unit in ported.structure.units
-    )
-    return export_units(ported, units, folder, **options)
-
-
-def export_units(
-    ported: PortedModel,
-    units: Iterable[Mapping[str, Tensor]],
-    folder: str | Path,
-    *,
-    precision: Precision | None = None,
-    shard_nbytes: int = SHARD_NBYTES,
-    facts: Mapping[str, str] | None = None,
-    write_more: Callable[[Path], object] | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Path:
-    """As `export_model`, from an iterable of units in the specification's order: name -> float32 master.
-
-    It is advanced only after the previous unit has been written, so a generator may reuse its memory.
-    """
     target = usable_path(folder, error=ExportError, to_write="folder").resolve()
     _refuse_foreign(target)
-    precision = checked(precision, Precision | None, ExportError, "precision") or written_precision(ported)
+    asked, write_more = options.get("precision"), options.get("write_more")
+    precision = checked(asked, Precision | None, ExportError, "precision") or written_precision(ported)
     written = written_of(ported, _WRITTEN_DTYPES[precision])
-    nbytes = shard_nbytes if ported.adapter is None else 1 << 62  # `peft` reads one file
+    nbytes = options.get("shard_nbytes", SHARD_NBYTES) if ported.adapter is None else 1 << 62  # `peft` reads one file
     shards = plan_shards([*_ours(written), *_copied(written)], nbytes, written.stem)
-    try:
-        with appearing(target) as staging:
-            _refuse_too_little_space(target, shards)
-            written.write_small_files(staging)
-            _write_weights(written, units, staging, shards, progress or _unwatched)
-            if write_more is not None:
-                add_files(write_more, staging)
-            if not (staging / "README.md").exists():
-                card = _card(written, target.name, staging, precision, facts or {})
-                (staging / "README.md").write_text(card)
-    except OSError as error:
-        raise ExportError(
-            f"cannot be written ({error.strerror or error})", where=str(target), fix=_advice(error)
-        ) from error
+    with writing_to(target, ExportError), appearing(target) as staging:
+        refuse_too_little_space(target, sum(shard.nbytes for shard in shards))
+        written.write_small_files(staging)
+        _write_weights(written, units, staging, shards, options.get("progress"))
+        if write_more is not None:
+            add_files(write_more, staging)
+        if not (staging / "README.md").exists():
+            card = _card(written, target.name, staging, precision, options.get("facts") or {})
+            (staging / "README.md").write_text(card)
     return target
+
+
+@contextmanager
+def writing_to(target: Path, kind: type[MegaTrainError]) -> Iterator[None]:
+    """Turn errors of the file system into errors of this kind."""
+    try:
+        yield
+    except OSError as error:
+        fix = "check space and permissions"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            fix = "free some space"
+        elif error.errno in (errno.EBUSY, errno.EXDEV):
+            fix = "a mount point cannot be replaced: choose a folder inside it"
+        raise kind(f"cannot be written ({error.strerror or error})", where=str(target), fix=fix) from error
+
+
+def refuse_too_little_space(target: Path, needed: int) -> None:
+    """Raise `OSError` unless there is space. What is replaced stays until then, so its space does not count as free."""
+    free = shutil.disk_usage(target.parent).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"needs {at_least(needed)}, and {at_most(free)} are free")
 
 
 def _write_weights(
@@ -183,23 +180,29 @@ def _write_weights(
     units: Iterable[Mapping[str, Tensor]],
     folder: Path,
     shards: list[Shard],
-    progress: Callable[[int, int], None],
+    progress: Callable[[int, int], None] | None,
 ) -> None:
-    every = [*_ours(written), *_copied(written)]
-    total, done = sum(tensor.nbytes for tensor in every), 0
-    masters = iter(units)
-    with ShardWriter(folder, shards) as writer:
-        for unit, planned in enumerate(written.units):
-            tensors = written.tensors(unit, next(masters))
-            for each in planned:
-                writer.write(each, tensors.pop(each.name))  # popped to free its memory before the next unit
-                done += each.nbytes
-                progress(done, total)
-        for each in _copied(written):
-            writer.copy(each, written.carried.blocks(each))
-            done += each.nbytes
+    tensors = [*_ours(written), *_copied(written)]
+    total, done = sum(tensor.nbytes for tensor in tensors), 0
+
+    def wrote(tensor: WrittenTensor) -> None:
+        nonlocal done
+        done += tensor.nbytes
+        if progress is not None:
             progress(done, total)
-    write_index(folder, shards, every, written.numel)
+
+    masters = iter(units)
+    with writing_ranges(folder, shards) as ranges:
+        writer = TensorWriter(ranges, shards)
+        for unit, planned in enumerate(written.units):
+            values = written.tensors(unit, next(masters))
+            for tensor in planned:
+                writer.write(tensor, values.pop(tensor.name))  # popped to free its memory before the next unit
+                wrote(tensor)
+        for tensor in _copied(written):
+            writer.copy(tensor, written.carried.blocks(tensor))
+            wrote(tensor)
+    write_index(folder, shards, tensors, written.numel)
 
 
 def _ours(written: Written) -> list[WrittenTensor]:
@@ -240,10 +243,6 @@ def _card(written: Written, title: str, folder: Path, precision: Precision, fact
     return model_card(title, summary, classes, ", trust_remote_code=True" if written.needs_remote_code else "", facts)
 
 
-def _unwatched(done: int, total: int) -> None:
-    pass
-
-
 def _refuse_foreign(target: Path) -> None:
     """Raise `ExportError` for files that do not belong to a model, since an export replaces the whole folder."""
     if not target.exists():
@@ -260,21 +259,3 @@ def _refuse_foreign(target: Path) -> None:
             raise ExportError(f"contains {path.name!r}, which is not part of a model", where=where, fix=fix)
     if inside and not any((target / name).exists() for name in ("config.json", "adapter_config.json")):
         raise ExportError("is not a model folder", where=where, fix=fix)
-
-
-def _refuse_too_little_space(target: Path, shards: list[Shard]) -> None:
-    """An existing model stays until the new one is complete, so its space does not count as free."""
-    needed = sum(shard.nbytes for shard in shards)
-    free = shutil.disk_usage(target.parent).free
-    if free < needed:
-        raise ExportError(
-            f"needs {at_least(needed)}, and {at_most(free)} are free",
-            where=str(target),
-            fix="free some space, or choose another folder",
-        )
-
-
-def _advice(error: OSError) -> str:
-    if error.errno in (errno.EBUSY, errno.EXDEV):
-        return "a mount point cannot be replaced: choose a folder inside it"
-    return "check space and permissions"

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: finds the newest sound one, and decides which to keep.
+"""The checkpoints of a run: opens one after checking it, finds the newest sound one, and decides which to keep.
 
 `Retention` says which are kept; `put_all_right` repairs what a crash has left between two renames when a run starts.
 """
@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.checkpoint.listing import checkpoints, step_of
-from megatrain.checkpoint.load import Checkpoint, open_checkpoint
-from megatrain.checkpoint.manifest import Check, full_check, quick_check, read_manifest
+from megatrain.checkpoint.load import Checkpoint
+from megatrain.checkpoint.manifest import MANIFEST, Check, full_check, quick_check, read_manifest
+from megatrain.checkpoint.peer_checkpoints import peer_checkpoint
+from megatrain.checkpoint.run_state import TRAINING
 from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from megatrain.system.atomic import finish_vanishing, vanish
+from megatrain.system.paths import missing, usable_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,37 @@ class Retention:
         every = [step for step in scores if self.is_regular(step)]
         ranked = sorted((score, -step) for step, score in scores.items() if score is not None)
         return {*last, *every, *(-step for _, step in ranked[: self.keep_best])}
+
+
+def open_checkpoint(folder: str | Path, check: Check = full_check) -> Checkpoint:
+    """Open a checkpoint for reading, ours or another trainer's (then `check` is not asked).
+
+    Raises `DamagedCheckpoint`, naming the first fault, if `check` finds any, and `CheckpointError` for a kind or
+    optimizer of another trainer that cannot be taken over.
+    """
+    named = usable_path(folder, error=CheckpointError)
+    if not named.exists():
+        raise missing(named, DamagedCheckpoint)
+    ours = any((named / name).exists() for name in (MANIFEST, TRAINING))
+    if named.is_dir() and not ours and (theirs := peer_checkpoint(named.resolve())) is not None:
+        return theirs
+    if damages := check(folder := named.resolve()):
+        if inside := _inside(folder):
+            raise DamagedCheckpoint("holds checkpoints, but is not one", where=str(folder), fix=f"name {inside[0]}")
+        if (folder / "config.json").exists() and not any((folder / name).exists() for name in (MANIFEST, TRAINING)):
+            fix = "train it as a new model, by Engine.from_pretrained or model.path"
+            raise DamagedCheckpoint("is a model without a state of training", where=str(folder), fix=fix)
+        more = f" (and {len(damages) - 1:,} more)" if len(damages) > 1 else ""
+        raise DamagedCheckpoint(f"{damages[0]}{more}", where=str(folder), fix="go on from an older one")
+    return Checkpoint(folder)
+
+
+def _inside(folder: Path) -> list[Path]:
+    """The checkpoints in a folder of them, or of a run."""
+    if not folder.is_dir() or (folder / MANIFEST).exists():
+        return []
+    of_trainer = sorted(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    return checkpoints(folder) or checkpoints(folder / "checkpoints") or of_trainer
 
 
 @dataclass(frozen=True, slots=True)

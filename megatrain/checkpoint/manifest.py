@@ -14,7 +14,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +52,7 @@ class FileSum:
 
 def file_sum(nbytes: int, sums: Iterable[int]) -> FileSum:
     """The `FileSum` for a file's size and its blocks' checksums."""
-    return FileSum(nbytes, "".join(digits(value) for value in sums))
+    return FileSum(nbytes, "".join(f"{value:0{DIGITS}x}" for value in sums))
 
 
 def block_sum(memory: NDArray[np.uint8], nbytes: int) -> int:
@@ -73,60 +72,40 @@ def differences(folder: Path, files: Mapping[str, FileSum]) -> dict[str, str]:
 
     Sizes are not checked; a file with another size is reported where it ends too early.
     """
-    runs = [(name, first) for name in files for first in range(0, max(_blocks(files[name]), 1), _RUN)]
+    runs = [
+        (name, first) for name, file in files.items() for first in range(0, max(len(file.blocks), 1), _RUN * DIGITS)
+    ]
     with ThreadPoolExecutor(min(_READERS, 2 * available_threads())) as threads:
-        complaints = threads.map(lambda run: _difference(folder / run[0], files[run[0]], run[1]), runs)
+        complaints = threads.map(lambda run: _difference(folder / run[0], files[run[0]], run[1] // DIGITS), runs)
         wrong: dict[str, str] = {}
         for (name, _), what in zip(runs, complaints, strict=True):
-            if what and name not in wrong:
-                wrong[name] = what
+            if what:
+                wrong.setdefault(name, what)
     return wrong
 
 
 def _difference(path: Path, expected: FileSum, first: int) -> str:
     """What is wrong with a run of blocks, empty if nothing."""
+    due = expected.blocks[first * DIGITS : (first + _RUN) * DIGITS]
     try:
-        sums = [digits(value) for value in itertools.islice(_sums(path, first), _RUN)]
+        blocks = file_sum(0, itertools.islice(_sums(path, first), _RUN)).blocks
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
-    last = min(first + _RUN, _blocks(expected))
-    for block in range(first, last):
-        if block - first >= len(sums) or sums[block - first] != digits_of_block(expected, block):
-            start, stop = block * BLOCK_NBYTES, min((block + 1) * BLOCK_NBYTES, expected.nbytes)
-            return f"is damaged between byte {start:,} and byte {stop:,}"
+    for at in range(0, len(due), DIGITS):
+        if blocks[at : at + DIGITS] != due[at : at + DIGITS]:
+            start = (first + at // DIGITS) * BLOCK_NBYTES
+            return f"is damaged between byte {start:,} and byte {min(start + BLOCK_NBYTES, expected.nbytes):,}"
     return ""
-
-
-def _blocks(file: FileSum) -> int:
-    return len(file.blocks) // DIGITS
-
-
-def digits(value: int) -> str:
-    """A checksum in hexadecimal."""
-    return f"{value:0{DIGITS}x}"
-
-
-def digits_of_block(file: FileSum, block: int) -> str:
-    """The checksum of one block, in hexadecimal digits."""
-    return file.blocks[DIGITS * block : DIGITS * (block + 1)]
 
 
 def _sums(path: Path, first: int) -> Iterator[int]:
     """The checksums of a file's blocks, from block `first` on."""
     size = min(BLOCK_NBYTES, path.stat().st_size)
     memory = np.empty(-(-size // 8) * 8, np.uint8)
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         file.seek(first * BLOCK_NBYTES)
-        while nbytes := _fill(memory.data[:size], file):
+        while nbytes := file.readinto(memory.data[:size]):
             yield block_sum(memory, nbytes)
-
-
-def _fill(buffer: memoryview, file: FileIO) -> int:
-    """Read until the buffer is full or the file ends; returns the bytes read."""
-    filled = 0
-    while filled < len(buffer) and (nbytes := file.readinto(buffer[filled:])):
-        filled += nbytes
-    return filled
 
 
 MANIFEST = "manifest.json"
@@ -164,19 +143,8 @@ class Manifest:
         return _sealed(fields)
 
 
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """What is wrong with one file of a checkpoint."""
-
-    file: str
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.file} {self.what}"
-
-
-Check = Callable[[Path], list[Damage]]
-"""Lists what is wrong with a checkpoint, empty if it is sound: `quick_check` or `full_check`."""
+Check = Callable[[Path], list[str]]
+"""Lists what is wrong with the files of a checkpoint, empty if it is sound: `quick_check` or `full_check`."""
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -201,27 +169,31 @@ def read_manifest(folder: Path) -> Manifest:
     raise _damaged(folder, "is damaged")
 
 
-def quick_check(folder: Path) -> list[Damage]:
+def quick_check(folder: Path) -> list[str]:
     """List what is wrong by names and sizes, reading only the manifest."""
-    return _look(folder)[1]
+    return [f"{name} {what}" for name, what in _visible_damage(folder)[1].items()]
 
 
-def full_check(folder: Path) -> list[Damage]:
+def full_check(folder: Path) -> list[str]:
     """List what is wrong in any byte of any file. Reads everything, with several threads."""
-    listed, wrong = _look(folder)
-    known = {damage.file for damage in wrong}
-    files = {name: file for name, file in listed.items() if name not in known}
-    return [*wrong, *(Damage(name, what) for name, what in differences(folder, files).items())]
+    files, wrong = _visible_damage(folder)
+    wrong |= differences(folder, {name: file for name, file in files.items() if name not in wrong})
+    return [f"{name} {what}" for name, what in wrong.items()]
 
 
-def _look(folder: Path) -> tuple[Mapping[str, FileSum], list[Damage]]:
-    """The files that should exist, and what is wrong by names and sizes."""
+def _visible_damage(folder: Path) -> tuple[Mapping[str, FileSum], dict[str, str]]:
+    """The files that should exist, and name -> what is wrong by names and sizes."""
     try:
         files = read_manifest(folder).files
     except DamagedCheckpoint as error:
-        return {}, [Damage(MANIFEST, error.what.removeprefix(f"{MANIFEST} "))]
-    wrong = {name: _size_wrong(folder, name, file.nbytes) for name, file in files.items()}
-    return files, [*(Damage(name, what) for name, what in wrong.items() if what), *_strangers(folder, files)]
+        return {}, {MANIFEST: error.what.removeprefix(f"{MANIFEST} ")}
+    wrong = {name: what for name, file in files.items() if (what := _size_wrong(folder, name, file.nbytes))}
+    try:
+        weights = sorted(path.name for path in folder.iterdir() if path.name.endswith(_WEIGHTS))
+    except OSError as error:
+        return files, {**wrong, ".": f"cannot be read ({error.strerror or error})"}
+    unknown = "was not there when the checkpoint was written"  # and a loader might take it for the model's
+    return files, wrong | {name: unknown for name in weights if name not in files}
 
 
 def _sealed(fields: Mapping[str, object]) -> str:
@@ -244,12 +216,3 @@ def _size_wrong(folder: Path, name: str, nbytes: int) -> str:
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
     return "" if size == nbytes else f"has {size:,} bytes, but was written with {nbytes:,}"
-
-
-def _strangers(folder: Path, files: Mapping[str, FileSum]) -> list[Damage]:
-    """Weight files that do not belong to the checkpoint."""
-    try:
-        names = sorted(path.name for path in folder.iterdir() if path.name.endswith(_WEIGHTS))
-    except OSError as error:
-        return [Damage(".", f"cannot be read ({error.strerror or error})")]
-    return [Damage(name, "was not there when the checkpoint was written") for name in names if name not in files]

@@ -17,7 +17,7 @@ import io
 import math
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatrain.checkpoint.load import Checkpoint
 from megatrain.errors import CheckpointError, first_line
 from megatrain.system.paths import lies_within, read_json, read_text
 
@@ -81,13 +82,15 @@ class Group(NamedTuple):
     names: Sequence[str]
 
 
-class PeerState:
-    """The state in another trainer's folder."""
+class PeerCheckpoint(Checkpoint):
+    """A checkpoint of another trainer: weights, and AdamW's moments and number of updates."""
 
     kind: ClassVar[str]
     """Its format, in words."""
     holds_masters: ClassVar[bool] = True
     """Whether `weight` gives the masters; otherwise the folder is a Hugging Face model that holds them."""
+    knows_names = False
+    """Whether `name_parameters` was called, without which there are neither moments nor settings."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -97,12 +100,18 @@ class PeerState:
         raise NotImplementedError
 
     @property
-    def steps(self) -> int:
+    def step(self) -> int:
         """Steps done, if the files tell; otherwise the number of updates."""
         if not (file := self.folder / TRAINER_STATE).is_file():
             return self.updates
         with _readable(file):
             return int(read_json(file)["global_step"])
+
+    @cached_property
+    def training(self) -> dict[str, Any]:
+        """What `Engine.save` would have written, as far as it is known."""
+        counts = {"steps": self.step, "updates": self.updates, "missed": self.missed}
+        return {"engine": {**counts, "optimizer": self._adamw_fields()}}
 
     @cached_property
     def updates(self) -> int:
@@ -114,24 +123,26 @@ class PeerState:
     @cached_property
     def missed(self) -> Mapping[str, int]:
         """Parameter -> by how much its number of updates is below `updates`, if it is: its other steps had no gradient
-        of it. One without a state has had none. To be asked once parameters are named."""
+        of it. One without a state has had none."""
         counts = self.update_counts()
         behind = {name: self.updates - counts.get(name, 0) for group in self.groups for name in group.names}
         return {name: count for name, count in behind.items() if count}
 
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Parameter name -> shape of its moments, for trained parameters."""
-        raise NotImplementedError
-
-    def name_parameters(self, model: nn.Module) -> None:
+    def name_parameters(self, model: nn.Module, trained: Collection[str] | None = None) -> None:
         """Learn from the model what the files do not tell: which parameter an index means, and shapes.
 
-        model: with `requires_grad` as in the other trainer; parameters may be on the meta device. Raises
-        `CheckpointError` if the state cannot be this model's.
+        model: its parameters may be on the meta device. trained: the parameters that train, by default those with
+        `requires_grad`. Raises `CheckpointError` if the state cannot be this model's.
         """
+        if trained is not None:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(name in trained)
+        self._fit(model)
+        self.knows_names = True
+
+    def _fit(self, model: nn.Module) -> None:
         due = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
-        for name, shape in self.shapes.items():
+        for name, shape in self.moment_shapes.items():
             if due.get(name) != shape:
                 here = f"is {list(due[name])} in this one" if name in due else "is missing in this one"
                 raise self.error(
@@ -145,6 +156,33 @@ class PeerState:
     def moment(self, name: str, part: str) -> Tensor:
         """One of `PARTS`, in the parameter's shape and the file's dtype."""
         raise NotImplementedError
+
+    def moments(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """See `Checkpoint`."""
+        for name in names:
+            if self.missed.get(name) == self.updates:
+                m, v = torch.zeros(len(PARTS), *self.moment_shapes[name])
+            else:
+                m, v = (self.moment(name, part).float() for part in PARTS)
+            yield name, m, v
+
+    def _adamw_fields(self) -> dict[str, Any]:
+        """The fields of our AdamW. Raises `CheckpointError` for groups that it cannot express."""
+        groups = [group for group in self.groups if group.names]
+        of = {key: [read(group.settings[key]) for group in groups] for key, read in SETTINGS.items()}
+        decay = {rate for rate in of["weight_decay"] if rate}
+        for key, values in {**of, "weight_decay": decay}.items():
+            if key != "lr" and len({str(value) for value in values}) > 1:
+                raise self.error(f"its groups differ in {key}: {', '.join(map(str, values))}", RESTART)
+        first = [of[key][0] for key in ("lr", "betas", "eps")]
+        undecayed = [group.names for group, rate in zip(groups, of["weight_decay"], strict=True) if decay and not rate]
+        others = [(group.names, rate) for group, rate in zip(groups, of["lr"], strict=True) if rate != first[0]]
+        return {
+            **dict(zip(("lr", "betas", "eps"), first, strict=True)),
+            "weight_decay": max(decay, default=0.0),
+            "no_decay": [name for names in undecayed for name in names],
+            "learning_rates": [[name, rate] for names, rate in others for name in names],
+        }
 
     def weight(self, name: str) -> Tensor | None:
         """A parameter or buffer, in its shape, or `None` if the files do not hold it."""
@@ -197,25 +235,25 @@ class PeerState:
         return tree
 
 
-def peer_state(folder: Path) -> PeerState | None:
+def peer_checkpoint(folder: Path) -> PeerCheckpoint | None:
     """What another trainer has saved in a folder, or `None`.
 
     Raises `CheckpointError` for a kind that is not read, and for files that are not as their format should be.
     """
     with _readable(folder):
-        return _state_in(folder)
+        return _checkpoint_in(folder)
 
 
-def _state_in(folder: Path) -> PeerState | None:
+def _checkpoint_in(folder: Path) -> PeerCheckpoint | None:
     tag = folder
     if (latest := folder / "latest").is_file():
         tag = folder / read_text(latest).strip()
         if not lies_within(tag, folder) or not tag.is_dir():
             raise CheckpointError(f"its file `latest` names {tag.name}, which is missing", where=str(folder))
     if (tag / "zero").is_dir():
-        return Universal(tag)
+        return Universal(folder, tag)
     if any(tag.glob("*zero_pp_rank_*_optim_states.pt")):
-        return Zero3(tag)
+        return Zero3(folder, tag)
     if _metadata_in(folder):
         return Sharded(folder)
     for name in ("optimizer.pt", "optimizer.bin"):
@@ -230,7 +268,7 @@ def _state_in(folder: Path) -> PeerState | None:
 # The optimizer's own state dict ---------------------------------------------------------------------------------------
 
 
-class OptimizerFile(PeerState):
+class OptimizerFile(PeerCheckpoint):
     """`optimizer.pt` of a Trainer, or of any program that saves a Hugging Face model and an optimizer's state dict."""
 
     kind = "a Trainer's checkpoint"
@@ -249,10 +287,10 @@ class OptimizerFile(PeerState):
         self._numbers = [list(self.value(group, "params", file=name)) for group in self._groups]
         self._names: list[list[str]] = []
         self._keys: dict[str, Any] = {}
-        self._shapes: Mapping[str, tuple[int, ...]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
 
-    def name_parameters(self, model: nn.Module) -> None:
-        """See `PeerState`. An index counts the trained parameters of all groups in their order."""
+    def _fit(self, model: nn.Module) -> None:
+        """An index counts the trained parameters of all groups in their order."""
         shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters() if weight.requires_grad}
         keys = self._numbers
         named = [self._names_in(group, indices) for group, indices in zip(self._groups, keys, strict=True)]
@@ -260,7 +298,7 @@ class OptimizerFile(PeerState):
         flat = [key for group in keys for key in group]
         for groups in possible:
             key_of = dict(zip((name for group in groups for name in group), flat, strict=False))
-            fits = [len(each) for each in groups] == [len(each) for each in keys]
+            fits = list(map(len, groups)) == list(map(len, keys))
             if fits and all(self._fits(key, shapes.get(name)) for name, key in key_of.items()):
                 self._names, self._keys = groups, key_of
                 self._shapes = {name: shapes[name] for name in key_of}
@@ -288,7 +326,7 @@ class OptimizerFile(PeerState):
         return [Group(settings, names) for settings, names in zip(self._groups, self._names, strict=True)]
 
     @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+    def moment_shapes(self) -> dict[str, tuple[int, ...]]:
         return self._shapes
 
     def update_counts(self) -> dict[str, int]:
@@ -348,7 +386,7 @@ class _Place(NamedTuple):
     offsets: tuple[int, ...]
 
 
-class Sharded(PeerState):
+class Sharded(PeerCheckpoint):
     """What FSDP saves through torch.distributed.checkpoint, by name and in parts of any ranks' files."""
 
     kind = "an FSDP checkpoint"
@@ -426,7 +464,7 @@ class Sharded(PeerState):
         return [Group(settings, self.value(settings, "params", file="optimizer_0")) for settings in self._groups]
 
     @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+    def moment_shapes(self) -> dict[str, tuple[int, ...]]:
         held = {name: self._part(name, PARTS[0]) for name in self._parts}
         idle = {name: self.value(self._weights, name, file="the model") for name in self.missed if name not in held}
         return {name: self._sizes[key] for name, key in {**held, **idle}.items()}
@@ -455,21 +493,23 @@ OPTIMIZER = "optimizer_state_dict"
 """Both the key of DeepSpeed's optimizer in its file, and inside it that of torch's."""
 
 
-class Zero3(PeerState):
+class Zero3(PeerCheckpoint):
     """DeepSpeed's ZeRO-3: every rank holds 1/ranks of each parameter, padded, in flat groups."""
 
     kind = "a DeepSpeed ZeRO-3 checkpoint"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tag: Path) -> None:
+        """tag: the folder, in `folder` or itself, of one step."""
         super().__init__(folder)
-        self._models = self._of_ranks(folder.glob("*mp_rank_*_model_states.pt"))
+        self._tag = tag
+        self._models = self._of_ranks(tag.glob("*mp_rank_*_model_states.pt"))
         shapes = self.value(self._models[0], "param_shapes", file="model_states")
         self._param_shapes: list[dict[str, tuple[int, ...]]] = [
             {name: tuple(shape) for name, shape in group.items()} for group in shapes
         ]
         """The parameters of each flat group, in their order."""
         self._shared: Mapping[str, str] = self._models[0].get("shared_params") or {}
-        self._open()
+        self._open_optimizer()
         held = self._optimizer.get("state") or {}
         self.refuse_other_optimizer((part for parts in held.values() for part in parts), self._param_groups)
         if sum(len(group["params"]) for group in self._param_groups) != len(self._param_shapes):
@@ -487,14 +527,14 @@ class Zero3(PeerState):
             raise self.error(f"lacks the files of rank {lacking[0]}", "copy it again: all ranks' files are needed")
         return [self.load(ranks[rank]) for rank in sorted(ranks)]
 
-    def _open(self) -> None:
+    def _open_optimizer(self) -> None:
         """Open the optimizer's files, and find where each parameter begins in its flat group."""
-        saved = self._of_ranks(self.folder.glob("*zero_pp_rank_*_optim_states.pt"))
+        saved = self._of_ranks(self._tag.glob("*zero_pp_rank_*_optim_states.pt"))
         name = "optim_states"
         self._ranks = [self.value(rank, OPTIMIZER, file=name) for rank in saved]
         if "fp32_flat_groups" not in self._ranks[0]:
             command = "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state"
-            fix = f"convert it: {command} --input_folder {self.folder} --output_folder NEW, and resume=NEW"
+            fix = f"convert it: {command} --input_folder {self._tag} --output_folder NEW, and resume=NEW"
             raise self.error("is of another stage of ZeRO than 3", fix)
         if (count := self._ranks[0].get("partition_count")) not in (len(self._ranks), None):
             what = f"was written by {count} ranks, but has the files of {len(self._ranks)}"
@@ -517,8 +557,8 @@ class Zero3(PeerState):
         return -(-math.prod(shape) // len(self._ranks))
 
     @property
-    def steps(self) -> int:
-        return int(self._models[0].get("global_steps") or super().steps)
+    def step(self) -> int:
+        return int(self._models[0].get("global_steps") or super().step)
 
     @property
     def groups(self) -> Sequence[Group]:
@@ -528,7 +568,7 @@ class Zero3(PeerState):
         return [Group(settings, names) for settings, names in zip(self._param_groups, names, strict=True)]
 
     @cached_property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+    def moment_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: shape for group in self._param_shapes for name, shape in group.items()}
 
     def update_counts(self) -> dict[str, int]:
@@ -544,7 +584,7 @@ class Zero3(PeerState):
 
     def _joined(self, name: str, flat_groups: Sequence[Tensor]) -> Tensor:
         """A parameter from its share in each rank's flat group."""
-        (_, start), shape = self._starts[name], self.shapes[name]
+        (_, start), shape = self._starts[name], self.moment_shapes[name]
         shares = [flat[start : start + self._share(shape)] for flat in flat_groups]
         return torch.cat(shares)[: math.prod(shape)].view(shape)
 
@@ -553,7 +593,7 @@ class Zero3(PeerState):
 
     def weight(self, name: str) -> Tensor | None:
         name, first = self._shared.get(name, name), self._models[0]
-        if name in self.shapes:
+        if name in self.moment_shapes:
             return self._master(name)
         if shape := (first.get("frozen_param_shapes") or {}).get(name):
             pieces = [model["frozen_param_fragments"][name].flatten() for model in self._models]
@@ -563,7 +603,7 @@ class Zero3(PeerState):
     @property
     def weight_names(self) -> Iterable[str]:
         first = self._models[0]
-        return [*self.shapes, *(first.get("frozen_param_shapes") or {}), *first["buffer_names"], *self._shared]
+        return [*self.moment_shapes, *(first.get("frozen_param_shapes") or {}), *first["buffer_names"], *self._shared]
 
 
 class Universal(Zero3):
@@ -571,26 +611,26 @@ class Universal(Zero3):
 
     kind = "a universal DeepSpeed checkpoint"
 
-    def _open(self) -> None:
+    def _open_optimizer(self) -> None:
         name = "optimizer_state.pt"
-        saved = self.load(self.folder / "zero" / name)
+        saved = self.load(self._tag / "zero" / name)
         self._optimizer = saved.get(OPTIMIZER, saved)
         self._param_groups = self.value(self._optimizer, "param_groups", file=name)
-        for parameter in self.shapes:
-            if not (self.folder / "zero" / parameter).is_dir():
+        for parameter in self.moment_shapes:
+            if not (self._tag / "zero" / parameter).is_dir():
                 raise self.error(f"lacks zero/{parameter}", "convert it again")
 
     def update_counts(self) -> dict[str, int]:
-        held = [name for name in self.shapes if (self.folder / "zero" / name / f"{STEP}.pt").exists()]
+        held = [name for name in self.moment_shapes if (self._tag / "zero" / name / f"{STEP}.pt").exists()]
         return super().update_counts() | {name: int(self._whole(name, STEP)) for name in held}
 
     def _whole(self, name: str, part: str) -> Tensor:
-        held = self.load(self.folder / "zero" / name / f"{part}.pt")
+        held = self.load(self._tag / "zero" / name / f"{part}.pt")
         tensor: Tensor = held["param"] if isinstance(held, dict) else held
         return tensor
 
     def moment(self, name: str, part: str) -> Tensor:
-        value, shape = self._whole(name, part), self.shapes[name]
+        value, shape = self._whole(name, part), self.moment_shapes[name]
         if value.numel() != math.prod(shape):
             what = f"zero/{name}/{part}.pt holds {value.numel():,} numbers, where {math.prod(shape):,} are due"
             raise self.error(what, "convert it again")

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatrain.checkpoint.range_writer import ByteRange
 from megatrain.checkpoint.safetensors_writer import Shard
 from megatrain.checkpoint.save import PlannedCheckpoint, moments_of
 from megatrain.model import WrittenTensor
@@ -36,23 +37,16 @@ class Run(NamedTuple):
     stop: int
 
 
-class OwnBytes(NamedTuple):
-    """A contiguous piece of a rank's share, at byte `start` of a file."""
-
-    file: str
-    start: int
-    data: NDArray[np.uint8]
-
-
 class _Moved(Exception):
     """The conversion does more than move elements."""
 
 
 class RankByteRanges:
-    """The byte ranges in one planned checkpoint, computed on demand."""
+    """The byte ranges of what one rank owns in one planned checkpoint, computed on demand."""
 
-    def __init__(self, planned: PlannedCheckpoint, layouts: Sequence[Layout]) -> None:
-        self._planned, self._layouts = planned, layouts
+    def __init__(self, planned: PlannedCheckpoint, layouts: Sequence[Layout], owned: Ownership) -> None:
+        self.planned = planned
+        self._layouts, self._owned = layouts, owned
         self._weights = {name: shard for shard in planned.weights for name in shard.starts}
         self._moments = {name: shard for shard in planned.moments for name in shard.starts}
         self._alike: dict[object, list[list[Run]]] = {}
@@ -64,47 +58,42 @@ class RankByteRanges:
         Finding out takes 1.25 times the memory of the largest converted unit in float32.
         """
         try:
-            for unit in self._planned.order:
+            for unit in self.planned.order:
                 for _ in self._runs(unit):
                     pass
         except _Moved:
             return False
         return True
 
-    def own(self, unit: int, state: HostArrays, owned: Ownership) -> Iterator[OwnBytes]:
-        """What a rank writes of a unit: its share of the state in float32, plus on rank 0 tensors that are not
+    def of_unit(self, unit: int, state: HostArrays) -> Iterator[ByteRange]:
+        """What the rank writes of a unit: its share of the state in float32, plus on rank 0 tensors that are not
         parameters."""
-        layout, of_weights = self._layouts[unit], self._weights
+        layout = self._layouts[unit]
         for tensor, runs in self._runs(unit):
             if isinstance(runs, Tensor):
-                if owned.rank == 0:
-                    yield _placed(of_weights, tensor.name, 0, runs.to(tensor.dtype).contiguous().view(-1).numpy())
+                if self._owned.rank == 0:
+                    values = runs.to(tensor.dtype).contiguous().view(-1).numpy()
+                    yield _placed(self._weights, tensor.name, 0, values)
                 continue
             for at, start, stop in runs:
-                for piece in owned.within(layout, start, stop):
-                    yield _placed(of_weights, tensor.name, at + piece.start - start, state.hi[piece.own])
-        for field, param in zip(layout.trained.fields, self._planned.spec.units[unit].params, strict=False):
-            for piece in owned.within(layout, field.start, field.stop):
+                for piece in self._owned.within(layout, start, stop):
+                    yield _placed(self._weights, tensor.name, at + piece.start - start, state.hi[piece.own])
+        for field, param in zip(layout.trained.fields, self.planned.spec.units[unit].params, strict=False):
+            for piece in self._owned.within(layout, field.start, field.stop):
                 for tensor, moment in zip(moments_of(param), state.moments, strict=True):
                     yield _placed(self._moments, tensor.name, piece.start - field.start, moment[piece.own])
 
-    def units_in(self, files: Sequence[str]) -> list[int]:
-        """The units with weights in any of these files."""
-        inside = {name for name, shard in self._weights.items() if shard.name in files}
-        units = self._planned.order
-        return [unit for unit in units if any(tensor.name in inside for tensor in self._planned.tensors_of(unit))]
-
     def _runs(self, unit: int) -> Iterator[tuple[WrittenTensor, list[Run] | Tensor]]:
         """The tensors of a unit, each with its runs, or its value if it is not a parameter's."""
-        layout, params = self._layouts[unit], self._planned.spec.units[unit].params
-        writes = self._planned.written.writes
+        layout, params = self._layouts[unit], self.planned.spec.units[unit].params
+        writes = self.planned.written.writes
         fields = {param.name: layout.by_name[param.name] for param in params if writes(param.name)}
         empty = {name: torch.empty(field.shape, device="meta") for name, field in fields.items()}
-        tensors = self._planned.written.tensors(unit, empty)
+        tensors = self.planned.written.tensors(unit, empty)
         whole = {id(value): fields[name] for name, value in empty.items()}
         converted = [value for value in tensors.values() if value.is_meta and id(value) not in whole]
         moved = iter(self._moved(unit, list(empty), tensors) if converted else ())
-        planned = {tensor.name: tensor for tensor in self._planned.tensors_of(unit)}
+        planned = {tensor.name: tensor for tensor in self.planned.tensors_of(unit)}
         for name, value in tensors.items():
             if not value.is_meta:
                 yield planned[name], value
@@ -125,7 +114,7 @@ class RankByteRanges:
             raise _Moved
         numbers = torch.arange(layout.size, dtype=torch.int32).view(torch.float32)
         params = {field.name: numbers[field.start : field.stop].view(field.shape) for field in given}
-        converted = self._planned.written.tensors(unit, params)
+        converted = self.planned.written.tensors(unit, params)
         is_plain = {id(value) for value in params.values()}
         seen, runs, count = np.zeros(layout.size, bool), list[list[Run]](), 0
         for name, value in converted.items():
@@ -152,9 +141,9 @@ def _runs_of(numbers: NDArray[np.int32]) -> list[Run]:
     return [Run(at, number, number + end - at) for at, end, number in zip(starts, ends, first, strict=False)]
 
 
-def _placed(shards: dict[str, Shard], name: str, element: int, values: NDArray[np.generic]) -> OwnBytes:
+def _placed(shards: dict[str, Shard], name: str, element: int, values: NDArray[np.generic]) -> ByteRange:
     shard = shards[name]
-    return OwnBytes(shard.name, shard.starts[name] + element * values.itemsize, values.view(np.uint8))
+    return ByteRange(shard.name, shard.starts[name] + element * values.itemsize, values.view(np.uint8))
 
 
 def _alike(name: str) -> str:

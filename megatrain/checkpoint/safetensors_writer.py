@@ -11,10 +11,9 @@ Format: 8 bytes little-endian length of the header, the header (JSON, padded wit
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -111,70 +110,7 @@ def _shard(name: str, tensors: Sequence[WrittenTensor]) -> Shard:
     return Shard(name, header, {name: len(header) + offset for name, offset in offsets.items()}, len(header) + end)
 
 
-class ShardFile(Protocol):
-    """A file that a shard is written to."""
-
-    def write(self, data: memoryview | bytes, /) -> object: ...
-
-    def seek(self, position: int, /) -> object: ...
-
-    def close(self) -> None: ...
-
-
-def _create(path: Path, nbytes: int) -> ShardFile:
-    return path.open("wb")
-
-
-class ShardWriter:
-    """Writes shards into a folder, one open at a time; tensors come in the order in which they were planned.
-
-    create: creates a file, given its path and size; by default an ordinary one. If it cannot `seek` back, the shards
-    must be planned by `plan_front_to_back`.
-    """
-
-    def __init__(
-        self, folder: Path, shards: Sequence[Shard], create: Callable[[Path, int], ShardFile] = _create
-    ) -> None:
-        self._folder, self._create = folder, create
-        self._shards = iter(shards)
-        self._file: ShardFile | None = None
-        self._open: Shard | None = None
-
-    def write(self, planned: WrittenTensor, tensor: Tensor) -> None:
-        """Write `tensor` as planned, rounding to nearest even if the dtypes differ."""
-        if tuple(tensor.shape) != planned.shape:
-            raise ExportError(f"tensor {planned.name} is {list(tensor.shape)}, not {list(planned.shape)} as planned")
-        self.copy(planned, _blocks(tensor, planned.dtype))
-
-    def copy(self, planned: WrittenTensor, blocks: Iterable[memoryview]) -> None:
-        """Write a tensor's bytes as they are."""
-        while self._open is None or planned.name not in self._open.starts:
-            self._advance()
-        assert self._file is not None
-        self._file.seek(self._open.starts[planned.name])
-        for block in blocks:
-            self._file.write(block)
-
-    def close(self) -> None:
-        """Flush and close the open file."""
-        if self._file is not None:
-            file, self._file = self._file, None
-            file.close()
-
-    def __enter__(self) -> ShardWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _advance(self) -> None:
-        self.close()
-        self._open = next(self._shards)
-        self._file = self._create(self._folder / self._open.name, self._open.nbytes)
-        self._file.write(self._open.header)
-
-
-def _blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+def tensor_blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
     """The elements of a tensor in row-major order, as bytes of `dtype`, block by block."""
     rows = tensor.reshape(-1) if tensor.is_contiguous() or tensor.dim() == 0 else tensor
     if not tensor.numel():

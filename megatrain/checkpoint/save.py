@@ -14,27 +14,24 @@ checkpoint is planned, since it must not run during a training step; writing may
 
 from __future__ import annotations
 
-import errno
 import math
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint.direct_io import DirectWriter
-from megatrain.checkpoint.export import SHARD_NBYTES, add_files
-from megatrain.checkpoint.hard_links import Earlier, SharedFile, share_instead
+from megatrain.checkpoint.export import SHARD_NBYTES, add_files, refuse_too_little_space, writing_to
+from megatrain.checkpoint.hard_links import Earlier
 from megatrain.checkpoint.manifest import MANIFEST, FileSum, Manifest, sum_of
+from megatrain.checkpoint.range_writer import TensorWriter, sums_of_files, writing_ranges
 from megatrain.checkpoint.run_state import TRAINING, write_training
-from megatrain.checkpoint.safetensors_writer import Shard, ShardFile, ShardWriter, plan_front_to_back, write_index
+from megatrain.checkpoint.safetensors_writer import Shard, plan_front_to_back, tensor_blocks, write_index
 from megatrain.errors import CheckpointError
-from megatrain.formatting import at_least, at_most
 from megatrain.model import PortedModel, Written, WrittenTensor, written_of
 from megatrain.spec import ModelSpec, ParamSpec
 from megatrain.system.atomic import appearing
@@ -55,6 +52,19 @@ class ParamState:
     master: Tensor
     m: Tensor | None = None
     v: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a checkpoint says besides weights and moments."""
+
+    step: int
+    training: Mapping[str, Any]
+    """See `write_training`."""
+    score: float | None = None
+    """For ranking checkpoints; lower is better."""
+    write_more: Callable[[Path], object] | None = None
+    """Called with the folder before it appears, to add a tokenizer, say."""
 
 
 class PlannedCheckpoint:
@@ -102,75 +112,107 @@ class PlannedCheckpoint:
     @property
     def frozen_weights(self) -> list[Shard]:
         """Files without trained weights."""
-        return [shard for shard in self.weights if shard.starts and self.frozen.issuperset(shard.starts)]
+        frozen = [shard for shard in self.weights if shard.starts and self.frozen.issuperset(shard.starts)]
+        return [shard for shard in frozen if self._constants.keys() >= shard.starts.keys()]
+
+    def besides_parameters(self, shard: Shard) -> Iterator[tuple[int, bytes | memoryview]]:
+        """The bytes of a file that do not come from parameters, with their places: header, buffers, copied tensors."""
+        yield 0, shard.header
+        copied = {tensor.name: tensor for tensor in self.copied}
+        for name, start in shard.starts.items():
+            blocks: Iterable[memoryview] = ()
+            if name in copied:
+                blocks = self.written.carried.blocks(copied[name])
+            elif not (buffer := self._constants[name]).is_meta:
+                blocks = tensor_blocks(buffer, buffer.dtype)
+            for block in blocks:
+                yield start, block
+                start += len(block)
+
+    @cached_property
+    def _constants(self) -> dict[str, Tensor]:
+        """The tensors of the model's files that do not train: a buffer's value, or a meta tensor for frozen weights."""
+        constants: dict[str, Tensor] = {}
+        for unit in self.order:
+            params = [param for param in self.spec.units[unit].params if self.written.writes(param.name)]
+            empty = {param.name: torch.empty(param.shape, device="meta") for param in params}
+            trained = any(param.trainable for param in params)
+            frozen = {id(empty[param.name]) for param in params if not param.trainable}
+            for name, value in self.written.tensors(unit, empty).items():
+                if not trained or id(value) in frozen or not value.is_meta:
+                    constants[name] = value
+        return constants
+
+    @property
+    def arrays(self) -> list[Shard]:
+        """The files of weights and moments."""
+        return [*self.weights, *self.moments]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files of weights and moments; the other files are small."""
-        return sum(shard.nbytes for shard in (*self.weights, *self.copied_files, *self.moments))
+        """Bytes of the files of weights, moments and copied tensors; the other files are small."""
+        return sum(shard.nbytes for shard in (*self.arrays, *self.copied_files))
 
 
 def write_checkpoint(
     folder: str | Path,
-    step: int,
     planned: PlannedCheckpoint,
     units: Iterable[Mapping[str, ParamState]],
-    training: Mapping[str, Any],
+    facts: Facts,
     *,
-    score: float | None = None,
-    write_more: Callable[[Path], object] | None = None,
     progress: Progress | None = None,
     earlier: Earlier | None = None,
-    shared: Callable[[int], object] = lambda nbytes: None,
-    together: Callable[[Path], Mapping[str, FileSum] | None] = lambda folder: None,
+    together: Callable[[Path, Sequence[Shard]], Mapping[str, FileSum] | None] | None = None,
 ) -> Path:
     """Write the checkpoint `step-STEP` into `folder`, replacing an existing one, and return its path.
 
     units: name -> state of each parameter, unit by unit in `planned.order`; advanced only after the previous unit has
-    been written, so a generator may reuse its memory. training: see `write_training`. score: for ranking checkpoints,
-    lower is better. write_more: called with the folder before it appears, to add a tokenizer, say. earlier: a
-    checkpoint in the same folder, whose files are linked if unchanged. shared: called with the bytes of each linked
-    file. together: called with the folder before it holds arrays, so that several ranks may write them together;
-    returns their files' checksums, or nothing if they are to be written from `units`.
+    been written, so a generator may reuse its memory. earlier: a checkpoint in the same folder, whose files are linked
+    if unchanged. together: called with the folder and the files of weights and moments that are not linked, so that
+    several ranks may write them together; returns their checksums, or nothing if they are to be written from `units`.
 
     May run in a thread during training, as may `units`, one call at a time. Raises `CheckpointError`, leaving an
     existing checkpoint unchanged, if writing fails (for lack of space, say). Errors of `units` are passed on.
     """
-    target = step_folder(usable_path(folder, error=CheckpointError, to_write="folder").resolve(), step)
+    target = step_folder(usable_path(folder, error=CheckpointError, to_write="folder").resolve(), facts.step)
     _refuse_foreign(target)
-    with writing_to(target), appearing(target) as staging:
-        _refuse_too_little_space(target, planned.nbytes - _shareable_nbytes(planned, earlier))
+    with writing_to(target, CheckpointError), appearing(target) as staging:
+        sums = _linked(planned, earlier, staging)
+        arrays, copied = (
+            [shard for shard in shards if shard.name not in sums] for shards in (planned.arrays, planned.copied_files)
+        )
+        refuse_too_little_space(target, sum(shard.nbytes for shard in (*arrays, *copied)))
         for name, content in planned.small_files.items():
             (staging / name).parent.mkdir(parents=True, exist_ok=True)
             (staging / name).write_bytes(content)
-        write_training(staging, training)
-        if write_more is not None:
-            add_files(write_more, staging)
-        if planned.moments:
-            (staging / OPTIMIZER).mkdir()
-        sums = together(staging)
-        if sums is None:
-            sums = _write_arrays(planned, iter(units), staging, progress or _unwatched, earlier, shared)
-        sums = {**sums, **_copy_files(planned, staging, earlier, shared)}
+        write_training(staging, facts.training)
+        if facts.write_more is not None:
+            add_files(facts.write_more, staging)
+        written = together(staging, arrays) if together is not None else None
+        sums |= _write_arrays(planned, arrays, iter(units), staging, progress) if written is None else written
+        sums |= _copy_tensors(planned, copied, staging)
         of_weights = [*planned.weights, *planned.copied_files], [*planned.tensors, *planned.copied]
         write_index(staging, *of_weights, planned.written.numel)
         files = {name: sums.get(name) or sum_of(path) for name, path in _files_in(staging).items()}
         for name in files.keys() - sums.keys():
-            if earlier is not None and share_instead(earlier, name, files[name], staging / name):
-                shared(files[name].nbytes)
-        score = score if score is not None and math.isfinite(score) else None
-        (staging / MANIFEST).write_text(Manifest(step, score, __version__, files).text())
+            if earlier is not None and earlier.files.get(name) == files[name]:
+                earlier.link(name, staging / name)
+        score = facts.score if facts.score is not None and math.isfinite(facts.score) else None
+        (staging / MANIFEST).write_text(Manifest(facts.step, score, __version__, files).text())
     return target
 
 
-@contextmanager
-def writing_to(target: Path) -> Iterator[None]:
-    """Turn errors of the file system into `CheckpointError`."""
-    try:
-        yield
-    except OSError as error:
-        fix = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the disk and permissions"
-        raise CheckpointError(f"cannot be written ({error.strerror or error})", where=str(target), fix=fix) from error
+def _linked(planned: PlannedCheckpoint, earlier: Earlier | None, folder: Path) -> dict[str, FileSum]:
+    """Hard-link the files of frozen and of copied tensors that the earlier checkpoint holds unchanged."""
+    linked: dict[str, FileSum] = {}
+    if earlier is None:
+        return linked
+    frozen = planned.frozen_weights if earlier.has_same_weights else []
+    for shard in (*frozen, *planned.copied_files):
+        pieces = planned.besides_parameters(shard)
+        if earlier.holds(shard.name, shard.nbytes, pieces) and earlier.link(shard.name, folder / shard.name):
+            linked[shard.name] = earlier.files[shard.name]
+    return linked
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -182,67 +224,65 @@ def moments_of(param: ParamSpec) -> list[WrittenTensor]:
     """The tensors of a parameter's optimizer state, none if it is frozen."""
     if not param.trainable:
         return []
-    return [WrittenTensor(f"{param.name}.{each}", param.shape, torch.float32) for each in ("m", "v")]
+    return [WrittenTensor(f"{param.name}.{moment}", param.shape, torch.float32) for moment in ("m", "v")]
 
 
 def _write_arrays(
     planned: PlannedCheckpoint,
+    files: Sequence[Shard],
     units: Iterator[Mapping[str, ParamState]],
     folder: Path,
-    progress: Progress,
-    earlier: Earlier | None,
-    shared: Callable[[int], object],
-) -> dict[str, FileSum]:
-    """Write the files of weights and moments, and return their checksums."""
-    frozen = planned.frozen_weights
-    trained = [shard for shard in planned.weights if shard not in frozen]
-    with DirectWriter(folder) as files:
-        create = _shared_if_equal(files, folder, earlier, shared)
-        with (
-            ShardWriter(folder, trained, create) as weights,
-            ShardWriter(folder, frozen, create) as constant,
-            ShardWriter(folder, planned.moments, create) as moments,
-        ):
-            arrays = _Arrays(planned, weights, constant, moments, progress)
-            for unit in planned.order:
-                arrays.write_unit(unit, units)
-            arrays.finish(units)
-    return files.sums
+    progress: Progress | None,
+) -> Mapping[str, FileSum]:
+    """Write these files of weights and moments from the state of all units, and return their checksums."""
+    total, done = sum(tensor.nbytes for tensor in (*planned.tensors, *planned.moment_tensors)), 0
+    with writing_ranges(folder, files) as ranges:
+        weights, moments = TensorWriter(ranges, planned.weights), TensorWriter(ranges, planned.moments)
+
+        def write(writer: TensorWriter, tensor: WrittenTensor, value: Tensor) -> None:
+            nonlocal done
+            writer.write(tensor, value)
+            done += tensor.nbytes
+            if progress is not None:
+                progress(done, total)
+
+        for place, unit in enumerate(planned.order):
+            if not _write_unit(planned, unit, next(units, None), partial(write, weights), partial(write, moments)):
+                raise CheckpointError(f"only {place} of {len(planned.order)} units were given")
+        if next(units, None) is not None:
+            raise CheckpointError(f"more than {len(planned.order)} units were given")
+    return sums_of_files(folder, files, ranges.written)
 
 
-def _copy_files(
-    planned: PlannedCheckpoint, folder: Path, earlier: Earlier | None, shared: Callable[[int], object]
-) -> dict[str, FileSum]:
-    """Write the files of tensors that are carried over, and return their checksums."""
-    if not planned.copied_files:
-        return {}
-    tensors = {tensor.name: tensor for tensor in planned.copied}
-    with DirectWriter(folder) as files:
-        create = _shared_if_equal(files, folder, earlier, shared)
-        with ShardWriter(folder, planned.copied_files, create) as writer:
-            for name in (name for shard in planned.copied_files for name in shard.starts):
-                writer.copy(tensors[name], planned.written.carried.blocks(tensors[name]))
-    return files.sums
+def _write_unit(
+    planned: PlannedCheckpoint,
+    unit: int,
+    state: Mapping[str, ParamState] | None,
+    weight: Callable[[WrittenTensor, Tensor], None],
+    moment: Callable[[WrittenTensor, Tensor], None],
+) -> bool:
+    """Write the weights and moments of a unit, keeping no reference to them; whether it was given."""
+    if state is None:
+        return False
+    params = [param for param in planned.spec.units[unit].params if planned.written.writes(param.name)]
+    _refuse_inexact(params, state)
+    tensors = planned.written.tensors(unit, {param.name: state[param.name].master for param in params})
+    for tensor in planned.tensors_of(unit):
+        weight(tensor, tensors.pop(tensor.name))  # popped to free copies as soon as they are written
+    for param in params:
+        for tensor, value in zip(moments_of(param), (state[param.name].m, state[param.name].v), strict=False):
+            assert value is not None
+            moment(tensor, value)
+    return True
 
 
-def _shared_if_equal(
-    files: DirectWriter, folder: Path, earlier: Earlier | None, shared: Callable[[int], object]
-) -> Callable[[Path, int], ShardFile]:
-    """Creates files that become hard links to the previous checkpoint's if they turn out to be equal."""
-
-    def create(path: Path, nbytes: int) -> ShardFile:
-        name = path.relative_to(folder).as_posix()
-        expected = earlier.sum_of(name, nbytes) if earlier is not None else None
-        if earlier is None or expected is None:
-            return files.open(path, nbytes)
-
-        def unchanged(found: FileSum) -> None:
-            files.sums[name] = found
-            shared(found.nbytes)
-
-        return SharedFile(earlier, name, expected, path, lambda: files.open(path, nbytes), unchanged)
-
-    return create
+def _copy_tensors(planned: PlannedCheckpoint, files: Sequence[Shard], folder: Path) -> Mapping[str, FileSum]:
+    """Write these files of tensors that are copied from the model's source, and return their checksums."""
+    with writing_ranges(folder, files) as ranges:
+        writer = TensorWriter(ranges, planned.copied_files)
+        for tensor in planned.copied:
+            writer.copy(tensor, planned.written.carried.blocks(tensor))
+    return sums_of_files(folder, files, ranges.written)
 
 
 def _frozen(spec: ModelSpec, written: Written) -> frozenset[str]:
@@ -253,67 +293,6 @@ def _frozen(spec: ModelSpec, written: Written) -> frozenset[str]:
         whole = bool(still) and not any(param.trainable for param in unit.params)
         names.update(tensor.name for tensor in tensors if whole or tensor.name in still)
     return frozenset(names)
-
-
-def _shareable_nbytes(planned: PlannedCheckpoint, earlier: Earlier | None) -> int:
-    """Bytes that will probably be linked rather than written."""
-    if earlier is None:
-        return 0
-    still = (*planned.frozen_weights, *planned.copied_files)
-    there = (shard for shard in still if earlier.sum_of(shard.name, shard.nbytes) is not None)
-    return sum(shard.nbytes for shard in there)
-
-
-class _Arrays:
-    """Splits the state of units into tensors, and writes each to its place."""
-
-    def __init__(
-        self,
-        planned: PlannedCheckpoint,
-        weights: ShardWriter,
-        constant: ShardWriter,
-        moments: ShardWriter,
-        progress: Progress,
-    ) -> None:
-        self._planned, self._progress = planned, progress
-        self._weights, self._constant, self._moments = weights, constant, moments
-        self._last: dict[str, tuple[WrittenTensor, Tensor]] = {}  # for the last files; in memory anyway
-        self._total = sum(tensor.nbytes for tensor in (*planned.tensors, *planned.moment_tensors))
-        self._done = 0
-
-    def write_unit(self, unit: int, units: Iterator[Mapping[str, ParamState]]) -> None:
-        """Take the next unit and write it, keeping no reference to it."""
-        state = next(units, None)
-        params = [each for each in self._planned.spec.units[unit].params if self._planned.written.writes(each.name)]
-        if state is None:
-            given = self._planned.order.index(unit)
-            raise CheckpointError(f"only {given} of {len(self._planned.spec.units)} units were given")
-        _refuse_inexact(params, state)
-        tensors = self._planned.written.tensors(unit, {param.name: state[param.name].master for param in params})
-        for tensor in self._planned.tensors_of(unit):
-            value = tensors.pop(tensor.name)  # popped to free copies as soon as they are written
-            if tensor.dtype == torch.float32:
-                self._write(self._constant if tensor.name in self._planned.frozen else self._weights, tensor, value)
-            else:
-                self._last[tensor.name] = tensor, value
-        for param in params:
-            both = state[param.name].m, state[param.name].v
-            for tensor, moment in zip(moments_of(param), both, strict=False):
-                assert moment is not None
-                self._write(self._moments, tensor, moment)
-
-    def finish(self, units: Iterator[Mapping[str, ParamState]]) -> None:
-        """Write the last files, and exhaust the iterator of units."""
-        for name in (name for shard in self._planned.weights for name in shard.starts):
-            if name in self._last:
-                self._write(self._weights, *self._last[name])
-        if next(units, None) is not None:
-            raise CheckpointError(f"more than {len(self._planned.spec.units)} units were given")
-
-    def _write(self, writer: ShardWriter, tensor: WrittenTensor, value: Tensor) -> None:
-        writer.write(tensor, value)
-        self._done += tensor.nbytes
-        self._progress(self._done, self._total)
 
 
 def _refuse_inexact(params: Iterable[ParamSpec], state: Mapping[str, ParamState]) -> None:
@@ -330,8 +309,8 @@ def _refuse_inexact(params: Iterable[ParamSpec], state: Mapping[str, ParamState]
             raise CheckpointError(f"its state has {', '.join(given)}, not {', '.join(due)}", where=where)
         for name, tensor in given.items():
             if tensor.dtype != torch.float32 or tuple(tensor.shape) != param.shape:
-                found = f"{tensor.dtype} {list(tensor.shape)}"
-                raise CheckpointError(f"its {name} is {found}, not torch.float32 {list(param.shape)}", where=where)
+                what = f"its {name} is {tensor.dtype} {list(tensor.shape)}, not torch.float32 {list(param.shape)}"
+                raise CheckpointError(what, where=where)
 
 
 def _small_files(written: Written) -> dict[str, bytes]:
@@ -349,10 +328,6 @@ def _files_in(folder: Path) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def _unwatched(done: int, total: int) -> None:
-    pass
-
-
 def _refuse_foreign(target: Path) -> None:
     """Raise `CheckpointError` unless the target is a checkpoint or empty, since it is replaced as a whole."""
     try:
@@ -361,10 +336,3 @@ def _refuse_foreign(target: Path) -> None:
         raise CheckpointError(f"cannot be replaced ({error.strerror or error})", where=str(target)) from error
     if inside and not inside & {MANIFEST, TRAINING, "config.json"}:
         raise CheckpointError("is a folder, but not a checkpoint", where=str(target), fix="move it out of the way")
-
-
-def _refuse_too_little_space(target: Path, needed: int) -> None:
-    """An existing checkpoint stays until the new one is complete, so its space does not count as free."""
-    free = shutil.disk_usage(target.parent).free
-    if free < needed:
-        raise OSError(errno.ENOSPC, f"needs {at_least(needed)}, and {at_most(free)} are free")

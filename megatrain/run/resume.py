@@ -210,8 +210,8 @@ def _refuse_to_take_over(config: Config, resumed: PeerCheckpoint) -> None:
         )
     if config.adapter is not None and not adapter.exists():
         raise ConfigError("holds no adapter", where=where, fix="leave `adapter` out, or start a new run (model.path)")
-    if adapter.exists() and resumed.state.holds_masters:
-        what = f"is {resumed.state.kind} of an adapter, whose state is not read"
+    if adapter.exists() and resumed.holds_masters:
+        what = f"is {resumed.kind} of an adapter, whose state is not read"
         raise ConfigError(what, where=where, fix=f"start from its weights: adapter.path={where}, resume=null")
 
 
@@ -223,9 +223,9 @@ def take_over(resumed: PeerCheckpoint, source: Source, optimizer: AdamW, say: Sa
     resumed.name_parameters(source.model)
     then, shapes = optimizer_in(resumed), resumed.moment_shapes
     updates = counted(resumed.training["engine"]["updates"], "update")
-    fewer = f" ({len(resumed.state.missed):,} parameters had fewer)" if resumed.state.missed else ""
+    fewer = f" ({len(resumed.missed):,} parameters had fewer)" if resumed.missed else ""
     of = f"AdamW's moments after {updates}{fewer}"
-    say(f"taken over from {resumed.state.kind}, at step {resumed.step:,}: weights, and {of}")
+    say(f"taken over from {resumed.kind}, at step {resumed.step:,}: weights, and {of}")
     say(
         "not taken over: the position in the data (it is read from its beginning), the learning-rate schedule (this "
         f"configuration's goes on after that step; the rate there was {then.lr:.4g}), the state of random numbers, and "

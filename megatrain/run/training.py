@@ -351,7 +351,7 @@ def _source(config: Config, resumed: Checkpoint | None, say: Callable[[str], Non
 def _whole_source(config: Config, resumed: Checkpoint | None, options: Mapping[str, Any]) -> Source:
     model = config.model
     source: Source
-    masters = isinstance(resumed, PeerCheckpoint) and resumed.state.holds_masters
+    masters = isinstance(resumed, PeerCheckpoint) and resumed.holds_masters
     folder = model.path if resumed is None or masters else resumed.folder
     if folder is not None:
         source = PretrainedSource(folder, **options)

@@ -15,7 +15,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor, nn
 
-from megatrain.checkpoint import Checkpoint, ExportOptions, open_checkpoint
+from megatrain.checkpoint import Checkpoint, ExportOptions, Facts, open_checkpoint
 from megatrain.device import Device, open_device, timed
 from megatrain.dist import ALONE
 from megatrain.engine import (
@@ -43,6 +43,7 @@ from megatrain.model import (
 from megatrain.model.ports import without_adapter
 from megatrain.model.skeleton import on_the_cpu
 from megatrain.optim import AdamW, warm_up
+from megatrain.plan import Choice
 from megatrain.spec import ModelSpec, Numerics, Policy, Precision
 from megatrain.spec.validate_fields import checked
 from megatrain.train.async_save import Save
@@ -63,6 +64,8 @@ from megatrain.train.options import (
 from megatrain.train.parity import NOT_ASKED, short_check
 from megatrain.train.parts import Parts, work_of
 from megatrain.train.restore import (
+    BASE,
+    FROZEN,
     NewMoments,
     as_saved,
     frozen_in,
@@ -71,7 +74,7 @@ from megatrain.train.restore import (
     source_in,
     weights_in,
 )
-from megatrain.train.save_from_rank_zero import export_together
+from megatrain.train.save_from_ranks import export_together
 from megatrain.train.weights import Weights
 
 
@@ -465,19 +468,20 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         a time. `Save.wait` returns the folder, or raises what failed; training continues regardless.
 
         training: further plain values to keep, such as the position in the data (`Checkpoint.training["run"]` returns
-        them). step: the number in the name, by default `steps`. score, write_more: see `checkpoint.write_checkpoint`.
+        them). step: the number in the name, by default `steps`. score, write_more: see `checkpoint.Facts`.
         then: called with the folder once complete, on the thread that wrote it.
         Raises `ExportError`, and `DoesNotFit` without memory for the largest unit in float32.
         """
         self.parts.settle()
-        seed, base = (
-            self.parts.streamer.context.seed,
-            None if self.parts.ported.adapter is None else self.parts.store.frozen_checksum(),
-        )
-        names = self.parts.pool.units
-        kept = as_saved(self.parts.optimizer, self.numerics, self.policy, self.steps, seed, names, training or {}, base)
-        number = self.steps if step is None else step
-        return self.saver.begin(folder, number, self.policy, kept, score, write_more, then)
+        frozen, choice = dict[str, str](), Choice(self.numerics, self.policy)
+        if self.parts.ported.adapter is not None:
+            frozen = {BASE: self.parts.store.frozen_checksum()}
+        elif self.structure.trained_numel < self.structure.numel:
+            frozen = {FROZEN: self.parts.store.frozen_checksum()}
+        seed, names = self.parts.streamer.context.seed, self.parts.pool.units
+        kept = as_saved(self.parts.optimizer, choice, self.steps, seed, names, training or {}, frozen)
+        facts = Facts(self.steps if step is None else step, kept, score, write_more)
+        return self.saver.begin(folder, facts, self.policy, then)
 
     @one_at_a_time
     def restore(self, checkpoint: Checkpoint | str | Path) -> None:

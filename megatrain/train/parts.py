@@ -69,7 +69,7 @@ class Parts(TakesTurns):
             self.pool.release()
             raise
         self.saver = Saver(ported, self.store, world.aside())
-        self.optimizer.before_update = self.saver.before_update
+        self.optimizer.before_update = self.saver.gate.wait_for
         self.causes = NonfiniteCauses(self.store, self.streamer)
         self._turn = Turn()
 

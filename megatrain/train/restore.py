@@ -8,8 +8,12 @@ if something has changed.
 
 from __future__ import annotations
 
+import json
+import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 import numpy as np
@@ -24,14 +28,18 @@ from megatrain.model.carried import carried_by
 from megatrain.model.mapped_tensors import lazy_zeros
 from megatrain.model.weight_sources import Masters, Report, in_files_of, listed
 from megatrain.optim import AdamW
+from megatrain.plan import Choice
 from megatrain.spec import ModelSpec, Numerics, Part, Policy
 from megatrain.spec.model import FileBytes
 from megatrain.spec.validate_fields import checked
-from megatrain.train.async_save import as_json, versions
 from megatrain.train.optimizer import StreamedOptimizer
+from megatrain.version import __version__
 
 ENGINE, CALLER = "engine", "run"
 """The two parts of `training.json`: the engine's and its caller's."""
+BASE, FROZEN = "base", "frozen"
+"""The engine's checksum of weights that do not train: of those below an adapter, and of those in the checkpoint."""
+LIBRARIES = ("torch", "transformers", "numpy")
 
 NewMoments = Literal["refuse", "zero"]
 """Treatment of parameters that train now but did not in the checkpoint."""
@@ -39,17 +47,17 @@ NewMoments = Literal["refuse", "zero"]
 
 def as_saved(
     streamed: StreamedOptimizer,
-    numerics: Numerics,
-    policy: Policy,
+    choice: Choice,
     steps: int,
     seed: int,
     names: list[str],
     training: Mapping[str, Any],
-    base: str | None = None,
+    frozen: Mapping[str, str],
 ) -> dict[str, Any]:
     """The engine's state other than tensors, its versions and settings, and a copy of the caller's `training`.
 
-    base: checksum of the frozen base, if the checkpoint has only an adapter.
+    names: of the units. frozen: the checksum of the weights that do not train, if there are any, as `base` if the
+    checkpoint has only an adapter and as `frozen` if they are in it.
     """
     optimizer = streamed.algorithm
     facts = {
@@ -58,7 +66,7 @@ def as_saved(
         "applied": {name: version.applied for name, version in zip(names, streamed.versions, strict=True)},
         "missed": {name: count for version in streamed.versions for name, count in version.missed.items()},
         "seed": seed,
-        "precision": numerics.precision,
+        "precision": choice.numerics.precision,
         "max_grad_norm": streamed.max_grad_norm,
         "optimizer": {
             "lr": optimizer.lr,
@@ -68,19 +76,37 @@ def as_saved(
             "no_decay": list(optimizer.no_decay),
             "learning_rates": [list(pair) for pair in optimizer.learning_rates],
         },
-        "numerics": as_json(numerics),
-        "policy": as_json(policy),
+        "numerics": as_json(choice.numerics),
+        "policy": as_json(choice.policy),
         "versions": versions(),
+        **frozen,
     }
-    return {ENGINE: facts | ({"base": base} if base else {}), CALLER: _as_now(dict(training))}
+    return {ENGINE: facts, CALLER: _as_now(dict(training))}
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything that affects numbers."""
+    known = {"python": platform.python_version(), "megatrain": __version__}
+    for name in LIBRARIES:
+        try:
+            known[name] = version(name)
+        except PackageNotFoundError:
+            known[name] = "unknown"
+    return known
+
+
+def as_json(value: Numerics | Policy) -> dict[str, Any]:
+    """One of these in the form for `training.json`."""
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(value)))  # JSON turns tuples into lists
+    return plain
 
 
 def facts_in(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """The engine's part of `training.json`. Raises `CheckpointError` if no engine wrote the checkpoint."""
-    found = checkpoint.training.get(ENGINE)
-    if not isinstance(found, dict) or not {"steps", "updates"} <= found.keys():
+    facts = checkpoint.training.get(ENGINE)
+    if not isinstance(facts, dict) or not {"steps", "updates"} <= facts.keys():
         raise CheckpointError("holds no engine state", where=str(checkpoint.folder), fix="resume from another one")
-    return found
+    return facts
 
 
 def optimizer_in(checkpoint: Checkpoint) -> AdamW:
@@ -111,18 +137,18 @@ def _own_values(store: Store, name: str, of: Sequence[FileBytes]) -> Tensor:
     unit, field = store.field(name)
     values = lazy_zeros(field.shape, torch.float32)
     memory, at = values.view(-1).view(torch.uint8).numpy(), 0
-    own = list(store.owned.within(store.layouts[unit], field.start, field.stop))
-    for there in of:
-        with open(there.file, "rb", buffering=0) as file:
-            for piece in own:
+    pieces = list(store.owned.within(store.layouts[unit], field.start, field.stop))
+    for part in of:
+        with open(part.file, "rb", buffering=0) as file:
+            for piece in pieces:
                 start = max(4 * (piece.start - field.start), at)
-                stop = min(4 * (piece.stop - field.start), at + there.nbytes)
-                file.seek(there.place + start - at)
+                stop = min(4 * (piece.stop - field.start), at + part.nbytes)
+                file.seek(part.place + start - at)
                 while start < stop:
                     if not (count := file.readinto(memory[start:stop].data)):
                         raise ModelError("its files end before their tensors do", where=f"parameter {name}")
                     start += count
-        at += there.nbytes
+        at += part.nbytes
     return values
 
 
@@ -137,18 +163,18 @@ def read_moments(checkpoint: Checkpoint, store: Store, new: NewMoments = "refuse
     Raises, before anything is set, `CheckpointError` for a parameter without moments in the checkpoint, unless
     `new` says that they start as zeros, and for moments of another shape.
     """
-    spec, there = store.model, checkpoint.moment_shapes
+    spec, shapes = store.model, checkpoint.moment_shapes
     for param in (param for unit in spec.units for param in unit.params if param.trainable):
-        if param.name in there and there[param.name] != param.shape:
-            what = f"has moments of shape {list(there[param.name])} for {param.name}, which is {list(param.shape)}"
+        if param.name in shapes and shapes[param.name] != param.shape:
+            what = f"has moments of shape {list(shapes[param.name])} for {param.name}, which is {list(param.shape)}"
             raise CheckpointError(what, where=str(checkpoint.folder), fix="use the model that it was made from")
-        if param.name not in there and new == "refuse":
+        if param.name not in shapes and new == "refuse":
             fix = "freeze what was frozen, or let their moments start as zeros"
             raise CheckpointError(f"has no moments of {param.name}", where=str(checkpoint.folder), fix=fix)
     for unit in store.units:
         for field in unit.layout.trained.fields:
-            names = [field.name] if field.name in there else []
-            saved = [each.numpy().reshape(-1) for _, *both in checkpoint.moments(names) for each in both]
+            names = [field.name] if field.name in shapes else []
+            saved = [part.numpy().reshape(-1) for _, *both in checkpoint.moments(names) for part in both]
             for piece in store.owned.within(unit.layout, field.start, field.stop):
                 part = slice(piece.start - field.start, piece.stop - field.start)
                 for number in range(len(AdamW.STATE)):
@@ -161,23 +187,23 @@ def missed_in(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, int]:
 
     One that did not train then, and whose moments start as zeros, has had none.
     """
-    facts, there = facts_in(checkpoint), checkpoint.moment_shapes
+    facts, saved = facts_in(checkpoint), checkpoint.moment_shapes
     missed: Mapping[str, int] = facts.get("missed", {})  # absent in earlier versions
     names = [param.name for unit in spec.units for param in unit.params if param.trainable]
-    counts = {name: missed.get(name, 0) if name in there else facts["updates"] for name in names}
+    counts = {name: missed.get(name, 0) if name in saved else facts["updates"] for name in names}
     return {name: count for name, count in counts.items() if count}
 
 
 def _as_now(value: Any) -> Any:
     """Copy nested lists and dicts: they are written later, while the caller may change them."""
     if isinstance(value, dict):
-        return {key: _as_now(each) for key, each in value.items()}
-    return [_as_now(each) for each in value] if type(value) is list else value
+        return {key: _as_now(item) for key, item in value.items()}
+    return [_as_now(item) for item in value] if type(value) is list else value
 
 
 def refuse_other_base(checkpoint: Checkpoint, base: Callable[[], str]) -> None:
     """Raise `CheckpointError` if an adapter's checkpoint belongs to a base with another checksum."""
-    then = facts_in(checkpoint).get("base")
+    then = facts_in(checkpoint).get(BASE)
     if then is not None and then != (now := base()):
         what = f"is of an adapter over another base: the checksum of its weights is {now}, but was {then}"
         fix = "use the base that it was trained on, in the same precision"
@@ -189,8 +215,8 @@ class PeerSource:
 
     def __init__(self, checkpoint: PeerCheckpoint, model: Any) -> None:
         """model: the structure; its buffers are set to the checkpoint's. Raises `CheckpointError` for another model."""
-        self.model, self._state = model, checkpoint.state
-        held, names = {*self._state.weight_names}, dict[int, list[str]]()
+        self.model, self._checkpoint = model, checkpoint
+        held, names = {*self._checkpoint.weight_names}, dict[int, list[str]]()
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
         buffers = dict(model.named_buffers())
@@ -199,9 +225,9 @@ class PeerSource:
         odd = held - {name for aliases in names.values() for name in aliases} - buffers.keys()
         if lacks or odd:
             what = f"it lacks {listed(lacks)}" if lacks else f"only it has {listed(sorted(odd))}"
-            raise self._state.error(f"is of another model: {what}", "give its own model (model.path)")
+            raise self._checkpoint.error(f"is of another model: {what}", "give its own model (model.path)")
         for name in held & buffers.keys():
-            if (value := self._state.weight(name)) is not None and not buffers[name].is_meta:
+            if (value := self._checkpoint.weight(name)) is not None and not buffers[name].is_meta:
                 buffers[name].copy_(value)
 
     def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
@@ -209,10 +235,10 @@ class PeerSource:
         parameters = dict(self.model.named_parameters())
         report = Report(progress, sum(parameters[name].numel() for unit in units for name in unit))
         for name in (name for unit in units for name in unit):
-            value = self._state.weight(self._names[name][0])
+            value = self._checkpoint.weight(self._names[name][0])
             if value is None or value.shape != parameters[name].shape:
                 what = f"its {name} is not of the shape {list(parameters[name].shape)}"
-                raise self._state.error(what, "give its own model (model.path)")
+                raise self._checkpoint.error(what, "give its own model (model.path)")
             masters.write_master(name, value.to(torch.float32, copy=True))
             report.add(value.numel())
         report.end()
@@ -224,16 +250,16 @@ def source_in(checkpoint: Checkpoint, given: Source | None, *, attention: str, t
     given: the checkpoint as a source, or a source of another trainer's model, if there is one; otherwise the model is
     that of the checkpoint's folder. Raises `CheckpointError` if that does not tell its structure.
     """
-    how: dict[str, Any] = {"attention": attention, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"attention": attention, "trust_remote_code": trust_remote_code}
     if not isinstance(checkpoint, PeerCheckpoint):
-        return given or pretrained_source(checkpoint.folder, **how)
+        return given or pretrained_source(checkpoint.folder, **options)
     source, config = given, checkpoint.folder / "config.json"
-    if checkpoint.state.holds_masters and not isinstance(source, PeerSource):
+    if checkpoint.holds_masters and not isinstance(source, PeerSource):
         if source is None and not config.is_file():
             fix = "give source=PretrainedSource(MODEL), or `resume` and `model.path` to megatrain train"
             raise CheckpointError("holds no config.json", where=str(checkpoint.folder), fix=fix)
-        source = PeerSource(checkpoint, (source or FreshSource(config, 0, **how)).model)
-    source = source or pretrained_source(checkpoint.folder, **how)
+        source = PeerSource(checkpoint, (source or FreshSource(config, 0, **options)).model)
+    source = source or pretrained_source(checkpoint.folder, **options)
     if not checkpoint.knows_names:
         checkpoint.name_parameters(source.model)
     return source
@@ -270,7 +296,7 @@ def weights_in(checkpoint: Checkpoint, ported: PortedModel) -> Fills:
         whole, units = ported.whole(), ported.structure.units
         trained = {param.name for unit in units for param in unit.params if param.trainable}
         checkpoint.name_parameters(whole, trained)
-        if checkpoint.state.holds_masters:
+        if checkpoint.holds_masters:
             return PeerSource(checkpoint, whole)
     if ported.adapter is not None:
         return ported.adapter.file_in(checkpoint.folder, ported.whole())

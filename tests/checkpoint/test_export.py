@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 import torch
@@ -22,13 +22,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatrain import AdamW, Engine
-from megatrain.checkpoint import export_model, export_units, safetensors_writer
+from megatrain.checkpoint import export_units, range_writer, safetensors_writer
 from megatrain.checkpoint.export import model_card
-from megatrain.checkpoint.safetensors_writer import ShardWriter
+from megatrain.checkpoint.range_writer import OpenFile, TensorWriter, writing_ranges
 from megatrain.errors import ExportError
 from megatrain.model import PortedModel, port_model
 from megatrain.model.checkpoint_names import WrittenModel
-from tests.saved import config_as_stock_saves_it, refuse, refuse_as_tokenizers_do
+from tests.saved import config_as_stock_saves_it, export_model, refuse, refuse_as_tokenizers_do
 from tests.tiny import FAMILIES, batch, equal, tiny_model, unequal_batches
 
 DEEPSEEK: dict[str, Any] = {
@@ -170,7 +170,9 @@ def test_tensors_of_any_shape_are_written_in_blocks(
         safetensors_writer.WrittenTensor(name, shape, torch.bfloat16 if name == "narrow" else value.dtype)
         for name, value in values.items()
     ]
-    with ShardWriter(tmp_path, safetensors_writer.plan_shards(planned, 1 << 20)) as writer:
+    shards = safetensors_writer.plan_shards(planned, 1 << 20)
+    with writing_ranges(tmp_path, shards) as ranges:
+        writer = TensorWriter(ranges, shards)
         for each in planned:
             writer.write(each, values[each.name])
     found = load_file(tmp_path / "model.safetensors")
@@ -275,15 +277,12 @@ def fail_in(place: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     elif place == "config":
         monkeypatch.setattr(WrittenModel, "write_small_files", refuse)
     elif place == "weights":
-        opened = Path.open
+        honest = range_writer.write_all
 
-        def failing(self: Path, *arguments: Any, **options: Any) -> Any:
-            file: BinaryIO = opened(self, *arguments, **options)
-            if self.name.startswith("model-00002"):
-                return SimpleNamespace(write=refuse, seek=file.seek, close=file.close)
-            return file
+        def failing(file: OpenFile, *given: Any) -> None:
+            (refuse if file.number == 1 else honest)(file, *given)
 
-        monkeypatch.setattr(Path, "open", failing)
+        monkeypatch.setattr(range_writer, "write_all", failing)
     elif place == "tokenizer":
         return {"write_more": refuse_as_tokenizers_do}
     elif place == "disk":

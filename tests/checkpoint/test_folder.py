@@ -23,11 +23,11 @@ from megatrain.checkpoint import (
     manifest,
     newest_sound,
     prune,
-    put_all_right,
     quick_check,
     step_of,
 )
 from megatrain.errors import CheckpointError, ConfigError
+from megatrain.system.atomic import put_all_right
 from tests.bad_paths import ENDLESS, endless_file
 from tests.saved import bits, expected, loaded, ported, save
 

@@ -21,7 +21,7 @@ def kill() -> None:
 
 def arrange(place: str, count: float) -> None:
     """Have this process killed at the `count`th time that something is about to happen, or after so many seconds."""
-    from megatrain.checkpoint import direct_io
+    from megatrain.checkpoint.range_writer import RangeWriter
     from megatrain.engine import streamer
 
     left = [int(count)]
@@ -40,7 +40,7 @@ def arrange(place: str, count: float) -> None:
     elif place in streamer.ACTIONS:
         streamer.ACTIONS[place] = counted(streamer.ACTIONS[place])
     elif place == "write":
-        direct_io.DirectFile.write = counted(direct_io.DirectFile.write)  # type: ignore[method-assign]
+        RangeWriter.write = counted(RangeWriter.write)  # type: ignore[method-assign]
     elif place == "rename":
         pathlib.Path.rename = counted(pathlib.Path.rename)  # type: ignore[method-assign]
     else:

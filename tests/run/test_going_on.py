@@ -74,7 +74,7 @@ def test_a_stopped_run_that_could_not_save_says_so(tmp_path: Path, monkeypatch: 
     def full(target: Path, needed: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(save, "_refuse_too_little_space", full)
+    monkeypatch.setattr(save, "refuse_too_little_space", full)
     interrupt_at(1, monkeypatch)
     what = r"checkpoints: the state after step 1, the last one, was not saved; there is no checkpoint; .*train again$"
     with pytest.raises(CheckpointError, match=what):
@@ -88,7 +88,7 @@ def test_failure_of_the_final_save_is_reported_once_and_fails_the_run(
     """The disk is full from step 3 on; there is room for the model, and it goes on from where it was saved."""
     from megatrain.checkpoint import save
 
-    honest = save._refuse_too_little_space
+    honest = save.refuse_too_little_space
 
     def full(target: Path, needed: int) -> None:
         if not target.name.endswith("00000002"):
@@ -97,7 +97,7 @@ def test_failure_of_the_final_save_is_reported_once_and_fails_the_run(
 
     heard = io.StringIO()
     with monkeypatch.context() as patched:
-        patched.setattr(save, "_refuse_too_little_space", full)
+        patched.setattr(save, "refuse_too_little_space", full)
         wait_for_each_save(patched)
         what = "the state after step 6, the last one, was not saved; the newest checkpoint is that of step 2; the model"
         with pytest.raises(CheckpointError, match=what + r".*set resume=auto, which continues after step 2"):

@@ -18,17 +18,18 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from megatrain.checkpoint import Checkpoint, checkpoints, newest_sound, open_checkpoint, step_of
-from megatrain.checkpoint.direct_io import DirectFile
+from megatrain.checkpoint.range_writer import RangeWriter
 from megatrain.config.renamed_keys import tables
 from megatrain.errors import CheckpointError, ConfigError, DataError, NonFinite
 from megatrain.run.resume import as_begun, changes_between, refuse_changes
 from megatrain.run.training import run_training
 from megatrain.spec import Numerics, Policy
 from megatrain.system import atomic
-from megatrain.train.async_save import Save, Saver, as_json
+from megatrain.train.async_save import Save, Saver
 from megatrain.train.batch_feed import Feed
 from megatrain.train.engine import Engine, StepOutput
 from megatrain.train.metrics import JsonLines
+from megatrain.train.restore import as_json
 from tests.run.test_training import configuration, lines, losses, train
 from tests.tiny import BYTE_LLAMA, equal
 
@@ -334,12 +335,12 @@ def test_a_run_keeps_what_decays_unless_the_key_is_set(tmp_path: Path, now: tupl
 def test_a_full_disk_keeps_the_run_and_old_checkpoint(
     straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest, full = DirectFile.write, [False]
+    honest, full = RangeWriter.write, [False]
 
-    def write(self: DirectFile, data: Any) -> None:
+    def write(self: RangeWriter, *given: Any) -> None:
         if full[0]:
             raise OSError(28, "No space left on device")
-        honest(self, data)
+        honest(self, *given)
 
     step = Engine.step
 
@@ -348,7 +349,7 @@ def test_a_full_disk_keeps_the_run_and_old_checkpoint(
         full[0] = 3 <= engine.steps + 1 <= 5
         return step(engine, micro_batches, *how)
 
-    monkeypatch.setattr(DirectFile, "write", write)
+    monkeypatch.setattr(RangeWriter, "write", write)
     monkeypatch.setattr(Engine, "step", filling)
     said = train(config_of(tmp_path))
     assert "the checkpoint of step 4 was not written" in said
@@ -459,12 +460,12 @@ def test_a_deadline_aborts_a_long_step_without_loss(
 def test_a_save_missing_the_deadline_leaves_the_older_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest, gate = DirectFile.write, threading.Event()
+    honest, gate = RangeWriter.write, threading.Event()
 
-    def slow(self: DirectFile, data: Any) -> None:
+    def slow(self: RangeWriter, *given: Any) -> None:
         if gate.is_set():
             time.sleep(0.05)
-        honest(self, data)
+        honest(self, *given)
 
     step = Engine.step
 
@@ -475,7 +476,7 @@ def test_a_save_missing_the_deadline_leaves_the_older_checkpoint(
             signal.raise_signal(signal.SIGTERM)
         return step(engine, micro_batches, *how)
 
-    monkeypatch.setattr(DirectFile, "write", slow)
+    monkeypatch.setattr(RangeWriter, "write", slow)
     monkeypatch.setattr(Engine, "step", interrupted)
     heard = io.StringIO()
     with pytest.raises(CheckpointError, match="the state after step 3, the last one, was not saved; the newest"):

@@ -19,10 +19,10 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from megatrain.checkpoint import export_model
 from megatrain.model import PretrainedSource, port_model
 from megatrain.model.checkpoint_names import add_old_fields, old_fields
 from megatrain.model.tiny import perturb
+from tests.saved import export_model
 from tests.tiny import FAMILIES, tiny_model
 
 ORDINARY: dict[str, Any] = {**FAMILIES["llama"], "num_key_value_heads": 4}

@@ -45,7 +45,7 @@ from tests.integration.test_architectures import config_of, twin
 from tests.ranks import together, worlds
 from tests.stock.image_models import IMAGE, KINDS, VOCABULARY, image_model, text_batch
 from tests.tiny import equal, tiny_model
-from tests.train.test_save_from_all_ranks import Rank
+from tests.train.test_save_from_ranks import Rank
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*requires torchvision")
 TEMPLATE = "{{ messages[0]['content'] }}"

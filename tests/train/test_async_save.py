@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from megatrain import AdamW, Engine, Policy
 from megatrain.checkpoint import checkpoints, full_check, open_checkpoint
-from megatrain.checkpoint.direct_io import DirectFile
+from megatrain.checkpoint.range_writer import RangeWriter
 from megatrain.errors import CheckpointError, DamagedCheckpoint, DoesNotFit
 from megatrain.plan import Choice
 from megatrain.spec import Numerics, Placement, Precision
@@ -62,7 +62,7 @@ class SlowDisk:
         honest = engine.parts.optimizer.before_update
 
         def noted(unit: int) -> None:
-            if unit in engine.saver._unwritten:
+            if unit in engine.saver.gate.unwritten:
                 self.met.set()
             honest(unit)
 
@@ -72,16 +72,16 @@ class SlowDisk:
 
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
-    honest, disk = DirectFile.write, SlowDisk()
+    honest, disk = RangeWriter.write, SlowDisk()
 
-    def slow(self: DirectFile, data: memoryview | bytes) -> None:
+    def slow(self: RangeWriter, *given: Any) -> None:
         disk.threads.add(threading.current_thread().name)
         if disk.waits.is_set():
             disk.met.wait(20)
         time.sleep(0.001)
-        honest(self, data)
+        honest(self, *given)
 
-    monkeypatch.setattr(DirectFile, "write", slow)
+    monkeypatch.setattr(RangeWriter, "write", slow)
     return disk
 
 
@@ -263,14 +263,14 @@ def test_restored_freezing_is_kept_and_missing_moments_reported(tmp_path: Path) 
 
 
 def test_a_failed_save_lets_training_go_on_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: DirectFile, data: object) -> None:
+    def full(self: RangeWriter, *given: object) -> None:
         raise OSError(28, "No space left on device")
 
     with made(chosen(shares_memory=True), tmp_path) as engine:
         steps(engine, 1)
         engine.save(tmp_path / "run").wait()
         with monkeypatch.context() as patched:
-            patched.setattr(DirectFile, "write", full)
+            patched.setattr(RangeWriter, "write", full)
             steps(engine, 1)
             save = engine.save(tmp_path / "run")
             found = steps(engine, 2)

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from megatrain import AdamW, Engine, Policy
-from megatrain.checkpoint.direct_io import DirectFile
+from megatrain.checkpoint.range_writer import RangeWriter
 from megatrain.device.cpu import CpuDevice
 from megatrain.engine import streamer
 from megatrain.errors import DiskFull
@@ -117,13 +117,13 @@ def test_a_slow_disk_is_named_during_a_stalled_save(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    honest, gate = DirectFile.write, threading.Event()
+    honest, gate = RangeWriter.write, threading.Event()
 
-    def stands(self: DirectFile, data: Any) -> None:
+    def stands(self: RangeWriter, *given: Any) -> None:
         gate.wait(60)
-        honest(self, data)
+        honest(self, *given)
 
-    monkeypatch.setattr(DirectFile, "write", stands)
+    monkeypatch.setattr(RangeWriter, "write", stands)
     path = tmp_path / "status.json"
     with watched(engine, path, said):
         save = engine.save(tmp_path / "run")

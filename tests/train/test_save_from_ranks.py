@@ -10,8 +10,8 @@ import errno
 import itertools
 import os
 import threading
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 
 from megatrain.checkpoint import (
     Earlier,
+    Facts,
     PlannedCheckpoint,
     full_check,
     hard_links,
@@ -30,15 +31,16 @@ from megatrain.checkpoint import (
     write_checkpoint,
 )
 from megatrain.checkpoint.manifest import FileSum
-from megatrain.checkpoint.rank_byte_ranges import OwnBytes, RankByteRanges
+from megatrain.checkpoint.range_writer import ByteRange
+from megatrain.checkpoint.rank_byte_ranges import RankByteRanges
+from megatrain.checkpoint.safetensors_writer import Shard
 from megatrain.dist import World
 from megatrain.errors import MegaTrainError, RankError
 from megatrain.model import port_model
 from megatrain.optim import HostArrays, StateArrays
 from megatrain.spec.layout import Layout, Ownership, layout_of
-from megatrain.train import save_from_all_ranks
-from megatrain.train.save_from_all_ranks import SharedFiles
-from megatrain.train.save_from_rank_zero import Agree, write_together
+from megatrain.train import save_from_ranks
+from megatrain.train.save_from_ranks import Agree, SharedFiles, write_together
 from tests.integration.test_ranks import files_in
 from tests.ranks import together, worlds
 from tests.saved import save, units_of
@@ -53,7 +55,7 @@ MOST = 3 * 1024
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which most are written by several ranks, which hear of each other often."""
     monkeypatch.setattr(manifest, "BLOCK_NBYTES", BLOCK)
-    monkeypatch.setattr(save_from_all_ranks, "AT_ONCE_NBYTES", 1 << 16)
+    monkeypatch.setattr(save_from_ranks, "AT_ONCE_NBYTES", 1 << 16)
     monkeypatch.setattr(hard_links, "SMALLEST", 1)
 
 
@@ -74,13 +76,12 @@ class Rank:
     """What one rank owns of the state that follows from a seed."""
 
     def __init__(self, world: World, planned: PlannedCheckpoint, seed: int) -> None:
-        self.world, self.planned = world, planned
+        self.world, self.planned, self.seed = world, planned, seed
         self.layouts = [layout_of(unit) for unit in planned.spec.over(world.size).units]
         self.owned = Ownership(world.rank, MOST)
         self.states = [self._own(layout, of) for layout, of in zip(self.layouts, units_of(planned, seed), strict=True)]
         self.written: list[int] = []
-        self.shared: list[int] = []
-        self.doubts = 0
+        self.doubts = self.linked = 0
         self.why = ""
 
     def _own(self, layout: Layout, state: Mapping[str, Any]) -> HostArrays:
@@ -99,27 +100,30 @@ class Rank:
     def save(self, folder: Path, step: int = 1, earlier: Path | None = None) -> Path:
         """As `Saver` does it, without the way by rank 0."""
 
-        def by_all(agree: Agree, staging: Path | None) -> Mapping[str, FileSum] | None:
+        def by_all(agree: Agree, staging: Path | None, files: Sequence[Shard]) -> Mapping[str, FileSum] | None:
             target = folder / f"step-{step:08}"
-            here = target.with_name(agree(lambda: staging.name if staging else "")[0])
-            read, progress = self.states.__getitem__, lambda nbytes: None
-            of = RankByteRanges(self.planned, self.layouts), self.owned, read, frozenset[int](), progress, target
-            files = SharedFiles(self.world, agree, self.planned, *of)
-            self.why = files.why_not(here)
+            name, names = agree(lambda: (staging.name if staging else "", [shard.name for shard in files]))[0]
+            ranges, here = RankByteRanges(self.planned, self.layouts, self.owned), target.with_name(name)
+            read = self.states.__getitem__
+            shared = SharedFiles(self.world, agree, ranges, read, self.written.append, lambda nbytes: None, target)
+            self.why = shared.why_not(here)
             if self.why:
                 return None
-            known = Earlier(earlier) if earlier is not None and self.world.rank == 0 else None
-            return files.write(here, known, self.written.append, self.shared.append, self._doubt)
+            try:
+                return shared.write(here, names)
+            finally:
+                self.doubts += shared.lost_writes
 
         def lead(agree: Agree) -> Path:
-            return write_checkpoint(
-                folder, step, self.planned, iter(()), {"step": 1}, together=lambda staging: by_all(agree, staging)
-            )
+            known = None if earlier is None else Earlier(earlier, frozen="1")
+            if known is not None:
+                known.begin(frozen=str(self.seed))
+            facts, together = Facts(step, {"step": 1}), partial(by_all, agree)
+            path = write_checkpoint(folder, self.planned, iter(()), facts, earlier=known, together=together)
+            self.linked = 0 if known is None else known.linked_nbytes
+            return path
 
-        return write_together(self.world, lead, lambda agree: by_all(agree, None))
-
-    def _doubt(self) -> None:
-        self.doubts += 1
+        return write_together(self.world, lead, lambda agree: by_all(agree, None, ()))
 
 
 def saved_by(size: int, folder: Path, family: str = "llama", seed: int = 1, **how: Any) -> list[Rank]:
@@ -152,15 +156,15 @@ def test_frozen_files_are_linked_if_unchanged_on_all_ranks(tmp_path: Path) -> No
     before = tmp_path / "step-00000001"
     ranks = saved_by(3, tmp_path, "odd", step=2, earlier=before)
     frozen = [shard.name for shard in planned.frozen_weights]
-    assert all(rank.shared == [shard.nbytes for shard in planned.frozen_weights] for rank in ranks)
+    assert ranks[0].linked >= sum(shard.nbytes for shard in planned.frozen_weights)
     after = tmp_path / "step-00000002"
-    linked = [path.name for path in after.rglob("*") if path.is_file() and path.stat().st_nlink > 1]
+    linked = [path.name for path in after.rglob("*.safetensors") if path.stat().st_nlink > 1]
     assert sorted(linked) == sorted(frozen)
     assert len(frozen) > 1
     weights = {name for name in files_in(before) if name.endswith(".safetensors")}
     assert all(files_in(after)[name] == files_in(before)[name] for name in weights)
     ranks = saved_by(3, tmp_path, "odd", seed=2, step=3, earlier=after)
-    assert not any(rank.shared for rank in ranks)
+    assert not [path for path in tmp_path.glob("step-00000003/*.safetensors") if path.stat().st_nlink > 1]
     alone = save(tmp_path / "1", 3, 2, planned=planned, training={"step": 1})
     assert files_in(tmp_path / "step-00000003") == files_in(alone)
 
@@ -212,11 +216,11 @@ def test_conversions_that_compute_have_no_file_ranges(what: str, monkeypatch: py
         return found
 
     layouts = [layout_of(unit) for unit in planned.spec.over(2).units]
-    assert RankByteRanges(planned, layouts).are_known
+    assert RankByteRanges(planned, layouts, Ownership()).are_known
     if what == "too many":
         monkeypatch.setattr(rank_byte_ranges, "MOST_NUMBERED", 1000)
     monkeypatch.setattr(planned.written, "tensors", tensors)
-    assert not RankByteRanges(planned, layouts).are_known
+    assert not RankByteRanges(planned, layouts, Ownership()).are_known
 
 
 def failing(size: int, folder: Path) -> list[tuple[str, int]]:
@@ -287,17 +291,17 @@ def test_a_rank_dying_during_a_save_leaves_the_previous_checkpoint(
 
 def spoil_unit(monkeypatch: pytest.MonkeyPatch, failure: BaseException | None) -> None:
     """Rank 1 fails in the midst of what it writes, or leaves a piece out."""
-    honest = RankByteRanges.own
+    honest = RankByteRanges.of_unit
 
-    def own(self: RankByteRanges, unit: int, state: HostArrays, owned: Ownership) -> Iterator[OwnBytes]:
-        for number, piece in enumerate(honest(self, unit, state, owned)):
-            if owned.rank == 1 and unit == 2 and number == 3:
+    def of_unit(self: RankByteRanges, unit: int, state: HostArrays) -> Iterator[ByteRange]:
+        for number, piece in enumerate(honest(self, unit, state)):
+            if self._owned.rank == 1 and unit == 2 and number == 3:
                 if failure is None:
                     continue
                 raise failure
             yield piece
 
-    monkeypatch.setattr(RankByteRanges, "own", own)
+    monkeypatch.setattr(RankByteRanges, "of_unit", of_unit)
 
 
 @pytest.mark.parametrize("spoilt", ["lost", "flipped", "elsewhere", "left out"])
@@ -306,12 +310,12 @@ def test_lost_writes_are_found_before_the_manifest_is_written(
 ) -> None:
     honest, number = range_writer.write_all, itertools.count()
 
-    def write(file: int, data: memoryview, start: int) -> None:
+    def write(file: range_writer.OpenFile, data: memoryview, start: int) -> None:
         if next(number) != 20:
             return honest(file, data, start)
         match spoilt:
             case "flipped":
-                honest(file, bytes([data[0] ^ 1]) + bytes(data[1:]), start)  # type: ignore[arg-type]
+                honest(file, memoryview(bytes([data[0] ^ 1]) + bytes(data[1:])), start)
             case "elsewhere":
                 honest(file, data, start + 4)
 
