@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,14 @@ def test_damage_with_unchanged_mtime_is_not_copied(tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(os, "link", refuses)
         assert full_check(first.path)
         assert full_check(saved(engine, tmp_path).wait()) == []
+
+
+def test_a_removed_previous_checkpoint_is_not_missed(tmp_path: Path) -> None:
+    with made() as engine:
+        shutil.rmtree(saved(engine, tmp_path).wait())
+        second = saved(engine, tmp_path)
+    assert second.shared_nbytes == 0
+    assert full_check(second.wait()) == []
 
 
 def test_without_links_files_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
