@@ -18,26 +18,15 @@ if TYPE_CHECKING:
     from megatrain.checkpoint.peer_checkpoints import PeerCheckpoint
     from megatrain.checkpoint.save import Facts, ParamState, PlannedCheckpoint, step_folder, write_checkpoint
 
-_HOMES = {
-    "Checkpoint": "megatrain.checkpoint.load",
-    "Earlier": "megatrain.checkpoint.hard_links",
-    "ExportOptions": "megatrain.checkpoint.export",
-    "Facts": "megatrain.checkpoint.save",
-    "ParamState": "megatrain.checkpoint.save",
-    "PeerCheckpoint": "megatrain.checkpoint.peer_checkpoints",
-    "PlannedCheckpoint": "megatrain.checkpoint.save",
-    "Retention": "megatrain.checkpoint.folder",
-    "checkpoints": "megatrain.checkpoint.listing",
-    "export_units": "megatrain.checkpoint.export",
-    "full_check": "megatrain.checkpoint.manifest",
-    "lowest_scored": "megatrain.checkpoint.folder",
-    "newest_sound": "megatrain.checkpoint.folder",
-    "open_checkpoint": "megatrain.checkpoint.folder",
-    "prune": "megatrain.checkpoint.folder",
-    "quick_check": "megatrain.checkpoint.manifest",
-    "step_folder": "megatrain.checkpoint.save",
-    "step_of": "megatrain.checkpoint.listing",
-    "write_checkpoint": "megatrain.checkpoint.save",
+_NAMES = {
+    "export": ("ExportOptions", "export_units"),
+    "folder": ("Retention", "lowest_scored", "newest_sound", "open_checkpoint", "prune"),
+    "hard_links": ("Earlier",),
+    "listing": ("checkpoints", "step_of"),
+    "load": ("Checkpoint",),
+    "manifest": ("full_check", "quick_check"),
+    "peer_checkpoints": ("PeerCheckpoint",),
+    "save": ("Facts", "ParamState", "PlannedCheckpoint", "step_folder", "write_checkpoint"),
 }
 
 __all__ = [
@@ -64,6 +53,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'megatrain.checkpoint' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(import_module(f"megatrain.checkpoint.{module}"), name)
+    raise AttributeError(f"module 'megatrain.checkpoint' has no attribute {name!r}")

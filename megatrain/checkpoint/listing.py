@@ -21,8 +21,7 @@ def checkpoints(folder: str | Path) -> list[Path]:
         return []
     except OSError as error:
         raise CheckpointError(f"cannot be read ({error.strerror or error})", where=str(folder)) from error
-    found = [path for path in inside if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=step_of, reverse=True)
+    return sorted((path for path in inside if _NAME.fullmatch(path.name) and path.is_dir()), key=step_of, reverse=True)
 
 
 def step_of(checkpoint: Path) -> int:

@@ -353,14 +353,8 @@ def _nbytes(shard: Shard, block: int) -> int:
 # Whether ranks share a folder -----------------------------------------------------------------------------------------
 
 
-def make_probe(folder: Path, ranks: int) -> None:
-    """Create the file that each rank writes to. Raises `OSError`."""
-    with (folder / PROBE).open("xb") as file:
-        file.truncate(ranks * NONCE_NBYTES)
-
-
 def probe(folder: Path, rank: int, nonce: bytes) -> str:
-    """Write a nonce for the other ranks; returns it in hexadecimal, or an empty string if writing fails."""
+    """Write a nonce for the other ranks into the file `PROBE`; returns it in hexadecimal, or nothing if that fails."""
     try:
         file = os.open(folder / PROBE, os.O_WRONLY)
         try:

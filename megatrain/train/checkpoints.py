@@ -132,10 +132,10 @@ class Checkpoints:
         """
         if self.step == step:
             return
-        there = f"; the model is in {model}" if model else ""
+        written = f"; the model is in {model}" if model else ""
         newest = f"the newest checkpoint is that of step {self.step:,}" if self.newest else "there is no checkpoint"
         onward = f"set resume=auto, which continues after step {self.step:,}" if self.newest else "train again"
-        what = f"the state after step {step:,}, the last one, was not saved; {newest}{there}"
+        what = f"the state after step {step:,}, the last one, was not saved; {newest}{written}"
         raise CheckpointError(what, where=str(self.folder), fix=f"fix what the warnings report, and {onward}")
 
     def expected_seconds(self) -> float:
@@ -151,13 +151,13 @@ class Checkpoints:
         self.engine.saver.wait()
         if (told := self.collect(step)) is not None:
             self._untold.append(told)
-        found = found_by_first(self.engine.world, lambda: newest_sound(self.folder).checkpoint)
-        if found is None:
+        checkpoint = found_by_first(self.engine.world, lambda: newest_sound(self.folder).checkpoint)
+        if checkpoint is None:
             raise CheckpointError("has no checkpoint to go back to", where=str(self.folder)) from error
-        self.engine.restore(found)
-        facts = found.training["run"]
+        self.engine.restore(checkpoint)
+        facts = checkpoint.training["run"]
         self.feed.leave_out(offending, facts["data"])
-        self.step, self.newest = int(facts["step"]), str(found.folder)
+        self.step, self.newest = int(facts["step"]), str(checkpoint.folder)
         self.lowest.restore(facts.get("validation"), self.step)
         self._tried = -1  # belongs to the abandoned steps
         return self.step
@@ -207,8 +207,8 @@ class Checkpoints:
         """Cancel the save in progress, unless it completes meanwhile."""
         self.engine.saver.abandon()
         told: list[Event] = []
-        if self._save is not None and self._save.path is not None and (there := self.collect(step)) is not None:
-            told.append(there)
+        if self._save is not None and self._save.path is not None and (event := self.collect(step)) is not None:
+            told.append(event)
             if self.step == step:
                 return told
         self._save = None
