@@ -97,6 +97,7 @@ class PeerCheckpoint(Checkpoint):
 
     @property
     def groups(self) -> Sequence[Group]:
+        """The optimizer's groups of parameters."""
         raise NotImplementedError
 
     @property
@@ -141,6 +142,7 @@ class PeerCheckpoint(Checkpoint):
         self.knows_names = True
 
     def _fit(self, model: nn.Module) -> None:
+        """Find each parameter of the state in the model. Raises `CheckpointError` if one is not in it."""
         due = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
         for name, shape in self.moment_shapes.items():
             if due.get(name) != shape:
@@ -194,6 +196,7 @@ class PeerCheckpoint(Checkpoint):
         return ()
 
     def error(self, what: str, fix: str = f"save it again, or {RESTART}") -> CheckpointError:
+        """The error to raise for this checkpoint."""
         return CheckpointError(what, where=f"{self.folder} ({self.kind})", fix=fix)
 
     def refuse_other_optimizer(self, parts: Iterable[str], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -290,7 +293,7 @@ class OptimizerFile(PeerCheckpoint):
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def _fit(self, model: nn.Module) -> None:
-        """An index counts the trained parameters of all groups in their order."""
+        """Name the indices of the file: they count the trained parameters of all groups in their order."""
         shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters() if weight.requires_grad}
         keys = self._numbers
         named = [self._names_in(group, indices) for group, indices in zip(self._groups, keys, strict=True)]
