@@ -581,7 +581,7 @@ def test_a_run_config_is_planned_as_written(config: str, tmp_path: Path) -> None
     steps = round(2 * 220_000 / 640)
     text = " ".join(shown(str(run)).split())
     assert f"2 epochs = about {steps} steps, estimated from file sizes; takes " in text
-    assert "float32 throughout" in text
+    assert "precision fp32" in text
     assert f"next: megatrain train {run}" in text
     whole = shown(str(run), overrides=["train.epochs=null", f"train.steps={steps}", "train.freeze=*embed*"])
     assert f"{steps} steps = about 2 epochs" in whole
