@@ -132,7 +132,10 @@ class Update:
         """(factors, segments to update with them) of these parameters of a unit, among its elements [start, stop)."""
         alike: dict[tuple[int, int], list[Segment]] = {}
         for name, group, segments in parameters:
-            of_group = alike.setdefault((group, missed.get(name, 0)), [])
+            of_group = alike.setdefault((group, missed.get(name, 0) if missed else 0), [])
+            if segments and start <= segments[0][0] and segments[-1][1] <= stop:  # as in every update of a whole unit
+                of_group += segments
+                continue
             of_group += [(max(start, a), min(stop, b), decays) for a, b, decays in segments if a < stop and start < b]
         for (group, count), inside in alike.items():
             if inside:
