@@ -184,7 +184,8 @@ def test_the_budget_named_in_a_refusal_is_exactly_enough(
 
 
 def test_budgets_above_available_memory_are_capped(tmp_path: Path) -> None:
-    hardware = cast(Hardware, SimpleNamespace(shares_memory=True, device_nbytes=0, host_nbytes=10**9, disk_nbytes=None))
+    capacities = {"device": 0, "host": 10**9, "disk": 0}
+    hardware = cast(Hardware, SimpleNamespace(shares_memory=True, capacities=capacities))
     config = configuration(tmp_path, memory={"host": "500GB"})
     assert planner_inputs.limits_of(config.memory, config.disk, hardware).host_nbytes == 10**9
 
