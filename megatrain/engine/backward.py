@@ -19,6 +19,7 @@ from megatrain.memory import Lease
 from megatrain.model import Call
 from megatrain.model.ports import numbered, sides_of_prologue
 from megatrain.schedule import Op
+from megatrain.spec import hidden_sides
 
 
 def backward(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
@@ -103,6 +104,8 @@ def _backward_of_first(context: OpContext, step: StepState, op: Op, lease: Lease
         target.accumulator = total = context.accumulator(step, op, lease, unit)
         accumulate_into(total, trained)
     outputs, made = [(hidden, activations.gradients.pop(op.micro))], sides_of_prologue(context.ported, calls)
+    if (number := hidden_sides(context.spec).get(unit)) is not None:
+        made[number] = hidden
     if op.micro in activations.beyond:
         made |= numbered(context.ported, calls)[1]
     outputs += [(made[number], gradient) for number, gradient in activations.side_gradients(op, made).items()]

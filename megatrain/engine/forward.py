@@ -32,6 +32,7 @@ from megatrain.model import Answering, Call, Keeping
 from megatrain.model.ports import numbered
 from megatrain.schedule import Access, Op
 from megatrain.schedule.contents import LayerGraph, Saved
+from megatrain.spec import hidden_sides
 
 
 def forward(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
@@ -46,6 +47,8 @@ def forward(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
         made = _prologue(context, step, op, lease) if unit == 0 else _begun(context, step, op, lease)
         if made is not None:
             activations.inputs[target.buffer], activations.calls[unit, micro] = made
+            if (number := hidden_sides(context.spec).get(unit)) is not None:
+                activations.keep_sides(op, {number: made[0]})
         return
     if role.in_encoder and micro not in activations.answers:
         return

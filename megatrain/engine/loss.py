@@ -14,9 +14,12 @@ from megatrain.engine.chunked_loss import ChunkedHead, MicroBatchLoss, different
 from megatrain.engine.context import OpContext
 from megatrain.engine.forward import input_of
 from megatrain.engine.gradient_accumulation import accumulate_into
-from megatrain.engine.step_state import StepState
+from megatrain.engine.step_state import StepState, sides_in
+from megatrain.errors import ModelError
 from megatrain.memory import Lease
 from megatrain.schedule import Op
+from megatrain.schedule.contents import Side
+from megatrain.spec import hidden_sides
 
 
 def loss(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
@@ -30,7 +33,7 @@ def loss(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
         with context.waiting_for_weights(step, op, lease):
             _loss_or_logits(context, step, op, weights, hidden)
         return
-    flat = hidden.flatten(0, 1)
+    flat = _read_by_head(context, step, op, hidden).flatten(0, 1)
     leaves: dict[str, Tensor] = {}
     trained: list[Tensor] = []
     in_place: list[AbstractContextManager[object]] = []
@@ -52,11 +55,36 @@ def loss(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
         found = differentiate(step.loss_fn, chunked, step.own[micro], step.scale)
         _record_loss(context, step, micro, found)
         assert found.gradient is not None
-        step.activations.gradients[micro] = found.gradient.view_as(hidden)
+        _hand_down(context, step, op, found.gradient.view(*hidden.shape[:2], *found.gradient.shape[1:]))
         _add_router_loss(context, step, op, leaves)
         assert step.loss is not None
         step.landed = context.device.landing(step.loss)
     context.finish_complete_gradients(step, op)
+
+
+def _read_by_head(context: OpContext, step: StepState, op: Op, hidden: Tensor) -> Tensor:
+    """What the head reads, [batch, length, *head_shape], if the last layer has returned `hidden`. Raises `ModelError`
+    for hidden states of several dtypes."""
+    numbers = hidden_sides(context.spec, op.unit).values()
+    if not numbers:
+        return hidden
+    buffers = sides_in(op.reads, Side)
+    read = [hidden, *(step.activations.sides[buffers[number]] for number in numbers)]
+    if any(each.dtype != hidden.dtype for each in read):
+        what = f"its head reads hidden states in {', '.join(sorted({str(each.dtype) for each in read}))}"
+        raise ModelError(what, where=context.spec.name, fix="precision=fp32 may work")
+    return torch.stack(read, dim=2)
+
+
+def _hand_down(context: OpContext, step: StepState, op: Op, gradient: Tensor) -> None:
+    """Leave the gradient of what the head has read, [batch, length, *head_shape], to the units that made it."""
+    numbers = hidden_sides(context.spec, op.unit).values()
+    if not numbers:
+        step.activations.gradients[op.micro] = gradient
+        return
+    last, *earlier = (each.contiguous() for each in gradient.unbind(2))
+    step.activations.gradients[op.micro] = last
+    step.activations.add_side_gradients(op, dict(zip(numbers, earlier, strict=True)))
 
 
 def _record_loss(context: OpContext, step: StepState, micro: int, found: MicroBatchLoss) -> None:
@@ -96,7 +124,8 @@ def _add_router_loss(context: OpContext, step: StepState, op: Op, weights: dict[
     coefficient, activations, micro = context.ported.balance_coefficient, step.activations, op.micro
     if coefficient is None or not step.labels:
         return
-    leaves = {number: each.detach().requires_grad_() for number, each in activations.take_sides(op).items()}
+    numbers = {number for port in context.ported.ports for number in port.recorded}
+    leaves = {number: each.detach().requires_grad_() for number, each in activations.take_sides(op, numbers).items()}
     sides = [tuple(leaves[number] for number in port.recorded) for port in context.ported.ports]
     with torch.enable_grad():
         inputs, answers = context.inputs(step, micro)
@@ -117,13 +146,14 @@ def _add_router_loss(context: OpContext, step: StepState, op: Op, weights: dict[
 def _loss_or_logits(context: OpContext, step: StepState, op: Op, weights: dict[str, Tensor], hidden: Tensor) -> None:
     """Compute the loss, or the logits if there are no labels, without gradients. hidden: [batch, length, ...]."""
     if step.labels:
-        chunked = _chunked_head(context, step, op, weights, [], hidden.flatten(0, 1))
+        read = _read_by_head(context, step, op, hidden)
+        chunked = _chunked_head(context, step, op, weights, [], read.flatten(0, 1))
         _record_loss(context, step, op.micro, measure(step.loss_fn, chunked, step.own[op.micro]))
         _add_router_loss(context, step, op, weights)
         assert step.loss is not None
         step.landed = context.device.landing(step.loss)
     else:
-        last = hidden[:, -step.logits_to_keep :]
+        last = _read_by_head(context, step, op, hidden)[:, -step.logits_to_keep :]
         step.logits = context.ported.head(weights, last.flatten(0, 1)).view(*last.shape[:2], -1)
 
 

@@ -93,8 +93,9 @@ class Activations:
         if not leaves:
             return found
         found |= taken_from_prologue(ported, op.unit - 1, call)
-        wanted = {number for number in found if spec.wants_gradient(spec.sides[number])} | {*call.takes.values()}
-        found |= {call.takes[path]: leaf for path, leaf in call.places() if path in call.takes}
+        wanted = {number for number in found if spec.wants_gradient(spec.sides[number])}
+        beyond = {number: leaf for path, leaf in call.places() if (number := call.takes.get(path, 0)) < 0}
+        wanted, found = wanted | beyond.keys(), found | beyond
         return {number: value.detach().requires_grad_(number in wanted) for number, value in found.items()}
 
     def keep_sides(self, op: Op, made: Mapping[int, Tensor]) -> None:
@@ -105,9 +106,10 @@ class Activations:
                 alone = value.untyped_storage().nbytes() == value.nbytes  # else it would keep more than was planned
                 self.sides[access.buffer] = value if alone else value.clone()
 
-    def take_sides(self, op: Op) -> dict[int, Tensor]:
-        """The side values that the op reads, by number, which nothing needs after it."""
-        return {number: self.sides.pop(buffer) for number, buffer in sides_in(op.reads, Side).items()}
+    def take_sides(self, op: Op, numbers: Collection[int]) -> dict[int, Tensor]:
+        """Those of these side values that the op reads, by number, which nothing needs after it."""
+        read = sides_in(op.reads, Side).items()
+        return {number: self.sides.pop(buffer) for number, buffer in read if number in numbers}
 
     def side_gradients(self, op: Op, made: Collection[int]) -> dict[int, Tensor]:
         """Take the gradients of what a unit has made, by number; none where no later unit has used it."""
@@ -121,7 +123,7 @@ class Activations:
         sums = [(number, buffer, self.sides) for number, buffer in sides_in(op.writes, SideGradient).items()]
         sums += [(number, number, self.beyond.setdefault(op.micro, {})) for number in terms if number < 0]
         for number, key, into in sums:
-            term, known = terms[number], into.get(key)
+            term, known = terms.get(number), into.get(key)
             if term is not None:
                 into[key] = term if known is None else known.add_(term)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -59,7 +60,9 @@ def compiled_call(
     limits = {"recompile_limit": MOST_COMPILATIONS, "fail_on_recompile_limit_hit": True}
     limits["skip_nnmodule_hook_guards"] = False  # layers differ in their hooks
     try:
-        with dynamo.config.patch(**limits):
+        with dynamo.config.patch(**limits), warnings.catch_warnings():
+            # Of the compiler's own look at arguments that code between layers has computed.
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
             output = _compiled()(layer, dict(weights), args, dict(kwargs))
     except dynamo.exc.FailOnRecompileLimitHit as error:
         raise PlanError(

@@ -30,13 +30,12 @@ from megatrain.model.ports import (
     PortedModel,
     Script,
     Weights,
-    reachable_leaves,
     with_layers,
 )
 from megatrain.model.profile import portable_attention
 from megatrain.model.recomputed_encoders import layer_lists
 from megatrain.model.user_patches import Buffers
-from megatrain.model.weight_reads import TO_THE_END, OrderOfUse, Uses, in_order_of_use
+from megatrain.model.weight_reads import TO_THE_END, OrderOfUse, Uses, in_order_of_use, reachable_leaves
 from megatrain.spec import ModelSpec, ParamSpec, UnitSpec
 
 WHERE = "the encoder of images"

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from megatrain.errors import ModelError
 from megatrain.model.adapters import Adapter, switched_off
-from megatrain.model.between_layers import Between, PrologueDone, Recorder
+from megatrain.model.between_layers import Between, Earlier, Instead, PrologueDone, Recorder, Value
 from megatrain.model.chunked_layers import in_chunks
 from megatrain.model.compiled import compiled_call
 from megatrain.model.forward_arguments import Arguments
@@ -39,7 +39,7 @@ from megatrain.model.saved_activations import watched
 from megatrain.model.side_values import Passing, Path, leaves_of, rebuilt, value_at
 from megatrain.model.swapped_parameters import SwappedParameters
 from megatrain.model.weight_sources import InFiles, Source, in_files_of
-from megatrain.spec import ModelSpec, Numerics
+from megatrain.spec import ModelSpec, Numerics, hidden_sides
 
 HIDDEN = "hidden_states"
 """Layers' keyword for the hidden state, if it is not their first positional argument."""
@@ -59,21 +59,28 @@ class Call:
     by_keyword: bool
     leading: int = 0
     between: Between | None = None
-    """What the model's loop computes on the hidden state before this layer, if anything."""
-    constants: tuple[Tensor, ...] = ()
+    """What the model's loop computes before this layer, if anything, for its hidden state or for arguments, which are a
+    `Value` here."""
+    constants: tuple[Tensor | Earlier, ...] = ()
     """What `between` reads besides the hidden state."""
     takes: Mapping[Path, int] = field(default_factory=dict)
-    """Place of an argument or constant that needs a gradient, besides those of `Port.passing` -> a negative number."""
+    """Place of a constant -> number of the side value that goes there; or of an argument or constant of the prologue
+    that needs a gradient, besides those of `Port.passing` -> a negative number."""
 
     def arguments(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments of the layer, if the layer before has returned this hidden state [batch,
-        length, hidden size]."""
-        if self.between is not None:
-            hidden = self.between.replayed(hidden, self.constants)
+        """Positional and keyword arguments of the layer, with this hidden state [batch, length, hidden size]."""
         hidden = batch_later(hidden, self.leading)
         if self.by_keyword:
             return self.args, {HIDDEN: hidden, **self.kwargs}
         return (hidden, *self.args), dict(self.kwargs)
+
+    def replayed(self, hidden: Tensor) -> tuple[Tensor, Call]:
+        """The layer's hidden state and its call, without `Value`s, if the layer before has returned `hidden`."""
+        if self.between is None:
+            return hidden, self
+        values = self.between.replayed(hidden, cast(tuple[Tensor, ...], self.constants))
+        form = rebuilt(self.form, lambda _, leaf: values[leaf.number] if isinstance(leaf, Value) else leaf)
+        return values[self.between.result], self.with_form(form)
 
     @property
     def form(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -180,9 +187,10 @@ class Capture:
         recorder.paused = True
         if self.hidden is None:
             self.hidden = hidden
-        elif hidden is not recorder.stand_in or recorder.steps:
+            recorder.stands_in(hidden)
+        elif hidden is not recorder.stand_in or recorder.steps or recorder.comes_in(call.form):
             between, constants = recorder.finished(hidden, call.form)
-            call = replace(call, between=between, constants=constants)
+            call = replace(call.with_form(recorder.noted(call.form)), between=between, constants=constants)
         self.order.append(index)
         self.calls.append(call)
         last = index == self.layers - 1
@@ -269,21 +277,36 @@ _OF_EVERY_MODULE = vars(nn.Module()).keys()
 
 
 class HandOut:
-    """Makes the last port return `hidden`, and each port replay what its layer had recorded."""
+    """Makes the last port return `hidden`, and each port replay what its layer had recorded.
 
-    def __init__(self, layers: int, hidden: Tensor, sides: Sequence[tuple[Tensor, ...]] = ()) -> None:
-        self.layers, self.hidden, self.sides = layers, hidden, sides
+    earlier: unit before the last layer -> the hidden state that it has made, if the head reads that, too.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        hidden: Tensor,
+        sides: Sequence[tuple[Tensor, ...]] = (),
+        earlier: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        self.layers, self.hidden, self.sides, self.earlier = layers, hidden, sides, earlier or {}
         self.order: list[int] = []
+        self.instead: Instead | None = None
+        """Active from the first layer on, if the head reads what the prologue makes."""
 
     def visit(self, index: int, hidden: Tensor, call: Call) -> Tensor:
+        if not index and (first := self.earlier.get(0)) is not None and self.instead is None:
+            self.instead = Instead(hidden, first)
+            self.instead.__enter__()  # type: ignore[no-untyped-call]
         self.order.append(index)
         if self.sides:
             replayed(self.sides[index])
-        return self.hidden if index == self.layers - 1 else hidden
+        return self.hidden if index == self.layers - 1 else self.earlier.get(index + 1, hidden)
 
 
 class TracingHandOut(HandOut):
-    """Also keeps the hidden state that the first layer gets, and passes on leaves of its own from each layer."""
+    """Also keeps the hidden state that the first layer gets, and hands out leaves of its own for what each unit makes,
+    which code between layers may change in place."""
 
     def __init__(self, layers: int, hidden: Tensor) -> None:
         super().__init__(layers, hidden)
@@ -292,12 +315,14 @@ class TracingHandOut(HandOut):
 
     def visit(self, index: int, hidden: Tensor, call: Call) -> Tensor:
         if not self.order:
-            self.first = hidden
-        passed_on = super().visit(index, hidden, call)
-        if passed_on is hidden:
-            self.leaves.append(hidden.detach().requires_grad_())
-            passed_on = self.leaves[-1].clone()  # which code between layers may change in place
-        return passed_on
+            self.first, self.earlier = hidden, {0: self._leaf(hidden)}
+        if index < self.layers - 1:
+            self.earlier = {**self.earlier, index + 1: self._leaf(hidden)}
+        return super().visit(index, hidden, call)
+
+    def _leaf(self, hidden: Tensor) -> Tensor:
+        self.leaves.append(hidden.detach().requires_grad_())
+        return self.leaves[-1].clone()
 
 
 class Port(nn.Module):
@@ -338,25 +363,6 @@ class Port(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_behind"][0], name)
-
-
-def reachable_leaves(tensor: Tensor) -> set[int]:
-    """`id`s of the leaves that would get a gradient from `tensor`, found in its graph without running it."""
-    variables = (getattr(node, "variable", None) for node in nodes_of(tensor))
-    return {id(variable) for variable in variables if isinstance(variable, torch.Tensor)}
-
-
-def nodes_of(tensor: Tensor) -> set[Any]:
-    """The nodes of its graph."""
-    seen: set[Any] = set()
-    stack = [tensor.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        stack.extend(following for following, _ in node.next_functions)
-    return seen
 
 
 # The model behind them ------------------------------------------------------------------------------------------------
@@ -424,6 +430,8 @@ class PortedModel:
     """Zeros without memory in the shape of each parameter outside the layers."""
     hidden_shape: tuple[int, ...] = ()
     """Shape of the hidden state of one token; for most models (hidden size,)."""
+    by_head: tuple[int, ...] | None = None
+    """The units before the last layer whose hidden state the head reads, too, once known."""
     routers_off: Mapping[str, Any] = field(default_factory=dict)
     """Forward arguments that switch router logits off, whatever the config says."""
     balance_coefficient: float | None = None
@@ -526,7 +534,7 @@ class PortedModel:
             fix = "leave out the images or whatever else leads to this"
             raise ModelError("skipped or repeated a layer", where=self.structure.name, fix=fix)
         capture.recorder.check()
-        return capture.hidden, capture.calls
+        return capture.hidden, with_earlier(self, capture.calls)
 
     def layer(
         self,
@@ -542,11 +550,9 @@ class PortedModel:
 
         values: the side values that it takes. Raises `ModelError` where it cannot be run compiled.
         """
-        template = self.templates[index]
-        passing = self.ports[index].passing
-        if passing is not None:
-            call = call.with_form(passing.given(call.form, values or {}))
-        args, kwargs = (call.given(values) if values else call).arguments(hidden)
+        template, passing = self.templates[index], self.ports[index].passing
+        hidden, call = filled(self.ports[index], call, values or {}, hidden)
+        args, kwargs = call.arguments(hidden)
         compiles = way.kernels == "compile"
         if compiles and self.balance_coefficient is not None:
             what = "its layers record router outputs for the auxiliary loss, which compiled layers cannot"
@@ -567,7 +573,10 @@ class PortedModel:
         sides = dict(zip(self.ports[index].recorded, found, strict=True)) if found else {}
         if passing is not None:
             sides |= passing.made(output, call.form)
-        return call.hidden_of(output), sides
+        made = call.hidden_of(output)
+        if (number := hidden_sides(self.structure).get(index + 1)) is not None:
+            sides[number] = made
+        return made, sides
 
     def holding(self, root: nn.Module, weights: Weights) -> AbstractContextManager[object]:
         """In the block, the skeleton or a template has these parameters, by its names; what it recomputes is as at the
@@ -582,13 +591,13 @@ class PortedModel:
         return {root: SwappedParameters(root) for root in roots_of(self)}
 
     def head(self, weights: Weights, hidden: Tensor) -> Tensor:
-        """Run everything after the last layer on `hidden` [tokens, *hidden_shape]; returns logits [tokens, vocabulary].
+        """Run everything after the last layer on `hidden` [tokens, *head_shape]; returns logits [tokens, vocabulary].
 
         Tokens are passed as a batch of sequences of length one, which matches the shape of `input_ids` and looks up no
         position beyond the first. The prologue runs too, on placeholders without memory, and its result is dropped.
         """
         tokens = hidden.shape[0]
-        handing_out = HandOut(len(self.ports), hidden.unsqueeze(1))
+        handing_out = handing_back(self, hidden.unsqueeze(1))
         ids = torch.zeros(tokens, 1, dtype=torch.long, device=hidden.device)
         output = self.run(handing_out, {**self.placeholders, **weights}, {"input_ids": ids})
         logits: Tensor = output.logits
@@ -654,7 +663,8 @@ class PortedModel:
         for state in states:
             state["script"] = script
         if isinstance(script, Capture):
-            script.recorder = Recorder(weights, self.skeleton.buffers, through=script.through_the_head)
+            through, by_head = script.through_the_head, self.by_head
+            script.recorder = Recorder(weights, self.skeleton.buffers, through=through, by_head=by_head)
         try:
             if self.marks:
                 inputs = {**dict.fromkeys(self.marks, torch.zeros_like(inputs["input_ids"])), **inputs}
@@ -665,6 +675,8 @@ class PortedModel:
         finally:
             if isinstance(script, Capture):
                 script.recorder.leave()
+            elif isinstance(script, HandOut) and script.instead is not None:
+                script.instead.leave()
             for state in states:
                 state["script"] = None
 
@@ -703,7 +715,45 @@ def takes(model: PreTrainedModel, argument: str) -> bool:
     return argument in inspect.signature(type(model).forward).parameters
 
 
-# Side values of the prologue, which are among the arguments of layers -------------------------------------------------
+# What a layer or the head is given besides the hidden state below it --------------------------------------------------
+
+
+def filled(port: Port, call: Call, values: Mapping[int, Tensor], hidden: Tensor) -> tuple[Tensor, Call]:
+    """The hidden state with which a layer is called, and its call with these side values, by number, if the layer
+    before has returned `hidden`."""
+    if port.passing is not None:
+        call = call.with_form(port.passing.given(call.form, values))
+    return (call.given(values) if values else call).replayed(hidden)
+
+
+def with_earlier(ported: PortedModel, calls: Sequence[Call]) -> list[Call]:
+    """The calls with the side value in `Call.takes` for each `Earlier`. Raises `ModelError` for one that text does not
+    lead to: no schedule has it."""
+    return [_with_earlier(ported.structure, index, call) for index, call in enumerate(calls)]
+
+
+def _with_earlier(structure: ModelSpec, index: int, call: Call) -> Call:
+    places = {place: each.unit for place, each in enumerate(call.constants) if isinstance(each, Earlier)}
+    if not places:
+        return call
+    numbers = hidden_sides(structure, index + 1)
+    for unit in places.values() - numbers.keys():
+        what = f"layer {index} gets the output of {structure.units[unit].name} in this micro-batch only"
+        raise ModelError(what, where=structure.name, fix="leave out the entries that lead to it")
+    return replace(call, takes={(CONSTANTS, place): numbers[unit] for place, unit in places.items()})
+
+
+def head_shape(ported: PortedModel) -> tuple[int, ...]:
+    """Shape of what the head gets of one token: the hidden state, or all that it reads of several units."""
+    return (1 + len(ported.by_head), *ported.hidden_shape) if ported.by_head else ported.hidden_shape
+
+
+def handing_back(ported: PortedModel, hidden: Tensor) -> HandOut:
+    """Hands out what the head reads: `hidden` [rows, length, *head_shape]."""
+    if not ported.by_head:
+        return HandOut(len(ported.ports), hidden)
+    last, *earlier = (hidden.select(2, place) for place in range(hidden.shape[2]))
+    return HandOut(len(ported.ports), last, earlier=dict(zip(ported.by_head, earlier, strict=True)))
 
 
 def sides_of_prologue(ported: PortedModel, calls: Sequence[Call]) -> dict[int, Tensor]:
@@ -734,5 +784,5 @@ def numbered(ported: PortedModel, calls: Sequence[Call]) -> tuple[list[Call], di
         for path, leaf in call.places():
             if isinstance(leaf, Tensor) and leaf.requires_grad and path not in known:
                 takes[path], _ = needing.setdefault(id(leaf), (-1 - len(needing), leaf))
-        with_numbers.append(replace(call, takes=takes) if takes else call)
+        with_numbers.append(replace(call, takes={**call.takes, **takes}) if takes else call)
     return with_numbers, dict(needing.values())

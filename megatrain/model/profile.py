@@ -35,7 +35,7 @@ from megatrain.model.peak import (
     recorded_backward,
     recorded_forward,
 )
-from megatrain.model.ports import Capture, PortedModel, Sides, taken_from_prologue
+from megatrain.model.ports import Capture, PortedModel, Sides, filled, head_shape, taken_from_prologue
 from megatrain.model.profile_prologue import (
     LARGE,
     Batching,
@@ -185,10 +185,9 @@ class Measurement:
             capture = called(rows, count, tokens)
             assert capture.hidden is not None
             given = capture.hidden.detach().requires_grad_()
-            call, values = capture.calls[index], self._values(capture, index)
-            if (passing := self._ported.ports[index].passing) is not None:
-                call = call.with_form(passing.given(call.form, values))
-            args, kwargs = call.arguments(given)
+            values, port = self._values(capture, index), self._ported.ports[index]
+            hidden, call = filled(port, capture.calls[index], values, given)
+            args, kwargs = call.arguments(hidden)
             output = call.hidden_of(functional_call(layer, weights, args, kwargs))
             return output, list(weights.values()), [given, *(value for value in values.values() if value.requires_grad)]
 
@@ -196,8 +195,8 @@ class Measurement:
 
     def _values(self, capture: Capture, index: int) -> dict[int, Tensor]:
         """The side values that a layer takes, as leaves; those of layers from running these on zeros."""
-        passing, side_values = self._ported.ports[index].passing, self._ported.structure.sides
-        if passing is None:
+        side_values = self._ported.structure.sides
+        if self._ported.ports[index].passing is None and not capture.calls[index].takes:
             return {}
         with _disable_current_modes(), torch.no_grad():  # no part of what is measured
             values = self._side_values_of(capture, index, lazy_zeros)
@@ -208,7 +207,9 @@ class Measurement:
 
     def _side_values_of(self, capture: Capture, index: int, zeros: ZerosOf) -> dict[int, Tensor]:
         passing, side_values = self._ported.ports[index].passing, self._ported.structure.sides
-        values_of = taken_from_prologue(self._ported, index, capture.calls[index])
+        assert capture.hidden is not None
+        earlier = {number: torch.zeros_like(capture.hidden) for number in capture.calls[index].takes.values()}
+        values_of = taken_from_prologue(self._ported, index, capture.calls[index]) | earlier
         for number in set(() if passing is None else passing.takes.values()) - values_of.keys():
             if number not in capture.made:
                 capture.made |= self._made(capture, side_values[number].source - 1, zeros)
@@ -216,21 +217,22 @@ class Measurement:
         return values_of
 
     def _made(self, capture: Capture, index: int, zeros: ZerosOf) -> dict[int, Tensor]:
-        layer, passing = self._ported.templates[index], self._ported.ports[index].passing
-        assert passing is not None
+        layer, port = self._ported.templates[index], self._ported.ports[index]
+        assert port.passing is not None
         assert capture.hidden is not None
         weights = {name: zeros(p.shape, p.dtype) for name, p in layer.named_parameters()}
-        values, call = self._side_values_of(capture, index, zeros), capture.calls[index]
-        call = call.with_form(passing.given(call.form, values))
-        args, kwargs = call.arguments(capture.hidden)
+        values = self._side_values_of(capture, index, zeros)
+        hidden, call = filled(port, capture.calls[index], values, capture.hidden)
+        args, kwargs = call.arguments(hidden)
         with SkipLargeProducts():  # type: ignore[no-untyped-call]
-            return passing.made(functional_call(layer, weights, args, kwargs), call.form)
+            return port.passing.made(functional_call(layer, weights, args, kwargs), call.form)
 
     def _sized(self, lengths: Lengths, most: int) -> tuple[SideValue, ...]:
-        """The side values with their bytes; those of router logits are known."""
+        """The side values with their bytes; those of router logits and hidden states are known."""
         side_values, ports = self._ported.structure.sides, self._ported.ports
-        called, of_loss = self._calls(), {number for port in ports for number in port.recorded}
-        sizes: dict[int, list[int]] = {number: [] for number in range(len(side_values)) if number not in of_loss}
+        called, known = self._calls(), {number for port in ports for number in port.recorded}
+        known |= {number for number, side in enumerate(side_values) if side.is_hidden}
+        sizes: dict[int, list[int]] = {number: [] for number in range(len(side_values)) if number not in known}
         for tokens in lengths if sizes else ():
             values: dict[int, Tensor] = {}
             for port in ports:
@@ -275,7 +277,7 @@ class Measurement:
         dtype = next(iter(leaves.values())).dtype
 
         def head(tokens: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-            given = torch.zeros(tokens, *ported.hidden_shape, dtype=dtype).requires_grad_()
+            given = torch.zeros(tokens, *head_shape(ported), dtype=dtype).requires_grad_()
             return ported.head(leaves, given), used, [given]
 
         def balance(tokens: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:

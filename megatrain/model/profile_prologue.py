@@ -32,7 +32,7 @@ from megatrain.model.peak import (
     recorded_backward,
     recorded_forward,
 )
-from megatrain.model.ports import Call, Capture, PortedModel
+from megatrain.model.ports import Call, Capture, PortedModel, with_earlier
 from megatrain.spec import Growth, LayerProfile
 
 WINDOWS = ("sliding_window", "attention_chunk_size")
@@ -74,6 +74,7 @@ def captured(ported: PortedModel, inputs: Inputs) -> Capture:
             ported.run(capture, ported.placeholders, inputs)
     except Exception as error:  # whatever foreign code raises
         raise NotAccepted from error
+    capture.calls = with_earlier(ported, capture.calls)
     return capture
 
 

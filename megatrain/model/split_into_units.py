@@ -25,6 +25,7 @@ from transformers.initialization import no_init_weights
 from megatrain.errors import MegaTrainError, ModelError, typed_line
 from megatrain.model.adapters import FULL_PRECISION, adapter_of, without_parametrize
 from megatrain.model.architecture import head_of, position_limit
+from megatrain.model.between_layers import Earlier, Value
 from megatrain.model.forward_arguments import MARKS, arguments_of
 from megatrain.model.mapped_tensors import lazy_zeros
 from megatrain.model.peak import SkipLargeProducts
@@ -39,9 +40,9 @@ from megatrain.model.ports import (
     TracingCapture,
     TracingHandOut,
     batch_first,
-    nodes_of,
+    handing_back,
+    head_shape,
     placeholder,
-    reachable_leaves,
     takes,
     with_layers,
 )
@@ -58,6 +59,7 @@ from megatrain.model.side_values import (
     leaves_of,
     read_of,
     rebuilt,
+    value_at,
     without,
     written,
 )
@@ -71,7 +73,15 @@ from megatrain.model.user_patches import (
     refuse_shared_and_hooked,
     separate_dicts,
 )
-from megatrain.model.weight_reads import TO_THE_END, OrderOfUse, Uses, in_order_of_use, only_looks_up
+from megatrain.model.weight_reads import (
+    TO_THE_END,
+    OrderOfUse,
+    Uses,
+    in_order_of_use,
+    nodes_of,
+    only_looks_up,
+    reachable_leaves,
+)
 from megatrain.model.weight_sources import quiet
 from megatrain.spec import Growth, ModelSpec, ParamSpec, SideValue, UnitSpec
 
@@ -355,26 +365,31 @@ def _learn_structure(
     if capture.hidden is None or not capture.each_once:
         raise ModelError("skips or repeats a decoder layer", where=where)
     capture.recorder.check()
-    between = [each for call in capture.calls for each in call.constants if each.requires_grad]
+    constants = [each for call in capture.calls for each in call.constants]
+    between = [each for each in constants if isinstance(each, Tensor) and each.requires_grad]
     of_prologue = _sides_of_prologue(ported, capture, len(sides))
     looks_up = not of_prologue and not between and only_looks_up(ported, capture.hidden, _probe_inputs())
     ported.hidden_shape = tuple(capture.hidden.shape[2:])
-    handed_out = torch.zeros(PROBE_TOKENS, *ported.hidden_shape, dtype=capture.hidden.dtype, requires_grad=True)
-    tracing = TracingHandOut(len(ported.ports), handed_out.unsqueeze(1))
+    last = torch.zeros(PROBE_TOKENS, *ported.hidden_shape, dtype=capture.hidden.dtype, requires_grad=True)
+    tracing = TracingHandOut(len(ported.ports), last.unsqueeze(1))
     with torch.enable_grad(), SkipLargeProducts(), Uses(order.reading):  # type: ignore[no-untyped-call]
         logits = ported.run(tracing, leaves, _probe_inputs(1, PROBE_TOKENS)).logits.reshape(PROBE_TOKENS, -1)
-    _refuse_logits_of_more(tracing, logits, where)
+    if tracing.order != list(range(len(ported.ports))):
+        raise ModelError("goes through its decoder layers more than once", where=where)
+    ported.by_head = _read_by_head(tracing, logits, where)
+    if ported.by_head or capture.recorder.has_recorded:  # look behind the layers, now that this is known
+        with torch.enable_grad(), SkipLargeProducts():  # type: ignore[no-untyped-call]
+            ported.run(TracingCapture(len(ported.ports)), leaves, _probe_inputs())
+    handed_out = torch.zeros(PROBE_TOKENS, *head_shape(ported), dtype=capture.hidden.dtype, requires_grad=True)
     for _ in range(2):  # buffers that one forward changes, the next must not change again
-        whole, buffers = HandOut(len(ported.ports), handed_out.unsqueeze(1)), Buffers(ported.skeleton)
+        whole, buffers = handing_back(ported, handed_out.unsqueeze(1)), Buffers(ported.skeleton)
         with torch.no_grad(), SkipLargeProducts():  # type: ignore[no-untyped-call]
             ported.run(whole, ported.placeholders, _probe_inputs(1, PROBE_TOKENS))
     buffers.refuse_changed(where)
-    if whole.order != list(range(len(ported.ports))):
-        raise ModelError("goes through its decoder layers more than once", where=where)
     refuse_mixing(ported, handed_out)
     in_prologue = set[int]().union(*map(reachable_leaves, (capture.hidden, *between)))
     in_epilogue = reachable_leaves(logits)
-    if id(handed_out) not in in_epilogue:
+    if id(last) not in in_epilogue:
         raise ModelError("its logits of one token do not depend on what its layers make of it", where=where)
     prologue, epilogue, borrowed = [], [], []
     for name in in_order_of_use(leaves, order.names):
@@ -399,16 +414,32 @@ def _learn_structure(
         vocab_size=logits.shape[-1],
         max_positions=position_limit(model.config),
         attention=getattr(model.config, "_attn_implementation", None) or "eager",
-        sides=(*sides, *of_prologue),
+        sides=(*sides, *of_prologue, *_hidden_sides(ported, capture)),
     )
 
 
-def _refuse_logits_of_more(tracing: TracingHandOut, logits: Tensor, where: str) -> None:
-    """Raise `ModelError` if logits [tokens, vocabulary] need what the prologue computes, or an earlier layer."""
-    computed = {node for node in nodes_of(tracing.first) if not hasattr(node, "variable")}
-    if nodes_of(logits) & computed or reachable_leaves(logits) & {id(leaf) for leaf in tracing.leaves}:
-        what = "its logits depend on the hidden state before its last decoder layer"
-        raise ModelError(what, where=where)
+def _read_by_head(tracing: TracingHandOut, logits: Tensor, where: str) -> tuple[int, ...]:
+    """The units before the last layer whose hidden state logits [tokens, vocabulary] depend on. Raises `ModelError` if
+    they need more of what the prologue computes."""
+    if nodes_of(logits) & {node for node in nodes_of(tracing.first) if not hasattr(node, "variable")}:
+        raise ModelError("its logits depend on what its prologue computes besides the hidden state", where=where)
+    reached = reachable_leaves(logits)
+    return tuple(unit for unit, leaf in enumerate(tracing.leaves) if id(leaf) in reached)
+
+
+def _hidden_sides(ported: PortedModel, capture: TracingCapture) -> tuple[SideValue, ...]:
+    """The hidden states of units that more than the next unit reads."""
+    assert capture.hidden is not None
+    epilogue = len(ported.ports) + 1
+    users: dict[int, list[int]] = {}
+    for index, call in enumerate(capture.calls):
+        for each in call.constants:
+            if isinstance(each, Earlier):
+                users.setdefault(each.unit, []).append(index + 1)
+    for unit in ported.by_head or ():
+        users.setdefault(unit, []).append(epilogue)
+    size = Growth(per_token=capture.hidden.nbytes / PROBE_TOKENS)
+    return tuple(SideValue(unit, tuple(users[unit]), size=size, is_hidden=True) for unit in sorted(users))
 
 
 def _layer_specs(model: PreTrainedModel, ported: PortedModel, look: FirstLook) -> list[UnitSpec]:
@@ -494,8 +525,11 @@ class FirstLook(Capture):
             if (kind, held) not in self._known:
                 self._known[kind, held] = self._look(index, hidden, call, came)
             seen, order, sides = self._known[kind, held]
-        if self.recorder.steps:
-            kind = (*kind, *(str(step.function) for step in self.recorder.steps))
+        if self.hidden is not None:
+            between, _ = self.recorder.finished(hidden, call.form)
+            noted = leaves_of(self.recorder.noted(call.form)) if between else ()
+            computed = ((path, value_at(call.form, path).shape) for path, leaf in noted if isinstance(leaf, Value))
+            kind = (*kind, *(str(step.function) for step in (between.steps if between else ())), *computed)
         self.used.setdefault(kind, order)
         port = self._ported.ports[index]
         port.returns = len(seen.output) if isinstance(seen.output, tuple | list) else None

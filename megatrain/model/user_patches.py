@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatrain.errors import MegaTrainError, ModelError
 from megatrain.model.chunked_layers import ExpandedRowLinear
-from megatrain.model.ports import HandOut, PortedModel
+from megatrain.model.ports import PortedModel, handing_back
 from megatrain.model.weight_reads import Uses
 
 LIBRARIES = ("torch", "transformers", "peft")
@@ -220,7 +220,7 @@ def _of_library(function: Any) -> bool:
 def refuse_mixing(ported: PortedModel, hidden: Tensor) -> None:
     """Raise `ModelError` for user code after the layers that looks at several tokens at a time.
 
-    The head processes tokens one by one. hidden: zeros [tokens, *hidden_shape]. Weights are random rows that
+    The head processes tokens one by one. hidden: zeros [tokens, *head_shape]. Weights are random rows that
     repeat, so that a product with a large one takes no memory.
     """
     skeleton = ported.skeleton
@@ -233,8 +233,7 @@ def refuse_mixing(ported: PortedModel, hidden: Tensor) -> None:
 
     def whole(given: Tensor) -> Tensor:
         torch.default_generator.manual_seed(0)
-        handing_out = HandOut(len(ported.ports), given.unsqueeze(0))
-        logits: Tensor = ported.run(handing_out, weights, {"input_ids": ids}).logits
+        logits: Tensor = ported.run(handing_back(ported, given.unsqueeze(0)), weights, {"input_ids": ids}).logits
         return logits.reshape(len(given), -1).float()
 
     with torch.no_grad(), ported.evaluation_mode(), ExpandedRowLinear():

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megatrain.model.ports import PortedModel, tensors_in
+from megatrain.model.ports import Capture, PortedModel, tensors_in
 
 Reading = Callable[[Any, Sequence[Tensor]], None]
 """Called with a function and the tensors among its arguments before it runs."""
@@ -183,7 +183,10 @@ def _grows_as_weights(ported: PortedModel, inputs: Mapping[str, Tensor]) -> bool
         for number in (0.0, 1.0, 2.0):
             told = ported.placeholders.items()
             weights = {name: torch.full((), number, dtype=zero.dtype).expand(zero.shape) for name, zero in told}
-            outputs.append(ported.prologue(weights, inputs)[0].float())
+            capture = Capture(len(ported.ports))
+            ported.run(capture, weights, inputs)
+            assert capture.hidden is not None
+            outputs.append(capture.hidden.float())
     none, once, twice = outputs
     return torch.allclose(twice - none, 2 * (once - none), rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -206,3 +209,22 @@ def _is_linear(hidden: Tensor) -> bool:
             return False
         left += [inputs[place] for place in depend]
     return True
+
+
+def reachable_leaves(tensor: Tensor) -> set[int]:
+    """`id`s of the leaves that would get a gradient from `tensor`, found in its graph without running it."""
+    variables = (getattr(node, "variable", None) for node in nodes_of(tensor))
+    return {id(variable) for variable in variables if isinstance(variable, torch.Tensor)}
+
+
+def nodes_of(tensor: Tensor) -> set[Any]:
+    """The nodes of its graph."""
+    seen: set[Any] = set()
+    stack = [tensor.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        stack.extend(following for following, _ in node.next_functions)
+    return seen

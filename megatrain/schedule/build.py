@@ -210,11 +210,11 @@ class Builder:
             writes = [self.alive.hidden(self.model.after(unit), micro)]
             reads += self._encoded(unit, micro)
             if self.model.is_first(unit):
-                writes += [self.alive.arguments(unit, micro), *self.alive.left_by(unit, micro)]
+                writes.append(self.alive.arguments(unit, micro))
             else:
                 reads += [self.alive.hidden(unit, micro), self.alive.arguments(unit, micro)]
                 reads += self.sides.used(unit, micro)
-                writes += [*self.alive.left_by(unit, micro), *self.sides.made(unit, micro)]
+            writes += [*self.alive.left_by(unit, micro), *self.sides.made(unit, micro)]
             writes += self.alive.made(unit, micro)
             visit.compute.append(Op("FORWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
         return visit

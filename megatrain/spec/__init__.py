@@ -3,7 +3,7 @@
 from megatrain.spec.hardware import Hardware
 from megatrain.spec.layer_profile import Growth, LayerProfile
 from megatrain.spec.limits import Limits
-from megatrain.spec.model import FileBytes, ModelSpec, ParamSpec, SideValue, UnitSpec
+from megatrain.spec.model import FileBytes, ModelSpec, ParamSpec, SideValue, UnitSpec, hidden_sides
 from megatrain.spec.numerics import WEIGHT_NBYTES, Numerics, Precision
 from megatrain.spec.policy import (
     IN_HOST,
@@ -52,4 +52,5 @@ __all__ = [
     "UpdateTime",
     "WaitFor",
     "Work",
+    "hidden_sides",
 ]

@@ -94,8 +94,9 @@ UNMEASURED = Growth()
 
 @dataclass(frozen=True, slots=True)
 class SideValue:
-    """A tensor besides the hidden state that a unit makes for later ones: keys and values that layers share, inputs of
-    each layer from the prologue, indices of sparse attention, or router logits for the auxiliary loss."""
+    """A tensor that a unit makes for later ones besides what the next one gets: keys and values that layers share,
+    inputs of each layer from the prologue, indices of sparse attention, router logits for the auxiliary loss; or its
+    hidden state, if units beyond the next one read it."""
 
     source: Place
     """The unit that makes it."""
@@ -104,9 +105,12 @@ class SideValue:
     differentiable: bool = True
     """Whether a gradient flows through it."""
     size: Growth = UNMEASURED
-    """Bytes, once measured. Those of the prologue are among the arguments of layers; only their gradient is apart."""
+    """Bytes, once measured. Those of the prologue are among the arguments of layers, except its hidden state; only
+    their gradient is apart."""
     most_per_token: Amount = 0.0
     """Bytes of a token in sequences of any length; 0 if nothing limits what `size` says."""
+    is_hidden: bool = False
+    """Whether it is the hidden state."""
 
     def nbytes(self, tokens: int, length: int) -> float:
         """Bytes for `tokens` tokens in sequences of `length`."""
@@ -243,3 +247,9 @@ class ModelSpec:
     def trained_numel(self) -> int:
         """Number of trained parameters."""
         return sum(param.numel for unit in self.units for param in unit.params if param.trainable)
+
+
+def hidden_sides(model: ModelSpec, user: int = -1) -> dict[int, int]:
+    """Unit -> number of the side value that is its hidden state. user: only of those that this unit reads."""
+    told = enumerate(model.sides)
+    return {side.source: number for number, side in told if side.is_hidden and (user < 0 or user in side.users)}

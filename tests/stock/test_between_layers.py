@@ -100,24 +100,39 @@ class Loop(LlamaModel):
     """A Llama whose loop does something between its layers."""
 
     does: Callable[..., Tensor]
+    ends: Callable[..., Tensor]
+    tells: Callable[..., dict[str, Any]]
 
     def forward(self, input_ids: Any = None, attention_mask: Any = None, **_: Any) -> Any:
         hidden = self.embed_tokens(input_ids)
         first, places = hidden, torch.arange(input_ids.shape[1], device=hidden.device)[None]
         real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         given = {"position_ids": places, "position_embeddings": self.rotary_emb(hidden, places)}
-        seen: list[Tensor] = []
+        seen, memo = list[Tensor](), dict[str, Tensor]()
         for index, layer in enumerate(self.layers):
             if index:
                 seen.append(hidden)
-                hidden = self.does(hidden, first=first, real=real.bool(), number=index, before=seen)
-            hidden = layer(hidden, **given)
+                hidden = self.does(hidden, first=first, real=real.bool(), number=index, before=seen, memo=memo)
+            hidden = layer(hidden, **self.tells(given, before=seen))
+        hidden = self.ends(hidden, first=first, real=real.bool(), before=seen)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
 
 
-def looping(does: Callable[..., Any]) -> LlamaForCausalLM:
+def unchanged(self: Any, hidden: Tensor, **_: Any) -> Tensor:
+    hidden.float().mean()  # of no use
+    return hidden[:, :]
+
+
+def looping(
+    does: Callable[..., Any] = unchanged,
+    *,
+    ends: Callable[..., Any] = lambda self, hidden, **_: hidden,
+    tells: Callable[..., Any] = lambda self, given, **_: given,
+) -> LlamaForCausalLM:
+    """does, tells: compute the hidden state, and other arguments, in front of each layer but the first. ends: computes
+    what the final norm gets."""
     model: Any = tiny_model("llama")
-    model.model.__class__ = type("Loop", (Loop,), {"does": does})
+    model.model.__class__ = type("Loop", (Loop,), {"does": does, "ends": ends, "tells": tells})
     model.model.gains = nn.Parameter(torch.linspace(0.5, 1.5, 4 * model.config.hidden_size).view(4, -1))
     return model  # type: ignore[no-any-return]
 
@@ -146,11 +161,6 @@ def with_weights(self: Any, hidden: Tensor, first: Tensor, number: int, **_: Any
     return mixed / (1 + size)
 
 
-def unchanged(self: Any, hidden: Tensor, **_: Any) -> Tensor:
-    hidden.float().mean()  # of no use
-    return hidden[:, :]
-
-
 @pytest.mark.parametrize(("device", "policy"), POLICIES)
 @pytest.mark.parametrize("does", [masked, masked_in_place, written_at_places, with_weights, unchanged])
 def test_code_between_layers_trains_as_in_torch(
@@ -158,6 +168,55 @@ def test_code_between_layers_trains_as_in_torch(
 ) -> None:
     found = assert_equal_to_stock(looping(does), [batch(2, 9, 0, 3), batch(1, 6, 1)], device, policy)
     assert bool(found["model.gains"].any()) == (does is with_weights)
+
+
+def skipping(self: Any, hidden: Tensor, before: list[Tensor], first: Tensor, memo: Any, **_: Any) -> Tensor:
+    """As a U-Net, and what was computed from an output two layers below."""
+    memo["squares"] = memo["squares"] * 0.5 if memo else before[0].square()
+    return hidden + before[0].tanh() * 0.5 + memo["squares"].mean(-1, keepdim=True) + first
+
+
+def turned(self: Any, given: dict[str, Any], before: list[Tensor], **_: Any) -> dict[str, Any]:
+    """Positions that depend on the outputs of the last layer and of an earlier one."""
+    if not before:
+        return given
+    cosines, sines = given["position_embeddings"]
+    moved = before[-1].mean(-1, keepdim=True) + before[0].amax(-1, keepdim=True)
+    return {**given, "position_embeddings": (cosines * (1 + 0.1 * moved), sines)}
+
+
+def collected(self: Any, hidden: Tensor, before: list[Tensor], first: Tensor, **_: Any) -> Tensor:
+    scores = torch.stack([first, *before, hidden], dim=-2) * self.gains[: len(before) + 2]
+    return scores.softmax(-2).sum(-2) + hidden
+
+
+@pytest.mark.parametrize(("device", "policy"), POLICIES)
+def test_outputs_of_earlier_units_reach_later_layers_and_the_head(device: str, policy: Policy | None) -> None:
+    """Of each layer and of the prologue, as they are and computed with: for hidden states, other arguments, logits."""
+    model = looping(skipping, ends=collected, tells=turned)
+    found = assert_equal_to_stock(model, [batch(2, 9, 0, 3), batch(1, 6, 1)], device, policy)
+    assert found["model.gains"].any()
+    spec = port_model(model, torch.float32).structure
+    units = {side.source: side.users for side in spec.sides if side.is_hidden}
+    assert units == {0: (2, 3, 4), 1: (3, 4), 2: (4,)}
+
+
+def test_what_the_head_alone_reads_of_earlier_layers_is_no_input_of_others() -> None:
+    model = looping(lambda self, hidden, **_: hidden, ends=collected)
+    assert_equal_to_stock(model, [batch(2, 9, 0, 3)], "sim:3", replace(RECOMPUTED, placements=()))
+    assert {side.users for side in port_model(model, torch.float32).structure.sides} == {(4,)}
+
+
+def test_what_only_some_texts_get_of_earlier_layers_is_refused_for_these() -> None:
+    """No schedule has it."""
+
+    def if_masked(self: Any, hidden: Tensor, real: Tensor, before: list[Tensor], **_: Any) -> Tensor:
+        return hidden if bool(real.all()) else hidden + before[0]
+
+    with made(looping(if_masked)) as engine:
+        with pytest.raises(ModelError, match=r"layer 2 gets the output of model\.layers\.0 in this micro-batch only"):
+            engine.step([batch(2, 9, 0, 3)])
+        engine.step([batch(1, 6, 1)])
 
 
 def test_code_that_only_some_texts_lead_to_is_done_for_these() -> None:
@@ -196,7 +255,11 @@ REFUSED: dict[str, tuple[str, Callable[..., Any]]] = {
     "shape": ("nonzero gives a shape that", lambda hidden, **_: hidden * len(hidden.nonzero())),
     "chosen": ("__getitem__ gives a shape that", lambda hidden, **_: hidden + hidden[hidden > 0].mean()),
     "kernel": ("empty_like makes memory", lambda hidden, **_: torch.empty_like(hidden).copy_(hidden)),
-    "skip": ("is used after the next layer", lambda hidden, before, **_: hidden + before[0]),
+    "written": ("what is written in place is used after", lambda hidden, before, **_: hidden.add_(1.0) + before[0]),
+    "old": (
+        "add_ writes into what was computed before",
+        lambda hidden, memo, **_: hidden + (memo["old"].add_(1.0) if memo else memo.setdefault("old", hidden * 2)),
+    ),
     "another": ("is not computed from that of the layer before", lambda hidden, first, **_: first),
     "prologue": ("writes into a tensor of the prologue", lambda hidden, first, **_: hidden + first.mul_(hidden)),
 }
@@ -208,6 +271,24 @@ def test_code_between_layers_that_cannot_be_replayed_is_refused(kind: str) -> No
     with pytest.raises(ModelError, match=f"code between the decoder layers: .*{re.escape(message)}") as refusal:
         port_model(looping(lambda self, hidden, **others: does(hidden, **others)), torch.float32)
     assert "\n" not in str(refusal.value)
+
+
+def test_what_is_drawn_for_one_layer_and_used_by_others_is_refused() -> None:
+    """Each would draw it anew."""
+
+    def drawn(self: Any, hidden: Tensor, memo: Any, **_: Any) -> Tensor:
+        return hidden + memo.setdefault("noise", functional.dropout(hidden, 0.5))
+
+    with pytest.raises(ModelError, match="what dropout has drawn is used after the next layer"):
+        port_model(looping(drawn), torch.float32)
+
+
+def test_a_mask_of_what_the_head_reads_is_refused() -> None:
+    def masking(self: Any, hidden: Tensor, before: list[Tensor], real: Tensor, **_: Any) -> Tensor:
+        return hidden + before[0] * real.unsqueeze(-1)
+
+    with pytest.raises(ModelError, match="a tensor of the prologue enters behind the last layer"):
+        port_model(looping(ends=masking), torch.float32)
 
 
 def test_a_parameter_of_a_layer_that_is_used_before_it_is_refused() -> None:

@@ -36,11 +36,16 @@ PASSING = {
     "glm_moe_dsa": {False},
     "hy_v4": {False},
     "zaya": {True},
+    "inkling2_text": {True},
 }
-"""Model type -> whether its side values need a gradient: inputs of each layer and router states do, sparse indices not.
-The hidden state of the first does not begin with the batch."""
-SHARING: dict[str, dict[str, Any]] = {"glm_moe_dsa": {"indexer_types": ["full", "shared"] * 39}}
-QUICK = ("gemma4_text", "zaya")
+"""Model type -> whether its side values need a gradient: inputs of each layer, router states and outputs of earlier
+layers do, sparse indices not. The hidden state of the first does not begin with the batch."""
+BLOCKS = {"n_layers_per_attn_res_block": 2, "num_hidden_layers": 4}
+SHARING: dict[str, dict[str, Any]] = {
+    "glm_moe_dsa": {"indexer_types": ["full", "shared"] * 39},
+    "inkling2_text": {**BLOCKS, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid_sliding"]},
+}
+QUICK = ("gemma4_text", "zaya", "inkling2_text")
 
 SHARDS = Policy(shard_nbytes=1 << 13)
 ON_DEVICE = Placement("device", "device", "device")
@@ -99,7 +104,8 @@ def test_keys_and_values_of_earlier_layers_get_the_gradients_of_all_that_use_the
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the compiler imports
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize(
-    ("kind", "activations"), [("gemma4", "keep"), ("glm_moe_dsa", "recompute"), ("zaya", "recompute")]
+    ("kind", "activations"),
+    [("gemma4", "keep"), ("glm_moe_dsa", "recompute"), ("zaya", "recompute"), ("inkling2_text", "keep")],
 )
 def test_compiled_layers_make_and_take_them(kind: str, activations: Any) -> None:
     """By writing into a dictionary, by returning more, and with gradients."""
@@ -196,7 +202,9 @@ def test_a_side_value_lives_until_the_last_backward_that_reads_it() -> None:
     assert (schedule.ops[end].kind, schedule.ops[end].unit) == ("BACKWARD", 2)
 
 
-@pytest.mark.parametrize("kind", ["gemma4", pytest.param("zaya", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["gemma4", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("zaya", "inkling2_text"))]
+)
 def test_the_planned_bytes_are_those_of_the_values(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each value and each sum of gradients in a run, and of all at once."""
     ported, held = port_model(small(kind), torch.float32), dict[str, int]()
@@ -217,7 +225,7 @@ def test_the_planned_bytes_are_those_of_the_values(kind: str, monkeypatch: pytes
     monkeypatch.setattr(Activations, "keep_sides", noting(keep))
     monkeypatch.setattr(Activations, "add_side_gradients", noting(add))
     with make(small(kind), "cpu", Numerics("fp32"), Policy()) as engine:
-        engine.gradients([{**each, "input_ids": each["input_ids"] % FEW_TOKENS} for each in batches])
+        engine.gradients([{**each, **dict.fromkeys(each, each["input_ids"] % FEW_TOKENS)} for each in batches])
     planned = {
         name: each for name, each in schedule.buffers.items() if each.use in (Use.SIDE_VALUES, Use.SIDE_GRADIENTS)
     }

@@ -28,12 +28,17 @@ class SideValues:
                 self._used[user].append(number)
 
     def made(self, unit: int, micro: int) -> list[Access]:
-        """The side values that a layer's forward leaves."""
-        return [self._value(number, micro) for number in self._made[unit]]
+        """The side values that a unit's forward leaves."""
+        return [self._value(number, micro) for number in self._made[unit] if self._has_memory(number)]
 
     def used(self, unit: int, micro: int) -> list[Access]:
-        """The side values that a unit reads; those of the prologue are among the arguments of layers."""
-        return [self._value(number, micro) for number in self._used[unit] if self._model.sides[number].source]
+        """The side values that a unit reads."""
+        return [self._value(number, micro) for number in self._used[unit] if self._has_memory(number)]
+
+    def _has_memory(self, number: int) -> bool:
+        """Those of the prologue are among the arguments of layers, except its hidden state."""
+        side = self._model.sides[number]
+        return side.source > 0 or side.is_hidden
 
     def backward(self, unit: int, micro: int) -> tuple[list[Access], list[Access]]:
         """Gradients of side values in a unit's backward: what it reads, and what it writes.
@@ -61,7 +66,8 @@ class SideValues:
         return self._transient(use, f"{number}.{micro}", self._nbytes(number, micro), content)
 
     def _only_for_the_loss(self, number: int) -> bool:
-        return self._model.sides[number].users == (self._model.epilogue,)
+        side = self._model.sides[number]
+        return side.users == (self._model.epilogue,) and not side.is_hidden
 
     def _nbytes(self, number: int, micro: int) -> int:
         tokens = self._work.tokens[micro]

@@ -23,6 +23,7 @@ from megatrain.spec import (
     Policy,
     UnitSpec,
     Work,
+    hidden_sides,
 )
 
 LOSS_BLOCK_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}
@@ -144,6 +145,9 @@ def loss_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work
     made += 2 * INDEX_NBYTES * (tokens if on_cpu else chunk)
     length = min(work.length or tokens, tokens)
     targets = 2 * INDEX_NBYTES * tokens if on_cpu else 0
+    if more := len(hidden_sides(model, model.epilogue)):  # all that the head reads, in one tensor, and its gradient
+        hidden = tokens * model.hidden_size * numerics.weight_nbytes
+        made += (1 + more) * hidden * (2 if trains else 1)
     return ceil(max(made, targets + profile.balance.nbytes(on_cpu, tokens, length), 1))
 
 
