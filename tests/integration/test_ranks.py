@@ -550,6 +550,7 @@ def saved_again(world: World, checkpoint: Path, folder: Path, precision: Precisi
         options: Any = {"policy": SHARDS, "max_grad_norm": 0.5, "numerics": Numerics(precision, loss_chunk_tokens=64)}
         engine = Engine.from_checkpoint(checkpoint, world=world, verify=False, **options)
     with engine:
+        engine.parts.store.frozen_checksum()  # by all ranks, before one has the lock
         with MAKING:
             save = engine.save(
                 folder / ("elsewhere" if (world.rank, world.size) == (1, 2) else "again"), {"position": 3}
@@ -590,6 +591,7 @@ def test_any_number_of_ranks_resumes_and_writes_the_same_files(
             for _ in range(2):
                 engine.step(batches_of(3)[world.rank :: world.size])
             engine.weights.flush()
+            engine.parts.store.frozen_checksum()  # by all ranks, before one has the lock
             with MAKING:
                 save = engine.save(tmp_path / "first", {"position": 3})
             return save.wait(60)
