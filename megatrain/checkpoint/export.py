@@ -133,8 +133,11 @@ def export_units(
     only after the previous unit has been written, so a generator may reuse its memory.
 
     Returns the folder, absolute and with symbolic links resolved. Raises `ExportError`, changing nothing, if
-    it cannot be written, lacks space, or holds anything that does not belong to a model.
+    it cannot be written, lacks space, or holds anything that does not belong to a model, and `TypeError` for an
+    unknown option.
     """
+    if unknown := sorted(options.keys() - ExportOptions.__annotations__.keys()):
+        raise TypeError(f"an export takes no option {unknown[0]!r}")
     target = usable_path(folder, error=ExportError, to_write="folder").resolve()
     _refuse_foreign(target)
     asked, write_more = options.get("precision"), options.get("write_more")
