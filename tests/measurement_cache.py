@@ -22,6 +22,7 @@ import hashlib
 import pickle
 import threading
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from functools import partial, wraps
@@ -129,7 +130,7 @@ def copied(split: Callable[[PreTrainedModel, str, torch.dtype], PortedModel]) ->
             return alike
         fresh = split(model, stack, dtype)
         if not any(vars(module)[hooks] for module in fresh.skeleton.modules() for hooks in HOOKS):
-            with _CHANGING:
+            with _CHANGING, suppress(RuntimeError):  # a layer that keeps a tensor with its graph cannot be copied
                 _SPLIT[key] = copy.deepcopy(fresh)
                 if len(_SPLIT) > MOST_SPLITS:
                     del _SPLIT[next(iter(_SPLIT))]
@@ -282,5 +283,7 @@ def _tensor(tensor: Tensor) -> Hashable:
         return outside
     if tensor.numel() * tensor.element_size() > LARGE_NBYTES:
         raise _Unlike
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return outside, hashlib.sha256(content.data).hexdigest()
+    flat = (
+        tensor.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format)
+    )  # one element may have stride 0
+    return outside, hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()

@@ -131,6 +131,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     return (leaf for leaf in _leaves(value) if isinstance(leaf, Tensor))
 
 
+def _is_tuple_of_tensors(value: Any) -> bool:
+    return type(value) is tuple and all(isinstance(each, Tensor) for each in value)
+
+
 class _Mode(TorchFunctionMode):
     def leave(self) -> None:
         """Stop, also after an exception in the middle of torch's own push or pop."""
@@ -175,7 +179,7 @@ class Recorder(_Mode):
         super().__init__()
         self.stand_in: Tensor | None = None
         """For the output of the last port."""
-        self._number, self._next = next(self._numbers), count()
+        self._number, self._next = next(self._numbers), 0
         self._weights, self._buffers, self._through, self._by_head = weights, buffers, through, by_head
         self._start: Tensor | None = None
         """The copy of the stand-in that functions get."""
@@ -194,6 +198,8 @@ class Recorder(_Mode):
         """The stand-ins and what has come of them, with the unit above which it was made."""
         self._written: set[int] = set()
         """Units whose stand-in, or what was computed before the next one, was changed in place."""
+        self._looked_at: dict[int | str, Any] = {}
+        """Position or keyword -> what a layer got there, if nothing can change it and it comes from no stand-in."""
         self._read: list[tuple[Tensor, int]] = []
         """Tensors of the prologue, with their versions when they were read."""
         self.paused = self._behind = self._gradients = False
@@ -201,23 +207,21 @@ class Recorder(_Mode):
         self.has_recorded = bool(by_head)
         """Whether there is something to look for behind the last layer."""
 
-    @property
-    def steps(self) -> list[Step]:
-        """Those since the last stand-in."""
-        return self._steps[self._begin :]
-
     def stands_in(self, tensor: Tensor, *, behind: bool = False) -> None:
         """Begin a stretch with this tensor for the hidden state that the next unit makes, from the prologue on; behind:
         that of the last layer."""
         if not self._starts:
             self._gradients = torch.is_grad_enabled()
             self.__enter__()  # type: ignore[no-untyped-call]
-        unit, number = len(self._starts), next(self._next)
+        unit, number = len(self._starts), self._next
+        self._next += 1
         self._starts.append(number)
         self._sources[number] = Earlier(unit)
-        self._mark(tensor, number)
+        tensor.__dict__[_MARK] = self._number, number
+        self._made.append((ref(tensor), unit))
         self.stand_in, self._start, self.paused, self._behind = tensor, None, False, behind
-        self._begin = len(self._steps)
+        if self._steps:
+            self._begin = len(self._steps)
 
     def finished(self, hidden: Tensor, arguments: Any) -> tuple[Between | None, tuple[Tensor | Earlier, ...]]:
         """What has led to the next layer's hidden state and other arguments, and the tensors that it reads. Raises
@@ -244,9 +248,24 @@ class Recorder(_Mode):
             for each in constants
         )
 
-    def comes_in(self, arguments: Any) -> bool:
-        """Whether a layer's arguments come from stand-ins."""
-        return any(isinstance(leaf, Tensor) and self._is_marked(leaf) for _, leaf in leaves_of(arguments))
+    def is_passed_on(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether anything was computed since the last stand-in, or comes from stand-ins among a layer's arguments."""
+        if self._steps[self._begin :]:
+            return True
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        known = self._looked_at
+        for place in given:
+            value = given[place]
+            if (place not in known or known[place] is not value) and self._comes_in(place, value):
+                return True
+        return False
+
+    def _comes_in(self, place: int | str, value: Any) -> bool:
+        if any(isinstance(leaf, Tensor) and self._is_marked(leaf) for _, leaf in leaves_of(value)):
+            return True
+        if value is None or isinstance(value, (bool, Tensor)) or _is_tuple_of_tensors(value):
+            self._looked_at[place] = value
+        return False
 
     def noted(self, arguments: Any) -> Any:
         """A layer's arguments with a `Value` in place of what comes from stand-ins, except the prologue's output."""
@@ -287,7 +306,8 @@ class Recorder(_Mode):
         for each, version in before:
             if version != _version(each):
                 self._note_written(each, name)
-        numbers = [next(self._next) for _ in made]
+        numbers = range(self._next, self._next + len(made))
+        self._next += len(made)
         self._makers |= dict.fromkeys(numbers, len(self._steps))
         self._steps.append(
             Step(func, *noted, self._gradients and not torch.is_grad_enabled(), numbers[0] if numbers else 0)
@@ -393,7 +413,8 @@ class Recorder(_Mode):
         if leaf.is_meta:
             _refuse("a parameter of a layer or of the head is used")
         if id(leaf) not in self._of_prologue:
-            self._of_prologue[id(leaf)] = number = next(self._next)
+            self._of_prologue[id(leaf)] = number = self._next
+            self._next += 1
             self._sources[number] = leaf
         return Value(self._of_prologue[id(leaf)])
 

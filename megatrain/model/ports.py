@@ -75,9 +75,9 @@ class Call:
         return (hidden, *self.args), dict(self.kwargs)
 
     def replayed(self, hidden: Tensor) -> tuple[Tensor, Call]:
-        """The layer's hidden state and its call, without `Value`s, if the layer before has returned `hidden`."""
-        if self.between is None:
-            return hidden, self
+        """The layer's hidden state and its call, without `Value`s, if the layer before has returned `hidden`, and the
+        model's loop computes something in front of it."""
+        assert self.between is not None
         values = self.between.replayed(hidden, cast(tuple[Tensor, ...], self.constants))
         form = rebuilt(self.form, lambda _, leaf: values[leaf.number] if isinstance(leaf, Value) else leaf)
         return values[self.between.result], self.with_form(form)
@@ -188,7 +188,7 @@ class Capture:
         if self.hidden is None:
             self.hidden = hidden
             recorder.stands_in(hidden)
-        elif hidden is not recorder.stand_in or recorder.steps or recorder.comes_in(call.form):
+        elif hidden is not recorder.stand_in or recorder.is_passed_on(call.args, call.kwargs):
             between, constants = recorder.finished(hidden, call.form)
             call = replace(call.with_form(recorder.noted(call.form)), between=between, constants=constants)
         self.order.append(index)
@@ -301,7 +301,9 @@ class HandOut:
         self.order.append(index)
         if self.sides:
             replayed(self.sides[index])
-        return self.hidden if index == self.layers - 1 else self.earlier.get(index + 1, hidden)
+        if index == self.layers - 1:
+            return self.hidden
+        return self.earlier.get(index + 1, hidden) if self.earlier else hidden
 
 
 class TracingHandOut(HandOut):
@@ -574,7 +576,7 @@ class PortedModel:
         if passing is not None:
             sides |= passing.made(output, call.form)
         made = call.hidden_of(output)
-        if (number := hidden_sides(self.structure).get(index + 1)) is not None:
+        if self.structure.sides and (number := hidden_sides(self.structure).get(index + 1)) is not None:
             sides[number] = made
         return made, sides
 
@@ -723,13 +725,16 @@ def filled(port: Port, call: Call, values: Mapping[int, Tensor], hidden: Tensor)
     before has returned `hidden`."""
     if port.passing is not None:
         call = call.with_form(port.passing.given(call.form, values))
-    return (call.given(values) if values else call).replayed(hidden)
+    if values:
+        call = call.given(values)
+    return call.replayed(hidden) if call.between is not None else (hidden, call)
 
 
 def with_earlier(ported: PortedModel, calls: Sequence[Call]) -> list[Call]:
     """The calls with the side value in `Call.takes` for each `Earlier`. Raises `ModelError` for one that text does not
     lead to: no schedule has it."""
-    return [_with_earlier(ported.structure, index, call) for index, call in enumerate(calls)]
+    structure = ported.structure
+    return [_with_earlier(structure, index, call) if call.constants else call for index, call in enumerate(calls)]
 
 
 def _with_earlier(structure: ModelSpec, index: int, call: Call) -> Call:
