@@ -100,7 +100,7 @@ def counts() -> dict[str, float]:
 def calls_of_a_layer(activations: str) -> float:
     """Calls of Python and C functions that a step on a CPU makes more with one layer more.
 
-    Each number is the least of three steps: the threads of the optimizer may wait for one another, which are calls, too.
+    Each number is the least of three steps, since threads of the optimizer that wait for one another make calls, too.
     """
 
     def count(layers: int) -> int:
