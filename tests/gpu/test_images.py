@@ -29,7 +29,8 @@ def test_loss_and_gradients_with_images_equal_the_stock_models(kind: str, policy
         made(model, "cuda:0", POLICIES[policy]) as whole,
         made(model, "cuda:0", POLICIES[policy], image_row=row_of(kind)) as streamed,
     ):
-        assert streamed.structure.encoders and not whole.structure.encoders
+        assert streamed.structure.encoders
+        assert not whole.structure.encoders
         gradients = streamed.gradients(batches)
         assert equal(gradients, whole.gradients(batches))
         assert streamed.evaluate(batches) == pytest.approx(loss, rel=1e-5)
