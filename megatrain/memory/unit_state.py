@@ -181,13 +181,13 @@ class UnitState:
             if tier == self._tier_in(placement, part) != self._tiers[part]:
                 if tier == "file":
                     self._refuse_other_files()
-                self._move_to(part, buffers.get(self._name(part, tier)))
-                self._tiers[part] = tier
+                self._move_to(part, tier, buffers.get(self._name(part, tier)))
 
-    def _move_to(self, part: Part, target: Buffer | None) -> None:
-        """Move a part to the buffer `target`; `None` if it will have none."""
+    def _move_to(self, part: Part, tier: Tier, target: Buffer | None) -> None:
+        """Move a part to a tier, into the buffer `target`; `None` if it will have none there."""
         before = self._name(part)
         if target is None:
+            self._tiers[part] = tier
             return self._pool.free(before)
         is_resized, size = target.name == before, target.nbytes // self._dtypes[part].itemsize
         new = target._replace(name=f"{before}/resized") if is_resized else target
@@ -199,6 +199,7 @@ class UnitState:
         except BaseException:
             self._pool.free(new.name)
             raise
+        self._tiers[part] = tier  # first: an interrupt while memory is freed must not hide where the part is now
         self._pool.free(before)
         if is_resized:
             self._pool.rename(new, target)
@@ -273,5 +274,8 @@ def _put_on_disk(pool: Pool, region: str, first: int, values: np.ndarray) -> Non
         pool.disk.read(region, blocks, start)
         blocks[first - start : first - start + values.size] = values
         values = blocks
-    pool.unsaved.keep(region, values, start)
-    pool.unsaved.write(region, values, start)
+    try:
+        pool.disk.write(region, values, start)
+    except BaseException:
+        pool.unsaved.keep(region, values.copy(), start)  # the caller may change them before they are written again
+        raise

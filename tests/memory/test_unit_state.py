@@ -168,3 +168,38 @@ def test_a_write_that_fails_loses_nothing(part: Part, then: str, tmp_path: Path)
         unit.write(part, 90, values[90:100])
     assert np.array_equal(unit.read(part, 0, unit.trained), values)
     close(store)
+
+
+def test_what_a_failed_write_keeps_does_not_follow_the_caller(tmp_path: Path) -> None:
+    store = store_in(tmp_path, "fp32", placed(Placement(), PLACEMENTS[1], Placement()))
+    faults: list[Calls] = [failing(DiskFault("write", "disk/weights/1"))]
+    store.pool.disk._writes._call_of = lambda *request: faults[0](*request) if faults else request[-1]  # type: ignore[attr-defined]
+    block = np.full(SECTOR // 4, 3, np.float32)  # a whole block, which needs no other bytes
+    with pytest.raises(DiskError, match="injected"):
+        store.units[1].set_masters(0, block)
+    faults.clear()
+    block[:] = 9
+    store.settle()
+    assert np.array_equal(store.units[1].masters(0, block.size), np.full(block.size, 3, np.float32))
+    close(store)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_an_interrupted_move_does_not_lose_what_has_moved(
+    part: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_in(tmp_path, "bf16", placed(*[Placement()] * 3))
+    twin, honest = Twin(store.units[1], 1), store.pool.free
+
+    def freed(name: str) -> None:
+        honest(name)
+        if name == f"host/{part}/1":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(store.pool, "free", freed)
+        store.move(placed(*[PLACEMENTS[1]] * 3))
+    twin.check()
+    store.move(placed(*[Placement()] * 3))
+    twin.check()
+    close(store)
