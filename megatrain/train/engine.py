@@ -488,14 +488,15 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         """Load weights, optimizer state and step count from a checkpoint of this model. Pending updates are dropped.
 
         checkpoint: as for `from_checkpoint`. Raises `CheckpointError`, before changing anything, if it is damaged or of
-        another model. After any other error, restore another checkpoint.
+        another model. After any other error, only restoring a checkpoint is possible; all else that trains, evaluates
+        or saves is refused.
         """
         checkpoint = checked(checkpoint, Checkpoint | str | Path, CheckpointError, "restore")
         checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
         source = weights_in(checkpoint, self.parts.ported)
         self.saver.wait()
         refuse_other_base(checkpoint, self.parts.store.frozen_checksum)
-        self.parts.optimizer.restore(0)
+        self.parts.optimizer.restore(None)
         self.parts.fill(source)
         self.steps = self.parts.take_up(checkpoint, "refuse")
 

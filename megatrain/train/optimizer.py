@@ -64,6 +64,8 @@ class UnitVersion:
     """Elements that have had one update more, if only some have: those from the start to this one."""
     missed: dict[str, int] = field(default_factory=dict)
     """Parameter -> those of the updates in which it had no gradient, if any."""
+    is_torn: bool = False
+    """Whether it is being changed, or was when that failed: nobody knows which elements have changed."""
 
     def count(self, left_out: Collection[str]) -> None:
         """One more update has been applied, except to some parameters."""
@@ -274,6 +276,9 @@ class StreamedOptimizer:
         known, version, parameters = update.gradients[unit], self.versions[unit], self._parameters[unit]
         size = layout_of(self._model.units[unit]).trained.own_size
         start, stop = elements or (version.reached, size)
+        if version.is_torn:
+            self.refuse_torn()
+        version.is_torn = True
         if elements is None and unit not in self._on_device:
             state, values = arrays_in(parts, size).map(_as_numpy), _as_numpy(gradient)
             left_out = known.left_out(parameters)
@@ -286,7 +291,7 @@ class StreamedOptimizer:
                 for scalars, segments in update.segments(covered, version.missed, start, stop):
                     within = [(a - start, b - start, decays) for a, b, decays in segments]
                     update_on_device(piece, gradient, scalars, within, flag, self._kernels)
-        version.reached = stop if stop < size else 0
+        version.is_torn, version.reached = False, stop if stop < size else 0
         if version.reached:
             return
         known.is_used = True
@@ -340,15 +345,23 @@ class StreamedOptimizer:
         if self._on_device or streamed:
             self._kernels = kernels_for(self._device)
 
-    def restore(self, updates: int, missed: Mapping[str, int] | None = None) -> None:
-        """Every trained unit has had this many updates, less those its parameters have missed; none is pending."""
+    def restore(self, updates: int | None, missed: Mapping[str, int] | None = None) -> None:
+        """Every trained unit has had this many updates, less those its parameters have missed; none is pending.
+
+        updates: `None` before all state is replaced, which is torn until the next call.
+        """
         self._update, self._ranks_differ = None, False
         for unit, parameters in enumerate(self._parameters):
             of_unit = {name: missed[name] for name, *_ in parameters if missed and name in missed}
-            self.versions[unit] = UnitVersion(updates if parameters else 0, missed=of_unit)
+            applied = updates if updates is not None and parameters else 0
+            self.versions[unit] = UnitVersion(applied, missed=of_unit, is_torn=updates is None)
 
     def refuse_torn(self) -> None:
-        """Raise `NonFinite`, naming the units, if an interrupted step has left some ahead of others."""
+        """Raise `NonFinite`, naming the units, if an interrupted step has left some ahead of others, or if changing
+        some has failed halfway."""
+        if torn := [unit for unit, version in enumerate(self.versions) if version.is_torn]:
+            what = f"an update or a restore that failed has changed only parts of these units: {self._named(torn)}"
+            raise NonFinite(what, where="optimizer", fix="restore a checkpoint, or start again from a saved model")
         counts = {self.versions[unit].applied for unit in self.trained}
         partly = {unit for unit, version in enumerate(self.versions) if version.reached}
         if self.pending or (len(counts) <= 1 and not partly and not self._ranks_differ):

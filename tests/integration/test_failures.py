@@ -17,6 +17,7 @@ from megatrain.device.sim import SimDevice
 from megatrain.errors import BatchError, ConfigError, DeviceError, ModelError, NonFinite, PlanError, StreamFailed
 from megatrain.spec import Placement
 from megatrain.spec.policy import UpdateTime
+from megatrain.train import optimizer
 from megatrain.train.optimizer import StreamedOptimizer
 from tests.adapted import adapted
 from tests.tiny import VOCAB, batch, equal, tiny_model, unequal_batches
@@ -362,3 +363,23 @@ def test_returned_logits_belong_to_the_caller(monkeypatch: pytest.MonkeyPatch) -
         found = engine.logits({"input_ids": good()["input_ids"]})
     assert torch.equal(found.flatten(0, 1), made[0])
     assert found.untyped_storage().data_ptr() != made[0].untyped_storage().data_ptr()
+
+
+def test_an_update_that_fails_halfway_is_never_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of its elements it has changed is not known."""
+    honest, failures = optimizer.update_on_host, iter([MemoryError("none left")])
+
+    def failing(state: Any, values: Any, scalars: Any, segments: Any, threads: int) -> None:
+        honest(state, values, scalars, segments[:1], threads)
+        if failure := next(failures, None):
+            raise failure
+        honest(state, values, scalars, segments[1:], threads)
+
+    with Engine.from_model(tiny_model(), optimizer=AdamW(lr=0.1)) as engine:
+        engine.step([good()])
+        monkeypatch.setattr(optimizer, "update_on_host", failing)
+        with pytest.raises(StreamFailed, match="none left"):
+            engine.step([good()])
+        for call in (lambda: engine.step([good()]), engine.weights.flush, lambda: engine.evaluate([good()])):
+            with pytest.raises(NonFinite, match="has changed only parts of these units"):
+                call()
