@@ -177,17 +177,17 @@ def write_checkpoint(
     target = step_folder(usable_path(folder, error=CheckpointError, to_write="folder").resolve(), facts.step)
     _refuse_foreign(target)
     with writing_to(target, CheckpointError), appearing(target) as staging:
-        sums = _linked(planned, earlier, staging)
-        arrays, copied = (
-            [shard for shard in shards if shard.name not in sums] for shards in (planned.arrays, planned.copied_files)
-        )
-        refuse_too_little_space(target, sum(shard.nbytes for shard in (*arrays, *copied)))
         for name, content in planned.small_files.items():
             (staging / name).parent.mkdir(parents=True, exist_ok=True)
             (staging / name).write_bytes(content)
         write_training(staging, facts.training)
         if facts.write_more is not None:
-            add_files(facts.write_more, staging)
+            add_files(facts.write_more, staging)  # before links, through which it could write to the earlier checkpoint
+        sums = _linked(planned, earlier, staging)
+        arrays, copied = (
+            [shard for shard in shards if shard.name not in sums] for shards in (planned.arrays, planned.copied_files)
+        )
+        refuse_too_little_space(target, sum(shard.nbytes for shard in (*arrays, *copied)))
         written = together(staging, arrays) if together is not None else None
         sums |= _write_arrays(planned, arrays, iter(units), staging, progress) if written is None else written
         sums |= _copy_tensors(planned, copied, staging)

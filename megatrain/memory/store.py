@@ -55,6 +55,8 @@ class Store:
         self.rounded: set[str] = set()
         """Frozen parameters whose values had to be rounded to bfloat16."""
         self._frozen_sum: str | None = None
+        self._shows_frozen = False
+        """Whether a caller may have a view of frozen values, and so change them unseen."""
 
     # Names ----------------------------------------------------------------------------------------------------------
 
@@ -110,6 +112,7 @@ class Store:
         """
         unit, field = self._owner[name]
         flat = None if self.model.ranks > 1 else self.units[unit].view(field.start, field.stop)
+        self._shows_frozen |= flat is not None and field.start >= self.layouts[unit].trained.size
         return None if flat is None else flat.view(field.shape)
 
     def _masters(self, unit: int, start: int, stop: int) -> np.ndarray:
@@ -162,12 +165,13 @@ class Store:
         return all(np.isfinite(self.units[unit].masters(*elements)).all() for elements in held)
 
     def frozen_checksum(self) -> str:
-        """Checksum of all frozen values as float32, in 16 hex digits. Reads every value once.
+        """Checksum of all frozen values as float32, in 16 hex digits. Reads every value once, or at every call from the
+        first `view` of one on.
 
         Independent of tier (also files), of precision if the values are equal, and of the number of ranks, all of which
         must ask.
         """
-        if self._frozen_sum is None:
+        if self._frozen_sum is None or self._shows_frozen:
             self.settle()
             self._frozen_sum = f"{checksum(self._frozen_words()):016x}"
         return self._frozen_sum

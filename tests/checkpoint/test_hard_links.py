@@ -210,3 +210,29 @@ def test_a_previous_checkpoint_needs_the_same_folder_and_a_manifest(tmp_path: Pa
         engine.restore(open_checkpoint(first))
         third = engine.save(tmp_path / "a", step=9).wait()
     assert inode(weights(first)[1]) == inode(weights(third)[1])
+
+
+def test_frozen_weights_changed_in_place_are_saved(tmp_path: Path) -> None:
+    with made() as engine:
+        saved(engine, tmp_path)
+        view = engine.weights.view("model.embed_tokens.weight")
+        assert view is not None
+        for value in (0.5, 0.25):
+            view.fill_(value)
+            second = saved(engine, tmp_path).wait()
+            expected = engine.master_weights()
+            with Engine.from_checkpoint(second, verify=False) as again:
+                assert equal(again.master_weights(), expected)
+
+
+def test_files_that_a_caller_adds_do_not_go_to_the_previous_checkpoint(tmp_path: Path) -> None:
+    """Through a link, that is. A link's mode protects it from writes, but not from those of root."""
+    with made() as engine:
+        first = saved(engine, tmp_path).wait()
+        frozen = weights(first)[1]
+
+        def add(folder: Path) -> None:
+            (folder / frozen.name).write_bytes(b"x" * frozen.stat().st_size)
+
+        second = saved(engine, tmp_path, write_more=add).wait()
+    assert full_check(first) == full_check(second) == []
