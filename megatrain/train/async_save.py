@@ -182,6 +182,8 @@ class Saver:
         self._ported, self._store, self._world = ported, store, world
         self._ranges: RankByteRanges | None = None
         """The planned files, and where in them this rank's share goes."""
+        self._planned_for: object = None
+        """The order of units and the configs in these files."""
         self._doubt = ""
         """Why the ranks no longer write together."""
         self._earlier: Earlier | None = None
@@ -213,27 +215,30 @@ class Saver:
         """
         step = checked(facts.step, StepNumber, CheckpointError, "step")
         facts = replace(facts, step=step, score=checked(facts.score, float | None, CheckpointError, "score"))
+        path = usable_path(folder, error=CheckpointError)
         self.wait()
         self._store.settle()
         planned = self._planned(policy)
         self.reserve()
         self.current = save = Save(step, nbytes=planned.nbytes)
-        self.gate.begin(planned.order)
-        arguments = save, usable_path(folder, error=CheckpointError), facts, then
-        thread = threading.Thread(target=self._write, args=arguments, name="megatrain-save", daemon=True)
+        arguments = save, path, facts, then
+        save.thread = threading.Thread(target=self._write, args=arguments, name="megatrain-save", daemon=True)
         try:
-            thread.start()
-        except RuntimeError as error:  # the system is out of threads
-            failure = CheckpointError(typed_line(error), where=f"checkpoint of step {step}")
-            save.end(None, failure)
-            self.gate.open_for(planned.order)
-            raise failure from error
-        save.thread = thread
-        try:
+            self.gate.begin(planned.order)
+            save.thread.start()
             on_device = [unit for unit in planned.order if self._store.units[unit].is_on_device]
             self.gate.hand_over(on_device, self._state, lambda: save.is_over)
-        except BaseException:
-            self.abandon()
+        except BaseException as error:
+            if save.thread.ident is not None:  # it has started
+                self.abandon()
+                raise
+            failure = CheckpointError(typed_line(error), where=f"checkpoint of step {step}")
+            save.thread = None
+            save.end(None, failure)
+            self.gate.give_up()  # in case it starts after all
+            self.gate.open_for(planned.order)  # or updates would wait forever
+            if isinstance(error, RuntimeError):  # the system is out of threads
+                raise failure from error
             raise
         return save
 
@@ -254,9 +259,12 @@ class Saver:
         if policy.update == "during_backward":
             units.reverse()
         order = tuple(sorted(units, key=lambda unit: not self._store.units[unit].is_on_device))
-        if self._ranges is None or self._ranges.planned.order != order:
+        model = self._ported.skeleton
+        planned_for = order, str(model.config), str(model.generation_config)
+        if self._ranges is None or self._planned_for != planned_for:
             planned = PlannedCheckpoint(self._ported, order=order)
             self._ranges = RankByteRanges(planned, self._store.layouts, self._store.owned)
+            self._planned_for = planned_for
         return self._ranges.planned
 
     def _state(self, unit: int) -> HostArrays:

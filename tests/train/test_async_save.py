@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from megatrain import AdamW, Engine, Policy
 from megatrain.checkpoint import checkpoints, full_check, open_checkpoint
 from megatrain.checkpoint.range_writer import RangeWriter
-from megatrain.errors import CheckpointError, DamagedCheckpoint, DoesNotFit
+from megatrain.errors import CheckpointError, DamagedCheckpoint, DoesNotFit, NonFinite
 from megatrain.plan import Choice
 from megatrain.spec import Numerics, Placement, Precision
 from tests.tiny import equal, tiny_model, unequal_batches
@@ -341,6 +341,51 @@ def test_failing_to_start_a_save_thread_costs_only_the_checkpoint(
                 engine.save(tmp_path / "run")
         steps(engine, 2)
         assert engine.save(tmp_path / "run").wait().name == "step-00000002"
+
+
+@pytest.mark.parametrize("failure", [CheckpointError, KeyboardInterrupt])
+def test_a_save_that_does_not_begin_holds_up_no_update(
+    failure: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    with made(chosen(shares_memory=True), tmp_path) as engine:
+        with monkeypatch.context() as patched, pytest.raises(failure):
+            if failure is KeyboardInterrupt:
+                patched.setattr(threading.Thread, "start", interrupted)
+            engine.save(tmp_path / "run" if failure is KeyboardInterrupt else "")
+        assert not engine.saver.gate.unwritten
+        steps(engine, 2)
+        assert engine.save(tmp_path / "run").wait().name == "step-00000002"
+
+
+def test_a_config_is_saved_as_it_is_at_the_save(tmp_path: Path) -> None:
+    with made(chosen(shares_memory=True), tmp_path) as engine:
+        engine.save(tmp_path / "run").wait()
+        engine.generation_config.max_new_tokens = 77
+        engine.config.name_of_run = "second"
+        folder = engine.save(tmp_path / "run", step=1).wait()
+    assert '"max_new_tokens": 77' in (folder / "generation_config.json").read_text()
+    assert '"name_of_run": "second"' in (folder / "config.json").read_text()
+
+
+def test_after_a_restore_that_fails_only_a_restore_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with made(chosen(shares_memory=True), tmp_path) as engine:
+        steps(engine, 1)
+        saved = engine.save(tmp_path / "run").wait()
+        after = steps(engine, 1)
+        with monkeypatch.context() as patched, pytest.raises(OSError, match="Input/output"):
+            patched.setattr("megatrain.train.parts.read_moments", broken)
+            engine.restore(saved)
+        for call in (lambda: steps(engine, 1), lambda: engine.save(tmp_path / "mixed"), engine.parts.settle):
+            with pytest.raises(NonFinite, match=r"a restore that failed has changed only parts .*; restore a check"):
+                call()
+        engine.restore(saved)
+        assert steps(engine, 1) == after
 
 
 def test_extra_checkpoint_data_is_snapshotted_at_the_call(tmp_path: Path, slow_disk: SlowDisk) -> None:
