@@ -157,14 +157,20 @@ class UnitState:
         Of the base below an adapter, weights in files are omitted (`Spare.saved`). Any thread may call it, even
         during steps that do not change the unit, unless it `is_on_device`. Raises `DiskError`.
         """
-        saved, made, fetched = self.spare
+        saved, masters_nbytes, moments_nbytes = self.spare
         copies, moments = spare.numpy(), np.empty(0, np.float32)
-        is_in_place = self._precision == "fp32" and not made
-        masters = self.read(Part.WEIGHTS, 0, saved) if is_in_place else copies[:made].view(np.float32)
+        is_in_place = self._precision == "fp32" and not masters_nbytes
+        masters = self.read(Part.WEIGHTS, 0, saved) if is_in_place else copies[:masters_nbytes].view(np.float32)
         if not is_in_place:
             self.masters(0, saved, masters)
-        if fetched:
-            moments = _bytes_of(self._pool, self._name(Part.MOMENTS), 0, fetched, copies[made : made + fetched])
+        if moments_nbytes:
+            moments = _bytes_of(
+                self._pool,
+                self._name(Part.MOMENTS),
+                0,
+                moments_nbytes,
+                copies[masters_nbytes : masters_nbytes + moments_nbytes],
+            )
         elif self.trained:
             moments = self.read(Part.MOMENTS, 0, self.trained * len(AdamW.STATE))
         return StateArrays(masters, None, tuple(np.split(moments.view(np.float32), len(AdamW.STATE))))
