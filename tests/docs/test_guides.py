@@ -77,8 +77,8 @@ def shown(document: str, says: Callable[[dict[str, Any]], bool]) -> dict[str, An
 
 
 def commands(document: str) -> Sequence[list[str]]:
-    """What a guide has typed, as words, but for other programs."""
-    text = [line for block in blocks(f"docs/guides/{document}", "text") for line in block.splitlines()]
+    """What a guide has typed, as words, but for other programs and for files that a shell reads from."""
+    text = [line.split(" < ")[0] for block in blocks(f"docs/guides/{document}", "text") for line in block.splitlines()]
     words = [shlex.split(line, comments=True) for line in text]
     return [[PLACES.get(word, word) for word in each[1:]] for each in words if each[:1] == ["megatrain"]]
 
