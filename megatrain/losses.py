@@ -100,11 +100,11 @@ class DPO(_OfPairs):
 
     def divisor(self, batch: MicroBatch) -> float:
         """Number of pairs. Raises `BatchError` for an odd number of rows, a row without a target, or no reference."""
-        found = super().divisor(batch)
+        pairs = super().divisor(batch)
         if batch[REFERENCE].shape != (count := len(batch["labels"]),):
             what = f"{REFERENCE} has shape {list(batch[REFERENCE].shape)} for {count} rows"
             raise BatchError(what, where="DPO", fix="give one sum per row, as with_reference does")
-        return found
+        return pairs
 
     def __call__(self, log_probs: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Sums over the pairs of a micro-batch."""

@@ -133,11 +133,11 @@ class Section(BaseModel):
     def _within_reason(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse absurdly large or small numbers here, before they overflow somewhere in a run."""
         metadata = cls.model_fields[str(info.field_name)].metadata
-        bounded = any(hasattr(each, "lt") or hasattr(each, "le") for each in metadata)
-        for each in value if isinstance(value, tuple) else (value,):
-            if isinstance(each, int) and each > MOST_COUNT and not bounded:
-                raise ValueError(f"{str(each)[:40]} is out of range; give {MOST_COUNT:.0e} at most")
-            _reasonable(each)
+        bounded = any(hasattr(entry, "lt") or hasattr(entry, "le") for entry in metadata)
+        for entry in value if isinstance(value, tuple) else (value,):
+            if isinstance(entry, int) and entry > MOST_COUNT and not bounded:
+                raise ValueError(f"{str(entry)[:40]} is out of range; give {MOST_COUNT:.0e} at most")
+            _reasonable(entry)
         return value
 
 

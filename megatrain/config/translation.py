@@ -384,13 +384,13 @@ def put_validation(reader: Reader, name: str) -> None:
     elif held and not others:
         reader.leave(name, "is a number of samples; data.validation_fraction is a share and is left at its default")
     if not others and not held:
-        for each in ("eval_steps", "eval_strategy", "evaluation_strategy", "evals_per_epoch"):
-            reader.leave(each, "there is no validation data")
+        for key in ("eval_steps", "eval_strategy", "evaluation_strategy", "evals_per_epoch"):
+            reader.leave(key, "there is no validation data")
     elif strategy in ("no", False):
         reader.put("train.eval_every", 0, "eval_strategy", "evaluation_strategy")
     elif strategy == "epoch" or isinstance(every, float):
-        for each in ("eval_strategy", "evaluation_strategy") if strategy == "epoch" else ("eval_steps",):
-            reader.leave(each, STEPS_ALONE.format("train.eval_every"))
+        for key in ("eval_strategy", "evaluation_strategy") if strategy == "epoch" else ("eval_steps",):
+            reader.leave(key, STEPS_ALONE.format("train.eval_every"))
     elif every is not None:
         reader.put("train.eval_every", every, "eval_steps", "eval_strategy", "evaluation_strategy")
     if "evals_per_epoch" in reader.given:

@@ -56,10 +56,10 @@ def forward(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     kind = DifferentiableLayerCall if declares(op.writes, LayerGraph) else LayerCall
     call = kind(context, step, op, lease, hidden)
     with call:
-        output, sides = call.run()
-    call.keep(output, sides)
+        output, side_values = call.run()
+    call.keep(output, side_values)
     activations.inputs[target.buffer] = output.detach()
-    activations.keep_sides(op, sides)
+    activations.keep_sides(op, side_values)
     step.phases.enter_last_phase()  # which declares the offload slots
     for access in op.writes:
         if type(access.content) is Saved and access.content.offloaded:
@@ -209,13 +209,13 @@ class DifferentiableLayerCall(LayerCall):
     def keep(self, output: Tensor, sides: Mapping[int, Tensor]) -> None:
         self._step.activations.graphs[self._op.unit, self._op.micro] = self.graph(output, sides)
 
-    def graph(self, output: Tensor, sides: Mapping[int, Tensor]) -> KeptGraph:
+    def graph(self, output: Tensor, side_values: Mapping[int, Tensor]) -> KeptGraph:
         """The graph of what the layer has returned; see `keep`."""
         if self._stored:
             self._stored.finish(self._name)
         made, given = dict[int, GradientEdge](), dict[int, Tensor]()
-        if sides or self._values:
-            made = {number: get_gradient_edge(side) for number, side in sides.items() if side.requires_grad}
+        if side_values or self._values:
+            made = {number: get_gradient_edge(side) for number, side in side_values.items() if side.requires_grad}
             given = {number: value for number, value in self._values.items() if value.requires_grad}
         return KeptGraph(self._bound, self._trained, self._leaf, get_gradient_edge(output), made, given, self._target)
 

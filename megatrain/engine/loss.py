@@ -52,10 +52,10 @@ def loss(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     with context.waiting_for_weights(step, op, lease), ExitStack() as around:
         for each in in_place:
             around.enter_context(each)
-        found = differentiate(step.loss_fn, chunked, step.own[micro], step.scale)
-        _record_loss(context, step, micro, found)
-        assert found.gradient is not None
-        _hand_down(context, step, op, found.gradient.view(*hidden.shape[:2], *found.gradient.shape[1:]))
+        result = differentiate(step.loss_fn, chunked, step.own[micro], step.scale)
+        _record_loss(context, step, micro, result)
+        assert result.gradient is not None
+        _hand_down(context, step, op, result.gradient.view(*hidden.shape[:2], *result.gradient.shape[1:]))
         _add_router_loss(context, step, op, leaves)
         assert step.loss is not None
         step.landed = context.device.landing(step.loss)
@@ -87,12 +87,12 @@ def _hand_down(context: OpContext, step: StepState, op: Op, gradient: Tensor) ->
     step.activations.add_side_gradients(op, dict(zip(numbers, earlier, strict=True)))
 
 
-def _record_loss(context: OpContext, step: StepState, micro: int, found: MicroBatchLoss) -> None:
+def _record_loss(context: OpContext, step: StepState, micro: int, result: MicroBatchLoss) -> None:
     """Add the result of a LOSS to the step's."""
-    step.loss = found.loss if step.loss is None else step.loss + found.loss
-    _record_term(context, step, micro, found.loss)
-    if found.sums:
-        step.reported[micro] = tuple(found.sums), context.device.landing(torch.stack(list(found.sums.values())))
+    step.loss = result.loss if step.loss is None else step.loss + result.loss
+    _record_term(context, step, micro, result.loss)
+    if result.sums:
+        step.reported[micro] = tuple(result.sums), context.device.landing(torch.stack(list(result.sums.values())))
 
 
 def _record_term(context: OpContext, step: StepState, micro: int, term: Tensor) -> None:
@@ -126,11 +126,11 @@ def _add_router_loss(context: OpContext, step: StepState, op: Op, weights: dict[
         return
     numbers = {number for port in context.ported.ports for number in port.recorded}
     leaves = {number: each.detach().requires_grad_() for number, each in activations.take_sides(op, numbers).items()}
-    sides = [tuple(leaves[number] for number in port.recorded) for port in context.ported.ports]
+    recorded = [tuple(leaves[number] for number in port.recorded) for port in context.ported.ports]
     with torch.enable_grad():
         inputs, answers = context.inputs(step, micro)
         with answers:
-            plain = context.ported.balance(weights, inputs, sides)
+            plain = context.ported.balance(weights, inputs, recorded)
         loss = coefficient * plain * step.router_weights[micro]
         if step.receiver is not None:
             wanted = [*leaves.values()]

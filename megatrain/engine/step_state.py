@@ -89,14 +89,14 @@ class Activations:
         spec = ported.structure
         if not (spec.sides or call.takes):
             return {}
-        found = {number: self.sides[buffer] for number, buffer in sides_in(op.reads, Side).items()}
+        values = {number: self.sides[buffer] for number, buffer in sides_in(op.reads, Side).items()}
         if not leaves:
-            return found
-        found |= taken_from_prologue(ported, op.unit - 1, call)
-        wanted = {number for number in found if spec.wants_gradient(spec.sides[number])}
+            return values
+        values |= taken_from_prologue(ported, op.unit - 1, call)
+        wanted = {number for number in values if spec.wants_gradient(spec.sides[number])}
         beyond = {number: leaf for path, leaf in call.places() if (number := call.takes.get(path, 0)) < 0}
-        wanted, found = wanted | beyond.keys(), found | beyond
-        return {number: value.detach().requires_grad_(number in wanted) for number, value in found.items()}
+        wanted, values = wanted | beyond.keys(), values | beyond
+        return {number: value.detach().requires_grad_(number in wanted) for number, value in values.items()}
 
     def keep_sides(self, op: Op, made: Mapping[int, Tensor]) -> None:
         """Keep the side values that the op writes; others are known from an earlier run of the layer."""

@@ -40,7 +40,7 @@ class TokenLoss(LogitsLoss):
         self.smoothing, self.dynamic = smoothing, dynamic
         self.own = (MEAN_WEIGHTS,) if is_mean else ()
 
-    def __call__(self, logits: Tensor, labels: Tensor, **own: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, logits: Tensor, labels: Tensor, **entries: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of the losses, and sums of the entropy and of correct predictions."""
         log_probs = functional.log_softmax(logits, dim=-1)
         losses = functional.nll_loss(log_probs, labels, reduction="none")
@@ -51,7 +51,7 @@ class TokenLoss(LogitsLoss):
         with torch.no_grad():
             entropy = -(log_probs.exp() * log_probs).sum()
             correct = (logits.argmax(dim=-1) == labels).sum()
-        if (weights := own.get(MEAN_WEIGHTS)) is not None and len(weights):
+        if (weights := entries.get(MEAN_WEIGHTS)) is not None and len(weights):
             entropy, correct, losses = entropy * weights[0], correct * weights[0], losses * weights
         return losses.sum(), {"entropy": entropy, "mean_token_accuracy": correct}
 

@@ -212,10 +212,10 @@ class Disk:
             yield
 
     def _is_known(self, name: str, nbytes: int, label: str) -> bool:
-        there = self._regions.get(name)
-        if there is not None and there.nbytes != nbytes:
-            raise DiskError(f"has {there.nbytes:,} bytes, not {nbytes:,}", where=label, fix="forget it first")
-        return there is not None
+        region = self._regions.get(name)
+        if region is not None and region.nbytes != nbytes:
+            raise DiskError(f"has {region.nbytes:,} bytes, not {nbytes:,}", where=label, fix="forget it first")
+        return region is not None
 
     def _where(self, region: Region) -> str:
         return ", ".join(str(self._files[number].folder) for number in sorted({block.file for block in region.blocks}))

@@ -55,16 +55,16 @@ Extents = Sequence[tuple[int, FileBytes]]
 def extents_of(layout: Layout, files: Mapping[str, Sequence[FileBytes]]) -> list[tuple[int, FileBytes]]:
     """Map the weights of a unit that are in files into a region of only these. files: name -> byte ranges in
     order."""
-    found: list[tuple[int, FileBytes]] = []
+    extents: list[tuple[int, FileBytes]] = []
     for field in layout.fields:
         if field.stop > layout.files_start:
             pieces = files[field.name]
             each = sum(piece.nbytes for piece in pieces) // (field.stop - field.start)
             start = (field.start - layout.files_start) * each
             for piece in pieces:
-                found.append((start, piece))
+                extents.append((start, piece))
                 start += piece.nbytes
-    return found
+    return extents
 
 
 class ModelFiles:
@@ -147,14 +147,14 @@ class ModelFiles:
 
     def _blocks(self, extents: Extents, first: int, last: int) -> tuple[FileBlock, ...]:
         """The blocks of bytes [first, last) of a region, counted from `first`."""
-        found = []
-        for start, each in extents:
-            begin, end = max(first, start), min(last, start + each.nbytes)
-            number = self._numbers[each.file]
+        blocks = []
+        for start, extent in extents:
+            begin, end = max(first, start), min(last, start + extent.nbytes)
+            number = self._numbers[extent.file]
             for at in range(begin, end, self._block_nbytes):
-                length, place = min(self._block_nbytes, end - at), each.place + at - start
-                found.append(FileBlock(self._queues[number], at - first, length, place, number))
-        return tuple(found)
+                length, place = min(self._block_nbytes, end - at), extent.place + at - start
+                blocks.append(FileBlock(self._queues[number], at - first, length, place, number))
+        return tuple(blocks)
 
     def _open(self) -> None:
         with self._opening:
@@ -234,10 +234,10 @@ class _FileReads(Traffic):
         through = self._buffer()[: whole_sectors(wanted)]
         through[-SECTOR:] = 0  # if the file ends within its last sector
         try:
-            found = self._read_into(through, self._files[block.number], begin, wanted)
+            read_nbytes = self._read_into(through, self._files[block.number], begin, wanted)
         except OSError as error:
             raise as_disk_error(error, f"cannot be read from {self._paths[block.number]}", region.label) from error
-        if found < wanted:
+        if read_nbytes < wanted:
             raise _changed(self._paths[block.number], "is shorter than it was")
         if region.sums is not None:
             total = checksum([through])
@@ -268,10 +268,10 @@ def _let_go(process: OwningProcess, reads: _FileReads) -> None:
 def _identity(path: str) -> tuple[int, int, int, int]:
     """What identifies a version of a file: device, inode, size and modification time. Raises `DiskError`."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError as error:
         raise as_disk_error(error, "is gone, but training reads it", path) from error
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _changed(path: str, what: str) -> CorruptRegion:

@@ -164,10 +164,10 @@ class ScratchFile:
     def free_nbytes(self) -> int:
         """Bytes by which the file could still grow. Raises `DiskError`."""
         try:
-            found = os.statvfs(self.number)
+            status = os.statvfs(self.number)
         except OSError as error:
             raise as_disk_error(error, "does not report its free space", str(self.folder)) from error
-        return found.f_bavail * found.f_frsize
+        return status.f_bavail * status.f_frsize
 
     def resize(self, before: int, after: int) -> None:
         """Resize from `before` to `after` bytes; growth is allocated. Raises OSError."""

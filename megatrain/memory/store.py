@@ -127,7 +127,7 @@ class Store:
         return self.together(torch.from_numpy(own), state.layout, start=start, stop=stop).numpy()
 
     def together(
-        self, own: Tensor, layout: Layout, gather: Gather | None = None, start: int = 0, stop: int | None = None
+        self, mine: Tensor, layout: Layout, gather: Gather | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
         """Assemble elements [start, stop) of an array over a unit, or over its trained part, from the ranks' shares of
         them; by default all, [layout.size], from [layout.own_size].
@@ -136,12 +136,12 @@ class Store:
         """
         stop = layout.size if stop is None else stop
         if start == stop:
-            return torch.empty(0, dtype=own.dtype)
+            return torch.empty(0, dtype=mine.dtype)
         ranks = [replace(self.owned, rank=rank) for rank in range(layout.ranks)]
         pieces = [list(rank.within(layout, start, stop)) for rank in ranks]
         longest = max(sum(piece.stop - piece.start for piece in of_rank) for of_rank in pieces)
-        whole = torch.empty(stop - start, dtype=own.dtype)
-        padded = own if own.numel() == longest else torch.nn.functional.pad(own, (0, longest - own.numel()))
+        whole = torch.empty(stop - start, dtype=mine.dtype)
+        padded = mine if mine.numel() == longest else torch.nn.functional.pad(mine, (0, longest - mine.numel()))
         shares = (gather or self._gather)(padded)
         for of_rank, share in zip(pieces, shares, strict=True):
             at = 0

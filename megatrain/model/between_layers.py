@@ -285,7 +285,7 @@ class Recorder(_Mode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs, given = kwargs or {}, (args, kwargs)
-        if self.paused or not any(self._is_marked(each) for each in _tensors(given)):
+        if self.paused or not any(self._is_marked(tensor) for tensor in _tensors(given)):
             return self._of_head(func(*args, **kwargs), given) if self._behind else func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         if name in TOLD or name == "__get__":
@@ -295,28 +295,28 @@ class Recorder(_Mode):
         if self._behind:
             self._look_behind(given)
         else:
-            _refuse_unrepeatable(name, args, [each for each in _tensors(given) if self._is_marked(each)])
+            _refuse_unrepeatable(name, args, [tensor for tensor in _tensors(given) if self._is_marked(tensor)])
         noted = _changed(tuple(args), self._noted), _changed(dict(kwargs), self._noted)
         run = _changed(tuple(args), self._run), _changed(dict(kwargs), self._run)
-        before = [(each, _version(each)) for each in _tensors(run)]
+        before = [(tensor, _version(tensor)) for tensor in _tensors(run)]
         returned = func(*run[0], **run[1])
-        made = [each for each in tree_leaves(returned) if isinstance(each, Tensor)]
+        made = [tensor for tensor in tree_leaves(returned) if isinstance(tensor, Tensor)]
         if returned is not None and not made:
             _refuse(f"{name} reads values of the hidden state")
-        for each, version in before:
-            if version != _version(each):
-                self._note_written(each, name)
+        for tensor, version in before:
+            if version != _version(tensor):
+                self._note_written(tensor, name)
         numbers = range(self._next, self._next + len(made))
         self._next += len(made)
         self._makers |= dict.fromkeys(numbers, len(self._steps))
         self._steps.append(
             Step(func, *noted, self._gradients and not torch.is_grad_enabled(), numbers[0] if numbers else 0)
         )
-        others = [(each, version) for each, version in before if not self._is_marked(each)]
+        others = [(tensor, version) for tensor, version in before if not self._is_marked(tensor)]
         self._read += others
-        for number, each in zip(numbers, made, strict=True):
-            if not self._is_marked(each) and not any(each is other for other, _ in others):
-                self._mark(each, number)
+        for number, tensor in zip(numbers, made, strict=True):
+            if not self._is_marked(tensor) and not any(tensor is other for other, _ in others):
+                self._mark(tensor, number)
         return returned
 
     def _note_written(self, tensor: Tensor, name: str) -> None:

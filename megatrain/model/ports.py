@@ -286,10 +286,10 @@ class HandOut:
         self,
         layers: int,
         hidden: Tensor,
-        sides: Sequence[tuple[Tensor, ...]] = (),
+        routed: Sequence[tuple[Tensor, ...]] = (),
         earlier: Mapping[int, Tensor] | None = None,
     ) -> None:
-        self.layers, self.hidden, self.sides, self.earlier = layers, hidden, sides, earlier or {}
+        self.layers, self.hidden, self.routed, self.earlier = layers, hidden, routed, earlier or {}
         self.order: list[int] = []
         self.instead: Instead | None = None
         """Active from the first layer on, if the head reads what the prologue makes."""
@@ -299,8 +299,8 @@ class HandOut:
             self.instead = Instead(hidden, first)
             self.instead.__enter__()  # type: ignore[no-untyped-call]
         self.order.append(index)
-        if self.sides:
-            replayed(self.sides[index])
+        if self.routed:
+            replayed(self.routed[index])
         if index == self.layers - 1:
             return self.hidden
         return self.earlier.get(index + 1, hidden) if self.earlier else hidden
@@ -544,7 +544,7 @@ class PortedModel:
         weights: Weights,
         hidden: Tensor,
         call: Call,
-        way: Way = AS_IT_IS,
+        kernels: Way = AS_IT_IS,
         values: Mapping[int, Tensor] | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Run layer `index`, counted from 0, on `hidden` [batch, length, hidden size]; returns the same shape and the
@@ -555,7 +555,7 @@ class PortedModel:
         template, passing = self.templates[index], self.ports[index].passing
         hidden, call = filled(self.ports[index], call, values or {}, hidden)
         args, kwargs = call.arguments(hidden)
-        compiles = way.kernels == "compile"
+        compiles = kernels.kernels == "compile"
         if compiles and self.balance_coefficient is not None:
             what = "its layers record router outputs for the auxiliary loss, which compiled layers cannot"
             raise ModelError(what, where=self.structure.name, fix="set policy.kernels=stock")
@@ -563,22 +563,22 @@ class PortedModel:
         if self.balance_coefficient is not None:
             recording = recorded()
         chunks: AbstractContextManager[object] = nullcontext()
-        if way.mlp_chunk_tokens:
-            chunks = in_chunks(template, self.parts[index], way.mlp_chunk_tokens)
-        with recording as found, chunks:
+        if kernels.mlp_chunk_tokens:
+            chunks = in_chunks(template, self.parts[index], kernels.mlp_chunk_tokens)
+        with recording as routed, chunks:
             if compiles and not watched():
                 with self.holding(template, {}):
                     output = compiled_call(template, weights, args, kwargs)
             else:
                 with self.holding(template, weights):
                     output = template(*args, **kwargs)
-        sides = dict(zip(self.ports[index].recorded, found, strict=True)) if found else {}
+        side_values = dict(zip(self.ports[index].recorded, routed, strict=True)) if routed else {}
         if passing is not None:
-            sides |= passing.made(output, call.form)
+            side_values |= passing.made(output, call.form)
         made = call.hidden_of(output)
         if self.structure.sides and (number := hidden_sides(self.structure).get(index + 1)) is not None:
-            sides[number] = made
-        return made, sides
+            side_values[number] = made
+        return made, side_values
 
     def holding(self, root: nn.Module, weights: Weights) -> AbstractContextManager[object]:
         """In the block, the skeleton or a template has these parameters, by its names; what it recomputes is as at the
@@ -605,7 +605,7 @@ class PortedModel:
         logits: Tensor = output.logits
         return logits.reshape(tokens, -1)
 
-    def balance(self, weights: Weights, inputs: Mapping[str, Any], sides: Sequence[Sides]) -> Tensor:
+    def balance(self, weights: Weights, inputs: Mapping[str, Any], routed: Sequence[Sides]) -> Tensor:
         """The router auxiliary loss, a scalar without its coefficient, computed by the model's own code from all
         layers' sides.
 
@@ -616,7 +616,7 @@ class PortedModel:
         some = next(iter(weights.values()))
         hidden = torch.zeros((), dtype=some.dtype, device=some.device).expand(*rows, *self.hidden_shape)
         asked = {**inputs, **ROUTED}
-        output = self.run(HandOut(len(self.ports), hidden, sides), {**self.placeholders, **weights}, asked)
+        output = self.run(HandOut(len(self.ports), hidden, routed), {**self.placeholders, **weights}, asked)
         loss: Tensor = output.aux_loss
         return loss
 
@@ -763,10 +763,10 @@ def handing_back(ported: PortedModel, hidden: Tensor) -> HandOut:
 
 def sides_of_prologue(ported: PortedModel, calls: Sequence[Call]) -> dict[int, Tensor]:
     """The side values that the prologue has made, by number."""
-    sides: dict[int, Tensor] = {}
+    side_values: dict[int, Tensor] = {}
     for index, call in enumerate(calls):
-        sides |= taken_from_prologue(ported, index, call)
-    return sides
+        side_values |= taken_from_prologue(ported, index, call)
+    return side_values
 
 
 def taken_from_prologue(ported: PortedModel, index: int, call: Call) -> dict[int, Tensor]:

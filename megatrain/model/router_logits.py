@@ -50,8 +50,8 @@ def recorded() -> Iterator[list[Tensor]]:
         output_capturing._active_collector.reset(token)
 
 
-def replayed(sides: tuple[Tensor, ...]) -> None:
+def replayed(routed: tuple[Tensor, ...]) -> None:
     """Pass what a layer had recorded to the active collector, if any."""
     collector = None if output_capturing is None else output_capturing._active_collector.get()
     if collector is not None and ROUTERS in collector:
-        collector[ROUTERS].extend(sides)
+        collector[ROUTERS].extend(routed)

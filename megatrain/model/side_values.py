@@ -148,13 +148,13 @@ def written(before: Any, after: Any, path: Path = ()) -> list[tuple[Path, Any, A
     if isinstance(after, Mapping):
         if before.keys() - after.keys():
             raise Untraceable
-        found = []
+        entries = []
         for key, value in after.items():
             if key in before and isinstance(value, list | MutableMapping):
-                found += written(before[key], value, (*path, key))
+                entries += written(before[key], value, (*path, key))
             elif key not in before or not _is_as_before(before[key], value):
-                found.append((path, key, value))
-        return found
+                entries.append((path, key, value))
+        return entries
     if not _is_sequence(after):
         return []
     if len(before) != len(after) or (isinstance(after, list) and not _is_as_before(before, after)):
@@ -277,7 +277,7 @@ class Traffic:
             origin = self._made.get(id(leaf))
             return Marker(numbers[origin]) if origin in numbers else None
 
-        found: list[Passing | None] = []
+        passings: list[Passing | None] = []
         for index in range(layers):
             takes = {path: numbers[origin] for origin, by in users.items() for path in by.get(index, ())}
             makes = {number: origin[1] for origin, number in numbers.items() if origin[0] == index}
@@ -286,8 +286,8 @@ class Traffic:
             if any(leaf is None for _, _, value in writes for _, leaf in leaves_of(value)):
                 raise Untraceable
             passes = takes or makes or writes or any(leaf is not None for _, leaf in leaves_of(others))
-            found.append(Passing(takes, makes, others, tuple(writes)) if passes else None)
-        return found
+            passings.append(Passing(takes, makes, others, tuple(writes)) if passes else None)
+        return passings
 
 
 Origin = tuple[int, Path]

@@ -318,12 +318,12 @@ def _learn_balance(ported: PortedModel, sides: list[Sides]) -> float | None:
 
 def _recording(ported: PortedModel, recorded: list[Sides]) -> ModelSpec:
     """Add what layers record for the auxiliary loss, for which schedules have buffers."""
-    structure, sides = ported.structure, list(ported.structure.sides)
+    structure, side_values = ported.structure, list(ported.structure.sides)
     for port, of_layer in zip(ported.ports, recorded, strict=True):
-        port.recorded = [*range(len(sides), len(sides) + len(of_layer))]
+        port.recorded = [*range(len(side_values), len(side_values) + len(of_layer))]
         sizes = (Growth(per_token=side.nbytes / PROBE_TOKENS) for side in of_layer)
-        sides += [SideValue(port.index + 1, (structure.epilogue,), size=size) for size in sizes]
-    return replace(structure, sides=tuple(sides))
+        side_values += [SideValue(port.index + 1, (structure.epilogue,), size=size) for size in sizes]
+    return replace(structure, sides=tuple(side_values))
 
 
 def _sides_of_prologue(ported: PortedModel, capture: TracingCapture, known: int) -> tuple[SideValue, ...]:
@@ -351,7 +351,7 @@ def _probe_inputs(tokens: int = PROBE_TOKENS, rows: int = 1) -> dict[str, Tensor
 
 
 def _learn_structure(
-    model: PreTrainedModel, ported: PortedModel, layers: list[UnitSpec], sides: Sequence[SideValue]
+    model: PreTrainedModel, ported: PortedModel, layers: list[UnitSpec], side_values: Sequence[SideValue]
 ) -> ModelSpec:
     """Find the parameters that prologue and epilogue use from two autograd graphs, and list them in order of use.
 
@@ -367,7 +367,7 @@ def _learn_structure(
     capture.recorder.check()
     constants = [each for call in capture.calls for each in call.constants]
     between = [each for each in constants if isinstance(each, Tensor) and each.requires_grad]
-    of_prologue = _sides_of_prologue(ported, capture, len(sides))
+    of_prologue = _sides_of_prologue(ported, capture, len(side_values))
     looks_up = not of_prologue and not between and only_looks_up(ported, capture.hidden, _probe_inputs())
     ported.hidden_shape = tuple(capture.hidden.shape[2:])
     last = torch.zeros(PROBE_TOKENS, *ported.hidden_shape, dtype=capture.hidden.dtype, requires_grad=True)
@@ -414,7 +414,7 @@ def _learn_structure(
         vocab_size=logits.shape[-1],
         max_positions=position_limit(model.config),
         attention=getattr(model.config, "_attn_implementation", None) or "eager",
-        sides=(*sides, *of_prologue, *_hidden_sides(ported, capture)),
+        sides=(*side_values, *of_prologue, *_hidden_sides(ported, capture)),
     )
 
 
@@ -519,12 +519,12 @@ class FirstLook(Capture):
         forms = ((name, p.shape, p.requires_grad) for name, p in layer.named_parameters())
         kind: tuple[Any, ...] = (type(layer), *forms, window_of(layer), code)
         if came or holds_containers(call.form):
-            seen, order, sides = self._look(index, hidden, call, came)
+            seen, order, side_values = self._look(index, hidden, call, came)
             kind = (*kind, tuple((path, came[path].shape) for path in seen.read), tuple(seen.writes))
         else:
             if (kind, held) not in self._known:
                 self._known[kind, held] = self._look(index, hidden, call, came)
-            seen, order, sides = self._known[kind, held]
+            seen, order, side_values = self._known[kind, held]
         if self.hidden is not None:
             between, _ = self.recorder.finished(hidden, call.form)
             noted = leaves_of(self.recorder.noted(call.form)) if between else ()
@@ -535,7 +535,7 @@ class FirstLook(Capture):
         port.returns = len(seen.output) if isinstance(seen.output, tuple | list) else None
         port.others = self.traffic.passed_on(index, seen, call.form)
         self.kinds.append(kind)
-        self.sides.append(sides)
+        self.sides.append(side_values)
         return super().visit(index, hidden, call)
 
     def _look(
@@ -554,7 +554,7 @@ class FirstLook(Capture):
 
         first = call.with_form(rebuilt(call.form, lambda path, leaf: leaf))
         args, kwargs = first.arguments(hidden)
-        with torch.no_grad(), recorded() as sides, SkipLargeProducts(), Uses(reading):  # type: ignore[no-untyped-call]
+        with torch.no_grad(), recorded() as routed, SkipLargeProducts(), Uses(reading):  # type: ignore[no-untyped-call]
             output = functional_call(layer, zeros, args, kwargs)
         try:
             writes = written(call.form, first.form)
@@ -562,14 +562,16 @@ class FirstLook(Capture):
             raise self._refusal("layers write into an object that is passed to all of them") from None
         places = {path for path, leaf in came.items() if leaf.untyped_storage().data_ptr() in touched}
         read = read_of(call.form, places, came.keys())
-        again = call.with_form(without(call.form, came.keys() - read))
+        without_gradients = call.with_form(without(call.form, came.keys() - read))
         more = isinstance(output, tuple | list) and len(output) > 1
         with torch.enable_grad(), SkipLargeProducts():  # type: ignore[no-untyped-call]  # code may ask
             leaves = {name: zero.detach().requires_grad_() for name, zero in zeros.items()}
-            args, kwargs = again.arguments(hidden.detach().requires_grad_() if came or writes or more else hidden)
+            args, kwargs = without_gradients.arguments(
+                hidden.detach().requires_grad_() if came or writes or more else hidden
+            )
             traced = functional_call(layer, leaves, args, kwargs)
         buffers.refuse_changed(f"model {type(self._ported.skeleton).__name__}")
-        return Seen(output, sorted(read, key=str), writes, (traced, again.form)), order, tuple(sides)
+        return Seen(output, sorted(read, key=str), writes, (traced, without_gradients.form)), order, tuple(routed)
 
     def _refusal(self, what: str) -> ModelError:
         return ModelError(f"its {what}", where=f"model {type(self._ported.skeleton).__name__}")

@@ -45,10 +45,12 @@ def placement_seconds(
     all_late = {**late, **{stream: share * added.get(stream, 0.0) for stream, share in shares.items()}}
     whole, behind = _with_dram(added, hardware, policy), _with_dram(all_late, hardware, policy)
     ways = zip(("read", "write"), duplex_disk_bandwidths(hardware), disk_bandwidths(hardware), strict=True)
-    (ended, *_), (spent, way, share) = sorted((added.get(way, 0.0), way, both / one) for way, both, one in ways)
+    (ended, *_), (spent, direction, share) = sorted(
+        (added.get(direction, 0.0), direction, both / one) for direction, both, one in ways
+    )
     if spent and not hardware.shares_memory:  # the way that takes longer has its full rate once the other has ended
-        whole[way] = ended + (spent - ended) * share
-        behind[way] = behind.get(way, 0.0) * whole[way] / spent
+        whole[direction] = ended + (spent - ended) * share
+        behind[direction] = behind.get(direction, 0.0) * whole[direction] / spent
     return whole, behind
 
 

@@ -68,10 +68,10 @@ def fit_lock_limit(model: ModelSpec, numerics: Numerics, policy: Policy, limit: 
         return policy
     shard = min(policy.shard_nbytes, staging_nbytes(model, policy.pinned_staging_slots, limit))
     unstreamed = replace(policy, streamed_updates=0.0)
-    for each in (policy, unstreamed, replace(unstreamed, transfer="staged", shard_nbytes=shard)):
-        schedule = build_step(model, numerics, each, Work.of_two_rounds(each.micro_batches_per_round))
-        if pinned_nbytes(schedule.buffers.values(), each.transfer) <= limit:
-            return each
+    for candidate in (policy, unstreamed, replace(unstreamed, transfer="staged", shard_nbytes=shard)):
+        schedule = build_step(model, numerics, candidate, Work.of_two_rounds(candidate.micro_batches_per_round))
+        if pinned_nbytes(schedule.buffers.values(), candidate.transfer) <= limit:
+            return candidate
     return replace(unstreamed, transfer="pageable")
 
 

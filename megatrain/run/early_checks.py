@@ -72,7 +72,7 @@ def schema_of(config: Config) -> Schema:
 def _refuse_huge_steps(config: Config) -> None:
     """Raise `ConfigError` for more tokens per step than a plan takes."""
     length = config.data.sequence_length
-    refuse_huge_step(config.train.sequences * length, "train.global_batch_size", ConfigError, each=length)
+    refuse_huge_step(config.train.sequences * length, "train.global_batch_size", ConfigError, tokens_each=length)
 
 
 def _refuse_absent_driver(device: str) -> None:

@@ -97,12 +97,12 @@ class StreamClock:
         for stream in sorted(self._idle):
             piece = self._queues[stream][0]
             ready = piece.submitted
-            for each in piece.waits:
-                if each.ended == inf:
-                    self._blocked.setdefault(id(each), []).append(stream)
+            for awaited in piece.waits:
+                if awaited.ended == inf:
+                    self._blocked.setdefault(id(awaited), []).append(stream)
                     break
-                if each.ended > ready:
-                    ready = each.ended
+                if awaited.ended > ready:
+                    ready = awaited.ended
             else:
                 if piece.submitted > self._now:
                     later = min(later, piece.submitted)
@@ -120,14 +120,14 @@ class StreamClock:
         """Advance to the next end of a task, or to `latest`."""
         busy = self._under_way
         for stream, speed in self._speeds().items():
-            each = busy[stream]
-            if speed != each.speed:
-                each.go_on(self._now, speed)
-            if each.ends < latest:
-                latest = each.ends
+            task = busy[stream]
+            if speed != task.speed:
+                task.go_on(self._now, speed)
+            if task.ends < latest:
+                latest = task.ends
         self._now = latest
-        for each in [each for each in busy.values() if each.ends <= latest]:
-            self._end(each.piece.stream, each.piece)
+        for task in [task for task in busy.values() if task.ends <= latest]:
+            self._end(task.piece.stream, task.piece)
 
     def _end(self, stream: str, piece: TimedTask) -> None:
         piece.ended = self._free[stream] = self._now

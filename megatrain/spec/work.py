@@ -16,10 +16,10 @@ MOST_TOKENS = 1 << 26
 """Most tokens in one step."""
 
 
-def refuse_huge_step(tokens: int, where: str, error: type[MegaTrainError] = PlanError, *, each: int = 1) -> None:
-    """Raise `error` for a step of more than `MOST_TOKENS`. each: tokens of one of what is counted at `where`."""
+def refuse_huge_step(tokens: int, where: str, error: type[MegaTrainError] = PlanError, *, tokens_each: int = 1) -> None:
+    """Raise `error` for a step of more than `MOST_TOKENS`. tokens_each: tokens of one of what is counted at `where`."""
     if tokens > MOST_TOKENS:
-        fix = f"give {max(1, MOST_TOKENS // each):,} or less"
+        fix = f"give {max(1, MOST_TOKENS // tokens_each):,} or less"
         raise error(f"{tokens:,} tokens per step are too many", where=where, fix=fix)
 
 

@@ -421,11 +421,11 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
             self.parts.device.alongside(),
         ):
             self.parts.device.seed(seed)
-            found: Tensor = speak(
+            token_ids: Tensor = speak(
                 self.parts.ported, last_logits, self.parts.device.torch_device, input_ids, attention_mask, options
             )
             self.parts.device.synchronize()  # before another stream may reuse memory of this one
-        return found
+        return token_ids
 
     # Weights and checkpoints -----------------------------------------------------------------------------------------
 

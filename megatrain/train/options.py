@@ -83,33 +83,33 @@ def checked_options(options: EngineOptions) -> EngineOptions:
         near = get_close_matches(unknown[0], EngineOptions.__annotations__, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise TypeError(f"an engine takes no option {unknown[0]!r}{hint}")
-    found = options.copy()
-    if found.get("precision") is not None and found["precision"] not in get_args(Precision):
-        raise PlanError(f"must be bf16 or fp32, not {shown(found['precision'])}", where="precision")
-    if not isinstance(policy := found.get("policy", "auto"), Policy) and policy != "auto":
+    accepted = options.copy()
+    if accepted.get("precision") is not None and accepted["precision"] not in get_args(Precision):
+        raise PlanError(f"must be bf16 or fp32, not {shown(accepted['precision'])}", where="precision")
+    if not isinstance(policy := accepted.get("policy", "auto"), Policy) and policy != "auto":
         raise PlanError(f"{shown(policy)} is not a policy", where="policy", fix="give a megatrain.Policy, or 'auto'")
-    found["numerics"] = checked(found.get("numerics"), Numerics | None, PlanError, "numerics")
-    numerics_of(found)
-    found["limits"] = checked(found.get("limits"), Limits | None, PlanError, "limits")
-    if "seed" in found:
-        found["seed"] = checked(found["seed"], Seed, ConfigError, "seed")
-    if "verify" in found:
-        found["verify"] = checked(found["verify"], bool, ConfigError, "verify")
-    norm: object = found.get("max_grad_norm")
+    accepted["numerics"] = checked(accepted.get("numerics"), Numerics | None, PlanError, "numerics")
+    numerics_of(accepted)
+    accepted["limits"] = checked(accepted.get("limits"), Limits | None, PlanError, "limits")
+    if "seed" in accepted:
+        accepted["seed"] = checked(accepted["seed"], Seed, ConfigError, "seed")
+    if "verify" in accepted:
+        accepted["verify"] = checked(accepted["verify"], bool, ConfigError, "verify")
+    norm: object = accepted.get("max_grad_norm")
     if norm is not None:
         number = float(norm) if not isinstance(norm, bool) and isinstance(norm, Real) else 0.0
         if not number > 0:
             what = f"{shown(norm)} is not a norm to clip to"
             raise ConfigError(what, where="max_grad_norm", fix="give a number above 0, or None not to clip")
-        found["max_grad_norm"] = number  # infinity is allowed: reports the norm without clipping
-    if (optimizer := found.get("optimizer")) is not None:
+        accepted["max_grad_norm"] = number  # infinity is allowed: reports the norm without clipping
+    if (optimizer := accepted.get("optimizer")) is not None:
         refuse_other_optimizers(optimizer)
-    found["world"] = checked(found.get("world"), World | None, ConfigError, "world")
-    if isinstance(disk := found.get("disk", ()) or (), str | Path):
-        found["disk"] = [disk]
+    accepted["world"] = checked(accepted.get("world"), World | None, ConfigError, "world")
+    if isinstance(disk := accepted.get("disk", ()) or (), str | Path):
+        accepted["disk"] = [disk]
     elif not isinstance(disk, Disk):
-        found["disk"] = checked(disk, Folders, ConfigError, "disk")
-    return found
+        accepted["disk"] = checked(disk, Folders, ConfigError, "disk")
+    return accepted
 
 
 def refuse_other_optimizers(optimizer: object) -> None:

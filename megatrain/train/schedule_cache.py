@@ -174,13 +174,13 @@ class Schedules:
 
 def budgets(limits: Limits, device: Device, disk: Disk | None = None) -> dict[str, int]:
     """Bytes by tier: within the limits, else what the machine has now."""
-    there: dict[str, Callable[[], int]] = {"host": available_host_nbytes}
+    available: dict[str, Callable[[], int]] = {"host": available_host_nbytes}
     if not device.shares_memory:
-        there["device"] = device.free_nbytes
+        available["device"] = device.free_nbytes
     if disk is not None:
-        there["disk"] = disk.free_nbytes
+        available["disk"] = disk.free_nbytes
     given = {tier: nbytes for tier in ("host", "device", "disk") if (nbytes := limits.of(tier)) is not None}
-    return given | {tier: free() for tier, free in there.items() if tier not in given}
+    return given | {tier: free() for tier, free in available.items() if tier not in given}
 
 
 def _larger(left: Work, right: Work) -> Work:
