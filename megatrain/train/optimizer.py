@@ -177,8 +177,6 @@ class StreamedOptimizer:
         """Of the running step."""
         self._ranks_differ = False
         """Whether other ranks may have updated units in a step that was not completed."""
-        self._is_open = False
-        """Whether a step that updates units as their gradients land has begun, and not been completed."""
         self._kernels: Any = None
         self.adopt(policy)
 
@@ -221,7 +219,7 @@ class StreamedOptimizer:
         factors = self._factors(lr)
         self._lr, self._gradients = lr, [UnitGradient() for _ in self.versions]
         if not self._deferred:
-            self._update, self._is_open = Update(self._gradients, factors, set(self.trained)), True
+            self._update = Update(self._gradients, factors, set(self.trained))
 
     def absent(self, unit: int, names: Sequence[str]) -> None:
         self._gradients[unit].absent = frozenset(names)
@@ -261,7 +259,7 @@ class StreamedOptimizer:
         if self._deferred:
             clipping = 1.0 if self.max_grad_norm is None else clip_scale(norm, self.max_grad_norm)
             self._update = Update(self._gradients, self._factors(self._lr, clipping), set(self.trained))
-        self._ranks_differ = self._is_open = False
+        self._ranks_differ = False
         return norm
 
     def update(
@@ -352,7 +350,7 @@ class StreamedOptimizer:
 
         updates: `None` before all state is replaced, which is torn until the next call.
         """
-        self._update, self._ranks_differ, self._is_open = None, False, False
+        self._update, self._ranks_differ = None, False
         for unit, parameters in enumerate(self._parameters):
             of_unit = {name: missed[name] for name, *_ in parameters if missed and name in missed}
             applied = updates if updates is not None and parameters else 0
@@ -366,7 +364,6 @@ class StreamedOptimizer:
             raise NonFinite(what, where="optimizer", fix="restore a checkpoint, or start again from a saved model")
         counts = {self.versions[unit].applied for unit in self.trained}
         partly = {unit for unit, version in enumerate(self.versions) if version.reached}
-        partly |= {*(_used(self._gradients) if self._is_open else ())}  # all of them, perhaps, but it was not completed
         if self.pending or (len(counts) <= 1 and not partly and not self._ranks_differ):
             return
         ahead = {unit for unit in self.trained if len(counts) > 1 and self.versions[unit].applied == max(counts)}

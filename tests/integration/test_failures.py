@@ -383,19 +383,3 @@ def test_an_update_that_fails_halfway_is_never_repeated(monkeypatch: pytest.Monk
         for call in (lambda: engine.step([good()]), engine.weights.flush, lambda: engine.evaluate([good()])):
             with pytest.raises(NonFinite, match="has changed only parts of these units"):
                 call()
-
-
-def test_a_step_that_fails_after_its_last_update_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its caller takes it for not applied, though all units have been updated."""
-
-    def failing() -> None:
-        raise OSError(5, "Input/output error")
-
-    policy = Policy(update="during_backward")
-    with Engine.from_model(tiny_model(), max_grad_norm=None, policy=policy) as engine:
-        engine.step([good()])
-        with monkeypatch.context() as patched, pytest.raises(OSError, match="Input/output"):
-            patched.setattr(engine.parts.pool.unsaved, "slots_are_home", failing)
-            engine.step([good()])
-        with pytest.raises(NonFinite, match=r"an interrupted step has updated only these units: .*layers\.0"):
-            engine.step([good()])
