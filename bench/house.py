@@ -27,7 +27,7 @@ import megatrain
 from bench.launches import LAYERS, MORE_LAYERS, step_calls
 from megatrain import AdamW, Engine
 from tests import standin_cuda
-from tests.arch.house import MAX_METHODS, MAX_PARAMETERS, House, filler_names, methods_of, parameters_of
+from tests.arch.house import MAX_METHODS, MAX_PARAMETERS, House, filler_names_live_briefly, methods_of, parameters_of
 from tests.tiny import tiny_model, unequal_batches
 
 PACKAGE = Path(megatrain.__file__).parent
@@ -93,7 +93,7 @@ def counts() -> dict[str, float]:
         "methods of the largest class": max(methods.values()),
         f"functions above {MAX_PARAMETERS} parameters": sum(count > MAX_PARAMETERS for count in parameters.values()),
         "parameters of the widest function": max(parameters.values()),
-        "names that say nothing": sum(filler_names(house).values()),
+        "names that say nothing and live long": sum(1 for _ in filler_names_live_briefly(house)),
     }
 
 

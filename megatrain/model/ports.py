@@ -544,7 +544,7 @@ class PortedModel:
         weights: Weights,
         hidden: Tensor,
         call: Call,
-        kernels: Way = AS_IT_IS,
+        numerics: Way = AS_IT_IS,
         values: Mapping[int, Tensor] | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Run layer `index`, counted from 0, on `hidden` [batch, length, hidden size]; returns the same shape and the
@@ -555,7 +555,7 @@ class PortedModel:
         template, passing = self.templates[index], self.ports[index].passing
         hidden, call = filled(self.ports[index], call, values or {}, hidden)
         args, kwargs = call.arguments(hidden)
-        compiles = kernels.kernels == "compile"
+        compiles = numerics.kernels == "compile"
         if compiles and self.balance_coefficient is not None:
             what = "its layers record router outputs for the auxiliary loss, which compiled layers cannot"
             raise ModelError(what, where=self.structure.name, fix="set policy.kernels=stock")
@@ -563,8 +563,8 @@ class PortedModel:
         if self.balance_coefficient is not None:
             recording = recorded()
         chunks: AbstractContextManager[object] = nullcontext()
-        if kernels.mlp_chunk_tokens:
-            chunks = in_chunks(template, self.parts[index], kernels.mlp_chunk_tokens)
+        if numerics.mlp_chunk_tokens:
+            chunks = in_chunks(template, self.parts[index], numerics.mlp_chunk_tokens)
         with recording as routed, chunks:
             if compiles and not watched():
                 with self.holding(template, {}):
@@ -606,8 +606,8 @@ class PortedModel:
         return logits.reshape(tokens, -1)
 
     def balance(self, weights: Weights, inputs: Mapping[str, Any], routed: Sequence[Sides]) -> Tensor:
-        """The router auxiliary loss, a scalar without its coefficient, computed by the model's own code from all
-        layers' sides.
+        """The router auxiliary loss, a scalar without its coefficient, computed by the model's own code from what
+        all layers' routers have returned (`routed`).
 
         `weights` are the head's, `inputs` the micro-batch's, as passed to the prologue. The head runs on one zero
         per row, which the model requires, and its result is dropped.

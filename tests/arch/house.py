@@ -65,6 +65,7 @@ HOMES: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+SCOPES = (*FUNCTIONS, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 ROOTS = ("__init__", "__main__", "cli", "hf", "testing")  # what a user can start; all else must be imported from there
 # Folders under tests/ that test no one room.
 TESTS_WITHOUT_ROOM = ("arch", "bench", "docs", "gpu", "integration", "standin_cuda", "stock")
@@ -89,6 +90,7 @@ WIDE_FUNCTIONS = {
 }
 """Parameters of the functions that have more. As above."""
 COMMAND_LINES = ("cli",)  # where a function's parameters are the options of a command
+FILLER_LINES = 2
 FILLER_NAMES = ("found", "each", "there", "own", "how", "again", "way", "sides", "taken")
 
 
@@ -390,18 +392,41 @@ def _functions(tree: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDe
         yield from _functions(node, name)
 
 
-def filler_names(house: House) -> dict[str, int]:
-    """How often a variable or parameter is given each of `FILLER_NAMES`."""
-    counts = dict.fromkeys(FILLER_NAMES, 0)
+def filler_names_live_briefly(house: House) -> Iterator[str]:
+    """A name that says nothing is read beside what it stands for, or not at all."""
     for module in house.modules.values():
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                name = node.id
-            else:
-                name = node.arg if isinstance(node, ast.arg) else ""
-            if name in counts:
-                counts[name] += 1
-    return counts
+        for line, name, lines in sorted(set(_long_lived(module.tree))):
+            yield f"{module.path}:{line}: {name} lives {lines} lines long; name it for what it holds"
+
+
+def _long_lived(tree: ast.AST) -> list[tuple[int, str, int]]:
+    """(line, name, lines) of each of `FILLER_NAMES` that is used more than two lines below where it is bound."""
+    lived: list[tuple[int, str, int]] = []
+
+    def uses_from_outside(scope: ast.AST) -> dict[str, list[int]]:
+        bound, used = dict[str, list[int]](), dict[str, list[int]]()
+
+        def look(node: ast.AST) -> None:
+            for child in ast.iter_child_nodes(node):
+                if isinstance(child, SCOPES):
+                    for name, lines in uses_from_outside(child).items():
+                        used.setdefault(name, []).extend(lines)
+                    continue
+                if isinstance(child, ast.Name) and child.id in FILLER_NAMES:
+                    of = bound if isinstance(child.ctx, ast.Store) else used
+                    of.setdefault(child.id, []).append(child.lineno)
+                elif isinstance(child, ast.arg) and child.arg in FILLER_NAMES:
+                    bound.setdefault(child.arg, []).append(child.lineno)
+                look(child)
+
+        look(scope)
+        for name in bound.keys() & used.keys():
+            if (lines := max(used[name]) - min(bound[name])) > FILLER_LINES:
+                lived.append((min(bound[name]), name, lines))
+        return {name: lines for name, lines in used.items() if name not in bound}
+
+    uses_from_outside(tree)
+    return lived
 
 
 def paths_of_users_become_paths_in_one_place(house: House) -> Iterator[str]:
@@ -454,6 +479,7 @@ CHECKS = (
     files_and_functions_are_short,
     classes_are_small,
     functions_take_few_parameters,
+    filler_names_live_briefly,
     paths_of_users_become_paths_in_one_place,
     the_tree_of_rooms_is_whole,
 )

@@ -96,6 +96,10 @@ BAD_HOUSES: dict[Check, list[tuple[dict[str, str], str]]] = {
         ),
         ({"train/engine.py": "class Engine: pass"}, "may have 25: correct the table"),
     ],
+    house.filler_names_live_briefly: [
+        ({"plan/cost.py": "def f(x):\n    found = x\n\n\n    return found"}, "cost.py:2: found lives 3 lines long"),
+        ({"plan/cost.py": "def f(own):\n    x = 1\n    x = 2\n    return lambda: own"}, "cost.py:1: own lives"),
+    ],
     house.functions_take_few_parameters: [
         (
             {"spec.py": "class C:\n    def f(self, a, b, *c, d, e, f, g, h): pass"},
