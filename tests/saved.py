@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint import Checkpoint, Facts, ParamState, PlannedCheckpoint, export_units, write_checkpoint
+from megatrain.checkpoint import (
+    Checkpoint,
+    CheckpointFacts,
+    ParamState,
+    PlannedCheckpoint,
+    export_units,
+    write_checkpoint,
+)
 from megatrain.model import PortedModel, PretrainedSource, port_model, written_parameters
 from tests.tiny import tiny_model
 
@@ -78,7 +85,7 @@ def save(folder: Path, step: int = 1, seed: int | None = None, **options: Any) -
     planned = options.pop("planned", None) or PlannedCheckpoint(ported())
     training = options.pop("training", {"step": step})
     units = options.pop("units", None) or units_of(planned, step if seed is None else seed)
-    facts = Facts(step, training, options.pop("score", None), options.pop("write_more", None))
+    facts = CheckpointFacts(step, training, options.pop("score", None), options.pop("write_more", None))
     return write_checkpoint(folder, planned, units, facts, **options)
 
 

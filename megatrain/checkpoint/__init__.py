@@ -11,32 +11,32 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatrain.checkpoint.export import ExportOptions, export_units
     from megatrain.checkpoint.folder import Retention, lowest_scored, newest_sound, open_checkpoint, prune
-    from megatrain.checkpoint.hard_links import Earlier
+    from megatrain.checkpoint.hard_links import PreviousCheckpoint
     from megatrain.checkpoint.listing import checkpoints, step_of
     from megatrain.checkpoint.load import Checkpoint
     from megatrain.checkpoint.manifest import full_check, quick_check
     from megatrain.checkpoint.peer_checkpoints import PeerCheckpoint
-    from megatrain.checkpoint.save import Facts, ParamState, PlannedCheckpoint, step_folder, write_checkpoint
+    from megatrain.checkpoint.save import CheckpointFacts, ParamState, PlannedCheckpoint, step_folder, write_checkpoint
 
 _NAMES = {
     "export": ("ExportOptions", "export_units"),
     "folder": ("Retention", "lowest_scored", "newest_sound", "open_checkpoint", "prune"),
-    "hard_links": ("Earlier",),
+    "hard_links": ("PreviousCheckpoint",),
     "listing": ("checkpoints", "step_of"),
     "load": ("Checkpoint",),
     "manifest": ("full_check", "quick_check"),
     "peer_checkpoints": ("PeerCheckpoint",),
-    "save": ("Facts", "ParamState", "PlannedCheckpoint", "step_folder", "write_checkpoint"),
+    "save": ("CheckpointFacts", "ParamState", "PlannedCheckpoint", "step_folder", "write_checkpoint"),
 }
 
 __all__ = [
     "Checkpoint",
-    "Earlier",
+    "CheckpointFacts",
     "ExportOptions",
-    "Facts",
     "ParamState",
     "PeerCheckpoint",
     "PlannedCheckpoint",
+    "PreviousCheckpoint",
     "Retention",
     "checkpoints",
     "export_units",

@@ -25,7 +25,7 @@ Stamp = tuple[int, int, int]
 """A file's inode, size, and time of its last change."""
 
 
-class Earlier:
+class PreviousCheckpoint:
     """A checkpoint that this process has written or checked, and that still is as it was then.
 
     Raises `DamagedCheckpoint` if it has no sound manifest, and `OSError` if a file is missing.

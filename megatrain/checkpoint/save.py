@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megatrain.checkpoint.export import SHARD_NBYTES, add_files, refuse_too_little_space, writing_to
-from megatrain.checkpoint.hard_links import Earlier
+from megatrain.checkpoint.hard_links import PreviousCheckpoint
 from megatrain.checkpoint.manifest import MANIFEST, FileSum, Manifest, sum_of
 from megatrain.checkpoint.range_writer import TensorWriter, sums_of_files, writing_ranges
 from megatrain.checkpoint.run_state import TRAINING, write_training
@@ -55,7 +55,7 @@ class ParamState:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class CheckpointFacts:
     """What a checkpoint says besides weights and moments."""
 
     step: int
@@ -158,10 +158,10 @@ def write_checkpoint(
     folder: str | Path,
     planned: PlannedCheckpoint,
     units: Iterable[Mapping[str, ParamState]],
-    facts: Facts,
+    facts: CheckpointFacts,
     *,
     progress: Progress | None = None,
-    earlier: Earlier | None = None,
+    earlier: PreviousCheckpoint | None = None,
     together: Callable[[Path, Sequence[Shard]], Mapping[str, FileSum] | None] | None = None,
 ) -> Path:
     """Write the checkpoint `step-STEP` into `folder`, replacing an existing one, and return its path.
@@ -202,7 +202,7 @@ def write_checkpoint(
     return target
 
 
-def _linked(planned: PlannedCheckpoint, earlier: Earlier | None, folder: Path) -> dict[str, FileSum]:
+def _linked(planned: PlannedCheckpoint, earlier: PreviousCheckpoint | None, folder: Path) -> dict[str, FileSum]:
     """Hard-link the files of frozen and of copied tensors that the earlier checkpoint holds unchanged."""
     linked: dict[str, FileSum] = {}
     if earlier is None:

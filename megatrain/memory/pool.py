@@ -5,8 +5,8 @@ nonzero count. Buffers change only between steps, when a new schedule needs larg
 
 Buffers on the disk are regions of its files. READ and WRITE move them to and from staging buffers. What an update
 has left in a staging buffer is *unsaved* until its WRITE succeeds: after a failure nothing is lost, since
-`Unsaved.save` writes it again. The same holds for what an update on the device has left in a slot, until it has been
-copied home.
+`UnsavedState.save` writes it again. The same holds for what an update on the device has left in a slot, until it
+has been copied home.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Pool:
         """Other ranks' memory, which is not the device's to lease."""
         self.buffers: dict[str, Buffer] = {}
         """The arena buffers, by name."""
-        self.unsaved = Unsaved(self)
+        self.unsaved = UnsavedState(self)
         self._absent: set[str] = set()
         """Buffers whose memory is freed until the next write."""
         self._leases = 0
@@ -234,7 +234,7 @@ class _Leased:
                 self._pool._leases -= 1
 
 
-class Unsaved:
+class UnsavedState:
     """What a failed step may have left where the next would not look for it.
 
     An update leaves state in a staging buffer until its WRITE succeeds, and in a slot on the device until an op has

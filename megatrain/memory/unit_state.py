@@ -1,4 +1,4 @@
-"""The state of one unit: where each part of it is, and its values, read and written by ranges wherever that is.
+"""The state of one unit: the tier of each part, and its values, read and written by ranges in any tier.
 
 With `bf16` precision a unit has the upper half of each float32 master (which is the bfloat16 weight that streams),
 the lower 16 bits, and float32 m and v: 12 bytes per parameter. With `fp32` the weight is the master and there are no
@@ -91,7 +91,7 @@ class UnitState:
     def write(self, part: Part, start: int, values: np.ndarray, number: int = 0) -> None:
         """Set elements of a part from `start` on, in the dtype that `read` returns.
 
-        Raises `DiskError`, with which nothing is lost: the next call of `Unsaved.save` writes them again.
+        Raises `DiskError`, with which nothing is lost: the next call of `UnsavedState.save` writes them again.
         """
         first = (start + number * self.trained) * self._dtypes[part].itemsize
         if values.size:  # an empty part has no buffer

@@ -5,8 +5,8 @@ While the model's own forward runs with ports in place of its layers, each port 
 a copy. What the next port gets, as its hidden state or beside it, is a stand-in itself or the result of a few
 functions, which become a `Between`. It is replayed on the true hidden states in front of that layer, so that this
 layer's recomputation and backward cover it. The tensors of the prologue that it reads (features of an image, masks) are
-arguments of that layer (`Call.constants`), and so are outputs of units before the one below it (`Earlier`), which are
-side values.
+arguments of that layer (`Call.constants`), and so are outputs of units before the one below it (`EarlierOutput`),
+which are side values.
 
 Refused, because a replay could differ: Python values of the hidden state, results whose shape depends on its values,
 memory that a kernel fills, writes into the prologue's tensors, and the use after the next layer of what was written
@@ -63,7 +63,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Earlier:
+class EarlierOutput:
     """Among `Call.constants`: the hidden state that a unit before the one below the layer has made."""
 
     unit: int
@@ -142,7 +142,7 @@ class _Mode(TorchFunctionMode):
             _pop_mode()
 
 
-class Instead(_Mode):
+class TensorSubstitution(_Mode):
     """Hands `given` to each function that is called with `tensor`, while it is active on this thread."""
 
     def __init__(self, tensor: Tensor, given: Tensor) -> None:
@@ -190,7 +190,7 @@ class Recorder(_Mode):
         """How many there were at the last stand-in."""
         self._makers: dict[int, int] = {}
         """Number -> the step that makes it."""
-        self._sources: dict[int, Tensor | Earlier] = {}
+        self._sources: dict[int, Tensor | EarlierOutput] = {}
         """Number -> a tensor of the prologue, or what a stand-in stands for."""
         self._of_prologue: dict[int, int] = {}
         """`id` of a tensor of the prologue -> its number."""
@@ -216,14 +216,14 @@ class Recorder(_Mode):
         unit, number = len(self._starts), self._next
         self._next += 1
         self._starts.append(number)
-        self._sources[number] = Earlier(unit)
+        self._sources[number] = EarlierOutput(unit)
         tensor.__dict__[_MARK] = self._number, number
         self._made.append((ref(tensor), unit))
         self.stand_in, self._start, self.paused, self._behind = tensor, None, False, behind
         if self._steps:
             self._begin = len(self._steps)
 
-    def finished(self, hidden: Tensor, arguments: Any) -> tuple[Between | None, tuple[Tensor | Earlier, ...]]:
+    def finished(self, hidden: Tensor, arguments: Any) -> tuple[Between | None, tuple[Tensor | EarlierOutput, ...]]:
         """What has led to the next layer's hidden state and other arguments, and the tensors that it reads. Raises
         `ModelError`."""
         start, result = self.stand_in if self._start is None else self._start, self._place(hidden)
@@ -248,7 +248,7 @@ class Recorder(_Mode):
             for each in constants
         )
 
-    def is_passed_on(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    def needs_replay(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether anything was computed since the last stand-in, or comes from stand-ins among a layer's arguments."""
         if self._steps[self._begin :]:
             return True
@@ -376,7 +376,7 @@ class Recorder(_Mode):
             for source in (self._sources[other] for other in read if other in self._sources):
                 if isinstance(source, Tensor) and source.numel() > 1:
                     _refuse("a tensor of the prologue enters behind the last layer")
-                if isinstance(source, Earlier) and self._by_head is not None and source.unit not in self._by_head:
+                if isinstance(source, EarlierOutput) and self._by_head is not None and source.unit not in self._by_head:
                     _refuse("a hidden state of a layer before the last one enters behind the last layer")
 
     def _of_head(self, returned: Any, given: Any) -> Any:

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from megatrain.errors import ModelError
 from megatrain.model.adapters import Adapter, switched_off
-from megatrain.model.between_layers import Between, Earlier, Instead, PrologueDone, Recorder, Value
+from megatrain.model.between_layers import Between, EarlierOutput, PrologueDone, Recorder, TensorSubstitution, Value
 from megatrain.model.chunked_layers import in_chunks
 from megatrain.model.compiled import compiled_call
 from megatrain.model.forward_arguments import Arguments
@@ -61,7 +61,7 @@ class Call:
     between: Between | None = None
     """What the model's loop computes before this layer, if anything, for its hidden state or for arguments, which are a
     `Value` here."""
-    constants: tuple[Tensor | Earlier, ...] = ()
+    constants: tuple[Tensor | EarlierOutput, ...] = ()
     """What `between` reads besides the hidden state."""
     takes: Mapping[Path, int] = field(default_factory=dict)
     """Place of a constant -> number of the side value that goes there; or of an argument or constant of the prologue
@@ -188,7 +188,7 @@ class Capture:
         if self.hidden is None:
             self.hidden = hidden
             recorder.stands_in(hidden)
-        elif hidden is not recorder.stand_in or recorder.is_passed_on(call.args, call.kwargs):
+        elif hidden is not recorder.stand_in or recorder.needs_replay(call.args, call.kwargs):
             between, constants = recorder.finished(hidden, call.form)
             call = replace(call.with_form(recorder.noted(call.form)), between=between, constants=constants)
         self.order.append(index)
@@ -291,12 +291,12 @@ class HandOut:
     ) -> None:
         self.layers, self.hidden, self.routed, self.earlier = layers, hidden, routed, earlier or {}
         self.order: list[int] = []
-        self.instead: Instead | None = None
+        self.instead: TensorSubstitution | None = None
         """Active from the first layer on, if the head reads what the prologue makes."""
 
     def visit(self, index: int, hidden: Tensor, call: Call) -> Tensor:
         if not index and (first := self.earlier.get(0)) is not None and self.instead is None:
-            self.instead = Instead(hidden, first)
+            self.instead = TensorSubstitution(hidden, first)
             self.instead.__enter__()  # type: ignore[no-untyped-call]
         self.order.append(index)
         if self.routed:
@@ -731,14 +731,14 @@ def filled(port: Port, call: Call, values: Mapping[int, Tensor], hidden: Tensor)
 
 
 def with_earlier(ported: PortedModel, calls: Sequence[Call]) -> list[Call]:
-    """The calls with the side value in `Call.takes` for each `Earlier`. Raises `ModelError` for one that text does not
-    lead to: no schedule has it."""
+    """The calls with the side value in `Call.takes` for each `EarlierOutput`. Raises `ModelError` for one that text
+    does not lead to: no schedule has it."""
     structure = ported.structure
     return [_with_earlier(structure, index, call) if call.constants else call for index, call in enumerate(calls)]
 
 
 def _with_earlier(structure: ModelSpec, index: int, call: Call) -> Call:
-    places = {place: each.unit for place, each in enumerate(call.constants) if isinstance(each, Earlier)}
+    places = {place: each.unit for place, each in enumerate(call.constants) if isinstance(each, EarlierOutput)}
     if not places:
         return call
     numbers = hidden_sides(structure, index + 1)

@@ -1,4 +1,4 @@
-"""Measures what all before the first layer needs, and which arguments it gives to layers, by running it on zeros.
+"""Runs the prologue on zeros, to measure its memory and to record the arguments that it passes to the layers.
 
 The model's own prologue runs on a few tokens: whole rows, rows whose last token is padding, rows of two samples, and
 with small windows, set in the config fields that the library's masks read. Comparing the layers' arguments shows which

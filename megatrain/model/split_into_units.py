@@ -25,7 +25,7 @@ from transformers.initialization import no_init_weights
 from megatrain.errors import MegaTrainError, ModelError, typed_line
 from megatrain.model.adapters import FULL_PRECISION, adapter_of, without_parametrize
 from megatrain.model.architecture import head_of, position_limit
-from megatrain.model.between_layers import Earlier, Value
+from megatrain.model.between_layers import EarlierOutput, Value
 from megatrain.model.forward_arguments import MARKS, arguments_of
 from megatrain.model.mapped_tensors import lazy_zeros
 from megatrain.model.peak import SkipLargeProducts
@@ -434,7 +434,7 @@ def _hidden_sides(ported: PortedModel, capture: TracingCapture) -> tuple[SideVal
     users: dict[int, list[int]] = {}
     for index, call in enumerate(capture.calls):
         for each in call.constants:
-            if isinstance(each, Earlier):
+            if isinstance(each, EarlierOutput):
                 users.setdefault(each.unit, []).append(index + 1)
     for unit in ported.by_head or ():
         users.setdefault(unit, []).append(epilogue)

@@ -1,4 +1,4 @@
-"""The policy of an engine that is created without a plan: its defaults, and what fits in place of it.
+"""Chooses the policy of an engine that is created without a plan, and what to change in it to fit into memory.
 
 The activation plan is chosen later, before the first step, when the sizes of its micro-batches are known.
 """

@@ -23,7 +23,14 @@ from typing import Annotated
 
 import torch
 
-from megatrain.checkpoint import Earlier, Facts, ParamState, PlannedCheckpoint, step_folder, write_checkpoint
+from megatrain.checkpoint import (
+    CheckpointFacts,
+    ParamState,
+    PlannedCheckpoint,
+    PreviousCheckpoint,
+    step_folder,
+    write_checkpoint,
+)
 from megatrain.checkpoint.manifest import FileSum
 from megatrain.checkpoint.rank_byte_ranges import RankByteRanges
 from megatrain.checkpoint.run_state import read_training
@@ -104,7 +111,7 @@ class Save:
         self._over.set()
 
 
-class Gate:
+class SaveLock:
     """Lets training update a unit once it has been written, and hands units on the device to the writing thread.
 
     Training's side is `begin`, `wait_for`, `hand_over` and `give_up`; the thread's is the rest.
@@ -186,16 +193,16 @@ class Saver:
         """The order of units and the configs in these files."""
         self._doubt = ""
         """Why the ranks no longer write together."""
-        self._earlier: Earlier | None = None
+        self._earlier: PreviousCheckpoint | None = None
         """The last checkpoint written or resumed from, whose unchanged files need not be written again."""
-        self.gate = Gate()
+        self.gate = SaveLock()
         self.current: Save | None = None
         """The last save that was started."""
 
     def goes_on_from(self, folder: Path) -> None:
         """The state is now that of this checkpoint."""
         with contextlib.suppress(DamagedCheckpoint, OSError):
-            self._earlier = Earlier(folder, read_training(folder).get(ENGINE, {}).get(FROZEN))
+            self._earlier = PreviousCheckpoint(folder, read_training(folder).get(ENGINE, {}).get(FROZEN))
 
     def reserve(self) -> None:
         """Allocate the memory that saves need. Raises `DoesNotFit`."""
@@ -207,7 +214,9 @@ class Saver:
         """Whether the memory that saves need is allocated."""
         return SPARE in self._store.pool.buffers
 
-    def begin(self, folder: str | Path, facts: Facts, policy: Policy, then: Callable[[Path], object] | None) -> Save:
+    def begin(
+        self, folder: str | Path, facts: CheckpointFacts, policy: Policy, then: Callable[[Path], object] | None
+    ) -> Save:
         """Start a save, once the previous one is over. No updates may be pending. See `checkpoint.write_checkpoint`.
 
         then: called with the folder once it is complete, on the thread that wrote it. Raises `ExportError` for a model
@@ -273,7 +282,7 @@ class Saver:
 
     # On the thread --------------------------------------------------------------------------------------------------
 
-    def _write(self, save: Save, folder: Path, facts: Facts, then: Callable[[Path], object] | None) -> None:
+    def _write(self, save: Save, folder: Path, facts: CheckpointFacts, then: Callable[[Path], object] | None) -> None:
         path: Path | None = None
         failure: MegaTrainError | None = None
         assert self._ranges is not None

@@ -15,7 +15,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor, nn
 
-from megatrain.checkpoint import Checkpoint, ExportOptions, Facts, open_checkpoint
+from megatrain.checkpoint import Checkpoint, CheckpointFacts, ExportOptions, open_checkpoint
 from megatrain.device import Device, open_device, timed
 from megatrain.dist import ALONE
 from megatrain.engine import (
@@ -468,7 +468,7 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         a time. `Save.wait` returns the folder, or raises what failed; training continues regardless.
 
         training: further plain values to keep, such as the position in the data (`Checkpoint.training["run"]` returns
-        them). step: the number in the name, by default `steps`. score, write_more: see `checkpoint.Facts`.
+        them). step: the number in the name, by default `steps`. score, write_more: see `CheckpointFacts`.
         then: called with the folder once complete, on the thread that wrote it.
         Raises `ExportError`, and `DoesNotFit` without memory for the largest unit in float32.
         """
@@ -480,7 +480,7 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
             frozen = {FROZEN: self.parts.store.frozen_checksum()}
         seed, names = self.parts.streamer.context.seed, self.parts.pool.units
         kept = as_saved(self.parts.optimizer, choice, self.steps, seed, names, training or {}, frozen)
-        facts = Facts(self.steps if step is None else step, kept, score, write_more)
+        facts = CheckpointFacts(self.steps if step is None else step, kept, score, write_more)
         return self.saver.begin(folder, facts, self.policy, then)
 
     @one_at_a_time

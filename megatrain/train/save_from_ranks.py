@@ -1,4 +1,4 @@
-"""Saves and exports the state of several ranks, such that a failure on one rank is raised on all.
+"""Saves and exports the state of several ranks, so that a failure on one rank is raised on all.
 
 All ranks repeatedly agree that nothing has failed, so all end with the same failure and none waits for one that has
 ended. If all ranks reach the folder, each writes its share of every unit at its own ranges of shared files: no state is

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.checkpoint import (
     Checkpoint,
-    Facts,
+    CheckpointFacts,
     ParamState,
     PlannedCheckpoint,
     checkpoints,
@@ -81,7 +81,7 @@ def test_the_stock_loader_reads_a_checkpoint(tmp_path: Path) -> None:
         {param.name: ParamState(masters[param.name], *torch.zeros(2, *param.shape)) for param in unit.params}
         for unit in planned.spec.units
     )
-    folder = write_checkpoint(tmp_path, planned, units, Facts(3, {}))
+    folder = write_checkpoint(tmp_path, planned, units, CheckpointFacts(3, {}))
     found, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
     assert found.dtype == torch.float32
@@ -97,7 +97,7 @@ def test_a_checkpoint_matches_save_pretrained_except_tensor_order(tmp_path: Path
     units = (
         {param.name: ParamState(*[weights[param.name]] * 3) for param in unit.params} for unit in planned.spec.units
     )
-    folder = write_checkpoint(tmp_path / "run", planned, units, Facts(1, {}))
+    folder = write_checkpoint(tmp_path / "run", planned, units, CheckpointFacts(1, {}))
     model.save_pretrained(tmp_path / "stock")
     assert config_as_stock_saves_it(folder) == (tmp_path / "stock" / "config.json").read_text()
     name = "generation_config.json"

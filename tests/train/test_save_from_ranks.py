@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from megatrain.checkpoint import (
-    Earlier,
-    Facts,
+    CheckpointFacts,
     PlannedCheckpoint,
+    PreviousCheckpoint,
     full_check,
     hard_links,
     manifest,
@@ -115,10 +115,10 @@ class Rank:
                 self.doubts += shared.lost_writes
 
         def lead(agree: Agree) -> Path:
-            known = None if earlier is None else Earlier(earlier, frozen="1")
+            known = None if earlier is None else PreviousCheckpoint(earlier, frozen="1")
             if known is not None:
                 known.begin(frozen=str(self.seed))
-            facts, together = Facts(step, {"step": 1}), partial(by_all, agree)
+            facts, together = CheckpointFacts(step, {"step": 1}), partial(by_all, agree)
             path = write_checkpoint(folder, self.planned, iter(()), facts, earlier=known, together=together)
             self.linked = 0 if known is None else known.linked_nbytes
             return path
