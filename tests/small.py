@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from random import Random
 
-from megatrain.spec import ModelSpec, ParamSpec, UnitSpec
+from megatrain.spec import ModelSpec, ParamSpec, SideValue, UnitSpec
+from megatrain.spec.layer_profile import Growth
 
 
 @cache
@@ -33,3 +35,21 @@ def with_encoder(
     table = tuple(replace(param, trainable=trained[2]) for param in spec.units[0].params)
     units = [replace(spec.units[0], params=table), *spec.units[1:], *units]
     return replace(spec, units=tuple(units), encoders=1 + layers, encoded_per_value=0.25, taps=(2,) if taps else ())
+
+
+def with_sides(spec: ModelSpec, *sides: SideValue) -> ModelSpec:
+    """The model with side values, of as many bytes as a hidden state in bfloat16 unless they say it."""
+    measured = (side if side.size.per_token else replace(side, size=Growth(per_token=16.0)) for side in sides)
+    return replace(spec, sides=tuple(measured))
+
+
+def some_sides(spec: ModelSpec, draw: Random) -> ModelSpec:
+    """The model with a few side values of any kind."""
+    sides = []
+    for source in sorted(draw.choices(range(spec.epilogue - 1), k=draw.randint(1, 4))):
+        is_hidden = draw.random() < 0.5 and not any(side.source == source and side.is_hidden for side in sides)
+        behind = range(source + (2 if is_hidden else 1), spec.epilogue + 1)
+        users = tuple(sorted(draw.sample(behind, draw.randint(1, len(behind)))))
+        size = Growth(per_token=16.0 if is_hidden else draw.choice([2.0, 8.0, 40.0]))
+        sides.append(SideValue(source, users, draw.random() < 0.7 or is_hidden, size, is_hidden=is_hidden))
+    return replace(spec, sides=tuple(sides))

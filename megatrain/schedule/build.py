@@ -111,7 +111,7 @@ class Builder:
         self.buffers: dict[str, Buffer] = {}
         self.collectives = Collectives(model.ranks, rank, self.buffers, policy.delivery == "shared")
         self.alive = Activations(model, numerics, policy, work, self.buffers, trains=trains)
-        self.sides = SideValues(model, work, self.alive.transient)
+        self.sides = SideValues(model, work, self.alive)
         self.staged: dict[str, Staged] = {}
         """Placeholder names of host memory for state on the disk."""
         in_files: dict[str, tuple[Access, ...]] = {}
@@ -179,7 +179,7 @@ class Builder:
 
     def _finished(self, ops: Sequence[Op]) -> Schedule:
         names = tuple(unit.name for unit in self.model.units)
-        whole = self.collectives.among(self.alive.offloaded(ops))
+        whole = self.collectives.among(self.alive.offloaded(ops, [*self.sides.offloaded.values()]))
         placed = stage(stage(whole, self.staged), self.pinned_staging.from_files)
         placed = stage(placed, self.pinned_staging.staged)
         return derive_waits(Schedule(tuple(placed), self.buffers, names))
@@ -223,9 +223,7 @@ class Builder:
         """What the encoder has made of images, which the prologue reads."""
         if unit or not self.order[0]:
             return []
-        is_kept = self.trains and self.model.has_backward(0)
-        source = self.alive.found_by if is_kept else self.alive.hidden
-        return [self.alive.hidden(0, micro), *(source(tapped, micro) for tapped in self.model.tapped[1:])]
+        return [self.alive.hidden(0, micro), *(self.alive.found_by(tapped, micro) for tapped in self.model.tapped[1:])]
 
     def _loss_visit(self, micros: range) -> Visit:
         unit = self.model.epilogue

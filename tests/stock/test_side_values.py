@@ -52,6 +52,11 @@ ON_DEVICE = Placement("device", "device", "device")
 POLICIES = {
     "recomputed": replace(SHARDS, activations="recompute"),
     "kept": replace(SHARDS, activations="keep", grad_slots=1),
+    "offloaded": replace(SHARDS, activations_by_layer=(("offload",),), offload_slots=1),
+    "offloaded by shard": replace(SHARDS, wait_for="shard", activations_by_layer=(("offload", "offload_chosen"),)),
+    "offloaded in rounds": replace(
+        SHARDS, activations_by_layer=(("offload_attention",), ("graph", "offload")), micro_batches_per_round=2
+    ),
     "offloaded and dropped": replace(SHARDS, activations_by_layer=(("offload",), ("drop",)), offload_slots=1),
     "stored": replace(SHARDS, activations_by_layer=(("chosen", "offload_chosen"), ("attention", "graph"))),
     "by shard": replace(SHARDS, wait_for="shard", weight_slots=1),

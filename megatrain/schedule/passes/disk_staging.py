@@ -50,6 +50,8 @@ class Staged:
     shard: int = -1
     sources: tuple[Access, ...] = ()
     """Its consecutive sources, if it has several; then no op changes it here."""
+    copies_each: bool = False
+    """Whether every change is copied out, not only the last of several in a row: its slot may change in between."""
 
 
 def stage(ops: Sequence[Op], staged: Mapping[str, Staged]) -> list[Op]:
@@ -130,7 +132,9 @@ class _Staging:
         return Op(op.kind, op.stream, op.unit, op.micro, op.shard, reads, writes, op.share)
 
     def _is_whole(self, name: str, now: int) -> bool:
-        """Whether the op at `now` is the last in a run of ops that write the name."""
+        """Whether the op at `now` is the last in a run of ops that write the name, or all of them are copied out."""
+        if self._staged[name].copies_each:
+            return True
         uses = self._uses[name]
         following = bisect_right(uses, now)
         return following == len(uses) or uses[following] not in self._changes[name]
