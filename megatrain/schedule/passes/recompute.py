@@ -347,7 +347,7 @@ class Activations:
         """`ops` with slots for what is offloaded, and the necessary OFFLOAD and RELOAD ops.
 
         side_values: those that are offloaded, and sums of their gradients. Of each kind there are as many slots as the
-        policy says, or as one op needs.
+        policy says; more if one op needs several.
         """
         away = [key for key, keep in self._keeps.items() if keep in NOT_OFFLOADED]
         saved = [key for key in away if self._keeps[key] in SAVED_BY]
@@ -359,7 +359,7 @@ class Activations:
         staged: dict[str, Staged] = {}
         for kind, accesses in of_kinds.items():
             most = _most_at_once(ops, accesses) if self._model.sides or self._model.encoders else 1
-            count = min(max(self._policy.offload_slots, most), len(accesses))
+            count = min(self._policy.offload_slots - 1 + most, len(accesses))  # while an op runs, the others are filled
             slots = tuple(f"device/{kind}/{k}" for k in range(count))
             # If a micro-batch represents several, one at a time is in a slot.
             largest = max((round(access.stop / self._work.repeats) for access in accesses), default=0)
