@@ -118,8 +118,7 @@ class Builder:
         self.pinned_staging = PinnedStaging(policy, self.buffers, self.staged, in_files)
         self.slots = WeightSlots(model, numerics, policy, self.layouts, self.buffers)
         self.gradients = Gradients(model, numerics, policy, work, self.buffers, self.pinned_staging)
-        encodes = work.beyond_text or (trains and any(map(model.has_backward, model.encoder)))
-        self.order = [*(model.encoder if encodes else ()), *range(model.epilogue)]
+        self.order = [*(model.encoder if work.beyond_text else ()), *range(model.epilogue)]
         """The units before the epilogue, in order of the forward pass."""
         self._tapped = [unit for unit in model.tapped[1:] if model.has_backward(unit - 1)]
         """Units to the gradient of whose input the prologue adds."""
@@ -221,7 +220,7 @@ class Builder:
 
     def _encoded(self, unit: int, micro: int) -> list[Access]:
         """What the encoder has made of images, which the prologue reads."""
-        if unit or not self.order[0]:
+        if unit or not (self.model.encoders and self.work.beyond_text):
             return []
         return [self.alive.hidden(0, micro), *(self.alive.found_by(tapped, micro) for tapped in self.model.tapped[1:])]
 
@@ -250,6 +249,9 @@ class Builder:
         for unit in filter(self.model.has_backward, reversed(self.order)):
             visits += [self._recomputing_visit(steps) for steps in self.alive.recomputations(unit, micros)]
             visits.append(self._backward_visit(unit, micros))
+        if not self.work.beyond_text:
+            trained = [unit for unit in self.model.encoder if self.trained[unit].size]
+            visits += [_without_images(self, unit, micros) for unit in reversed(trained)]
         return visits
 
     def _recomputing_visit(self, steps: Sequence[Recomputation]) -> Visit:
@@ -354,6 +356,18 @@ def _tap(builder: Builder, unit: int, micro: int) -> Access:
     """What the prologue adds to the gradient of the input of an encoder's layer."""
     nbytes = input_nbytes(builder.model, builder.numerics, builder.work, unit, micro)
     return builder.alive.transient(Use.SIDE_GRADIENTS, f"encoder.{unit}.{micro}", nbytes, TapGradient(unit, micro))
+
+
+def _without_images(builder: Builder, unit: int, micros: range) -> Visit:
+    """The backward of a trained unit of an encoder in a step of text: its parameters have no gradient, which the update
+    is told, and its weights are not needed."""
+    visit = Visit(unit, reads=False, before=builder._restored(unit, micros))
+    for micro in micros:
+        reads, writes = list[Access](), list[Access]()
+        builder.gradients.add(unit, reads, writes)
+        visit.compute.append(Op("BACKWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
+    visit.after = builder._gradient_out(unit)
+    return visit
 
 
 def _restore_early(before: Visit, visit: Visit) -> None:
