@@ -90,9 +90,10 @@ def encoded_for(context: OpContext, step: StepState, op: Op, lease: Lease) -> li
 def side_values_of(
     context: OpContext, step: StepState, op: Op, lease: Lease, call: Call, *, leaves: bool
 ) -> dict[int, Tensor]:
-    """The side values that a layer takes, by number. leaves: those whose gradient a step needs require one."""
+    """The side values that a layer takes, by number; one of an encoder takes none. leaves: those whose gradient a step
+    needs require one."""
     spec = context.spec
-    if not (spec.sides or call.takes):
+    if not (spec.sides or call.takes) or context.roles[op.unit].in_encoder:
         return {}
     values = step.activations.sides_read(op, lease)
     values |= {number: input_of(step, op, lease, unit + 1) for unit, number in hidden_sides(spec, op.unit).items()}
