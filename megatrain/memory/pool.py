@@ -254,7 +254,7 @@ class UnsavedState:
             buffer = self._pool.buffers[access.buffer]
             if buffer.use is Use.DISK_STAGING and buffer.part and access.content != USED:
                 region = state_name("disk", buffer.part, op.unit)
-                stop = access.stop - self._pool.buffers[region].frozen_nbytes
+                stop = min(access.stop, self._pool.buffers[region].nbytes - self._pool.buffers[region].frozen_nbytes)
                 self.keep(region, lease[access.buffer][access.start : stop].numpy(), 0)
 
     def keep(self, region: str, memory: Bytes, start: int) -> None:

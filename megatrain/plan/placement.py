@@ -46,7 +46,7 @@ def state_policy(policy: Policy) -> Policy:
         wait_for="unit",
         recompute_slots=None,
         streamed_updates=0.0,
-        weight_slots=policy.weight_slots if policy.update == "during_backward" else 1,  # `staging_names` needs it then
+        weight_slots=1,
     )
 
 

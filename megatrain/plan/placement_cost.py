@@ -108,6 +108,7 @@ def _unit_seconds(
     reads += visits * read_each
     if placement.weights == "disk":
         writes += trained * numerics.weight_nbytes
+        reads += 0 if policy.shares_memory else trained * numerics.weight_nbytes  # by the update, too
     reading, writing = duplex_disk_bandwidths(hardware)
     return {
         "fetch": saved / fetching,

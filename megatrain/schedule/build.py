@@ -114,8 +114,8 @@ class Builder:
         self.sides = SideValues(model, work, self.alive)
         self.staged: dict[str, Staged] = {}
         """Placeholder names of host memory for state on the disk."""
-        in_files: dict[str, tuple[Access, ...]] = {}
-        self.pinned_staging = PinnedStaging(policy, self.buffers, self.staged, in_files)
+        on_drive: dict[str, tuple[Access, ...]] = {}
+        self.pinned_staging = PinnedStaging(policy, self.buffers, self.staged, on_drive)
         self.slots = WeightSlots(model, numerics, policy, self.layouts, self.buffers)
         self.gradients = Gradients(model, numerics, policy, work, self.buffers, self.pinned_staging)
         self.order = [*(model.encoder if work.beyond_text else ()), *range(model.epilogue)]
@@ -124,7 +124,7 @@ class Builder:
         """Units to the gradient of whose input the prologue adds."""
         self._place = {unit: place for place, unit in enumerate([*self.order, model.epilogue])}
         """Unit -> its first visit."""
-        self.state = StateBuffers(model, numerics, policy, pending, self.buffers, self.staged, in_files)
+        self.state = StateBuffers(model, numerics, policy, pending, self.buffers, self.staged, on_drive)
         self.streamed = StreamedUpdates(model, numerics, policy, self.buffers, self.gradients, self.state)
 
     def _rounds(self) -> list[range]:
@@ -179,13 +179,13 @@ class Builder:
     def _finished(self, ops: Sequence[Op]) -> Schedule:
         names = tuple(unit.name for unit in self.model.units)
         whole = self.collectives.among(self.alive.offloaded(ops, [*self.sides.offloaded.values()]))
-        placed = stage(stage(whole, self.staged), self.pinned_staging.from_files)
+        placed = stage(stage(whole, self.staged), self.pinned_staging.from_drive)
         placed = stage(placed, self.pinned_staging.staged)
         return derive_waits(Schedule(tuple(placed), self.buffers, names))
 
     def _updated_at(self, unit: int) -> int:
         """The visit before which a pending update is placed: as early as there is a place for its weights until
-        they are used."""
+        they are used, but not so early that weights which are needed first are read from the disk behind others."""
         place = self._place.get(unit, 0)
         if self.placements[unit].on_device:  # with several ranks, before they gather it
             return place if self.model.ranks == 1 else max(0, place - self.policy.layer_slots + 1)
@@ -337,12 +337,7 @@ class Builder:
         before, after = ("old", "") if self.pending == "all" else ("", "new")
         on_device = self.placements[unit].on_device
         tier: Tier = "device" if on_device else "host"
-        # Frozen values count as written, so that each part has one version.
-        parts = [
-            (state_name(tier, sized.part, unit), sized.nbytes, CONTENT_OF[sized.part])
-            for sized in self.state.of(unit)
-            if sized.part is not Part.GRADIENTS and sized.tier != "file"
-        ]
+        parts = [(state_name(tier, part, unit), nbytes, CONTENT_OF[part]) for part, nbytes in self.state.updated(unit)]
         gradient = self.gradients.landed(unit, before)
         reads = [gradient, *(Access(name, 0, nbytes, what(unit, before)) for name, nbytes, what in parts)]
         if self.pending == "none":

@@ -37,8 +37,8 @@ def test_op_bytes_equal_their_buffers(data: st.DataObject) -> None:
     )
     buffers: dict[str, Buffer] = {}
     staged: dict[str, Staged] = {}
-    in_files: dict[str, tuple[Access, ...]] = {}
-    StateBuffers(model, numerics, policy, data.draw(st.sampled_from(["none", "all"])), buffers, staged, in_files)
+    on_drive: dict[str, tuple[Access, ...]] = {}
+    StateBuffers(model, numerics, policy, data.draw(st.sampled_from(["none", "all"])), buffers, staged, on_drive)
     found = Counter[str]()
     for buffer in buffers.values():
         found[buffer.tier] += buffer.nbytes
@@ -91,7 +91,7 @@ def test_file_backed_weights_take_only_staging_memory(shard_nbytes: int, *, shar
 
 def from_files(op: Op) -> bool:
     """Whether it copies what a READ has just brought."""
-    return op.kind == "FETCH" and op.reads[0].buffer.startswith("host/file_staging")
+    return op.kind == "FETCH" and op.reads[0].buffer.startswith("host/weight_staging")
 
 
 def test_shards_from_files_are_read_while_the_shard_before_is_copied() -> None:

@@ -3,9 +3,10 @@ disk.
 
 A unit has weights, low bits and moments, and a gradient if that waits for the norm. Each part is in the tier of
 its placement (`spec.Placement`). On the disk it has a region, plus host buffers that hold it while in use
-(`disk_staging`). Weights in the model's own files pass through such buffers too: by unit in shared memory, else by
-shard. `StateBuffers` names all of it for a schedule; `state_nbytes` adds up the same bytes without names, since a
-plan search needs them thousands of times. `gradients` decides where gradients are summed and land.
+(`disk_staging`). Weights on a drive, which is the disk or the model's own files, reach a device with memory of its
+own by shards, through a ring of host buffers; in shared memory, where compute reads them, they pass by unit.
+`StateBuffers` names all of it for a schedule; `state_nbytes` adds up the same bytes without names, since a plan search
+needs them thousands of times. `gradients` decides where gradients are summed and land.
 """
 
 from __future__ import annotations
@@ -110,10 +111,8 @@ def staging_names(model: ModelSpec, policy: Policy, unit: int, part: Part) -> li
     """Names of the staging buffers through which a part of a unit passes."""
     if model.units[unit].kind != "layer":
         return [staging_name(model, unit, part)]
-    count = policy.disk_staging_slots
-    if part is Part.WEIGHTS and policy.update == "during_backward" and not policy.shares_memory:
-        count = max(count, policy.layers_fetched)  # between a layer's fetch and its update, others are fetched
-    return [staging_name(model, unit, part, number) for number in range(min(count, len(model.layers)))]
+    count = min(policy.disk_staging_slots, len(model.layers))
+    return [staging_name(model, unit, part, number) for number in range(count)]
 
 
 def state_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[str, int]:
@@ -134,21 +133,33 @@ def _stages(
     model: ModelSpec, numerics: Numerics, policy: Policy, unit: int, part: SizedPart
 ) -> Iterator[tuple[str, int]]:
     """(name, bytes) of the host buffers through which a part passes from the drive."""
-    if part.tier == "disk":
-        yield from ((name, part.nbytes) for name in staging_names(model, policy, unit, part.part))
-    elif part.tier == "file" and policy.shares_memory:
-        whole = layout_of(model.units[unit]).size * numerics.weight_nbytes
-        yield from ((name, whole) for name in staging_names(model, policy, unit, part.part))
-    elif part.tier == "file":
-        layout, weight_nbytes = layout_of(model.units[unit]), numerics.weight_nbytes
+    if part.tier not in ("disk", "file"):
+        return
+    layout, weight_nbytes = layout_of(model.units[unit]), numerics.weight_nbytes
+    whole = layout.size * weight_nbytes if part.tier == "file" else part.nbytes
+    if part.part is Part.WEIGHTS and not policy.shares_memory:
         shards = layout.shards(max(1, shard_nbytes(policy, model.units[unit].kind) // weight_nbytes))
-        largest = max(shard.stop - shard.start for shard in shards if shard.stop > layout.files_start)
-        yield from ((name, largest * weight_nbytes) for name in file_staging_names(policy))
+        first = layout.files_start if part.tier == "file" else 0
+        largest = max(shard.stop - shard.start for shard in shards if shard.stop > first)
+        yield from ((name, largest * weight_nbytes // layout.ranks) for name in weight_staging_names(policy))
+        whole = changed_nbytes(layout, numerics, part) if part.tier == "disk" else 0
+    if whole:
+        yield from ((name, whole) for name in staging_names(model, policy, unit, part.part))
 
 
-def file_staging_names(policy: Policy) -> tuple[str, ...]:
-    """Host buffers through which shards of weights in files pass to the device."""
-    return tuple(f"host/file_staging/{number}" for number in range(policy.pinned_staging_slots))
+def weight_staging_names(policy: Policy) -> tuple[str, ...]:
+    """Host buffers through which shards of weights pass from the disk or from files to the device."""
+    return tuple(f"host/weight_staging/{number}" for number in range(policy.pinned_staging_slots))
+
+
+def changed_nbytes(layout: Layout, numerics: Numerics, sized: SizedPart) -> int:
+    """Bytes from the start of a part that updates change, rounded up to a sector, where a write can end.
+
+    Frozen weights come after that.
+    """
+    if sized.part is not Part.WEIGHTS:
+        return sized.nbytes
+    return min(sized.nbytes, whole_sectors(layout.trained.own_size * numerics.weight_nbytes))
 
 
 def shard_nbytes(policy: Policy, kind: UnitKind) -> int:
@@ -223,8 +234,8 @@ def save_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> int:
 class StateBuffers:
     """Adds the buffers of a model's state to `buffers`, for one schedule.
 
-    `staged`: placeholder names for state on the disk. `in_files`: the name for all weights of a unit with some in
-    files -> where they are.
+    `staged`: placeholder names for state on the disk. `on_drive`: the name for all weights of a unit of which the last
+    are on the disk or in files -> where they are.
     """
 
     def __init__(
@@ -235,10 +246,10 @@ class StateBuffers:
         pending: Pending,
         buffers: dict[str, Buffer],
         staged: dict[str, Staged],
-        in_files: dict[str, tuple[Access, ...]],
+        on_drive: dict[str, tuple[Access, ...]],
     ) -> None:
         self._model, self._numerics, self._policy = model, numerics, policy
-        self._buffers, self._staged, self._in_files = buffers, staged, in_files
+        self._buffers, self._staged, self._on_drive = buffers, staged, on_drive
         self._streamed = policy.updates_streamed(model)
         old = "old" if pending == "all" else ""
         self._parts: dict[tuple[int, Placement], Sequence[SizedPart]] = {}
@@ -261,12 +272,25 @@ class StateBuffers:
         """Where a unit's sum of squares is, one float64."""
         return Access(NORMS, 8 * unit, 8 * unit + 8, Norm(unit))
 
+    def updated(self, unit: int) -> list[tuple[Part, int]]:
+        """(part, bytes from its start) of the state that an update of a unit reads and writes.
+
+        Frozen weights beside trained ones count as written, so that a part has one version. They stay on the disk if
+        the device fetches them from there.
+        """
+        layout, away = layout_of(self._model.units[unit]), () if self._policy.shares_memory else ("disk",)
+        return [
+            (sized.part, changed_nbytes(layout, self._numerics, sized) if sized.tier in away else sized.nbytes)
+            for sized in self.of(unit)
+            if sized.part is not Part.GRADIENTS and sized.tier != "file"
+        ]
+
     def _declare(self, unit: int, sized: SizedPart, content: Content | None) -> None:
         """Add the memory of a part, in its tier."""
         if sized.tier == "file":
-            return self._declare_in_file(unit, sized.nbytes)
+            return self._declare_in_file(unit, sized)
         part, nbytes, tier, copied = sized
-        kept = nbytes - self._changed_nbytes(unit, sized)
+        kept = nbytes - changed_nbytes(layout_of(self._model.units[unit]), self._numerics, sized)
         crosses = part not in HOST_ONLY or unit in self._streamed
         name = state_name(tier, part, unit)
         use = USE_OF[part]
@@ -277,33 +301,28 @@ class StateBuffers:
             whole = nbytes * self._model.ranks
             declare(self._buffers, Buffer(name, "device", whole, Use.RESIDENT_COPY, part=part, unit=unit))
         if tier == "disk":
-            slots = tuple(staging_names(self._model, self._policy, unit, part))
-            for slot in slots:
-                declare(self._buffers, Buffer(slot, "host", nbytes, Use.DISK_STAGING, part=part, crosses=crosses))
-            staged = Staged(unit, buffer.name, nbytes, content or USED, slots, frozen_nbytes=kept)
-            self._staged[state_name("host", part, unit)] = staged
+            self._declare_stages(unit, sized)
+            in_host, slots = state_name("host", part, unit), tuple(staging_names(self._model, self._policy, unit, part))
+            if part is Part.WEIGHTS and not self._policy.shares_memory:
+                self._on_drive[in_host] = (Access(name, 0, nbytes, Weights(unit)),)
+                nbytes, kept = nbytes - kept, 0  # only the update uses them there
+            self._staged[in_host] = Staged(unit, name, nbytes, content or USED, slots, frozen_nbytes=kept)
 
-    def _declare_in_file(self, unit: int, nbytes: int) -> None:
+    def _declare_stages(self, unit: int, sized: SizedPart) -> None:
+        for name, nbytes in _stages(self._model, self._numerics, self._policy, unit, sized):
+            crosses = sized.part not in HOST_ONLY
+            declare(self._buffers, Buffer(name, "host", nbytes, Use.DISK_STAGING, part=sized.part, crosses=crosses))
+
+    def _declare_in_file(self, unit: int, sized: SizedPart) -> None:
         """Add a unit's weights in files, which fit any version, after its weights in host memory."""
-        part, content = Part.WEIGHTS, Weights(unit)
+        part, nbytes, content = Part.WEIGHTS, sized.nbytes, Weights(unit)
+        self._declare_stages(unit, sized)
         name, held = state_name("file", part, unit), layout_of(self._model.units[unit]).files_start
         declare(self._buffers, Buffer(name, "file", nbytes, Use.WEIGHTS, content, part=part, unit=unit))
         held *= self._numerics.weight_nbytes
         in_host = (Access(state_name("host", part, unit), 0, held, content),) if held else ()
         sources = (*in_host, Access(name, 0, nbytes, content))
-        self._in_files[state_name("host", part, unit)] = sources
+        self._on_drive[state_name("host", part, unit)] = sources
         if self._policy.shares_memory:
             slots = tuple(staging_names(self._model, self._policy, unit, part))
-            for slot in slots:
-                declare(self._buffers, Buffer(slot, "host", held + nbytes, Use.DISK_STAGING, part=part))
             self._staged[whole_name(unit)] = Staged(unit, name, held + nbytes, content, slots, sources=sources)
-
-    def _changed_nbytes(self, unit: int, sized: SizedPart) -> int:
-        """Bytes from the start of a part that updates change, rounded up to a sector, where a write can end.
-
-        Frozen weights come after that.
-        """
-        if sized.part is not Part.WEIGHTS:
-            return sized.nbytes
-        trained = layout_of(self._model.units[unit]).trained.own_size * self._numerics.weight_nbytes
-        return min(sized.nbytes, whole_sectors(trained))
