@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from megatrain.checkpoint import export_units
+from megatrain.checkpoint import export_pieces
 from megatrain.data import load_tokenizer, save_tokenizer
 from megatrain.errors import DataError, ExportError
 from megatrain.model import (
@@ -80,14 +82,20 @@ def run_export(
     ported = port_model(written_from.model, torch.float32)
     not_finite: list[str] = []
 
-    def masters(unit: UnitSpec) -> dict[str, Tensor]:
-        values = _masters(written_from, unit)
-        not_finite.extend(name for name, value in values.items() if not bool(value.isfinite().all()))
+    units = {param.name: unit for unit in ported.structure.units for param in unit.params}
+    held: dict[str, Tensor] = {}
+
+    def masters(name: str, start: int, stop: int) -> NDArray[np.float32]:
+        if name not in held:
+            held.clear()
+            held.update(_masters(written_from, units[name]))
+            not_finite.extend(name for name, value in held.items() if not bool(value.isfinite().all()))
+        values: NDArray[np.float32] = held[name].view(-1)[start:stop].numpy()
         return values
 
-    written = export_units(
+    written = export_pieces(
         ported,
-        map(masters, ported.structure.units),
+        masters,
         folder_path,
         precision=precision,
         facts={"made from": source.name},

@@ -18,6 +18,7 @@ from megatrain.checkpoint.range_writer import RangeWriter
 from megatrain.errors import CheckpointError, DamagedCheckpoint, DoesNotFit, NonFinite
 from megatrain.plan import Choice
 from megatrain.spec import Numerics, Placement, Precision
+from tests.saved import set_saved_at_once
 from tests.tiny import equal, tiny_model, unequal_batches
 
 DISK, DEVICE = Placement("disk", "disk", "disk"), Placement("device", "device", "device")
@@ -139,9 +140,13 @@ def test_without_the_save_wait_state_would_be_torn(tmp_path: Path, slow_disk: Sl
         assert files(under_way.wait()) != files(quiet)
 
 
+@pytest.mark.parametrize("at_once", [1 << 24, 1000])
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
-def test_memory_for_a_save_is_one_unit_in_float32(precision: Precision, tmp_path: Path) -> None:
-    for placements, words in ((HOMES["host"], 1 if precision == "bf16" else 0), (HOMES["disk"], 3)):
+def test_memory_for_a_save_is_one_array_of_a_unit_but_at_most_a_piece(
+    precision: Precision, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_saved_at_once(monkeypatch, at_once)
+    for placements in (HOMES["host"], HOMES["disk"]):
         with made(chosen(precision, shares_memory=True, placements=placements), tmp_path) as engine:
             before = engine.diagnostics.memory_table()
             engine.save(tmp_path / "run").wait()
@@ -153,7 +158,25 @@ def test_memory_for_a_save_is_one_unit_in_float32(precision: Precision, tmp_path
         else:
             (owner,) = added
             assert owner == ("host", "checkpoint")
-            assert words * 4 * largest <= added[owner] <= words * 4 * (largest + 64)
+            assert 4 * min(largest, at_once) <= added[owner] <= 4 * min(largest + 64, at_once)
+
+
+@pytest.mark.parametrize(
+    ("how", "device"),
+    [
+        (chosen(placements=HOMES["disk"]), "sim:5"),
+        (chosen("bf16", "during_backward", placements=(DEVICE, Placement(), DEVICE, DISK, Placement())), "sim:3"),
+    ],
+)
+def test_a_save_by_short_ranges_gives_the_same_files(
+    how: Choice, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with made(how, tmp_path, device) as engine:
+        steps(engine, 1)
+        whole = engine.save(tmp_path / "whole").wait()
+        set_saved_at_once(monkeypatch, 1000)
+        ranges = engine.save(tmp_path / "ranges").wait()
+    assert files(ranges) == files(whole)
 
 
 # Going on ------------------------------------------------------------------------------------------------------------
@@ -457,7 +480,7 @@ def test_moving_state_leaves_memory_for_saves(tmp_path: Path) -> None:
             for (tier, owner), n in engine.diagnostics.memory_table().items()
             if tier == "host" and owner != "checkpoint"
         )
-        needed = max(engine.parts.store.layouts[unit].size for unit in range(5)) * 12
+        needed = max(engine.parts.store.layouts[unit].size for unit in range(5)) * 4
         assert needed < state
         engine.adopt(away)
         assert engine.diagnostics.memory_table()["host", "checkpoint"] == needed

@@ -22,7 +22,7 @@ from megatrain.schedule.ops import Access, Buffer, Use, declare
 from megatrain.schedule.passes.disk_staging import Staged
 from megatrain.spec import IN_HOST, ModelSpec, Numerics, Part, Placement, Policy, Precision, Tier, UpdateTime
 from megatrain.spec.hardware import whole_sectors
-from megatrain.spec.layout import Layout, layout_of
+from megatrain.spec.layout import SAVED_AT_ONCE, Layout, layout_of
 from megatrain.spec.model import UnitKind
 
 MOMENTS_NBYTES = 8
@@ -195,39 +195,25 @@ def _kinds(model: ModelSpec) -> tuple[int, ...]:
     return tuple(kinds)
 
 
-class Spare(NamedTuple):
-    """Host memory in which a save assembles a unit in float32: the masters, then what is fetched."""
+def spare_nbytes(model: ModelSpec, unit: int, precision: Precision, away: Collection[Part], *, in_files: bool) -> int:
+    """Host memory through which a save reads the float32 state of a unit: none for what is in host memory so.
 
-    saved: int
-    """Number of a unit's first elements in a checkpoint, or of a rank's share of them: all, except weights of an
-    adapter's base in the model's files."""
-    masters: int
-    """Bytes of the masters; 0 if they exist in host memory."""
-    fetched: int
-    """Bytes of the moments; 0 if they are in host memory."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.masters + self.fetched
-
-
-def spare_of(model: ModelSpec, unit: int, precision: Precision, away: Collection[Part], *, in_files: bool) -> Spare:
-    """The memory for saving a unit. away: its parts that are not in host memory; in_files: whether weights are
-    read from files."""
-    layout, is_master = layout_of(model.units[unit]), precision == "fp32"
+    away: its parts that are not in host memory; in_files: whether weights are read from files.
+    """
+    layout = layout_of(model.units[unit])
     saved = layout.files_start if model.base_apart and layout.ranks == 1 else layout.own_size
-    at_hand = is_master and Part.WEIGHTS not in away and not (in_files and saved > layout.files_start)
-    moments = MOMENTS_NBYTES * layout.trained.own_size if Part.MOMENTS in away else 0
-    return Spare(saved, 0 if at_hand else 4 * saved, moments)
+    is_in_place = precision == "fp32" and Part.WEIGHTS not in away and not (in_files and saved > layout.files_start)
+    largest = max(0 if is_in_place else saved, layout.trained.own_size if Part.MOMENTS in away else 0)
+    return 4 * min(largest, SAVED_AT_ONCE)
 
 
 def save_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> int:
-    """Host memory that saves during training need: that of the most demanding unit (`spare_of`)."""
+    """Host memory that saves during training need: that of the most demanding unit (`spare_nbytes`)."""
     sizes = []
     for unit, placement, _ in units_alike(model, policy):
         away = [part for part in Part if placement.tier(part) not in ("host", "file")]
         in_files = reads_files(layout_of(model.units[unit]), placement)
-        sizes.append(spare_of(model, unit, numerics.precision, away, in_files=in_files).nbytes)
+        sizes.append(spare_nbytes(model, unit, numerics.precision, away, in_files=in_files))
     return max(sizes)
 
 
