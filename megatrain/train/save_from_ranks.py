@@ -97,6 +97,8 @@ def from_all_ranks(
     """
     unit, array, start, stop = wanted
     layout, shares = store.layouts[unit], [np.empty(0, np.float32)]
+    if layout.ranks == 1:
+        return read(*wanted)
     pieces = store.owned.within(layout, start, stop)
     agree(lambda: shares.extend(read(unit, array, piece.own.start, piece.own.stop).copy() for piece in pieces))
     return store.together(torch.from_numpy(np.concatenate(shares)), layout, world.together, start, stop).numpy()

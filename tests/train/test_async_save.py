@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from itertools import product
@@ -13,11 +14,13 @@ import torch
 from safetensors.torch import load_file
 
 from megatrain import AdamW, Engine, Policy
-from megatrain.checkpoint import checkpoints, full_check, open_checkpoint
+from megatrain.checkpoint import checkpoints, full_check, manifest, open_checkpoint
 from megatrain.checkpoint.range_writer import RangeWriter
 from megatrain.errors import CheckpointError, DamagedCheckpoint, DoesNotFit, NonFinite
+from megatrain.memory import unit_state
 from megatrain.plan import Choice
 from megatrain.spec import Numerics, Placement, Precision
+from tests.integration.test_rank_loads import Meter
 from tests.saved import set_saved_at_once
 from tests.tiny import equal, tiny_model, unequal_batches
 
@@ -159,6 +162,37 @@ def test_memory_for_a_save_is_one_array_of_a_unit_but_at_most_a_piece(
             (owner,) = added
             assert owner == ("host", "checkpoint")
             assert 4 * min(largest, at_once) <= added[owner] <= 4 * min(largest + 64, at_once)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system tells of a process's memory there")
+@pytest.mark.parametrize(
+    ("placements", "device"),
+    [((DISK,) * 3, "cpu"), pytest.param((DEVICE,) * 3, "sim:1", marks=pytest.mark.slow)],
+)
+def test_a_save_or_export_takes_no_more_than_a_few_pieces(
+    placements: tuple[Placement, ...], device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 128 KiB here, beside blocks of 64 KiB written and of 4 MiB read. A layer's state takes 20 MB in float32."""
+    set_saved_at_once(monkeypatch, 1 << 15)
+    monkeypatch.setattr(unit_state, "AT_ONCE", 1 << 15)
+    monkeypatch.setattr(manifest, "BLOCK_NBYTES", 1 << 16)
+    honest = RangeWriter.write
+
+    def looked(self: RangeWriter, *given: Any) -> None:
+        meter.look()
+        honest(self, *given)
+
+    sizes = {"hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 1}
+    with made(chosen(placements=placements), tmp_path, device, **sizes) as engine:
+        assert 12 * max(unit.numel for unit in engine.structure.units) > 20e6
+        engine.save(tmp_path / "first").wait()  # which makes the buffers of the disk
+        monkeypatch.setattr(RangeWriter, "write", looked)
+        meter = Meter(tmp_path)
+        engine.save(tmp_path / "run").wait()
+        assert meter.peak < 6 << 20
+        meter = Meter(tmp_path)
+        engine.save_pretrained(tmp_path / "model")
+        assert meter.peak < 6 << 20
 
 
 @pytest.mark.parametrize(
