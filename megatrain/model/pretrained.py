@@ -231,7 +231,8 @@ class PretrainedSource:
             bytes_of = tuple(place for key in keys if (place := self._shards.headers[key].place) is not None)
             kind = re.sub(r"\d+", "0", target)
             if not plain and kind not in alike:
-                alike[kind] = self._is_made_of(target, keys)
+                in_runs = self.by_ranges(name)
+                alike[kind] = in_runs is not None and in_runs.follow_each_other(keys)
             if plain or alike[kind]:
                 files[name] = bytes_of
             else:
@@ -258,24 +259,14 @@ class PretrainedSource:
         headers = {key: self._shards.headers[key] for key in self._keys.get(target, [])}
         if any(header.dtype not in DTYPES or header.place is None for header in headers.values()):
             return None
-        moved, made = self._made_of(headers)
-        first = first_names(self.model)
-        is_all = {first.get(other) for other in made} == {name} and moved.are_known(made[target])
-        return InRuns(moved, made[target], headers, self._where) if is_all else None
-
-    def _made_of(self, keys: Iterable[str]) -> tuple[MovedElements, dict[str, Tensor]]:
-        """What transformers makes of these tensors, without storage, by name, and where its elements come from."""
-        shapes = {key: torch.empty(self._shards.headers[key].shape, device="meta") for key in keys}
+        shapes = {key: torch.empty(header.shape, device="meta") for key, header in headers.items()}
         with _put_back(self.model), MovedElements(shapes) as moved:
             self._run_library(shapes, "meta")
             named = [*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers()]
-            return moved, {name: tensor.data for name, tensor in named if getattr(tensor, "_is_hf_initialized", False)}
-
-    def _is_made_of(self, target: str, keys: Sequence[str]) -> bool:
-        """Whether a parameter that transformers assembles consists of these tensors one after the other."""
-        moved, made = self._made_of(keys)
-        wholes = [Run(key, 0, math.prod(self._shards.headers[key].shape), 1) for key in keys]
-        return moved.are_known(made[target]) and list(moved.runs(made[target])) == wholes
+            made = {other: tensor.data for other, tensor in named if getattr(tensor, "_is_hf_initialized", False)}
+        first = first_names(self.model)
+        is_all = {first.get(other) for other in made} == {name} and moved.are_known(made[target])
+        return InRuns(moved, made[target], headers, self._where) if is_all else None
 
     def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
         """Write every parameter of every unit (see `Source`)."""
@@ -326,7 +317,7 @@ class PretrainedSource:
                 info = self._run_library(slices, "cpu")
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"its files cannot be read ({first_line(error)})", where=self._where) from error
-            self._refuse_what_does_not_fit(info)
+            _refuse_what_does_not_fit(info, self._where)
             named = [*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers()]
             values = {name: tensor.data for name, tensor in named if getattr(tensor, "_is_hf_initialized", False)}
             del named
@@ -356,7 +347,7 @@ class PretrainedSource:
         }
         with _put_back(self.model):
             info = self._run_library(shapes, "meta")
-        self._refuse_what_does_not_fit(info)
+        _refuse_what_does_not_fit(info, self._where)
         first = first_names(self.model)
         held_names = {first[name] for name in first.keys() - info.missing_keys}
         unexpected = info.unexpected_keys.copy()
@@ -394,20 +385,6 @@ class PretrainedSource:
             return True
         return any(owner in makers for owner in key.split(".")[-2:-1])
 
-    def _refuse_what_does_not_fit(self, info: LoadStateDictInfo) -> None:
-        """Raise `ModelError` for tensors whose shape differs from the model's, or that transformers cannot
-        convert."""
-        if wrong := sorted((name, tuple(shape), tuple(due)) for name, shape, due in info.mismatched_keys):
-            raise ModelError(
-                "its files and its config disagree about the shape of "
-                + listed([f"{name} (files {shape}, config {due})" for name, shape, due in wrong], most=2),
-                where=self._where,
-                fix="use files and a config that belong together",
-            )
-        for name, text in info.conversion_errors.items():
-            said = [line for line in text.splitlines() if line.strip()]
-            raise ModelError(f"cannot convert {name} ({said[-2] if len(said) > 1 else text})", where=self._where)
-
     def _untie(self) -> None:
         """Untie weights that the config ties but the files store with different values, as transformers does."""
         first = first_names(self.model)
@@ -430,6 +407,21 @@ class PretrainedSource:
         for target, value in loaded.items():
             owner, _, name = target.rpartition(".")
             setattr(self.model.get_submodule(owner), name, value)
+
+
+def _refuse_what_does_not_fit(info: LoadStateDictInfo, where: str) -> None:
+    """Raise `ModelError` for tensors whose shape differs from the model's, or that transformers cannot
+    convert."""
+    if wrong := sorted((name, tuple(shape), tuple(due)) for name, shape, due in info.mismatched_keys):
+        raise ModelError(
+            "its files and its config disagree about the shape of "
+            + listed([f"{name} (files {shape}, config {due})" for name, shape, due in wrong], most=2),
+            where=where,
+            fix="use files and a config that belong together",
+        )
+    for name, text in info.conversion_errors.items():
+        said = [line for line in text.splitlines() if line.strip()]
+        raise ModelError(f"cannot convert {name} ({said[-2] if len(said) > 1 else text})", where=where)
 
 
 def _load_generation_config(model: PreTrainedModel, source: str, revision: str | None, where: str) -> None:
@@ -655,27 +647,39 @@ class InRuns:
         """Elements [start, stop) as float32. Raises `ModelError` if the files cannot be read."""
         values = np.empty(stop - start, np.float32)
         for group in groups(self._moved.runs(self._made, start, stop), SAVED_AT_ONCE):
-            held = self._elements(group.name, group.start, group.stop)
+            (at, run), *more = group.runs
+            if run.step == 1 and not more:
+                self._read_into(values[at : at + run.length], run.name, run.start)
+                continue
+            held = np.empty(group.stop - group.start, np.float32)
+            self._read_into(held, group.name, group.start)
             for at, part in group.within(group.start, held):
                 values[at : at + part.size] = part
         return torch.from_numpy(values)
 
-    def _elements(self, key: str, start: int, stop: int) -> NDArray[np.float32]:
+    def follow_each_other(self, keys: Iterable[str]) -> bool:
+        """Whether the parameter consists of these tensors one after the other."""
+        wholes = [Run(key, 0, math.prod(self._headers[key].shape), 1) for key in keys]
+        return list(self._moved.runs(self._made)) == wholes
+
+    def _read_into(self, values: NDArray[np.float32], key: str, start: int) -> None:
+        """Fill `values` with a tensor's elements from `start` on."""
         header = self._headers[key]
         assert header.place is not None
         dtype, nbytes = DTYPES[header.dtype], 0
-        memory = bytearray((stop - start) * dtype.itemsize)
+        memory = values if dtype == torch.float32 else np.empty(values.size * dtype.itemsize, np.uint8)
+        view = memory.view(np.uint8).data
         try:
             with open(header.file, "rb", buffering=0) as file:
                 file.seek(header.place.place + start * dtype.itemsize)
-                while nbytes < len(memory):
-                    if not (more := file.readinto(memoryview(memory)[nbytes:])):
+                while nbytes < len(view):
+                    if not (more := file.readinto(view[nbytes:])):
                         raise ModelError("its files end before their tensors do", where=self._where)
                     nbytes += more
         except OSError as error:
             raise ModelError(f"its files cannot be read ({first_line(error)})", where=self._where) from error
-        values: NDArray[np.float32] = torch.frombuffer(memory, dtype=dtype).to(torch.float32).numpy()
-        return values
+        if memory is not values:
+            torch.from_numpy(values).copy_(torch.from_numpy(memory).view(dtype))
 
 
 def _files(source: str, config: PreTrainedConfig, where: str, revision: str | None) -> list[Path]:

@@ -140,7 +140,7 @@ def test_each_rank_reads_only_its_own_checkpoint_ranges(
     own_nbytes = planned.nbytes / RANKS
     largest_unit = max(unit.numel for unit in planned.spec.units) * 4
     assert own_nbytes <= meter.read() < 1.25 * own_nbytes, "pages around the ends of pieces, and headers"
-    assert meter.peak <= 1.05 * own_nbytes + largest_unit / RANKS
+    assert meter.peak <= 1.05 * own_nbytes + largest_unit / (1 if family == "mixtral" else RANKS)
     for number, whole in enumerate(states(planned)):
         unit, layout = store.units[number], store.layouts[number]
         memory = torch.empty(4 * layout.own_size, dtype=torch.uint8)
