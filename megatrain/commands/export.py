@@ -114,11 +114,10 @@ class _Masters:
         if name not in self._held:
             self._held.clear()
             self._hold(self._units[name])
-        values = self._held[name](start, stop)
-        if not bool(values.isfinite().all()):
+        values: NDArray[np.float32] = self._held[name](start, stop).numpy()
+        if not np.isfinite(values).all():
             self.not_finite[name] = None
-        flat: NDArray[np.float32] = values.numpy()
-        return flat
+        return values
 
     def _hold(self, unit: UnitSpec) -> None:
         """Be ready to read the parameters of a unit."""

@@ -72,8 +72,8 @@ from megatrain.spec import FileBytes
 from megatrain.spec.layout import SAVED_AT_ONCE
 from megatrain.system.paths import lies_within, read_json
 
-BATCH_NBYTES = 256 << 20
-"""Parameters are loaded in groups of up to this size in float32; a larger one is loaded alone."""
+BATCH_NBYTES = 128 << 20
+"""Parameters are loaded in groups of up to this size in float32; a larger one is read by ranges if that is possible."""
 
 
 class PretrainedSource:
