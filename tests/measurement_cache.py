@@ -12,7 +12,9 @@ Not in the key: functions that a layer finds by a global name. The rooms in `MEA
 itself, or replace such functions, and nothing is remembered in them; nor are splits in those of `SPLIT_ANEW`.
 
 An engine that nobody plans for has its layers measured to see whether what they keep fits. In the quick suite a tiny
-model with much more memory than it could take is not measured for that: what it keeps fits (`spared`).
+model with much more memory than it could take is not measured for that: what it keeps fits (`spared`). And in rooms
+whose tests ask for a plan but not for the figures in it (`ROUGHLY`) layers are measured whole and with all outputs
+recomputed: neither in chunks nor with outputs kept elsewhere, which are two thirds of the runs.
 """
 
 from __future__ import annotations
@@ -34,9 +36,10 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from megatrain.model import PortedModel
+from megatrain.model import PortedModel, profile
 from megatrain.model.carried import carried_by, carry
-from megatrain.spec import ModelSpec, Policy, Work
+from megatrain.spec import LayerProfile, ModelSpec, Policy, Work
+from megatrain.spec.layer_profile import Outputs
 from megatrain.system.paths import written_whole
 
 MEASURED_ANEW = (
@@ -53,6 +56,8 @@ MEASURED_ANEW = (
 )
 
 SPLIT_ANEW = (*MEASURED_ANEW, "tests/model/", "tests/integration/test_callers.py")
+
+ROUGHLY = ("tests/docs/", "tests/run/", "tests/stock/")
 
 MOST_SPLITS = 64
 """Of which copies wait."""
@@ -99,6 +104,35 @@ def remember(profile: ModuleType) -> None:
 def forget(profile: ModuleType) -> None:
     """Have each model measured again."""
     profile.Measurement.spec = getattr(profile.Measurement.spec, "__wrapped__", profile.Measurement.spec)
+
+
+def measure_roughly(profile: ModuleType) -> None:
+    """Have layers measured by fewer runs from now on."""
+    if not hasattr(profile.profile_layer, "__wrapped__"):
+        profile.profile_layer, profile._outputs = rough(profile.profile_layer), without_outputs(profile._outputs)
+
+
+def measure_exactly(profile: ModuleType) -> None:
+    """Have them measured by all."""
+    for name in ("profile_layer", "_outputs"):
+        plain = getattr(profile, name)
+        setattr(profile, name, getattr(plain, "__wrapped__", plain))
+
+
+def rough(measure: Callable[..., LayerProfile]) -> Callable[..., LayerProfile]:
+    @wraps(measure)
+    def measured(layer: nn.Module, run_of: Any, parts: Any, *lengths: Any) -> LayerProfile:
+        return measure(layer, run_of, (), *lengths)
+
+    return measured
+
+
+def without_outputs(measure: Callable[..., Outputs]) -> Callable[..., Outputs]:
+    @wraps(measure)
+    def measured(*_: Any) -> Outputs:
+        return Outputs()
+
+    return measured
 
 
 def split_once(split_into_units: ModuleType) -> None:
@@ -186,7 +220,8 @@ def cached(measure: Callable[[Any], ModelSpec]) -> Callable[[Any], ModelSpec]:
             model = _form(whole, {})
         except _Unlike:
             return measure(measurement)
-        key = _settings(), model, ported.structure, ported.balance_coefficient, measurement._seen
+        exact = not hasattr(profile.profile_layer, "__wrapped__")
+        key = exact, _settings(), model, ported.structure, ported.balance_coefficient, measurement._seen
         if key not in _MEASURED:
             _MEASURED[key] = _shared(key, partial(measure, measurement))
         return _MEASURED[key]

@@ -458,7 +458,7 @@ def test_sequences_longer_than_the_model_supports_are_refused(config: str) -> No
 
 
 @pytest.mark.usefixtures("plan_alone")
-@pytest.mark.parametrize("kind", SILENT)
+@pytest.mark.parametrize("kind", ["olmo3", pytest.param("exaone_moe", marks=pytest.mark.slow)])
 def test_sequences_longer_than_a_default_that_nobody_stated_are_planned(kind: str, tmp_path: Path) -> None:
     """As published, without `max_position_embeddings`, whose default is 2,048."""
     (tmp_path / "config.json").write_text(json.dumps(SILENT[kind]))
