@@ -57,7 +57,10 @@ MEASURED_ANEW = (
 
 SPLIT_ANEW = (*MEASURED_ANEW, "tests/model/", "tests/integration/test_callers.py")
 
-ROUGHLY = ("tests/docs/", "tests/run/", "tests/stock/")
+ROUGHLY = (
+    *("tests/docs/", "tests/run/", "tests/stock/", "tests/commands/test_cli.py", "tests/commands/test_init.py"),
+    *(f"tests/integration/test_{name}.py" for name in ("callers", "packing", "ranks", "streamed_updates")),
+)
 
 MOST_SPLITS = 64
 """Of which copies wait."""

@@ -266,6 +266,7 @@ def test_router_loss_weights_use_the_global_step() -> None:
     assert together(worlds(2), work) == [work(ALONE)] * 2
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_rank_timing() -> None:
     model, batches = tiny_model("llama"), batches_of(5)
     found = [trained(3, model, batches, precision="bf16", seed=seed) for seed in (1, 2)]

@@ -105,7 +105,8 @@ def configuration(tmp_path: Path, model: Path, **changed: dict[str, Any]) -> Con
     tree: dict[str, dict[str, Any]] = {
         "model": {"path": str(model), "verify": False},
         "data": {"sources": [str(tmp_path / "corpus.txt")], "sequence_length": 16, "cache": str(tmp_path / "cache")},
-        "train": {"steps": 10, "micro_batch_size": 2, "learning_rate": 1e-2, "weight_decay": 0.1, "precision": "fp32"},
+        "train": {"steps": 10, "micro_batch_size": 2, "learning_rate": 1e-2, "weight_decay": 0.1, "precision": "fp32"}
+        | {"sample_tokens": 2},
         "checkpoint": {"every": 0},
         "output": {"folder": str(tmp_path / "run"), "trackers": [], "precision": "fp32"},
     }
