@@ -221,13 +221,11 @@ def _measured_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
         from tests import measurement_cache
 
         measurement_cache.FOLDER = _folder_of_all(tmp_path_factory)
-        anew = request.node.nodeid.startswith(measurement_cache.MEASURED_ANEW)
-        (measurement_cache.forget if anew else measurement_cache.remember)(profile)
-        is_quick = "not slow" in request.config.option.markexpr
-        roughly = is_quick and not anew and request.node.nodeid.startswith(measurement_cache.ROUGHLY)
-        (measurement_cache.measure_roughly if roughly else measurement_cache.measure_exactly)(profile)
-        splits_anew = request.node.nodeid.startswith(measurement_cache.SPLIT_ANEW)
-        split = measurement_cache.split_anew if splits_anew else measurement_cache.split_once
-        split(sys.modules["megatrain.model.split_into_units"])
+        is_in, is_quick = request.node.nodeid.startswith, "not slow" in request.config.option.markexpr
+        anew = is_in(measurement_cache.MEASURED_ANEW)
+        measurement_cache.remember(profile, not anew)
+        measurement_cache.measure_roughly(profile, is_quick and not anew and is_in(measurement_cache.ROUGHLY))
+        split_into_units = sys.modules["megatrain.model.split_into_units"]
+        measurement_cache.split_once(split_into_units, not is_in(measurement_cache.SPLIT_ANEW))
         if schedule_cache := sys.modules.get("megatrain.train.schedule_cache"):
-            (measurement_cache.spare if is_quick and not anew else measurement_cache.ask)(schedule_cache)
+            measurement_cache.spare(schedule_cache, is_quick and not anew)

@@ -97,29 +97,30 @@ class _Unlike(Exception):
     """Something cannot be told by its value."""
 
 
-def remember(profile: ModuleType) -> None:
-    """Have the module's measurements remembered from now on."""
-    plain = profile.Measurement.spec
-    if not hasattr(plain, "__wrapped__"):
-        profile.Measurement.spec = cached(plain)
+def remember(profile: ModuleType, on: bool = True) -> None:
+    """Have the module's measurements remembered from now on, or each model measured again."""
+    _switch(on, profile.Measurement, spec=cached)
 
 
-def forget(profile: ModuleType) -> None:
-    """Have each model measured again."""
-    profile.Measurement.spec = getattr(profile.Measurement.spec, "__wrapped__", profile.Measurement.spec)
+def split_once(split_into_units: ModuleType, on: bool = True) -> None:
+    """Have what the module finds out about a model copied for the next one from now on, or each model split again."""
+    _switch(on, split_into_units, _ported=copied)
 
 
-def measure_roughly(profile: ModuleType) -> None:
-    """Have layers measured by fewer runs from now on."""
-    if not hasattr(profile.profile_layer, "__wrapped__"):
-        profile.profile_layer, profile._outputs = rough(profile.profile_layer), without_outputs(profile._outputs)
+def measure_roughly(profile: ModuleType, on: bool = True) -> None:
+    """Have layers measured by fewer runs from now on, or by all."""
+    _switch(on, profile, profile_layer=rough, _outputs=without_outputs)
 
 
-def measure_exactly(profile: ModuleType) -> None:
-    """Have them measured by all."""
-    for name in ("profile_layer", "_outputs"):
-        plain = getattr(profile, name)
-        setattr(profile, name, getattr(plain, "__wrapped__", plain))
+def spare(schedule_cache: ModuleType, on: bool = True) -> None:
+    """Have nothing measured from now on to see whether what a tiny model keeps fits, or have it measured."""
+    _switch(on, schedule_cache.Schedules, _fitted=spared, _refuse_images=unasked)
+
+
+def _switch(on: bool, owner: Any, **wrappers: Callable[[Any], Any]) -> None:
+    for name, wrapper in wrappers.items():
+        plain = getattr(getattr(owner, name), "__wrapped__", getattr(owner, name))
+        setattr(owner, name, wrapper(plain) if on else plain)
 
 
 def rough(measure: Callable[..., LayerProfile]) -> Callable[..., LayerProfile]:
@@ -136,18 +137,6 @@ def without_outputs(measure: Callable[..., Outputs]) -> Callable[..., Outputs]:
         return Outputs()
 
     return measured
-
-
-def split_once(split_into_units: ModuleType) -> None:
-    """Have what the module finds out about a model copied for the next one from now on."""
-    plain = split_into_units._ported
-    if not hasattr(plain, "__wrapped__"):
-        split_into_units._ported = copied(plain)
-
-
-def split_anew(split_into_units: ModuleType) -> None:
-    """Have each model split again."""
-    split_into_units._ported = getattr(split_into_units._ported, "__wrapped__", split_into_units._ported)
 
 
 def copied(split: Callable[[PreTrainedModel, str, torch.dtype], PortedModel]) -> Any:
@@ -174,20 +163,6 @@ def copied(split: Callable[[PreTrainedModel, str, torch.dtype], PortedModel]) ->
         return fresh
 
     return ported
-
-
-def spare(schedule_cache: ModuleType) -> None:
-    """Have nothing measured from now on to see whether what a tiny model keeps fits."""
-    schedules = schedule_cache.Schedules
-    if not hasattr(schedules._fitted, "__wrapped__"):
-        schedules._fitted, schedules._refuse_images = spared(schedules._fitted), unasked(schedules._refuse_images)
-
-
-def ask(schedule_cache: ModuleType) -> None:
-    """Have it measured."""
-    for name in ("_fitted", "_refuse_images"):
-        plain = getattr(schedule_cache.Schedules, name)
-        setattr(schedule_cache.Schedules, name, getattr(plain, "__wrapped__", plain))
 
 
 def spared(fit: Callable[[Any, int, Work], Policy]) -> Callable[[Any, int, Work], Policy]:

@@ -122,11 +122,6 @@ class Module:
     def room(self) -> str:
         return self.name.split(".")[0]
 
-    @property
-    def is_loose(self) -> bool:
-        """Whether it stands on its floor by itself, in no folder."""
-        return self.name == "__init__" or ("." not in self.name and not self.is_package)
-
     @cached_property
     def imports(self) -> list[Import]:
         return list(_imports(self.tree, self, "load"))
