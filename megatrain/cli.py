@@ -231,7 +231,7 @@ def _init(
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
     source: Annotated[
         str | None,
-        typer.Option("--from", help="LLaMA-Factory or Axolotl YAML to translate.", callback=_path()),
+        typer.Option("--from", help="LLaMA-Factory YAML to translate.", callback=_path()),
     ] = None,
 ) -> None:
     """Write a configuration from a few answers, and plan it. Asks for what is not given."""
