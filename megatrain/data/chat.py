@@ -56,7 +56,6 @@ DIRECTIVES = (*"aAbBcCdDeFGhHIjklmMnpPrRStTuUVwWxXyYzZfs", *(f"-{code}" for code
 """Codes of `strftime`, Python's and those of the C library on Linux."""
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THINK_BLOCK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
-"""Processor time that the rendering of one conversation may take; the slowest known template takes a thousandth."""
 MARKED_BY_TRL = " (data.chat_template=trl has marks for the templates of many models)"
 EMPTY_ANSWER = "with an empty answer, of which only the end is learned"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
