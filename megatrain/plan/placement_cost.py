@@ -20,12 +20,10 @@ from megatrain.plan.cost import (
     packing_bandwidth,
     update_nbytes,
 )
-from megatrain.schedule.passes.state_buffers import MOMENTS_NBYTES, units_alike
+from megatrain.schedule.passes.pieces import LOW_BITS_NBYTES, MOMENTS_NBYTES
+from megatrain.schedule.passes.state_buffers import units_alike
 from megatrain.spec import IN_HOST, Hardware, ModelSpec, Numerics, Placement, Policy
 from megatrain.spec.layout import Layout, layout_of
-
-LOW_BITS_NBYTES = 2
-"""Per parameter."""
 
 
 def placement_seconds(

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import cache, partial
 
 from megatrain.errors import PlanError
-from megatrain.schedule.contents import CONTENT_OF, USED, Scratch, TapGradient, Weights
+from megatrain.schedule.contents import Scratch, TapGradient, Weights
 from megatrain.schedule.deps import derive_waits
 from megatrain.schedule.ops import Access, Buffer, Op, Schedule, Stream, Use, declare
 from megatrain.schedule.passes.collectives import Collectives, refuse_what_ranks_lack
@@ -29,10 +29,10 @@ from megatrain.schedule.passes.prefetch import Prefetch, Visit
 from megatrain.schedule.passes.recompute import Activations, Recomputation, workspace_name
 from megatrain.schedule.passes.side_values import SideValues
 from megatrain.schedule.passes.state_buffers import Pending, StateBuffers, reads_files, state_name, whole_name
-from megatrain.schedule.passes.streamed_updates import StreamedUpdates
+from megatrain.schedule.passes.updates import Updates, read_ahead
 from megatrain.schedule.passes.weight_slots import WeightSlots
 from megatrain.schedule.passes.workspace import backward_nbytes, beside_nbytes, input_nbytes, loss_nbytes
-from megatrain.spec import ModelSpec, Numerics, Part, Policy, Tier, Work
+from megatrain.spec import ModelSpec, Numerics, Part, Policy, Work
 from megatrain.spec.layout import Layout, layout_of
 
 
@@ -126,7 +126,7 @@ class Builder:
         self._place = {unit: place for place, unit in enumerate([*self.order, model.epilogue])}
         """Unit -> its first visit."""
         self.state = StateBuffers(model, numerics, policy, pending, self.buffers, self.staged, in_files)
-        self.streamed = StreamedUpdates(model, numerics, policy, self.buffers, self.gradients, self.state)
+        self.updates = Updates(model, numerics, policy, self.buffers, self.gradients, self.state)
 
     def _rounds(self) -> list[range]:
         """The micro-batches of each round."""
@@ -151,6 +151,7 @@ class Builder:
         return self._emit([*self._forward_visits(micros), self._loss_visit(micros)])
 
     def flush(self) -> Schedule:
+        self.updates.streamed = frozenset()  # no pass of a device hides anything
         return self._emit([])
 
     def _emit(self, visits: list[Visit]) -> Schedule:
@@ -159,27 +160,27 @@ class Builder:
                 visit.body = [*visit.compute, *visit.after]
         else:
             ready = self._updated_at if self.pending == "all" else lambda unit: 0
-            streamed = self.streamed.units if self.pending == "all" else ()
-            update = partial(self.streamed.ops, before="old", after="")
+            streamed = self.updates.streamed if self.pending == "all" else ()
+            update = partial(self.updates.ops, before="old", after="")
             Prefetch(self.slots, self.pinned_staging, ready, streamed, update).place(visits)
         for index, visit in enumerate(visits):
             _restore_early(visits[index - 1] if index else visit, visit)
         updates = [unit for unit in self.units if self.trained[unit].size] if self.pending == "all" else []
         due: dict[int, list[int]] = defaultdict(list)
         for unit in updates:
-            if unit not in self.streamed.units:
+            if unit not in self.updates.streamed:
                 due[self._updated_at(unit)].append(unit)
         ops: list[Op] = []
         for index, visit in enumerate(visits):
-            ops += [self._update(unit) for unit in due[index]]
+            ops += [op for unit in due[index] for op in self.updates.ops(unit, "old", "")]
             ops += visit.ops()
         if not visits:
-            ops = [self._update(unit) for unit in updates]
+            ops = [op for unit in updates for op in self.updates.ops(unit, "old", "")]
         return self._finished(ops)
 
     def _finished(self, ops: Sequence[Op]) -> Schedule:
         names = tuple(unit.name for unit in self.model.units)
-        whole = self.collectives.among(self.alive.offloaded(ops))
+        whole = read_ahead(self.collectives.among(self.alive.offloaded(ops)))
         placed = stage(stage(whole, self.staged), self.pinned_staging.from_files)
         placed = stage(placed, self.pinned_staging.staged)
         return derive_waits(Schedule(tuple(placed), self.buffers, names))
@@ -326,30 +327,8 @@ class Builder:
             return self.gradients.save_partial(unit)
         stream: Stream = "grad" if self.gradients.on_device[unit] else "host"
         norm = Op("NORM", stream, unit, reads=(self.gradients.landed(unit),), writes=(self.state.norm(unit),))
-        updates = []
-        if self.policy.update == "during_backward":
-            streamed = unit in self.streamed.units
-            updates = self.streamed.ops(unit, "", "new") if streamed else [self._update(unit)]
+        updates = self.updates.ops(unit, "", "new") if self.policy.update == "during_backward" else []
         return [*self.gradients.leave(unit), norm, *updates]
-
-    def _update(self, unit: int) -> Op:
-        """The optimizer pass over one unit: pending from the last step, or right after its gradient."""
-        before, after = ("old", "") if self.pending == "all" else ("", "new")
-        on_device = self.placements[unit].on_device
-        tier: Tier = "device" if on_device else "host"
-        # Frozen values count as written, so that each part has one version.
-        parts = [
-            (state_name(tier, sized.part, unit), sized.nbytes, CONTENT_OF[sized.part])
-            for sized in self.state.of(unit)
-            if sized.part is not Part.GRADIENTS and sized.tier != "file"
-        ]
-        gradient = self.gradients.landed(unit, before)
-        reads = [gradient, *(Access(name, 0, nbytes, what(unit, before)) for name, nbytes, what in parts)]
-        if self.pending == "none":
-            reads.append(self.state.norm(unit))
-        writes = [Access(name, 0, nbytes, what(unit, after)) for name, nbytes, what in parts]
-        writes.append(Access(gradient.buffer, gradient.start, gradient.stop, USED))
-        return Op("UPDATE", "compute" if on_device else "host", unit, reads=tuple(reads), writes=tuple(writes))
 
 
 def _tap(builder: Builder, unit: int, micro: int) -> Access:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise, product
@@ -205,13 +206,13 @@ def test_frozen_bases_are_never_written_to_disk(device: str, update: str, tmp_pa
 
 
 def copies(schedule: Schedule, kind: str) -> Mapping[str, int]:
-    """Buffer outside -> how often the schedule moves it."""
-    counts: dict[str, int] = {}
+    """Buffer outside -> how often the schedule moves each byte of it."""
+    nbytes = Counter[str]()
     for op in schedule.ops:
-        if op.kind == kind:
-            (access,) = op.writes if kind == "WRITE" else op.reads
-            counts[access.buffer] = counts.get(access.buffer, 0) + 1
-    return counts
+        for access in (op.writes if kind == "WRITE" else op.reads) if op.kind == kind else ():
+            nbytes[access.buffer] += access.stop - access.start
+    assert all(moved % schedule.buffers[name].nbytes == 0 for name, moved in nbytes.items())
+    return {name: moved // schedule.buffers[name].nbytes for name, moved in nbytes.items()}
 
 
 @pytest.mark.parametrize("micro_batches", [1, 5])

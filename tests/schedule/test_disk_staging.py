@@ -74,9 +74,10 @@ def test_any_disk_split_passes_the_checker_with_minimal_moves(seeds: range) -> N
         for schedule in schedules(*random_case(random.Random(seed))):
             check(schedule)
             moved = Counter(
-                (op.kind, (op.reads if op.kind == "READ" else op.writes)[0].buffer)
+                (op.kind, buffer)
                 for op in schedule.ops
                 if op.kind in ("READ", "WRITE")
+                for buffer in {access.buffer for access in (op.reads if op.kind == "READ" else op.writes)}
             )
             for (kind, region), count in moved.items():
                 assert count <= (2 if kind == "READ" and schedule.buffers[region].part is Part.WEIGHTS else 1), (

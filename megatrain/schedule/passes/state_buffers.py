@@ -19,16 +19,28 @@ from typing import Literal, NamedTuple
 from megatrain.schedule.contents import CONTENT_OF, USED, Content, Norm, Weights
 from megatrain.schedule.ops import Access, Buffer, Use, declare
 from megatrain.schedule.passes.disk_staging import Staged
+from megatrain.schedule.passes.pieces import (
+    LOW_BITS_NBYTES,
+    MOMENTS_NBYTES,
+    SLOTS,
+    Array,
+    arrays_of,
+    cuts_of,
+    disk_pieces,
+)
 from megatrain.spec import IN_HOST, ModelSpec, Numerics, Part, Placement, Policy, Precision, Tier, UpdateTime
 from megatrain.spec.hardware import whole_sectors
 from megatrain.spec.layout import Layout, layout_of
 from megatrain.spec.model import UnitKind
 
-MOMENTS_NBYTES = 8
-"""Bytes per trained parameter: float32 m and v."""
+STAGED_WHOLE = (Part.WEIGHTS, Part.GRADIENTS)
+"""Parts of which all that a unit has on the disk is in a staging buffer while it is used."""
 
 HOST_ONLY = (Part.LOW_BITS, Part.MOMENTS)
 """Parts that only updates use, so they do not cross the bus if the host updates."""
+
+RING = "host/piece_slots"
+"""Slots in host memory through which pieces of state on the disk pass, whatever they hold."""
 
 NORMS = "host/norms"
 """Buffer of float64 sums of squares, one per unit."""
@@ -78,7 +90,7 @@ def _parts_of(
         return (*kept, SizedPart(Part.WEIGHTS, rest, "file")) if rest > 0 else kept
     sizes = {
         Part.WEIGHTS: numel * numerics.weight_nbytes,
-        Part.LOW_BITS: trained * (0 if numerics.precision == "fp32" else 2),  # frozen parameters have none
+        Part.LOW_BITS: trained * (0 if numerics.precision == "fp32" else LOW_BITS_NBYTES),  # frozen ones have none
         Part.MOMENTS: MOMENTS_NBYTES * trained,
         Part.GRADIENTS: 0 if update == "during_backward" else trained * numerics.grad_nbytes,
     }
@@ -117,24 +129,42 @@ def staging_names(model: ModelSpec, policy: Policy, unit: int, part: Part) -> li
 
 
 def state_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[str, int]:
-    """Tier -> bytes of all units' state between steps, including staging buffers."""
+    """Tier -> bytes of all units' state between steps, including staging buffers and the ring of pieces."""
     totals: dict[str, int] = {"device": 0, "host": 8 * len(model.units), "disk": 0, "file": 0}
     stages: dict[str, int] = {}
+    ring = 0
     for first, placement, count in units_alike(model, policy):
-        for part in parts_of(layout_of(model.units[first]), numerics, policy, placement):
+        layout = layout_of(model.units[first])
+        ring = max(ring, ring_slot_nbytes(layout.trained, numerics, policy, placement))
+        for part in parts_of(layout, numerics, policy, placement):
             totals[part.tier] += count * part.nbytes
             totals["device"] += count * part.nbytes * part.copied * model.ranks
             for name, nbytes in _stages(model, numerics, policy, first, part):
                 stages[name] = max(stages.get(name, 0), nbytes)
-    totals["host"] += sum(stages.values())
+    totals["host"] += sum(stages.values()) + SLOTS * ring
     return totals
+
+
+def passing(trained: Layout, numerics: Numerics, policy: Policy, placement: Placement) -> tuple[Array, ...]:
+    """The arrays of a unit that pass through the ring when it is updated: what is on the disk, except weights."""
+    if placement.on_device or not trained.size:
+        return ()
+    arrays = arrays_of(trained.own_size, numerics)
+    return tuple(array for array in arrays if array.part in HOST_ONLY and placement.tier(array.part) == "disk")
+
+
+def ring_slot_nbytes(trained: Layout, numerics: Numerics, policy: Policy, placement: Placement) -> int:
+    """Bytes of a slot of the ring that holds any piece of a unit."""
+    arrays = passing(trained, numerics, policy, placement)
+    _, largest = disk_pieces(trained, numerics, policy)[0] if arrays else (0, 0)
+    return sum(whole_sectors(array.nbytes * largest) for array in arrays)
 
 
 def _stages(
     model: ModelSpec, numerics: Numerics, policy: Policy, unit: int, part: SizedPart
 ) -> Iterator[tuple[str, int]]:
     """(name, bytes) of the host buffers through which a part passes from the drive."""
-    if part.tier == "disk":
+    if part.tier == "disk" and part.part in STAGED_WHOLE:
         yield from ((name, part.nbytes) for name in staging_names(model, policy, unit, part.part))
     elif part.tier == "file" and policy.shares_memory:
         whole = layout_of(model.units[unit]).size * numerics.weight_nbytes
@@ -242,11 +272,15 @@ class StateBuffers:
         self._streamed = policy.updates_streamed(model)
         old = "old" if pending == "all" else ""
         self._parts: dict[tuple[int, Placement], Sequence[SizedPart]] = {}
+        self._passing: dict[tuple[int, Placement], Sequence[Array]] = {}
         for unit, spec in enumerate(model.units):
             version = old if layout_of(spec).trained.size else ""
             for part in self.of(unit):
                 waits = part.part is not Part.GRADIENTS or pending == "all"
                 self._declare(unit, part, CONTENT_OF[part.part](unit, version) if waits else None)
+            nbytes = ring_slot_nbytes(layout_of(spec).trained, numerics, policy, policy.placement(unit))
+            for number in range(SLOTS if nbytes else 0):
+                declare(buffers, Buffer(f"{RING}/{number}", "host", nbytes, Use.DISK_STAGING, crosses=False))
         declare(buffers, Buffer(NORMS, "host", 8 * len(model.units), Use.NORMS, crosses=False))
 
     def of(self, unit: int) -> Sequence[SizedPart]:
@@ -256,6 +290,19 @@ class StateBuffers:
         if key not in self._parts:
             self._parts[key] = parts_of(layout, self._numerics, self._policy, placement)
         return self._parts[key]
+
+    def passing(self, unit: int) -> Sequence[Array]:
+        """As the function of that name. Like units share the object."""
+        layout, placement = layout_of(self._model.units[unit]), self._policy.placement(unit)
+        key = id(layout), placement
+        if key not in self._passing:
+            self._passing[key] = passing(layout.trained, self._numerics, self._policy, placement)
+        return self._passing[key]
+
+    def weights_stop(self, unit: int, tier: Tier) -> int:
+        """The end of the bytes of a unit's weights, out of files, that an update writes in a tier."""
+        weights = next(part for part in self.of(unit) if part.part is Part.WEIGHTS and part.tier != "file")
+        return self._changed_nbytes(unit, weights) if tier == "disk" else weights.nbytes
 
     def norm(self, unit: int) -> Access:
         """Where a unit's sum of squares is, one float64."""
@@ -271,12 +318,15 @@ class StateBuffers:
         name = state_name(tier, part, unit)
         use = USE_OF[part]
         buffer = Buffer(name, tier, nbytes, use, content, part=part, unit=unit, crosses=crosses, frozen_nbytes=kept)
+        if tier == "disk":
+            trained = layout_of(self._model.units[unit]).trained
+            buffer = buffer._replace(cuts=cuts_of(part, trained, self._numerics, self._policy))
         declare(self._buffers, buffer)
         if copied:
             name = state_name("device", part, unit)
             whole = nbytes * self._model.ranks
             declare(self._buffers, Buffer(name, "device", whole, Use.RESIDENT_COPY, part=part, unit=unit))
-        if tier == "disk":
+        if tier == "disk" and part in STAGED_WHOLE:
             slots = tuple(staging_names(self._model, self._policy, unit, part))
             for slot in slots:
                 declare(self._buffers, Buffer(slot, "host", nbytes, Use.DISK_STAGING, part=part, crosses=crosses))
