@@ -28,7 +28,14 @@ from megatrain.schedule.passes.pinned_staging import PinnedStaging
 from megatrain.schedule.passes.prefetch import Prefetch, Visit
 from megatrain.schedule.passes.recompute import Activations, Recomputation, workspace_name
 from megatrain.schedule.passes.side_values import SideValues
-from megatrain.schedule.passes.state_buffers import Pending, StateBuffers, reads_files, state_name, whole_name
+from megatrain.schedule.passes.state_buffers import (
+    Pending,
+    StateBuffers,
+    fills_slot,
+    reads_files,
+    state_name,
+    whole_name,
+)
 from megatrain.schedule.passes.updates import Updates, read_ahead
 from megatrain.schedule.passes.weight_slots import WeightSlots
 from megatrain.schedule.passes.workspace import backward_nbytes, beside_nbytes, input_nbytes, loss_nbytes
@@ -114,8 +121,8 @@ class Builder:
         self.sides = SideValues(model, work, self.alive.transient)
         self.staged: dict[str, Staged] = {}
         """Placeholder names of host memory for state on the disk."""
-        in_files: dict[str, tuple[Access, ...]] = {}
-        self.pinned_staging = PinnedStaging(policy, self.buffers, self.staged, in_files)
+        on_drive: dict[str, tuple[Access, ...]] = {}
+        self.pinned_staging = PinnedStaging(policy, self.buffers, self.staged, on_drive)
         self.slots = WeightSlots(model, numerics, policy, self.layouts, self.buffers)
         self.gradients = Gradients(model, numerics, policy, work, self.buffers, self.pinned_staging)
         encodes = work.beyond_text or (trains and any(map(model.has_backward, model.encoder)))
@@ -125,7 +132,7 @@ class Builder:
         """Units to the gradient of whose input the prologue adds."""
         self._place = {unit: place for place, unit in enumerate([*self.order, model.epilogue])}
         """Unit -> its first visit."""
-        self.state = StateBuffers(model, numerics, policy, pending, self.buffers, self.staged, in_files)
+        self.state = StateBuffers(model, numerics, policy, pending, self.buffers, self.staged, on_drive)
         self.updates = Updates(model, numerics, policy, self.buffers, self.gradients, self.state)
 
     def _rounds(self) -> list[range]:
@@ -155,20 +162,23 @@ class Builder:
         return self._emit([])
 
     def _emit(self, visits: list[Visit]) -> Schedule:
+        fetched_fresh = frozenset[int]()
+        if self.pending == "all":  # an update right before the first fetch brings the fresh weights to their slot
+            on_disk = (u for u in self._place if fills_slot(self.layouts[u], self.policy, self.placements[u]))
+            fetched_fresh = self.updates.streamed.union(on_disk)
         if self.policy.shares_memory:
             for visit in visits:
                 visit.body = [*visit.compute, *visit.after]
         else:
-            ready = self._updated_at if self.pending == "all" else lambda unit: 0
-            streamed = self.updates.streamed if self.pending == "all" else ()
+            ready = self._ready if self.pending == "all" else lambda unit: 0
             update = partial(self.updates.ops, before="old", after="")
-            Prefetch(self.slots, self.pinned_staging, ready, streamed, update).place(visits)
+            Prefetch(self.slots, self.pinned_staging, ready, fetched_fresh, update).place(visits)
         for index, visit in enumerate(visits):
             _restore_early(visits[index - 1] if index else visit, visit)
         updates = [unit for unit in self.units if self.trained[unit].size] if self.pending == "all" else []
         due: dict[int, list[int]] = defaultdict(list)
         for unit in updates:
-            if unit not in self.updates.streamed:
+            if unit not in fetched_fresh:
                 due[self._updated_at(unit)].append(unit)
         ops: list[Op] = []
         for index, visit in enumerate(visits):
@@ -181,21 +191,29 @@ class Builder:
     def _finished(self, ops: Sequence[Op]) -> Schedule:
         names = tuple(unit.name for unit in self.model.units)
         whole = read_ahead(self.collectives.among(self.alive.offloaded(ops)))
-        placed = stage(stage(whole, self.staged), self.pinned_staging.from_files)
+        placed = stage(stage(whole, self.staged), self.pinned_staging.from_drive)
         placed = stage(placed, self.pinned_staging.staged)
         return derive_waits(Schedule(tuple(placed), self.buffers, names))
 
     def _updated_at(self, unit: int) -> int:
-        """The visit before which a pending update is placed: as early as there is a place for its weights until
-        they are used."""
+        """The visit before which a pending update is placed: as early as possible, unless weights come from the disk.
+        Then what it reads there comes before what is fetched for the visit before, which waits for another update; but
+        not earlier, since that is needed first. In shared memory its weights need a place until they are used."""
         place = self._place.get(unit, 0)
         if self.placements[unit].on_device:  # with several ranks, before they gather it
             return place if self.model.ranks == 1 else max(0, place - self.policy.layer_slots + 1)
         if not self._weights_on_disk:
             return 0
+        if not self.policy.shares_memory:
+            return max(0, place - 2)
         # The epilogue not before the prologue has left their common slot.
         earliest = self._place[0] + 1 if unit == self.model.epilogue else 0
         return max(earliest, place - self.policy.disk_staging_slots + 1)
+
+    def _ready(self, unit: int) -> int:
+        """The visit from which on weights with a pending update may be fetched."""
+        on_disk = self.placements[unit].weights == "disk"
+        return max(self._updated_at(unit), self._place.get(unit, 0) - 1 if on_disk else 0)
 
     # Compute --------------------------------------------------------------------------------------------------------
 

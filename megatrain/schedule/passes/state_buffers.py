@@ -3,9 +3,10 @@ disk.
 
 A unit has weights, low bits and moments, and a gradient if that waits for the norm. Each part is in the tier of
 its placement (`spec.Placement`). On the disk it has a region, plus host buffers that hold it while in use
-(`disk_staging`). Weights in the model's own files pass through such buffers too: by unit in shared memory, else by
-shard. `StateBuffers` names all of it for a schedule; `state_nbytes` adds up the same bytes without names, since a
-plan search needs them thousands of times. `gradients` decides where gradients are summed and land.
+(`disk_staging`). Weights on a drive, which is the disk or the model's own files, reach a device with memory of its
+own by shards, through a ring of host buffers; in shared memory, where compute reads them, they pass by unit.
+`StateBuffers` names all of it for a schedule; `state_nbytes` adds up the same bytes without names, since a plan search
+needs them thousands of times. `gradients` decides where gradients are summed and land.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from megatrain.schedule.passes.disk_staging import Staged
 from megatrain.schedule.passes.pieces import (
     LOW_BITS_NBYTES,
     MOMENTS_NBYTES,
+    PIECE_NBYTES,
     SLOTS,
     Array,
     arrays_of,
@@ -29,15 +31,15 @@ from megatrain.schedule.passes.pieces import (
     disk_pieces,
 )
 from megatrain.spec import IN_HOST, ModelSpec, Numerics, Part, Placement, Policy, Precision, Tier, UpdateTime
-from megatrain.spec.hardware import whole_sectors
-from megatrain.spec.layout import Layout, layout_of
+from megatrain.spec.hardware import SECTOR, whole_sectors
+from megatrain.spec.layout import Layout, Shard, layout_of
 from megatrain.spec.model import UnitKind
-
-STAGED_WHOLE = (Part.WEIGHTS, Part.GRADIENTS)
-"""Parts of which all that a unit has on the disk is in a staging buffer while it is used."""
 
 HOST_ONLY = (Part.LOW_BITS, Part.MOMENTS)
 """Parts that only updates use, so they do not cross the bus if the host updates."""
+
+MOST_SHARDS = 16
+"""Shards of a unit that pass through host memory; larger units have larger ones."""
 
 RING = "host/piece_slots"
 """Slots in host memory through which pieces of state on the disk pass, whatever they hold."""
@@ -122,10 +124,8 @@ def staging_names(model: ModelSpec, policy: Policy, unit: int, part: Part) -> li
     """Names of the staging buffers through which a part of a unit passes."""
     if model.units[unit].kind != "layer":
         return [staging_name(model, unit, part)]
-    count = policy.disk_staging_slots
-    if part is Part.WEIGHTS and policy.update == "during_backward" and not policy.shares_memory:
-        count = max(count, policy.layers_fetched)  # between a layer's fetch and its update, others are fetched
-    return [staging_name(model, unit, part, number) for number in range(min(count, len(model.layers)))]
+    count = min(policy.disk_staging_slots, len(model.layers))
+    return [staging_name(model, unit, part, number) for number in range(count)]
 
 
 def state_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[str, int]:
@@ -145,47 +145,81 @@ def state_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[s
     return totals
 
 
+def staged_whole(policy: Policy) -> tuple[Part, ...]:
+    """Parts of which all that a unit has on the disk is in a staging buffer while it is used: its weights only where
+    compute reads them there."""
+    return (Part.WEIGHTS, Part.GRADIENTS) if policy.shares_memory else (Part.GRADIENTS,)
+
+
 def passing(trained: Layout, numerics: Numerics, policy: Policy, placement: Placement) -> tuple[Array, ...]:
-    """The arrays of a unit that pass through the ring when it is updated: what is on the disk, except weights."""
+    """The arrays of a unit that pass through the ring when it is updated: what is on the disk and not staged whole."""
     if placement.on_device or not trained.size:
         return ()
-    arrays = arrays_of(trained.own_size, numerics)
-    return tuple(array for array in arrays if array.part in HOST_ONLY and placement.tier(array.part) == "disk")
+    whole, arrays = staged_whole(policy), arrays_of(trained.own_size, numerics)
+    return tuple(array for array in arrays if array.part not in whole and placement.tier(array.part) == "disk")
+
+
+def fills_slot(layout: Layout, policy: Policy, placement: Placement) -> bool:
+    """Whether a pending update of a unit with weights on the disk also copies them to their slot on the device.
+
+    Not if some are frozen, or other ranks', or if there is one slot for layers: the update would start when nothing
+    computes.
+    """
+    is_passing = placement.weights == "disk" and not policy.shares_memory
+    return is_passing and layout.ranks == 1 and policy.layer_slots > 1 and layout.trained.size == layout.size > 0
 
 
 def ring_slot_nbytes(trained: Layout, numerics: Numerics, policy: Policy, placement: Placement) -> int:
     """Bytes of a slot of the ring that holds any piece of a unit."""
     arrays = passing(trained, numerics, policy, placement)
     _, largest = disk_pieces(trained, numerics, policy)[0] if arrays else (0, 0)
-    return sum(whole_sectors(array.nbytes * largest) for array in arrays)
+    return sum(whole_sectors(array.nbytes * largest) + SECTOR * (array.part is Part.WEIGHTS) for array in arrays)
 
 
 def _stages(
     model: ModelSpec, numerics: Numerics, policy: Policy, unit: int, part: SizedPart
 ) -> Iterator[tuple[str, int]]:
     """(name, bytes) of the host buffers through which a part passes from the drive."""
-    if part.tier == "disk" and part.part in STAGED_WHOLE:
-        yield from ((name, part.nbytes) for name in staging_names(model, policy, unit, part.part))
-    elif part.tier == "file" and policy.shares_memory:
-        whole = layout_of(model.units[unit]).size * numerics.weight_nbytes
+    if part.tier not in ("disk", "file"):
+        return
+    layout, weight_nbytes = layout_of(model.units[unit]), numerics.weight_nbytes
+    if part.part is Part.WEIGHTS and not policy.shares_memory:
+        shards = weight_shards(layout, model.units[unit].kind, numerics, policy, part.tier)
+        first = layout.files_start if part.tier == "file" else 0
+        largest = max(shard.stop - shard.start for shard in shards if shard.stop > first)
+        yield from ((name, largest * weight_nbytes // layout.ranks) for name in weight_staging_names(policy))
+    elif part.part in staged_whole(policy):
+        whole = layout.size * weight_nbytes if part.tier == "file" else part.nbytes
         yield from ((name, whole) for name in staging_names(model, policy, unit, part.part))
-    elif part.tier == "file":
-        layout, weight_nbytes = layout_of(model.units[unit]), numerics.weight_nbytes
-        shards = layout.shards(max(1, shard_nbytes(policy, model.units[unit].kind) // weight_nbytes))
-        largest = max(shard.stop - shard.start for shard in shards if shard.stop > layout.files_start)
-        yield from ((name, largest * weight_nbytes) for name in file_staging_names(policy))
 
 
-def file_staging_names(policy: Policy) -> tuple[str, ...]:
-    """Host buffers through which shards of weights in files pass to the device."""
-    return tuple(f"host/file_staging/{number}" for number in range(policy.pinned_staging_slots))
+def weight_staging_names(policy: Policy) -> tuple[str, ...]:
+    """Host buffers through which shards of weights pass from the disk or from files to the device."""
+    return tuple(f"host/weight_staging/{number}" for number in range(policy.pinned_staging_slots))
 
 
-def shard_nbytes(policy: Policy, kind: UnitKind) -> int:
-    """Bytes of the largest shard of a unit of that kind, limited by the read-ahead if they use it."""
+def changed_nbytes(layout: Layout, numerics: Numerics, sized: SizedPart) -> int:
+    """Bytes from the start of a part that updates change, rounded up to a sector, where a write can end.
+
+    Frozen weights come after that.
+    """
+    if sized.part is not Part.WEIGHTS:
+        return sized.nbytes
+    return min(sized.nbytes, whole_sectors(layout.trained.own_size * numerics.weight_nbytes))
+
+
+def weight_shards(layout: Layout, kind: UnitKind, numerics: Numerics, policy: Policy, tier: Tier) -> tuple[Shard, ...]:
+    """The shards in which a unit's weights reach the device from `tier`: no larger than the read-ahead, if they use it.
+
+    From a drive they pass through host memory, so they are smaller, unless each would be a phase of a call, or several
+    ranks own a part of each.
+    """
+    nbytes = policy.shard_nbytes
     if policy.read_ahead_nbytes and kind == "layer":
-        return min(policy.shard_nbytes, policy.read_ahead_nbytes)
-    return policy.shard_nbytes
+        nbytes = min(nbytes, policy.read_ahead_nbytes)
+    if tier in ("disk", "file") and policy.wait_for == "unit" and layout.ranks == 1:
+        nbytes = min(nbytes, max(PIECE_NBYTES, layout.size * numerics.weight_nbytes // MOST_SHARDS))
+    return layout.shards(max(1, nbytes // numerics.weight_nbytes))
 
 
 def units_alike(model: ModelSpec, policy: Policy) -> list[tuple[int, Placement, int]]:
@@ -253,8 +287,8 @@ def save_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> int:
 class StateBuffers:
     """Adds the buffers of a model's state to `buffers`, for one schedule.
 
-    `staged`: placeholder names for state on the disk. `in_files`: the name for all weights of a unit with some in
-    files -> where they are.
+    `staged`: placeholder names for state on the disk. `on_drive`: the name for all weights of a unit of which the last
+    are on the disk or in files -> where they are.
     """
 
     def __init__(
@@ -265,10 +299,10 @@ class StateBuffers:
         pending: Pending,
         buffers: dict[str, Buffer],
         staged: dict[str, Staged],
-        in_files: dict[str, tuple[Access, ...]],
+        on_drive: dict[str, tuple[Access, ...]],
     ) -> None:
         self._model, self._numerics, self._policy = model, numerics, policy
-        self._buffers, self._staged, self._in_files = buffers, staged, in_files
+        self._buffers, self._staged, self._on_drive = buffers, staged, on_drive
         self._streamed = policy.updates_streamed(model)
         old = "old" if pending == "all" else ""
         self._parts: dict[tuple[int, Placement], Sequence[SizedPart]] = {}
@@ -279,8 +313,9 @@ class StateBuffers:
                 waits = part.part is not Part.GRADIENTS or pending == "all"
                 self._declare(unit, part, CONTENT_OF[part.part](unit, version) if waits else None)
             nbytes = ring_slot_nbytes(layout_of(spec).trained, numerics, policy, policy.placement(unit))
+            crosses = any(placement.weights == "disk" for placement in policy.placements)
             for number in range(SLOTS if nbytes else 0):
-                declare(buffers, Buffer(f"{RING}/{number}", "host", nbytes, Use.DISK_STAGING, crosses=False))
+                declare(buffers, Buffer(f"{RING}/{number}", "host", nbytes, Use.DISK_STAGING, crosses=crosses))
         declare(buffers, Buffer(NORMS, "host", 8 * len(model.units), Use.NORMS, crosses=False))
 
     def of(self, unit: int) -> Sequence[SizedPart]:
@@ -302,7 +337,8 @@ class StateBuffers:
     def weights_stop(self, unit: int, tier: Tier) -> int:
         """The end of the bytes of a unit's weights, out of files, that an update writes in a tier."""
         weights = next(part for part in self.of(unit) if part.part is Part.WEIGHTS and part.tier != "file")
-        return self._changed_nbytes(unit, weights) if tier == "disk" else weights.nbytes
+        layout = layout_of(self._model.units[unit])
+        return changed_nbytes(layout, self._numerics, weights) if tier == "disk" else weights.nbytes
 
     def norm(self, unit: int) -> Access:
         """Where a unit's sum of squares is, one float64."""
@@ -311,49 +347,52 @@ class StateBuffers:
     def _declare(self, unit: int, sized: SizedPart, content: Content | None) -> None:
         """Add the memory of a part, in its tier."""
         if sized.tier == "file":
-            return self._declare_in_file(unit, sized.nbytes)
+            return self._declare_in_file(unit, sized)
         part, nbytes, tier, copied = sized
-        kept = nbytes - self._changed_nbytes(unit, sized)
+        kept = nbytes - changed_nbytes(layout_of(self._model.units[unit]), self._numerics, sized)
         crosses = part not in HOST_ONLY or unit in self._streamed
         name = state_name(tier, part, unit)
         use = USE_OF[part]
         buffer = Buffer(name, tier, nbytes, use, content, part=part, unit=unit, crosses=crosses, frozen_nbytes=kept)
         if tier == "disk":
-            trained = layout_of(self._model.units[unit]).trained
-            buffer = buffer._replace(cuts=cuts_of(part, trained, self._numerics, self._policy))
+            buffer = buffer._replace(cuts=self._cuts(unit, part))
         declare(self._buffers, buffer)
         if copied:
             name = state_name("device", part, unit)
             whole = nbytes * self._model.ranks
             declare(self._buffers, Buffer(name, "device", whole, Use.RESIDENT_COPY, part=part, unit=unit))
-        if tier == "disk" and part in STAGED_WHOLE:
+        if tier == "disk" and part is Part.WEIGHTS and not self._policy.shares_memory:
+            self._on_drive[state_name("host", part, unit)] = (Access(buffer.name, 0, nbytes, Weights(unit)),)
+        elif tier == "disk" and part in staged_whole(self._policy):
             slots = tuple(staging_names(self._model, self._policy, unit, part))
-            for slot in slots:
-                declare(self._buffers, Buffer(slot, "host", nbytes, Use.DISK_STAGING, part=part, crosses=crosses))
             staged = Staged(unit, buffer.name, nbytes, content or USED, slots, frozen_nbytes=kept)
             self._staged[state_name("host", part, unit)] = staged
+        self._declare_stages(unit, sized)
 
-    def _declare_in_file(self, unit: int, nbytes: int) -> None:
+    def _cuts(self, unit: int, part: Part) -> tuple[int, ...]:
+        """The bytes of a part on the disk at which blocks begin: where pieces and, if they are read, shards do."""
+        layout, numerics, policy = layout_of(self._model.units[unit]), self._numerics, self._policy
+        cuts = cuts_of(part, layout.trained, numerics, policy)
+        if part in staged_whole(policy) or part is not Part.WEIGHTS:
+            return cuts
+        shards = weight_shards(layout, self._model.units[unit].kind, numerics, policy, "disk")
+        return tuple(sorted({*cuts, *(shard.start * numerics.weight_nbytes // layout.ranks for shard in shards)}))
+
+    def _declare_stages(self, unit: int, sized: SizedPart) -> None:
+        for name, nbytes in _stages(self._model, self._numerics, self._policy, unit, sized):
+            crosses = sized.part not in HOST_ONLY
+            declare(self._buffers, Buffer(name, "host", nbytes, Use.DISK_STAGING, part=sized.part, crosses=crosses))
+
+    def _declare_in_file(self, unit: int, sized: SizedPart) -> None:
         """Add a unit's weights in files, which fit any version, after its weights in host memory."""
-        part, content = Part.WEIGHTS, Weights(unit)
+        part, nbytes, content = Part.WEIGHTS, sized.nbytes, Weights(unit)
+        self._declare_stages(unit, sized)
         name, held = state_name("file", part, unit), layout_of(self._model.units[unit]).files_start
         declare(self._buffers, Buffer(name, "file", nbytes, Use.WEIGHTS, content, part=part, unit=unit))
         held *= self._numerics.weight_nbytes
         in_host = (Access(state_name("host", part, unit), 0, held, content),) if held else ()
         sources = (*in_host, Access(name, 0, nbytes, content))
-        self._in_files[state_name("host", part, unit)] = sources
+        self._on_drive[state_name("host", part, unit)] = sources
         if self._policy.shares_memory:
             slots = tuple(staging_names(self._model, self._policy, unit, part))
-            for slot in slots:
-                declare(self._buffers, Buffer(slot, "host", held + nbytes, Use.DISK_STAGING, part=part))
             self._staged[whole_name(unit)] = Staged(unit, name, held + nbytes, content, slots, sources=sources)
-
-    def _changed_nbytes(self, unit: int, sized: SizedPart) -> int:
-        """Bytes from the start of a part that updates change, rounded up to a sector, where a write can end.
-
-        Frozen weights come after that.
-        """
-        if sized.part is not Part.WEIGHTS:
-            return sized.nbytes
-        trained = layout_of(self._model.units[unit]).trained.own_size * self._numerics.weight_nbytes
-        return min(sized.nbytes, whole_sectors(trained))
