@@ -112,7 +112,8 @@ class UpdatesLast(Builder):
         super().__init__(model, numerics, policy, work, "none", trains=True)
 
     def _finished(self, ops: Sequence[Op]) -> Schedule:
-        updates = [self._update(unit) for unit in reversed(self.units) if self.trained[unit].size]
+        units = [unit for unit in reversed(self.units) if self.trained[unit].size]
+        updates = [op for unit in units for op in self.updates.ops(unit, "", "new")]
         return super()._finished([*ops, *updates])
 
 

@@ -22,6 +22,16 @@ def small_spec(layers: int = 3, tied: bool = False) -> ModelSpec:
     return ModelSpec("small", (UnitSpec("prologue", "prologue", (table,)), *middle, end), hidden_size=8, vocab_size=64)
 
 
+def large_spec(layers: int) -> ModelSpec:
+    """Layers of three matrices with 400 MB of bfloat16 weights, and ends of half as many."""
+    model = small_spec(layers)
+    units = [
+        replace(u, params=tuple(ParamSpec(p.name, (1 << 14, 1 << 12)) for p in u.params if len(p.shape) > 1))
+        for u in model.units
+    ]
+    return replace(model, units=tuple(units), hidden_size=1 << 12, vocab_size=1 << 14)
+
+
 def with_encoder(
     spec: ModelSpec, layers: int = 2, trained: tuple[bool, ...] = (True, True, True), *, taps: bool = False
 ) -> ModelSpec:

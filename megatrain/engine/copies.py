@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 import numpy as np
 import torch
 
@@ -12,15 +14,18 @@ from megatrain.schedule import Op
 
 
 def read(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
-    """READ: fill a staging buffer from a region of the disk, or from host memory and, for the rest, the model's files.
+    """READ: fill host memory from regions of the disk, or one buffer from host memory and, for the rest, the model's
+    files.
 
     Raises `DiskError`.
     """
-    pool, (slot,) = context.pool, op.writes
-    start = slot.start
-    for source in op.reads:
-        target = lease[slot.buffer][start : start + source.stop - source.start]
-        start += source.stop - source.start
+    pool, targets = context.pool, op.writes
+    if len(op.reads) > len(targets):
+        (slot,) = targets
+        ends = accumulate((source.stop - source.start for source in op.reads), initial=slot.start)
+        targets = tuple(slot.between(start, stop) for start, stop in pairwise(ends))
+    for source, place in zip(op.reads, targets, strict=True):
+        target = bytes_of(lease, place)
         if source.buffer in lease:
             np.copyto(target.numpy(), bytes_of(lease, source).numpy())
         elif (buffer := step.schedule.buffers[source.buffer]).tier == "file":
@@ -31,9 +36,9 @@ def read(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
 
 
 def write(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
-    """WRITE: write a staging buffer to its region of the disk. Raises `DiskError`."""
-    (slot,), (region,) = op.reads, op.writes
-    context.pool.unsaved.write(region.buffer, bytes_of(lease, slot).numpy(), region.start)
+    """WRITE: write host memory to regions of the disk. Raises `DiskError`."""
+    for source, region in zip(op.reads, op.writes, strict=True):
+        context.pool.unsaved.write(region.buffer, bytes_of(lease, source).numpy(), region.start)
 
 
 def copy(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.weights import contiguous_strides
+from megatrain.schedule.passes.pieces import Piece
 from megatrain.spec import Part
 from megatrain.spec.layout import Layout
 
@@ -51,13 +52,13 @@ class GradientReceiver(Protocol):
         """
 
     def update(
-        self, unit: int, gradient: Tensor, parts: Mapping[Part, Tensor], elements: tuple[int, int] | None = None
+        self, unit: int, gradient: Tensor, parts: Mapping[Part, Sequence[Tensor]], elements: Piece | None = None
     ) -> None:
         """Update a unit with its gradient, which may be that of the previous step.
 
-        parts: masters and moments of the unit, uint8, on the host or device, where the gradient is. elements: if a unit
-        is updated in pieces on the device, the elements [start, stop) that `gradient` and `parts` have; pieces are
-        updated in order.
+        parts: the arrays of masters and moments, uint8, on the host or device, where the gradient is. elements: if a
+        unit is updated in pieces, the elements [start, stop) that `gradient` and `parts` have; pieces are updated in
+        order.
         """
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from torch import Tensor
 
 from megatrain.engine.context import OpContext
@@ -10,7 +12,8 @@ from megatrain.engine.step_state import DTYPE_OF_NBYTES, StepState, bytes_of
 from megatrain.memory import Lease
 from megatrain.schedule import Op
 from megatrain.schedule.contents import PART_OF
-from megatrain.schedule.passes.streamed_updates import piece_of
+from megatrain.schedule.passes.pieces import Piece, disk_pieces, streamed_pieces
+from megatrain.spec import Part
 
 
 def norm(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
@@ -25,20 +28,25 @@ def norm(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
 def update(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     """UPDATE: let the receiver of gradients update a unit, or a piece of it, with its gradient."""
     assert step.receiver is not None
-    parts = {
-        part: bytes_of(lease, access) for access in op.writes if (part := PART_OF.get(type(access.content))) is not None
-    }
-    gradient = _gradient_of(context, op, lease)
-    if op.shard >= 0:
-        size = context.layouts[op.unit].trained.own_size
-        step.receiver.update(op.unit, gradient, parts, piece_of(size, context.numerics, context.policy, op.shard))
-        context.pool.unsaved.changed_in_slots(step.schedule.takes_home[op.unit, op.shard])
-        return
-    step.receiver.update(op.unit, gradient, parts)
-    context.pool.unsaved.changed(op, lease)
-    buffer = step.schedule.buffers[op.reads[0].buffer]
-    if buffer.tier == "host" and buffer.unit == op.unit:  # not shared with units whose gradient may follow
+    parts = defaultdict[Part, list[Tensor]](list)
+    for access in op.writes:
+        if (part := PART_OF.get(type(access.content))) is not None:
+            parts[part].append(bytes_of(lease, access))
+    elements = _elements(context, op)
+    step.receiver.update(op.unit, _gradient_of(context, op, lease), parts, elements)
+    context.pool.unsaved.changed(op, lease, step.schedule.takes_home.get((op.unit, op.shard)))
+    buffer, trained = step.schedule.buffers[op.reads[0].buffer], context.layouts[op.unit].trained
+    is_last = elements is None or elements[1] == trained.own_size
+    if is_last and buffer.tier == "host" and buffer.unit == op.unit:  # not shared with units whose gradient may follow
         context.pool.discard(buffer.name)
+
+
+def _elements(context: OpContext, op: Op) -> Piece | None:
+    """The piece of a unit that an op is about, or None for all of it."""
+    if op.shard < 0:
+        return None
+    cut = disk_pieces if op.stream == "host" else streamed_pieces
+    return cut(context.layouts[op.unit].trained, context.numerics, context.policy)[op.shard]
 
 
 def _gradient_of(context: OpContext, op: Op, lease: Lease) -> Tensor:

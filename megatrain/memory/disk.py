@@ -1,8 +1,8 @@
 """The disk tier: scratch files below host memory, with named regions (a unit's moments, say) read and written by
 ranges.
 
-Any bytes of a region may be read; whole blocks of it are written. If the end of a region is kept (frozen weights), a
-block begins there, so that the part before it may be written alone.
+Any bytes of a region may be read; whole blocks of it are written. A region may name bytes where a block begins, so that
+what is before and behind may be written alone.
 
 Regions live as long as the process, in files without names; this is no checkpoint. Space is allocated when a region
 is provided, so that a full disk is found before a step, not during it. A block reads as zeros until its first write;
@@ -21,6 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -70,17 +71,16 @@ class Disk:
         self._process = OwningProcess()
         self._finalizer = weakref.finalize(self, _let_go, self._process, self._files, (self._reads, self._writes))
 
-    def provide(self, regions: Mapping[str, tuple[int, str]], kept: Mapping[str, int] | None = None) -> None:
+    def provide(self, regions: Mapping[str, tuple[int, str]], cuts: Mapping[str, Sequence[int]] | None = None) -> None:
         """Create regions: name -> (bytes, label for messages). Existing ones keep place and content.
 
-        kept: name -> bytes at a region's end, from a sector on, that have blocks of their own. Raises `DiskFull`
-        before allocating anything if the disks lack space, and `DiskError` if a region exists with another size.
+        cuts: name -> bytes of a region, ascending, at which a block begins. Raises `DiskFull` before allocating
+        anything if the disks lack space, and `DiskError` if a region exists with another size.
         """
         with self._open():
             new = {name: wanted for name, wanted in regions.items() if not self._is_known(name, *wanted)}
             spaces = [space.copy() for space in self._spaces]
-            ends = {name: (kept or {}).get(name, 0) for name in new}
-            laid = {name: self._laid(nbytes - ends[name], ends[name], spaces) for name, (nbytes, _) in new.items()}
+            laid = {name: self._laid(nbytes, (cuts or {}).get(name, ()), spaces) for name, (nbytes, _) in new.items()}
             self._require_space(spaces, [label for _, label in new.values()])
             self._resize(spaces)
             self._spaces = spaces
@@ -89,11 +89,13 @@ class Disk:
                 sums = [0] * len(blocks) if self._checksums else None
                 self._regions[name] = Region(name, label, nbytes, blocks, sums, [None] * len(blocks))
 
-    def _laid(self, first: int, kept: int, spaces: Sequence[Space]) -> tuple[Block, ...]:
-        """The blocks of a region, split where the kept part begins."""
-        parts = (first, 0), (kept, first)
+    def _laid(self, nbytes: int, cuts: Sequence[int], spaces: Sequence[Space]) -> tuple[Block, ...]:
+        """The blocks of a region; what is between two cuts is spread over all folders."""
+        ends = [0, *(cut for cut in cuts if 0 < cut < nbytes), nbytes]
         return tuple(
-            block for part, begin in parts for block in lay_out(part, spaces, self._shares, self._block_nbytes, begin)
+            block
+            for begin, end in pairwise(ends)
+            for block in lay_out(end - begin, spaces, self._shares, self._block_nbytes, begin)
         )
 
     def read(self, name: str, memory: Tensor | NDArray[np.uint8], start: int = 0) -> None:

@@ -16,6 +16,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -47,10 +48,12 @@ class Region:
     torn: list[str | None] = field(default_factory=list)
     """Why each block does not hold what was last written; empty if it does, `None` if it was never written."""
 
-    def within(self, start: int, stop: int) -> list[int]:
+    def within(self, start: int, stop: int) -> Sequence[int]:
         """The numbers of the blocks that hold bytes [start, stop)."""
-        blocks = enumerate(self.blocks)
-        return [index for index, block in blocks if block.start < stop and start < block.start + block.nbytes]
+        if start >= stop:
+            return range(0)
+        first = bisect_right(self.blocks, start, key=lambda block: block.start) - 1
+        return range(first, bisect_left(self.blocks, stop, key=lambda block: block.start))
 
 
 @dataclass(slots=True)

@@ -91,7 +91,7 @@ class Pool:
         self.free(buffer.name)
         if buffer.tier == "disk":
             sized = {buffer.name: (buffer.nbytes, self.label(buffer))}
-            self.disk.provide(sized, kept={buffer.name: buffer.frozen_nbytes})
+            self.disk.provide(sized, cuts={buffer.name: buffer.cuts})
         elif (memory := self._shared.get(buffer)) is not None:
             (self._memory if buffer.peer is None else self._of_peers)[buffer.name] = memory
         elif buffer.tier != "file":  # files take no memory
@@ -248,14 +248,20 @@ class UnsavedState:
         self._in_slots: dict[str, Op] = {}
         """Slot on the device -> the op that copies home the state that an update changed in it."""
 
-    def changed(self, op: Op, lease: Lease) -> None:
-        """An UPDATE has changed what it writes to staging buffers."""
+    def changed(self, op: Op, lease: Lease, homewards: Op | None = None) -> None:
+        """An UPDATE has changed what it writes to staging buffers, or to a slot of which the op `homewards` takes what
+        it reads home."""
+        if homewards is not None and homewards.kind != "WRITE":
+            self._in_slots[homewards.reads[0].buffer] = homewards
+            return
+        for here, home in zip(homewards.reads, homewards.writes, strict=True) if homewards is not None else ():
+            self.keep(home.buffer, lease[here.buffer][here.start : here.stop].numpy(), home.start)
         for access in op.writes:
             buffer = self._pool.buffers[access.buffer]
             if buffer.use is Use.DISK_STAGING and buffer.part and access.content != USED:
                 region = state_name("disk", buffer.part, op.unit)
-                stop = min(access.stop, self._pool.buffers[region].nbytes - self._pool.buffers[region].frozen_nbytes)
-                self.keep(region, lease[access.buffer][access.start : stop].numpy(), 0)
+                stop = min(access.stop, self._pool.buffers[region].cuts[-1])  # frozen weights follow
+                self.keep(region, lease[access.buffer][access.start : stop].numpy(), access.start)
 
     def keep(self, region: str, memory: Bytes, start: int) -> None:
         """These bytes of a region of the disk are only in `memory` until they are written."""
@@ -268,11 +274,9 @@ class UnsavedState:
     def write(self, region: str, memory: Bytes, start: int) -> None:
         """Write to a region of the disk. Raises `DiskError`; what was unsaved then stays so."""
         self._pool.disk.write(region, memory, start)
-        self._staged.pop((region, start), None)
-
-    def changed_in_slots(self, homewards: Op) -> None:
-        """An UPDATE on the device has changed slots, which the op `homewards` is to copy home."""
-        self._in_slots[homewards.reads[0].buffer] = homewards
+        for name, first in list(self._staged):
+            if name == region and start <= first < start + memory.nbytes:
+                self._staged.pop((name, first), None)
 
     def overwritten(self, op: Op) -> None:
         """The slots that the op writes have been copied home, since the op waited for that."""

@@ -20,6 +20,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from megatrain.errors import ConfigError, MegaTrainError
+from megatrain.spec.layout import NORM_BLOCK
 
 # Arrays and blocks ----------------------------------------------------------------------------------------------------
 #
@@ -34,7 +35,7 @@ F32 = NDArray[np.float32]
 U16 = NDArray[np.uint16]
 Segment = tuple[int, int, bool]
 
-BLOCK = 1 << 16  # elements; a multiple of `kernels.LANES` and of a cache line in every dtype
+BLOCK = NORM_BLOCK  # elements; a multiple of `kernels.LANES` and of a cache line in every dtype
 
 MOST_THREADS = 1 << 10
 """More threads than any machine runs."""

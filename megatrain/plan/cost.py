@@ -427,7 +427,7 @@ def contention(model: ModelSpec, numerics: Numerics, hardware: Hardware) -> Cont
         if op.kind in CALLS or (op.kind in ("UPDATE", "NORM") and op.stream != "host"):
             return 0.0
         if op.kind == "UPDATE":
-            return update_nbytes(layout_of(model.units[op.unit]), numerics)
+            return op.share * update_nbytes(layout_of(model.units[op.unit]), numerics)
         if op.kind == "NORM":
             return sum(access.stop - access.start for access in op.reads)
         if op.stream == "shared":
@@ -504,7 +504,7 @@ class _Prices:
                 touched = update_nbytes(layout_of(self.model.units[op.unit]), self.numerics)
                 if op.stream != "host":
                     return op.share * touched / self._copies
-                return touched / optimizer_bandwidth(self.hardware, self.policy.host_threads)
+                return op.share * touched / optimizer_bandwidth(self.hardware, self.policy.host_threads)
             case "REDUCE" | "BARRIER" if op.stream == "shared":
                 return shared_seconds(op, optimizer_bandwidth(self.hardware, self.policy.host_threads))
             case "GATHER":

@@ -16,8 +16,8 @@ from megatrain.plan.estimates import examine_rounds, seconds_on
 from megatrain.plan.question import Plan, Question
 from megatrain.plan.search_space import FEWER_WRITES, SLOWER_FOR_FEWER_WRITES, STREAMED_FACTORS, WORTH_STREAMING
 from megatrain.plan.without_plan import staging_nbytes
+from megatrain.schedule.passes.pieces import MOMENTS_NBYTES
 from megatrain.schedule.passes.pinned_staging import pinned_nbytes
-from megatrain.schedule.passes.state_buffers import MOMENTS_NBYTES
 
 # Fewer writes ---------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import cache, partial
 
 from megatrain.errors import PlanError
-from megatrain.schedule.contents import CONTENT_OF, USED, Scratch, TapGradient, Weights
+from megatrain.schedule.contents import Scratch, TapGradient, Weights
 from megatrain.schedule.deps import derive_waits
 from megatrain.schedule.ops import Access, Buffer, Op, Schedule, Stream, Use, declare
 from megatrain.schedule.passes.collectives import Collectives, refuse_what_ranks_lack
@@ -28,11 +28,18 @@ from megatrain.schedule.passes.pinned_staging import PinnedStaging
 from megatrain.schedule.passes.prefetch import Prefetch, Visit
 from megatrain.schedule.passes.recompute import Activations, Recomputation, workspace_name
 from megatrain.schedule.passes.side_values import SideValues
-from megatrain.schedule.passes.state_buffers import Pending, StateBuffers, reads_files, state_name, whole_name
-from megatrain.schedule.passes.streamed_updates import StreamedUpdates
+from megatrain.schedule.passes.state_buffers import (
+    Pending,
+    StateBuffers,
+    fills_slot,
+    reads_files,
+    state_name,
+    whole_name,
+)
+from megatrain.schedule.passes.updates import Updates, read_ahead
 from megatrain.schedule.passes.weight_slots import WeightSlots
 from megatrain.schedule.passes.workspace import backward_nbytes, beside_nbytes, input_nbytes, loss_nbytes
-from megatrain.spec import ModelSpec, Numerics, Part, Policy, Tier, Work
+from megatrain.spec import ModelSpec, Numerics, Part, Policy, Work
 from megatrain.spec.layout import Layout, layout_of
 
 
@@ -125,7 +132,7 @@ class Builder:
         self._place = {unit: place for place, unit in enumerate([*self.order, model.epilogue])}
         """Unit -> its first visit."""
         self.state = StateBuffers(model, numerics, policy, pending, self.buffers, self.staged, on_drive)
-        self.streamed = StreamedUpdates(model, numerics, policy, self.buffers, self.gradients, self.state)
+        self.updates = Updates(model, numerics, policy, self.buffers, self.gradients, self.state)
 
     def _rounds(self) -> list[range]:
         """The micro-batches of each round."""
@@ -150,50 +157,62 @@ class Builder:
         return self._emit([*self._forward_visits(micros), self._loss_visit(micros)])
 
     def flush(self) -> Schedule:
+        self.updates.streamed = frozenset()  # no pass of a device hides anything
         return self._emit([])
 
     def _emit(self, visits: list[Visit]) -> Schedule:
+        fetched_fresh = frozenset[int]()
+        if self.pending == "all":  # an update right before the first fetch brings the fresh weights to their slot
+            on_disk = (u for u in self._place if fills_slot(self.layouts[u], self.policy, self.placements[u]))
+            fetched_fresh = self.updates.streamed.union(on_disk)
         if self.policy.shares_memory:
             for visit in visits:
                 visit.body = [*visit.compute, *visit.after]
         else:
-            ready = self._updated_at if self.pending == "all" else lambda unit: 0
-            streamed = self.streamed.units if self.pending == "all" else ()
-            update = partial(self.streamed.ops, before="old", after="")
-            Prefetch(self.slots, self.pinned_staging, ready, streamed, update).place(visits)
+            ready = self._ready if self.pending == "all" else lambda unit: 0
+            update = partial(self.updates.ops, before="old", after="")
+            Prefetch(self.slots, self.pinned_staging, ready, fetched_fresh, update).place(visits)
         for index, visit in enumerate(visits):
             _restore_early(visits[index - 1] if index else visit, visit)
         updates = [unit for unit in self.units if self.trained[unit].size] if self.pending == "all" else []
         due: dict[int, list[int]] = defaultdict(list)
         for unit in updates:
-            if unit not in self.streamed.units:
+            if unit not in fetched_fresh:
                 due[self._updated_at(unit)].append(unit)
         ops: list[Op] = []
         for index, visit in enumerate(visits):
-            ops += [self._update(unit) for unit in due[index]]
+            ops += [op for unit in due[index] for op in self.updates.ops(unit, "old", "")]
             ops += visit.ops()
         if not visits:
-            ops = [self._update(unit) for unit in updates]
+            ops = [op for unit in updates for op in self.updates.ops(unit, "old", "")]
         return self._finished(ops)
 
     def _finished(self, ops: Sequence[Op]) -> Schedule:
         names = tuple(unit.name for unit in self.model.units)
-        whole = self.collectives.among(self.alive.offloaded(ops, [*self.sides.offloaded.values()]))
+        whole = read_ahead(self.collectives.among(self.alive.offloaded(ops, [*self.sides.offloaded.values()])))
         placed = stage(stage(whole, self.staged), self.pinned_staging.from_drive)
         placed = stage(placed, self.pinned_staging.staged)
         return derive_waits(Schedule(tuple(placed), self.buffers, names))
 
     def _updated_at(self, unit: int) -> int:
-        """The visit before which a pending update is placed: as early as there is a place for its weights until
-        they are used, but not so early that weights which are needed first are read from the disk behind others."""
+        """The visit before which a pending update is placed: as early as possible, unless weights come from the disk.
+        Then what it reads there comes before what is fetched for the visit before, which waits for another update; but
+        not earlier, since that is needed first. In shared memory its weights need a place until they are used."""
         place = self._place.get(unit, 0)
         if self.placements[unit].on_device:  # with several ranks, before they gather it
             return place if self.model.ranks == 1 else max(0, place - self.policy.layer_slots + 1)
         if not self._weights_on_disk:
             return 0
+        if not self.policy.shares_memory:
+            return max(0, place - 2)
         # The epilogue not before the prologue has left their common slot.
         earliest = self._place[0] + 1 if unit == self.model.epilogue else 0
         return max(earliest, place - self.policy.disk_staging_slots + 1)
+
+    def _ready(self, unit: int) -> int:
+        """The visit from which on weights with a pending update may be fetched."""
+        on_disk = self.placements[unit].weights == "disk"
+        return max(self._updated_at(unit), self._place.get(unit, 0) - 1 if on_disk else 0)
 
     # Compute --------------------------------------------------------------------------------------------------------
 
@@ -326,25 +345,8 @@ class Builder:
             return self.gradients.save_partial(unit)
         stream: Stream = "grad" if self.gradients.on_device[unit] else "host"
         norm = Op("NORM", stream, unit, reads=(self.gradients.landed(unit),), writes=(self.state.norm(unit),))
-        updates = []
-        if self.policy.update == "during_backward":
-            streamed = unit in self.streamed.units
-            updates = self.streamed.ops(unit, "", "new") if streamed else [self._update(unit)]
+        updates = self.updates.ops(unit, "", "new") if self.policy.update == "during_backward" else []
         return [*self.gradients.leave(unit), norm, *updates]
-
-    def _update(self, unit: int) -> Op:
-        """The optimizer pass over one unit: pending from the last step, or right after its gradient."""
-        before, after = ("old", "") if self.pending == "all" else ("", "new")
-        on_device = self.placements[unit].on_device
-        tier: Tier = "device" if on_device else "host"
-        parts = [(state_name(tier, part, unit), nbytes, CONTENT_OF[part]) for part, nbytes in self.state.updated(unit)]
-        gradient = self.gradients.landed(unit, before)
-        reads = [gradient, *(Access(name, 0, nbytes, what(unit, before)) for name, nbytes, what in parts)]
-        if self.pending == "none":
-            reads.append(self.state.norm(unit))
-        writes = [Access(name, 0, nbytes, what(unit, after)) for name, nbytes, what in parts]
-        writes.append(Access(gradient.buffer, gradient.start, gradient.stop, USED))
-        return Op("UPDATE", "compute" if on_device else "host", unit, reads=tuple(reads), writes=tuple(writes))
 
 
 def _tap(builder: Builder, unit: int, micro: int) -> Access:

@@ -94,12 +94,16 @@ class _Contents:
         return {region.content for region in self._regions[buffer]}
 
     def write(self, access: Access) -> None:
-        """Frozen bytes after those that steps change take the version of the write: they are the same in each."""
+        """Frozen bytes after those that steps change take the version of the write that ends there: they are the same
+        in each. Adjacent bytes with one content are one region, so a buffer has few."""
         buffer = self._buffers[access.buffer]
-        if (access.start, access.stop) == (0, buffer.nbytes - buffer.frozen_nbytes):
+        if access.stop == buffer.nbytes - buffer.frozen_nbytes:
             access = access._replace(stop=buffer.nbytes)
         kept = []
         for region in self._regions[access.buffer]:
+            if region.content == access.content and region.stop == access.start:
+                access = access._replace(start=region.start)
+                continue
             if region.start < access.start:
                 kept.append(_Region(region.start, min(region.stop, access.start), region.content))
             if region.stop > access.stop:

@@ -17,7 +17,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple, get_args
 
-from megatrain.schedule.contents import Content, Gradient, Weights
+from megatrain.schedule.contents import Content, Gradient, LowBits, Moments, Weights
 from megatrain.spec import Part, Tier
 
 Copy = Literal["READ", "WRITE", "FETCH", "GRAD", "OFFLOAD", "RELOAD", "PACK", "UNPACK"]
@@ -113,6 +113,8 @@ class Buffer(NamedTuple):
     frozen_nbytes: int = 0
     """Bytes of frozen weights at its end: no step changes them, so they fit any version of the bytes before."""
     peer: Peer | None = None
+    cuts: tuple[int, ...] = ()
+    """On the disk: bytes at which writes may begin or end."""
 
     @property
     def is_state(self) -> bool:
@@ -274,9 +276,11 @@ class Schedule:
 
     @cached_property
     def takes_home(self) -> dict[tuple[int, int], Op]:
-        """(unit, number of a piece) of a streamed update -> the op that copies the piece home."""
-        leaving = (op for op in self.ops if op.kind == "OFFLOAD" and isinstance(op.reads[0].content, Weights))
-        return {(op.unit, op.shard): op for op in leaving}
+        """(unit, number of a piece) of an update in pieces -> the op that takes the piece home from its slot."""
+        leaving = (op for op in self.ops if op.kind in ("OFFLOAD", "WRITE") and op.shard >= 0)
+        return {
+            (op.unit, op.shard): op for op in leaving if isinstance(op.reads[0].content, Weights | LowBits | Moments)
+        }
 
     def extent(self, buffer: str, content: Content) -> tuple[int, int]:
         """Start and stop of all accesses of this content in a buffer; partial sums count as the sum."""

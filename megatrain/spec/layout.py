@@ -22,8 +22,12 @@ from megatrain.spec import ParamSpec, UnitSpec
 ALIGNMENT = 32
 """In elements; 64 bytes of bfloat16, 128 bytes of float32."""
 
+NORM_BLOCK = 1 << 16
+"""Elements of a gradient whose squares are summed one after the other; the sums of blocks are added exactly."""
+
 OWNED = 1 << 10
-"""Granularity of ownership in elements; the norm is summed in blocks of it, which thus belong to one rank each."""
+"""Granularity of ownership in elements; with several ranks the norm is summed in blocks of it, which thus belong to
+one rank each."""
 
 SAVED_AT_ONCE = 1 << 24
 """Elements of a unit's state that a save has in memory at a time, as float32."""

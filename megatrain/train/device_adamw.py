@@ -36,18 +36,17 @@ TRIED = 5000
 _log = logging.getLogger(__name__)
 
 
-def arrays_in(parts: Mapping[Part, Tensor], numel: int) -> StateArrays[Tensor]:
+def arrays_in(parts: Mapping[Part, Sequence[Tensor]], numel: int) -> StateArrays[Tensor]:
     """The state of so many trained elements in the memory of its parts, uint8, on the host or the device.
 
     parts: weights, moments in the order of `AdamW.STATE`, and, if masters are split, low bits.
     """
-    nparts = len(AdamW.STATE)
-    moments = parts[Part.MOMENTS][: 4 * nparts * numel].view(torch.float32)
-    weights, low = parts[Part.WEIGHTS], parts.get(Part.LOW_BITS)
+    moments = tuple(moment[: 4 * numel].view(torch.float32) for moment in parts[Part.MOMENTS])
+    (weights,), low = parts[Part.WEIGHTS], parts.get(Part.LOW_BITS)
     if low is None:
-        return StateArrays(weights[: 4 * numel].view(torch.float32), None, moments.split(numel))
-    hi, lo = (half[: 2 * numel].view(torch.int16) for half in (weights, low))
-    return StateArrays(hi, lo, moments.split(numel))
+        return StateArrays(weights[: 4 * numel].view(torch.float32), None, moments)
+    hi, lo = (half[: 2 * numel].view(torch.int16) for half in (weights, *low))
+    return StateArrays(hi, lo, moments)
 
 
 def update_on_device(

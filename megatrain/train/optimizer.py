@@ -39,6 +39,7 @@ from megatrain.optim import (
     update_on_host,
 )
 from megatrain.optim.kernels import Segment
+from megatrain.schedule.passes.pieces import Piece
 from megatrain.spec import ModelSpec, Part, Policy
 from megatrain.spec.layout import OWNED, Layout, Ownership, layout_of
 from megatrain.train.device_adamw import arrays_in, kernels_for, sum_of_squares_on_device, update_on_device
@@ -263,7 +264,7 @@ class StreamedOptimizer:
         return norm
 
     def update(
-        self, unit: int, gradient: Tensor, parts: Mapping[Part, Tensor], elements: tuple[int, int] | None = None
+        self, unit: int, gradient: Tensor, parts: Mapping[Part, Sequence[Tensor]], elements: Piece | None = None
     ) -> None:
         """Update a unit, or a piece of it, where its state is, with the factors of the gradient's own step.
 
@@ -275,22 +276,24 @@ class StreamedOptimizer:
         self.before_update(unit)
         known, version, parameters = update.gradients[unit], self.versions[unit], self._parameters[unit]
         size = layout_of(self._model.units[unit]).trained.own_size
-        start, stop = elements or (version.reached, size)
+        first, stop = elements or (0, size)
+        start = max(first, version.reached)
+        if start >= stop:
+            return
         if version.is_torn:
             self.refuse_torn()
         version.is_torn = True
-        if elements is None and unit not in self._on_device:
-            state, values = arrays_in(parts, size).map(_as_numpy), _as_numpy(gradient)
+        state = arrays_in(parts, stop - first)
+        if unit not in self._on_device and (elements is None or unit not in self._streamed):
+            arrays, values = state.map(_as_numpy), _as_numpy(gradient)
             left_out = known.left_out(parameters)
             updated = [parameter for parameter in parameters if parameter.name not in left_out]
             for scalars, segments in update.segments(updated, version.missed, start, stop):
-                update_on_host(state, values, scalars, segments, self.threads)
+                update_on_host(arrays, values, scalars, _behind(segments, first), self.threads)
         else:
-            piece = arrays_in(parts, stop - start)
             for flag, covered in known.cases(parameters):
                 for scalars, segments in update.segments(covered, version.missed, start, stop):
-                    within = [(a - start, b - start, decays) for a, b, decays in segments]
-                    update_on_device(piece, gradient, scalars, within, flag, self._kernels)
+                    update_on_device(state, gradient, scalars, _behind(segments, first), flag, self._kernels)
         version.is_torn, version.reached = False, stop if stop < size else 0
         if version.reached:
             return
@@ -340,9 +343,9 @@ class StreamedOptimizer:
         """Units are now placed as in this policy. No updates may be pending, and the device must be idle."""
         self.threads = policy.host_threads
         self._on_device = {unit for unit in range(len(self.versions)) if policy.placement(unit).on_device}
-        streamed = policy.updates_streamed(self._model)
-        self._normed_on_device = self._on_device if self._deferred else self._on_device | streamed
-        if self._on_device or streamed:
+        self._streamed = policy.updates_streamed(self._model)
+        self._normed_on_device = self._on_device if self._deferred else self._on_device | self._streamed
+        if self._on_device or self._streamed:
             self._kernels = kernels_for(self._device)
 
     def restore(self, updates: int | None, missed: Mapping[str, int] | None = None) -> None:
@@ -408,6 +411,11 @@ def _not_finite(parameters: Sequence[TrainedParameter], gradient: Tensor) -> lis
     ]
 
 
+def _behind(segments: Sequence[Segment], first: int) -> Sequence[Segment]:
+    """Segments of a unit, counted in the piece that begins at element `first`."""
+    return [(start - first, stop - first, decays) for start, stop, decays in segments] if first else segments
+
+
 def _used(gradients: Sequence[UnitGradient]) -> list[int]:
     """Units that have been updated with their gradient."""
     return [unit for unit, known in enumerate(gradients) if known.is_used]
@@ -467,7 +475,7 @@ class GradientCollector:
         return self.gradients
 
     def update(
-        self, unit: int, gradient: Tensor, parts: Mapping[Part, Tensor], elements: tuple[int, int] | None = None
+        self, unit: int, gradient: Tensor, parts: Mapping[Part, Sequence[Tensor]], elements: Piece | None = None
     ) -> None:
         """Change nothing; but state on the disk is written back, so nobody may be reading it."""
         self._before_update(unit)

@@ -63,7 +63,7 @@ def test_a_failed_write_invalidates_its_region_until_rewritten(
 def test_a_partial_rewrite_restores_only_its_own_part(after: int, tmp_path: Path) -> None:
     """Two requests for all of it, one for its first part; the one or the other fails."""
     disk, first = Disk([tmp_path], calls=failing(DiskFault("write", "region", after=after))), 2 * SECTOR
-    disk.provide({"region": (NBYTES, "weights of layer 3")}, kept={"region": NBYTES - first})
+    disk.provide({"region": (NBYTES, "weights of layer 3")}, cuts={"region": [first]})
     with pytest.raises(DiskError, match="injected"):
         disk.write("region", VALUE)
         disk.write("region", NEW[:first])

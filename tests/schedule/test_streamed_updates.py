@@ -11,8 +11,9 @@ import pytest
 from megatrain.errors import PlanError, ScheduleError
 from megatrain.plan import contention, op_seconds
 from megatrain.schedule import Schedule, build_flush, build_forward, build_step, check, replay
+from megatrain.schedule.passes.pieces import SLOTS
 from megatrain.schedule.passes.pinned_staging import pinned_nbytes
-from megatrain.schedule.passes.streamed_updates import CHUNK, SLOTS
+from megatrain.schedule.passes.updates import CHUNK
 from megatrain.spec import Hardware, ModelSpec, Numerics, ParamSpec, Placement, Policy, UnitSpec, Work
 from megatrain.testing import SimDevice, executed_timeline, run_idle, surviving_waits
 from megatrain.train import device_adamw

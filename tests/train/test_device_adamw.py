@@ -49,26 +49,27 @@ def test_device_updates_match_the_host_within_one_rounding(
     arrays, grad = state(precision)
     scalars = AdamW(lr=1e-2, betas=betas, weight_decay=0.1).scalars(lr=1e-2, step=3)
     segments = [(0, SIZE // 3, True), (SIZE // 3, SIZE, False)]
-    moments = torch.from_numpy(np.concatenate([arrays["m"], arrays["v"]])).to(device)
+    moments = [torch.from_numpy(arrays[name].copy()).to(device) for name in ("m", "v")]
     there = {
-        Part.WEIGHTS: torch.from_numpy(arrays["hi"].view(np.uint8).copy()).to(device),
-        Part.MOMENTS: moments.view(torch.uint8),
+        Part.WEIGHTS: [torch.from_numpy(arrays["hi"].view(np.uint8).copy()).to(device)],
+        Part.MOMENTS: [moment.view(torch.uint8) for moment in moments],
     }
     gradient = torch.from_numpy(grad.view(np.int16) if precision == "bf16" else grad).to(device)
     if precision == "bf16":
-        there[Part.LOW_BITS] = torch.from_numpy(arrays["lo"].view(np.uint8).copy()).to(device)
+        there[Part.LOW_BITS] = [torch.from_numpy(arrays["lo"].view(np.uint8).copy()).to(device)]
         gradient = gradient.view(torch.bfloat16)
     update_on_device(arrays_in(there, SIZE), gradient, scalars, segments)
     state_on_host = StateArrays(arrays["hi"], arrays.get("lo"), (arrays["m"], arrays["v"]))
     update_on_host(state_on_host, grad, scalars, segments)
     if precision == "fp32":
-        expected, found = arrays["hi"], there[Part.WEIGHTS].cpu().view(torch.float32).numpy()
+        expected, found = arrays["hi"], there[Part.WEIGHTS][0].cpu().view(torch.float32).numpy()
     else:
-        halves = (there[part].cpu().numpy().view(np.uint16) for part in (Part.WEIGHTS, Part.LOW_BITS))
+        halves = (there[part][0].cpu().numpy().view(np.uint16) for part in (Part.WEIGHTS, Part.LOW_BITS))
         expected, found = join(arrays["hi"], arrays["lo"]), join(*halves)
     numbers = ~np.isnan(expected)
     assert np.array_equal(np.isnan(found), ~numbers)
     assert not numbers.all()  # an infinite m over an infinite v is among them
     apart = np.abs(places(found) - places(expected))[numbers].max()
     assert apart <= (0 if device == "cpu" else 1)
-    assert np.array_equal(moments.cpu().numpy(), np.concatenate([arrays["m"], arrays["v"]]), equal_nan=True)
+    for moment, name in zip(moments, ("m", "v"), strict=True):
+        assert np.array_equal(moment.cpu().numpy(), arrays[name], equal_nan=True)

@@ -20,16 +20,29 @@ from typing import Literal, NamedTuple
 from megatrain.schedule.contents import CONTENT_OF, USED, Content, Norm, Weights
 from megatrain.schedule.ops import Access, Buffer, Use, declare
 from megatrain.schedule.passes.disk_staging import Staged
+from megatrain.schedule.passes.pieces import (
+    LOW_BITS_NBYTES,
+    MOMENTS_NBYTES,
+    PIECE_NBYTES,
+    SLOTS,
+    Array,
+    arrays_of,
+    cuts_of,
+    disk_pieces,
+)
 from megatrain.spec import IN_HOST, ModelSpec, Numerics, Part, Placement, Policy, Precision, Tier, UpdateTime
-from megatrain.spec.hardware import whole_sectors
-from megatrain.spec.layout import SAVED_AT_ONCE, Layout, layout_of
+from megatrain.spec.hardware import SECTOR, whole_sectors
+from megatrain.spec.layout import SAVED_AT_ONCE, Layout, Shard, layout_of
 from megatrain.spec.model import UnitKind
-
-MOMENTS_NBYTES = 8
-"""Bytes per trained parameter: float32 m and v."""
 
 HOST_ONLY = (Part.LOW_BITS, Part.MOMENTS)
 """Parts that only updates use, so they do not cross the bus if the host updates."""
+
+MOST_SHARDS = 16
+"""Shards of a unit that pass through host memory; larger units have larger ones."""
+
+RING = "host/piece_slots"
+"""Slots in host memory through which pieces of state on the disk pass, whatever they hold."""
 
 NORMS = "host/norms"
 """Buffer of float64 sums of squares, one per unit."""
@@ -79,7 +92,7 @@ def _parts_of(
         return (*kept, SizedPart(Part.WEIGHTS, rest, "file")) if rest > 0 else kept
     sizes = {
         Part.WEIGHTS: numel * numerics.weight_nbytes,
-        Part.LOW_BITS: trained * (0 if numerics.precision == "fp32" else 2),  # frozen parameters have none
+        Part.LOW_BITS: trained * (0 if numerics.precision == "fp32" else LOW_BITS_NBYTES),  # frozen ones have none
         Part.MOMENTS: MOMENTS_NBYTES * trained,
         Part.GRADIENTS: 0 if update == "during_backward" else trained * numerics.grad_nbytes,
     }
@@ -116,17 +129,51 @@ def staging_names(model: ModelSpec, policy: Policy, unit: int, part: Part) -> li
 
 
 def state_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[str, int]:
-    """Tier -> bytes of all units' state between steps, including staging buffers."""
+    """Tier -> bytes of all units' state between steps, including staging buffers and the ring of pieces."""
     totals: dict[str, int] = {"device": 0, "host": 8 * len(model.units), "disk": 0, "file": 0}
     stages: dict[str, int] = {}
+    ring = 0
     for first, placement, count in units_alike(model, policy):
-        for part in parts_of(layout_of(model.units[first]), numerics, policy, placement):
+        layout = layout_of(model.units[first])
+        ring = max(ring, ring_slot_nbytes(layout.trained, numerics, policy, placement))
+        for part in parts_of(layout, numerics, policy, placement):
             totals[part.tier] += count * part.nbytes
             totals["device"] += count * part.nbytes * part.copied * model.ranks
             for name, nbytes in _stages(model, numerics, policy, first, part):
                 stages[name] = max(stages.get(name, 0), nbytes)
-    totals["host"] += sum(stages.values())
+    totals["host"] += sum(stages.values()) + SLOTS * ring
     return totals
+
+
+def staged_whole(policy: Policy) -> tuple[Part, ...]:
+    """Parts of which all that a unit has on the disk is in a staging buffer while it is used: its weights only where
+    compute reads them there."""
+    return (Part.WEIGHTS, Part.GRADIENTS) if policy.shares_memory else (Part.GRADIENTS,)
+
+
+def passing(trained: Layout, numerics: Numerics, policy: Policy, placement: Placement) -> tuple[Array, ...]:
+    """The arrays of a unit that pass through the ring when it is updated: what is on the disk and not staged whole."""
+    if placement.on_device or not trained.size:
+        return ()
+    whole, arrays = staged_whole(policy), arrays_of(trained.own_size, numerics)
+    return tuple(array for array in arrays if array.part not in whole and placement.tier(array.part) == "disk")
+
+
+def fills_slot(layout: Layout, policy: Policy, placement: Placement) -> bool:
+    """Whether a pending update of a unit with weights on the disk also copies them to their slot on the device.
+
+    Not if some are frozen, or other ranks', or if there is one slot for layers: the update would start when nothing
+    computes.
+    """
+    is_passing = placement.weights == "disk" and not policy.shares_memory
+    return is_passing and layout.ranks == 1 and policy.layer_slots > 1 and layout.trained.size == layout.size > 0
+
+
+def ring_slot_nbytes(trained: Layout, numerics: Numerics, policy: Policy, placement: Placement) -> int:
+    """Bytes of a slot of the ring that holds any piece of a unit."""
+    arrays = passing(trained, numerics, policy, placement)
+    _, largest = disk_pieces(trained, numerics, policy)[0] if arrays else (0, 0)
+    return sum(whole_sectors(array.nbytes * largest) + SECTOR * (array.part is Part.WEIGHTS) for array in arrays)
 
 
 def _stages(
@@ -136,14 +183,13 @@ def _stages(
     if part.tier not in ("disk", "file"):
         return
     layout, weight_nbytes = layout_of(model.units[unit]), numerics.weight_nbytes
-    whole = layout.size * weight_nbytes if part.tier == "file" else part.nbytes
     if part.part is Part.WEIGHTS and not policy.shares_memory:
-        shards = layout.shards(max(1, shard_nbytes(policy, model.units[unit].kind) // weight_nbytes))
+        shards = weight_shards(layout, model.units[unit].kind, numerics, policy, part.tier)
         first = layout.files_start if part.tier == "file" else 0
         largest = max(shard.stop - shard.start for shard in shards if shard.stop > first)
         yield from ((name, largest * weight_nbytes // layout.ranks) for name in weight_staging_names(policy))
-        whole = changed_nbytes(layout, numerics, part) if part.tier == "disk" else 0
-    if whole:
+    elif part.part in staged_whole(policy):
+        whole = layout.size * weight_nbytes if part.tier == "file" else part.nbytes
         yield from ((name, whole) for name in staging_names(model, policy, unit, part.part))
 
 
@@ -162,11 +208,18 @@ def changed_nbytes(layout: Layout, numerics: Numerics, sized: SizedPart) -> int:
     return min(sized.nbytes, whole_sectors(layout.trained.own_size * numerics.weight_nbytes))
 
 
-def shard_nbytes(policy: Policy, kind: UnitKind) -> int:
-    """Bytes of the largest shard of a unit of that kind, limited by the read-ahead if they use it."""
+def weight_shards(layout: Layout, kind: UnitKind, numerics: Numerics, policy: Policy, tier: Tier) -> tuple[Shard, ...]:
+    """The shards in which a unit's weights reach the device from `tier`: no larger than the read-ahead, if they use it.
+
+    From a drive they pass through host memory, so they are smaller, unless each would be a phase of a call, or several
+    ranks own a part of each.
+    """
+    nbytes = policy.shard_nbytes
     if policy.read_ahead_nbytes and kind == "layer":
-        return min(policy.shard_nbytes, policy.read_ahead_nbytes)
-    return policy.shard_nbytes
+        nbytes = min(nbytes, policy.read_ahead_nbytes)
+    if tier in ("disk", "file") and policy.wait_for == "unit" and layout.ranks == 1:
+        nbytes = min(nbytes, max(PIECE_NBYTES, layout.size * numerics.weight_nbytes // MOST_SHARDS))
+    return layout.shards(max(1, nbytes // numerics.weight_nbytes))
 
 
 def units_alike(model: ModelSpec, policy: Policy) -> list[tuple[int, Placement, int]]:
@@ -239,11 +292,16 @@ class StateBuffers:
         self._streamed = policy.updates_streamed(model)
         old = "old" if pending == "all" else ""
         self._parts: dict[tuple[int, Placement], Sequence[SizedPart]] = {}
+        self._passing: dict[tuple[int, Placement], Sequence[Array]] = {}
         for unit, spec in enumerate(model.units):
             version = old if layout_of(spec).trained.size else ""
             for part in self.of(unit):
                 waits = part.part is not Part.GRADIENTS or pending == "all"
                 self._declare(unit, part, CONTENT_OF[part.part](unit, version) if waits else None)
+            nbytes = ring_slot_nbytes(layout_of(spec).trained, numerics, policy, policy.placement(unit))
+            crosses = any(placement.weights == "disk" for placement in policy.placements)
+            for number in range(SLOTS if nbytes else 0):
+                declare(buffers, Buffer(f"{RING}/{number}", "host", nbytes, Use.DISK_STAGING, crosses=crosses))
         declare(buffers, Buffer(NORMS, "host", 8 * len(model.units), Use.NORMS, crosses=False))
 
     def of(self, unit: int) -> Sequence[SizedPart]:
@@ -253,6 +311,20 @@ class StateBuffers:
         if key not in self._parts:
             self._parts[key] = parts_of(layout, self._numerics, self._policy, placement)
         return self._parts[key]
+
+    def passing(self, unit: int) -> Sequence[Array]:
+        """As the function of that name. Like units share the object."""
+        layout, placement = layout_of(self._model.units[unit]), self._policy.placement(unit)
+        key = id(layout), placement
+        if key not in self._passing:
+            self._passing[key] = passing(layout.trained, self._numerics, self._policy, placement)
+        return self._passing[key]
+
+    def weights_stop(self, unit: int, tier: Tier) -> int:
+        """The end of the bytes of a unit's weights, out of files, that an update writes in a tier."""
+        weights = next(part for part in self.of(unit) if part.part is Part.WEIGHTS and part.tier != "file")
+        layout = layout_of(self._model.units[unit])
+        return changed_nbytes(layout, self._numerics, weights) if tier == "disk" else weights.nbytes
 
     def norm(self, unit: int) -> Access:
         """Where a unit's sum of squares is, one float64."""
@@ -281,18 +353,29 @@ class StateBuffers:
         name = state_name(tier, part, unit)
         use = USE_OF[part]
         buffer = Buffer(name, tier, nbytes, use, content, part=part, unit=unit, crosses=crosses, frozen_nbytes=kept)
+        if tier == "disk":
+            buffer = buffer._replace(cuts=self._cuts(unit, part))
         declare(self._buffers, buffer)
         if copied:
             name = state_name("device", part, unit)
             whole = nbytes * self._model.ranks
             declare(self._buffers, Buffer(name, "device", whole, Use.RESIDENT_COPY, part=part, unit=unit))
-        if tier == "disk":
-            self._declare_stages(unit, sized)
-            in_host, slots = state_name("host", part, unit), tuple(staging_names(self._model, self._policy, unit, part))
-            if part is Part.WEIGHTS and not self._policy.shares_memory:
-                self._on_drive[in_host] = (Access(name, 0, nbytes, Weights(unit)),)
-                nbytes, kept = nbytes - kept, 0  # only the update uses them there
-            self._staged[in_host] = Staged(unit, name, nbytes, content or USED, slots, frozen_nbytes=kept)
+        if tier == "disk" and part is Part.WEIGHTS and not self._policy.shares_memory:
+            self._on_drive[state_name("host", part, unit)] = (Access(buffer.name, 0, nbytes, Weights(unit)),)
+        elif tier == "disk" and part in staged_whole(self._policy):
+            slots = tuple(staging_names(self._model, self._policy, unit, part))
+            staged = Staged(unit, buffer.name, nbytes, content or USED, slots, frozen_nbytes=kept)
+            self._staged[state_name("host", part, unit)] = staged
+        self._declare_stages(unit, sized)
+
+    def _cuts(self, unit: int, part: Part) -> tuple[int, ...]:
+        """The bytes of a part on the disk at which blocks begin: where pieces and, if they are read, shards do."""
+        layout, numerics, policy = layout_of(self._model.units[unit]), self._numerics, self._policy
+        cuts = cuts_of(part, layout.trained, numerics, policy)
+        if part in staged_whole(policy) or part is not Part.WEIGHTS:
+            return cuts
+        shards = weight_shards(layout, self._model.units[unit].kind, numerics, policy, "disk")
+        return tuple(sorted({*cuts, *(shard.start * numerics.weight_nbytes // layout.ranks for shard in shards)}))
 
     def _declare_stages(self, unit: int, sized: SizedPart) -> None:
         for name, nbytes in _stages(self._model, self._numerics, self._policy, unit, sized):

@@ -1,0 +1,183 @@
+"""Updates of units: at once where their state is, or in pieces that pass through a ring of slots.
+
+State on the disk passes through host memory: READ fills a slot with a piece of what is on the disk, UPDATE changes it
+there and the rest of the piece in place, WRITE takes it home. A few pieces are in progress at a time.
+
+*Streamed updates* pass state in host memory through the device. Host updates are limited by the memory bandwidth that
+host threads reach. Copies reach more, and both at once still more, so some layers (`Policy.streamed_updates`) are
+updated on the device: RELOAD copies a piece of all state into a slot, and OFFLOAD takes it home. UPDATE runs on the
+stream of copies home, where it takes a small part of the copies' time, so neither compute nor another stream has to
+wait for it. If updates wait for the norm, gradients wait in host memory, and each piece brings its own part along.
+PLACE then copies the fresh weights into the slot from which the layer's forward reads them, which saves a fetch. If
+updates come during the backward pass, the gradient is used where it was summed, and never leaves.
+
+What an UPDATE has left in a slot is not lost if taking it home fails (`memory.pool`). `spec.Policy` selects the units,
+`build` and `prefetch` place the ops.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatrain.schedule.contents import CONTENT_OF, USED, Gradient, Scratch
+from megatrain.schedule.ops import Access, Buffer, Kind, Op, Stream, Use, declare
+from megatrain.schedule.passes.gradients import Gradients
+from megatrain.schedule.passes.pieces import SLOTS, Array, Piece, arrays_of, disk_pieces, streamed_pieces
+from megatrain.schedule.passes.state_buffers import RING, StateBuffers, state_name
+from megatrain.spec import ModelSpec, Numerics, Part, Policy, Tier
+from megatrain.spec.hardware import SECTOR
+from megatrain.spec.layout import layout_of
+
+CHUNK, CHUNK_NBYTES = 1 << 20, 32
+"""Without a fused kernel: elements of a piece updated at a time on a device, and workspace bytes per element
+(`train.device_adamw`)."""
+
+
+class Side(NamedTuple):
+    """Where pieces are updated: kind and stream of their copies in, out, and of fresh weights to the device's slot;
+    where from, and their slots."""
+
+    inward: tuple[Kind, Stream]
+    outward: tuple[Kind, Stream]
+    place: tuple[Kind, Stream]
+    update: Stream
+    home: Tier
+    slots: str
+    alignment: int
+    """Of an array in a slot, in bytes."""
+
+
+STREAMED = Side(("RELOAD", "fetch"), ("OFFLOAD", "grad"), ("PLACE", "grad"), "grad", "host", "device/update_slots", 1)
+THROUGH_HOST = Side(("READ", "read"), ("WRITE", "write"), ("FETCH", "fetch"), "host", "disk", RING, SECTOR)
+
+
+class Updates:
+    """Makes the updates of one schedule. Adds the slots of streamed updates to `buffers`."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        numerics: Numerics,
+        policy: Policy,
+        buffers: dict[str, Buffer],
+        gradients: Gradients,
+        state: StateBuffers,
+    ) -> None:
+        self.streamed = policy.updates_streamed(model)
+        """Units that are updated on the device with their state in host memory."""
+        self._model, self._numerics, self._policy = model, numerics, policy
+        self._buffers, self._gradients, self._state = buffers, gradients, state
+        self._turns = {STREAMED: 0, THROUGH_HOST: 0}
+        """Number of pieces so far; those of a side take turns in its slots."""
+
+    def ops(self, unit: int, before: str, after: str, place: Access | None = None) -> list[Op]:
+        """The update of a unit from version `before` to `after`. place: where fresh weights are needed on the
+        device, if anywhere."""
+        trained = layout_of(self._model.units[unit]).trained
+        if unit in self.streamed:
+            pieces, side = streamed_pieces(trained, self._numerics, self._policy), STREAMED
+        elif self._state.passing(unit):
+            pieces, side = disk_pieces(trained, self._numerics, self._policy), THROUGH_HOST
+        else:
+            arrays = arrays_of(trained.own_size, self._numerics)
+            tier: Tier = "device" if self._policy.placement(unit).on_device else "host"
+            old, new = (
+                [self._home(unit, array, (0, trained.own_size), version, tier) for array in arrays]
+                for version in (before, after)
+            )
+            return [self._update("compute" if tier == "device" else "host", unit, -1, old, new[:-1])]
+        ops: list[Op] = []
+        for number, piece in enumerate(pieces):
+            ops += self._piece(side, unit, number, piece, (before, after), place)
+        return ops
+
+    def _piece(
+        self, side: Side, unit: int, number: int, piece: Piece, versions: tuple[str, str], place: Access | None
+    ) -> list[Op]:
+        """A piece comes to a slot, is updated, and goes home; what does not pass is updated in place."""
+        size = layout_of(self._model.units[unit]).trained.own_size
+        arrays, passing = arrays_of(size, self._numerics), self._passing(unit)
+        slot = f"{side.slots}/{self._turns[side] % SLOTS}"
+        self._turns[side] += 1
+        old, new = (
+            [self._home(unit, array, piece, version, side.home if array in passing else "host") for array in arrays]
+            for version in versions
+        )
+        here, stop = list(old), 0
+        for index, array in enumerate(arrays):
+            if array in passing:
+                start = -(-stop // side.alignment) * side.alignment
+                stop = start + old[index].stop - old[index].start
+                here[index] = Access(slot, start, stop, old[index].content)
+        if side is STREAMED:
+            declare(self._buffers, Buffer(slot, "device", stop, Use.UPDATE_SLOTS))
+        fresh = [place.holding(home.content) for place, home in zip(here, new, strict=True)]
+        moved = [index for index, array in enumerate(arrays) if array in passing]
+        homes, places = (tuple(accesses[index] for index in moved) for accesses in (old, here))
+        ops = [Op(*side.inward, unit, shard=number, reads=homes, writes=places)]
+        share = (piece[1] - piece[0]) / size
+        ops.append(self._update(side.update, unit, number, here, fresh[:-1], share))
+        if place is not None:
+            nbytes = arrays[0].nbytes
+            target = place.between(place.start + piece[0] * nbytes, place.start + piece[1] * nbytes)
+            ops.append(Op(*side.place, unit, shard=number, reads=(fresh[0],), writes=(target,)))
+        changed = [index for index in moved if arrays[index].part is not Part.GRADIENTS]
+        places, homes = (tuple(accesses[index] for index in changed) for accesses in (fresh, new))
+        return [*ops, Op(*side.outward, unit, shard=number, reads=places, writes=homes)]
+
+    def _passing(self, unit: int) -> Sequence[Array]:
+        """The arrays of a unit that pass through slots."""
+        if unit not in self.streamed:
+            return self._state.passing(unit)
+        arrays = arrays_of(layout_of(self._model.units[unit]).trained.own_size, self._numerics)
+        return arrays[:-1] if self._gradients.on_device[unit] else arrays
+
+    def _update(
+        self, stream: Stream, unit: int, number: int, old: Sequence[Access], new: Sequence[Access], share: float = 1.0
+    ) -> Op:
+        """UPDATE of a unit, or of a piece with its share of the whole update's price. old: where its arrays are, the
+        gradient last; new: what it leaves of the state."""
+        *state, gradient = old
+        landed = self._gradients.landed(unit)
+        is_last = gradient.buffer == landed.buffer and gradient.stop == landed.stop
+        reads, writes = [gradient, *state], [*new, (landed if is_last else gradient).holding(USED)]  # all is freed then
+        if stream == "grad":
+            elements = (gradient.stop - gradient.start) // self._numerics.grad_nbytes
+            workspace = CHUNK_NBYTES * min(CHUNK, elements)
+            beside = Buffer("device/update_workspace", "device", workspace, Use.UPDATE_WORKSPACE, arena=False)
+            writes.append(Access(declare(self._buffers, beside), 0, workspace, Scratch("update")))
+        if gradient.content == Gradient(unit):  # of this step, not of the last
+            reads.append(self._state.norm(unit))
+        return Op("UPDATE", stream, unit, shard=number, reads=tuple(reads), writes=tuple(writes), share=share)
+
+    def _home(self, unit: int, array: Array, piece: Piece, version: str, tier: Tier) -> Access:
+        """Where a piece of an array is between steps, or waits for the update. The last piece has the frozen weights,
+        too, as far as its tier writes them: so each part has one version."""
+        start, stop = (array.start + element * array.nbytes for element in piece)
+        if array.part is Part.GRADIENTS:
+            landed = self._gradients.landed(unit, version)
+            return landed.between(landed.start + start, landed.start + stop)
+        if array.part is Part.WEIGHTS and piece[1] == layout_of(self._model.units[unit]).trained.own_size:
+            stop = self._state.weights_stop(unit, tier)
+        return Access(state_name(tier, array.part, unit), start, stop, CONTENT_OF[array.part](unit, version))
+
+
+def read_ahead(ops: Sequence[Op]) -> list[Op]:
+    """The ops with each READ of a piece as soon as its slot is free, so that the disk works ahead of the updates."""
+    before: dict[int, list[Op]] = defaultdict(list)
+    free: dict[str, int] = {}
+    earliest = 0
+    for index, op in enumerate(ops):
+        slots = {access.buffer for access in (*op.reads, *op.writes) if access.buffer.startswith(RING)}
+        if op.kind == "READ" and slots:
+            earliest = max([earliest, *(free.get(slot, 0) for slot in slots)])
+            before[earliest].append(op)
+        free.update(dict.fromkeys(slots, index + 1))
+    placed: list[Op] = []
+    for index, op in enumerate(ops):
+        placed += before[index]
+        if op.kind != "READ" or not op.writes[0].buffer.startswith(RING):
+            placed.append(op)
+    return placed
