@@ -10,6 +10,7 @@ import pytest
 from megatrain.plan.placement import ON_DEVICE, resident_placements, spill_to_fit, spread
 from megatrain.plan.placement_cost import placement_seconds
 from megatrain.schedule import Use, build_step
+from megatrain.schedule.passes import pieces
 from megatrain.schedule.passes.state_buffers import state_nbytes
 from megatrain.spec import IN_HOST, Hardware, Numerics, Placement, Policy, Precision, Work
 from tests.small import small_spec
@@ -19,19 +20,26 @@ MODEL = small_spec(layers=12)
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("shares", [False, True])
-def test_the_disk_holds_as_little_as_possible(precision: Precision, shares: bool) -> None:
+def test_the_disk_holds_as_little_as_possible(
+    precision: Precision, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of layers of six pieces."""
+    monkeypatch.setattr(pieces, "PIECE_NBYTES", 1)
     numerics, policy = Numerics(precision), Policy(shares_memory=shares)
-    everything = state_nbytes(MODEL, numerics, policy)["host"]
+    wide = [tuple(replace(p, shape=(512, 256)) for p in MODEL.units[unit].params) for unit in MODEL.layers]
+    layers = [replace(MODEL.units[unit], params=params) for unit, params in zip(MODEL.layers, wide, strict=True)]
+    model = replace(MODEL, units=(MODEL.units[0], *layers, MODEL.units[-1]))
+    everything = state_nbytes(model, numerics, policy)["host"]
     before = -1
     for budget in range(everything, everything * 6 // 10, -everything // 40):
-        found = spill_to_fit(MODEL, numerics, policy, budget)
+        found = spill_to_fit(model, numerics, policy, budget)
         assert found is not None
-        nbytes = state_nbytes(MODEL, numerics, found)
+        nbytes = state_nbytes(model, numerics, found)
         assert nbytes["host"] <= budget
         assert nbytes["disk"] >= before
         before = nbytes["disk"]
         assert nbytes["disk"] <= everything - budget + everything // 3, "staging buffers and one layer's part, no more"
-    assert spill_to_fit(MODEL, numerics, policy, 1000) is None
+    assert spill_to_fit(model, numerics, policy, 1000) is None
 
 
 def test_the_least_used_state_moves_to_disk_first() -> None:

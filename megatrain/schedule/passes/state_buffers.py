@@ -33,9 +33,6 @@ from megatrain.spec.hardware import whole_sectors
 from megatrain.spec.layout import Layout, layout_of
 from megatrain.spec.model import UnitKind
 
-STAGED_WHOLE = (Part.WEIGHTS, Part.GRADIENTS)
-"""Parts of which all that a unit has on the disk is in a staging buffer while it is used."""
-
 HOST_ONLY = (Part.LOW_BITS, Part.MOMENTS)
 """Parts that only updates use, so they do not cross the bus if the host updates."""
 
@@ -146,11 +143,15 @@ def state_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[s
 
 
 def passing(trained: Layout, numerics: Numerics, policy: Policy, placement: Placement) -> tuple[Array, ...]:
-    """The arrays of a unit that pass through the ring when it is updated: what is on the disk, except weights."""
+    """The arrays of a unit that pass through the ring: what is on the disk, except weights, and gradients that are
+    used as they land beside it."""
     if placement.on_device or not trained.size:
         return ()
-    arrays = arrays_of(trained.own_size, numerics)
-    return tuple(array for array in arrays if array.part in HOST_ONLY and placement.tier(array.part) == "disk")
+    *state, gradient = arrays_of(trained.own_size, numerics)
+    arrays = tuple(array for array in state if array.part in HOST_ONLY and placement.tier(array.part) == "disk")
+    waits = policy.update == "next_forward"
+    joins = placement.gradients == "disk" if waits else bool(arrays) and not policy.shares_memory
+    return (*arrays, gradient) if joins else arrays
 
 
 def ring_slot_nbytes(trained: Layout, numerics: Numerics, policy: Policy, placement: Placement) -> int:
@@ -164,7 +165,7 @@ def _stages(
     model: ModelSpec, numerics: Numerics, policy: Policy, unit: int, part: SizedPart
 ) -> Iterator[tuple[str, int]]:
     """(name, bytes) of the host buffers through which a part passes from the drive."""
-    if part.tier == "disk" and part.part in STAGED_WHOLE:
+    if part.tier == "disk" and part.part is Part.WEIGHTS:
         yield from ((name, part.nbytes) for name in staging_names(model, policy, unit, part.part))
     elif part.tier == "file" and policy.shares_memory:
         whole = layout_of(model.units[unit]).size * numerics.weight_nbytes
@@ -278,10 +279,20 @@ class StateBuffers:
             for part in self.of(unit):
                 waits = part.part is not Part.GRADIENTS or pending == "all"
                 self._declare(unit, part, CONTENT_OF[part.part](unit, version) if waits else None)
-            nbytes = ring_slot_nbytes(layout_of(spec).trained, numerics, policy, policy.placement(unit))
-            for number in range(SLOTS if nbytes else 0):
-                declare(buffers, Buffer(f"{RING}/{number}", "host", nbytes, Use.DISK_STAGING, crosses=False))
+        self._declare_ring()
         declare(buffers, Buffer(NORMS, "host", 8 * len(model.units), Use.NORMS, crosses=False))
+
+    def _declare_ring(self) -> None:
+        """Add the slots through which pieces pass, if any do. They are pinned if gradients land there."""
+        passing = [self.passing(unit) for unit in range(len(self._model.units))]
+        lands = any(arrays and arrays[-1].part is Part.GRADIENTS for arrays in passing)
+        crosses = lands and not self._policy.shares_memory
+        for unit, spec in enumerate(self._model.units):
+            place = self._policy.placement(unit)
+            nbytes = ring_slot_nbytes(layout_of(spec).trained, self._numerics, self._policy, place)
+            for number in range(SLOTS if nbytes else 0):
+                name = f"{RING}/{number}"
+                declare(self._buffers, Buffer(name, "host", nbytes, Use.DISK_STAGING, crosses=crosses))
 
     def of(self, unit: int) -> Sequence[SizedPart]:
         """The parts of a unit. Like units share the object."""
@@ -326,7 +337,7 @@ class StateBuffers:
             name = state_name("device", part, unit)
             whole = nbytes * self._model.ranks
             declare(self._buffers, Buffer(name, "device", whole, Use.RESIDENT_COPY, part=part, unit=unit))
-        if tier == "disk" and part in STAGED_WHOLE:
+        if tier == "disk" and part is Part.WEIGHTS:
             slots = tuple(staging_names(self._model, self._policy, unit, part))
             for slot in slots:
                 declare(self._buffers, Buffer(slot, "host", nbytes, Use.DISK_STAGING, part=part, crosses=crosses))
