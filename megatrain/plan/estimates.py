@@ -314,11 +314,10 @@ def with_placements(question: Question, choice: Choice, micro_batch: int, in_hos
 def _movable(policy: Policy) -> float:
     """The share of the disk's work in a pass that may as well be in the other one.
 
-    At the end of a pass the staging buffers hold the weights of some units of the next, on average half of what they
-    can. What units further away need is read later, as is all that moves in pieces: so if all of many units are on the
-    disk, each pass waits for its own part.
+    At the end of a pass the staging buffers hold some units of the next, on average half of what they can. What units
+    further away need is read later: so if all of many units are on the disk, each pass waits for its own part.
     """
-    staged = sum(placement.weights == "disk" for placement in policy.placements)
+    staged = sum(placement.uses_disk for placement in policy.placements)
     return min(1.0, policy.disk_staging_slots / (2 * staged)) if staged else 0.0
 
 
