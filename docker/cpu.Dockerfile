@@ -1,4 +1,4 @@
-# MegaTrain without a GPU: small models, planning for other machines, reports. A tenth of the size of the CUDA image.
+# MegaTrain without a GPU: small models, planning for other machines. A tenth of the size of the CUDA image.
 #   docker build -f docker/cpu.Dockerfile -t megatrain-cpu .
 #   docker run megatrain-cpu plan meta-llama/Llama-3.1-8B --hardware rtx-4090
 #   docker run -v $PWD/runs:/work/runs megatrain-cpu train configs/quickstart.yaml

@@ -231,7 +231,7 @@ def _init(
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
     source: Annotated[
         str | None,
-        typer.Option("--from", help="LLaMA-Factory or Axolotl YAML to translate.", callback=_path()),
+        typer.Option("--from", help="LLaMA-Factory YAML to translate.", callback=_path()),
     ] = None,
 ) -> None:
     """Write a configuration from a few answers, and plan it. Asks for what is not given."""
@@ -472,23 +472,6 @@ def _export(
             notice=_tell,
         )
     typer.echo(str(written))
-
-
-@app.command("report")
-def _report(
-    folder: Annotated[
-        str, typer.Argument(metavar="RUN", help="Run folder, also of a running or killed run.", callback=_path())
-    ],
-    html: Annotated[
-        str | None, typer.Option(help="File to write; default: report.html in RUN.", callback=_path("file"))
-    ] = None,
-) -> None:
-    """Write a run as one HTML page. Shows loss, speed, memory, a step, samples, events."""
-    from megatrain.run.report import write_report
-    from megatrain.system.paths import usable_path
-
-    target = None if html is None else usable_path(html, where="--html", to_write="file")
-    typer.echo(str(write_report(usable_path(folder, where="RUN"), target)))
 
 
 @app.command("probe")

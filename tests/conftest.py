@@ -58,9 +58,10 @@ if settings is not None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Benchmarks' own tests are slow, all of them; without them what they import is not waited for either."""
-    benchmarks = collection_path == Path(__file__).parent / "bench"
-    return True if benchmarks and "not slow" in config.option.markexpr else None
+    """Folders whose tests are all slow, or all for a GPU; without them what they import is not waited for either."""
+    here = Path(__file__).parent
+    mark = {here / "bench": "slow", here / "gpu": "gpu"}.get(collection_path)
+    return True if mark and f"not {mark}" in config.option.markexpr else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before the cases that `-m` asks for are picked
@@ -129,17 +130,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What tests find to be right is remembered for the session, and nothing in the user's home is read or written.
 
-    A run's measure of the machine is a small product: a large one in bfloat16 takes a second on a cpu without units for
-    it, and no test asks how quick the machine is.
+    A run's measure of the machine is small, and so is its page (`tests.fork_server.remember_in`).
     """
-    from megatrain.device import probe
-    from megatrain.plan import measured_models
-    from megatrain.run import this_machine
-    from megatrain.train import parity
+    from tests.fork_server import remember_in
 
-    probe.LARGEST = {**probe.LARGEST, "cpu": 64}
-    this_machine.PROBED = _folder_of_all(tmp_path_factory) / "hardware.json"
-    measured_models.FOLDER = parity.CACHE = _folder_of_all(tmp_path_factory)
+    remember_in(_folder_of_all(tmp_path_factory))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -161,15 +156,38 @@ def _same_seeds(request: pytest.FixtureRequest) -> None:
         seed(0)  # for devices that are not there the stack is written down: as much work as a short test
 
 
-@pytest.fixture(scope="session")
-def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preloaded]:
-    """For calls that want a process of their own."""
+SERVER = pytest.StashKey["Preloaded"]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    """The server is forked while this process has imported everything and run nothing."""
+    if not any("preloaded" in getattr(item, "fixturenames", ()) for item in session.items):
+        return (yield)
     from tests.fork_server import Preloaded
 
-    found = Preloaded(tmp_path_factory.mktemp("said"), _folder_of_all(tmp_path_factory))
-    yield found
-    found.close()
-    Preloaded.spent, _counted[0] = 0.0, sum(os.times()[:4])  # no cost of the last test
+    session.config.stash[SERVER] = Preloaded()
+    try:
+        return (yield)
+    finally:
+        session.config.stash[SERVER].close()
+
+
+@pytest.fixture(scope="session")
+def preloaded(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Preloaded:
+    """For calls that want a process of their own."""
+    server = pytestconfig.stash[SERVER]
+    server.prepare(tmp_path_factory.mktemp("said"), _folder_of_all(tmp_path_factory))
+    return server
+
+
+@pytest.fixture
+def plotly(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The library, which pages hold in this test (`tests.fork_server.remember_in`)."""
+    from plotly.offline.offline import get_plotlyjs
+
+    monkeypatch.setattr("plotly.offline.get_plotlyjs", get_plotlyjs)
+    return str(get_plotlyjs())
 
 
 def forget_hub() -> None:
@@ -203,11 +221,11 @@ def _measured_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
         from tests import measurement_cache
 
         measurement_cache.FOLDER = _folder_of_all(tmp_path_factory)
-        anew = request.node.nodeid.startswith(measurement_cache.MEASURED_ANEW)
-        (measurement_cache.forget if anew else measurement_cache.remember)(profile)
-        splits_anew = request.node.nodeid.startswith(measurement_cache.SPLIT_ANEW)
-        split = measurement_cache.split_anew if splits_anew else measurement_cache.split_once
-        split(sys.modules["megatrain.model.split_into_units"])
+        is_in, is_quick = request.node.nodeid.startswith, "not slow" in request.config.option.markexpr
+        anew = is_in(measurement_cache.MEASURED_ANEW)
+        measurement_cache.remember(profile, not anew)
+        measurement_cache.measure_roughly(profile, is_quick and not anew and is_in(measurement_cache.ROUGHLY))
+        split_into_units = sys.modules["megatrain.model.split_into_units"]
+        measurement_cache.split_once(split_into_units, not is_in(measurement_cache.SPLIT_ANEW))
         if schedule_cache := sys.modules.get("megatrain.train.schedule_cache"):
-            is_quick = "not slow" in request.config.option.markexpr
-            (measurement_cache.spare if is_quick and not anew else measurement_cache.ask)(schedule_cache)
+            measurement_cache.spare(schedule_cache, is_quick and not anew)

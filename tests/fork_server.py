@@ -1,10 +1,9 @@
-"""A fork server for tests: it imports everything once, and forks a child for each call that needs its own process.
+"""A fork server for tests: it forks a child with everything imported for each call that needs its own process.
 
-A fork costs nothing, where a new process takes five seconds of a processor to import the libraries, and it is safe
-since no thread has been started here. What a child has measured of a model the next one need not
-(`tests.measurement_cache`).
-
-    python -m tests.fork_server FOLDER
+A fork costs nothing, where a new process takes five seconds of a processor to import the libraries. The server is
+itself forked, once all tests are collected and before the first one runs: it has what they have imported, and is safe
+to fork since no test has started a thread or changed anything yet. What a child has measured of a model the next one
+need not (`tests.measurement_cache`).
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ import gc
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NoReturn
 
 
 class Child:
@@ -61,15 +60,26 @@ class Child:
 
 
 class Preloaded:
-    """The process. folder: for what its children say. remembered: for what they find out about models and machines."""
+    """The server, from the moment that this is made on."""
 
     spent = 0.0
-    """Seconds of CPU time of children that have ended: `os.times` knows of them when the process itself ends."""
+    """Seconds of CPU time of children that have ended: `os.times` knows of them when the server itself ends."""
 
-    def __init__(self, folder: Path, remembered: Path) -> None:
-        command = [sys.executable, "-m", __name__, str(remembered)]
-        self._folder, self._count = folder, 0
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    def __init__(self) -> None:
+        (asks, to_server), (from_server, answers) = os.pipe(), os.pipe()
+        theirs, ours = (asks, answers), (to_server, from_server)
+        self._pid = os.fork()
+        for end in theirs if self._pid else ours:
+            os.close(end)
+        if not self._pid:
+            serve(os.fdopen(asks, "rb"), os.fdopen(answers, "wb"))
+        self._to, self._from = os.fdopen(to_server, "wb"), os.fdopen(from_server, "rb")
+        self._count = 0
+
+    def prepare(self, folder: Path, remembered: Path) -> None:
+        """folder: for what its children say. remembered: for what they find out about models and machines."""
+        self._folder = folder
+        self.ask("prepare", remembered)
 
     def start(
         self, work: Callable[..., object], *arguments: Any, environment: Mapping[str, str] | None = None
@@ -85,12 +95,14 @@ class Preloaded:
         return self.start(command_line, *arguments, environment=environment)
 
     def ask(self, *asked: object) -> Any:
-        pickle.dump(asked, self._process.stdin)  # type: ignore[arg-type]
-        self._process.stdin.flush()  # type: ignore[union-attr]
-        return pickle.load(self._process.stdout)  # type: ignore[arg-type]
+        pickle.dump(asked, self._to)
+        self._to.flush()
+        return pickle.load(self._from)
 
     def close(self) -> None:
-        self._process.communicate()
+        self._to.close()
+        self._from.close()
+        os.waitpid(self._pid, 0)
 
 
 def command_line(*arguments: str) -> None:
@@ -135,39 +147,56 @@ def ended(pid: int) -> tuple[int, float] | None:
     return (os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime) if gone else None
 
 
-def serve(folder: Path) -> None:
+def remember_in(folder: Path) -> None:
+    """Have a process keep what it finds out in `folder`, and nothing in the user's home; and measure and write little.
+
+    A run's measure of the machine is a small product: a large one in bfloat16 takes a second on a cpu without units for
+    it, and no test asks how quick the machine is. Its page lacks the 4.8 MB of plotly, a twentieth of the time of a
+    tiny run; the fixture `plotly` puts them back.
+    """
+    from megatrain.device import probe
+    from megatrain.plan import measured_models
+    from megatrain.run import this_machine
+    from megatrain.train import parity
+
+    probe.LARGEST = {**probe.LARGEST, "cpu": 64}
+    this_machine.PROBED = folder / "hardware.json"
+    measured_models.FOLDER = parity.CACHE = folder
+    with suppress(ModuleNotFoundError):  # `make gpu` does not ask for it
+        from plotly import offline
+
+        offline.get_plotlyjs = lambda: "// plotly"
+
+
+def serve(asks: IO[bytes], answers: IO[bytes]) -> NoReturn:
+    """Do what is asked until nobody can ask any more."""
+    answer: dict[str, Callable[..., object]] = {"prepare": prepare, "start": fork, "ended": ended}
+    try:
+        while True:
+            what, *asked = pickle.load(asks)
+            pickle.dump(answer[what](*asked), answers)
+            answers.flush()
+    except EOFError:
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def prepare(folder: Path) -> None:
     import peft  # noqa: F401
     import torch
     import transformers.models.llama.modeling_llama  # noqa: F401  # what a run imports when it gets there
 
     import megatrain.run.training  # noqa: F401
-    from megatrain.device import probe
     from megatrain.model import profile
     from megatrain.optim import warm_up
-    from megatrain.plan import measured_models
-    from megatrain.run import this_machine
-    from megatrain.train import parity
     from tests import measurement_cache
 
     torch.set_num_threads(1)
-    probe.LARGEST["cpu"] = 64
-    parity.CACHE = measured_models.FOLDER = folder
-    this_machine.PROBED = folder / "hardware.json"
+    remember_in(folder)
     measurement_cache.FOLDER = folder
     measurement_cache.remember(profile)
     warm_up()  # compiled loops are inherited; it runs on this thread alone
     gc.collect()
     gc.freeze()  # or a child's first collection would copy all that it has inherited
-    asks, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    while True:
-        try:
-            what, *asked = pickle.load(asks)
-        except EOFError:
-            break
-        pickle.dump(fork(*asked) if what == "start" else ended(*asked), answers)
-        answers.flush()
-
-
-if __name__ == "__main__":
-    serve(Path(sys.argv[1]))
-    os._exit(0)

@@ -12,7 +12,9 @@ Not in the key: functions that a layer finds by a global name. The rooms in `MEA
 itself, or replace such functions, and nothing is remembered in them; nor are splits in those of `SPLIT_ANEW`.
 
 An engine that nobody plans for has its layers measured to see whether what they keep fits. In the quick suite a tiny
-model with much more memory than it could take is not measured for that: what it keeps fits (`spared`).
+model with much more memory than it could take is not measured for that: what it keeps fits (`spared`). And in rooms
+whose tests ask for a plan but not for the figures in it (`ROUGHLY`) layers are measured whole and with all outputs
+recomputed: neither in chunks nor with outputs kept elsewhere, which are two thirds of the runs.
 """
 
 from __future__ import annotations
@@ -34,9 +36,10 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from megatrain.model import PortedModel
+from megatrain.model import PortedModel, profile
 from megatrain.model.carried import carried_by, carry
-from megatrain.spec import ModelSpec, Policy, Work
+from megatrain.spec import LayerProfile, ModelSpec, Policy, Work
+from megatrain.spec.layer_profile import Outputs
 from megatrain.system.paths import written_whole
 
 MEASURED_ANEW = (
@@ -53,6 +56,11 @@ MEASURED_ANEW = (
 )
 
 SPLIT_ANEW = (*MEASURED_ANEW, "tests/model/", "tests/integration/test_callers.py")
+
+ROUGHLY = (
+    *("tests/docs/", "tests/run/", "tests/stock/", "tests/commands/test_cli.py", "tests/commands/test_init.py"),
+    *(f"tests/integration/test_{name}.py" for name in ("callers", "packing", "ranks", "streamed_updates")),
+)
 
 MOST_SPLITS = 64
 """Of which copies wait."""
@@ -89,28 +97,46 @@ class _Unlike(Exception):
     """Something cannot be told by its value."""
 
 
-def remember(profile: ModuleType) -> None:
-    """Have the module's measurements remembered from now on."""
-    plain = profile.Measurement.spec
-    if not hasattr(plain, "__wrapped__"):
-        profile.Measurement.spec = cached(plain)
+def remember(profile: ModuleType, on: bool = True) -> None:
+    """Have the module's measurements remembered from now on, or each model measured again."""
+    _switch(on, profile.Measurement, spec=cached)
 
 
-def forget(profile: ModuleType) -> None:
-    """Have each model measured again."""
-    profile.Measurement.spec = getattr(profile.Measurement.spec, "__wrapped__", profile.Measurement.spec)
+def split_once(split_into_units: ModuleType, on: bool = True) -> None:
+    """Have what the module finds out about a model copied for the next one from now on, or each model split again."""
+    _switch(on, split_into_units, _ported=copied)
 
 
-def split_once(split_into_units: ModuleType) -> None:
-    """Have what the module finds out about a model copied for the next one from now on."""
-    plain = split_into_units._ported
-    if not hasattr(plain, "__wrapped__"):
-        split_into_units._ported = copied(plain)
+def measure_roughly(profile: ModuleType, on: bool = True) -> None:
+    """Have layers measured by fewer runs from now on, or by all."""
+    _switch(on, profile, profile_layer=rough, _outputs=without_outputs)
 
 
-def split_anew(split_into_units: ModuleType) -> None:
-    """Have each model split again."""
-    split_into_units._ported = getattr(split_into_units._ported, "__wrapped__", split_into_units._ported)
+def spare(schedule_cache: ModuleType, on: bool = True) -> None:
+    """Have nothing measured from now on to see whether what a tiny model keeps fits, or have it measured."""
+    _switch(on, schedule_cache.Schedules, _fitted=spared, _refuse_images=unasked)
+
+
+def _switch(on: bool, owner: Any, **wrappers: Callable[[Any], Any]) -> None:
+    for name, wrapper in wrappers.items():
+        plain = getattr(getattr(owner, name), "__wrapped__", getattr(owner, name))
+        setattr(owner, name, wrapper(plain) if on else plain)
+
+
+def rough(measure: Callable[..., LayerProfile]) -> Callable[..., LayerProfile]:
+    @wraps(measure)
+    def measured(layer: nn.Module, run_of: Any, parts: Any, *lengths: Any) -> LayerProfile:
+        return measure(layer, run_of, (), *lengths)
+
+    return measured
+
+
+def without_outputs(measure: Callable[..., Outputs]) -> Callable[..., Outputs]:
+    @wraps(measure)
+    def measured(*_: Any) -> Outputs:
+        return Outputs()
+
+    return measured
 
 
 def copied(split: Callable[[PreTrainedModel, str, torch.dtype], PortedModel]) -> Any:
@@ -137,20 +163,6 @@ def copied(split: Callable[[PreTrainedModel, str, torch.dtype], PortedModel]) ->
         return fresh
 
     return ported
-
-
-def spare(schedule_cache: ModuleType) -> None:
-    """Have nothing measured from now on to see whether what a tiny model keeps fits."""
-    schedules = schedule_cache.Schedules
-    if not hasattr(schedules._fitted, "__wrapped__"):
-        schedules._fitted, schedules._refuse_images = spared(schedules._fitted), unasked(schedules._refuse_images)
-
-
-def ask(schedule_cache: ModuleType) -> None:
-    """Have it measured."""
-    for name in ("_fitted", "_refuse_images"):
-        plain = getattr(schedule_cache.Schedules, name)
-        setattr(schedule_cache.Schedules, name, getattr(plain, "__wrapped__", plain))
 
 
 def spared(fit: Callable[[Any, int, Work], Policy]) -> Callable[[Any, int, Work], Policy]:
@@ -186,7 +198,8 @@ def cached(measure: Callable[[Any], ModelSpec]) -> Callable[[Any], ModelSpec]:
             model = _form(whole, {})
         except _Unlike:
             return measure(measurement)
-        key = _settings(), model, ported.structure, ported.balance_coefficient, measurement._seen
+        exact = not hasattr(profile.profile_layer, "__wrapped__")
+        key = exact, _settings(), model, ported.structure, ported.balance_coefficient, measurement._seen
         if key not in _MEASURED:
             _MEASURED[key] = _shared(key, partial(measure, measurement))
         return _MEASURED[key]

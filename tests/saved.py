@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from megatrain.checkpoint import (
     Checkpoint,
     CheckpointFacts,
-    ParamState,
     PlannedCheckpoint,
-    export_units,
+    StateReader,
+    export_pieces,
+    tensor_pieces,
     write_checkpoint,
 )
-from megatrain.model import PortedModel, PretrainedSource, port_model, written_parameters
+from megatrain.checkpoint import save as save_module
+from megatrain.model import PortedModel, PretrainedSource, port_model
+from megatrain.schedule.passes import state_buffers
+from megatrain.spec.layout import layout_of
 from tests.tiny import tiny_model
+
+
+@dataclass(frozen=True)
+class ParamState:
+    """The float32 state of one parameter in its shape. A frozen parameter has no moments."""
+
+    master: Tensor
+    m: Tensor | None = None
+    v: Tensor | None = None
+
 
 State = dict[str, ParamState]
 """Parameter name -> its state, of one unit or of a whole model."""
@@ -54,10 +71,40 @@ class MasterDict(dict[str, Tensor]):
 
 
 def export_model(ported: PortedModel, masters: Callable[[str], Tensor], folder: Path, **options: Any) -> Path:
-    """Export a model whose masters are asked for by name, unit by unit."""
-    wanted = written_parameters(ported)
-    units = ([param.name for param in unit.params if param.name in wanted] for unit in ported.structure.units)
-    return export_units(ported, ({name: masters(name) for name in names} for names in units), folder, **options)
+    """Export a model whose masters are asked for by name."""
+    return export_pieces(
+        ported, lambda name, start, stop: masters(name).reshape(-1)[start:stop].numpy(), folder, **options
+    )
+
+
+def reader_of(planned: PlannedCheckpoint, units: Iterable[State]) -> StateReader:
+    """The states of the units, in one buffer that holds nonsense as soon as the next is read."""
+    layouts, states = [layout_of(unit) for unit in planned.spec.units], [*units]
+    memory = np.empty(max(layout.size for layout in layouts), np.float32)
+
+    def read(unit: int, array: int, start: int, stop: int) -> np.ndarray:
+        memory.fill(np.nan)
+        for field in layouts[unit].fields:
+            state = states[unit][field.name]
+            first, last = max(start, field.start), min(stop, field.stop)
+            if first < last:
+                values = (state.master, state.m, state.v)[array]
+                assert values is not None
+                memory[first - start : last - start] = values.reshape(-1)[first - field.start : last - field.start]
+        return memory[: stop - start]
+
+    return StateReader(read, layouts)
+
+
+def set_saved_at_once(monkeypatch: pytest.MonkeyPatch, numel: int) -> None:
+    """Let saves read so many elements at a time at most."""
+    for module in (save_module, tensor_pieces, state_buffers):
+        monkeypatch.setattr(module, "SAVED_AT_ONCE", numel)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Name of each file in the folder -> its bytes."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def ported(family: str = "llama", **changes: Any) -> PortedModel:
@@ -84,9 +131,9 @@ def save(folder: Path, step: int = 1, seed: int | None = None, **options: Any) -
     """A checkpoint of a tiny Llama whose state follows from the seed, which is the step if none is given."""
     planned = options.pop("planned", None) or PlannedCheckpoint(ported())
     training = options.pop("training", {"step": step})
-    units = options.pop("units", None) or units_of(planned, step if seed is None else seed)
+    state = options.pop("state", None) or reader_of(planned, units_of(planned, step if seed is None else seed))
     facts = CheckpointFacts(step, training, options.pop("score", None), options.pop("write_more", None))
-    return write_checkpoint(folder, planned, units, facts, **options)
+    return write_checkpoint(folder, planned, state, facts, **options)
 
 
 def loaded(checkpoint: Checkpoint, planned: PlannedCheckpoint) -> State:

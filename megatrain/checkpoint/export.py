@@ -1,20 +1,22 @@
-"""Exports a Hugging Face folder with a model card from the float32 masters, unit by unit, all or nothing."""
+"""Exports a Hugging Face folder with a model card from the float32 masters, piece by piece, all or nothing."""
 
 from __future__ import annotations
 
 import errno
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypedDict, Unpack
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from megatrain.checkpoint.range_writer import TensorWriter, writing_ranges
 from megatrain.checkpoint.safetensors_writer import Shard, plan_shards, write_index
+from megatrain.checkpoint.tensor_pieces import TensorPiece, tensor_pieces
 from megatrain.errors import ExportError, MegaTrainError
 from megatrain.formatting import at_least, at_most
 from megatrain.model import PortedModel, Written, WrittenTensor, written_of, written_precision
@@ -89,8 +91,8 @@ def _cell(text: str) -> str:
 # The folder -----------------------------------------------------------------------------------------------------------
 #
 # Everything about the weight files is known before the first byte (`model.WrittenModel`), so space is checked first.
-# Then each unit's masters are gathered, converted to the names and layout of original checkpoints, rounded and written,
-# one unit in memory at a time. The caller supplies masters, and may add a tokenizer before the folder appears.
+# Then masters are read by ranges, as the names and layout of original checkpoints want them, rounded and written. The
+# caller supplies masters, and may add a tokenizer before the folder appears.
 
 
 SHARD_NBYTES = 4 << 30
@@ -118,19 +120,21 @@ class ExportOptions(TypedDict, total=False):
     write_more: Callable[[Path], object] | None
     """Called with the folder before it appears, to add a tokenizer, say; its README.md, if any, replaces our card."""
     progress: Callable[[int, int], None] | None
-    """Called with (bytes written, total bytes) after each tensor."""
+    """Called with (bytes written, total bytes)."""
 
 
-def export_units(
+Masters = Callable[[str, int, int], NDArray[np.float32]]
+"""Reads elements [start, stop) of a parameter's float32 master, given as (name, start, stop). What it returns need only
+be valid until the next call."""
+
+
+def export_pieces(
     ported: PortedModel,
-    units: Iterable[Mapping[str, Tensor]],
+    masters: Masters,
     folder: str | Path,
     **options: Unpack[ExportOptions],
 ) -> Path:
     """Write a Hugging Face folder for `from_pretrained`, replacing a model that is already there.
-
-    units: name -> float32 master of each parameter, in its shape, unit by unit in the specification's order; advanced
-    only after the previous unit has been written, so a generator may reuse its memory.
 
     Returns the folder, absolute and with symbolic links resolved. Raises `ExportError`, changing nothing, if
     it cannot be written, lacks space, or holds anything that does not belong to a model, and `TypeError` for an
@@ -148,7 +152,7 @@ def export_units(
     with writing_to(target, ExportError), appearing(target) as staging:
         refuse_too_little_space(target, sum(shard.nbytes for shard in shards))
         written.write_small_files(staging)
-        _write_weights(written, units, staging, shards, options.get("progress"))
+        _write_weights(written, masters, staging, shards, options.get("progress"))
         if write_more is not None:
             add_files(write_more, staging)
         if not (staging / "README.md").exists():
@@ -178,9 +182,19 @@ def refuse_too_little_space(target: Path, needed: int) -> None:
         raise OSError(errno.ENOSPC, f"needs {at_least(needed)}, and {at_most(free)} are free")
 
 
+def exported_pieces(written: Written, masters: Masters) -> Iterator[TensorPiece]:
+    """The tensors of a model's files piece by piece, unit after unit, without those copied from its source."""
+
+    def read(name: str, start: int, stop: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        yield start, masters(name, start, stop)
+
+    for unit, tensors in enumerate(written.units):
+        yield from tensor_pieces(written, unit, tensors, read)
+
+
 def _write_weights(
     written: Written,
-    units: Iterable[Mapping[str, Tensor]],
+    masters: Masters,
     folder: Path,
     shards: list[Shard],
     progress: Callable[[int, int], None] | None,
@@ -188,23 +202,20 @@ def _write_weights(
     tensors = [*_ours(written), *_copied(written)]
     total, done = sum(tensor.nbytes for tensor in tensors), 0
 
-    def wrote(tensor: WrittenTensor) -> None:
+    def wrote(nbytes: int) -> None:
         nonlocal done
-        done += tensor.nbytes
+        done += nbytes
         if progress is not None:
             progress(done, total)
 
-    masters = iter(units)
     with writing_ranges(folder, shards) as ranges:
         writer = TensorWriter(ranges, shards)
-        for unit, planned in enumerate(written.units):
-            values = written.tensors(unit, next(masters))
-            for tensor in planned:
-                writer.write(tensor, values.pop(tensor.name))  # popped to free its memory before the next unit
-                wrote(tensor)
+        for piece in exported_pieces(written, masters):
+            writer.write(piece.tensor, piece.values, piece.at)
+            wrote(piece.values.numel() * piece.tensor.dtype.itemsize)
         for tensor in _copied(written):
             writer.copy(tensor, written.carried.blocks(tensor))
-            wrote(tensor)
+            wrote(tensor.nbytes)
     write_index(folder, shards, tensors, written.numel)
 
 

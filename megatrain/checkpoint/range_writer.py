@@ -33,7 +33,7 @@ from torch import Tensor
 from megatrain.checkpoint import manifest
 from megatrain.checkpoint.manifest import FileSum, block_sum, file_sum
 from megatrain.checkpoint.safetensors_writer import Shard, tensor_blocks
-from megatrain.errors import CheckpointError, ExportError
+from megatrain.errors import CheckpointError
 from megatrain.model import WrittenTensor
 
 SECTOR = 4096
@@ -53,14 +53,6 @@ class Written(NamedTuple):
     start: int
     nbytes: int
     sum: int
-
-
-class ByteRange(NamedTuple):
-    """Bytes to be written to a file from byte `start` on."""
-
-    file: str
-    start: int
-    data: NDArray[np.uint8]
 
 
 class OpenFile:
@@ -190,28 +182,29 @@ def writing_ranges(folder: Path, files: Iterable[Shard]) -> Iterator[RangeWriter
 
 
 class TensorWriter:
-    """Writes tensors, in any order, and headers of those of `shards` that are files of a `RangeWriter`."""
+    """Writes tensors, in any order and piece by piece, to those of `shards` that are files of a `RangeWriter`."""
 
-    def __init__(self, ranges: RangeWriter, shards: Iterable[Shard]) -> None:
+    def __init__(self, ranges: RangeWriter, shards: Iterable[Shard], *, headers: bool = True) -> None:
+        """headers: whether to write those of the files, too."""
         self._ranges = ranges
-        self._shards = {name: shard for shard in shards for name in shard.starts}
-        self._begun: set[str] = set()
+        self._shards = {name: shard for shard in shards for name in shard.starts if ranges.takes(shard.name)}
+        self._begun: set[str] = set() if headers else {shard.name for shard in self._shards.values()}
 
-    def write(self, planned: WrittenTensor, tensor: Tensor) -> None:
-        """Write `tensor` as planned, rounding to nearest even if the dtypes differ."""
-        if tuple(tensor.shape) != planned.shape:
-            raise ExportError(f"tensor {planned.name} is {list(tensor.shape)}, not {list(planned.shape)} as planned")
-        self.copy(planned, tensor_blocks(tensor, planned.dtype))
+    def takes(self, tensor: WrittenTensor) -> bool:
+        """Whether it is in one of the files."""
+        return tensor.name in self._shards
 
-    def copy(self, planned: WrittenTensor, blocks: Iterable[memoryview]) -> None:
-        """Write a tensor's bytes as they are."""
+    def write(self, planned: WrittenTensor, values: Tensor, at: int = 0) -> None:
+        """Write the elements from `at` on of a tensor, rounding to nearest even if the dtypes differ."""
+        self.copy(planned, tensor_blocks(values, planned.dtype), at)
+
+    def copy(self, planned: WrittenTensor, blocks: Iterable[memoryview], at: int = 0) -> None:
+        """Write a tensor's bytes from element `at` on as they are."""
         shard = self._shards[planned.name]
-        if not self._ranges.takes(shard.name):
-            return
         if shard.name not in self._begun:
             self._begun.add(shard.name)
             self._ranges.write(shard.name, 0, shard.header)
-        start = shard.starts[planned.name]
+        start = shard.starts[planned.name] + at * planned.dtype.itemsize
         for block in blocks:
             self._ranges.write(shard.name, start, block)
             start += len(block)

@@ -1,15 +1,15 @@
-"""Writes checkpoints unit by unit: a Hugging Face folder with float32 masters, plus everything needed to resume.
+"""Writes checkpoints piece by piece: a Hugging Face folder with float32 masters, plus everything needed to resume.
 
     step-00001200/
       config.json, model.safetensors ...      a model that `from_pretrained` loads, tokenizer included; if the model has
                                               an adapter, only the adapter, as `peft` writes it
-      optimizer/moments.safetensors ...       m and v of each trained parameter, `NAME.m` and `NAME.v`, in its shape
+      optimizer/moments.safetensors ...       the optimizer's arrays for each trained parameter (`NAME.m`, `NAME.v`)
       training.json                           everything that is not a tensor (`run_state`)
       manifest.json                           sizes and checksums (`manifest`)
 
-Masters and moments of a unit are written in one pass, so that a unit is gathered once, with one unit in memory at a
-time. The folder appears complete or not at all. What needs transformers (names and small files) is done when a
-checkpoint is planned, since it must not run during a training step; writing may.
+State is read by ranges, in the order of the files, with at most `SAVED_AT_ONCE` elements in memory at a time. The
+folder appears complete or not at all. What needs transformers (names and small files) is done when a checkpoint is
+planned, since it must not run during a training step; writing may.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatrain.checkpoint.export import SHARD_NBYTES, add_files, refuse_too_little_space, writing_to
@@ -31,9 +33,12 @@ from megatrain.checkpoint.manifest import MANIFEST, FileSum, Manifest, sum_of
 from megatrain.checkpoint.range_writer import TensorWriter, sums_of_files, writing_ranges
 from megatrain.checkpoint.run_state import TRAINING, write_training
 from megatrain.checkpoint.safetensors_writer import Shard, plan_front_to_back, tensor_blocks, write_index
+from megatrain.checkpoint.tensor_pieces import TensorPiece, are_moved, tensor_pieces
 from megatrain.errors import CheckpointError
 from megatrain.model import PortedModel, Written, WrittenTensor, written_of
+from megatrain.optim import AdamW
 from megatrain.spec import ModelSpec, ParamSpec
+from megatrain.spec.layout import SAVED_AT_ONCE, Layout, Ownership, Piece
 from megatrain.system.atomic import appearing
 from megatrain.system.paths import usable_path
 from megatrain.version import __version__
@@ -46,12 +51,25 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class ParamState:
-    """The float32 state of one parameter in its shape, on the host. A frozen parameter has no moments."""
+class StateReader:
+    """The float32 state of all units, which is read by ranges."""
 
-    master: Tensor
-    m: Tensor | None = None
-    v: Tensor | None = None
+    read: Callable[[int, int, int, int], NDArray[np.float32]]
+    """Reads elements [start, stop) of one array of a unit, given as (unit, array, start, stop): 0 are the masters, n
+    the optimizer's n-th array (`AdamW.STATE`). What it returns need only be valid until the next call."""
+    layouts: Sequence[Layout]
+    owned: Ownership | None = None
+    """What a rank owns, if its elements are those of its own buffers; otherwise they are those of whole units."""
+    written: Callable[[int], object] = lambda unit: None
+    """Called with each unit once nothing of it need be read any more."""
+
+    def within(self, unit: int, array: int, start: int, stop: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Elements [start, stop) of a whole unit as far as they can be read: pairs of a first element and values."""
+        pieces: Iterable[Piece] = (Piece(start, stop, start),)
+        if self.owned is not None:
+            pieces = self.owned.within(self.layouts[unit], start, stop)
+        for piece in pieces:
+            yield piece.start, self.read(unit, array, piece.own.start, piece.own.stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +161,28 @@ class PlannedCheckpoint:
                     constants[name] = value
         return constants
 
+    @cached_property
+    def are_moved(self) -> bool:
+        """Whether conversions only move elements, and compute none, so that no parameter must be whole for them."""
+        return all(are_moved(self.written, unit) for unit in self.order)
+
+    def pieces(self, unit: int, state: StateReader, wants: Callable[[WrittenTensor], bool]) -> Iterator[TensorPiece]:
+        """The wanted tensors of a unit as far as the state can be read, piece by piece, weights first."""
+        layout = state.layouts[unit]
+
+        def masters(name: str, start: int, stop: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
+            first = layout.by_name[name].start
+            for at, values in state.within(unit, 0, first + start, first + stop):
+                yield at - first, values
+
+        yield from tensor_pieces(self.written, unit, filter(wants, self.tensors_of(unit)), masters)
+        for field, param in zip(layout.trained.fields, self.spec.units[unit].params, strict=False):
+            for array, tensor in enumerate(moments_of(param), 1):
+                starts = range(field.start, field.stop, SAVED_AT_ONCE) if wants(tensor) else ()
+                for start in starts:
+                    for at, values in state.within(unit, array, start, min(start + SAVED_AT_ONCE, field.stop)):
+                        yield TensorPiece(tensor, at - field.start, torch.from_numpy(values))
+
     @property
     def arrays(self) -> list[Shard]:
         """The files of weights and moments."""
@@ -157,7 +197,7 @@ class PlannedCheckpoint:
 def write_checkpoint(
     folder: str | Path,
     planned: PlannedCheckpoint,
-    units: Iterable[Mapping[str, ParamState]],
+    state: StateReader,
     facts: CheckpointFacts,
     *,
     progress: Progress | None = None,
@@ -166,13 +206,12 @@ def write_checkpoint(
 ) -> Path:
     """Write the checkpoint `step-STEP` into `folder`, replacing an existing one, and return its path.
 
-    units: name -> state of each parameter, unit by unit in `planned.order`; advanced only after the previous unit has
-    been written, so a generator may reuse its memory. earlier: a checkpoint in the same folder, whose files are linked
-    if unchanged. together: called with the folder and the files of weights and moments that are not linked, so that
-    several ranks may write them together; returns their checksums, or nothing if they are to be written from `units`.
+    state: read unit by unit in `planned.order`. earlier: a checkpoint in the same folder, whose files are linked if
+    unchanged. together: called with the folder and the files of weights and moments that are not linked, so that
+    several ranks may write them together; returns their checksums, or nothing if they are to be written from `state`.
 
-    May run in a thread during training, as may `units`, one call at a time. Raises `CheckpointError`, leaving an
-    existing checkpoint unchanged, if writing fails (for lack of space, say). Errors of `units` are passed on.
+    May run in a thread during training, as may `state.read`, one call at a time. Raises `CheckpointError`, leaving an
+    existing checkpoint unchanged, if writing fails (for lack of space, say). Errors of `state.read` are passed on.
     """
     target = step_folder(usable_path(folder, error=CheckpointError, to_write="folder").resolve(), facts.step)
     _refuse_foreign(target)
@@ -189,7 +228,7 @@ def write_checkpoint(
         )
         refuse_too_little_space(target, sum(shard.nbytes for shard in (*arrays, *copied)))
         written = together(staging, arrays) if together is not None else None
-        sums |= _write_arrays(planned, arrays, iter(units), staging, progress) if written is None else written
+        sums |= _write_arrays(planned, arrays, state, staging, progress) if written is None else written
         sums |= _copy_tensors(planned, copied, staging)
         of_weights = [*planned.weights, *planned.copied_files], [*planned.tensors, *planned.copied]
         write_index(staging, *of_weights, planned.written.numel)
@@ -224,56 +263,30 @@ def moments_of(param: ParamSpec) -> list[WrittenTensor]:
     """The tensors of a parameter's optimizer state, none if it is frozen."""
     if not param.trainable:
         return []
-    return [WrittenTensor(f"{param.name}.{moment}", param.shape, torch.float32) for moment in ("m", "v")]
+    return [WrittenTensor(f"{param.name}.{array}", param.shape, torch.float32) for array in AdamW.STATE]
 
 
 def _write_arrays(
     planned: PlannedCheckpoint,
     files: Sequence[Shard],
-    units: Iterator[Mapping[str, ParamState]],
+    state: StateReader,
     folder: Path,
     progress: Progress | None,
 ) -> Mapping[str, FileSum]:
     """Write these files of weights and moments from the state of all units, and return their checksums."""
-    total, done = sum(tensor.nbytes for tensor in (*planned.tensors, *planned.moment_tensors)), 0
+    tensors = [*planned.tensors, *planned.moment_tensors]
     with writing_ranges(folder, files) as ranges:
-        weights, moments = TensorWriter(ranges, planned.weights), TensorWriter(ranges, planned.moments)
-
-        def write(writer: TensorWriter, tensor: WrittenTensor, value: Tensor) -> None:
-            nonlocal done
-            writer.write(tensor, value)
-            done += tensor.nbytes
-            if progress is not None:
-                progress(done, total)
-
-        for place, unit in enumerate(planned.order):
-            if not _write_unit(planned, unit, next(units, None), partial(write, weights), partial(write, moments)):
-                raise CheckpointError(f"only {place} of {len(planned.order)} units were given")
-        if next(units, None) is not None:
-            raise CheckpointError(f"more than {len(planned.order)} units were given")
+        writer = TensorWriter(ranges, planned.arrays)
+        total = sum(tensor.nbytes for tensor in tensors)
+        done = total - sum(tensor.nbytes for tensor in filter(writer.takes, tensors))
+        for unit in planned.order:
+            for piece in planned.pieces(unit, state, writer.takes):
+                writer.write(piece.tensor, piece.values, piece.at)
+                done += piece.values.numel() * piece.tensor.dtype.itemsize
+                if progress is not None:
+                    progress(done, total)
+            state.written(unit)
     return sums_of_files(folder, files, ranges.written)
-
-
-def _write_unit(
-    planned: PlannedCheckpoint,
-    unit: int,
-    state: Mapping[str, ParamState] | None,
-    weight: Callable[[WrittenTensor, Tensor], None],
-    moment: Callable[[WrittenTensor, Tensor], None],
-) -> bool:
-    """Write the weights and moments of a unit, keeping no reference to them; whether it was given."""
-    if state is None:
-        return False
-    params = [param for param in planned.spec.units[unit].params if planned.written.writes(param.name)]
-    _refuse_inexact(params, state)
-    tensors = planned.written.tensors(unit, {param.name: state[param.name].master for param in params})
-    for tensor in planned.tensors_of(unit):
-        weight(tensor, tensors.pop(tensor.name))  # popped to free copies as soon as they are written
-    for param in params:
-        for tensor, value in zip(moments_of(param), (state[param.name].m, state[param.name].v), strict=False):
-            assert value is not None
-            moment(tensor, value)
-    return True
 
 
 def _copy_tensors(planned: PlannedCheckpoint, files: Sequence[Shard], folder: Path) -> Mapping[str, FileSum]:
@@ -293,24 +306,6 @@ def _frozen(spec: ModelSpec, written: Written) -> frozenset[str]:
         whole = bool(still) and not any(param.trainable for param in unit.params)
         names.update(tensor.name for tensor in tensors if whole or tensor.name in still)
     return frozenset(names)
-
-
-def _refuse_inexact(params: Iterable[ParamSpec], state: Mapping[str, ParamState]) -> None:
-    """Raise `CheckpointError` unless the state has exactly the expected tensors: nothing is rounded or omitted."""
-    for param in params:
-        where = f"parameter {param.name}"
-        if param.name not in state:
-            raise CheckpointError("its state was not given", where=where)
-        given: dict[str, Tensor] = {
-            name: tensor for name in ("master", "m", "v") if (tensor := getattr(state[param.name], name)) is not None
-        }
-        due = ["master", "m", "v"] if param.trainable else ["master"]
-        if list(given) != due:
-            raise CheckpointError(f"its state has {', '.join(given)}, not {', '.join(due)}", where=where)
-        for name, tensor in given.items():
-            if tensor.dtype != torch.float32 or tuple(tensor.shape) != param.shape:
-                what = f"its {name} is {tensor.dtype} {list(tensor.shape)}, not torch.float32 {list(param.shape)}"
-                raise CheckpointError(what, where=where)
 
 
 def _small_files(written: Written) -> dict[str, bytes]:

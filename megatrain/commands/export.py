@@ -1,4 +1,4 @@
-"""`megatrain export`: rewrite a model folder in either precision, with one unit in memory at a time."""
+"""`megatrain export`: rewrite a model folder in either precision, piece by piece."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from megatrain.checkpoint import export_units
+from megatrain.checkpoint import export_pieces
 from megatrain.data import load_tokenizer, save_tokenizer
 from megatrain.errors import DataError, ExportError
 from megatrain.model import (
     AdaptedSource,
     MergedSource,
+    PretrainedSource,
     Progress,
     Source,
     WeightsInMemory,
@@ -25,7 +28,8 @@ from megatrain.model import (
     pretrained_source,
 )
 from megatrain.run.existing_run import holds_model
-from megatrain.spec import Precision, UnitSpec
+from megatrain.spec import ModelSpec, Precision, UnitSpec
+from megatrain.spec.layout import SAVED_AT_ONCE
 from megatrain.system.paths import usable_path
 from megatrain.train.progress import printable
 
@@ -78,31 +82,55 @@ def run_export(
         notice(f"copied unchanged: {printable(left_out)}")
     written_from: Source = pretrained if adapted is None else MergedSource(adapted)
     ported = port_model(written_from.model, torch.float32)
-    not_finite: list[str] = []
-
-    def masters(unit: UnitSpec) -> dict[str, Tensor]:
-        values = _masters(written_from, unit)
-        not_finite.extend(name for name, value in values.items() if not bool(value.isfinite().all()))
-        return values
-
-    written = export_units(
+    masters = _Masters(written_from, ported.structure)
+    written = export_pieces(
         ported,
-        map(masters, ported.structure.units),
+        masters.read,
         folder_path,
         precision=precision,
         facts={"made from": source.name},
         write_more=_tokenizer(name) or (None if adapted is None else _tokenizer(adapted.base_name)),
         progress=progress,
     )
-    if not_finite:
-        notice(f"written unchanged, although some weights of the source are not finite: {listed(not_finite)}")
+    if masters.not_finite:
+        names = listed([*masters.not_finite])
+        notice(f"written unchanged, although some weights of the source are not finite: {names}")
     return written
 
 
-def _masters(source: Source, unit: UnitSpec) -> dict[str, Tensor]:
-    held = WeightsInMemory()
-    source.fill(held, [[param.name for param in unit.params]])
-    return held.values
+class _Masters:
+    """The parameters of a source: large ones are read by ranges, if its files hold their elements, others by unit."""
+
+    def __init__(self, source: Source, spec: ModelSpec) -> None:
+        self._source = source
+        self._units = {param.name: unit for unit in spec.units for param in unit.params}
+        self._held: dict[str, Callable[[int, int], Tensor]] = {}
+        """Name -> what reads elements [start, stop) of the parameters of one unit."""
+        self.not_finite: dict[str, None] = {}
+        """Names of parameters with values that are not, in order."""
+
+    def read(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        """Elements [start, stop) of a parameter, as float32."""
+        if name not in self._held:
+            self._held.clear()
+            self._hold(self._units[name])
+        values: NDArray[np.float32] = self._held[name](start, stop).numpy()
+        if not np.isfinite(values).all():
+            self.not_finite[name] = None
+        return values
+
+    def _hold(self, unit: UnitSpec) -> None:
+        """Be ready to read the parameters of a unit."""
+        if isinstance(self._source, PretrainedSource):
+            for param in unit.params:
+                is_large = param.numel > SAVED_AT_ONCE // 4
+                if is_large and (in_runs := self._source.by_ranges(param.name)) is not None:
+                    self._held[param.name] = in_runs.read
+        memory = WeightsInMemory()
+        self._source.fill(memory, [[param.name for param in unit.params if param.name not in self._held]])
+        for name, value in memory.values.items():
+            flat = value.reshape(-1)
+            self._held[name] = lambda start, stop, flat=flat: flat[start:stop]  # type: ignore[misc]
 
 
 def _tokenizer(name: str) -> Callable[[Path], object] | None:

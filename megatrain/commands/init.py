@@ -13,7 +13,8 @@ from typing import Any
 
 from megatrain.commands.plan import LENGTH, TOKENS_PER_STEP, adapter_keys, fewer_tokens, find_hardware, find_model
 from megatrain.config import load_config
-from megatrain.config.other_trainers import Translation, translate
+from megatrain.config.llama_factory import translate
+from megatrain.config.translation import Translation
 from megatrain.data import about_tokens, begins_with_text, holds_samples, require_source, source_called
 from megatrain.data.sample_formats import Schema
 from megatrain.errors import ConfigError, DataError, DeviceError
@@ -63,7 +64,7 @@ def write_recipe(answers: Answers, target: Path) -> Plan:
 
 
 def write_translation(source: Path, target: Path, hardware: str | None) -> list[str]:
-    """Translate the LLaMA-Factory or Axolotl YAML `source` to `target`, and return lines about keys that differ.
+    """Translate the LLaMA-Factory YAML `source` to `target`, and return lines about keys that differ.
 
     Those lines also stand at the top of the file. hardware: machine to plan for, a built-in name or a file; `None` is
     this machine. Reads no model and no data. Raises `ConfigError` if `target` exists, and as `translate` does.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 from megatrain.data.assistant_turns import (
     RenderError,
@@ -34,9 +34,7 @@ from megatrain.data.sample_formats import Sample
 from megatrain.data.tokenizer import Tokenizer, render_marked, special_tokens
 from megatrain.errors import DataError, SampleError, first_line
 from megatrain.system.paths import missing, read_text, usable_path
-from megatrain.system.time_limit import OutOfTime, within
 
-T = TypeVar("T")
 Shape: TypeAlias = tuple[Callable[[Message], Message], ...]
 TrainOn: TypeAlias = Literal["assistant", "last", "all"]
 
@@ -58,8 +56,6 @@ DIRECTIVES = (*"aAbBcCdDeFGhHIjklmMnpPrRStTuUVwWxXyYzZfs", *(f"-{code}" for code
 """Codes of `strftime`, Python's and those of the C library on Linux."""
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THINK_BLOCK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
-TIME_LIMIT_SECONDS = 10.0
-"""Processor time that the rendering of one conversation may take; the slowest known template takes a thousandth."""
 MARKED_BY_TRL = " (data.chat_template=trl has marks for the templates of many models)"
 EMPTY_ANSWER = "with an empty answer, of which only the end is learned"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -261,36 +257,22 @@ class _Renderer:
         """(text, the characters [start, stop) between its generation marks)."""
         tokenizer, values = self.template.tokenizer, self.values
         adapted = self._adapted(messages)
-        return self._in_time(lambda: render_marked(tokenizer, adapted, self.tools, template=self.text, values=values))
+        return render_marked(tokenizer, adapted, self.tools, template=self.text, values=values)
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         apply: Any = self.template.tokenizer.apply_chat_template
-        adapted = self._adapted(messages)
-
-        def render() -> str:
-            try:
-                text: str = apply(
-                    adapted,
-                    tools=self.tools,
-                    chat_template=self.text,
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                    **self.values,
-                )
-            except Exception as error:  # templates are programs, and may raise anything
-                raise RenderError(first_line(error)) from error
-            return text
-
-        return self._in_time(render)
-
-    def _in_time(self, render: Callable[[], T]) -> T:
-        """The result of `render`. Raises `DataError` if the template does not finish in time."""
-        where = f"the chat template {self.template.name}"
-        fix = "correct it, or choose another data.chat_template"
         try:
-            return within(TIME_LIMIT_SECONDS, render)
-        except OutOfTime as error:
-            raise DataError(f"takes too long ({error})", where=where, fix=fix) from error
+            text: str = apply(
+                self._adapted(messages),
+                tools=self.tools,
+                chat_template=self.text,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self.values,
+            )
+        except Exception as error:  # templates are programs, and may raise anything
+            raise RenderError(first_line(error)) from error
+        return text
 
     def _adapted(self, messages: Sequence[Message]) -> list[Message]:
         for change in (*self.shape, *([as_parts] if self.template.in_parts else [])):

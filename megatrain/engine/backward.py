@@ -48,7 +48,7 @@ def backward(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     if graph.trained:
         graph.target.accumulator = total = context.accumulator(step, op, lease, unit)
         accumulate_into(total, graph.trained, None if step.phases is NO_PAUSES else step.phases.gradient_complete)
-    side_gradients = activations.side_gradients(op, graph.made) if graph.made else {}
+    side_gradients = activations.side_gradients(op, lease, graph.made) if graph.made else {}
     edges = [graph.output, *(graph.made[number] for number in side_gradients)]
     torch.autograd.backward(edges, [activations.gradients.pop(micro), *side_gradients.values()])
     assert graph.input.grad is not None
@@ -56,7 +56,9 @@ def backward(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     if (added := activations.taps.pop((unit, micro), None)) is not None:
         activations.gradients[micro] += added
     if graph.given:
-        activations.add_side_gradients(op, {number: value.grad for number, value in graph.given.items()})
+        step.phases.enter_last_phase()  # which declares where their sums are
+        terms = {number: value.grad for number, value in graph.given.items()}
+        activations.add_side_gradients(op, lease, terms, context.spec.units[unit].name)
     context.finish_complete_gradients(step, op)
 
 
@@ -108,7 +110,7 @@ def _backward_of_first(context: OpContext, step: StepState, op: Op, lease: Lease
         made[number] = hidden
     if op.micro in activations.beyond:
         made |= numbered(context.ported, calls)[1]
-    outputs += [(made[number], gradient) for number, gradient in activations.side_gradients(op, made).items()]
+    outputs += [(made[number], gradient) for number, gradient in activations.side_gradients(op, lease, made).items()]
     if outputs := [(output, gradient) for output, gradient in outputs if output.requires_grad]:
         into = [leaf for _, leaf in trained]
         into += [feature for feature in encoded if feature.requires_grad]

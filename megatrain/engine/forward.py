@@ -29,7 +29,7 @@ from megatrain.engine.weights import BoundWeights, save_weights_by_name
 from megatrain.errors import ModelError
 from megatrain.memory import Lease
 from megatrain.model import Answering, Call, Keeping
-from megatrain.model.ports import numbered
+from megatrain.model.ports import numbered, taken_from_prologue
 from megatrain.schedule import Access, Op
 from megatrain.schedule.contents import LayerGraph, Saved
 from megatrain.spec import hidden_sides
@@ -47,8 +47,6 @@ def forward(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
         made = _prologue(context, step, op, lease) if unit == 0 else _begun(context, step, op, lease)
         if made is not None:
             activations.inputs[target.buffer], activations.calls[unit, micro] = made
-            if (number := hidden_sides(context.spec).get(unit)) is not None:
-                activations.keep_sides(op, {number: made[0]})
         return
     if role.in_encoder and micro not in activations.answers:
         return
@@ -59,8 +57,9 @@ def forward(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
         output, side_values = call.run()
     call.keep(output, side_values)
     activations.inputs[target.buffer] = output.detach()
-    activations.keep_sides(op, side_values)
     step.phases.enter_last_phase()  # which declares the offload slots
+    if side_values:
+        activations.keep_sides(op, lease, side_values, context.spec.units[unit].name)
     for access in op.writes:
         if type(access.content) is Saved and access.content.offloaded:
             activations.stored[unit, micro].pack(bytes_of(lease, access))
@@ -86,6 +85,25 @@ def encoded_for(context: OpContext, step: StepState, op: Op, lease: Lease) -> li
         wants = step.receiver is not None and spec.has_backward(unit - 1 if unit else spec.encoder[-1])
         features.append(input_of(step, op, lease, unit).detach().requires_grad_(wants))
     return features
+
+
+def side_values_of(
+    context: OpContext, step: StepState, op: Op, lease: Lease, call: Call, *, leaves: bool
+) -> dict[int, Tensor]:
+    """The side values that a layer takes, by number; one of an encoder takes none. leaves: those whose gradient a step
+    needs require one."""
+    spec = context.spec
+    if not (spec.sides or call.takes) or context.roles[op.unit].in_encoder:
+        return {}
+    values = step.activations.sides_read(op, lease)
+    values |= {number: input_of(step, op, lease, unit + 1) for unit, number in hidden_sides(spec, op.unit).items()}
+    if not leaves:
+        return values
+    values |= taken_from_prologue(context.ported, op.unit - 1, call)
+    wanted = {number for number in values if spec.wants_gradient(spec.sides[number])}
+    beyond = {number: leaf for path, leaf in call.places() if (number := call.takes.get(path, 0)) < 0}
+    wanted, values = wanted | beyond.keys(), values | beyond
+    return {number: value.detach().requires_grad_(number in wanted) for number, value in values.items()}
 
 
 def is_there(step: StepState, access: Access, lease: Lease, key: tuple[int, int]) -> bool:
@@ -125,7 +143,7 @@ class LayerCall:
         else:
             weights = context.parameters(op, lease, op.unit)
         call = self._call(context)
-        values = step.activations.side_values(op, context.ported, call, leaves=self._keeping is not None)
+        values = side_values_of(context, step, op, lease, call, leaves=self._keeping is not None)
         self.run = self._ran_with(context, weights, hidden, call, values)
         """Calls the layer: its output, and the side values that it makes. It has no frame of its own."""
         self._contexts = [
@@ -194,7 +212,7 @@ class DifferentiableLayerCall(LayerCall):
         for access in op.reads:
             if stored and isinstance(access.content, Saved) and access.content.offloaded:
                 stored.unpack(bytes_of(lease, access).data)
-        self._values = step.activations.side_values(op, context.ported, call, leaves=True)
+        self._values = side_values_of(context, step, op, lease, call, leaves=True)
         self._target = GradientDestination()
         self.run = self._ran_with(context, leaves, self._leaf, call, self._values)
         self._contexts = [

@@ -14,11 +14,10 @@ from megatrain.engine.chunked_loss import ChunkedHead, MicroBatchLoss, different
 from megatrain.engine.context import OpContext
 from megatrain.engine.forward import input_of
 from megatrain.engine.gradient_accumulation import accumulate_into
-from megatrain.engine.step_state import StepState, sides_in
+from megatrain.engine.step_state import StepState
 from megatrain.errors import ModelError
 from megatrain.memory import Lease
 from megatrain.schedule import Op
-from megatrain.schedule.contents import Side
 from megatrain.spec import hidden_sides
 
 
@@ -31,9 +30,9 @@ def loss(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
         for owner in _head_owners(context):
             weights |= context.parameters(op, lease, owner)
         with context.waiting_for_weights(step, op, lease):
-            _loss_or_logits(context, step, op, weights, hidden)
+            _loss_or_logits(context, step, op, lease, weights, hidden)
         return
-    flat = _read_by_head(context, step, op, hidden).flatten(0, 1)
+    flat = _read_by_head(context, step, op, lease, hidden).flatten(0, 1)
     leaves: dict[str, Tensor] = {}
     trained: list[Tensor] = []
     in_place: list[AbstractContextManager[object]] = []
@@ -55,28 +54,27 @@ def loss(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
         result = differentiate(step.loss_fn, chunked, step.own[micro], step.scale)
         _record_loss(context, step, micro, result)
         assert result.gradient is not None
-        _hand_down(context, step, op, result.gradient.view(*hidden.shape[:2], *result.gradient.shape[1:]))
-        _add_router_loss(context, step, op, leaves)
+        _hand_down(context, step, op, lease, result.gradient.view(*hidden.shape[:2], *result.gradient.shape[1:]))
+        _add_router_loss(context, step, op, lease, leaves)
         assert step.loss is not None
         step.landed = context.device.landing(step.loss)
     context.finish_complete_gradients(step, op)
 
 
-def _read_by_head(context: OpContext, step: StepState, op: Op, hidden: Tensor) -> Tensor:
+def _read_by_head(context: OpContext, step: StepState, op: Op, lease: Lease, hidden: Tensor) -> Tensor:
     """What the head reads, [batch, length, *head_shape], if the last layer has returned `hidden`. Raises `ModelError`
     for hidden states of several dtypes."""
-    numbers = hidden_sides(context.spec, op.unit).values()
-    if not numbers:
+    earlier = hidden_sides(context.spec, op.unit)
+    if not earlier:
         return hidden
-    buffers = sides_in(op.reads, Side)
-    read = [hidden, *(step.activations.sides[buffers[number]] for number in numbers)]
+    read = [hidden, *(input_of(step, op, lease, unit + 1) for unit in earlier)]
     if any(each.dtype != hidden.dtype for each in read):
         what = f"its head reads hidden states in {', '.join(sorted({str(each.dtype) for each in read}))}"
         raise ModelError(what, where=context.spec.name, fix="precision=fp32 may work")
     return torch.stack(read, dim=2)
 
 
-def _hand_down(context: OpContext, step: StepState, op: Op, gradient: Tensor) -> None:
+def _hand_down(context: OpContext, step: StepState, op: Op, lease: Lease, gradient: Tensor) -> None:
     """Leave the gradient of what the head has read, [batch, length, *head_shape], to the units that made it."""
     numbers = hidden_sides(context.spec, op.unit).values()
     if not numbers:
@@ -84,7 +82,8 @@ def _hand_down(context: OpContext, step: StepState, op: Op, gradient: Tensor) ->
         return
     last, *earlier = (each.contiguous() for each in gradient.unbind(2))
     step.activations.gradients[op.micro] = last
-    step.activations.add_side_gradients(op, dict(zip(numbers, earlier, strict=True)))
+    terms = dict(zip(numbers, earlier, strict=True))
+    step.activations.add_side_gradients(op, lease, terms, context.spec.units[op.unit].name)
 
 
 def _record_loss(context: OpContext, step: StepState, micro: int, result: MicroBatchLoss) -> None:
@@ -115,7 +114,7 @@ def _chunked_head(
     return ChunkedHead(head, trained, flat, positions, targets, context.numerics.loss_chunk_tokens, rewind)
 
 
-def _add_router_loss(context: OpContext, step: StepState, op: Op, weights: dict[str, Tensor]) -> None:
+def _add_router_loss(context: OpContext, step: StepState, op: Op, lease: Lease, weights: dict[str, Tensor]) -> None:
     """Add the router auxiliary loss of a micro-batch, and replace its side outputs by their gradients.
 
     Its weight is the micro-batch's share of the divisor unless `router_weights` were given. So the step's loss is
@@ -135,7 +134,8 @@ def _add_router_loss(context: OpContext, step: StepState, op: Op, weights: dict[
         if step.receiver is not None:
             wanted = [*leaves.values()]
             found = torch.autograd.grad(loss * step.scale, wanted, allow_unused=True, materialize_grads=True)
-            activations.add_side_gradients(op, dict(zip(leaves, found, strict=True)))
+            terms = dict(zip(leaves, found, strict=True))
+            activations.add_side_gradients(op, lease, terms, context.spec.units[op.unit].name)
     assert step.loss is not None
     term = loss.detach().double()
     step.loss = step.loss + term
@@ -143,17 +143,19 @@ def _add_router_loss(context: OpContext, step: StepState, op: Op, weights: dict[
     step.router_losses[micro] = context.device.landing(plain.detach().double())
 
 
-def _loss_or_logits(context: OpContext, step: StepState, op: Op, weights: dict[str, Tensor], hidden: Tensor) -> None:
+def _loss_or_logits(
+    context: OpContext, step: StepState, op: Op, lease: Lease, weights: dict[str, Tensor], hidden: Tensor
+) -> None:
     """Compute the loss, or the logits if there are no labels, without gradients. hidden: [batch, length, ...]."""
     if step.labels:
-        read = _read_by_head(context, step, op, hidden)
+        read = _read_by_head(context, step, op, lease, hidden)
         chunked = _chunked_head(context, step, op, weights, [], read.flatten(0, 1))
         _record_loss(context, step, op.micro, measure(step.loss_fn, chunked, step.own[op.micro]))
-        _add_router_loss(context, step, op, weights)
+        _add_router_loss(context, step, op, lease, weights)
         assert step.loss is not None
         step.landed = context.device.landing(step.loss)
     else:
-        last = _read_by_head(context, step, op, hidden)[:, -step.logits_to_keep :]
+        last = _read_by_head(context, step, op, lease, hidden)[:, -step.logits_to_keep :]
         step.logits = context.ported.head(weights, last.flatten(0, 1)).view(*last.shape[:2], -1)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ from megatrain.engine.resumable_call import NO_PAUSES, PausePoints
 from megatrain.engine.weights import BoundWeights
 from megatrain.errors import MegaTrainError, ModelError
 from megatrain.memory import Lease
-from megatrain.model import Call, PortedModel, Stored
-from megatrain.model.ports import taken_from_prologue
+from megatrain.model import Call, Stored
 from megatrain.schedule import Access, Op, Schedule
 from megatrain.schedule.contents import Arguments, Content, Gradient, Hidden, Side, SideGradient, Weights
 from megatrain.spec import Work
@@ -68,6 +67,8 @@ class Activations:
     """Outputs of single ops in a layer, kept in addition to its input."""
     sides: dict[str, Tensor] = field(default_factory=dict)
     """Transient buffer of the schedule -> side value, or the gradient of one."""
+    side_forms: dict[tuple[type[Content], int, int], Tensor] = field(default_factory=dict)
+    """(kind, number, micro-batch) -> shape, strides and dtype of an offloaded one, as a tensor without memory."""
     beyond: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     """Micro-batch -> gradients of what only some have (`Call.takes`), which no schedule knows."""
     taps: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -84,53 +85,72 @@ class Activations:
             if access.content.of:
                 self.answers.pop(access.content.micro, None)
 
-    def side_values(self, op: Op, ported: PortedModel, call: Call, *, leaves: bool) -> dict[int, Tensor]:
-        """The side values that a layer takes, by number. leaves: those whose gradient a step needs require one."""
-        spec = ported.structure
-        if not (spec.sides or call.takes):
-            return {}
-        values = {number: self.sides[buffer] for number, buffer in sides_in(op.reads, Side).items()}
-        if not leaves:
-            return values
-        values |= taken_from_prologue(ported, op.unit - 1, call)
-        wanted = {number for number in values if spec.wants_gradient(spec.sides[number])}
-        beyond = {number: leaf for path, leaf in call.places() if (number := call.takes.get(path, 0)) < 0}
-        wanted, values = wanted | beyond.keys(), values | beyond
-        return {number: value.detach().requires_grad_(number in wanted) for number, value in values.items()}
+    def sides_read(self, op: Op, lease: Lease) -> dict[int, Tensor]:
+        """The side values that an op reads and that are not the input of a unit, by number."""
+        return {side.number: self._side(side, access, lease) for side, access in sides_in(op.reads, Side)}
 
-    def keep_sides(self, op: Op, made: Mapping[int, Tensor]) -> None:
-        """Keep the side values that the op writes; others are known from an earlier run of the layer."""
-        for access in op.writes:
-            if type(access.content) is Side:
-                value = made[access.content.number].detach()
-                alone = value.untyped_storage().nbytes() == value.nbytes  # else it would keep more than was planned
-                self.sides[access.buffer] = value if alone else value.clone()
+    def keep_sides(self, op: Op, lease: Lease, made: Mapping[int, Tensor], where: str) -> None:
+        """Keep the side values that the op writes; others are known from an earlier run of the layer. Raises
+        `ModelError` for one that is larger than its slot."""
+        for side, access in sides_in(op.writes, Side):
+            value = made[side.number].detach()
+            alone = value.untyped_storage().nbytes() == value.nbytes  # else it would keep more than was planned
+            self._keep_side(side, access, lease, value if alone or access.buffer in lease else value.clone(), where)
 
     def take_sides(self, op: Op, numbers: Collection[int]) -> dict[int, Tensor]:
         """Those of these side values that the op reads, by number, which nothing needs after it."""
-        read = sides_in(op.reads, Side).items()
-        return {number: self.sides.pop(buffer) for number, buffer in read if number in numbers}
+        read = sides_in(op.reads, Side)
+        return {side.number: self.sides.pop(access.buffer) for side, access in read if side.number in numbers}
 
-    def side_gradients(self, op: Op, made: Collection[int]) -> dict[int, Tensor]:
+    def side_gradients(self, op: Op, lease: Lease, made: Collection[int]) -> dict[int, Tensor]:
         """Take the gradients of what a unit has made, by number; none where no later unit has used it."""
-        buffers = sides_in(op.reads, SideGradient)
-        gradients = {n: self.sides.pop(buffers[n]) for n in buffers if n in made and buffers[n] in self.sides}
+        gradients = dict[int, Tensor]()
+        for sum_, access in sides_in(op.reads, SideGradient):
+            if sum_.number in made and self._has(sum_, access):
+                gradients[sum_.number] = self._side(sum_, access, lease)
+                self.sides.pop(access.buffer, None)
+                self.side_forms.pop(_key(sum_), None)
         return gradients | self.beyond.pop(op.micro) if op.unit == 0 and op.micro in self.beyond else gradients
 
-    def add_side_gradients(self, op: Op, terms: Mapping[int, Tensor | None]) -> None:
-        """Add to the gradients of what a unit has used."""
-        sums: list[tuple[int, Any, dict[Any, Tensor]]]
-        sums = [(number, buffer, self.sides) for number, buffer in sides_in(op.writes, SideGradient).items()]
-        sums += [(number, number, self.beyond.setdefault(op.micro, {})) for number in terms if number < 0]
-        for number, key, into in sums:
-            term, known = terms.get(number), into.get(key)
-            if term is not None:
-                into[key] = term if known is None else known.add_(term)
+    def add_side_gradients(self, op: Op, lease: Lease, terms: Mapping[int, Tensor | None], where: str) -> None:
+        """Add to the gradients of what a unit has used. Raises `ModelError` for one that is larger than its slot."""
+        for sum_, access in sides_in(op.writes, SideGradient):
+            term = terms.get(sum_.number)
+            if term is not None and self._has(sum_, access):
+                self._side(sum_, access, lease).add_(term)
+            elif term is not None:
+                self._keep_side(sum_, access, lease, term, where)
+        for number, term in terms.items():
+            if number < 0 and term is not None:
+                into = self.beyond.setdefault(op.micro, {})
+                into[number] = into[number].add_(term) if number in into else term
+
+    def _has(self, side: Side | SideGradient, access: Access) -> bool:
+        return access.buffer in self.sides or _key(side) in self.side_forms
+
+    def _side(self, side: Side | SideGradient, access: Access, lease: Lease) -> Tensor:
+        """A side value, or the gradient of one, from a slot or as another op has left it."""
+        if access.buffer in lease:
+            return unpack(bytes_of(lease, access).data, self.side_forms[_key(side)])
+        return self.sides[access.buffer]
+
+    def _keep_side(self, side: Side | SideGradient, access: Access, lease: Lease, value: Tensor, where: str) -> None:
+        if access.buffer in lease:
+            self.side_forms[_key(side)] = pack(value, bytes_of(lease, access), where)
+        else:
+            self.sides[access.buffer] = value
 
 
-def sides_in(accesses: Sequence[Access], kind: type[Side] | type[SideGradient]) -> dict[int, str]:
-    """Number -> buffer of the side values, or of their gradients, among accesses."""
-    return {access.content.number: access.buffer for access in accesses if isinstance(access.content, kind)}
+SideContent = TypeVar("SideContent", Side, SideGradient)
+
+
+def sides_in(accesses: Sequence[Access], kind: type[SideContent]) -> list[tuple[SideContent, Access]]:
+    """The accesses of side values, or of their gradients, with what they access."""
+    return [(access.content, access) for access in accesses if isinstance(access.content, kind)]
+
+
+def _key(side: Side | SideGradient) -> tuple[type[Content], int, int]:
+    return type(side), side.number, side.micro
 
 
 def pack(hidden: Tensor, memory: Tensor, where: str) -> Tensor:

@@ -81,22 +81,35 @@ class Store:
         unit, field = self._owner[name]
         return torch.from_numpy(self._masters(unit, field.start, field.stop)).view(field.shape)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether this is the share of one of several ranks."""
+        return self.model.ranks > 1
+
     def write_master(self, name: str, value: Tensor) -> None:
         """Set this rank's share of a parameter's float32 master, exactly, or rounded if frozen in `bf16` (`rounded`).
 
-        `value` has the parameter's shape, on the host. Raises `ModelError` for another value than the one in the
-        model's files, if the parameter is read from them, and `DiskError`.
+        `value` has the parameter's shape, on the host. Raises as `write_ranges` does.
+        """
+        flat = value.detach().reshape(-1)
+        self.write_ranges(name, lambda start, stop: flat[start:stop])
+
+    def write_ranges(self, name: str, read: Callable[[int, int], Tensor]) -> None:
+        """As `write_master`, with the value's elements [start, stop) from `read(start, stop)`, range by range.
+
+        Raises `ModelError` for another value than the one in the model's files, if the parameter is read from them, and
+        `DiskError`.
         """
         self.settle()
         number, field = self._owner[name]
-        unit, flat = self.units[number], value.detach().reshape(-1)
+        unit = self.units[number]
         is_fixed = unit.is_in_files(field.stop)
         if field.start >= unit.layout.trained.size and not is_fixed:
             self._frozen_sum = None
         self.rounded.discard(name)
         for piece in self.owned.within(unit.layout, field.start, field.stop):
             for begin, end in ranges(piece.start, piece.stop):
-                part = flat[begin - field.start : end - field.start]
+                part = read(begin - field.start, end - field.start)
                 new = part.to(device="cpu", dtype=torch.float32).contiguous().numpy()
                 start = piece.at + begin - piece.start
                 if is_fixed and not np.array_equal(new, unit.masters(start, start + new.size)):

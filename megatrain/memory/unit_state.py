@@ -25,10 +25,10 @@ from torch import Tensor
 from megatrain.device import Errand
 from megatrain.errors import PlanError
 from megatrain.memory.pool import Pool
-from megatrain.optim import AdamW, HostArrays, StateArrays, join_into, split_into
+from megatrain.optim import join_into, split_into
 from megatrain.schedule import Access, Buffer
 from megatrain.schedule.contents import Scratch
-from megatrain.schedule.passes.state_buffers import Spare, reads_files, spare_of, state_name
+from megatrain.schedule.passes.state_buffers import reads_files, spare_nbytes, state_name
 from megatrain.spec import ModelSpec, Part, Placement, Precision, Tier
 from megatrain.spec.layout import Layout, layout_of
 
@@ -74,17 +74,19 @@ class UnitState:
 
     # Ranges of a part -----------------------------------------------------------------------------------------------
 
-    def read(self, part: Part, start: int, stop: int, number: int = 0) -> np.ndarray:
+    def read(self, part: Part, start: int, stop: int, number: int = 0, out: np.ndarray | None = None) -> np.ndarray:
         """Elements [start, stop) of a part: a view where they are in host memory, else a copy.
 
         Weights are float32, or the bits of bfloat16 as uint16; low bits are uint16, moments float32. number: which
-        array of the moments (`AdamW.STATE`). Raises `DiskError`.
+        array of the moments (`AdamW.STATE`). out: memory for a
+        copy of low bits or moments, as uint8. Raises `DiskError`.
         """
         dtype, start, stop = self._dtypes[part], start + number * self.trained, stop + number * self.trained
         if start == stop:
             return np.empty(0, dtype)
         if part is not Part.WEIGHTS or not self.is_in_files(stop):
-            return _bytes_of(self._pool, self._name(part), start * dtype.itemsize, stop * dtype.itemsize).view(dtype)
+            first, last = start * dtype.itemsize, stop * dtype.itemsize
+            return _bytes_of(self._pool, self._name(part), first, last, out).view(dtype)
         middle = max(start, self.layout.files_start)
         return np.concatenate([self.read(part, start, middle), self._from_files(middle, stop)])
 
@@ -142,38 +144,28 @@ class UnitState:
         weights = torch.from_numpy(self.read(Part.WEIGHTS, start, stop))
         return weights if self._precision == "fp32" else weights.view(torch.bfloat16)
 
-    # All of it, for saves -------------------------------------------------------------------------------------------
+    # For saves ------------------------------------------------------------------------------------------------------
 
     @property
-    def spare(self) -> Spare:
-        """The host memory that `in_float32` needs: at most the unit's masters and moments in float32."""
+    def spare_nbytes(self) -> int:
+        """Bytes of the host memory that `in_float32` needs (see `state_buffers.spare_nbytes`)."""
         away = [part for part in PARTS if not self._is_in_place(part)]
         in_files = self.is_in_files(self.layout.size)
-        return spare_of(self._model, self._unit, self._precision, away, in_files=in_files)
+        return spare_nbytes(self._model, self._unit, self._precision, away, in_files=in_files)
 
-    def in_float32(self, spare: Tensor) -> HostArrays:
-        """The unit with float32 masters as `hi`, read-only: in place, or a copy in `spare`, uint8[spare.nbytes].
+    def in_float32(self, array: int, start: int, stop: int, spare: Tensor) -> np.ndarray:
+        """Elements [start, stop) of the masters (0) or of the optimizer's n-th array (n), float32 and read-only: in
+        place, or a copy in `spare`, uint8.
 
-        Of the base below an adapter, weights in files are omitted (`Spare.saved`). Any thread may call it, even
-        during steps that do not change the unit, unless it `is_on_device`. Raises `DiskError`.
+        Any thread may call it, even during steps that do not change the unit, unless it `is_on_device`. Raises
+        `DiskError`.
         """
-        saved, masters_nbytes, moments_nbytes = self.spare
-        copies, moments = spare.numpy(), np.empty(0, np.float32)
-        is_in_place = self._precision == "fp32" and not masters_nbytes
-        masters = self.read(Part.WEIGHTS, 0, saved) if is_in_place else copies[:masters_nbytes].view(np.float32)
-        if not is_in_place:
-            self.masters(0, saved, masters)
-        if moments_nbytes:
-            moments = _bytes_of(
-                self._pool,
-                self._name(Part.MOMENTS),
-                0,
-                moments_nbytes,
-                copies[masters_nbytes : masters_nbytes + moments_nbytes],
-            )
-        elif self.trained:
-            moments = self.read(Part.MOMENTS, 0, self.trained * len(AdamW.STATE))
-        return StateArrays(masters, None, tuple(np.split(moments.view(np.float32), len(AdamW.STATE))))
+        copy = spare[: 4 * (stop - start)].numpy()
+        if array:
+            return self.read(Part.MOMENTS, start, stop, array - 1, copy)
+        if self._precision == "fp32" and self._is_in_place(Part.WEIGHTS) and not self.is_in_files(stop):
+            return self.read(Part.WEIGHTS, start, stop)
+        return self.masters(start, stop, copy.view(np.float32))
 
     # Where it is ----------------------------------------------------------------------------------------------------
 

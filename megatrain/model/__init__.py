@@ -18,6 +18,7 @@ from megatrain.model.generate import TextStream, speak
 from megatrain.model.hub import model_behind, model_named
 from megatrain.model.initialize import FreshSource
 from megatrain.model.merge_adapters import MergedSource, WeightsInMemory
+from megatrain.model.moved_elements import MovedElements, groups
 from megatrain.model.packed_sequences import only_single_rows, why_not_packable
 from megatrain.model.ports import Call, PortedModel
 from megatrain.model.pretrained import PretrainedSource, non_finite_weights
@@ -46,6 +47,7 @@ __all__ = [
     "Masters",
     "MergedSource",
     "ModelSource",
+    "MovedElements",
     "PortedModel",
     "PretrainedSource",
     "Progress",
@@ -60,6 +62,7 @@ __all__ = [
     "buffer_dtypes",
     "carried_by",
     "freeze_parameters",
+    "groups",
     "is_wrapped",
     "listed",
     "load_trained",

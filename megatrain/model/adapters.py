@@ -302,12 +302,9 @@ def _take_stops(folder: Path, *models: PreTrainedModel) -> None:
 class AdaptedSource:
     """A source with an adapter added to its structure. The adapter is in memory, the base stays where it is."""
 
-    def __init__(
-        self, base: Source, adapter: Any, seed: int = 0, *, name: str = "", trains: bool = True, has_values: bool = True
-    ) -> None:
+    def __init__(self, base: Source, adapter: Any, seed: int = 0, *, name: str = "", trains: bool = True) -> None:
         """adapter: a `PeftConfig`, for a fresh adapter as `get_peft_model` makes it after `torch.manual_seed(seed)`,
-        or the folder of one that `peft` has saved. name: the base's name, recorded in saved adapters. has_values: if
-        false, the adapter is only a structure on the meta device.
+        or the folder of one that `peft` has saved. name: the base's name, recorded in saved adapters.
 
         Raises `ModelError` for a method that cannot stream, for an initialisation that needs more of the base than
         one module at a time, and for a folder without an adapter for this model; `ConfigError` if `peft` is not
@@ -322,39 +319,25 @@ class AdaptedSource:
         if folder is not None:
             _take_stops(folder, base.model, self.model)
         given = adapter if folder is None else read_adapter_config(folder)
-        config = self.config = copy.deepcopy(given)
-        refuse_method(config)
+        config = self.config = _aimed(given, base.model, is_fresh=folder is None)
         saved = {} if folder is None else _saved_values(folder)
         _resize(self.model, saved)
         self._paths = {id(module): path for path, module in self.model.named_modules()}
         """id of a module of the base -> its name in the base, wherever `peft` has put it."""
-        if folder is None:
-            refuse_absent_modules(config, self._paths.values())
         named = {id(parameter): name for name, parameter in base_names(base.model, self.model)}
-        if getattr(config, "target_modules", None) == "auto":
-            decoder = decoder_of(base.model)
-            config.target_modules = _without_experts(config, _linear(base.model, decoder), base.model)
-            if decoder is not None and not config.exclude_modules:
-                config.exclude_modules = rf"(?!{re.escape(decoder)}\.).*"
         config.inference_mode = not trains
-        config.task_type = config.task_type or "CAUSAL_LM"
         config.base_model_name_or_path = name or config.base_model_name_or_path
-        values = _reader(base) if has_values and begins_from_values(config, is_saved=folder is not None) else None
-        has_rows = folder is None and has_values and getattr(config, "trainable_token_indices", None)
-        rows = _reader(base) if has_rows else None
-        device = torch.device("cpu" if has_values else "meta")
-        with torch.random.fork_rng(devices=[]), device, quiet(), _pefts_errors():
+        values = _reader(base) if begins_from_values(config, is_saved=folder is not None) else None
+        rows = _reader(base) if folder is None and getattr(config, "trainable_token_indices", None) else None
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), quiet(), _pefts_errors():
             torch.default_generator.manual_seed(seed)
             with _lent_ends(self.model, config, named, rows):
-                _inject(self.model, config, named if has_values else {}, values)
+                _inject(self.model, config, named, values)
             if folder is not None:
                 refuse_rescaled(given, config)
             self._changes = dict(_changes(self.model, named)) if values and changes_base(config) else {}
             self._biases = {} if folder is None else _load(self.model, folder, saved, base, named)
-        for module in self.model.modules():
-            for key, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_meta:  # rows of tokens before training, which only unmerging reads
-                    module._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+        _zero_meta_buffers(self.model)
         self._named = named
         self._names = {key: named[id(param)] for key, param in self.model.named_parameters() if id(param) in named}
         self._copies = dict(_copied(self.model))
@@ -518,17 +501,38 @@ def load_trained(folder: str, *, dtype: torch.dtype, trust_remote_code: bool = F
 
 def with_adapter(structure: PreTrainedModel, config: Any) -> PreTrainedModel:
     """Add a fresh adapter to a structure on the meta device, for a plan: its values are meaningless."""
-    return AdaptedSource(_Structure(structure), config, has_values=False).model
+    require_peft()
+    model = copy.deepcopy(structure)
+    with torch.device("meta"), quiet(), _pefts_errors():
+        _inject(model, _aimed(config, structure, is_fresh=True), {}, None)
+    _zero_meta_buffers(model)
+    return model
 
 
-@dataclass(frozen=True, slots=True)
-class _Structure:
-    """A source without weights."""
+def _aimed(config: Any, model: PreTrainedModel, *, is_fresh: bool) -> Any:
+    """A copy of a `PeftConfig` that names the modules of `model` which `auto` stands for.
 
-    model: PreTrainedModel
+    Raises `ModelError` for a method that cannot stream, and for a fresh adapter of modules that the model lacks.
+    """
+    refuse_method(config)
+    if is_fresh:
+        refuse_absent_modules(config, [path for path, _ in model.named_modules()])
+    aimed = copy.deepcopy(config)
+    aimed.task_type = aimed.task_type or "CAUSAL_LM"
+    if getattr(aimed, "target_modules", None) == "auto":
+        decoder = decoder_of(model)
+        aimed.target_modules = _without_experts(aimed, _linear(model, decoder), model)
+        if decoder is not None and not aimed.exclude_modules:
+            aimed.exclude_modules = rf"(?!{re.escape(decoder)}\.).*"
+    return aimed
 
-    def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
-        raise NotImplementedError
+
+def _zero_meta_buffers(model: nn.Module) -> None:
+    """Replace buffers on the meta device by zeros: rows of tokens before training, which only unmerging reads."""
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype)
 
 
 def require_peft() -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
@@ -37,9 +38,6 @@ from megatrain.errors import ModelError, first_line
 from megatrain.model.dequantize import quantizer_of
 from megatrain.model.hub import cached_folder, is_local, located
 from megatrain.system.paths import read_json
-from megatrain.system.time_limit import OutOfTime, within
-
-T = TypeVar("T")
 
 COMMON_FIELDS = (
     "attn_implementation",
@@ -69,7 +67,7 @@ MOST_SIZE = 10**8
 """Upper limit on hidden sizes and vocabularies. The product of two still fits a machine word."""
 
 SECONDS = 120.0
-"""Time limit for reading a config or building its structure. The largest known ones take a tenth of it."""
+"""Time limit for building the structure of a config. The largest known ones take a tenth of it."""
 
 TRUST = "set trust_remote_code=true if you have read its code and trust it"
 
@@ -94,30 +92,36 @@ def read_config(
             _refuse_endless(fields, where)
             kind = _known_kind(fields.pop("model_type", None), where)
             _refuse_unknown_fields(kind, fields, where)
-            return _before_long(lambda: AutoConfig.for_model(kind, **fields), where)
+            return AutoConfig.for_model(kind, **fields)
         name = located(source, where=where, revision=revision)
         stated = _fields_at(name, where, revision)
         if stated is not None:
             _refuse_endless(stated, where)
             if "auto_map" not in stated:  # otherwise its own code defines the type
                 _known_kind(stated.get("model_type"), where)
-
-        def read() -> PreTrainedConfig:
-            config: PreTrainedConfig = AutoConfig.from_pretrained(
-                name,
-                local_files_only=is_local(name),
-                trust_remote_code=trust_remote_code,
-                revision=revision or "main",
-            )
-            return config
-
-        return read() if trust_remote_code else _before_long(read, where)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            name,
+            local_files_only=is_local(name),
+            trust_remote_code=trust_remote_code,
+            revision=revision or "main",
+        )
+        return config
 
 
-def _before_long(read: Callable[[], T], where: str) -> T:
-    """Call `read`. Raises `ModelError` if it takes more than `SECONDS` of processor time."""
-    with ended(where):
-        return within(SECONDS, read)
+class OutOfTime(Exception):
+    """A model took longer to build than `SECONDS`."""
+
+
+class Deadline:
+    """A limit of `SECONDS` on the processor time of this thread from now on, so that a busy machine does not count."""
+
+    def __init__(self) -> None:
+        self._until = time.thread_time() + SECONDS
+
+    def check(self) -> None:
+        """Raise `OutOfTime` if the time is used up."""
+        if time.thread_time() >= self._until:
+            raise OutOfTime(f"not finished after {SECONDS:g} seconds of CPU time")
 
 
 @contextmanager

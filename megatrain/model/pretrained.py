@@ -24,7 +24,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -54,13 +56,24 @@ from megatrain.model.carried import (
 from megatrain.model.dequantize import OF_ACTIVATIONS, quantizer_of
 from megatrain.model.hub import cached_folder, is_local, located, model_named
 from megatrain.model.mapped_tensors import lazy_zeros
+from megatrain.model.moved_elements import MovedElements, Run, groups
 from megatrain.model.skeleton import blueprint
-from megatrain.model.weight_sources import InFiles, Masters, Progress, Report, listed, quiet, require_all
+from megatrain.model.weight_sources import (
+    InFiles,
+    Masters,
+    MastersByRange,
+    Progress,
+    Report,
+    listed,
+    quiet,
+    require_all,
+)
 from megatrain.spec import FileBytes
+from megatrain.spec.layout import SAVED_AT_ONCE
 from megatrain.system.paths import lies_within, read_json
 
-BATCH_NBYTES = 256 << 20
-"""Parameters are loaded in groups of up to this size in float32; a larger one is loaded alone."""
+BATCH_NBYTES = 128 << 20
+"""Parameters are loaded in groups of up to this size in float32; a larger one is read by ranges if that is possible."""
 
 
 class PretrainedSource:
@@ -218,7 +231,8 @@ class PretrainedSource:
             bytes_of = tuple(place for key in keys if (place := self._shards.headers[key].place) is not None)
             kind = re.sub(r"\d+", "0", target)
             if not plain and kind not in alike:
-                alike[kind] = self._is_made_of(target, keys, bytes_of, dtype)
+                in_runs = self.by_ranges(name)
+                alike[kind] = in_runs is not None and in_runs.follow_each_other(keys)
             if plain or alike[kind]:
                 files[name] = bytes_of
             else:
@@ -238,16 +252,21 @@ class PretrainedSource:
             return "is converted from other tensors of the files"
         return ""
 
-    def _is_made_of(self, target: str, keys: Sequence[str], held: Iterable[FileBytes], dtype: torch.dtype) -> bool:
-        """Whether a parameter that transformers assembles is equal to those bytes, by loading and comparing it."""
-        with self._loaded(keys) as values:
-            whole, start = values[target].reshape(-1), 0
-            for part in held:
-                numel = part.nbytes // dtype.itemsize
-                if not torch.equal(whole[start : start + numel], _bytes_of(part, dtype).to(whole.dtype)):
-                    return False
-                start += numel
-        return True
+    def by_ranges(self, name: str) -> InRuns | None:
+        """A parameter's values, for reading by ranges; `None` if that takes more than moving elements of tensors in
+        safetensors files (quantized ones, say)."""
+        target = next(iter(self._targets.get(name, [])), name)
+        headers = {key: self._shards.headers[key] for key in self._keys.get(target, [])}
+        if any(header.dtype not in DTYPES or header.place is None for header in headers.values()):
+            return None
+        shapes = {key: torch.empty(header.shape, device="meta") for key, header in headers.items()}
+        with _put_back(self.model), MovedElements(shapes) as moved:
+            self._run_library(shapes, "meta")
+            named = [*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers()]
+            made = {other: tensor.data for other, tensor in named if getattr(tensor, "_is_hf_initialized", False)}
+        first = first_names(self.model)
+        is_all = {first.get(other) for other in made} == {name} and moved.are_known(made[target])
+        return InRuns(moved, made[target], headers, self._where) if is_all else None
 
     def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
         """Write every parameter of every unit (see `Source`)."""
@@ -260,7 +279,13 @@ class PretrainedSource:
         report = Report(progress, sum(sizes.values()))
         written: set[str] = set()
         for unit in units:
-            for batch in _batches(unit, sizes):
+            rest = unit
+            if isinstance(masters, MastersByRange):
+                rest = [name for name in unit if not self._fills_by_ranges(name, masters)]
+                written.update(unit)
+                written.difference_update(rest)
+                report.add(sum(sizes[name] for name in unit if name not in rest))
+            for batch in _batches(rest, sizes):
                 with self._loaded(key for name in batch for key in keys.get(name, ())) as values:
                     for target, value in values.items():
                         if target in first and first[target] not in written:
@@ -270,6 +295,16 @@ class PretrainedSource:
                         del value  # not held while the next are loaded
         require_all(written, units, where=self._where)
         report.end()
+
+    def _fills_by_ranges(self, name: str, masters: MastersByRange) -> bool:
+        """Write a large parameter, or one that the library assembles, where a rank wants a part of it; whether it was
+        one and could be read so."""
+        is_assembled = self._renamed.keys().isdisjoint(self._targets.get(name, []))
+        is_large = 4 * self.model.get_parameter(name).numel() > BATCH_NBYTES
+        values = self.by_ranges(name) if is_large or (masters.is_shared and is_assembled) else None
+        if values is not None:
+            masters.write_ranges(name, values.read)
+        return values is not None
 
     @contextmanager
     def _loaded(self, keys: Iterable[str]) -> Iterator[dict[str, Tensor]]:
@@ -282,7 +317,7 @@ class PretrainedSource:
                 info = self._run_library(slices, "cpu")
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"its files cannot be read ({first_line(error)})", where=self._where) from error
-            self._refuse_what_does_not_fit(info)
+            _refuse_what_does_not_fit(info, self._where)
             named = [*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers()]
             values = {name: tensor.data for name, tensor in named if getattr(tensor, "_is_hf_initialized", False)}
             del named
@@ -312,7 +347,7 @@ class PretrainedSource:
         }
         with _put_back(self.model):
             info = self._run_library(shapes, "meta")
-        self._refuse_what_does_not_fit(info)
+        _refuse_what_does_not_fit(info, self._where)
         first = first_names(self.model)
         held_names = {first[name] for name in first.keys() - info.missing_keys}
         unexpected = info.unexpected_keys.copy()
@@ -350,20 +385,6 @@ class PretrainedSource:
             return True
         return any(owner in makers for owner in key.split(".")[-2:-1])
 
-    def _refuse_what_does_not_fit(self, info: LoadStateDictInfo) -> None:
-        """Raise `ModelError` for tensors whose shape differs from the model's, or that transformers cannot
-        convert."""
-        if wrong := sorted((name, tuple(shape), tuple(due)) for name, shape, due in info.mismatched_keys):
-            raise ModelError(
-                "its files and its config disagree about the shape of "
-                + listed([f"{name} (files {shape}, config {due})" for name, shape, due in wrong], most=2),
-                where=self._where,
-                fix="use files and a config that belong together",
-            )
-        for name, text in info.conversion_errors.items():
-            said = [line for line in text.splitlines() if line.strip()]
-            raise ModelError(f"cannot convert {name} ({said[-2] if len(said) > 1 else text})", where=self._where)
-
     def _untie(self) -> None:
         """Untie weights that the config ties but the files store with different values, as transformers does."""
         first = first_names(self.model)
@@ -386,6 +407,21 @@ class PretrainedSource:
         for target, value in loaded.items():
             owner, _, name = target.rpartition(".")
             setattr(self.model.get_submodule(owner), name, value)
+
+
+def _refuse_what_does_not_fit(info: LoadStateDictInfo, where: str) -> None:
+    """Raise `ModelError` for tensors whose shape differs from the model's, or that transformers cannot
+    convert."""
+    if wrong := sorted((name, tuple(shape), tuple(due)) for name, shape, due in info.mismatched_keys):
+        raise ModelError(
+            "its files and its config disagree about the shape of "
+            + listed([f"{name} (files {shape}, config {due})" for name, shape, due in wrong], most=2),
+            where=where,
+            fix="use files and a config that belong together",
+        )
+    for name, text in info.conversion_errors.items():
+        said = [line for line in text.splitlines() if line.strip()]
+        raise ModelError(f"cannot convert {name} ({said[-2] if len(said) > 1 else text})", where=where)
 
 
 def _load_generation_config(model: PreTrainedModel, source: str, revision: str | None, where: str) -> None:
@@ -515,13 +551,6 @@ class Header:
     """Its bytes in a safetensors file."""
 
 
-def _bytes_of(place: FileBytes, dtype: torch.dtype) -> Tensor:
-    """Bytes of a file as a tensor [n]."""
-    with open(place.file, "rb") as opened:
-        opened.seek(place.place)
-        return torch.frombuffer(bytearray(opened.read(place.nbytes)), dtype=dtype)
-
-
 class Shards:
     """The tensors of a checkpoint, by their names in the files."""
 
@@ -605,6 +634,52 @@ class _InBlocks:
             with safe_open(self.header.file, framework="pt") as opened:
                 value[start : start + rows] = opened.get_slice(self.name)[start : start + rows]
         return value
+
+
+class InRuns:
+    """A parameter whose elements are in tensors of safetensors files, run by run."""
+
+    def __init__(self, moved: MovedElements, made: Tensor, headers: Mapping[str, Header], where: str) -> None:
+        """made: the parameter as it was made of tensors without storage."""
+        self._moved, self._made, self._headers, self._where = moved, made, headers, where
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) as float32. Raises `ModelError` if the files cannot be read."""
+        values = np.empty(stop - start, np.float32)
+        for group in groups(self._moved.runs(self._made, start, stop), SAVED_AT_ONCE):
+            (at, run), *more = group.runs
+            if run.step == 1 and not more:
+                self._read_into(values[at : at + run.length], run.name, run.start)
+                continue
+            held = np.empty(group.stop - group.start, np.float32)
+            self._read_into(held, group.name, group.start)
+            for at, part in group.within(group.start, held):
+                values[at : at + part.size] = part
+        return torch.from_numpy(values)
+
+    def follow_each_other(self, keys: Iterable[str]) -> bool:
+        """Whether the parameter consists of these tensors one after the other."""
+        wholes = [Run(key, 0, math.prod(self._headers[key].shape), 1) for key in keys]
+        return list(self._moved.runs(self._made)) == wholes
+
+    def _read_into(self, values: NDArray[np.float32], key: str, start: int) -> None:
+        """Fill `values` with a tensor's elements from `start` on."""
+        header = self._headers[key]
+        assert header.place is not None
+        dtype, nbytes = DTYPES[header.dtype], 0
+        memory = values if dtype == torch.float32 else np.empty(values.size * dtype.itemsize, np.uint8)
+        view = memory.view(np.uint8).data
+        try:
+            with open(header.file, "rb", buffering=0) as file:
+                file.seek(header.place.place + start * dtype.itemsize)
+                while nbytes < len(view):
+                    if not (more := file.readinto(view[nbytes:])):
+                        raise ModelError("its files end before their tensors do", where=self._where)
+                    nbytes += more
+        except OSError as error:
+            raise ModelError(f"its files cannot be read ({first_line(error)})", where=self._where) from error
+        if memory is not values:
+            torch.from_numpy(values).copy_(torch.from_numpy(memory).view(dtype))
 
 
 def _files(source: str, config: PreTrainedConfig, where: str, revision: str | None) -> list[Path]:

@@ -34,7 +34,6 @@ from megatrain.model import architecture
 from megatrain.model.architecture import auto_class, model_class_of, plain_errors, refuse_other_configs
 from megatrain.model.dequantize import drop_quantization
 from megatrain.model.weight_sources import quiet
-from megatrain.system.time_limit import Deadline
 
 HUGE = 1 << 26
 """New tensors with this many elements are taken for parameters; a buffer of this size would be refused."""
@@ -75,7 +74,7 @@ def outline(
     """
     outlined: dict[int, nn.Parameter] = {}  # by storage
 
-    deadline = None if trust_remote_code else Deadline(architecture.SECONDS)
+    deadline = None if trust_remote_code else architecture.Deadline()
 
     def registered(parameter: nn.Parameter) -> nn.Parameter:
         if deadline is not None:

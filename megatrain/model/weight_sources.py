@@ -7,7 +7,7 @@ an initialiser and a seed. The last two need no more than a few parameters in me
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -32,6 +32,20 @@ class Masters(Protocol):
 
     def write_master(self, name: str, value: Tensor) -> None:
         """Set one parameter. `value` has its shape and may be overwritten by the call."""
+        ...
+
+
+@runtime_checkable
+class MastersByRange(Protocol):
+    """Masters that are set by ranges, so that no parameter need be whole in memory; `memory.Store` is one."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether only parts of parameters are wanted."""
+        ...
+
+    def write_ranges(self, name: str, read: Callable[[int, int], Tensor]) -> None:
+        """Set what is wanted of one parameter from `read(start, stop)`, float32[stop - start]."""
         ...
 
 

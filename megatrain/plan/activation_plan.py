@@ -26,7 +26,7 @@ import numpy as np
 from megatrain.plan.cost import DRAM, Calibration, host_dram_bandwidth, recompute_seconds, unit_cost_key
 from megatrain.plan.placement import PARTS, spread
 from megatrain.plan.question import Choice, CostKey, Estimate, Question
-from megatrain.spec import NOT_OFFLOADED, SAVED_BY, Keep, Numerics, Policy, Work
+from megatrain.spec import NOT_OFFLOADED, SAVED_BY, Keep, ModelSpec, Numerics, Policy, Work
 
 KINDS: tuple[Keep, ...] = get_args(Keep)
 
@@ -72,6 +72,10 @@ class KindCosts:
     """Seconds of the bus to the device, in the backward pass."""
     offload: tuple[float, ...]
     """Seconds of the bus from the device, in the forward pass."""
+    reload_early: tuple[float, ...]
+    """Seconds of the bus to the device in the forward pass, for side values."""
+    offload_late: tuple[float, ...]
+    """Seconds of the bus from the device in the backward pass, for gradients of side values."""
     dram: tuple[float, ...]
     """Seconds at the full bandwidth of host memory, in each of the two passes."""
 
@@ -119,10 +123,57 @@ def _kind_costs(
             costs["dram"][keep] += 0.0 if hardware.shares_memory else crosses / host_dram_bandwidth(hardware)
         costs["device"]["drop"] -= boundary
         costs["compute"]["drop"] += recomputed
+    for name, added in _costs_of_sides(model, numerics, policy, work).items():
+        rates = {"reload": reload / hardware.fetch_bandwidth, "offload": offload / hardware.grad_bandwidth}
+        rate = rates.get(name.partition("_")[0], 1.0)
+        if name == "dram":
+            rate = 0.0 if hardware.shares_memory else 1 / host_dram_bandwidth(hardware)
+        for keep in NOT_OFFLOADED:
+            costs[name][keep] += rate * added
+    for layer in {side.source + 1 for side in model.sides if side.is_hidden} & {*trained}:  # are not dropped
+        for tokens in work.tokens:
+            costs["device"]["drop"] += work.repeats * tokens * model.hidden_size * numerics.weight_nbytes
+            costs["compute"]["drop"] -= price(layer, tokens, "")
     rounds = round_count(policy, work.micro_batches * work.repeats)
     for tier in ("device", "host"):  # a round keeps activations of its own micro-batches only
         costs[tier] = {kind: nbytes / rounds for kind, nbytes in costs[tier].items()}
     return KindCosts(**{name: tuple(each[kind] for kind in KINDS) for name, each in costs.items()})
+
+
+def _costs_of_sides(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work) -> dict[str, float]:
+    """What side values add to the fields of `KindCosts` if all layers offload, in bytes.
+
+    A pass goes over all micro-batches for each unit that reads them, so what does not fit the slots crosses the bus for
+    each. The gradients of those that the head reads are on the device with everything else.
+    """
+    added = dict.fromkeys((each.name for each in fields(KindCosts)), 0.0)
+    at_once = Counter[int]()
+    """Unit -> side values and gradients in slots of their own that its backward mentions."""
+    largest = 0.0
+    offloaded = [side for side in model.sides if side.users != (model.epilogue,) or side.is_hidden]
+    for side in offloaded:
+        has_gradient, has_slot = model.wants_gradient(side), side.source > 0 and not side.is_hidden
+        for unit in side.users:
+            at_once[unit] += has_slot + has_gradient
+        at_once[side.source] += has_gradient
+        largest = max([largest, *(side.nbytes(n, min(work.length or n, n)) for n in work.tokens)])
+    slots = policy.offload_slots - 1 + max(at_once.values()) if at_once else 0
+    in_slots = slots // max(at_once.values(), default=1)
+    crossing = max(0.0, 1 - in_slots / (work.micro_batches * work.repeats))
+    """Share of the micro-batches that do not stay in a slot."""
+    for side, tokens in product(offloaded, work.tokens):
+        nbytes = work.repeats * side.nbytes(tokens, min(work.length or tokens, tokens))
+        has_gradient, has_slot = model.wants_gradient(side), side.source > 0 and not side.is_hidden
+        readers = len(side.users) if has_slot or side.is_hidden else 0
+        added["device"] -= nbytes * (has_slot + (has_gradient and model.epilogue in side.users))
+        added["host"] += nbytes * (has_slot + has_gradient)
+        added["offload"] += crossing * nbytes * has_slot
+        added["reload_early"] += crossing * nbytes * readers
+        added["reload"] += crossing * nbytes * (readers + has_gradient * len(side.users))
+        added["offload_late"] += crossing * nbytes * has_gradient * len(side.users)
+    added["slots"] = slots * largest
+    added["dram"] = sum(added[name] for name in ("offload", "reload_early", "reload", "offload_late")) / 2
+    return added
 
 
 def round_count(policy: Policy, micro_batches: float) -> float:
@@ -255,10 +306,11 @@ def _estimate(costs: KindCosts, parts: Any, inputs: Estimate, shares: bool) -> E
 
 def _added(costs: KindCosts, parts: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Stream -> seconds that each mixture adds to the forward pass; the same for the backward pass."""
-    compute, reload, offload, dram = (
-        parts @ np.array(values) for values in (costs.compute, costs.reload, costs.offload, costs.dram)
-    )
-    return {"grad": offload, DRAM: dram}, {"compute": compute, "fetch": reload, DRAM: dram}
+    dram = parts @ np.array(costs.dram)
+    forward = {"grad": costs.offload, "fetch": costs.reload_early}
+    backward = {"compute": costs.compute, "fetch": costs.reload, "grad": costs.offload_late}
+    early, late = ({name: parts @ np.array(each) for name, each in added.items()} for added in (forward, backward))
+    return {**early, DRAM: dram}, {**late, DRAM: dram}
 
 
 def _sum(busy: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:

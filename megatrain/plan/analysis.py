@@ -153,6 +153,11 @@ class Outlook:
         return written_nbytes_per_day(self.plan)
 
     @property
+    def written_nbytes_per_billion_tokens(self) -> float:
+        """Bytes that one rank writes to the disk while all ranks train on a billion tokens."""
+        return self.plan.written_nbytes * 1e9 / self.plan.question.tokens_of_all
+
+    @property
     def drive_days(self) -> float | None:
         """Days until the drive reaches its stated endurance; `None` if that is unknown or nothing is written."""
         endurance, per_day = self.plan.question.hardware.disk_endurance_nbytes, self.written_nbytes_per_day

@@ -692,7 +692,7 @@ def _kept_for(op: Op) -> str:
     """What the forward kept for this backward besides the input: `graph`, one of `SavedOutputs`, or ""."""
     for access in op.reads if op.kind == "BACKWARD" else ():
         match access.content:
-            case LayerGraph():
+            case LayerGraph(unit=unit) if unit == op.unit:  # another may hold a side value
                 return "graph"
             case Saved(keep=keep):
                 return keep

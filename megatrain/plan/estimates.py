@@ -413,13 +413,22 @@ def shallow(model: ModelSpec, more: int = MORE) -> tuple[tuple[float, ModelSpec]
 
 
 def _with_layers(model: ModelSpec, kinds: Mapping[object, list[int]], counts: Mapping[object, int]) -> ModelSpec:
-    """The model with so many layers of each kind, evenly spaced among those of the kind."""
+    """The model with so many layers of each kind, evenly spaced among those of the kind.
+
+    It has all side values, made by the next layer below if theirs is left out, for those of their readers that stay.
+    """
     chosen: list[int] = []
     for kind, places in kinds.items():
         last = max(1, counts[kind] - 1)
         chosen += [places[round(place * (len(places) - 1) / last)] for place in range(counts[kind])]
-    units = model.units
-    return replace(model, units=(units[0], *(units[index] for index in sorted(chosen)), *units[model.epilogue :]))
+    units, kept = model.units, [0, *sorted(chosen), model.epilogue]
+    side_values = []
+    for side in model.sides:
+        source = bisect_right(kept, side.source) - 1
+        users = tuple(kept.index(user) for user in side.users if user in kept) or (source + 1,)
+        side_values.append(replace(side, source=source, users=users))
+    layers = (units[index] for index in kept[1:-1])
+    return replace(model, units=(units[0], *layers, *units[model.epilogue :]), sides=tuple(side_values))
 
 
 def memory_table(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work) -> dict[tuple[str, str], int]:

@@ -43,10 +43,9 @@ def state_policy(policy: Policy) -> Policy:
         grad_slots=1,
         offload_slots=1,
         host_threads=0,
-        wait_for="unit",
         recompute_slots=None,
         streamed_updates=0.0,
-        weight_slots=policy.weight_slots if policy.update == "during_backward" else 1,  # `staging_names` needs it then
+        weight_slots=min(policy.weight_slots, 2),  # `fills_slot` asks whether there is more than one
     )
 
 

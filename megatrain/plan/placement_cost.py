@@ -21,7 +21,7 @@ from megatrain.plan.cost import (
     update_nbytes,
 )
 from megatrain.schedule.passes.pieces import LOW_BITS_NBYTES, MOMENTS_NBYTES
-from megatrain.schedule.passes.state_buffers import units_alike
+from megatrain.schedule.passes.state_buffers import fills_slot, units_alike
 from megatrain.spec import IN_HOST, Hardware, ModelSpec, Numerics, Placement, Policy
 from megatrain.spec.layout import Layout, layout_of
 
@@ -106,6 +106,8 @@ def _unit_seconds(
     reads += visits * read_each
     if placement.weights == "disk":
         writes += trained * numerics.weight_nbytes
+        is_once_more = not (policy.update == "next_forward" and fills_slot(layout, policy, placement))
+        reads += trained * numerics.weight_nbytes * (is_once_more and not policy.shares_memory)
     reading, writing = duplex_disk_bandwidths(hardware)
     return {
         "fetch": saved / fetching,

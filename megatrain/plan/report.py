@@ -147,8 +147,7 @@ def _wear(outlook: Outlook) -> str:
     days = outlook.drive_days
     if days is None or days > SHORTEST_LIFE_DAYS:
         return ""
-    written = amount(_of_machine(outlook.plan, outlook.written_nbytes_per_day))
-    return f"{written} written to disk per day: {_endurance(days)}"
+    return f"{_written(outlook, 'written to disk per day')}: {_endurance(days)}"
 
 
 def slow_precision_warning(question: Question) -> str:
@@ -281,8 +280,14 @@ def _files(plan: Plan) -> str:
 
 
 def _disk(outlook: Outlook) -> str:
-    written, days = outlook.written_nbytes_per_day, outlook.drive_days
-    return f"{amount(_of_machine(outlook.plan, written))} written per day; {_endurance(days)}"
+    return f"{_written(outlook, 'written per day')}; {_endurance(outlook.drive_days)}"
+
+
+def _written(outlook: Outlook, what: str) -> str:
+    """What the machine writes to the disk tier, in a day and for a billion tokens."""
+    day, tokens = outlook.written_nbytes_per_day, outlook.written_nbytes_per_billion_tokens
+    of_day, of_tokens = (amount(_of_machine(outlook.plan, nbytes)) for nbytes in (day, tokens))
+    return f"{of_day} {what}, {of_tokens} per billion tokens"
 
 
 def _endurance(days: float | None) -> str:
@@ -336,6 +341,7 @@ def as_content(outlook: Outlook) -> dict[str, Any]:
             "seconds": outlook.run_seconds,
             "seconds_per_billion_tokens": outlook.seconds_per_billion_tokens,
             "disk_written_nbytes_per_day": outlook.written_nbytes_per_day,
+            "disk_written_nbytes_per_billion_tokens": outlook.written_nbytes_per_billion_tokens,
             "drive_days": outlook.drive_days,
         },
         "changes": [asdict(change) for change in outlook.changes],

@@ -15,10 +15,10 @@ from megatrain.checkpoint.listing import checkpoints, step_of
 from megatrain.config import Config
 from megatrain.errors import ConfigError, ExportError
 from megatrain.formatting import counted
-from megatrain.run.history import METRICS, status_of
 from megatrain.system.atomic import vanish
 from megatrain.system.locks import Claim
-from megatrain.system.paths import usable_path
+from megatrain.system.paths import read_json, usable_path
+from megatrain.train.status import STATUS
 
 if TYPE_CHECKING:
     from megatrain.checkpoint import Checkpoint
@@ -29,6 +29,8 @@ Say = Callable[[str], None]
 AUTO = "auto"
 MODEL = "model"
 """Subfolder with the model of a finished run."""
+METRICS, CONFIG, TRACE = "metrics.jsonl", "config.yaml", "trace.json"
+"""Files in the run folder; the trace is of one early step."""
 MOST_NAMED = 4
 """Most checkpoints that are listed one by one."""
 
@@ -108,13 +110,22 @@ def _what_goes(config: Config, resumed: Checkpoint | None) -> _Goes:
     if not has_model(config):
         fix = "set resume=auto to continue it, output.folder=NEW"
         return _Goes(_steps(steps), "holds an earlier run", config.checkpoints, fix, has_metrics)
-    status = status_of(config.folder)
-    done = f" of {counted(status['step'], 'step')}" if isinstance(status.get("step"), int) else ""
+    step = _step_in_status(config.folder)
+    done = "" if step is None else f" of {counted(step, 'step')}"
     names = (f"the model{done}", *_steps(steps))
     length = "train.epochs" if config.train.steps is None else "train.steps"
     longer = f", resume=auto with more {length} to extend it" if steps else ""
     fix = f"set output.folder=NEW{longer}"
     return _Goes(names, "holds a finished run", config.folder, fix, has_metrics)
+
+
+def _step_in_status(folder: Path) -> int | None:
+    """The last step of the run in a folder, if its `status.json` says so."""
+    try:
+        step = read_json(folder / STATUS)["step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) else None
 
 
 def _names(config: Config, resumed: Checkpoint) -> bool:

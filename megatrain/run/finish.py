@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -15,11 +16,12 @@ from megatrain.checkpoint import lowest_scored
 from megatrain.config import Config
 from megatrain.data import Batch, Tokenizer, save_tokenizer
 from megatrain.engine import DTYPES
-from megatrain.errors import ConfigError, ExportError
+from megatrain.errors import ExportError
 from megatrain.formatting import at_least, at_most, counted
 from megatrain.model import load_trained
-from megatrain.run.history import CONFIG, read_history
+from megatrain.run.existing_run import CONFIG, METRICS
 from megatrain.spec import Precision
+from megatrain.system.paths import parsed_json, refuse_special
 from megatrain.train.checkpoints import found_by_first
 from megatrain.train.engine import Engine
 from megatrain.train.parity import adds_for_routers, stock_loss
@@ -31,6 +33,9 @@ rounding of logits does not shrink with the loss."""
 
 SLACK = 4.0
 """In bf16, how much the engine's loss may differ, as a multiple of the effect of rounding on the stock model's loss."""
+
+LAST = 50
+"""Steps whose mean loss the model card tells as the loss at the end."""
 
 LOGITS = 12
 """Bytes per logit of the batch in the comparison: the logits, their float32 copy, and the softmax."""
@@ -82,19 +87,26 @@ def save_beside(tokenizer: Tokenizer, engine: Engine, folder: Path) -> None:
 
 
 def _losses(config: Config, steps: int) -> dict[str, str]:
-    """Losses for the model card, up to step `steps`, from the run's metrics."""
-    try:
-        history = read_history(config.folder)
-    except ConfigError:
-        return {}
-    last = history.last_losses(steps)
-    told = (
-        {"training loss": f"{sum(last) / len(last):.4f}, mean of the last {counted(len(last), 'step')}"} if last else {}
-    )
-    measured = max((each for each in history.evaluated if each.step <= steps), key=lambda each: each.step, default=None)
-    if measured is not None:
-        told["validation loss"] = f"{measured.loss:.4f} after step {measured.step:,}"
-    return told
+    """Losses for the model card, up to step `steps`, as far as the run's metrics can be read.
+
+    A step that a rollback undid has been made once more since, or is later than `steps`, so its last line counts.
+    """
+    trained, measured = dict[int, float](), dict[int, float]()
+    with suppress(OSError):
+        refuse_special(config.folder / METRICS)
+        with (config.folder / METRICS).open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                with suppress(ValueError, KeyError, TypeError):  # torn, another event, or a loss that was not finite
+                    told = parsed_json(line)
+                    if told["step"] <= steps:
+                        {"stepped": trained, "evaluated": measured}[told["event"]][told["step"]] = float(told["loss"])
+    last = [trained[step] for step in sorted(trained)[-LAST:]]
+    facts = {}
+    if last:
+        facts["training loss"] = f"{sum(last) / len(last):.4f}, mean of the last {counted(len(last), 'step')}"
+    if measured:
+        facts["validation loss"] = f"{measured[max(measured)]:.4f} after step {max(measured):,}"
+    return facts
 
 
 def verify_trained(config: Config, engine: Engine, batch: Batch, saved: Path, console: Console) -> None:
@@ -137,7 +149,6 @@ def _stock_loss(config: Config, batch: Batch, saved: Path, precision: Precision)
 def say_where(folder: Path, console: Console) -> None:
     for name, what in (
         ("model", "Hugging Face folder of the trained model, with its tokenizer"),
-        ("report.html", "the run as a web page; `megatrain report` updates it"),
         ("metrics.jsonl", "every step as a line of JSON"),
         ("tensorboard", f"the same for `tensorboard --logdir {folder}`"),
         ("checkpoints", "for `resume`; each is a Hugging Face folder too"),

@@ -8,7 +8,6 @@ model; the engine is built last. The run folder then holds
     tensorboard/      the same for TensorBoard, where it is among the trackers
     status.json       state of the run: see `train.status`
     trace.json        one early step, op by op, unless `trace` names another file
-    report.html       all of it as a web page
     logs/             output of the ranks other than 0
     checkpoints/      for resuming; each appears only when complete
     model/            Hugging Face folder with the tokenizer; appears at the end, when complete
@@ -39,7 +38,7 @@ from megatrain.config import AdapterSection, Config, TrainSection, save_config
 from megatrain.data import Loader, Tokenizer, load_tokenizer, vocabulary_size
 from megatrain.device import Device, open_device
 from megatrain.engine.batch import TEXT_ENTRIES
-from megatrain.errors import ConfigError, MegaTrainError
+from megatrain.errors import ConfigError
 from megatrain.formatting import counted, counted_epochs
 from megatrain.model import (
     AdaptedSource,
@@ -67,9 +66,8 @@ from megatrain.run.data import Corpus, Encoding, as_begun, largest_image_row, op
 from megatrain.run.disk_space import checkpoint_space_warning, refuse_full_disk
 from megatrain.run.early_checks import keys_named, refuse_mistakes
 from megatrain.run.evaluation import Evaluation, Metric, evaluated, load_metrics, scored
-from megatrain.run.existing_run import MODEL, is_own, remove_others
+from megatrain.run.existing_run import CONFIG, METRICS, MODEL, TRACE, is_own, remove_others
 from megatrain.run.finish import restore_best, save_beside, save_trained, say_where, verify_trained
-from megatrain.run.history import CONFIG, METRICS, TRACE
 from megatrain.run.lm_eval_tasks import Tasks
 from megatrain.run.objective import loss_of, take_up_reference, without_reference
 from megatrain.run.planner_inputs import (
@@ -82,7 +80,6 @@ from megatrain.run.planner_inputs import (
 )
 from megatrain.run.ranks import Ranks, StopsInTime, joined
 from megatrain.run.replan import Replanner, foreseen
-from megatrain.run.report import write_report
 from megatrain.run.sampling import sample_of, stop_at_ends
 from megatrain.run.this_machine import this_machine
 from megatrain.system.environment import seconds_to_stop
@@ -678,7 +675,6 @@ def _open_watchers(config: Config, resumed: Checkpoint | None, stack: ExitStack,
     goes_on = resumed is not None and is_own(config, resumed)
     step = resumed.step if resumed is not None and goes_on else None
     remove_others(config, resumed if goes_on else None)
-    stack.callback(_report, folder, say)  # after all others have closed, however the run ends
     once = config.output.model_copy(update={"overwrite": False})  # a one-time permission, not saved
     save_config(config.model_copy(update={"output": once}), folder / CONFIG)
     watchers: list[Watcher] = [stack.enter_context(JsonLines(folder / METRICS, step, say))]
@@ -689,10 +685,3 @@ def _open_watchers(config: Config, resumed: Checkpoint | None, stack: ExitStack,
     tracked = Tracked(folder, output.project, output.trackers_online, config.model_dump(mode="json"), identity, step)
     watchers += [stack.enter_context(open_tracker(name, tracked, say)) for name in output.trackers]
     return [*watchers, stack.enter_context(ProgressLine(console, config.train.log_every))]
-
-
-def _report(folder: Path, say: Callable[[str], None]) -> None:
-    try:
-        write_report(folder)
-    except MegaTrainError as error:
-        say(f"no report: {error}")

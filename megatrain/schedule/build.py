@@ -28,7 +28,14 @@ from megatrain.schedule.passes.pinned_staging import PinnedStaging
 from megatrain.schedule.passes.prefetch import Prefetch, Visit
 from megatrain.schedule.passes.recompute import Activations, Recomputation, workspace_name
 from megatrain.schedule.passes.side_values import SideValues
-from megatrain.schedule.passes.state_buffers import Pending, StateBuffers, reads_files, state_name, whole_name
+from megatrain.schedule.passes.state_buffers import (
+    Pending,
+    StateBuffers,
+    fills_slot,
+    reads_files,
+    state_name,
+    whole_name,
+)
 from megatrain.schedule.passes.updates import Updates, read_ahead
 from megatrain.schedule.passes.weight_slots import WeightSlots
 from megatrain.schedule.passes.workspace import backward_nbytes, beside_nbytes, input_nbytes, loss_nbytes
@@ -121,21 +128,20 @@ class Builder:
         self.buffers: dict[str, Buffer] = {}
         self.collectives = Collectives(model.ranks, rank, self.buffers, policy.delivery == "shared")
         self.alive = Activations(model, numerics, policy, work, self.buffers, trains=trains)
-        self.sides = SideValues(model, work, self.alive.transient)
+        self.sides = SideValues(model, work, self.alive)
         self.staged: dict[str, Staged] = {}
         """Placeholder names of host memory for state on the disk."""
-        in_files: dict[str, tuple[Access, ...]] = {}
-        self.pinned_staging = PinnedStaging(policy, self.buffers, self.staged, in_files)
+        on_drive: dict[str, tuple[Access, ...]] = {}
+        self.pinned_staging = PinnedStaging(policy, self.buffers, self.staged, on_drive)
         self.slots = WeightSlots(model, numerics, policy, self.layouts, self.buffers)
         self.gradients = Gradients(model, numerics, policy, work, self.buffers, self.pinned_staging)
-        encodes = work.beyond_text or (trains and any(map(model.has_backward, model.encoder)))
-        self.order = [*(model.encoder if encodes else ()), *range(model.epilogue)]
+        self.order = [*(model.encoder if work.beyond_text else ()), *range(model.epilogue)]
         """The units before the epilogue, in order of the forward pass."""
         self._tapped = [unit for unit in model.tapped[1:] if model.has_backward(unit - 1)]
         """Units to the gradient of whose input the prologue adds."""
         self._place = {unit: place for place, unit in enumerate([*self.order, model.epilogue])}
         """Unit -> its first visit."""
-        self.state = StateBuffers(model, numerics, policy, pending, self.buffers, self.staged, in_files)
+        self.state = StateBuffers(model, numerics, policy, pending, self.buffers, self.staged, on_drive)
         self.updates = Updates(model, numerics, policy, self.buffers, self.gradients, self.state)
 
     def _rounds(self) -> list[range]:
@@ -165,20 +171,23 @@ class Builder:
         return self._emit([])
 
     def _emit(self, visits: list[Visit]) -> Schedule:
+        fetched_fresh = frozenset[int]()
+        if self.pending == "all":  # an update right before the first fetch brings the fresh weights to their slot
+            on_disk = (u for u in self._place if fills_slot(self.layouts[u], self.policy, self.placements[u]))
+            fetched_fresh = self.updates.streamed.union(on_disk)
         if self.policy.shares_memory:
             for visit in visits:
                 visit.body = [*visit.compute, *visit.after]
         else:
-            ready = self._updated_at if self.pending == "all" else lambda unit: 0
-            streamed = self.updates.streamed if self.pending == "all" else ()
+            ready = self._ready if self.pending == "all" else lambda unit: 0
             update = partial(self.updates.ops, before="old", after="")
-            Prefetch(self.slots, self.pinned_staging, ready, streamed, update).place(visits)
+            Prefetch(self.slots, self.pinned_staging, ready, fetched_fresh, update).place(visits)
         for index, visit in enumerate(visits):
             _restore_early(visits[index - 1] if index else visit, visit)
         updates = [unit for unit in self.units if self.trained[unit].size] if self.pending == "all" else []
         due: dict[int, list[int]] = defaultdict(list)
         for unit in updates:
-            if unit not in self.updates.streamed:
+            if unit not in fetched_fresh:
                 due[self._updated_at(unit)].append(unit)
         ops: list[Op] = []
         for index, visit in enumerate(visits):
@@ -190,22 +199,30 @@ class Builder:
 
     def _finished(self, ops: Sequence[Op]) -> Schedule:
         names = tuple(unit.name for unit in self.model.units)
-        whole = read_ahead(self.collectives.among(self.alive.offloaded(ops)))
-        placed = stage(stage(whole, self.staged), self.pinned_staging.from_files)
+        whole = read_ahead(self.collectives.among(self.alive.offloaded(ops, [*self.sides.offloaded.values()])))
+        placed = stage(stage(whole, self.staged), self.pinned_staging.from_drive)
         placed = stage(placed, self.pinned_staging.staged)
         return derive_waits(Schedule(tuple(placed), self.buffers, names))
 
     def _updated_at(self, unit: int) -> int:
-        """The visit before which a pending update is placed: as early as there is a place for its weights until
-        they are used."""
+        """The visit before which a pending update is placed: as early as possible, unless weights come from the disk.
+        Then what it reads there comes before what is fetched for the visit before, which waits for another update; but
+        not earlier, since that is needed first. In shared memory its weights need a place until they are used."""
         place = self._place.get(unit, 0)
         if self.placements[unit].on_device:  # with several ranks, before they gather it
             return place if self.model.ranks == 1 else max(0, place - self.policy.layer_slots + 1)
         if not self._weights_on_disk:
             return 0
+        if not self.policy.shares_memory:
+            return max(0, place - 2)
         # The epilogue not before the prologue has left their common slot.
         earliest = self._place[0] + 1 if unit == self.model.epilogue else 0
         return max(earliest, place - self.policy.disk_staging_slots + 1)
+
+    def _ready(self, unit: int) -> int:
+        """The visit from which on weights with a pending update may be fetched."""
+        on_disk = self.placements[unit].weights == "disk"
+        return max(self._updated_at(unit), self._place.get(unit, 0) - 1 if on_disk else 0)
 
     # Compute --------------------------------------------------------------------------------------------------------
 
@@ -232,11 +249,9 @@ class Builder:
 
     def _encoded(self, unit: int, micro: int) -> list[Access]:
         """What the encoder has made of images, which the prologue reads."""
-        if unit or not self.order[0]:
+        if unit or not (self.model.encoders and self.work.beyond_text):
             return []
-        is_kept = self.trains and self.model.has_backward(0)
-        source = self.alive.found_by if is_kept else self.alive.hidden
-        return [self.alive.hidden(0, micro), *(source(tapped, micro) for tapped in self.model.tapped[1:])]
+        return [self.alive.hidden(0, micro), *(self.alive.found_by(tapped, micro) for tapped in self.model.tapped[1:])]
 
     def _loss_visit(self, micros: range) -> Visit:
         unit = self.model.epilogue
@@ -263,6 +278,9 @@ class Builder:
         for unit in filter(self.model.has_backward, reversed(self.order)):
             visits += [self._recomputing_visit(steps) for steps in self.alive.recomputations(unit, micros)]
             visits.append(self._backward_visit(unit, micros))
+        if not self.work.beyond_text:
+            trained = [unit for unit in self.model.encoder if self.trained[unit].size]
+            visits += [_without_images(self, unit, micros) for unit in reversed(trained)]
         return visits
 
     def _recomputing_visit(self, steps: Sequence[Recomputation]) -> Visit:
@@ -342,6 +360,18 @@ def _tap(builder: Builder, unit: int, micro: int) -> Access:
     """What the prologue adds to the gradient of the input of an encoder's layer."""
     nbytes = input_nbytes(builder.model, builder.numerics, builder.work, unit, micro)
     return builder.alive.transient(Use.SIDE_GRADIENTS, f"encoder.{unit}.{micro}", nbytes, TapGradient(unit, micro))
+
+
+def _without_images(builder: Builder, unit: int, micros: range) -> Visit:
+    """The backward of a trained unit of an encoder in a step of text: its parameters have no gradient, which the update
+    is told, and its weights are not needed."""
+    visit = Visit(unit, reads=False, before=builder._restored(unit, micros))
+    for micro in micros:
+        reads, writes = list[Access](), list[Access]()
+        builder.gradients.add(unit, reads, writes)
+        visit.compute.append(Op("BACKWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
+    visit.after = builder._gradient_out(unit)
+    return visit
 
 
 def _restore_early(before: Visit, visit: Visit) -> None:

@@ -69,6 +69,7 @@ class Use(StrEnum):
     OFFLOAD_SLOTS = "offload slots"
     OFFLOADED_INPUTS = "offloaded inputs"
     OFFLOADED_OUTPUTS = "offloaded outputs"
+    OFFLOADED_SIDES = "offloaded side values"
     ARGUMENTS = "arguments of layers"
     INPUTS = "inputs of layers"
     RECOMPUTED_INPUTS = "recomputed inputs"

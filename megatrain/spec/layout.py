@@ -29,6 +29,9 @@ OWNED = 1 << 10
 """Granularity of ownership in elements; with several ranks the norm is summed in blocks of it, which thus belong to
 one rank each."""
 
+SAVED_AT_ONCE = 1 << 24
+"""Elements of a unit's state that a save has in memory at a time, as float32."""
+
 
 def align(count: int) -> int:
     """`count` elements rounded up to a multiple of `ALIGNMENT`."""

@@ -169,7 +169,8 @@ class Policy:
     transfer: Transfer = "pinned"
     """Fixed when the state is allocated."""
     pinned_staging_slots: Slots = 2
-    """Pinned buffers, of a shard each, per direction, if `transfer` is staged."""
+    """Pinned buffers, of a shard each: for weights from the disk or from files; and per direction, if `transfer` is
+    staged."""
     placements: tuple[Placement, ...] = ()
     """One per unit, in order; empty places everything in host memory."""
     delivery: Delivery = "gather"

@@ -3,9 +3,10 @@
 When a save begins, nothing is pending and no op runs: the state is that after a whole step. Then a thread writes unit
 by unit, in the order in which the next steps will change them, directly from where the state is; an update waits
 until its unit has been written. So the checkpoint is the exact state of one moment without a copy of it, and a save
-takes no more memory than one unit in float32 (for masters stored as halves, and for what is read from the disk). With
-the exact norm, updates come a whole forward and backward pass later, so that long a save delays nobody. Units on the
-device are copied for the thread before training continues.
+takes memory for `SAVED_AT_ONCE` elements in float32 (of masters stored as halves, and of what is not in host memory),
+whatever the model, beside the blocks that are being written. With the exact norm, updates come a whole forward and
+backward pass later, so that long a save delays nobody. Units on the device are read for the thread, range by range,
+before training continues.
 
 When to save and what to keep is decided in `checkpoints`; `checkpoint.save` writes the files.
 """
@@ -15,24 +16,24 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from megatrain.checkpoint import (
     CheckpointFacts,
-    ParamState,
     PlannedCheckpoint,
     PreviousCheckpoint,
+    StateReader,
     step_folder,
     write_checkpoint,
 )
 from megatrain.checkpoint.manifest import FileSum
-from megatrain.checkpoint.rank_byte_ranges import RankByteRanges
 from megatrain.checkpoint.run_state import read_training
 from megatrain.checkpoint.safetensors_writer import Shard
 from megatrain.device.worker import OwningProcess
@@ -40,16 +41,17 @@ from megatrain.dist import ALONE, World
 from megatrain.errors import CheckpointError, DamagedCheckpoint, MegaTrainError, typed_line
 from megatrain.memory import Store
 from megatrain.model import PortedModel
-from megatrain.optim import HostArrays, StateArrays
 from megatrain.schedule import Buffer, Use
 from megatrain.spec import Policy
 from megatrain.spec.validate_fields import Bounds, checked
 from megatrain.system.paths import usable_path
 from megatrain.train.restore import ENGINE, FROZEN
-from megatrain.train.save_from_ranks import Agree, SharedFiles, follow_gathered, gathered, write_together
+from megatrain.train.save_from_ranks import Agree, SharedFiles, from_all_ranks, write_together
 
 SPARE = "host/checkpoint"
 StepNumber = Annotated[int, Bounds(0)]
+Range = tuple[int, int, int, int]
+"""What is read of a unit's state: (unit, array, start, stop), as in `checkpoint.StateReader`."""
 
 
 class _Abandoned(Exception):
@@ -112,7 +114,7 @@ class Save:
 
 
 class SaveLock:
-    """Lets training update a unit once it has been written, and hands units on the device to the writing thread.
+    """Lets training update a unit once it has been written, and reads units on the device for the writing thread.
 
     Training's side is `begin`, `wait_for`, `hand_over` and `give_up`; the thread's is the rest.
     """
@@ -121,9 +123,9 @@ class SaveLock:
         self._turn = threading.Condition()
         self.unwritten: frozenset[int] = frozenset()
         """Units that may not be updated yet."""
-        self._wanted: int | None = None
-        """The unit on the device for which the thread waits."""
-        self._handed: HostArrays | None = None
+        self._wanted: Range | None = None
+        """What the thread waits for of a unit on the device."""
+        self._handed: NDArray[np.float32] | None = None
         self._gives_up = False
         self.waited_seconds = 0.0
         """Seconds that updates have waited for their units to be written."""
@@ -141,16 +143,20 @@ class SaveLock:
                 self._turn.wait_for(lambda: unit not in self.unwritten)
             self.waited_seconds += time.monotonic() - began
 
-    def hand_over(self, units: Iterable[int], read: Callable[[int], HostArrays], is_over: Callable[[], bool]) -> None:
-        """Read units for the thread, each when it asks for it, until it is over."""
-        for unit in units:
+    def hand_over(
+        self, units: Iterable[int], read: Callable[..., NDArray[np.float32]], is_over: Callable[[], bool]
+    ) -> None:
+        """Read for the thread what it asks for, until it has written these units or is over."""
+        due = {*units}
+        while True:
             with self._turn:
-                self._turn.wait_for(lambda unit=unit: self._wanted == unit or is_over())  # type: ignore[misc]
-            if is_over():
+                self._turn.wait_for(lambda: self._wanted is not None or self.unwritten.isdisjoint(due) or is_over())
+                wanted = self._wanted
+            if wanted is None or is_over():
                 return
-            state = read(unit)
+            values = read(*wanted)
             with self._turn:
-                self._handed, self._wanted = state, None
+                self._handed, self._wanted = values, None
                 self._turn.notify_all()
 
     def give_up(self) -> None:
@@ -164,16 +170,16 @@ class SaveLock:
         if self._gives_up:
             raise _Abandoned
 
-    def receive(self, unit: int) -> HostArrays:
-        """A unit on the device, read by the main thread, which alone may."""
+    def receive(self, wanted: Range) -> NDArray[np.float32]:
+        """A range of a unit on the device, read by the main thread, which alone may."""
         with self._turn:
-            self._wanted = unit
+            self._wanted = wanted
             self._turn.notify_all()
             self._turn.wait_for(lambda: self._handed is not None or self._gives_up)
-            state, self._handed = self._handed, None
-        if state is None:
+            values, self._handed = self._handed, None
+        if values is None:
             raise _Abandoned
-        return state
+        return values
 
     def open_for(self, units: Iterable[int]) -> None:
         """Allow updates of these units."""
@@ -187,10 +193,9 @@ class Saver:
 
     def __init__(self, ported: PortedModel, store: Store, world: World = ALONE) -> None:
         self._ported, self._store, self._world = ported, store, world
-        self._ranges: RankByteRanges | None = None
-        """The planned files, and where in them this rank's share goes."""
+        self._plan: PlannedCheckpoint | None = None
         self._planned_for: object = None
-        """The order of units and the configs in these files."""
+        """The order of units and the configs of the planned checkpoint."""
         self._doubt = ""
         """Why the ranks no longer write together."""
         self._earlier: PreviousCheckpoint | None = None
@@ -206,7 +211,7 @@ class Saver:
 
     def reserve(self) -> None:
         """Allocate the memory that saves need. Raises `DoesNotFit`."""
-        nbytes = max(unit.spare.nbytes for unit in self._store.units)
+        nbytes = max(unit.spare_nbytes for unit in self._store.units)
         self._store.pool.provide([Buffer(SPARE, "host", nbytes, Use.CHECKPOINT, crosses=False)])
 
     @property
@@ -220,7 +225,7 @@ class Saver:
         """Start a save, once the previous one is over. No updates may be pending. See `checkpoint.write_checkpoint`.
 
         then: called with the folder once it is complete, on the thread that wrote it. Raises `ExportError` for a model
-        that cannot be written, and `DoesNotFit` without memory for the largest unit; the `Save` reports later failures.
+        that cannot be written, and `DoesNotFit` without memory for a piece of it; the `Save` reports later failures.
         """
         step = checked(facts.step, StepNumber, CheckpointError, "step")
         facts = replace(facts, step=step, score=checked(facts.score, float | None, CheckpointError, "score"))
@@ -270,23 +275,21 @@ class Saver:
         order = tuple(sorted(units, key=lambda unit: not self._store.units[unit].is_on_device))
         model = self._ported.skeleton
         planned_for = order, str(model.config), str(model.generation_config)
-        if self._ranges is None or self._planned_for != planned_for:
-            planned = PlannedCheckpoint(self._ported, order=order)
-            self._ranges = RankByteRanges(planned, self._store.layouts, self._store.owned)
-            self._planned_for = planned_for
-        return self._ranges.planned
+        if self._plan is None or self._planned_for != planned_for:
+            self._plan, self._planned_for = PlannedCheckpoint(self._ported, order=order), planned_for
+        return self._plan
 
-    def _state(self, unit: int) -> HostArrays:
-        """This rank's share of a unit in float32, valid until the next is asked for."""
-        return self._store.units[unit].in_float32(self._store.pool.memory(SPARE))
+    def _state(self, unit: int, array: int, start: int, stop: int) -> NDArray[np.float32]:
+        """A range of this rank's share of a unit, valid until the next is asked for."""
+        return self._store.units[unit].in_float32(array, start, stop, self._store.pool.memory(SPARE))
 
     # On the thread --------------------------------------------------------------------------------------------------
 
     def _write(self, save: Save, folder: Path, facts: CheckpointFacts, then: Callable[[Path], object] | None) -> None:
         path: Path | None = None
         failure: MegaTrainError | None = None
-        assert self._ranges is not None
-        planned, earlier = self._ranges.planned, self._earlier
+        assert self._plan is not None
+        planned, earlier = self._plan, self._earlier
         if earlier is not None and earlier.folder.parent != folder.resolve():
             earlier = None
         if earlier is not None:
@@ -295,10 +298,10 @@ class Saver:
         write = partial(write_checkpoint, folder, planned, facts=facts, progress=progress, earlier=earlier)
         try:
             if self._world.size == 1:
-                path = write(units=self._units(save, planned))
+                path = write(state=StateReader(partial(self._share, save), self._store.layouts, None, self._written))
             else:
                 target = step_folder(usable_path(folder, error=CheckpointError).resolve(), save.step)
-                path = self._write_together(save, target, self._ranges, write)
+                path = self._write_together(save, target, planned, write)
             if earlier is not None and self._world.rank == 0:
                 save.shared_nbytes = earlier.linked_nbytes
                 save.copied = earlier.copied_nbytes, earlier.why_copied
@@ -322,37 +325,31 @@ class Saver:
         save.written_nbytes, save.moved = written_nbytes, time.monotonic()
         self.gate.refuse_given_up()
 
-    def _units(self, save: Save, planned: PlannedCheckpoint) -> Iterator[dict[str, ParamState]]:
-        """The state of each unit in turn; taking the next means that the last has been written."""
-        for unit in planned.order:
-            yield self._by_name(unit, self._share(save, unit))
-            self.gate.open_for([unit])
-        save.at = "the manifest"
-
-    def _share(self, save: Save, unit: int) -> HostArrays:
-        """This rank's share of a unit, noting it as being written."""
+    def _share(self, save: Save, *wanted: int) -> NDArray[np.float32]:
+        """A range of this rank's share of a unit (see `Range`), noting the unit as being written."""
+        unit, array, start, stop = wanted
         save.at = self._store.model.units[unit].name
         self._note(save, save.written_nbytes)
-        return self.gate.receive(unit) if self._store.units[unit].is_on_device else self._state(unit)
+        if self._store.units[unit].is_on_device:
+            return self.gate.receive((unit, array, start, stop))
+        return self._state(unit, array, start, stop)
 
     def _written(self, unit: int) -> None:
         self.gate.open_for([unit])
 
-    def _by_name(self, unit: int, state: HostArrays) -> dict[str, ParamState]:
-        return {name: ParamState(*arrays) for name, arrays in tensors_of(self._store, unit, state).items()}
-
-    def _write_together(self, save: Save, target: Path, ranges: RankByteRanges, write: Callable[..., Path]) -> Path:
+    def _write_together(self, save: Save, target: Path, planned: PlannedCheckpoint, write: Callable[..., Path]) -> Path:
         """Write the checkpoint of several ranks: each its share, or rank 0 everything if it must."""
+        share, store, wanted = partial(self._share, save), self._store, set[str]()
 
         def progress(nbytes: int) -> None:  # assumes that the others are as far
             self._note(save, min(nbytes * self._world.size, save.nbytes))
 
         def by_all(agree: Agree, staging: Path | None, arrays: Sequence[Shard]) -> Mapping[str, FileSum] | None:
             here, names = agree(lambda: ("" if staging is None else staging.name, [shard.name for shard in arrays]))[0]
-            linked = [shard.nbytes for shard in ranges.planned.arrays if shard.name not in names]
-            save.shared_nbytes = sum(linked)
-            share = partial(self._share, save)
-            files = SharedFiles(self._world, agree, ranges, share, self._written, progress, target)
+            save.shared_nbytes = sum(shard.nbytes for shard in planned.arrays if shard.name not in names)
+            wanted.update(name for shard in planned.arrays if shard.name in names for name in shard.starts)
+            state = StateReader(share, store.layouts, store.owned, self._written)
+            files = SharedFiles(self._world, agree, planned, state, progress, target)
             save.streamed = self._doubt or files.why_not(target.with_name(here))
             if save.streamed:
                 return None
@@ -362,45 +359,17 @@ class Saver:
                 if files.lost_writes:
                     self._doubt = "what the ranks had written together was not there afterwards"
 
-        def units(agree: Agree) -> Iterator[dict[str, ParamState]]:
-            return self._gathered(save, ranges.planned, agree)
+        def whole(agree: Agree) -> StateReader:
+            read = partial(from_all_ranks, self._world, agree, store, share)
+            return StateReader(read, store.layouts, None, self._written)
 
         def follow(agree: Agree) -> None:
             if by_all(agree, None, ()) is None:
-                follow_gathered(units(agree))
+                for unit in planned.order:
+                    for _ in planned.pieces(unit, whole(agree), lambda tensor: tensor.name in wanted):
+                        pass
+                    self._written(unit)
 
         return write_together(
-            self._world, lambda agree: write(units=units(agree), together=partial(by_all, agree)), follow
+            self._world, lambda agree: write(state=whole(agree), together=partial(by_all, agree)), follow
         )
-
-    def _gathered(self, save: Save, planned: PlannedCheckpoint, agree: Agree) -> Iterator[dict[str, ParamState]]:
-        """The state of each unit in turn, from all ranks."""
-        share: dict[int, HostArrays] = {}
-
-        def prepare(unit: int) -> None:
-            share[unit] = self._share(save, unit)
-
-        def whole(unit: int) -> dict[str, ParamState]:
-            state, layout = share.pop(unit), self._store.layouts[unit]
-            parts = (state.hi, layout), *((moment, layout.trained) for moment in state.moments)
-            hi, *moments = (
-                self._store.together(torch.from_numpy(a), of, self._world.together).numpy() for a, of in parts
-            )
-            self.gate.open_for([unit])
-            return self._by_name(unit, StateArrays(hi, None, tuple(moments)))
-
-        return gathered(agree, planned.order, prepare, whole)
-
-
-def tensors_of(store: Store, unit: int, state: HostArrays) -> dict[str, list[torch.Tensor]]:
-    """Parameter name -> views of master and, if trained, moments in a float32 state, in the parameter's shape.
-
-    Parameters that are not in the state are omitted.
-    """
-    views: dict[str, list[torch.Tensor]] = {}
-    for place, param in zip(store.layouts[unit].fields, store.model.units[unit].params, strict=True):
-        if place.stop > state.hi.size:
-            break  # not part of checkpoints
-        arrays = (state.hi, *state.moments) if param.trainable else (state.hi,)
-        views[place.name] = [torch.from_numpy(part[place.start : place.stop]).view(place.shape) for part in arrays]
-    return views

@@ -470,7 +470,7 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         training: further plain values to keep, such as the position in the data (`Checkpoint.training["run"]` returns
         them). step: the number in the name, by default `steps`. score, write_more: see `CheckpointFacts`.
         then: called with the folder once complete, on the thread that wrote it.
-        Raises `ExportError`, and `DoesNotFit` without memory for the largest unit in float32.
+        Raises `ExportError`, and `DoesNotFit` without memory for a piece of the state in float32.
         """
         self.parts.settle()
         frozen, choice = dict[str, str](), Choice(self.numerics, self.policy)

@@ -32,7 +32,7 @@ from megatrain.train.nonfinite import NonfiniteCauses
 from megatrain.train.one_call_at_a_time import TakesTurns, Turn, one_at_a_time
 from megatrain.train.optimizer import StreamedOptimizer
 from megatrain.train.options import EngineOptions, disk_of, files_of, limits_of, numerics_of, optimizer_of, policy_of
-from megatrain.train.restore import NewMoments, facts_in, fill, missed_in, read_moments, refuse_other_base
+from megatrain.train.restore import NewMoments, facts_in, missed_in, read_moments, refuse_other_base
 from megatrain.train.schedule_cache import Kind, Schedules, budgets
 
 
@@ -162,7 +162,7 @@ class Parts(TakesTurns):
         """Set every parameter from a source, keeping optimizer and counters."""
         self.saver.wait()
         self.causes.weights_replaced()
-        fill(source, self.store, self.store.names_by_unit(read=not self.ported.lies_in(source)), progress)
+        source.fill(self.store, self.store.names_by_unit(read=not self.ported.lies_in(source)), progress)
 
     def take_up(self, checkpoint: Checkpoint, new: NewMoments) -> int:
         """Load moments and counters of a checkpoint whose masters are already loaded. Returns its number of steps."""

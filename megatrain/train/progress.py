@@ -128,6 +128,8 @@ def describe_policy(numerics: Numerics, policy: Policy) -> list[str]:
     chosen = {field.name: getattr(of, field.name) for of in (numerics, policy) for field in fields(of)}
     for name in ("activations", "activations_by_layer", "placements"):
         chosen.pop(name)
+    if not any(placement.uses_drive for placement in policy.placements):
+        chosen.pop("disk_staging_slots")
     phrases = []
     for name, value in chosen.items():
         if value is True:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -23,14 +24,13 @@ from torch import Tensor
 from megatrain.checkpoint import Checkpoint, PeerCheckpoint
 from megatrain.errors import CheckpointError, ModelError
 from megatrain.memory import Store
+from megatrain.memory.unit_state import ranges
 from megatrain.model import Fills, FreshSource, PortedModel, PretrainedSource, Progress, Source, pretrained_source
 from megatrain.model.carried import carried_by
-from megatrain.model.mapped_tensors import lazy_zeros
-from megatrain.model.weight_sources import Masters, Report, in_files_of, listed
+from megatrain.model.weight_sources import Masters, Report, listed
 from megatrain.optim import AdamW
 from megatrain.plan import Choice
 from megatrain.spec import ModelSpec, Numerics, Part, Policy
-from megatrain.spec.model import FileBytes
 from megatrain.spec.validate_fields import checked
 from megatrain.train.optimizer import StreamedOptimizer
 from megatrain.version import __version__
@@ -117,41 +117,6 @@ def optimizer_in(checkpoint: Checkpoint) -> AdamW:
     return AdamW(**{**fields, **more})
 
 
-def fill(source: Fills, store: Store, units: Sequence[Sequence[str]], progress: Progress | None) -> None:
-    """Set the masters of these parameters, unit by unit, from a source of the whole model.
-
-    The library reads whole tensors that it must combine (experts, say). With several ranks, each reads just its
-    share if the bytes are contiguous in the files in the held form.
-    """
-    ranges: dict[str, tuple[FileBytes, ...]] = {}
-    if store.model.ranks > 1:
-        names = [name for unit in units for name in unit]
-        ranges = {name: of for name, of in in_files_of(source, names, torch.float32).files.items() if len(of) > 1}
-    for name, of in ranges.items():
-        store.write_master(name, _own_values(store, name, of))
-    source.fill(store, [[name for name in unit if name not in ranges] for unit in units], progress)
-
-
-def _own_values(store: Store, name: str, of: Sequence[FileBytes]) -> Tensor:
-    """This rank's share of a parameter as float32 in the parameter's shape; the rest takes no memory."""
-    unit, field = store.field(name)
-    values = lazy_zeros(field.shape, torch.float32)
-    memory, at = values.view(-1).view(torch.uint8).numpy(), 0
-    pieces = list(store.owned.within(store.layouts[unit], field.start, field.stop))
-    for part in of:
-        with open(part.file, "rb", buffering=0) as file:
-            for piece in pieces:
-                start = max(4 * (piece.start - field.start), at)
-                stop = min(4 * (piece.stop - field.start), at + part.nbytes)
-                file.seek(part.place + start - at)
-                while start < stop:
-                    if not (count := file.readinto(memory[start:stop].data)):
-                        raise ModelError("its files end before their tensors do", where=f"parameter {name}")
-                    start += count
-        at += part.nbytes
-    return values
-
-
 def frozen_in(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
     """Those of these parameters that have no moments."""
     return [name for name in names if name not in checkpoint.moment_shapes]
@@ -176,10 +141,10 @@ def read_moments(checkpoint: Checkpoint, store: Store, new: NewMoments = "refuse
             names = [field.name] if field.name in shapes else []
             saved = [part.numpy().reshape(-1) for _, *both in checkpoint.moments(names) for part in both]
             for piece in store.owned.within(unit.layout, field.start, field.stop):
-                part = slice(piece.start - field.start, piece.stop - field.start)
-                for number in range(len(AdamW.STATE)):
-                    values = saved[number][part] if saved else np.zeros(part.stop - part.start, np.float32)
-                    unit.write(Part.MOMENTS, piece.at, values, number)
+                for number, (start, stop) in product(range(len(AdamW.STATE)), ranges(piece.start, piece.stop)):
+                    part = slice(start - field.start, stop - field.start)
+                    values = saved[number][part] if saved else np.zeros(stop - start, np.float32)
+                    unit.write(Part.MOMENTS, piece.at + start - piece.start, values, number)
 
 
 def missed_in(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, int]:

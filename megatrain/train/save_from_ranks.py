@@ -4,15 +4,15 @@ All ranks repeatedly agree that nothing has failed, so all end with the same fai
 ended. If all ranks reach the folder, each writes its share of every unit at its own ranges of shared files: no state is
 sent between ranks, only names, and checksums of pieces and blocks (`checkpoint.range_writer`). Rank 0 creates the
 folder and all files, and writes the manifest once all ranks have synced and verified their bytes. If only rank 0 can
-write, it gathers all ranks' shares one unit at a time over the host's network; each rank then briefly has a whole unit
-in memory.
+write, it gathers all ranks' shares piece by piece over the host's network.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar, Unpack
 
@@ -20,19 +20,26 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatrain.checkpoint import ExportOptions, export_units, manifest, range_writer
+from megatrain.checkpoint import (
+    ExportOptions,
+    PlannedCheckpoint,
+    StateReader,
+    export_pieces,
+    exported_pieces,
+    manifest,
+    range_writer,
+)
 from megatrain.checkpoint.export import writing_to
 from megatrain.checkpoint.manifest import FileSum
-from megatrain.checkpoint.range_writer import RangeWriter, Written
-from megatrain.checkpoint.rank_byte_ranges import RankByteRanges
+from megatrain.checkpoint.range_writer import RangeWriter, TensorWriter, Written
 from megatrain.checkpoint.safetensors_writer import Shard
 from megatrain.dist import World
 from megatrain.errors import CheckpointError
 from megatrain.memory import Store
-from megatrain.model import PortedModel, written_parameters
-from megatrain.optim import HostArrays
+from megatrain.model import PortedModel, written_of
 
 T = TypeVar("T")
+Values = NDArray[np.float32]
 WHAT = "files that are written together"
 STATE_NBYTES = 12
 """Bytes per parameter: float32 master, m and v."""
@@ -81,37 +88,41 @@ def _raised(error: Exception) -> None:
 # All of it from rank 0 ------------------------------------------------------------------------------------------------
 
 
-def gathered(
-    agree: Agree, units: Iterable[int], prepare: Callable[[int], object], whole: Callable[[int], T]
-) -> Iterator[T]:
-    """`whole(unit)` for each of `units`; all ranks call it together. prepare: called first, for what may fail on
-    one rank only."""
-    for unit in units:
-        agree(lambda unit=unit: prepare(unit) and None)  # type: ignore[misc]  # a default makes it this unit's
-        yield whole(unit)
+def from_all_ranks(
+    world: World, agree: Agree, store: Store, read: Callable[[int, int, int, int], Values], *wanted: int
+) -> Values:
+    """Elements of a whole unit, given as (unit, array, start, stop), of all ranks' shares; all call it together.
 
-
-def follow_gathered(units: Iterator[object]) -> None:
-    """Take part in what rank 0 gathers."""
-    for _ in units:
-        pass
+    read: reads this rank's share; if that fails on one rank, it is raised on all.
+    """
+    unit, array, start, stop = wanted
+    layout, shares = store.layouts[unit], [np.empty(0, np.float32)]
+    if layout.ranks == 1:
+        return read(*wanted)
+    pieces = store.owned.within(layout, start, stop)
+    agree(lambda: shares.extend(read(unit, array, piece.own.start, piece.own.stop).copy() for piece in pieces))
+    return store.together(torch.from_numpy(np.concatenate(shares)), layout, world.together, start, stop).numpy()
 
 
 def export_together(
     world: World, ported: PortedModel, store: Store, folder: str | Path, **options: Unpack[ExportOptions]
 ) -> Path:
-    """As `checkpoint.export_units`, of all ranks' state."""
-    units, wanted = ported.structure.units, written_parameters(ported)
+    """As `checkpoint.export_pieces`, of all ranks' state."""
 
-    def masters(agree: Agree) -> Iterator[dict[str, torch.Tensor]]:
-        names = [[param.name for param in unit.params if param.name in wanted] for unit in units]
-        numbers = range(len(units))
-        return gathered(agree, numbers, lambda unit: None, lambda unit: {n: store.master(n) for n in names[unit]})
+    def share(unit: int, array: int, start: int, stop: int) -> Values:
+        return store.units[unit].masters(start, stop)
 
+    def masters(agree: Agree, name: str, start: int, stop: int) -> Values:
+        unit, field = store.field(name)
+        return from_all_ranks(world, agree, store, share, unit, 0, field.start + start, field.start + stop)
+
+    def follow(agree: Agree) -> None:
+        for _ in exported_pieces(written_of(ported, torch.float32), partial(masters, agree)):
+            pass
+
+    store.settle()
     return write_together(
-        world,
-        lambda agree: export_units(ported, masters(agree), folder, **options),
-        lambda agree: follow_gathered(masters(agree)),
+        world, lambda agree: export_pieces(ported, partial(masters, agree), folder, **options), follow
     )
 
 
@@ -124,11 +135,9 @@ class SharedFiles:
 
     world: World
     agree: Agree
-    ranges: RankByteRanges
-    read: Callable[[int], HostArrays]
-    """Reads this rank's share of a unit as float32, valid until the next is read."""
-    written: Callable[[int], object]
-    """Called with each unit that this rank has written."""
+    planned: PlannedCheckpoint
+    state: StateReader
+    """Reads this rank's share of a unit."""
     progress: Callable[[int], object]
     """Called with the bytes written by this rank so far."""
     target: Path
@@ -142,7 +151,7 @@ class SharedFiles:
 
         staging: this rank's path of the folder.
         """
-        if not all(self.agree(lambda: self.ranges.are_known)):
+        if not all(self.agree(lambda: self.planned.are_moved)):
             return "converting its tensors does more than move their elements"
         nonce, first = os.urandom(range_writer.NONCE_NBYTES), self.world.rank == 0
         self.agree(lambda: (staging / range_writer.PROBE).touch() if first else None)
@@ -157,7 +166,7 @@ class SharedFiles:
 
         Raises `CheckpointError` if writing fails, or if a rank does not find what was written (`lost_writes`).
         """
-        files = [shard for shard in self.ranges.planned.arrays if shard.name in names]
+        files = [shard for shard in self.planned.arrays if shard.name in names]
         first = self.world.rank == 0
         self._agree(lambda: range_writer.create(staging, files) if first else None)
         with RangeWriter(staging, files, direct=False) as writer:
@@ -184,20 +193,21 @@ class SharedFiles:
             writer.write(shard.name, 0, shard.header)
 
     def _write_units(self, writer: RangeWriter, units: Sequence[int]) -> None:
-        """Write this rank's share of these units."""
+        """Write this rank's share of these units; of what are not parameters, only rank 0 writes any."""
+        tensors = TensorWriter(writer, self.planned.arrays, headers=False)
         for unit in units:
-            for name, start, data in self.ranges.of_unit(unit, self.read(unit)):
-                if writer.takes(name):
-                    writer.write(name, start, data)
+            for piece in self.planned.pieces(unit, self.state, tensors.takes):
+                if piece.is_parameter or self.world.rank == 0:
+                    tensors.write(piece.tensor, piece.values, piece.at)
                     self.progress(writer.nbytes)
-            self.written(unit)
+            self.state.written(unit)
 
     def _groups(self) -> Iterator[list[int]]:
         """Groups of units written between agreements."""
         group, nbytes = list[int](), 0
-        for unit in self.ranges.planned.order:
+        for unit in self.planned.order:
             group.append(unit)
-            nbytes += STATE_NBYTES * self.ranges.planned.spec.units[unit].numel
+            nbytes += STATE_NBYTES * self.planned.spec.units[unit].numel
             if nbytes >= AT_ONCE_NBYTES:
                 yield group
                 group, nbytes = [], 0

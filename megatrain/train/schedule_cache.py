@@ -22,7 +22,7 @@ from megatrain.memory import Disk, Store
 from megatrain.model import PortedModel
 from megatrain.plan import available_host_nbytes, fit_activations, images_nbytes, nearest_that_fits
 from megatrain.schedule import Schedule, build_flush, build_forward, build_step, check
-from megatrain.spec import Limits, ModelSpec, Numerics, Policy, Work
+from megatrain.spec import Growth, Limits, ModelSpec, Numerics, Policy, Work
 
 FIXED = ("update", "transfer", "shares_memory")
 """Policy fields that cannot change, since state, device memory and the optimizer depend on them."""
@@ -77,8 +77,10 @@ class Schedules:
         if self.policy.offloads_in(self._ported.structure):
             wanted = _larger(wanted, work)
         if wanted != built:
-            # Output slots have the measured size; without a measurement they would hold nothing.
-            spec = self._ported.spec if self.policy.offloads_outputs else self._ported.known
+            # Slots of outputs and side values have the measured size; without a measurement they would hold nothing.
+            unmeasured = any(side.size == Growth() for side in self._ported.structure.sides)
+            measures = self.policy.offloads_outputs or (self.policy.offloads and unmeasured)
+            spec = self._ported.spec if measures else self._ported.known
             schedule = _build(kind, spec, self._numerics, self.policy, wanted, self._world.rank)
             check(schedule)
             self.known[key], self._work[key] = schedule, wanted

@@ -23,7 +23,7 @@ PACKAGE = "megatrain"
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "formatting", "version"),
     ("spec", "system"),
-    ("schedule", "device", "optim", "model", "data", "dist", "html"),
+    ("schedule", "device", "optim", "model", "data", "dist"),
     ("memory", "plan", "config"),
     ("engine", "checkpoint"),
     ("train", "losses"),
@@ -33,7 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__main__",),
 )
-TORCH_FREE = ("errors", "formatting", "version", "spec", "system", "schedule", "plan", "optim", "html")
+TORCH_FREE = ("errors", "formatting", "version", "spec", "system", "schedule", "plan", "optim")
 
 # Foreign name -> the rooms or modules that may use it, and why there.
 HOMES: dict[str, tuple[tuple[str, ...], str]] = {
@@ -121,11 +121,6 @@ class Module:
     @property
     def room(self) -> str:
         return self.name.split(".")[0]
-
-    @property
-    def is_loose(self) -> bool:
-        """Whether it stands on its floor by itself, in no folder."""
-        return self.name == "__init__" or ("." not in self.name and not self.is_package)
 
     @cached_property
     def imports(self) -> list[Import]:

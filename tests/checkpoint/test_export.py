@@ -8,8 +8,7 @@ import json
 import os
 import shutil
 import signal
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,13 +21,20 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatrain import AdamW, Engine
-from megatrain.checkpoint import export_units, range_writer, safetensors_writer
+from megatrain.checkpoint import export_pieces, range_writer, safetensors_writer
 from megatrain.checkpoint.export import model_card
 from megatrain.checkpoint.range_writer import OpenFile, TensorWriter, writing_ranges
 from megatrain.errors import ExportError
 from megatrain.model import PortedModel, port_model
 from megatrain.model.checkpoint_names import WrittenModel
-from tests.saved import config_as_stock_saves_it, export_model, refuse, refuse_as_tokenizers_do
+from tests.saved import (
+    config_as_stock_saves_it,
+    contents,
+    export_model,
+    refuse,
+    refuse_as_tokenizers_do,
+    set_saved_at_once,
+)
 from tests.tiny import FAMILIES, batch, equal, tiny_model, unequal_batches
 
 DEEPSEEK: dict[str, Any] = {
@@ -179,42 +185,30 @@ def test_tensors_of_any_shape_are_written_in_blocks(
     assert equal(found, {**values, "narrow": whole.to(torch.bfloat16)})
 
 
-def test_masters_are_requested_and_written_unit_by_unit(llama: Any, tmp_path: Path) -> None:
-    model, masters = llama
-    said: list[str] = []
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+def test_masters_are_read_by_ranges_unit_by_unit(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever ranges, with the same files."""
+    model = stock(family)
+    ported = port_model(model, torch.bfloat16)
+    masters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    whole = export_model(ported, masters.__getitem__, tmp_path / "model", precision="bf16")
+    set_saved_at_once(monkeypatch, 100)
+    asked, done = list[tuple[str, int]](), list[int]()
 
-    def asked(name: str) -> Tensor:
-        said.append(name)
-        return masters(name)
+    def read(name: str, start: int, stop: int) -> Any:
+        asked.append((name, stop - start))
+        return masters[name].reshape(-1)[start:stop].numpy()
 
-    export_model(model, asked, tmp_path / "model", progress=lambda done, total: said.append(f"{done}/{total}"))
-    total = 4 * model.spec.numel
-    sizes = {param.name: 4 * param.numel for unit in model.spec.units for param in unit.params}
-    done = 0
-    for unit in model.spec.units:
-        names = [param.name for param in unit.params]
-        assert said[: len(names)] == names
-        assert len([each for each in said[len(names) : 2 * len(names)] if each.endswith(f"/{total}")]) == len(names)
-        done += sum(sizes[name] for name in names)
-        assert said[2 * len(names) - 1] == f"{done}/{total}"
-        del said[: 2 * len(names)]
-    assert (said, done) == ([], total)
-
-
-def test_each_unit_is_released_before_the_next_is_requested(llama: Any, tmp_path: Path) -> None:
-    model, masters = llama
-    given: list[weakref.ref[Tensor]] = []
-
-    def units() -> Iterator[dict[str, Tensor]]:
-        for unit in model.spec.units:
-            assert [each for each in given if each() is not None] == []
-            tensors = {param.name: masters(param.name).clone() for param in unit.params}
-            given.extend(weakref.ref(tensor) for tensor in tensors.values())
-            yield tensors
-            del tensors
-
-    export_units(model, units(), tmp_path / "model")
-    assert len(given) == sum(len(unit.params) for unit in model.spec.units)
+    options: dict[str, Any] = {"precision": "bf16", "progress": lambda nbytes, total: done.append(nbytes)}
+    pieces = export_pieces(ported, read, tmp_path / "pieces" / "model", **options)
+    assert contents(pieces) == contents(whole)
+    assert max(length for _, length in asked) <= 100
+    assert sum(length for _, length in asked) == ported.structure.numel
+    unit_of = {param.name: number for number, unit in enumerate(ported.structure.units) for param in unit.params}
+    units = [unit_of[name] for name, _ in asked]
+    assert units == sorted(units)
+    assert done == sorted(done)
+    assert done[-1] == 2 * ported.structure.numel
 
 
 @pytest.mark.parametrize("family", ["llama-tied", pytest.param("mixtral", marks=pytest.mark.slow)])

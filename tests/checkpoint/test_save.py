@@ -1,4 +1,4 @@
-"""A checkpoint gives back every bit that it was given, by name, is a Hugging Face model, and is written by unit."""
+"""A checkpoint gives back every bit that it was given, by name, is a Hugging Face model, and is written by ranges."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 import os
 import shutil
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,6 @@ from transformers import AutoModelForCausalLM
 from megatrain.checkpoint import (
     Checkpoint,
     CheckpointFacts,
-    ParamState,
     PlannedCheckpoint,
     checkpoints,
     full_check,
@@ -35,16 +33,18 @@ from megatrain.checkpoint import save as save_module
 from megatrain.errors import CheckpointError, DamagedCheckpoint
 from megatrain.model import freeze_parameters, port_model
 from tests.saved import (
-    State,
-    any_bits,
+    ParamState,
     bits,
     config_as_stock_saves_it,
+    contents,
     expected,
     loaded,
     ported,
+    reader_of,
     refuse,
     refuse_as_tokenizers_do,
     save,
+    set_saved_at_once,
     units_of,
 )
 from tests.tiny import batch, tiny_model
@@ -81,7 +81,7 @@ def test_the_stock_loader_reads_a_checkpoint(tmp_path: Path) -> None:
         {param.name: ParamState(masters[param.name], *torch.zeros(2, *param.shape)) for param in unit.params}
         for unit in planned.spec.units
     )
-    folder = write_checkpoint(tmp_path, planned, units, CheckpointFacts(3, {}))
+    folder = write_checkpoint(tmp_path, planned, reader_of(planned, units), CheckpointFacts(3, {}))
     found, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
     assert found.dtype == torch.float32
@@ -97,7 +97,7 @@ def test_a_checkpoint_matches_save_pretrained_except_tensor_order(tmp_path: Path
     units = (
         {param.name: ParamState(*[weights[param.name]] * 3) for param in unit.params} for unit in planned.spec.units
     )
-    folder = write_checkpoint(tmp_path / "run", planned, units, CheckpointFacts(1, {}))
+    folder = write_checkpoint(tmp_path / "run", planned, reader_of(planned, units), CheckpointFacts(1, {}))
     model.save_pretrained(tmp_path / "stock")
     assert config_as_stock_saves_it(folder) == (tmp_path / "stock" / "config.json").read_text()
     name = "generation_config.json"
@@ -199,43 +199,60 @@ def test_progress_ends_at_the_bytes_of_all_tensors(llama: PlannedCheckpoint, tmp
 # Memory --------------------------------------------------------------------------------------------------------------
 
 
-def test_each_unit_is_released_before_the_next_is_requested(llama: PlannedCheckpoint, tmp_path: Path) -> None:
-    given: list[weakref.ref[Any]] = []
-    ended: list[bool] = []
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+def test_state_is_read_by_ranges_and_gives_the_files_of_whole_units(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However short the ranges: in the order of the files, and each element once for each tensor that holds it."""
+    planned = PlannedCheckpoint(ported(family), shard_nbytes=30_000)
+    whole = save(tmp_path / "whole", planned=planned)
+    reader, lengths = reader_of(planned, units_of(planned, 1)), list[int]()
 
-    def units() -> Iterator[State]:
-        for unit in llama.spec.units:
-            assert [each for each in given if each() is not None] == []
-            state = {p.name: ParamState(*(any_bits(p.shape, torch.Generator()) for _ in range(3))) for p in unit.params}
-            given.extend(weakref.ref(tensor) for each in state.values() for tensor in (each.master, each.m, each.v))
-            assert any(each() is not None for each in given)
-            yield state
-            del state
-        ended.append(True)
+    def read(unit: int, array: int, start: int, stop: int) -> Any:
+        lengths.append(stop - start)
+        return reader.read(unit, array, start, stop)
 
-    save(tmp_path, planned=llama, units=units())
-    assert len(given) == 3 * sum(len(unit.params) for unit in llama.spec.units)
-    assert ended == [True], "what makes units comes to its end"
+    set_saved_at_once(monkeypatch, 100)
+    pieces = save(tmp_path / "pieces", planned=planned, state=replace(reader, read=read))
+    assert contents(pieces) == contents(whole)
+    assert max(lengths) <= 100
+    assert sum(lengths) == 3 * planned.spec.numel
 
 
-def test_unit_memory_may_be_reused_after_writing(llama: PlannedCheckpoint, tmp_path: Path) -> None:
-    memory: dict[tuple[str, int], Tensor] = {}
+def test_files_are_those_of_whole_units_converted_by_the_library(tmp_path: Path) -> None:
+    """As written before state was read by ranges: each unit was converted at once, and moments followed it."""
+    planned = PlannedCheckpoint(ported("mixtral"))
+    folder, units = save(tmp_path, planned=planned), list(units_of(planned, 1))
+    weights, moments = (load_file(folder / name) for name in ("model.safetensors", "optimizer/moments.safetensors"))
+    for number, unit in enumerate(units):
+        converted = planned.written.tensors(number, {name: state.master for name, state in unit.items()})
+        for name, value in converted.items():
+            assert weights.pop(name).numpy().tobytes() == value.contiguous().numpy().tobytes()
+        for name, state in unit.items():
+            assert moments.pop(f"{name}.m").numpy().tobytes() == state.m.numpy().tobytes()  # type: ignore[union-attr]
+            assert moments.pop(f"{name}.v").numpy().tobytes() == state.v.numpy().tobytes()  # type: ignore[union-attr]
+    assert (weights, moments) == ({}, {})
 
-    def units() -> Iterator[State]:
-        for unit in units_of(llama, 4):
-            for tensor in memory.values():
-                tensor.fill_(torch.nan)
-            state: State = {}
-            for name, each in unit.items():
-                copies = []
-                for index, tensor in enumerate((each.master, each.m, each.v)):
-                    key = str(tensor.shape) + name.rpartition(".layers.")[2][2:], index
-                    copies.append(memory.setdefault(key, torch.empty_like(tensor)).copy_(tensor))
-                state[name] = ParamState(*copies)
-            yield state
 
-    folder = save(tmp_path, planned=llama, units=units())
-    assert bits(loaded(open_checkpoint(folder), llama)) == expected(llama, 4)
+def test_a_conversion_that_computes_values_gets_whole_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = PlannedCheckpoint(ported("mixtral"))
+    honest = planned.written.tensors
+
+    def doubled(unit: int, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value * 2 if "experts.1.w2" in name else value for name, value in honest(unit, masters).items()}
+
+    plain = load_file(save(tmp_path / "plain", planned=planned) / "model.safetensors")
+    assert PlannedCheckpoint(ported("mixtral")).are_moved
+    monkeypatch.setattr(planned.written, "tensors", doubled)
+    set_saved_at_once(monkeypatch, 100)
+    computed = load_file(save(tmp_path / "computed", planned=planned) / "model.safetensors")
+    assert not planned.are_moved
+    assert len([name for name in plain if "experts.1.w2" in name]) == len(planned.spec.layers)
+    for name, value in plain.items():
+        expected = value * 2 if "experts.1.w2" in name else value
+        assert computed[name].numpy().tobytes() == expected.numpy().tobytes()
 
 
 def test_no_buffer_or_thread_leaks(llama: PlannedCheckpoint, tmp_path: Path) -> None:
@@ -320,54 +337,34 @@ def test_a_failed_save_leaves_the_previous_checkpoint_intact(
     assert len(checkpoints(run)) == 2
 
 
-def test_errors_from_the_unit_source_propagate_unchanged(llama: PlannedCheckpoint, tmp_path: Path) -> None:
-    def units(how_many: int) -> Iterator[State]:
-        for place, unit in enumerate(units_of(llama, 1)):
-            if place == how_many:
+def test_errors_of_reading_propagate_unchanged(llama: PlannedCheckpoint, tmp_path: Path) -> None:
+    reader = reader_of(llama, units_of(llama, 1))
+
+    def fails_at(last: int) -> Callable[[int, int, int, int], Any]:
+        def read(unit: int, *of: int) -> Any:
+            if unit == last:
                 raise KeyboardInterrupt
-            yield unit
+            return reader.read(unit, *of)
 
-    for how_many in (0, 2):
+        return read
+
+    for unit in (0, 2):
         with pytest.raises(KeyboardInterrupt):
-            save(tmp_path / "run", planned=llama, units=units(how_many))
+            save(tmp_path / "run", planned=llama, state=replace(reader, read=fails_at(unit)))
     assert names_in(tmp_path) == []
 
 
-def drop(name: str) -> Callable[[State], State]:
-    return lambda state: {key: each for key, each in state.items() if key != name}
+def test_units_are_said_to_be_written_in_order(llama: PlannedCheckpoint, tmp_path: Path) -> None:
+    """Each when nothing of it is read any more."""
+    reader, said = reader_of(llama, units_of(llama, 1)), list[tuple[str, int]]()
 
+    def read(unit: int, *of: int) -> Any:
+        said.append(("read", unit))
+        return reader.read(unit, *of)
 
-NORM = "model.layers.1.input_layernorm.weight"
-WRONG: dict[str, tuple[Callable[[State], State], str]] = {
-    "none": (drop(NORM), "its state was not given"),
-    "no moments": (lambda s: {**s, NORM: ParamState(s[NORM].master)}, "its state has master, not master, m, v"),
-    "rounded": (
-        lambda s: {**s, NORM: replace(s[NORM], m=s[NORM].master.bfloat16())},
-        r"its m is torch.bfloat16 \[32\], not torch.float32 \[32\]",
-    ),
-    "other shape": (
-        lambda s: {**s, NORM: replace(s[NORM], master=torch.zeros(1, 32))},
-        r"its master is torch.float32 \[1, 32\], not torch.float32 \[32\]",
-    ),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_inexact_state_is_refused(wrong: str, llama: PlannedCheckpoint, tmp_path: Path) -> None:
-    change, said = WRONG[wrong]
-    units = [change(state) if NORM in state else state for state in units_of(llama, 1)]
-    with pytest.raises(CheckpointError, match=f"parameter {NORM}: {said}"):
-        save(tmp_path, planned=llama, units=units)
-    assert names_in(tmp_path) == []
-
-
-def test_a_wrong_number_of_units_is_refused(llama: PlannedCheckpoint, tmp_path: Path) -> None:
-    units = list(units_of(llama, 1))
-    with pytest.raises(CheckpointError, match="only 4 of 5 units were given"):
-        save(tmp_path, planned=llama, units=units[:-1])
-    with pytest.raises(CheckpointError, match="more than 5 units were given"):
-        save(tmp_path, planned=llama, units=[*units, units[0]])
-    assert names_in(tmp_path) == []
+    save(tmp_path, planned=llama, state=replace(reader, read=read, written=lambda unit: said.append(("written", unit))))
+    assert [*dict.fromkeys(said)] == [(what, unit) for unit in llama.order for what in ("read", "written")]
+    assert said == sorted(said, key=lambda each: (each[1], each[0]))
 
 
 def test_an_unrelated_folder_is_not_replaced(llama: PlannedCheckpoint, tmp_path: Path) -> None:

@@ -197,8 +197,6 @@ WITH_PATHS: list[tuple[tuple[str, ...], str, dict[str, str]]] = [
     (("export", PATH, "t"), "SOURCE", {}),
     (("export", "m", PATH), "TARGET", FOR_A_FOLDER),
     (("export", "m", "t", "--merge", "--base", PATH), "--base", {}),
-    (("report", PATH), "RUN", {}),
-    (("report", "r", "--html", PATH), "--html", FOR_A_FILE),
     (("probe", "--path", PATH), "--path", FOR_A_FOLDER),
     (("probe", "--output", PATH), "--output", FOR_A_FILE),
 ]

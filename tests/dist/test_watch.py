@@ -52,6 +52,7 @@ def test_a_failed_rank_reports_why_and_a_finished_one_is_not_missed() -> None:
     assert together(worlds(3, seed=0), work) == [f"rank 2 of 3, at loading the model: {line}", "", line]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("missing", [0, 1, 2])
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_stalled_rank_is_named_by_those_waiting(missing: int, answers: bool) -> None:

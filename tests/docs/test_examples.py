@@ -132,7 +132,7 @@ def test_readme_goes_from_chat_data_to_a_chat_in_five_commands(
             main([part for word in words for part in small.get(word, [word])])
         assert ended.value.code == 0, capfd.readouterr().err
     assert capfd.readouterr().out.endswith("\n"), "an answer, whatever it is"
-    assert {"model", "report.html", "checkpoints"} <= {path.name for path in (tmp_path / "runs" / "new").iterdir()}
+    assert {"model", "metrics.jsonl", "checkpoints"} <= {path.name for path in (tmp_path / "runs" / "new").iterdir()}
 
 
 def tree(folder: Path) -> dict[str, bytes]:

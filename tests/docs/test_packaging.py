@@ -108,7 +108,7 @@ def test_the_notebook_runs_end_to_end(tmp_path: Path) -> None:
     finally:
         os.chdir(here)
     assert names["model"].num_parameters() > 100_000
-    assert (tmp_path / "runs" / "notebook" / "report.html").exists()
+    assert (tmp_path / "runs" / "notebook" / "metrics.jsonl").exists()
 
 
 def test_the_slurm_job_is_valid_shell_and_resumes() -> None:

@@ -54,6 +54,7 @@ def test_table_cells_show_speed_and_disk_use() -> None:
     assert fits.cell(None) == "no"
 
 
+@pytest.mark.slow
 def test_model_sizes_match_their_names() -> None:
     for name in ("Qwen3-1.7B",):
         said = float(name.partition("B")[0].rpartition("-")[2])

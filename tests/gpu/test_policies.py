@@ -106,3 +106,12 @@ def test_gates_and_resident_layers_change_no_bit_in_other_families(family: str, 
     placements = (Placement(), ON_DEVICE, CACHED, *(Placement(),) * (units - 3))
     how: dict[str, Any] = {"wait_for": "shard", "weight_slots": 1, "placements": placements, "activations": "keep"}
     assert equal(trained(family, "bf16", "next_forward", tmp_path, **how), plainest(family, "bf16", "next_forward"))
+
+
+@pytest.mark.parametrize("name", ["offloaded", "by shards, in rounds"])
+def test_offloaded_side_values_change_no_bit(name: str, tmp_path: Path) -> None:
+    """Keys and values that layers share, and inputs of each layer."""
+    how: dict[str, Any] = {"activations_by_layer": (("offload",),), "offload_slots": 1}
+    if name != "offloaded":
+        how |= {"wait_for": "shard", "micro_batches_per_round": 2, "activations_by_layer": (("offload", "drop"),)}
+    assert equal(trained("gemma4", "bf16", "next_forward", tmp_path, **how), plainest("gemma4", "bf16", "next_forward"))

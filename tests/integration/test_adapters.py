@@ -39,7 +39,7 @@ def policy_for(device: str, **changes: object) -> Policy:
     return Policy(**{**small, **changes})  # type: ignore[arg-type]
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("family", "method", "device", "activations"), CASES)
 def test_loss_and_every_gradient_equal_pefts(family: str, method: str, device: str, activations: str) -> None:
     model = adapted(family, method)

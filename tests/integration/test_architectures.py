@@ -361,7 +361,7 @@ def test_wholes_whose_head_is_in_a_part_or_that_want_marks_of_text_equal_the_sto
     assert_equal(twin(config_of(kind)), short_settings()[:1])
 
 
-@pytest.mark.parametrize("kind", ["zamba", "xlm"])
+@pytest.mark.parametrize("kind", [pytest.param("zamba", marks=pytest.mark.slow), "xlm"])
 def test_architectures_that_cannot_stream_exactly_are_refused(kind: str) -> None:
     assert_refused(kind)
 

@@ -137,7 +137,7 @@ def test_attention_kernel_flags_are_passed_on() -> None:
 
 def test_unused_masks_are_accepted_if_they_hide_only_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """An xLSTM reads no mask, and later tokens do not influence a token."""
-    measurement_cache.forget(profile)
+    measurement_cache.remember(profile, False)
     monkeypatch.setattr(profile, "profile_layer", lambda *_: LayerProfile())  # half a minute, and not asked about here
     with Engine.from_model(twin_of(AutoConfig.for_model("xlstm"), 0), precision="fp32", verify=False) as engine:
         ids = torch.randint(3, 60, (2, 8))

@@ -266,7 +266,9 @@ def test_router_loss_weights_use_the_global_step() -> None:
     assert together(worlds(2), work) == [work(ALONE)] * 2
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_rank_timing() -> None:
+    """Nor in the tests of policies, whose ranks have other delays than those of the plain run."""
     model, batches = tiny_model("llama"), batches_of(5)
     found = [trained(3, model, batches, precision="bf16", seed=seed) for seed in (1, 2)]
     assert found[0][:3] == found[1][:3]

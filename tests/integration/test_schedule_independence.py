@@ -92,7 +92,7 @@ def test_two_hundred_hostile_schedules_change_no_bit(precision: Precision, famil
 @given(
     slots=st.integers(1, 5),
     grad_slots=st.integers(1, 4),
-    shard=st.sampled_from([1, 300, 2048, 10**9]),
+    shard=st.sampled_from([2048, 1, 300, 10**9]),
     activations=st.sampled_from(["keep", "recompute"]),
     update=st.sampled_from(["next_forward", "during_backward"]),
     precision=st.sampled_from(["bf16", "fp32"]),

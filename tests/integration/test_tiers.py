@@ -22,9 +22,11 @@ from megatrain.memory import Disk
 from megatrain.memory.scratch_files import Call, Calls, Direction
 from megatrain.plan import Question, contention, find_plan, op_seconds
 from megatrain.schedule import Op, Schedule
+from megatrain.schedule.passes import pieces
 from megatrain.spec import Hardware, Limits, Numerics, Part, Placement, Precision, Work
 from megatrain.spec.hardware import whole_sectors
 from megatrain.spec.layout import layout_of
+from tests import tiny
 from tests.adapted import adapted
 from tests.disk_faults import DiskFault, failing
 from tests.tiny import batch, equal, tiny_model, unequal_batches
@@ -132,6 +134,26 @@ def test_ten_splits_between_host_and_disk_give_the_same_bits(
             assert equal(run(f"sim:{number}", precision, usual(update, **fields), tmp_path, family), expected), (
                 placements
             )
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("device", "weight_slots"), [("sim:0", 2), ("sim:3", 1)])
+def test_weights_on_the_disk_pass_in_shards_and_pieces(
+    device: str, weight_slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ends have several pieces. With two slots for layers, an update brings fresh weights to the device."""
+    monkeypatch.setattr(pieces, "PIECE_NBYTES", 1)
+    monkeypatch.setitem(tiny.FAMILIES, "wide", {**tiny.FAMILIES["llama"], "vocab_size": 3 * pieces.NORM_BLOCK // 32})
+    expected = run("cpu", "bf16", usual("next_forward", shares_memory=True), tmp_path, "wide")
+    policy = usual("next_forward", placements=SPLITS["everything"], weight_slots=weight_slots)
+    with engine(device, "bf16", policy, tmp_path, "wide") as made:
+        assert equal(results(made), expected)
+        made.step([batch(1, 6, 0)])
+        ops = made.parts.schedules.get("pending step", Work((6,))).ops
+    updated = [op.shard for op in ops if op.kind == "UPDATE" and op.unit == 0]
+    fetched = [op for op in ops if op.kind == "FETCH" and op.unit == 0 and op.reads[0].buffer.startswith("host/piece")]
+    assert updated == [0, 1, 2]
+    assert [op.shard for op in fetched] == (updated if weight_slots == 2 else [])
 
 
 @pytest.mark.few(1)

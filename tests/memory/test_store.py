@@ -90,13 +90,13 @@ def test_frozen_weights_are_kept_in_compute_dtype_and_rounding_is_reported(preci
     values["l.w"] = values["l.w"].to(torch.bfloat16).float()
     load(state, values)
     assert state.rounded == ({"e"} if precision == "bf16" else set())
-    spare = torch.empty(max(unit.spare.nbytes for unit in state.units), dtype=torch.uint8)
+    spare = torch.empty(max(unit.spare_nbytes for unit in state.units), dtype=torch.uint8)
     for unit, layout in enumerate(state.layouts):
-        whole = state.units[unit].in_float32(spare)
+        whole = state.units[unit].in_float32(0, 0, layout.size, spare)
         for field in layout.fields:
             exact = values[field.name].to(torch.bfloat16).float() if field.name in state.rounded else values[field.name]
             assert torch.equal(state.master(field.name), exact)
-            assert torch.equal(torch.from_numpy(whole.hi[field.start : field.stop].copy()).view(field.shape), exact)
+            assert torch.equal(torch.from_numpy(whole[field.start : field.stop].copy()).view(field.shape), exact)
     state.write_master("e", torch.ones(9, 8))
     assert not state.rounded
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from megatrain.errors import ModelError
 from megatrain.model import PretrainedSource, architecture, port_model, pretrained
 from tests.kinds import KINDS, TIED, stock_model, tiny_config
+from tests.tiny import equal
 
 
 class Written(dict[str, Tensor]):
@@ -30,8 +31,23 @@ class Written(dict[str, Tensor]):
         self[name] = torch.from_numpy(value.detach().float().numpy().copy())
 
 
-def fill(source: PretrainedSource) -> Written:
-    masters = Written()
+class WrittenByRange(Written):
+    """As a store takes what is large."""
+
+    is_shared = False
+
+    def __init__(self, source: PretrainedSource) -> None:
+        self.asked: list[str] = []
+        self._shapes = {name: parameter.shape for name, parameter in source.model.named_parameters()}
+
+    def write_ranges(self, name: str, read: Callable[[int, int], Tensor]) -> None:
+        self.asked.append(name)
+        whole = range(0, self._shapes[name].numel(), 700)
+        self[name] = torch.cat([read(start, min(start + 700, whole.stop)) for start in whole]).view(self._shapes[name])
+
+
+def fill(source: PretrainedSource, masters: Written | None = None) -> Written:
+    masters = Written() if masters is None else masters
     names = [name for name, _ in source.model.named_parameters()]
     told: list[tuple[int, int]] = []
     source.fill(masters, [names[:3], names[3:6], names[6:]], lambda done, total: told.append((done, total)))
@@ -67,11 +83,18 @@ def saved(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.float32,
 
 
 @pytest.mark.parametrize(("kind", "tied"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in TIED)])
-def test_every_family_loads_as_in_transformers(kind: str, tied: bool, tmp_path: Path) -> None:
+def test_every_family_loads_as_in_transformers(
+    kind: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By ranges, too, if no value is computed."""
     saved(tmp_path, kind, torch.bfloat16, tie_word_embeddings=tied)
     assert (tmp_path / "model.safetensors.index.json").exists()
     source = assert_loaded_as_stock(tmp_path)
     assert source.unexpected == []
+    monkeypatch.setattr(pretrained, "BATCH_NBYTES", 1)  # so that all are large
+    by_range = WrittenByRange(source)
+    assert equal(fill(source, by_range), fill(source))
+    assert len(by_range.asked) > len(by_range) // 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])

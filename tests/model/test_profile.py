@@ -74,6 +74,7 @@ def test_the_bytes_of_a_kept_graph_are_predicted(family: str, rows: int, length:
     assert found == pytest.approx(kept_by_the_stock_layer(tiny_model(family), rows, length), rel=0.02)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "changes"), [("deepseek_v3", {"first_k_dense_replace": 2}), ("gpt2", {"attn_pdrop": 0.1})]
 )

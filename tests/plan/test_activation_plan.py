@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,9 @@ from megatrain.plan import Choice, Question, estimate, examine
 from megatrain.plan.activation_plan import BY_LAYER, KINDS, OFFLOADED_OUTPUTS, Mixtures, rows_of
 from megatrain.plan.estimates import coarse
 from megatrain.plan.placement import PARTS
-from megatrain.spec import NOT_OFFLOADED, Hardware, Keep, Numerics, Policy
+from megatrain.plan.report import peak_table
+from megatrain.schedule import Use
+from megatrain.spec import NOT_OFFLOADED, Growth, Hardware, Keep, Numerics, Policy, SideValue
 
 MACHINE = Hardware("m", 1 << 40, 1 << 40, 1e9, 1e9, 2e10, 1e10, device_bandwidth=1e12, launch_seconds=1e-6)
 
@@ -35,6 +38,30 @@ def test_estimated_savings_are_close_to_replayed_ones(bus: float) -> None:
         estimated = found.estimate(counts).nbytes
         assert estimated["device"] == pytest.approx(plan.nbytes["device"], rel=0.15), counts
         assert estimated["host"] == pytest.approx(plan.nbytes["host"], rel=0.02), counts
+
+
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_offloaded_side_values_are_priced(is_hidden: bool) -> None:
+    """Keys and values that layers share, or hidden states that later layers and the head read."""
+    asked = mixtures(replace(MACHINE, fetch_bandwidth=1e9, grad_bandwidth=1e9))[0]
+    size, users = Growth(per_token=asked.model.hidden_size * 2), (9, 13, *((17,) if is_hidden else ()))
+    shared = [SideValue(source, users, size=size, is_hidden=is_hidden) for source in ((3, 6) if is_hidden else (6, 6))]
+    plain, asked = asked, replace(asked, model=replace(asked.model, sides=tuple(shared)))
+    choice, added, device_nbytes = Choice(Numerics(), Policy()), Counter[str](), dict[str, int]()
+    for micro_batch in (1, 4):
+        found = Mixtures(asked, choice, micro_batch, coarse(asked, micro_batch), estimate(asked, choice, micro_batch))
+        for kind in ("input", "offload", "offload_chosen"):
+            plan = examine(asked, choice.change(activations_by_layer=((kind,),)), micro_batch)
+            estimated = found.estimate(tuple(PARTS if each == kind else 0 for each in KINDS))
+            assert estimated.seconds == pytest.approx(plan.seconds, rel=0.15), kind
+            assert estimated.nbytes["device"] == pytest.approx(plan.nbytes["device"], rel=0.03), kind
+            assert estimated.nbytes["host"] == pytest.approx(plan.nbytes["host"], rel=0.02), kind
+            device_nbytes[kind] = plan.nbytes["device"] - examine(plain, plan.choice, micro_batch).nbytes["device"]
+            added[kind] = peak_table(plan).get(("host", Use.OFFLOADED_SIDES.value), 0)
+        values = 16 * 128 * 64 * 2 * 2
+        assert micro_batch > 1 or device_nbytes["offload"] < values / 2, "slots, and what the head reads at once"
+        assert not added["input"]
+        assert values / 2 <= added["offload"] <= 2 * values
 
 
 def test_the_fastest_fitting_candidate_comes_first() -> None:

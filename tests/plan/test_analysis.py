@@ -238,14 +238,18 @@ def test_disk_writes_count_as_drive_wear() -> None:
     written = Plan(replace(plan.question, hardware=hardware), plan.choice, plan.work, timeline, plan.nbytes)
     outlook = look(written)
     assert outlook.written_nbytes_per_day == pytest.approx(2000 * 86_400)
+    assert outlook.written_nbytes_per_billion_tokens == pytest.approx(2000 * 1e9 / (4 * LENGTH))
     assert outlook.drive_days == pytest.approx(1000)
     assert "twice the disk" in [upgrade.name for upgrade in changes(written.question, written)]
-    assert "173 MB written per day; the drive's endurance lasts 2.74 years" in dict(summary_rows(outlook))["disk"]
+    told = (
+        f"173 MB written per day, {amount(500e9 / LENGTH)} per billion tokens; the drive's endurance lasts 2.74 years"
+    )
+    assert told in dict(summary_rows(outlook))["disk"]
     assert warning_rows(outlook) == []
     hardware = replace(hardware, disk_endurance_nbytes=17_280_000_000)
     short = look(replace(written, question=replace(plan.question, hardware=hardware)))
-    told = "173 MB written to disk per day: the drive's endurance lasts 100 days"
-    assert warning_rows(short) == [("warning", told)]
+    told = f"173 MB written to disk per day, {amount(500e9 / LENGTH)} per billion tokens: "
+    assert warning_rows(short) == [("warning", told + "the drive's endurance lasts 100 days")]
     assert "disk" not in dict(summary_rows(short))
     slow = replace(plan.question.hardware, disk_endurance_nbytes=172_800_000_000, shares_memory=True, flops_fp32=1e20)
     both = look(replace(written, question=replace(plan.question, hardware=slow)))

@@ -7,47 +7,40 @@ from itertools import pairwise
 
 import pytest
 
-from megatrain.plan.placement import ON_DEVICE, resident_placements, spill_to_fit, spread
+from megatrain.plan.placement import ON_DEVICE, resident_placements, spill_to_fit, spread, state_policy
 from megatrain.plan.placement_cost import placement_seconds
 from megatrain.schedule import Use, build_step
-from megatrain.schedule.passes import pieces
 from megatrain.schedule.passes.state_buffers import state_nbytes
-from megatrain.spec import IN_HOST, Hardware, Numerics, Placement, Policy, Precision, Work
-from tests.small import small_spec
+from megatrain.spec import IN_HOST, Hardware, Numerics, Placement, Policy, Precision, UpdateTime, Work
+from tests.small import large_spec, small_spec
 
 MODEL = small_spec(layers=12)
+LARGE = large_spec(layers=12)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("shares", [False, True])
-def test_the_disk_holds_as_little_as_possible(
-    precision: Precision, shares: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of layers of six pieces."""
-    monkeypatch.setattr(pieces, "PIECE_NBYTES", 1)
+def test_the_disk_holds_as_little_as_possible(precision: Precision, shares: bool) -> None:
     numerics, policy = Numerics(precision), Policy(shares_memory=shares)
-    wide = [tuple(replace(p, shape=(512, 256)) for p in MODEL.units[unit].params) for unit in MODEL.layers]
-    layers = [replace(MODEL.units[unit], params=params) for unit, params in zip(MODEL.layers, wide, strict=True)]
-    model = replace(MODEL, units=(MODEL.units[0], *layers, MODEL.units[-1]))
-    everything = state_nbytes(model, numerics, policy)["host"]
+    everything = state_nbytes(LARGE, numerics, policy)["host"]
     before = -1
     for budget in range(everything, everything * 6 // 10, -everything // 40):
-        found = spill_to_fit(model, numerics, policy, budget)
+        found = spill_to_fit(LARGE, numerics, policy, budget)
         assert found is not None
-        nbytes = state_nbytes(model, numerics, found)
+        nbytes = state_nbytes(LARGE, numerics, found)
         assert nbytes["host"] <= budget
         assert nbytes["disk"] >= before
         before = nbytes["disk"]
         assert nbytes["disk"] <= everything - budget + everything // 3, "staging buffers and one layer's part, no more"
-    assert spill_to_fit(model, numerics, policy, 1000) is None
+    assert spill_to_fit(LARGE, numerics, policy, 1000) is None
 
 
 def test_the_least_used_state_moves_to_disk_first() -> None:
     policy = Policy()
-    everything = state_nbytes(MODEL, Numerics(), policy)["host"]
+    everything = state_nbytes(LARGE, Numerics(), policy)["host"]
     seen: list[str] = []
     for budget in range(everything, 0, -everything // 200):
-        found = spill_to_fit(MODEL, Numerics(), policy, budget)
+        found = spill_to_fit(LARGE, Numerics(), policy, budget)
         if found is None:
             break
         for field in ("moments", "low_bits", "weights"):
@@ -58,15 +51,15 @@ def test_the_least_used_state_moves_to_disk_first() -> None:
 
 def test_placement_bytes_equal_the_schedules() -> None:
     placements = spill_to_fit(
-        MODEL, Numerics("bf16"), Policy(), state_nbytes(MODEL, Numerics("bf16"), Policy())["host"] * 2 // 3
+        LARGE, Numerics("bf16"), Policy(), state_nbytes(LARGE, Numerics("bf16"), Policy())["host"] * 2 // 3
     )
     assert placements is not None
-    step = build_step(MODEL, Numerics(), placements, Work((8,)))
-    assert state_nbytes(MODEL, Numerics(), placements)["disk"] == step.arena_nbytes("disk")
+    step = build_step(LARGE, Numerics(), placements, Work((8,)))
+    assert state_nbytes(LARGE, Numerics(), placements)["disk"] == step.arena_nbytes("disk")
     slots = sum(
         b.nbytes for b in step.buffers.values() if b.tier == "host" and b.arena and b.use is Use.LANDED_GRADIENTS
     )
-    assert state_nbytes(MODEL, Numerics(), placements)["host"] == step.arena_nbytes("host") - slots
+    assert state_nbytes(LARGE, Numerics(), placements)["host"] == step.arena_nbytes("host") - slots
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -106,6 +99,21 @@ def test_reads_go_at_their_full_rate_once_writes_have_ended() -> None:
     only_read = Policy(placements=(IN_HOST, Placement("file"), *(IN_HOST,) * 4))
     weights = 2 * base.units[1].numel
     assert placement_seconds(base, Numerics(), only_read, drive)[0]["read"] == pytest.approx(weights / 8)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("update", ["next_forward", "during_backward"])
+def test_weights_on_the_disk_cost_the_bytes_that_a_step_moves(update: UpdateTime, slots: int) -> None:
+    """An update reads them once more, unless it brings them to one of two slots."""
+    drive = Hardware("slow", 1 << 40, 1 << 40, 1.0, 1.0, 1.0, 1.0, disk_read_bandwidth=1.0, disk_write_bandwidth=1.0)
+    places = (*(IN_HOST,) * 5, Placement("disk"), *(IN_HOST,) * 8)
+    shape = {"shard_nbytes": 256, "pinned_staging_slots": 1, "weight_slots": slots}  # no shard is still there
+    policy = Policy(update=update, placements=places, **shape)  # type: ignore[arg-type]
+    step = build_step(MODEL, Numerics(), policy, Work((4,)), "all" if update == "next_forward" else "none")
+    moved = {kind: sum(op.nbytes for op in step.ops if op.kind == kind) for kind in ("READ", "WRITE")}
+    assert moved["READ"] == (2 if update == "next_forward" and slots == 2 else 3) * moved["WRITE"] > 0
+    seconds = placement_seconds(MODEL, Numerics(), state_policy(policy), drive)[0]
+    assert (seconds["read"], seconds["write"]) == (moved["READ"], moved["WRITE"])
 
 
 def test_resident_layers_are_spread_evenly() -> None:

@@ -169,3 +169,24 @@ class _Says:
 
     def host_nbytes_left(self) -> int:
         return 1 << 40
+
+
+def test_the_card_tells_the_losses_of_steps_that_the_model_has_made(tmp_path: Path) -> None:
+    """Also after a rollback, from lines that are torn or of another version, and up to the step that is saved."""
+    config = configuration(tmp_path)
+    assert finish._losses(config, 4) == {}
+    told = [
+        *({"event": "stepped", "step": step, "loss": loss} for step, loss in ((1, 3.0), (2, 2.0), (3, 77.0))),
+        {"event": "evaluated", "step": 3, "loss": 9.0},
+        {"event": "rolledback", "step": 3, "to": 2},
+        {"event": "stepped", "step": 3, "loss": 1.0},
+        {"event": "stepped", "step": 4, "loss": None},
+        {"event": "evaluated", "step": 3, "loss": 1.5},
+        {"event": "stepped", "step": 5, "loss": 50.0},
+        {"event": "evaluated", "step": 5, "loss": 60.0},
+    ]
+    config.folder.mkdir()
+    lines = [json.dumps(line) for line in told]
+    (config.folder / "metrics.jsonl").write_text("\n".join([*lines, "[]", '{"event": "stepped", "step": 4, "lo']))
+    facts = {"training loss": "2.0000, mean of the last 3 steps", "validation loss": "1.5000 after step 3"}
+    assert finish._losses(config, 4) == facts

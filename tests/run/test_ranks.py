@@ -142,7 +142,7 @@ def test_one_rank_under_torchrun_trains_to_the_bits_of_a_plain_run(tmp_path: Pat
 def test_a_signal_stops_all_ranks_at_one_step_and_any_number_resumes(
     tmp_path: Path, preloaded: Preloaded, launcher: str
 ) -> None:
-    many = shared(tmp_path, "many", steps=100_000, lr_scheduler="constant", eval_every=0)
+    many = shared(tmp_path, "many", steps=100_000, lr_scheduler="constant", eval_every=0, sample_tokens=0)
     processes = [launched(3, many, launcher)] if launcher else begin(preloaded, 3, many)
     metrics = many.folder / "metrics.jsonl"
     while not (metrics.exists() and losses(many.folder)):
@@ -161,7 +161,7 @@ def test_a_signal_stops_all_ranks_at_one_step_and_any_number_resumes(
     assert f"continues after step {len(done):,}" in (many.folder / "logs" / "rank-2.log").read_text()
     steps = len(done) + 2
     ended(begin(preloaded, 2, many, "resume=auto", f"train.steps={steps}"))
-    one = shared(tmp_path, "one", steps=steps, lr_scheduler="constant", eval_every=0)
+    one = shared(tmp_path, "one", steps=steps, lr_scheduler="constant", eval_every=0, sample_tokens=0)
     train(one)
     assert losses(many.folder) == pytest.approx(losses(one.folder), rel=1e-5)
 

@@ -10,6 +10,8 @@ import pytest
 
 from megatrain.errors import PlanError, ScheduleError
 from megatrain.schedule import Schedule, build_flush, build_forward, build_step, check, replay
+from megatrain.schedule.contents import Weights
+from megatrain.schedule.passes.state_buffers import fills_slot
 from megatrain.spec import ModelSpec, Numerics, ParamSpec, Part, Placement, Policy, Work
 from megatrain.spec.hardware import SECTOR
 from megatrain.spec.layout import layout_of
@@ -67,24 +69,30 @@ def schedules(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work) 
     return found
 
 
-@pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 300), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 300), marks=pytest.mark.slow)])
 def test_any_disk_split_passes_the_checker_with_minimal_moves(seeds: range) -> None:
-    """State once in and once out a step; weights in twice at most, and out once."""
+    """State once in and once out a step; weights in twice at most, and out once. An update reads them once more where
+    no host memory holds a layer's, and what it has left does not go on to the device."""
     for seed in seeds:
-        for schedule in schedules(*random_case(random.Random(seed))):
+        model, numerics, policy, work = random_case(random.Random(seed))
+        for schedule in schedules(model, numerics, policy, work):
             check(schedule)
-            moved = Counter(
-                (op.kind, buffer)
-                for op in schedule.ops
-                if op.kind in ("READ", "WRITE")
-                for buffer in {access.buffer for access in (op.reads if op.kind == "READ" else op.writes)}
-            )
-            for (kind, region), count in moved.items():
-                assert count <= (2 if kind == "READ" and schedule.buffers[region].part is Part.WEIGHTS else 1), (
-                    seed,
-                    kind,
-                    region,
-                )
+            for (kind, region), count in moved(schedule).items():
+                buffer, passes = schedule.buffers[region], 1
+                if kind == "READ" and buffer.part is Part.WEIGHTS and buffer.unit is not None:
+                    layout, place = layout_of(model.units[buffer.unit]), policy.placement(buffer.unit)
+                    goes_on = policy.update == "next_forward" and fills_slot(layout, policy, place)
+                    passes = 2 if policy.shares_memory or goes_on else 3
+                assert count <= passes * buffer.nbytes, (seed, kind, region)
+
+
+def moved(schedule: Schedule) -> Counter[tuple[str, str]]:
+    """(READ or WRITE, region) -> bytes."""
+    nbytes: Counter[tuple[str, str]] = Counter()
+    for op in schedule.ops:
+        for access in {"READ": op.reads, "WRITE": op.writes}.get(op.kind, ()):
+            nbytes[op.kind, access.buffer] += access.stop - access.start
+    return nbytes
 
 
 def on_disk(model: ModelSpec) -> Policy:
@@ -97,24 +105,21 @@ def test_partly_frozen_units_are_read_whole_and_written_in_part() -> None:
     model = replace(model, units=tuple(units))
     schedule = build_step(model, Numerics("bf16"), on_disk(model), Work((4,)), pending="all")
     check(schedule)
-    weights = [
-        op
-        for op in schedule.ops
-        if op.kind in ("READ", "WRITE") and schedule.buffers[op.reads[0].buffer].part is Part.WEIGHTS
-    ]
-    assert {op.unit: op.nbytes for op in weights if op.kind == "WRITE"} == dict.fromkeys(range(1, 5), SECTOR)
-    assert {op.unit: op.nbytes for op in weights if op.kind == "READ"} == {
-        unit: 2 * layout_of(spec).size for unit, spec in enumerate(model.units)
-    }
+    for unit, spec in enumerate(model.units):
+        updated = SECTOR if unit else 0
+        assert moved(schedule)["WRITE", f"disk/weights/{unit}"] == updated
+        fetches = moved(schedule)["READ", f"disk/weights/{unit}"] - updated
+        assert fetches == (2 if unit == 1 else 1) * 2 * layout_of(spec).size, "the others stay until the backward pass"
 
 
 def test_incomplete_writes_of_trained_state_are_refused() -> None:
     model = over_a_base(small_spec(3))
     schedule = build_step(model, Numerics("bf16"), on_disk(model), Work((4,)), pending="all")
     ops = list(schedule.ops)
-    at = next(i for i, op in enumerate(ops) if op.kind == "WRITE" and op.unit == 2 and op.nbytes == SECTOR)
+    at = next(i for i, op in enumerate(ops) if any(access.buffer == "disk/weights/2" for access in op.writes))
     reads, writes = (
-        [access._replace(stop=access.stop - 64) for access in side] for side in (ops[at].reads, ops[at].writes)
+        [access._replace(stop=access.stop - 64) if access.content == Weights(2) else access for access in side]
+        for side in (ops[at].reads, ops[at].writes)
     )
     ops[at] = ops[at]._replace(reads=tuple(reads), writes=tuple(writes))
     with pytest.raises(ScheduleError, match=r"w2"):
@@ -142,12 +147,10 @@ def test_kept_weights_are_fetched_once() -> None:
 def test_the_optimizer_pass_works_while_the_next_unit_is_read_and_the_last_one_written() -> None:
     """Where reading, updating and writing take as long, three units are under way at once, and each stream is busy."""
     model = small_spec(12)
-    policy = Policy(placements=(Placement("disk", "disk", "disk", "disk"),) * len(model.units), disk_staging_slots=3)
+    policy = Policy(placements=(Placement("disk", "disk", "disk", "host"),) * len(model.units), disk_staging_slots=3)
     schedule = build_step(model, Numerics(), policy, Work((4,)), pending="all")
-    parts = Counter(op.kind for op in schedule.ops if op.kind in ("READ", "WRITE") and op.unit == 6)
-    assert parts["READ"] >= 3, "more than one read for each update"
-    costs = {"READ": 1.0 / 4, "WRITE": 1.0 / 4, "UPDATE": 1.0}
-    timeline = replay(schedule, lambda op: costs.get(op.kind, 1e-6))
+    costs = {"READ": 1.0 / 5, "WRITE": 1.0 / 5, "UPDATE": 1.0}
+    timeline = replay(schedule, lambda op: len(op.writes) ** (op.kind != "UPDATE") * costs.get(op.kind, 1e-6))
     loss = next(end for op, end in zip(schedule.ops, timeline.ends, strict=True) if op.kind == "LOSS")
     updates = [i for i, op in enumerate(schedule.ops) if op.kind == "UPDATE" and 2 <= op.unit <= len(model.units) - 3]
     assert len(updates) == len(model.units) - 4

@@ -63,7 +63,7 @@ def test_no_buffer_of_host_memory_is_as_large_as_a_part_of_a_unit(update: str, *
 def test_peak_host_memory_of_the_disk_tier_is_a_ring_of_pieces() -> None:
     """Beside weights on their way to the device."""
     for schedule in [*steps("next_forward"), *steps("during_backward")]:
-        beside = sum(b.nbytes for b in schedule.buffers.values() if b.name.startswith("host/disk_staging/weights"))
+        beside = sum(b.nbytes for b in schedule.buffers.values() if b.name.startswith("host/weight_staging/"))
         assert schedule.peak_nbytes("host") - beside < pieces.SLOTS * (pieces.PIECE_NBYTES + (1 << 20))
 
 

@@ -13,8 +13,9 @@ from megatrain.schedule import Op, build_step, check, replay
 from megatrain.schedule.ops import Access, Buffer, Use
 from megatrain.schedule.passes.disk_staging import Staged
 from megatrain.schedule.passes.state_buffers import StateBuffers, state_nbytes
-from megatrain.spec import IN_HOST, ModelSpec, Numerics, Placement, Policy, Work
-from tests.small import small_spec
+from megatrain.spec import IN_HOST, ModelSpec, Numerics, Part, Placement, Policy, Work
+from megatrain.spec.layout import layout_of
+from tests.small import large_spec, small_spec
 
 PLACES = st.sampled_from(["host", "disk"])
 HOMES = st.one_of(
@@ -37,8 +38,8 @@ def test_op_bytes_equal_their_buffers(data: st.DataObject) -> None:
     )
     buffers: dict[str, Buffer] = {}
     staged: dict[str, Staged] = {}
-    in_files: dict[str, tuple[Access, ...]] = {}
-    StateBuffers(model, numerics, policy, data.draw(st.sampled_from(["none", "all"])), buffers, staged, in_files)
+    on_drive: dict[str, tuple[Access, ...]] = {}
+    StateBuffers(model, numerics, policy, data.draw(st.sampled_from(["none", "all"])), buffers, staged, on_drive)
     found = Counter[str]()
     for buffer in buffers.values():
         found[buffer.tier] += buffer.nbytes
@@ -46,6 +47,24 @@ def test_op_bytes_equal_their_buffers(data: st.DataObject) -> None:
     for part in staged.values():
         assert buffers[part.region].nbytes == part.nbytes
         assert all(buffers[slot].nbytes >= part.nbytes for slot in part.slots)
+
+
+@pytest.mark.parametrize("shape", [{}, {"weight_slots": 1}, {"read_ahead_nbytes": 1 << 26}])
+@pytest.mark.parametrize("update", ["next_forward", "during_backward"])
+def test_no_host_buffer_holds_a_layers_weights_on_their_way(update: str, shape: dict[str, int]) -> None:
+    """With all state on the disk, and a device with memory of its own. Ops are linear in layers."""
+    counts = []
+    for layers in (4, 5, 6):
+        model, numerics = large_spec(layers), Numerics("bf16")
+        places = (Placement("disk", "disk", "disk", "disk"),) * len(model.units)
+        policy = Policy(update=update, placements=places, **shape)  # type: ignore[arg-type]
+        schedule = build_step(model, numerics, policy, Work((4,)), "all" if update == "next_forward" else "none")
+        check(schedule)
+        least = min(layout_of(unit).size for unit in model.units) * numerics.weight_nbytes
+        host = [b for b in schedule.buffers.values() if b.tier == "host" and b.part is not Part.GRADIENTS]
+        assert 0 < max(buffer.nbytes for buffer in host) < least
+        counts.append(len(schedule.ops))
+    assert counts[2] - counts[1] == counts[1] - counts[0]
 
 
 def over_files(layers: int = 5, in_host: tuple[str, ...] = ("a", "b")) -> ModelSpec:
@@ -91,7 +110,7 @@ def test_file_backed_weights_take_only_staging_memory(shard_nbytes: int, *, shar
 
 def from_files(op: Op) -> bool:
     """Whether it copies what a READ has just brought."""
-    return op.kind == "FETCH" and op.reads[0].buffer.startswith("host/file_staging")
+    return op.kind == "FETCH" and op.reads[0].buffer.startswith("host/weight_staging")
 
 
 def test_shards_from_files_are_read_while_the_shard_before_is_copied() -> None:

@@ -68,6 +68,13 @@ def _kimi(generator: torch.Generator) -> dict[str, Tensor]:
     return _patches(generator) | {"pixel_values": torch.randn(4, 3, 4, 4, generator=generator)}
 
 
+def _inkling(generator: torch.Generator) -> dict[str, Tensor]:
+    return {
+        "pixel_values": torch.randn(1, 8, 8, 3, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 1, 1]]),
+    }
+
+
 def _lfm(generator: torch.Generator) -> dict[str, Tensor]:
     return {
         "pixel_values": torch.randn(1, 4, 48, generator=generator),
@@ -94,6 +101,7 @@ class Kind:
     inputs: Inputs
     typed: bool = False
     """Whether it takes `mm_token_type_ids`."""
+    attention: str = "sdpa"
 
 
 KINDS: dict[str, Kind] = {
@@ -182,6 +190,28 @@ KINDS: dict[str, Kind] = {
         1,
         _kimi,
     ),
+    "inkling2": Kind(
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid_sliding"],
+            "n_layers_per_attn_res_block": 2,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 8,
+            "sliding_window_size": 8,
+            "d_rel": 4,
+            "rel_extent": 8,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "unpadded_vocab_size": VOCABULARY,
+        },
+        {"posemb_grid_size": 4, "projection_hidden_dim": 16, "text_hidden_size": 32},
+        {"image_token_id": IMAGE},
+        1,
+        _inkling,
+        attention="eager",  # with a bias by distance
+    ),
     "gemma4_unified": Kind(
         {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "per_layer_config": {}},
         {"pooling_kernel_size": 2, "mm_embed_dim": 32, "mm_posemb_size": 4, "output_proj_dims": 32},
@@ -211,7 +241,7 @@ def image_model(kind: str, vocabulary: int = VOCABULARY, **ids: int) -> nn.Modul
     config = AutoConfig.for_model(kind, **parts, **{**of.top, **ids}, tie_word_embeddings=tied)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation=of.attention)
         perturb(model, 0)
     return model.train()
 

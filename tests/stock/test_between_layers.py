@@ -161,6 +161,7 @@ def with_weights(self: Any, hidden: Tensor, first: Tensor, number: int, **_: Any
     return mixed / (1 + size)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("device", "policy"), POLICIES)
 @pytest.mark.parametrize("does", [masked, masked_in_place, written_at_places, with_weights, unchanged])
 def test_code_between_layers_trains_as_in_torch(

@@ -105,7 +105,8 @@ def configuration(tmp_path: Path, model: Path, **changed: dict[str, Any]) -> Con
     tree: dict[str, dict[str, Any]] = {
         "model": {"path": str(model), "verify": False},
         "data": {"sources": [str(tmp_path / "corpus.txt")], "sequence_length": 16, "cache": str(tmp_path / "cache")},
-        "train": {"steps": 10, "micro_batch_size": 2, "learning_rate": 1e-2, "weight_decay": 0.1, "precision": "fp32"},
+        "train": {"steps": 10, "micro_batch_size": 2, "learning_rate": 1e-2, "weight_decay": 0.1, "precision": "fp32"}
+        | {"sample_tokens": 2},
         "checkpoint": {"every": 0},
         "output": {"folder": str(tmp_path / "run"), "trackers": [], "precision": "fp32"},
     }
@@ -142,7 +143,12 @@ def small_files(folder: Path) -> dict[str, str]:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in ("llava", "qwen3_5") else pytest.mark.slow) for kind in KINDS]
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in ("llava", "qwen3_5") else pytest.mark.slow)
+        for kind in KINDS
+        if kind != "inkling2"  # whose routers refuse weights in bfloat16
+    ],
 )
 def test_training_on_text_keeps_every_tensor_name_and_file(kind: str, tmp_path: Path) -> None:
     source = published(kind, tmp_path / "published")

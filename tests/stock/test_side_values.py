@@ -22,7 +22,7 @@ from megatrain.model.tiny import shrink, twin_from, with_dropout
 from megatrain.plan.spec_file import as_fields, read_model
 from megatrain.schedule.build import build_step
 from megatrain.schedule.check import check
-from megatrain.schedule.contents import Side, SideGradient
+from megatrain.schedule.contents import Hidden, Side, SideGradient
 from megatrain.schedule.deps import derive_waits
 from megatrain.schedule.ops import Schedule, Use
 from megatrain.spec import Numerics, Placement, UpdateTime, Work
@@ -52,6 +52,11 @@ ON_DEVICE = Placement("device", "device", "device")
 POLICIES = {
     "recomputed": replace(SHARDS, activations="recompute"),
     "kept": replace(SHARDS, activations="keep", grad_slots=1),
+    "offloaded": replace(SHARDS, activations_by_layer=(("offload",),), offload_slots=1),
+    "offloaded by shard": replace(SHARDS, wait_for="shard", activations_by_layer=(("offload", "offload_chosen"),)),
+    "offloaded in rounds": replace(
+        SHARDS, activations_by_layer=(("offload_attention",), ("graph", "offload")), micro_batches_per_round=2
+    ),
     "offloaded and dropped": replace(SHARDS, activations_by_layer=(("offload",), ("drop",)), offload_slots=1),
     "stored": replace(SHARDS, activations_by_layer=(("chosen", "offload_chosen"), ("attention", "graph"))),
     "by shard": replace(SHARDS, wait_for="shard", weight_slots=1),
@@ -151,6 +156,23 @@ def test_no_policy_changes_a_bit(kind: str, name: str) -> None:
     if policy.placements:
         policy = replace(policy, placements=(ON_DEVICE,) * (model.config.num_hidden_layers + 2))
     assert equal(stepped(model, "sim:3", policy), plainest(kind, policy.update))
+
+
+@pytest.mark.parametrize(
+    "kind", ["gemma4", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("zaya", "inkling2_text"))]
+)
+def test_what_layers_pass_on_leaves_the_device_and_comes_back(kind: str) -> None:
+    """And takes no more of it with more micro-batches."""
+    spec, on_device = port_model(small(kind), torch.float32).spec, []
+    for count in (4, 8):
+        schedule = build_step(spec, Numerics("fp32"), POLICIES["offloaded"], Work((20,) * count))
+        check(schedule)
+        for copy in ("OFFLOAD", "RELOAD"):
+            moved = {type(op.reads[0].content) for op in schedule.ops if op.kind == copy}
+            assert moved >= {Hidden if kind == "inkling2_text" else Side, SideGradient}, copy
+        uses = (Use.SIDE_VALUES, Use.SIDE_GRADIENTS, Use.OFFLOAD_SLOTS)
+        on_device.append(sum(each.nbytes for each in schedule.buffers.values() if each.use in uses))
+    assert on_device[0] == on_device[1]
 
 
 def schedule_of(kind: str) -> Schedule:

@@ -17,7 +17,6 @@ from megatrain.commands.export import run_export
 from megatrain.commands.generate import GenerationModel, run_chat
 from megatrain.data import load_tokenizer, turn_ends
 from megatrain.data.chat import choose_template
-from megatrain.run.history import read_history
 from megatrain.run.sampling import Sampling
 from tests.data.chats import byte_tokenizer
 from tests.data.test_trl_masks import tokenizer_of
@@ -78,7 +77,8 @@ def test_a_model_stops_where_its_trained_turns_end(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert stock_answer(tmp_path / "run" / "model") == [*b"ok", end]
-    assert read_history(tmp_path / "run").samples[-1]["text"] == "ok"
+    events = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [event["text"] for event in events if event["event"] == "sampled"] == ["ok"]
     heard: list[str] = []
     run_chat(GenerationModel(str(tmp_path / "run"), precision="fp32"), ["q"], heard.append, Sampling(24, 0))
     assert "".join(heard) == "ok\n"

@@ -44,7 +44,7 @@ def streamed(model: nn.Module, kind: str, device: str = "sim:3", policy: Policy 
     return engine
 
 
-@kinds("qwen3_vl")
+@kinds("qwen3_vl", "inkling2")  # which has side values, too
 def test_every_gradient_and_the_norm_equal_the_stock_models(kind: str) -> None:
     """In a step with a micro-batch without an image, and with two rows and images in one."""
     model, batches = image_model(kind), mixed(kind)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
-from itertools import product
+from collections.abc import Callable
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,16 @@ import torch
 from safetensors.torch import load_file
 
 from megatrain import AdamW, Engine, Policy
-from megatrain.checkpoint import checkpoints, full_check, open_checkpoint
+from megatrain.checkpoint import checkpoints, full_check, manifest, open_checkpoint
 from megatrain.checkpoint.range_writer import RangeWriter
 from megatrain.errors import CheckpointError, DamagedCheckpoint, DoesNotFit, NonFinite
+from megatrain.memory import unit_state
+from megatrain.memory.unit_state import UnitState
+from megatrain.model import pretrained
 from megatrain.plan import Choice
 from megatrain.spec import Numerics, Placement, Precision
+from tests.integration.test_rank_loads import Meter
+from tests.saved import set_saved_at_once
 from tests.tiny import equal, tiny_model, unequal_batches
 
 DISK, DEVICE = Placement("disk", "disk", "disk"), Placement("device", "device", "device")
@@ -139,9 +146,13 @@ def test_without_the_save_wait_state_would_be_torn(tmp_path: Path, slow_disk: Sl
         assert files(under_way.wait()) != files(quiet)
 
 
+@pytest.mark.parametrize("at_once", [1 << 24, 1000])
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
-def test_memory_for_a_save_is_one_unit_in_float32(precision: Precision, tmp_path: Path) -> None:
-    for placements, words in ((HOMES["host"], 1 if precision == "bf16" else 0), (HOMES["disk"], 3)):
+def test_memory_for_a_save_is_one_array_of_a_unit_but_at_most_a_piece(
+    precision: Precision, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_saved_at_once(monkeypatch, at_once)
+    for placements in (HOMES["host"], HOMES["disk"]):
         with made(chosen(precision, shares_memory=True, placements=placements), tmp_path) as engine:
             before = engine.diagnostics.memory_table()
             engine.save(tmp_path / "run").wait()
@@ -153,7 +164,67 @@ def test_memory_for_a_save_is_one_unit_in_float32(precision: Precision, tmp_path
         else:
             (owner,) = added
             assert owner == ("host", "checkpoint")
-            assert words * 4 * largest <= added[owner] <= words * 4 * (largest + 64)
+            assert 4 * min(largest, at_once) <= added[owner] <= 4 * min(largest + 64, at_once)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system tells of a process's memory there")
+@pytest.mark.parametrize(
+    ("placements", "device"),
+    [((DISK,) * 3, "cpu"), pytest.param((DEVICE,) * 3, "sim:1", marks=pytest.mark.slow)],
+)
+def test_saves_exports_and_loads_take_no_more_than_a_few_pieces(
+    placements: tuple[Placement, ...], device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 256 KiB here, beside blocks of 64 KiB written and of 4 MiB read. A layer's state takes 20 MB in float32."""
+    set_saved_at_once(monkeypatch, 1 << 16)
+    monkeypatch.setattr(unit_state, "AT_ONCE", 1 << 16)
+    monkeypatch.setattr(manifest, "BLOCK_NBYTES", 1 << 16)
+    monkeypatch.setattr(pretrained, "BATCH_NBYTES", 1 << 17)
+
+    calls = count()
+
+    def looks(honest: Callable[..., Any]) -> Callable[..., Any]:
+        def looked(*given: Any, **named: Any) -> Any:
+            if next(calls) % 8 == 0:
+                meter.look()
+            return honest(*given, **named)
+
+        return looked
+
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+    with made(chosen(placements=placements), tmp_path, device, "mixtral", **sizes) as engine:
+        assert 12 * max(unit.numel for unit in engine.structure.units) > 20e6
+        engine.save(tmp_path / "first").wait()  # which makes the buffers of the disk
+        monkeypatch.setattr(RangeWriter, "write", looks(RangeWriter.write))
+        monkeypatch.setattr(UnitState, "write", looks(UnitState.write))
+        meter = Meter(tmp_path)
+        saved = engine.save(tmp_path / "run").wait()
+        assert meter.peak < 6 << 20
+        meter = Meter(tmp_path)
+        engine.save_pretrained(tmp_path / "model")
+        assert meter.peak < 6 << 20
+        meter = Meter(tmp_path)
+        engine.restore(open_checkpoint(saved))
+        assert meter.peak < 6 << 20
+        assert files(engine.save(tmp_path / "same").wait()) == files(saved)
+
+
+@pytest.mark.parametrize(
+    ("how", "device"),
+    [
+        (chosen(placements=HOMES["disk"]), "sim:5"),
+        (chosen("bf16", "during_backward", placements=(DEVICE, Placement(), DEVICE, DISK, Placement())), "sim:3"),
+    ],
+)
+def test_a_save_by_short_ranges_gives_the_same_files(
+    how: Choice, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with made(how, tmp_path, device) as engine:
+        steps(engine, 1)
+        whole = engine.save(tmp_path / "whole").wait()
+        set_saved_at_once(monkeypatch, 1000)
+        ranges = engine.save(tmp_path / "ranges").wait()
+    assert files(ranges) == files(whole)
 
 
 # Going on ------------------------------------------------------------------------------------------------------------
@@ -457,7 +528,7 @@ def test_moving_state_leaves_memory_for_saves(tmp_path: Path) -> None:
             for (tier, owner), n in engine.diagnostics.memory_table().items()
             if tier == "host" and owner != "checkpoint"
         )
-        needed = max(engine.parts.store.layouts[unit].size for unit in range(5)) * 12
+        needed = max(engine.parts.store.layouts[unit].size for unit in range(5)) * 4
         assert needed < state
         engine.adopt(away)
         assert engine.diagnostics.memory_table()["host", "checkpoint"] == needed

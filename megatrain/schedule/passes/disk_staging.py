@@ -50,6 +50,8 @@ class Staged:
     shard: int = -1
     sources: tuple[Access, ...] = ()
     """Its consecutive sources, if it has several; then no op changes it here."""
+    copies_each: bool = False
+    """Whether every change is copied out, not only the last of several in a row: its slot may change in between."""
 
 
 def stage(ops: Sequence[Op], staged: Mapping[str, Staged]) -> list[Op]:
@@ -80,6 +82,8 @@ class _Staging:
         """The reverse: name -> buffer."""
         self._last_use: dict[str, int] = {}
         self._last_write: dict[str, int] = {}
+        self._last_copy_out = -1
+        """The last of those that are among the ops."""
         self._earliest = 0
         self._before: dict[int, list[Op]] = defaultdict(list)
         self._after: dict[int, list[Op]] = defaultdict(list)
@@ -89,6 +93,7 @@ class _Staging:
         for index, op in enumerate(self._ops):
             for access in op.writes:
                 self._last_write[access.buffer] = index
+            self._last_copy_out = index if op.kind == DISK.outward[0] else self._last_copy_out
             placed.append(self._place(index, op) if self._names[index] else op)
         ordered: list[Op] = []
         for index, op in enumerate(placed):
@@ -130,7 +135,9 @@ class _Staging:
         return Op(op.kind, op.stream, op.unit, op.micro, op.shard, reads, writes, op.share)
 
     def _is_whole(self, name: str, now: int) -> bool:
-        """Whether the op at `now` is the last in a run of ops that write the name."""
+        """Whether the op at `now` is the last in a run of ops that write the name, or all of them are copied out."""
+        if self._staged[name].copies_each:
+            return True
         uses = self._uses[name]
         following = bisect_right(uses, now)
         return following == len(uses) or uses[following] not in self._changes[name]
@@ -141,7 +148,8 @@ class _Staging:
         slot = max(free, key=lambda slot: (self._next_use(slot, index), -self._last_use.get(slot, -1)))
         places = [self._staged[name].region, *(source.buffer for source in self._staged[name].sources)]
         written = max(self._last_write.get(place, -1) for place in places)  # by an op that is already placed
-        self._earliest = max(self._earliest, self._last_use.get(slot, -1) + 1, written + 1)
+        behind = max(written, self._last_copy_out) if written >= 0 else -1  # or it would hold up what need not wait
+        self._earliest = max(self._earliest, self._last_use.get(slot, -1) + 1, behind + 1)
         self._where.pop(self._holds.get(slot, name), None)
         self._holds[slot], self._where[name] = name, slot
         return slot

@@ -2,8 +2,9 @@
 
 A driver copies pageable memory through a buffer of its own, and blocks the caller. If a process may lock less
 memory than its weights and gradients take, they stay pageable: a host thread packs each shard into a pinned
-buffer, from which it is copied to the device; a gradient shard is copied into one, and unpacked from there. State
-on the disk, and gradients that are used as they land, pass through buffers of their own, which are pinned instead.
+buffer, from which it is copied to the device; a gradient shard is copied into one, and unpacked from there. Gradients
+on the disk, and those that are used as they land, pass through buffers of their own, which are pinned instead.
+Weights on the disk or in files are read into such a buffer, shard by shard, whatever may be pinned.
 PACK and UNPACK are ordinary ops inserted by `disk_staging`, each direction on its own stream. The policy says
 whether this is used (`plan.refinements`).
 """
@@ -15,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from megatrain.schedule.contents import Gradient
 from megatrain.schedule.ops import Access, Buffer, Use, declare
 from megatrain.schedule.passes.disk_staging import Route, Staged
-from megatrain.schedule.passes.state_buffers import file_staging_names
-from megatrain.spec import Part, Policy, Transfer
+from megatrain.schedule.passes.state_buffers import weight_staging_names
+from megatrain.spec import Policy, Transfer
 
 PACKING = Route(("PACK", "pack"), ("UNPACK", "unpack"))
 
@@ -33,24 +34,24 @@ def pinned_nbytes(buffers: Iterable[Buffer], transfer: Transfer) -> int:
 
 
 class PinnedStaging:
-    """The pinned staging buffers of one schedule, added to `buffers`. `staged`: what passes through; `from_files`:
-    what passes through on its way from the model's files."""
+    """The pinned staging buffers of one schedule, added to `buffers`. `staged`: what passes through; `from_drive`:
+    what passes through on its way from the disk or the model's files."""
 
     def __init__(
         self,
         policy: Policy,
         buffers: dict[str, Buffer],
         on_disk: Mapping[str, Staged],
-        in_files: Mapping[str, Sequence[Access]],
+        on_drive: Mapping[str, Sequence[Access]],
     ) -> None:
-        self._policy, self._buffers, self._on_disk, self._in_files = policy, buffers, on_disk, in_files
+        self._policy, self._buffers, self._on_disk, self._on_drive = policy, buffers, on_disk, on_drive
         self.staged: dict[str, Staged] = {}
-        self.from_files: dict[str, Staged] = {}
+        self.from_drive: dict[str, Staged] = {}
 
     def at(self, stream: str, unit: int, shard: int, home: Access) -> Access:
         """Where a copy on `stream` reads or writes what belongs in `home`: there, or in a staging buffer."""
         if sources := self._sources(home):
-            return self._from_file(unit, shard, home, sources)
+            return self._from_drive(unit, shard, home, sources)
         if self._policy.transfer != "staged" or home.buffer in self._on_disk:
             return home
         buffer = self._buffers[home.buffer]
@@ -69,20 +70,18 @@ class PinnedStaging:
         return Access(name, 0, nbytes, home.content)
 
     def _sources(self, home: Access) -> tuple[Access, ...]:
-        """The sources of weights of which at least the last ones are in a file; empty for weights in host memory."""
+        """The sources of weights of which at least the last ones are on a drive; empty for weights in host memory."""
         sources, start = [], 0
-        for source in self._in_files.get(home.buffer, ()):
+        for source in self._on_drive.get(home.buffer, ()):
             first, last = max(home.start, start), min(home.stop, start + source.stop)
             if first < last:
                 sources.append(source._replace(start=first - start, stop=last - start))
             start += source.stop
         return tuple(sources) if sources and sources[-1].buffer != home.buffer else ()
 
-    def _from_file(self, unit: int, shard: int, home: Access, sources: tuple[Access, ...]) -> Access:
-        nbytes, slots = home.stop - home.start, file_staging_names(self._policy)
-        for slot in slots:
-            declare(self._buffers, Buffer(slot, "host", nbytes, Use.DISK_STAGING, part=Part.WEIGHTS))
+    def _from_drive(self, unit: int, shard: int, home: Access, sources: tuple[Access, ...]) -> Access:
+        nbytes, slots = home.stop - home.start, weight_staging_names(self._policy)
         name, region = f"{home.buffer}/shard{shard}", sources[-1].buffer
         staged = Staged(unit, region, nbytes, home.content, slots, shard=shard, sources=sources)
-        self.from_files[name] = staged
+        self.from_drive[name] = staged
         return Access(name, 0, nbytes, home.content)

@@ -26,7 +26,7 @@ from megatrain.schedule.contents import Weights
 from megatrain.schedule.ops import Access, Buffer, Op, Use, declare
 from megatrain.schedule.passes.phases import Arrival, gated
 from megatrain.schedule.passes.pinned_staging import PinnedStaging
-from megatrain.schedule.passes.state_buffers import shard_nbytes, state_name
+from megatrain.schedule.passes.state_buffers import state_name, weight_shards
 from megatrain.schedule.passes.weight_slots import IN_SLOT, WeightSlots
 from megatrain.spec import Part, Tier
 from megatrain.spec.layout import Shard
@@ -302,8 +302,8 @@ class Prefetch:
         return next(over, visit.unit) != visit.unit  # a slot counts from its first `of` on
 
     def _shards(self, visit: Visit) -> tuple[Shard, ...]:
-        nbytes = shard_nbytes(self._policy, self._model.units[visit.unit].kind)
-        return self._layouts[visit.unit].shards(max(1, nbytes // self._numerics.weight_nbytes))
+        unit, tier = visit.unit, self._policy.placement(visit.unit).weights
+        return weight_shards(self._layouts[unit], self._model.units[unit].kind, self._numerics, self._policy, tier)
 
 
 def _as_given_up(order: Sequence[Shard], free: dict[int, Position]) -> list[Shard]:

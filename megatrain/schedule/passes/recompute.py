@@ -28,6 +28,8 @@ from megatrain.schedule.contents import (
     LayerGraph,
     Saved,
     Scratch,
+    Side,
+    SideGradient,
 )
 from megatrain.schedule.ops import Access, Buffer, Op, Use, declare
 from megatrain.schedule.passes.disk_staging import Route, Staged, stage
@@ -131,8 +133,11 @@ class Activations:
         if len(policy.activations_by_layer) > len(model.layers):
             what = f"has rows for {len(policy.activations_by_layer)} layers, but the model has {len(model.layers)}"
             raise PlanError(what, where="policy.activations_by_layer", fix="give one row for each layer, or fewer")
+        self._trains = trains
         self._lowest = max(1, model.lowest_trained)
         """The lowest layer with a backward pass."""
+        self._readers = {side.source + 1: side.users for side in model.sides if side.is_hidden}
+        """Layer -> the units that read its input, too, as a side value."""
         layers = range(self._lowest, model.epilogue) if trains else range(0)
         needed = {unit for unit in model.encoder[1:] if model.has_backward(unit)}
         needed |= {*model.tapped} if model.encoders and model.has_backward(0) else set()
@@ -157,10 +162,17 @@ class Activations:
     def _keep(self, layer: int, micro: int) -> Keep:
         if layer not in self._model.layers:
             return "input" if self._policy.shares_memory else "offload"
-        keep = self._policy.keep(layer - 1, micro)
-        if keep == "drop" and layer == self._lowest:
+        keep, readers = self._policy.keep(layer - 1, micro), self._readers.get(layer, ())
+        if keep == "drop" and (layer == self._lowest or readers):
             return "input"
-        return NOT_OFFLOADED.get(keep, keep) if self._policy.shares_memory else keep
+        return NOT_OFFLOADED.get(keep, keep) if not self.leaves(layer, readers, micro) else keep
+
+    def leaves(self, layer: int, readers: Sequence[int], micro: int) -> bool:
+        """Whether what a unit makes is offloaded: the input of `layer`, with all that `readers` read. The graph of a
+        reader would hold it on the device."""
+        policy = self._policy
+        graphs = any(policy.keep(reader - 1, micro) == "graph" for reader in readers if reader in self._model.layers)
+        return self._trains and not (policy.shares_memory or graphs) and policy.keep(layer - 1, micro) in NOT_OFFLOADED
 
     # One op's part --------------------------------------------------------------------------------------------------
 
@@ -177,8 +189,8 @@ class Activations:
         return [self.found_by(layer, micro), *also]
 
     def found_by(self, layer: int, micro: int) -> Access:
-        """The graph or input from which a layer's backward starts."""
-        keep = self._keeps[layer, micro]
+        """The graph or input from which a layer's backward starts; where units behind the layer find its input."""
+        keep = self._keeps.get((layer, micro))
         if keep in NOT_OFFLOADED:
             return self._offloaded(layer, micro)
         match keep:
@@ -331,37 +343,67 @@ class Activations:
 
     # Offloading -----------------------------------------------------------------------------------------------------
 
-    def offloaded(self, ops: Sequence[Op]) -> list[Op]:
-        """`ops` with slots for offloaded inputs and outputs, and the necessary OFFLOAD and RELOAD ops."""
+    def offloaded(self, ops: Sequence[Op], side_values: Sequence[Access]) -> list[Op]:
+        """`ops` with slots for what is offloaded, and the necessary OFFLOAD and RELOAD ops.
+
+        side_values: those that are offloaded, and sums of their gradients. Of each kind there are as many slots as the
+        policy says; more if one op needs several.
+        """
         away = [key for key, keep in self._keeps.items() if keep in NOT_OFFLOADED]
         saved = [key for key in away if self._keeps[key] in SAVED_BY]
-        staged = self._staged("offload_slots", Use.OFFLOADED_INPUTS, [self._offloaded(*key) for key in away])
-        staged |= self._staged("offload_slots/outputs", Use.OFFLOADED_OUTPUTS, [self.stored(*key) for key in saved])
+        of_kinds = {
+            "offload_slots": [self._offloaded(*key) for key in away],
+            "offload_slots/outputs": [self.stored(*key) for key in saved],
+            "offload_slots/sides": side_values,
+        }
+        staged: dict[str, Staged] = {}
+        for kind, accesses in of_kinds.items():
+            most = _most_at_once(ops, accesses) if self._model.sides or self._model.encoders else 1
+            count = min(self._policy.offload_slots - 1 + most, len(accesses))  # while an op runs, the others are filled
+            slots = tuple(f"device/{kind}/{k}" for k in range(count))
+            # If a micro-batch represents several, one at a time is in a slot.
+            largest = max((round(access.stop / self._work.repeats) for access in accesses), default=0)
+            for slot in slots:
+                declare(self._buffers, Buffer(slot, "device", largest, Use.OFFLOAD_SLOTS))
+            at_a_time = self._policy.micro_batches_per_round or self._work.micro_batches
+            staged |= {access.buffer: _staged(self._model, access, slots, at_a_time) for access in accesses}
         placed = stage(ops, staged)
-        reloads = [op for op in placed if op.kind == "RELOAD" and isinstance(op.reads[0].content, Hidden | Saved)]
+        reloads = [op for op in placed if op.kind == "RELOAD" and type(op.reads[0].content) in OFFLOADED_AS]
         for op in reloads:
-            use = Use.OFFLOADED_INPUTS if isinstance(op.reads[0].content, Hidden) else Use.OFFLOADED_OUTPUTS
+            use = OFFLOADED_AS[type(op.reads[0].content)]
             declare(self._buffers, Buffer(op.reads[0].buffer, "host", op.nbytes, use))
         returning = {op.reads[0].content for op in reloads}
         leaving = {op.writes[0].content for op in placed if op.kind == "OFFLOAD"}
-        stays = {content for content in leaving - returning if isinstance(content, Hidden | Saved)}
+        stays = {content for content in leaving - returning if type(content) in OFFLOADED_AS}
         return [op for op in placed if op.kind != "OFFLOAD" or op.writes[0].content not in stays]
 
-    def _staged(self, slots_name: str, use: Use, inside: Sequence[Access]) -> dict[str, Staged]:
-        """Name on the device -> its place in host memory, and the slots that it passes through."""
-        count = min(max(self._policy.offload_slots, len(self._model.tapped)), len(inside))
-        slots = tuple(f"device/{slots_name}/{k}" for k in range(count))
-        # If a micro-batch represents several, one at a time is in a slot.
-        largest = max((round(access.stop / self._work.repeats) for access in inside), default=0)
-        for slot in slots:
-            declare(self._buffers, Buffer(slot, "device", largest, Use.OFFLOAD_SLOTS))
-        staged = {}
-        for access in inside:
-            content = access.content
-            assert isinstance(content, Hidden | Saved)
-            place = content.micro % (self._policy.micro_batches_per_round or self._work.micro_batches)
-            outside = f"host/{use.name.lower()}/{content.unit}.{place}"
-            staged[access.buffer] = Staged(
-                content.unit, outside, access.stop, USED, slots, content.micro, THROUGH_THE_BUS
-            )
-        return staged
+
+OFFLOADED_AS: dict[type[Content], Use] = {
+    Hidden: Use.OFFLOADED_INPUTS,
+    Saved: Use.OFFLOADED_OUTPUTS,
+    Side: Use.OFFLOADED_SIDES,
+    SideGradient: Use.OFFLOADED_SIDES,
+}
+"""What is offloaded -> the use of its place in host memory."""
+
+
+def _most_at_once(ops: Sequence[Op], accesses: Sequence[Access]) -> int:
+    """The largest number of these that one op mentions, by their names."""
+    names = {access.buffer for access in accesses}
+    mentioned = ({access.buffer for access in (*op.reads, *op.writes)} for op in ops)
+    return max((len(names & buffers) for buffers in mentioned), default=0) if names else 0
+
+
+def _staged(model: ModelSpec, access: Access, slots: tuple[str, ...], at_a_time: int) -> Staged:
+    """The place in host memory of something offloaded, and the slots that it passes through. at_a_time: micro-batches
+    that need a place at a time."""
+    content = access.content
+    is_sum = isinstance(content, SideGradient)
+    if isinstance(content, Hidden | Saved):
+        unit = which = content.unit
+    else:
+        assert isinstance(content, Side | SideGradient)
+        unit, which = model.sides[content.number].source, content.number
+    folder = f"{OFFLOADED_AS[type(content)].name.lower()}{'/gradients' if is_sum else ''}"
+    outside = f"host/{folder}/{which}.{content.micro % at_a_time}"
+    return Staged(unit, outside, access.stop, USED, slots, content.micro, THROUGH_THE_BUS, copies_each=is_sum)

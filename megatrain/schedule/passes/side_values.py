@@ -1,24 +1,35 @@
-"""The memory of side values: what units pass to later ones besides the hidden state, and the gradients of it."""
+"""Places what units pass to later ones besides the hidden state, and its gradients: on the device, or offloaded.
+
+What a unit makes is kept alike: its side values as the next layer keeps its input, which is made at the same time. On
+the device, a value is a transient buffer from the unit that makes it to the last that reads it. Offloaded, it goes
+through slots to host memory, as offloaded inputs do (`recompute`), and comes back for each unit that reads it and no
+longer finds it in its slot. A hidden state that later units read is the input of the next layer: they find it where
+that layer left it, as an input, an offloaded one or a part of a graph, and it has no memory of its own. A value is
+never computed twice: where inputs are dropped, it stays on the device, as does an input that later units read.
+
+The gradient of a value takes the same route. It waits as long as a value does, from the highest unit that reads the
+value to the one that makes it, unlike the gradient of the hidden state, which the next op takes. As each reader adds a
+term, each sum leaves that does not stay in its slot. Values of the prologue are among the arguments of layers, which
+stay on the device; what only the loss reads (router logits) is small, and stays there too.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 
-from megatrain.schedule.contents import Content, Side, SideGradient
+from megatrain.schedule.contents import Side, SideGradient
 from megatrain.schedule.ops import Access, Use
+from megatrain.schedule.passes.recompute import PREFIXES, Activations
 from megatrain.spec import ModelSpec, Work
-
-Transient = Callable[[Use, str, int, Content], Access]
-"""(use, name within it, bytes, content) -> device memory that exists while ops need it."""
 
 
 class SideValues:
-    """Assigns the memory of one step's side values, which stay on the device from the unit that makes them to the last
-    that reads them."""
+    """Assigns the memory of one step's side values, beside that of its `activations`."""
 
-    def __init__(self, model: ModelSpec, work: Work, transient: Transient) -> None:
-        self._model, self._work, self._transient = model, work, transient
+    def __init__(self, model: ModelSpec, work: Work, activations: Activations) -> None:
+        self._model, self._work, self._activations = model, work, activations
+        self.offloaded: dict[str, Access] = {}
+        """Those that are offloaded, by names that a slot replaces, as far as ops have been made."""
         self._made: dict[int, list[int]] = defaultdict(list)
         """Unit -> numbers of the side values that it makes, and below of those that it reads."""
         self._used: dict[int, list[int]] = defaultdict(list)
@@ -28,17 +39,20 @@ class SideValues:
                 self._used[user].append(number)
 
     def made(self, unit: int, micro: int) -> list[Access]:
-        """The side values that a unit's forward leaves."""
-        return [self._value(number, micro) for number in self._made[unit] if self._has_memory(number)]
+        """The side values that a unit's forward leaves; its hidden state is the input of the next unit."""
+        values = self._model.sides
+        return [self._value(number, micro) for number in self._made[unit] if unit and not values[number].is_hidden]
 
     def used(self, unit: int, micro: int) -> list[Access]:
-        """The side values that a unit reads."""
-        return [self._value(number, micro) for number in self._used[unit] if self._has_memory(number)]
-
-    def _has_memory(self, number: int) -> bool:
-        """Those of the prologue are among the arguments of layers, except its hidden state."""
-        side = self._model.sides[number]
-        return side.source > 0 or side.is_hidden
+        """The side values that a unit reads besides its input and the arguments of layers."""
+        accesses = []
+        for number in self._used[unit]:
+            side = self._model.sides[number]
+            if side.is_hidden and side.source + 1 < unit:
+                accesses.append(self._activations.found_by(side.source + 1, micro))
+            elif side.source and not side.is_hidden:
+                accesses.append(self._value(number, micro))
+        return accesses
 
     def backward(self, unit: int, micro: int) -> tuple[list[Access], list[Access]]:
         """Gradients of side values in a unit's backward: what it reads, and what it writes.
@@ -56,20 +70,21 @@ class SideValues:
         return reads, writes
 
     def _value(self, number: int, micro: int) -> Access:
-        use = Use.ROUTER_LOGITS if self._only_for_the_loss(number) else Use.SIDE_VALUES
-        return self._transient(use, f"{number}.{micro}", self._nbytes(number, micro), Side(number, micro))
+        return self._placed(number, Use.SIDE_VALUES, Side(number, micro))
 
     def _gradient(self, number: int, micro: int, after: int) -> Access:
         """The gradient of a side value, which takes the place of a value that only the loss reads."""
-        use = Use.ROUTER_LOGITS if self._only_for_the_loss(number) else Use.SIDE_GRADIENTS
-        content = SideGradient(number, micro, after)
-        return self._transient(use, f"{number}.{micro}", self._nbytes(number, micro), content)
+        return self._placed(number, Use.SIDE_GRADIENTS, SideGradient(number, micro, after))
 
-    def _only_for_the_loss(self, number: int) -> bool:
-        side = self._model.sides[number]
-        return side.users == (self._model.epilogue,) and not side.is_hidden
-
-    def _nbytes(self, number: int, micro: int) -> int:
+    def _placed(self, number: int, use: Use, content: Side | SideGradient) -> Access:
+        side, micro, which = self._model.sides[number], content.micro, f"{number}.{content.micro}"
         tokens = self._work.tokens[micro]
-        nbytes = self._model.sides[number].nbytes(tokens, min(self._work.length or tokens, tokens))
-        return max(1, round(self._work.repeats * nbytes))
+        of_one = side.nbytes(tokens, min(self._work.length or tokens, tokens))
+        nbytes = max(1, round(self._work.repeats * of_one))
+        if side.users == (self._model.epilogue,) and not side.is_hidden:
+            return self._activations.transient(Use.ROUTER_LOGITS, which, nbytes, content)
+        if self._activations.leaves(side.source + 1, side.users, micro):
+            access = Access(f"{PREFIXES[use]}{which}", 0, nbytes, content)
+            self.offloaded.setdefault(access.buffer, access)
+            return access
+        return self._activations.transient(use, which, nbytes, content)

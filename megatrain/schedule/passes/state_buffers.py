@@ -3,9 +3,10 @@ disk.
 
 A unit has weights, low bits and moments, and a gradient if that waits for the norm. Each part is in the tier of
 its placement (`spec.Placement`). On the disk it has a region, plus host buffers that hold it while in use
-(`disk_staging`). Weights in the model's own files pass through such buffers too: by unit in shared memory, else by
-shard. `StateBuffers` names all of it for a schedule; `state_nbytes` adds up the same bytes without names, since a
-plan search needs them thousands of times. `gradients` decides where gradients are summed and land.
+(`disk_staging`). Weights on a drive, which is the disk or the model's own files, reach a device with memory of its
+own by shards, through a ring of host buffers; in shared memory, where compute reads them, they pass by unit.
+`StateBuffers` names all of it for a schedule; `state_nbytes` adds up the same bytes without names, since a plan search
+needs them thousands of times. `gradients` decides where gradients are summed and land.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from megatrain.schedule.passes.disk_staging import Staged
 from megatrain.schedule.passes.pieces import (
     LOW_BITS_NBYTES,
     MOMENTS_NBYTES,
+    PIECE_NBYTES,
     SLOTS,
     Array,
     arrays_of,
@@ -29,12 +31,15 @@ from megatrain.schedule.passes.pieces import (
     disk_pieces,
 )
 from megatrain.spec import IN_HOST, ModelSpec, Numerics, Part, Placement, Policy, Precision, Tier, UpdateTime
-from megatrain.spec.hardware import whole_sectors
-from megatrain.spec.layout import Layout, layout_of
+from megatrain.spec.hardware import SECTOR, whole_sectors
+from megatrain.spec.layout import SAVED_AT_ONCE, Layout, Shard, layout_of
 from megatrain.spec.model import UnitKind
 
 HOST_ONLY = (Part.LOW_BITS, Part.MOMENTS)
 """Parts that only updates use, so they do not cross the bus if the host updates."""
+
+MOST_SHARDS = 16
+"""Shards of a unit that pass through host memory; larger units have larger ones."""
 
 RING = "host/piece_slots"
 """Slots in host memory through which pieces of state on the disk pass, whatever they hold."""
@@ -119,10 +124,8 @@ def staging_names(model: ModelSpec, policy: Policy, unit: int, part: Part) -> li
     """Names of the staging buffers through which a part of a unit passes."""
     if model.units[unit].kind != "layer":
         return [staging_name(model, unit, part)]
-    count = policy.disk_staging_slots
-    if part is Part.WEIGHTS and policy.update == "during_backward" and not policy.shares_memory:
-        count = max(count, policy.layers_fetched)  # between a layer's fetch and its update, others are fetched
-    return [staging_name(model, unit, part, number) for number in range(min(count, len(model.layers)))]
+    count = min(policy.disk_staging_slots, len(model.layers))
+    return [staging_name(model, unit, part, number) for number in range(count)]
 
 
 def state_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[str, int]:
@@ -142,51 +145,86 @@ def state_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[s
     return totals
 
 
+def staged_whole(policy: Policy) -> tuple[Part, ...]:
+    """Parts of which all that a unit has on the disk is in a staging buffer while it is used: its weights only where
+    compute reads them there."""
+    return (Part.WEIGHTS,) if policy.shares_memory else ()
+
+
 def passing(trained: Layout, numerics: Numerics, policy: Policy, placement: Placement) -> tuple[Array, ...]:
-    """The arrays of a unit that pass through the ring: what is on the disk, except weights, and gradients that are
+    """The arrays of a unit that pass through the ring: what is on the disk and not staged whole, and gradients that are
     used as they land beside it."""
     if placement.on_device or not trained.size:
         return ()
     *state, gradient = arrays_of(trained.own_size, numerics)
-    arrays = tuple(array for array in state if array.part in HOST_ONLY and placement.tier(array.part) == "disk")
+    whole = staged_whole(policy)
+    arrays = tuple(array for array in state if array.part not in whole and placement.tier(array.part) == "disk")
     waits = policy.update == "next_forward"
     joins = placement.gradients == "disk" if waits else bool(arrays) and not policy.shares_memory
     return (*arrays, gradient) if joins else arrays
+
+
+def fills_slot(layout: Layout, policy: Policy, placement: Placement) -> bool:
+    """Whether a pending update of a unit with weights on the disk also copies them to their slot on the device.
+
+    Not if some are frozen, or other ranks', or if there is one slot for layers: the update would start when nothing
+    computes.
+    """
+    is_passing = placement.weights == "disk" and not policy.shares_memory
+    return is_passing and layout.ranks == 1 and policy.layer_slots > 1 and layout.trained.size == layout.size > 0
 
 
 def ring_slot_nbytes(trained: Layout, numerics: Numerics, policy: Policy, placement: Placement) -> int:
     """Bytes of a slot of the ring that holds any piece of a unit."""
     arrays = passing(trained, numerics, policy, placement)
     _, largest = disk_pieces(trained, numerics, policy)[0] if arrays else (0, 0)
-    return sum(whole_sectors(array.nbytes * largest) for array in arrays)
+    return sum(whole_sectors(array.nbytes * largest) + SECTOR * (array.part is Part.WEIGHTS) for array in arrays)
 
 
 def _stages(
     model: ModelSpec, numerics: Numerics, policy: Policy, unit: int, part: SizedPart
 ) -> Iterator[tuple[str, int]]:
     """(name, bytes) of the host buffers through which a part passes from the drive."""
-    if part.tier == "disk" and part.part is Part.WEIGHTS:
-        yield from ((name, part.nbytes) for name in staging_names(model, policy, unit, part.part))
-    elif part.tier == "file" and policy.shares_memory:
-        whole = layout_of(model.units[unit]).size * numerics.weight_nbytes
+    if part.tier not in ("disk", "file"):
+        return
+    layout, weight_nbytes = layout_of(model.units[unit]), numerics.weight_nbytes
+    if part.part is Part.WEIGHTS and not policy.shares_memory:
+        shards = weight_shards(layout, model.units[unit].kind, numerics, policy, part.tier)
+        first = layout.files_start if part.tier == "file" else 0
+        largest = max(shard.stop - shard.start for shard in shards if shard.stop > first)
+        yield from ((name, largest * weight_nbytes // layout.ranks) for name in weight_staging_names(policy))
+    elif part.part in staged_whole(policy):
+        whole = layout.size * weight_nbytes if part.tier == "file" else part.nbytes
         yield from ((name, whole) for name in staging_names(model, policy, unit, part.part))
-    elif part.tier == "file":
-        layout, weight_nbytes = layout_of(model.units[unit]), numerics.weight_nbytes
-        shards = layout.shards(max(1, shard_nbytes(policy, model.units[unit].kind) // weight_nbytes))
-        largest = max(shard.stop - shard.start for shard in shards if shard.stop > layout.files_start)
-        yield from ((name, largest * weight_nbytes) for name in file_staging_names(policy))
 
 
-def file_staging_names(policy: Policy) -> tuple[str, ...]:
-    """Host buffers through which shards of weights in files pass to the device."""
-    return tuple(f"host/file_staging/{number}" for number in range(policy.pinned_staging_slots))
+def weight_staging_names(policy: Policy) -> tuple[str, ...]:
+    """Host buffers through which shards of weights pass from the disk or from files to the device."""
+    return tuple(f"host/weight_staging/{number}" for number in range(policy.pinned_staging_slots))
 
 
-def shard_nbytes(policy: Policy, kind: UnitKind) -> int:
-    """Bytes of the largest shard of a unit of that kind, limited by the read-ahead if they use it."""
+def changed_nbytes(layout: Layout, numerics: Numerics, sized: SizedPart) -> int:
+    """Bytes from the start of a part that updates change, rounded up to a sector, where a write can end.
+
+    Frozen weights come after that.
+    """
+    if sized.part is not Part.WEIGHTS:
+        return sized.nbytes
+    return min(sized.nbytes, whole_sectors(layout.trained.own_size * numerics.weight_nbytes))
+
+
+def weight_shards(layout: Layout, kind: UnitKind, numerics: Numerics, policy: Policy, tier: Tier) -> tuple[Shard, ...]:
+    """The shards in which a unit's weights reach the device from `tier`: no larger than the read-ahead, if they use it.
+
+    From a drive they pass through host memory, so they are smaller, unless each would be a phase of a call, or several
+    ranks own a part of each.
+    """
+    nbytes = policy.shard_nbytes
     if policy.read_ahead_nbytes and kind == "layer":
-        return min(policy.shard_nbytes, policy.read_ahead_nbytes)
-    return policy.shard_nbytes
+        nbytes = min(nbytes, policy.read_ahead_nbytes)
+    if tier in ("disk", "file") and policy.wait_for == "unit" and layout.ranks == 1:
+        nbytes = min(nbytes, max(PIECE_NBYTES, layout.size * numerics.weight_nbytes // MOST_SHARDS))
+    return layout.shards(max(1, nbytes // numerics.weight_nbytes))
 
 
 def units_alike(model: ModelSpec, policy: Policy) -> list[tuple[int, Placement, int]]:
@@ -215,47 +253,33 @@ def _kinds(model: ModelSpec) -> tuple[int, ...]:
     return tuple(kinds)
 
 
-class Spare(NamedTuple):
-    """Host memory in which a save assembles a unit in float32: the masters, then what is fetched."""
+def spare_nbytes(model: ModelSpec, unit: int, precision: Precision, away: Collection[Part], *, in_files: bool) -> int:
+    """Host memory through which a save reads the float32 state of a unit: none for what is in host memory so.
 
-    saved: int
-    """Number of a unit's first elements in a checkpoint, or of a rank's share of them: all, except weights of an
-    adapter's base in the model's files."""
-    masters: int
-    """Bytes of the masters; 0 if they exist in host memory."""
-    fetched: int
-    """Bytes of the moments; 0 if they are in host memory."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.masters + self.fetched
-
-
-def spare_of(model: ModelSpec, unit: int, precision: Precision, away: Collection[Part], *, in_files: bool) -> Spare:
-    """The memory for saving a unit. away: its parts that are not in host memory; in_files: whether weights are
-    read from files."""
-    layout, is_master = layout_of(model.units[unit]), precision == "fp32"
+    away: its parts that are not in host memory; in_files: whether weights are read from files.
+    """
+    layout = layout_of(model.units[unit])
     saved = layout.files_start if model.base_apart and layout.ranks == 1 else layout.own_size
-    at_hand = is_master and Part.WEIGHTS not in away and not (in_files and saved > layout.files_start)
-    moments = MOMENTS_NBYTES * layout.trained.own_size if Part.MOMENTS in away else 0
-    return Spare(saved, 0 if at_hand else 4 * saved, moments)
+    is_in_place = precision == "fp32" and Part.WEIGHTS not in away and not (in_files and saved > layout.files_start)
+    largest = max(0 if is_in_place else saved, layout.trained.own_size if Part.MOMENTS in away else 0)
+    return 4 * min(largest, SAVED_AT_ONCE)
 
 
 def save_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> int:
-    """Host memory that saves during training need: that of the most demanding unit (`spare_of`)."""
+    """Host memory that saves during training need: that of the most demanding unit (`spare_nbytes`)."""
     sizes = []
     for unit, placement, _ in units_alike(model, policy):
         away = [part for part in Part if placement.tier(part) not in ("host", "file")]
         in_files = reads_files(layout_of(model.units[unit]), placement)
-        sizes.append(spare_of(model, unit, numerics.precision, away, in_files=in_files).nbytes)
+        sizes.append(spare_nbytes(model, unit, numerics.precision, away, in_files=in_files))
     return max(sizes)
 
 
 class StateBuffers:
     """Adds the buffers of a model's state to `buffers`, for one schedule.
 
-    `staged`: placeholder names for state on the disk. `in_files`: the name for all weights of a unit with some in
-    files -> where they are.
+    `staged`: placeholder names for state on the disk. `on_drive`: the name for all weights of a unit of which the last
+    are on the disk or in files -> where they are.
     """
 
     def __init__(
@@ -266,10 +290,10 @@ class StateBuffers:
         pending: Pending,
         buffers: dict[str, Buffer],
         staged: dict[str, Staged],
-        in_files: dict[str, tuple[Access, ...]],
+        on_drive: dict[str, tuple[Access, ...]],
     ) -> None:
         self._model, self._numerics, self._policy = model, numerics, policy
-        self._buffers, self._staged, self._in_files = buffers, staged, in_files
+        self._buffers, self._staged, self._on_drive = buffers, staged, on_drive
         self._streamed = policy.updates_streamed(model)
         old = "old" if pending == "all" else ""
         self._parts: dict[tuple[int, Placement], Sequence[SizedPart]] = {}
@@ -283,10 +307,10 @@ class StateBuffers:
         declare(buffers, Buffer(NORMS, "host", 8 * len(model.units), Use.NORMS, crosses=False))
 
     def _declare_ring(self) -> None:
-        """Add the slots through which pieces pass, if any do. They are pinned if gradients land there."""
+        """Add the slots through which pieces pass, if any do. They are pinned if gradients or weights cross the bus."""
         passing = [self.passing(unit) for unit in range(len(self._model.units))]
-        lands = any(arrays and arrays[-1].part is Part.GRADIENTS for arrays in passing)
-        crosses = lands and not self._policy.shares_memory
+        crossing = any(array.part not in HOST_ONLY for arrays in passing for array in arrays)
+        crosses = crossing and not self._policy.shares_memory
         for unit, spec in enumerate(self._model.units):
             place = self._policy.placement(unit)
             nbytes = ring_slot_nbytes(layout_of(spec).trained, self._numerics, self._policy, place)
@@ -313,58 +337,75 @@ class StateBuffers:
     def weights_stop(self, unit: int, tier: Tier) -> int:
         """The end of the bytes of a unit's weights, out of files, that an update writes in a tier."""
         weights = next(part for part in self.of(unit) if part.part is Part.WEIGHTS and part.tier != "file")
-        return self._changed_nbytes(unit, weights) if tier == "disk" else weights.nbytes
+        layout = layout_of(self._model.units[unit])
+        return changed_nbytes(layout, self._numerics, weights) if tier == "disk" else weights.nbytes
 
     def norm(self, unit: int) -> Access:
         """Where a unit's sum of squares is, one float64."""
         return Access(NORMS, 8 * unit, 8 * unit + 8, Norm(unit))
 
+    def updated(self, unit: int) -> list[tuple[Part, int]]:
+        """(part, bytes from its start) of the state that an update of a unit reads and writes.
+
+        Frozen weights beside trained ones count as written, so that a part has one version. They stay on the disk if
+        the device fetches them from there.
+        """
+        layout, away = layout_of(self._model.units[unit]), () if self._policy.shares_memory else ("disk",)
+        return [
+            (sized.part, changed_nbytes(layout, self._numerics, sized) if sized.tier in away else sized.nbytes)
+            for sized in self.of(unit)
+            if sized.part is not Part.GRADIENTS and sized.tier != "file"
+        ]
+
     def _declare(self, unit: int, sized: SizedPart, content: Content | None) -> None:
         """Add the memory of a part, in its tier."""
         if sized.tier == "file":
-            return self._declare_in_file(unit, sized.nbytes)
+            return self._declare_in_file(unit, sized)
         part, nbytes, tier, copied = sized
-        kept = nbytes - self._changed_nbytes(unit, sized)
+        kept = nbytes - changed_nbytes(layout_of(self._model.units[unit]), self._numerics, sized)
         crosses = part not in HOST_ONLY or unit in self._streamed
         name = state_name(tier, part, unit)
         use = USE_OF[part]
         buffer = Buffer(name, tier, nbytes, use, content, part=part, unit=unit, crosses=crosses, frozen_nbytes=kept)
         if tier == "disk":
-            trained = layout_of(self._model.units[unit]).trained
-            buffer = buffer._replace(cuts=cuts_of(part, trained, self._numerics, self._policy))
+            buffer = buffer._replace(cuts=self._cuts(unit, part))
         declare(self._buffers, buffer)
         if copied:
             name = state_name("device", part, unit)
             whole = nbytes * self._model.ranks
             declare(self._buffers, Buffer(name, "device", whole, Use.RESIDENT_COPY, part=part, unit=unit))
-        if tier == "disk" and part is Part.WEIGHTS:
+        if tier == "disk" and part is Part.WEIGHTS and not self._policy.shares_memory:
+            self._on_drive[state_name("host", part, unit)] = (Access(buffer.name, 0, nbytes, Weights(unit)),)
+        elif tier == "disk" and part in staged_whole(self._policy):
             slots = tuple(staging_names(self._model, self._policy, unit, part))
-            for slot in slots:
-                declare(self._buffers, Buffer(slot, "host", nbytes, Use.DISK_STAGING, part=part, crosses=crosses))
             staged = Staged(unit, buffer.name, nbytes, content or USED, slots, frozen_nbytes=kept)
             self._staged[state_name("host", part, unit)] = staged
+        self._declare_stages(unit, sized)
 
-    def _declare_in_file(self, unit: int, nbytes: int) -> None:
+    def _cuts(self, unit: int, part: Part) -> tuple[int, ...]:
+        """The bytes of a part on the disk at which blocks begin: where pieces and, if they are read, shards do."""
+        layout, numerics, policy = layout_of(self._model.units[unit]), self._numerics, self._policy
+        cuts = cuts_of(part, layout.trained, numerics, policy)
+        if part in staged_whole(policy) or part is not Part.WEIGHTS:
+            return cuts
+        shards = weight_shards(layout, self._model.units[unit].kind, numerics, policy, "disk")
+        return tuple(sorted({*cuts, *(shard.start * numerics.weight_nbytes // layout.ranks for shard in shards)}))
+
+    def _declare_stages(self, unit: int, sized: SizedPart) -> None:
+        for name, nbytes in _stages(self._model, self._numerics, self._policy, unit, sized):
+            crosses = sized.part not in HOST_ONLY
+            declare(self._buffers, Buffer(name, "host", nbytes, Use.DISK_STAGING, part=sized.part, crosses=crosses))
+
+    def _declare_in_file(self, unit: int, sized: SizedPart) -> None:
         """Add a unit's weights in files, which fit any version, after its weights in host memory."""
-        part, content = Part.WEIGHTS, Weights(unit)
+        part, nbytes, content = Part.WEIGHTS, sized.nbytes, Weights(unit)
+        self._declare_stages(unit, sized)
         name, held = state_name("file", part, unit), layout_of(self._model.units[unit]).files_start
         declare(self._buffers, Buffer(name, "file", nbytes, Use.WEIGHTS, content, part=part, unit=unit))
         held *= self._numerics.weight_nbytes
         in_host = (Access(state_name("host", part, unit), 0, held, content),) if held else ()
         sources = (*in_host, Access(name, 0, nbytes, content))
-        self._in_files[state_name("host", part, unit)] = sources
+        self._on_drive[state_name("host", part, unit)] = sources
         if self._policy.shares_memory:
             slots = tuple(staging_names(self._model, self._policy, unit, part))
-            for slot in slots:
-                declare(self._buffers, Buffer(slot, "host", held + nbytes, Use.DISK_STAGING, part=part))
             self._staged[whole_name(unit)] = Staged(unit, name, held + nbytes, content, slots, sources=sources)
-
-    def _changed_nbytes(self, unit: int, sized: SizedPart) -> int:
-        """Bytes from the start of a part that updates change, rounded up to a sector, where a write can end.
-
-        Frozen weights come after that.
-        """
-        if sized.part is not Part.WEIGHTS:
-            return sized.nbytes
-        trained = layout_of(self._model.units[unit]).trained.own_size * self._numerics.weight_nbytes
-        return min(sized.nbytes, whole_sectors(trained))

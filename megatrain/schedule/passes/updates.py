@@ -45,10 +45,12 @@ CHUNK, CHUNK_NBYTES = 1 << 20, 32
 
 
 class Side(NamedTuple):
-    """Where pieces are updated: kind and stream of their copies in and out, where from, and their slots."""
+    """Where pieces are updated: kind and stream of their copies in, out, and of fresh weights to the device's slot;
+    where from, and their slots."""
 
     inward: tuple[Kind, Stream]
     outward: tuple[Kind, Stream]
+    place: tuple[Kind, Stream]
     update: Stream
     home: Tier
     slots: str
@@ -56,8 +58,8 @@ class Side(NamedTuple):
     """Of an array in a slot, in bytes."""
 
 
-STREAMED = Side(("RELOAD", "fetch"), ("OFFLOAD", "grad"), "grad", "host", "device/update_slots", 1)
-THROUGH_HOST = Side(("READ", "read"), ("WRITE", "write"), "host", "disk", RING, SECTOR)
+STREAMED = Side(("RELOAD", "fetch"), ("OFFLOAD", "grad"), ("PLACE", "grad"), "grad", "host", "device/update_slots", 1)
+THROUGH_HOST = Side(("READ", "read"), ("WRITE", "write"), ("FETCH", "fetch"), "host", "disk", RING, SECTOR)
 
 
 class Updates:
@@ -133,7 +135,7 @@ class Updates:
         if place is not None:
             nbytes = arrays[0].nbytes
             target = place.between(place.start + piece[0] * nbytes, place.start + piece[1] * nbytes)
-            ops.append(Op("PLACE", "grad", unit, shard=number, reads=(fresh[0],), writes=(target,)))
+            ops.append(Op(*side.place, unit, shard=number, reads=(fresh[0],), writes=(target,)))
         changed = [index for index in moved if arrays[index].part is not Part.GRADIENTS]
         places, homes = (tuple(accesses[index] for index in changed) for accesses in (fresh, new))
         return [*ops, Op(*side.outward, unit, shard=number, reads=places, writes=homes)] if changed else ops

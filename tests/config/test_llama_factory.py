@@ -1,4 +1,4 @@
-"""YAMLs of LLaMA-Factory and Axolotl by our keys: what they mean there they mean here, and none is dropped."""
+"""YAMLs of LLaMA-Factory by our keys: what they mean there they mean here, and none is dropped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from megatrain.config import load_config
-from megatrain.config.other_trainers import Translation, translate
+from megatrain.config.llama_factory import translate
+from megatrain.config.translation import Translation
 from megatrain.errors import ConfigError
 
 LLAMA_FACTORY: dict[str, Any] = {
@@ -18,12 +19,6 @@ LLAMA_FACTORY: dict[str, Any] = {
     "stage": "sft",
     "dataset": "one,two",
     "output_dir": "saves/x",
-    "learning_rate": 2e-5,
-}
-AXOLOTL: dict[str, Any] = {
-    "base_model": "org/model",
-    "datasets": [{"path": "org/data", "type": "chat_template"}],
-    "output_dir": "./outputs/x",
     "learning_rate": 2e-5,
 }
 
@@ -80,56 +75,13 @@ def flat(found: Translation) -> dict[str, Any]:
          {"data.sources": ["org/a", "org/b"], "data.weights": [0.25, 0.75]}),
         (LLAMA_FACTORY, {"dataset_dir": "ONLINE", "dataset": "org/a", "streaming": True, "max_steps": 9},
          {"data.streaming": True, "train.steps": 9}),
-        (AXOLOTL, {"streaming": True}, {"data.streaming": None, "train.epochs": 1.0}),
+        (LLAMA_FACTORY, {"streaming": True}, {"data.streaming": None}),
         (LLAMA_FACTORY, {"bf16": False, "fp16": False}, {"train.precision": "fp32"}),
-        (AXOLOTL, {}, {
-            "data.sources": ["org/data"], "data.format": "chat", "data.sequence_length": 512, "train.epochs": 1.0,
-            "train.global_batch_size": 1, "train.lr_scheduler": "cosine", "train.min_lr_ratio": 0.0,
-            "train.warmup_ratio": 0.03, "checkpoint.keep_last": 4, "data.packing": "grouped",
-        }),
-        (AXOLOTL, {"adapter": "lora", "lora_r": 32, "lora_alpha": 16, "lora_target_linear": True,
-                   "peft_use_rslora": True, "sample_packing": True, "train_on_inputs": True,
-                   "micro_batch_size": 2, "gradient_accumulation_steps": 3, "sequence_len": 4096},
-         {"adapter.r": 32, "adapter.alpha": 16, "adapter.target_modules": ["all-linear"],
-          "adapter.use_rslora": True, "data.packing": "best_fit", "data.train_on": "all",
-          "train.global_batch_size": 6, "data.sequence_length": 4096}),
-        (AXOLOTL, {"datasets": [{"path": "org/data", "type": "chat_template", "field_messages": "conversations",
-                                 "message_property_mappings": {"role": "from", "content": "value"},
-                                 "split": "train"}],
-                   "test_datasets": [{"path": "t.jsonl", "ds_type": "json", "type": "chat_template",
-                                      "split": "held"}],
-                   "batch_size": 32, "chat_template": "chatml", "wandb_project": "mine"},
-         {"data.format": "sharegpt", "data.split": "train", "data.validation": ["t.jsonl"],
-          "data.validation_split": "held", "train.global_batch_size": 32, "data.chat_template": "chatml",
-          "output.trackers": ["wandb"], "output.project": "mine"}),
-        (AXOLOTL, {"datasets": [{"path": "org/data", "type": "chat_template", "field_messages": "dialog",
-                                 "message_property_mappings": {"role": "who", "content": "says"},
-                                 "roles": {"user": ["person"], "assistant": ["gpt"]}}]},
-         {"data.columns": {"messages": "dialog"},
-          "data.tags": {"role_tag": "who", "content_tag": "says", "user_tag": "person"}}),
-        (AXOLOTL, {"pretraining_dataset": [{"path": "org/text", "name": "en", "text_column": "body"}],
-                   "datasets": None, "max_steps": 100},
-         {"data.format": "text", "data.subset": "en", "data.columns": {"text": "body"}, "train.steps": 100}),
-        (AXOLOTL, {"rl": "dpo", "rl_beta": 0.2,
-                   "datasets": [{"path": "json", "data_files": ["a.jsonl", "b.jsonl"], "type": "chat_template.default",
-                                 "field_messages": "asked"}]},
-         {"train.objective": "dpo", "train.beta": 0.2, "data.sources": ["a.jsonl", "b.jsonl"],
-          "data.columns": {"prompt": "asked"}, "train.global_batch_size": 2}),
         (LLAMA_FACTORY, {"stage": "kto", "kto_chosen_weight": 0.5, "per_device_train_batch_size": 4,
                          "gradient_accumulation_steps": 2},
          {"train.objective": "kto", "train.beta": 0.1, "train.kto_desirable_weight": 0.5, "train.micro_batch_size": 8,
           "train.gradient_accumulation_steps": 2, "train.global_batch_size": None}),
-        (AXOLOTL, {"rl": "kto", "rl_beta": 0.5, "kto_desirable_weight": 0.2, "micro_batch_size": 2,
-                   "datasets": [{"path": "org/kto", "type": "llama3.ultra", "split": "train"}]},
-         {"train.objective": "kto", "train.beta": 0.5, "train.kto_desirable_weight": 0.2, "train.micro_batch_size": 4,
-          "data.sources": ["org/kto"], "data.packing": None}),
-        (AXOLOTL, {"rl": "kto", "batch_size": 8, "micro_batch_size": 2},
-         {"train.micro_batch_size": 4, "train.gradient_accumulation_steps": 4, "train.global_batch_size": None}),
-        (AXOLOTL, {"rl": "orpo", "orpo_alpha": 0.4}, {"train.objective": "orpo", "train.beta": 0.4}),
         (LLAMA_FACTORY, {"loraplus_lr_ratio": 4.0}, {"train.learning_rates": None}),
-        (AXOLOTL, {"eager_attention": True, "bf16": "auto", "cosine_min_lr_ratio": 0.2,
-                   "auto_resume_from_checkpoints": True},
-         {"model.attention": "eager", "train.precision": "bf16", "train.min_lr_ratio": 0.2}),
         (LLAMA_FACTORY, {"train_from_scratch": True},
          {"model.path": None, "model.config": "org/model", "data.tokenizer": "org/model"}),
         (LLAMA_FACTORY, {"stage": "pt", "packing": True}, {"data.packing": None, "data.bos": False}),
@@ -138,20 +90,6 @@ def flat(found: Translation) -> dict[str, Any]:
         (LLAMA_FACTORY, {"save_strategy": False, "eval_strategy": False, "val_size": 0.1},
          {"checkpoint.every": 0, "train.eval_every": 0}),
         (LLAMA_FACTORY, {"stage": "dpo", "ref_model": "org/model"}, {"train.dpo_reference": None}),
-        (AXOLOTL, {"save_strategy": "best", "evaluation_strategy": "no", "val_set_size": 0.1},
-         {"checkpoint.keep_best": 1, "train.eval_every": 0, "data.too_long": "drop"}),
-        (AXOLOTL, {"excess_length_strategy": "truncate", "chat_template_kwargs": {"thinking": True},
-                   "use_trackio": True, "trackio_project_name": "mine"},
-         {"data.too_long": "cut", "data.chat_template_kwargs": {"thinking": True}, "output.trackers": ["trackio"],
-          "output.project": "mine"}),
-        (AXOLOTL, {"datasets": [{"path": "d", "type": {"field_instruction": "ask", "field_output": "text"}}]},
-         {"data.format": "alpaca", "data.columns": {"instruction": "ask", "output": "text"}}),
-        (AXOLOTL, {"rl": "dpo", "dpo_loss_type": ["ipo"], "datasets": [{"path": "d", "type": "chatml.intel"}]},
-         {"train.dpo_loss": "ipo", "data.columns": {"instruction": "question"}}),
-        (AXOLOTL, {"rl": "orpo", "datasets": [{"path": "d", "type": "chat_template.argilla"}]},
-         {"train.objective": "orpo", "data.columns": None}),
-        (AXOLOTL, {"rl": "kto", "datasets": [{"path": "d", "type": "llama3.ultra"}]},
-         {"data.columns": {"instruction": "prompt", "output": "completion"}}),
     ],
 )  # fmt: skip
 def test_translated_keys_keep_their_meaning(
@@ -180,21 +118,20 @@ NOISE: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("base", [LLAMA_FACTORY, AXOLOTL], ids=["llama-factory", "axolotl"])
-def test_no_key_is_dropped_silently(tmp_path: Path, base: dict[str, Any]) -> None:
+def test_no_key_is_dropped_silently(tmp_path: Path) -> None:
     """One changes the configuration, or is told of; unknown ones by their name."""
     for name, value in NOISE.items():
-        without, found = translated(tmp_path, base), translated(tmp_path, base, **{name: value})
+        without, found = translated(tmp_path, LLAMA_FACTORY), translated(tmp_path, LLAMA_FACTORY, **{name: value})
         told = [line.strip().partition("=")[0] for line in found.lines()]
         unset = [line for line in found.lines() if line.startswith("Not set there") and name in line]
         assert found.tree != without.tree or name in told or unset, name
-    found = translated(tmp_path, base, **NOISE)
+    found = translated(tmp_path, LLAMA_FACTORY, **NOISE)
     assert {"made_up=3", "made_up_too=false"} <= set(found.unknown)
     assert all(re.match(r"\S+=.+?: \S", line) for line in (*found.left_out, *found.notes))
 
 
 def test_unrepresentable_learning_rates_are_reported(tmp_path: Path) -> None:
-    found = translated(tmp_path, AXOLOTL, lr_scheduler_kwargs={"min_lr": 10**400})
+    found = translated(tmp_path, LLAMA_FACTORY, lr_scheduler_kwargs={"min_lr": 10**400})
     assert [line for line in found.left_out if line.endswith("nothing reads min_lr")]
 
 
@@ -212,33 +149,12 @@ def test_untranslated_keys_have_a_reason(tmp_path: Path) -> None:
         "load_in_4bit=true: a frozen base is held in bfloat16",
     ):
         assert line in said
-    said = "\n".join(translated(tmp_path, AXOLOTL, adapter="qlora", datasets=[
-        {"path": "a", "type": "alpaca", "split": "train[:5%]", "shards": 3},
-        {"path": "b", "type": "completion"},
-    ], lora_target_modules="model.layers.[0-9]+.q_proj", attn_implementation="other/kernel").lines())  # fmt: skip
-    for line in (
-        "adapter=qlora: the base is not quantized",
-        "lora_target_modules=model.layers.[0-9]+.q_proj: adapter.target_modules takes names",
-        "attn_implementation=other/kernel: model.attention is auto, eager, sdpa",
-        "datasets[0].split=train[:5%]: parts of a split are not supported",
-        "datasets[0].shards=3: no data.* key corresponds to it",
-        "datasets[0].type=alpaca: rows become chats",
-        "datasets: its entries differ in data.format, which",
-    ):
-        assert line in said
 
 
 @pytest.mark.parametrize(
     ("base", "more"),
     [
         (LLAMA_FACTORY, {"group_by_length": True}),
-        (AXOLOTL, {"batch_size": 8, "micro_batch_size": 2}),
-        (AXOLOTL, {"use_tensorboard": True}),
-        (AXOLOTL, {"chat_template": "tokenizer_default"}),
-        (AXOLOTL, {"datasets": [{
-            "path": "d.jsonl", "ds_type": "json", "type": "chat_template", "train_on_eos": "turn",
-            "roles_to_train": ["assistant"], "message_field_training": "training",
-        }]}),
     ],
 )  # fmt: skip
 def test_keys_that_are_heeded_are_not_reported_as_left_out(
@@ -251,31 +167,13 @@ def test_keys_that_are_heeded_are_not_reported_as_left_out(
     ("base", "more", "what"),
     [
         (LLAMA_FACTORY, {"optim": "galore_adamw"}, "optim=galore_adamw: AdamW is the only optimizer here"),
-        (AXOLOTL, {"optimizer": "q_galore_adamw8bit"}, "optimizer=q_galore_adamw8bit: AdamW is the only optimizer"),
         (LLAMA_FACTORY, {"lr_scheduler_type": "warmup_stable_decay"}, "the decay is linear here, cosine there"),
         (LLAMA_FACTORY, {"stage": "pt", "packing": False}, "packing=false: texts are cut into full sequences, without"),
-        (AXOLOTL, {"shuffle_merged_datasets": False}, "shuffle_merged_datasets=false: data is shuffled, by train.seed"),
-        (AXOLOTL, {"special_tokens": {"pad_token": "<pad>"}}, "padding is masked, whatever its token"),
-        (AXOLOTL, {"special_tokens": {"eos_token": "<end>"}}, "save a tokenizer that has these tokens"),
-        (AXOLOTL, {"excess_length_strategy": "raise"}, "too long samples are dropped and counted"),
-        (AXOLOTL, {"datasets": [{"path": "d", "type": "chat_template", "train_on_eos": "all"}]},
-         r"datasets\[0\].train_on_eos=all: no data"),
-        (AXOLOTL, {"datasets": [{"path": "d", "type": "chat_template", "roles_to_train": ["user"]}]},
-         r"datasets\[0\].roles_to_train: data.train_on is"),
-        (AXOLOTL, {"test_datasets": [{"path": "d", "type": "alpaca"}]},
-         "test_datasets: is read by the same data.format as datasets"),
-        (AXOLOTL, {"rl": "dpo", "datasets": [{"path": "d", "type": "llama3.default"}]},
-         "Axolotl writes them as llama3, and takes a column input or question, too"),
     ],
 )  # fmt: skip
 def test_differences_in_meaning_are_told(tmp_path: Path, base: dict[str, Any], more: dict[str, Any], what: str) -> None:
     found = translated(tmp_path, base, **more)
     assert re.search(what, "\n".join((*found.left_out, *found.notes)))
-
-
-def test_files_beside_a_folder_are_local(tmp_path: Path) -> None:
-    sets = [{"path": str(tmp_path), "data_files": "a.jsonl", "type": "chat_template"}]
-    assert flat(translated(tmp_path, AXOLOTL, datasets=sets))["data.sources"] == ["a.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -289,47 +187,21 @@ def test_files_beside_a_folder_are_local(tmp_path: Path) -> None:
         (LLAMA_FACTORY, {"learning_rate": "fast"}, "learning_rate=fast is not a finite number"),
         (LLAMA_FACTORY, {"dataset": None}, "dataset=null is required"),
         (LLAMA_FACTORY, {"per_device_train_batch_size": "auto"}, "per_device_train_batch_size=auto is not a fin"),
-        (AXOLOTL, {"rl": "grpo"}, "rl=grpo is not supported"),
-        (AXOLOTL, {"adapter": "llama-adapter"}, "adapter=llama-adapter is not supported"),
         (LLAMA_FACTORY, {"stage": "rm"}, "stage=rm is not supported; only language models"),
-        (AXOLOTL, {"reward_model": True}, "reward_model=true is not supported"),
-        (AXOLOTL, {"unfrozen_parameters": ["^lm_head"]}, "unfrozen_parameters=.* is not supported; remove it"),
-        (AXOLOTL, {"datasets": [{"path": "x", "type": "input_output"}]}, "has the type 'input_output' in entry 0"),
         (LLAMA_FACTORY, {"adapter_name_or_path": "a,b"}, "adapter_name_or_path=a,b is not one adapter"),
         (LLAMA_FACTORY, {"lr_scheduler_kwargs": [1]}, r"lr_scheduler_kwargs=\[1\] is not a mapping"),
-        (AXOLOTL, {"datasets": [{"path": "x", "roles": 3}]}, "has roles that are not a mapping in entry 0"),
-        (AXOLOTL, {"datasets": 3}, "datasets=3 is not a list of data sets"),
-        (AXOLOTL, {"datasets": [{"path": "x", "roles": {"user": "human2"}}]}, "has roles that are not lists of"),
-        (AXOLOTL, {"datasets": [{"path": "x", "roles": {"user": ["human2", 3]}}]}, "has roles that are not lists of"),
-        (AXOLOTL, {"datasets": [{"path": "x", "type": {"roles": {"user": None}}}]}, "has roles that are not lists of"),
-        (AXOLOTL, {"datasets": [{"path": "x", "split": ["train"]}]}, "has a split that is not a string in entry 0"),
-        (AXOLOTL, {"datasets": [{"path": "x", "type": ["alpaca"]}]}, "has a type that is neither a string nor a map"),
-        (AXOLOTL, {"datasets": [{"path": "x", "data_files": {"a": "b"}}]}, "has data_files that are not a list of"),
-        (AXOLOTL, {"test_datasets": [{"path": "x", "split": 5}, "y"]}, "has a split that is not a string in entry 0"),
-        (AXOLOTL, {"warmup_steps": float("inf")}, "warmup_steps=.inf is not a finite number"),
-        (AXOLOTL, {"warmup_ratio": float("nan")}, "warmup_ratio=.nan is not a finite number"),
-        (AXOLOTL, {"micro_batch_size": 10**400}, "micro_batch_size=10+... is not a finite number"),
-        (AXOLOTL, {"sample_packing": "false"}, "sample_packing='false' is neither true nor false; write it without"),
         (LLAMA_FACTORY, {"mask_history": "no"}, "mask_history='no' is neither true nor false"),
         (LLAMA_FACTORY, {"bf16": "false"}, "bf16='false' is neither true nor false"),
         (LLAMA_FACTORY, {"dataset": [{"a": "b"}]}, "dataset=.* is neither a name nor a list of names"),
         (LLAMA_FACTORY, {"lora_target": True}, "lora_target=true is neither a name nor a list of names"),
-        (AXOLOTL, {"report_to": {"wandb": 1}}, "report_to=.* is neither a name nor a list of names"),
-        ({"model": {"path": "x"}}, {}, "is not a LLaMA-Factory or Axolotl YAML"),
+        ({"model": {"path": "x"}}, {}, "is not a LLaMA-Factory YAML: it has no model_name_or_path"),
+        ({"base_model": "org/model", "datasets": []}, {}, "is an Axolotl YAML, which is not translated; write its"),
         ({"model": "org/model", "train_dataset": "d.yaml"}, {}, "is for LLaMA-Factory's v1, which is not supported"),
         (LLAMA_FACTORY, {"mixture_of_depths": "convert"}, "mixture_of_depths=convert changes the model, which is not"),
         (LLAMA_FACTORY, {"use_dft_loss": True}, "use_dft_loss=true trains with another loss, which is not supported"),
         (LLAMA_FACTORY, {"stage": "dpo", "ref_model": "org/other"}, "ref_model=org/other is another model than the"),
         (LLAMA_FACTORY, {"stage": "kto", "ref_model_adapters": "a"}, "ref_model_adapters=a is not supported"),
         (LLAMA_FACTORY, {"adapter_name_or_path": "a", "create_new_adapter": True}, "beside an adapter is not supp"),
-        (AXOLOTL, {"relora": True}, "relora=true merges and restarts adapters, which is not supported; remove it"),
-        (AXOLOTL, {"diffusion": {"eps": 0.001}}, "diffusion=.* trains a diffusion model, which is not supported"),
-        (AXOLOTL, {"rl": "dpo", "dpo_loss_type": ["hinge"]}, "dpo_loss_type=.hinge. is not supported; one of sigmoid"),
-        (AXOLOTL, {"rl": "dpo", "dpo_loss_type": ["sigmoid", "ipo"]}, "dpo_loss_type=.* is not supported"),
-        (AXOLOTL, {"datasets": [{"path": "org/data", "data_files": "a.jsonl", "type": "completion"}]},
-         "names files of a data set on the hub in entry 0, which is not supported; download them"),
-        (AXOLOTL, {"rl": "dpo", "datasets": [{"path": "x", "type": "zephyr.nectar"}]},
-         "has the type 'zephyr.nectar' in entry 0, which is not supported; leave it out to read columns"),
     ],
 )  # fmt: skip
 def test_settings_that_would_change_the_run_are_refused(
