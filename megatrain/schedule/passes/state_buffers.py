@@ -141,7 +141,7 @@ def state_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[s
             totals["device"] += count * part.nbytes * part.copied * model.ranks
             for name, nbytes in _stages(model, numerics, policy, first, part):
                 stages[name] = max(stages.get(name, 0), nbytes)
-    totals["host"] += sum(stages.values()) + SLOTS * ring
+    totals["host"] += sum(stages.values()) + ring_slots(model, numerics, policy) * ring
     return totals
 
 
@@ -172,6 +172,15 @@ def fills_slot(layout: Layout, policy: Policy, placement: Placement) -> bool:
     """
     is_passing = placement.weights == "disk" and not policy.shares_memory
     return is_passing and layout.ranks == 1 and policy.layer_slots > 1 and layout.trained.size == layout.size > 0
+
+
+def ring_slots(model: ModelSpec, numerics: Numerics, policy: Policy) -> int:
+    """The number of slots of the ring; if all units are single pieces, as of staging buffers."""
+    layouts = (
+        layout_of(model.units[unit]).trained for unit, placement, _ in units_alike(model, policy) if placement.uses_disk
+    )
+    several = any(len(disk_pieces(trained, numerics, policy)) > 1 for trained in layouts)
+    return SLOTS if several else policy.disk_staging_slots
 
 
 def ring_slot_nbytes(trained: Layout, numerics: Numerics, policy: Policy, placement: Placement) -> int:
@@ -311,10 +320,11 @@ class StateBuffers:
         passing = [self.passing(unit) for unit in range(len(self._model.units))]
         crossing = any(array.part not in HOST_ONLY for arrays in passing for array in arrays)
         crosses = crossing and not self._policy.shares_memory
+        self.ring_slots = ring_slots(self._model, self._numerics, self._policy)
         for unit, spec in enumerate(self._model.units):
             place = self._policy.placement(unit)
             nbytes = ring_slot_nbytes(layout_of(spec).trained, self._numerics, self._policy, place)
-            for number in range(SLOTS if nbytes else 0):
+            for number in range(self.ring_slots if nbytes else 0):
                 name = f"{RING}/{number}"
                 declare(self._buffers, Buffer(name, "host", nbytes, Use.DISK_STAGING, crosses=crosses))
 

@@ -169,7 +169,8 @@ class Updates:
 
     def _next_slot(self, side: Side) -> str:
         self._turns[side] += 1
-        return f"{side.slots}/{self._turns[side] % SLOTS}"
+        count = SLOTS if side is STREAMED else self._state.ring_slots
+        return f"{side.slots}/{self._turns[side] % count}"
 
     def _passing(self, unit: int) -> Sequence[Array]:
         """The arrays of a unit that pass through slots."""
