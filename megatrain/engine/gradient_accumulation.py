@@ -44,9 +44,10 @@ class GradientReceiver(Protocol):
         flags: uint8[parameters] where the update runs; flags_on_host: valid once the unit's gradient is there.
         """
 
-    def norm(self, unit: int, gradient: Tensor, loss: Tensor | None) -> None:
+    def norm(self, unit: int, gradient: Tensor, loss: Tensor | None, elements: Piece | None = None) -> None:
         """A unit's gradient is complete: flat tensor [layout.trained.size], bfloat16 or float32. It is on the host, and
         the step's loss is known to be finite; or, for a unit updated on the device, it is there, as is `loss`.
+        elements: if it comes in pieces, in order, those of this one.
 
         Raises `NonFinite`, perhaps later if the unit is on the device.
         """

@@ -17,12 +17,12 @@ from megatrain.spec import Part
 
 
 def norm(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
-    """NORM: hand a complete gradient to its receiver, before anything is updated with it."""
+    """NORM: hand a complete gradient, or a piece of one, to its receiver, before that is updated with it."""
     assert step.receiver is not None
     if op.stream == "host" and not step.loss_is_finite and context.world.size == 1:  # several ranks check at the end
         finite_loss(step)  # before any gradient of this step is used
         step.loss_is_finite = True
-    step.receiver.norm(op.unit, _gradient_of(context, op, lease), step.loss)
+    step.receiver.norm(op.unit, _gradient_of(context, op, lease), step.loss, _elements(context, op))
 
 
 def update(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:

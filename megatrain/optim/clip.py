@@ -32,14 +32,14 @@ def sum_of_squares(grad: U16 | F32, threads: int = 1) -> float:
 
 
 def own_square_sums(grad: U16 | F32, block: int, threads: int = 1) -> list[float]:
-    """Sum the squares of each `block` elements of `grad`, whose size is a multiple of `block`; returns a few numbers
-    with that total.
+    """Sum the squares of each `block` elements of `grad`, and of the rest; returns a few numbers with that total.
 
-    `math.fsum` over the numbers of all ranks gives the same total however the gradient is split. If an element is
-    not finite, the result is a single inf or nan.
+    `math.fsum` over the numbers of all pieces and ranks gives the same total however the gradient is split at blocks.
+    If an element is not finite, the result is a single inf or nan.
     """
-    stops = np.arange(block, grad.size + 1, block)
-    return expansion(_block_sums(grad, np.stack((stops - block, stops, np.ones_like(stops)), 1), threads).tolist())
+    starts = np.arange(0, grad.size, block)
+    stops = np.minimum(starts + block, grad.size)
+    return expansion(_block_sums(grad, np.stack((starts, stops, np.ones_like(stops)), 1), threads).tolist())
 
 
 def expansion(values: Sequence[float]) -> list[float]:

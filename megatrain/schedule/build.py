@@ -20,7 +20,7 @@ from functools import cache, partial
 from megatrain.errors import PlanError
 from megatrain.schedule.contents import Scratch, TapGradient, Weights
 from megatrain.schedule.deps import derive_waits
-from megatrain.schedule.ops import Access, Buffer, Op, Schedule, Stream, Use, declare
+from megatrain.schedule.ops import Access, Buffer, Op, Schedule, Use, declare
 from megatrain.schedule.passes.collectives import Collectives, refuse_what_ranks_lack
 from megatrain.schedule.passes.disk_staging import Staged, stage
 from megatrain.schedule.passes.gradients import Gradients
@@ -44,13 +44,23 @@ from megatrain.spec.layout import Layout, layout_of
 
 
 def build_step(
-    model: ModelSpec, numerics: Numerics, policy: Policy, work: Work, pending: Pending = "none", *, rank: int = 0
+    model: ModelSpec,
+    numerics: Numerics,
+    policy: Policy,
+    work: Work,
+    pending: Pending = "none",
+    *,
+    rank: int = 0,
+    most_pieces: int | None = None,
 ) -> Schedule:
     """A whole training step: forward, loss, backward, gradient copies, and updates where the policy puts them.
 
-    rank: the rank whose schedule this is; `work` describes its own micro-batches.
+    rank: the rank whose schedule this is; `work` describes its own micro-batches. most_pieces: of a unit's state on the
+    disk, for a schedule that is only replayed: larger ones than fit their slots take as long, and less to plan with.
     """
-    return Builder(model, numerics, policy, work, pending, trains=True, rank=rank).step()
+    builder = Builder(model, numerics, policy, work, pending, trains=True, rank=rank)
+    builder.updates.most_pieces = most_pieces or builder.updates.most_pieces
+    return builder.step()
 
 
 def build_forward(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work, *, rank: int = 0) -> Schedule:
@@ -343,10 +353,7 @@ class Builder:
             return []
         if not self.gradients.is_whole(unit):
             return self.gradients.save_partial(unit)
-        stream: Stream = "grad" if self.gradients.on_device[unit] else "host"
-        norm = Op("NORM", stream, unit, reads=(self.gradients.landed(unit),), writes=(self.state.norm(unit),))
-        updates = self.updates.ops(unit, "", "new") if self.policy.update == "during_backward" else []
-        return [*self.gradients.leave(unit), norm, *updates]
+        return self.updates.gradient_out(unit)
 
 
 def _tap(builder: Builder, unit: int, micro: int) -> Access:

@@ -16,7 +16,7 @@ A violation raises `ScheduleError`, printing the ops around the offending one, w
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -31,8 +31,18 @@ from megatrain.spec import Tier
 
 BACKWARD = ("LOSS", "BACKWARD")
 """Ops that run a backward pass."""
-LEAVING = ("GRAD", "UNPACK", "REDUCE")
+LEAVING = ("GRAD", "UNPACK", "REDUCE", "WRITE")
 """Ops that may move a gradient to its home."""
+
+
+PASSED = (
+    Use.PINNED_STAGING,
+    Use.PARTIAL_GRADIENTS,
+    Use.REDUCED_GRADIENTS,
+    Use.SHARED_GRADIENTS,
+    Use.DISK_STAGING,
+)
+"""Uses of buffers through which a gradient passes on its way home."""
 
 
 def check(schedule: Schedule, capacity: Mapping[Tier, int] | None = None) -> None:
@@ -150,16 +160,20 @@ def _check_gradients(schedule: Schedule) -> None:
             if count > 1:
                 what = f"{kind} of unit {unit}{f', piece {piece}' if piece >= 0 else ''}"
                 raise _refusal(schedule, _last(ops, kind, unit), f"{what} happens {count} times")
+    leaving: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for index, op in enumerate(ops):
+        if op.kind in LEAVING and isinstance(op.writes[0].content, Gradient):
+            place, start, stop, _ = op.writes[0]
+            if schedule.buffers[place].use not in PASSED:
+                leaving[op.unit].append((start, stop, index))
+    normed = {op.unit for op in ops if op.kind == "NORM"}
     for unit in sorted(trained):
-        grads = [(i, op) for i, op in enumerate(ops) if op.kind in LEAVING and op.unit == unit]
-        aside = (Use.PINNED_STAGING, Use.PARTIAL_GRADIENTS, Use.REDUCED_GRADIENTS, Use.SHARED_GRADIENTS)
-        grads = [(i, op) for i, op in grads if schedule.buffers[op.writes[0].buffer].use not in aside]
-        copied = sorted((op.writes[0].start, op.writes[0].stop, i) for i, op in grads)
+        copied = sorted(leaving[unit])
         for (_, stop, _), (start, _, index) in pairwise(copied):
             if start != stop:
                 fault = "twice" if start < stop else "with a gap"
                 raise _refusal(schedule, index, f"the gradient of unit {unit} leaves {fault}")
-        if not any(op.kind == "NORM" and op.unit == unit for op in ops):
+        if unit not in normed:
             raise ScheduleError(f"the gradient of unit {unit} never leaves", where="schedule")
     updated = {op.unit for op in ops if op.kind == "UPDATE" and op.reads[0].content == Gradient(op.unit)}
     if updated and updated != trained:

@@ -35,13 +35,12 @@ from megatrain.optim import (
     clip_scale,
     expansion,
     own_square_sums,
-    sum_of_squares,
     update_on_host,
 )
 from megatrain.optim.kernels import Segment
 from megatrain.schedule.passes.pieces import Piece
 from megatrain.spec import ModelSpec, Part, Policy
-from megatrain.spec.layout import OWNED, Layout, Ownership, layout_of
+from megatrain.spec.layout import NORM_BLOCK, OWNED, Layout, Ownership, layout_of
 from megatrain.train.device_adamw import arrays_in, kernels_for, sum_of_squares_on_device, update_on_device
 from megatrain.train.options import threads_of
 
@@ -228,9 +227,9 @@ class StreamedOptimizer:
     def present(self, unit: int, flags: Tensor, flags_on_host: Tensor) -> None:
         self._gradients[unit].present = flags, flags_on_host
 
-    def norm(self, unit: int, gradient: Tensor, loss: Tensor | None) -> None:
-        """Sum the squares of a unit's gradient, or of this rank's share. Raises `NonFinite`, which for units on the
-        device and for several ranks `finish` does instead."""
+    def norm(self, unit: int, gradient: Tensor, loss: Tensor | None, elements: Piece | None = None) -> None:
+        """Sum the squares of a unit's gradient, or of this rank's share, or of a piece. Raises `NonFinite`, which for
+        units on the device and for several ranks `finish` does instead."""
         known = self._gradients[unit]
         self._ranks_differ = self._world.size > 1 and not self._deferred
         if unit in self._normed_on_device:
@@ -241,13 +240,14 @@ class StreamedOptimizer:
             if not self._deferred:
                 known.device_flag = squares.isfinite()
             return
-        values = _as_numpy(gradient)
-        if self._world.size > 1:
-            known.square_sums = own_square_sums(values, OWNED, self.threads)
-        else:
-            known.square_sums = [sum_of_squares(values, self.threads)]
+        size = layout_of(self._model.units[unit]).trained.own_size
+        (start, stop), is_alone = elements or (0, size), self._world.size == 1
+        sums = own_square_sums(_as_numpy(gradient), NORM_BLOCK if is_alone else OWNED, self.threads)
+        known.square_sums = expansion([*known.square_sums, *sums]) if start else sums
+        if is_alone and stop == size:
+            known.square_sums = [math.fsum(known.square_sums)]
         if not known.is_finite:
-            known.not_finite = _not_finite(self._parameters[unit], gradient)
+            known.not_finite += _not_finite(self._parameters[unit], gradient, start)
             if self._world.size == 1:
                 raise self._refusal(unit, known.not_finite, _used(self._gradients))
 
@@ -402,12 +402,14 @@ def trained_parameters(layout: Layout, algorithm: AdamW, owned: Ownership) -> li
     return parameters
 
 
-def _not_finite(parameters: Sequence[TrainedParameter], gradient: Tensor) -> list[str]:
-    """Parameters with a non-finite gradient in a unit, or in this rank's share: last first, as in backward."""
+def _not_finite(parameters: Sequence[TrainedParameter], gradient: Tensor, first: int) -> list[str]:
+    """Parameters with a non-finite value in a gradient of elements from `first` on: last first, as in backward."""
     return [
         name
         for name, _, segments in reversed(parameters)
-        if not all(bool(gradient[start:stop].isfinite().all()) for start, stop, _ in segments)
+        if not all(
+            bool(gradient[max(0, start - first) : max(0, stop - first)].isfinite().all()) for start, stop, _ in segments
+        )
     ]
 
 
@@ -454,18 +456,26 @@ class GradientCollector:
     def present(self, unit: int, flags: Tensor, flags_on_host: Tensor) -> None:
         """Likewise."""
 
-    def norm(self, unit: int, gradient: Tensor, loss: Tensor | None) -> None:
+    def norm(self, unit: int, gradient: Tensor, loss: Tensor | None, elements: Piece | None = None) -> None:
+        start = elements[0] if elements else 0
         if self._together is not None:  # with several ranks, finiteness is checked at the end
-            self._shares[unit] = gradient.to("cpu", torch.float32, copy=True)
+            if unit not in self._shares:
+                self._shares[unit] = torch.empty(layout_of(self._units[unit]).trained.own_size)
+            self._shares[unit][start : start + gradient.numel()] = gradient.to("cpu", torch.float32)
             return
         if not bool(gradient.isfinite().all()):
             raise NonFinite("the gradient is not finite", where=self._units[unit].name)
-        self._keep(unit, gradient)
+        self._keep(unit, gradient, start)
 
-    def _keep(self, unit: int, gradient: Tensor) -> None:
+    def _keep(self, unit: int, gradient: Tensor, start: int = 0) -> None:
+        """gradient: of the unit's elements from `start` on."""
         for place in layout_of(self._units[unit]).trained.fields:
-            part = gradient[place.start : place.stop].to("cpu", torch.float32, copy=True)
-            self.gradients[place.name] = part.view(place.shape)
+            first, last = max(place.start, start), min(place.stop, start + gradient.numel())
+            if first < last:
+                if place.name not in self.gradients:
+                    self.gradients[place.name] = torch.empty(place.shape)
+                part = self.gradients[place.name].view(-1)[first - place.start : last - place.start]
+                part.copy_(gradient[first - start : last - start])
 
     def finish(self) -> dict[str, Tensor]:
         """Parameter name -> gradient in its shape, once all have landed. With several ranks all must call it."""

@@ -51,15 +51,15 @@ def test_the_least_used_state_moves_to_disk_first() -> None:
 
 def test_placement_bytes_equal_the_schedules() -> None:
     placements = spill_to_fit(
-        MODEL, Numerics("bf16"), Policy(), state_nbytes(MODEL, Numerics("bf16"), Policy())["host"] * 2 // 3
+        LARGE, Numerics("bf16"), Policy(), state_nbytes(LARGE, Numerics("bf16"), Policy())["host"] * 2 // 3
     )
     assert placements is not None
-    step = build_step(MODEL, Numerics(), placements, Work((8,)))
-    assert state_nbytes(MODEL, Numerics(), placements)["disk"] == step.arena_nbytes("disk")
+    step = build_step(LARGE, Numerics(), placements, Work((8,)))
+    assert state_nbytes(LARGE, Numerics(), placements)["disk"] == step.arena_nbytes("disk")
     slots = sum(
         b.nbytes for b in step.buffers.values() if b.tier == "host" and b.arena and b.use is Use.LANDED_GRADIENTS
     )
-    assert state_nbytes(MODEL, Numerics(), placements)["host"] == step.arena_nbytes("host") - slots
+    assert state_nbytes(LARGE, Numerics(), placements)["host"] == step.arena_nbytes("host") - slots
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -181,7 +181,9 @@ def test_a_policy_is_told_by_the_keys_of_a_configuration() -> None:
     told = describe_policy(Numerics("fp32"), Policy(weight_slots=3, shares_memory=True, update="during_backward"))
     assert told[0] == "recomputes each layer in the backward pass"
     assert {"precision fp32", "weight_slots 3", "shares_memory", "update during_backward"} <= {*told}
-    assert not [each for each in told if each.startswith(("read_ahead_nbytes", "host_threads", "streamed_updates", "disk_"))]
+    assert not [
+        each for each in told if each.startswith(("read_ahead_nbytes", "host_threads", "streamed_updates", "disk_"))
+    ]
 
 
 def test_offloaded_activations_are_said_to_be_in_host_memory() -> None:

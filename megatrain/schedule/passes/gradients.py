@@ -7,7 +7,8 @@ If the head is tied to the prologue, its share waits for the prologue's turn, so
 device that computes in host memory, a gradient of the right dtype is summed in its final place.
 
 A gradient leaves shard by shard. It waits for the norm in its own buffer (`state_buffers`); if it is used as it
-lands, it passes through a few shared buffers. With rounds, the sum of one round is set aside and continued in the
+lands, it passes through a few shared buffers; on its way to the disk, or beside state that comes from there, it passes
+through the ring of pieces (`updates`). With rounds, the sum of one round is set aside and continued in the
 next, so terms are summed in the same order as in a single round. Updates are made in `build`.
 """
 
@@ -19,6 +20,7 @@ from typing import Literal
 
 from megatrain.schedule.contents import USED, Gradient
 from megatrain.schedule.ops import Access, Buffer, Op, Stream, Use, declare
+from megatrain.schedule.passes.pieces import Piece
 from megatrain.schedule.passes.pinned_staging import PinnedStaging
 from megatrain.schedule.passes.state_buffers import state_name
 from megatrain.spec import ModelSpec, Numerics, Part, Policy, Tier, Work
@@ -135,15 +137,29 @@ class Gradients:
 
     def leave(self, unit: int) -> list[Op]:
         """Copies of a complete gradient to where the update reads it; none if it is there already."""
-        total, landed, ranks = self.sum(unit), self.landed(unit), self._trained[unit].ranks
-        if total.buffer == landed.buffer:
-            return []
+        landed = self.landed(unit)
+        return [] if self.sum(unit).buffer == landed.buffer else self._copies(unit, self._shards(unit), landed)
+
+    def leave_in_piece(self, unit: int, number: int, piece: Piece, place: Access) -> list[Op]:
+        """Copies of a piece of a complete gradient, this rank's, to a slot."""
+        (start, stop), trained = piece, self._trained[unit]
+        if trained.ranks == 1:
+            most = max(1, self._policy.shard_nbytes // self._each[unit])
+            shards = [Shard(number, begin, min(stop, begin + most)) for begin in range(start, stop, most)]
+        else:
+            shards = [shard for shard in self._shards(unit) if start <= shard.start // trained.ranks < stop]
+        return self._copies(unit, shards, place, start)
+
+    def _copies(self, unit: int, shards: Sequence[Shard], landed: Access, first: int = 0) -> list[Op]:
+        """Copies of shards of a gradient to `landed`, which begins with this rank's element `first`."""
+        total, ranks = self.sum(unit), self._trained[unit].ranks
         sum_nbytes, out = self._each[unit], self._numerics.grad_nbytes
         crosses = not (self._policy.shares_memory or self.on_device[unit])
         ops = []
-        for shard in self._shards(unit):
+        base = landed.start - first * out
+        for shard in shards:
             read = total.between(total.start + shard.start * sum_nbytes, total.start + shard.stop * sum_nbytes)
-            write = landed.between(shard.start * out // ranks, shard.stop * out // ranks)  # this rank's
+            write = landed.between(base + shard.start * out // ranks, base + shard.stop * out // ranks)  # this rank's
             writes = [self._pinned_staging.at("grad", unit, shard.index, write)]
             if sum_nbytes != out and crosses and ranks == 1:
                 writes.append(self._cast(write.stop - write.start))
@@ -159,7 +175,8 @@ class Gradients:
 
     def _at_home(self, unit: int) -> bool:
         """Whether the sum is formed in its final place: in shared memory, if the dtypes agree."""
-        return self._policy.shares_memory and self._each[unit] == self._numerics.grad_nbytes
+        to_disk = self._policy.update != "during_backward" and self._policy.placement(unit).gradients == "disk"
+        return self._policy.shares_memory and self._each[unit] == self._numerics.grad_nbytes and not to_disk
 
     def _used_in_slot(self, unit: int) -> bool:
         """Whether a streamed update reads the gradient in its slot, to which no other rank adds."""

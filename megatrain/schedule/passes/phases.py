@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from megatrain.schedule.contents import Content, Gradient, Weights
 from megatrain.schedule.ops import CALLS, Access, Op
@@ -54,7 +55,9 @@ def gated(
     others may take their place.
     """
     releases = unit.kind == "layer" and calls[-1].kind == "BACKWARD"
-    copies = [op for op in reversed(after) if op.kind == "GRAD" and releases]
+    leading = list(takewhile(lambda op: op.kind == "GRAD", after))
+    releases = releases and len(leading) == sum(op.kind == "GRAD" for op in after)  # pieces leave one after the other
+    copies = leading[::-1] if releases else []
     ops: list[Op] = []
     for index, call in enumerate(calls):
         is_last = index == len(calls) - 1

@@ -79,6 +79,12 @@ def _cut(size: int, numel: int) -> Sequence[Piece]:
     return tuple((start, min(size, start + numel)) for start in range(0, size, numel))
 
 
+def merged(pieces: Sequence[Piece], most: int) -> Sequence[Piece]:
+    """The same elements in at most so many ranges."""
+    together = max(1, -(-len(pieces) // most))
+    return [(run[0][0], run[-1][1]) for run in (pieces[at : at + together] for at in range(0, len(pieces), together))]
+
+
 def cuts_of(part: Part, trained: Layout, numerics: Numerics, policy: Policy) -> tuple[int, ...]:
     """The bytes of a part of state on the disk at which a piece ends. Frozen weights follow the last, in sectors of
     their own."""

@@ -141,22 +141,27 @@ def state_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[s
             totals["device"] += count * part.nbytes * part.copied * model.ranks
             for name, nbytes in _stages(model, numerics, policy, first, part):
                 stages[name] = max(stages.get(name, 0), nbytes)
-    totals["host"] += sum(stages.values()) + SLOTS * ring
+    totals["host"] += sum(stages.values()) + ring_slots(model, numerics, policy) * ring
     return totals
 
 
 def staged_whole(policy: Policy) -> tuple[Part, ...]:
     """Parts of which all that a unit has on the disk is in a staging buffer while it is used: its weights only where
     compute reads them there."""
-    return (Part.WEIGHTS, Part.GRADIENTS) if policy.shares_memory else (Part.GRADIENTS,)
+    return (Part.WEIGHTS,) if policy.shares_memory else ()
 
 
 def passing(trained: Layout, numerics: Numerics, policy: Policy, placement: Placement) -> tuple[Array, ...]:
-    """The arrays of a unit that pass through the ring when it is updated: what is on the disk and not staged whole."""
+    """The arrays of a unit that pass through the ring: what is on the disk and not staged whole, and gradients that are
+    used as they land beside it."""
     if placement.on_device or not trained.size:
         return ()
-    whole, arrays = staged_whole(policy), arrays_of(trained.own_size, numerics)
-    return tuple(array for array in arrays if array.part not in whole and placement.tier(array.part) == "disk")
+    *state, gradient = arrays_of(trained.own_size, numerics)
+    whole = staged_whole(policy)
+    arrays = tuple(array for array in state if array.part not in whole and placement.tier(array.part) == "disk")
+    waits = policy.update == "next_forward"
+    joins = placement.gradients == "disk" if waits else bool(arrays) and not policy.shares_memory
+    return (*arrays, gradient) if joins else arrays
 
 
 def fills_slot(layout: Layout, policy: Policy, placement: Placement) -> bool:
@@ -167,6 +172,15 @@ def fills_slot(layout: Layout, policy: Policy, placement: Placement) -> bool:
     """
     is_passing = placement.weights == "disk" and not policy.shares_memory
     return is_passing and layout.ranks == 1 and policy.layer_slots > 1 and layout.trained.size == layout.size > 0
+
+
+def ring_slots(model: ModelSpec, numerics: Numerics, policy: Policy) -> int:
+    """The number of slots of the ring; if all units are single pieces, as of staging buffers."""
+    layouts = (
+        layout_of(model.units[unit]).trained for unit, placement, _ in units_alike(model, policy) if placement.uses_disk
+    )
+    several = any(len(disk_pieces(trained, numerics, policy)) > 1 for trained in layouts)
+    return SLOTS if several else policy.disk_staging_slots
 
 
 def ring_slot_nbytes(trained: Layout, numerics: Numerics, policy: Policy, placement: Placement) -> int:
@@ -298,11 +312,21 @@ class StateBuffers:
             for part in self.of(unit):
                 waits = part.part is not Part.GRADIENTS or pending == "all"
                 self._declare(unit, part, CONTENT_OF[part.part](unit, version) if waits else None)
-            nbytes = ring_slot_nbytes(layout_of(spec).trained, numerics, policy, policy.placement(unit))
-            crosses = any(placement.weights == "disk" for placement in policy.placements)
-            for number in range(SLOTS if nbytes else 0):
-                declare(buffers, Buffer(f"{RING}/{number}", "host", nbytes, Use.DISK_STAGING, crosses=crosses))
+        self._declare_ring()
         declare(buffers, Buffer(NORMS, "host", 8 * len(model.units), Use.NORMS, crosses=False))
+
+    def _declare_ring(self) -> None:
+        """Add the slots through which pieces pass, if any do. They are pinned if gradients or weights cross the bus."""
+        passing = [self.passing(unit) for unit in range(len(self._model.units))]
+        crossing = any(array.part not in HOST_ONLY for arrays in passing for array in arrays)
+        crosses = crossing and not self._policy.shares_memory
+        self.ring_slots = ring_slots(self._model, self._numerics, self._policy)
+        for unit, spec in enumerate(self._model.units):
+            place = self._policy.placement(unit)
+            nbytes = ring_slot_nbytes(layout_of(spec).trained, self._numerics, self._policy, place)
+            for number in range(self.ring_slots if nbytes else 0):
+                name = f"{RING}/{number}"
+                declare(self._buffers, Buffer(name, "host", nbytes, Use.DISK_STAGING, crosses=crosses))
 
     def of(self, unit: int) -> Sequence[SizedPart]:
         """The parts of a unit. Like units share the object."""

@@ -24,7 +24,16 @@ from typing import NamedTuple
 from megatrain.schedule.contents import CONTENT_OF, USED, Gradient, Scratch
 from megatrain.schedule.ops import Access, Buffer, Kind, Op, Stream, Use, declare
 from megatrain.schedule.passes.gradients import Gradients
-from megatrain.schedule.passes.pieces import SLOTS, Array, Piece, arrays_of, disk_pieces, streamed_pieces
+from megatrain.schedule.passes.pieces import (
+    MOST_PIECES,
+    SLOTS,
+    Array,
+    Piece,
+    arrays_of,
+    disk_pieces,
+    merged,
+    streamed_pieces,
+)
 from megatrain.schedule.passes.state_buffers import RING, StateBuffers, state_name
 from megatrain.spec import ModelSpec, Numerics, Part, Policy, Tier
 from megatrain.spec.hardware import SECTOR
@@ -69,6 +78,8 @@ class Updates:
         """Units that are updated on the device with their state in host memory."""
         self._model, self._numerics, self._policy = model, numerics, policy
         self._buffers, self._gradients, self._state = buffers, gradients, state
+        self.most_pieces = 2 * MOST_PIECES
+        """Pieces of a unit's state on the disk, at most; with fewer than it has the schedule can only be replayed."""
         self._turns = {STREAMED: 0, THROUGH_HOST: 0}
         """Number of pieces so far; those of a side take turns in its slots."""
 
@@ -79,7 +90,7 @@ class Updates:
         if unit in self.streamed:
             pieces, side = streamed_pieces(trained, self._numerics, self._policy), STREAMED
         elif self._state.passing(unit):
-            pieces, side = disk_pieces(trained, self._numerics, self._policy), THROUGH_HOST
+            pieces, side = self._disk_pieces(unit), THROUGH_HOST
         else:
             arrays = arrays_of(trained.own_size, self._numerics)
             tier: Tier = "device" if self._policy.placement(unit).on_device else "host"
@@ -99,8 +110,7 @@ class Updates:
         """A piece comes to a slot, is updated, and goes home; what does not pass is updated in place."""
         size = layout_of(self._model.units[unit]).trained.own_size
         arrays, passing = arrays_of(size, self._numerics), self._passing(unit)
-        slot = f"{side.slots}/{self._turns[side] % SLOTS}"
-        self._turns[side] += 1
+        slot = self._next_slot(side)
         old, new = (
             [self._home(unit, array, piece, version, side.home if array in passing else "host") for array in arrays]
             for version in versions
@@ -115,8 +125,11 @@ class Updates:
             declare(self._buffers, Buffer(slot, "device", stop, Use.UPDATE_SLOTS))
         fresh = [place.holding(home.content) for place, home in zip(here, new, strict=True)]
         moved = [index for index, array in enumerate(arrays) if array in passing]
-        homes, places = (tuple(accesses[index] for index in moved) for accesses in (old, here))
+        lands = side is THROUGH_HOST and versions[0] == "" and len(arrays) - 1 in moved
+        coming = moved[:-1] if lands else moved
+        homes, places = (tuple(accesses[index] for index in coming) for accesses in (old, here))
         ops = [Op(*side.inward, unit, shard=number, reads=homes, writes=places)]
+        ops += self._landed(unit, number, piece, here[-1]) if lands else []
         share = (piece[1] - piece[0]) / size
         ops.append(self._update(side.update, unit, number, here, fresh[:-1], share))
         if place is not None:
@@ -125,7 +138,39 @@ class Updates:
             ops.append(Op(*side.place, unit, shard=number, reads=(fresh[0],), writes=(target,)))
         changed = [index for index in moved if arrays[index].part is not Part.GRADIENTS]
         places, homes = (tuple(accesses[index] for index in changed) for accesses in (fresh, new))
-        return [*ops, Op(*side.outward, unit, shard=number, reads=places, writes=homes)]
+        return [*ops, Op(*side.outward, unit, shard=number, reads=places, writes=homes)] if changed else ops
+
+    def gradient_out(self, unit: int) -> list[Op]:
+        """What follows a complete gradient: copies to where its update reads it, its norm, and the update if that does
+        not wait for all norms."""
+        passing, waits = self._state.passing(unit), self._policy.update != "during_backward"
+        if not passing or passing[-1].part is not Part.GRADIENTS:
+            stream: Stream = "grad" if self._gradients.on_device[unit] else "host"
+            norm = Op("NORM", stream, unit, reads=(self._gradients.landed(unit),), writes=(self._state.norm(unit),))
+            return [*self._gradients.leave(unit), norm, *([] if waits else self.ops(unit, "", "new"))]
+        if not waits:
+            return self.ops(unit, "", "new")
+        ops: list[Op] = []
+        for number, piece in enumerate(self._disk_pieces(unit)):
+            home = self._home(unit, passing[-1], piece, "", "disk")
+            here = Access(self._next_slot(THROUGH_HOST), 0, home.stop - home.start, home.content)
+            ops += self._landed(unit, number, piece, here)
+            ops.append(Op("WRITE", "write", unit, shard=number, reads=(here,), writes=(home,)))
+        return ops
+
+    def _disk_pieces(self, unit: int) -> Sequence[Piece]:
+        trained = layout_of(self._model.units[unit]).trained
+        return merged(disk_pieces(trained, self._numerics, self._policy), self.most_pieces)
+
+    def _landed(self, unit: int, number: int, piece: Piece, place: Access) -> list[Op]:
+        """A piece of a complete gradient comes to its slot, and its squares are summed."""
+        norm = Op("NORM", "host", unit, shard=number, reads=(place,), writes=(self._state.norm(unit),))
+        return [*self._gradients.leave_in_piece(unit, number, piece, place), norm]
+
+    def _next_slot(self, side: Side) -> str:
+        self._turns[side] += 1
+        count = SLOTS if side is STREAMED else self._state.ring_slots
+        return f"{side.slots}/{self._turns[side] % count}"
 
     def _passing(self, unit: int) -> Sequence[Array]:
         """The arrays of a unit that pass through slots."""
@@ -140,9 +185,11 @@ class Updates:
         """UPDATE of a unit, or of a piece with its share of the whole update's price. old: where its arrays are, the
         gradient last; new: what it leaves of the state."""
         *state, gradient = old
-        landed = self._gradients.landed(unit)
-        is_last = gradient.buffer == landed.buffer and gradient.stop == landed.stop
-        reads, writes = [gradient, *state], [*new, (landed if is_last else gradient).holding(USED)]  # all is freed then
+        freed = gradient
+        if not gradient.buffer.startswith((RING, STREAMED.slots)):
+            landed = self._gradients.landed(unit)
+            freed = landed if gradient.stop == landed.stop else gradient  # with its last piece
+        reads, writes = [gradient, *state], [*new, freed.holding(USED)]
         if stream == "grad":
             elements = (gradient.stop - gradient.start) // self._numerics.grad_nbytes
             workspace = CHUNK_NBYTES * min(CHUNK, elements)
@@ -156,7 +203,7 @@ class Updates:
         """Where a piece of an array is between steps, or waits for the update. The last piece has the frozen weights,
         too, as far as its tier writes them: so each part has one version."""
         start, stop = (array.start + element * array.nbytes for element in piece)
-        if array.part is Part.GRADIENTS:
+        if array.part is Part.GRADIENTS and tier != "disk":
             landed = self._gradients.landed(unit, version)
             return landed.between(landed.start + start, landed.start + stop)
         if array.part is Part.WEIGHTS and piece[1] == layout_of(self._model.units[unit]).trained.own_size:
