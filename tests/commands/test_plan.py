@@ -426,7 +426,7 @@ def test_memory_overrides_are_noted_and_impossible_ones_refused(
 @pytest.mark.usefixtures("plan_alone")
 def test_drive_wear_within_a_year_is_the_first_line(saved: str) -> None:
     told = shown(saved, tokens_per_step=4096, sequence_length=512, host_memory="12GB", device_memory="6GB")
-    written = r"\S+ TB written to disk per day, \S+ PB per billion tokens"
+    written = r"\S+ TB written to disk per day, \S+ [TP]B per billion tokens"
     assert re.match(rf"warning +{written}: the drive's endurance lasts \S+ days", told)
 
 

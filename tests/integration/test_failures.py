@@ -253,11 +253,11 @@ def test_a_background_failure_is_raised_and_the_next_step_works(device: str, mon
         update = StreamedOptimizer.update
         calls = []
 
-        def failing(self: StreamedOptimizer, unit: int, gradient: Tensor, parts: Mapping[str, Tensor]) -> None:
+        def failing(self: StreamedOptimizer, unit: int, *arguments: Any) -> None:
             calls.append(unit)
             if len(calls) == 3:
                 raise RuntimeError("the third update fails")
-            update(self, unit, gradient, parts)
+            update(self, unit, *arguments)
 
         monkeypatch.setattr(StreamedOptimizer, "update", failing)
         with pytest.raises(StreamFailed, match=r"op UPDATE u\d on stream host.*the third update fails") as caught:

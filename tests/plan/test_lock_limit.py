@@ -10,7 +10,7 @@ from megatrain.plan import Question, find_plan
 from megatrain.plan.without_plan import fit_lock_limit
 from megatrain.schedule import Use, build_step
 from megatrain.schedule.passes.pinned_staging import pinned_nbytes
-from megatrain.spec import Hardware, Numerics, Part, Placement, Policy, Work
+from megatrain.spec import Hardware, Numerics, Placement, Policy, Work
 from tests.small import small_spec
 
 MODEL = small_spec(4)
@@ -60,12 +60,16 @@ def test_pinning_is_decided_without_a_planner_too(limit: int, transfer: str) -> 
     assert fit_lock_limit(MODEL, Numerics(), Policy(shares_memory=True), 0).transfer == "pinned"
 
 
-def test_disk_staging_buffers_count_as_pinned() -> None:
-    on_disk = Policy(placements=(Placement("disk", "disk", "disk", "disk"),) * len(MODEL.units))
-    buffers = build_step(MODEL, Numerics(), on_disk, Work((8,)), "all").buffers
-    staging = sum(
-        buffer.nbytes
-        for buffer in buffers.values()
-        if buffer.use is Use.DISK_STAGING and buffer.part in (Part.WEIGHTS, Part.GRADIENTS)
-    )
-    assert pinned_nbytes(buffers.values(), "pinned") == pinned_nbytes(buffers.values(), "staged") == staging > 0
+WITH_ALL, WITH_MOMENTS = Placement("disk", "disk", "disk", "disk"), Placement(moments="disk")
+
+
+@pytest.mark.parametrize(("placement", "crosses"), [(WITH_ALL, True), (WITH_MOMENTS, False)])
+def test_disk_staging_buffers_count_as_pinned(placement: Placement, *, crosses: bool) -> None:
+    """What weights and gradients pass through, on their way to the device and from it."""
+    on_disk = Policy(placements=(placement,) * len(MODEL.units))
+    buffers = build_step(MODEL, Numerics(), on_disk, Work((8,)), "all").buffers.values()
+    ring = sum(buffer.nbytes for buffer in buffers if buffer.use is Use.DISK_STAGING)
+    rest = [buffer for buffer in buffers if buffer.use is not Use.DISK_STAGING]
+    for transfer in ("pinned", "staged"):
+        assert pinned_nbytes(buffers, transfer) - pinned_nbytes(rest, transfer) == (ring if crosses else 0)
+    assert ring > 0

@@ -142,7 +142,7 @@ def test_verbs_other_than_train_refuse_several_ranks_in_one_line(
     report = tmp_path / "error.json"
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
-    for verb in ("plan", "verify", "generate", "export", "init", "probe", "report"):
+    for verb in ("plan", "verify", "generate", "export", "init", "probe"):
         with pytest.raises(SystemExit) as caught:
             cli.main((verb, "x"))
         assert caught.value.code == 2
