@@ -561,7 +561,7 @@ def _asked(question: Question, machine: str) -> list[tuple[str, str]]:
 
 def _disk_tier(plan: Plan) -> list[tuple[str, str]]:
     """How the disk is accessed (direct I/O or through the page cache), if the plan uses it."""
-    if not any(placement.uses_disk for placement in plan.policy.placements):
+    if not plan.policy.uses_disk:
         return []
     sources = dict(plan.question.hardware.sources)
     return [("disk tier", sources.get("disk_read_bandwidth", "a speed assumed until `megatrain probe` measures it"))]

@@ -71,12 +71,12 @@ class Pool:
     def provide(self, buffers: Iterable[Buffer]) -> None:
         """Allocate all arena buffers that do not exist or are too small. Raises `DoesNotFit` before allocating any.
 
-        A buffer that grows loses its content, so only slots may; the state's size never changes. State that will
-        pass through the device is page-locked in place. If an allocation fails, earlier ones stay, and the next
+        A buffer that grows, or a region of another size, loses its content; the state's size never changes. State that
+        will pass through the device is page-locked in place. If an allocation fails, earlier ones stay, and the next
         call continues.
         """
         buffers = [buffer for buffer in buffers if buffer.arena]
-        missing = [b for b in buffers if b.name not in self.buffers or self.buffers[b.name].nbytes < b.nbytes]
+        missing = [buffer for buffer in buffers if not self._is_provided(buffer)]
         if missing and self._leases:
             raise DeviceError(f"{self._leases} leases are in use while buffers change", where="memory pool")
         self.ledger.require(missing)
@@ -86,6 +86,12 @@ class Pool:
             if is_pinned(buffer, self._transit) and not is_pinned(self.buffers[buffer.name], self._transit):
                 self.device.host.page_lock(self._memory[buffer.name], buffer.use)
                 self.buffers[buffer.name] = buffer
+
+    def _is_provided(self, buffer: Buffer) -> bool:
+        known = self.buffers.get(buffer.name)
+        if known is None or buffer.tier != "disk":
+            return known is not None and known.nbytes >= buffer.nbytes
+        return known.nbytes == buffer.nbytes  # regions are written whole
 
     def _allocate(self, buffer: Buffer) -> None:
         self.free(buffer.name)
@@ -162,8 +168,8 @@ class Pool:
         """The disk tier. Raises `PlanError` if there is none."""
         if self._disk is None:
             raise PlanError(
-                "state is placed on the disk, but no folder is given",
-                where="policy.placements",
+                "uses the disk, but no folder is given",
+                where="policy",
                 fix="give a folder as `disk`",
             )
         return self._disk

@@ -26,7 +26,7 @@ import numpy as np
 from megatrain.plan.cost import DRAM, Calibration, host_dram_bandwidth, recompute_seconds, unit_cost_key
 from megatrain.plan.placement import PARTS, spread
 from megatrain.plan.question import Choice, CostKey, Estimate, Question
-from megatrain.spec import NOT_OFFLOADED, SAVED_BY, Keep, ModelSpec, Numerics, Policy, Work
+from megatrain.spec import NOT_OFFLOADED, ON_DISK, SAVED_BY, Keep, ModelSpec, Numerics, Policy, Work
 
 KINDS: tuple[Keep, ...] = get_args(Keep)
 
@@ -350,7 +350,7 @@ def _grid(saves_outputs: bool, shares: bool, layers: int, entries: int) -> tuple
     """All mixtures that differ in rows of so many layers and entries, int[mixtures, kinds] in sixteenths; their
     `_whole_parts`; and whether all outputs stay, bool[mixtures]. saves_outputs: whether layers have outputs to save;
     shares: whether the device shares memory, so that nothing is offloaded."""
-    absent = {*(() if saves_outputs else SAVED_BY), *(NOT_OFFLOADED if shares else ())}
+    absent = {*(() if saves_outputs else SAVED_BY), *(NOT_OFFLOADED if shares else ()), *ON_DISK}
     usable = [place for place, kind in enumerate(KINDS) if kind not in absent]
     rows: list[list[int]] = []
     for number in range(1, MOST_KINDS + 1):

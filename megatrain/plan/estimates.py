@@ -257,8 +257,7 @@ def _without_unused_slots(choice: Choice) -> Choice:
     policy, unused = choice.policy, dict[str, int]()
     if not policy.offloads and policy.offload_slots != DEFAULTS.offload_slots:
         unused["offload_slots"] = DEFAULTS.offload_slots
-    uses_disk = any(each.uses_disk for each in policy.placements)
-    if not uses_disk and policy.disk_staging_slots != DEFAULTS.disk_staging_slots:
+    if not policy.uses_disk and policy.disk_staging_slots != DEFAULTS.disk_staging_slots:
         unused["disk_staging_slots"] = DEFAULTS.disk_staging_slots
     return choice.change(**unused) if unused else choice
 

@@ -8,6 +8,7 @@ from megatrain.spec.numerics import WEIGHT_NBYTES, Numerics, Precision
 from megatrain.spec.policy import (
     IN_HOST,
     NOT_OFFLOADED,
+    ON_DISK,
     SAVED_BY,
     ActivationPlan,
     Keep,
@@ -26,6 +27,7 @@ from megatrain.spec.work import Batching, Work
 __all__ = [
     "IN_HOST",
     "NOT_OFFLOADED",
+    "ON_DISK",
     "SAVED_BY",
     "WEIGHT_NBYTES",
     "ActivationPlan",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from megatrain.errors import PlanError
 from megatrain.spec.limits import Nbytes
@@ -14,24 +14,33 @@ from megatrain.spec.numerics import Numerics
 from megatrain.spec.validate_fields import Bounds, check_fields
 
 ActivationPlan = Literal["keep", "recompute"]
-Keep = Literal["graph", "chosen", "attention", "input", "offload_chosen", "offload_attention", "offload", "drop"]
+KeptInMemory = Literal["graph", "chosen", "attention", "input", "offload_chosen", "offload_attention", "offload"]
+KeptOnDisk = Literal["disk_chosen", "disk_attention", "disk"]
+Keep = Literal[KeptInMemory, KeptOnDisk, "drop"]
 """What a layer's forward keeps for its backward: its autograd graph; its input and the outputs of large products and
-attention; its input and attention's output; its input; the same three in host memory, prefetched in time; or nothing,
-so that the input is recomputed from the nearest one below that was not dropped."""
+attention; its input and attention's output; its input; the same three in host memory, prefetched in time; the same
+three on the disk; or nothing, so that the input is recomputed from the nearest one below that was not dropped."""
 SavedOutputs = Literal["chosen", "attention"]
 SAVED_BY: Mapping[Keep, SavedOutputs] = {
     "chosen": "chosen",
     "attention": "attention",
     "offload_chosen": "chosen",
     "offload_attention": "attention",
+    "disk_chosen": "chosen",
+    "disk_attention": "attention",
 }
 """The op outputs that each kind saves, for those that save any."""
 NOT_OFFLOADED: Mapping[Keep, Keep] = {
     "offload": "input",
     "offload_chosen": "chosen",
     "offload_attention": "attention",
+    "disk": "input",
+    "disk_chosen": "chosen",
+    "disk_attention": "attention",
 }
-"""Kind that keeps in host memory -> the same on the device."""
+"""Kind that keeps in host memory or on the disk -> the same on the device."""
+ON_DISK: frozenset[Keep] = frozenset(get_args(KeptOnDisk))
+"""Those of them that keep on the disk."""
 UpdateTime = Literal["next_forward", "during_backward"]
 WaitFor = Literal["unit", "shard"]
 Tier = Literal["device", "host", "disk", "file"]
@@ -147,7 +156,7 @@ class Policy:
     activations_by_layer: tuple[Annotated[tuple[Keep, ...], Bounds(1)], ...] = ()
     """Replaces `activations`, with a row per layer and an entry per micro-batch. Rows and entries repeat, so
     `(("input",), ("drop",))` keeps every other input. The lowest layer with a backward pass keeps its input even if it
-    says `drop`; in shared memory nothing is offloaded."""
+    says `drop`; in shared memory nothing is offloaded to host memory, where it is already."""
     offload_slots: Slots = 2
     """Device buffers for offloaded inputs on their way out and back, and as many for offloaded outputs."""
     recompute_slots: Slots | None = None
@@ -178,7 +187,8 @@ class Policy:
     between devices, which also sums gradients. `shared` is for ranks of one machine without a fast link between
     devices: each fetches whole shards from memory that all of them map, and gradients are summed there."""
     disk_staging_slots: Slots = 2
-    """Host staging buffers for each kind of state on the disk, which limit how far reads run ahead."""
+    """Host staging buffers for each kind of state on the disk, and for inputs and outputs of layers there. They limit
+    how far reads run ahead."""
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError, "policy.")
@@ -237,7 +247,12 @@ class Policy:
     @property
     def offloads(self) -> bool:
         """Whether inputs of layers are offloaded."""
-        return not self.shares_memory and not NOT_OFFLOADED.keys().isdisjoint(self.kept_shares)
+        return not (ON_DISK if self.shares_memory else NOT_OFFLOADED.keys()).isdisjoint(self.kept_shares)
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether any state, or what any layer keeps, is on the disk."""
+        return any(each.uses_disk for each in self.placements) or not ON_DISK.isdisjoint(self.kept_shares)
 
     def offloads_in(self, model: ModelSpec) -> bool:
         """Whether inputs of layers are offloaded, those of a trained encoder of images included: always, since they
@@ -247,7 +262,8 @@ class Policy:
     @property
     def offloads_outputs(self) -> bool:
         """Whether outputs of single ops are offloaded."""
-        return self.offloads and any(keep in NOT_OFFLOADED and keep in SAVED_BY for keep in self.kept_shares)
+        away = ON_DISK if self.shares_memory else NOT_OFFLOADED
+        return any(keep in away and keep in SAVED_BY for keep in self.kept_shares)
 
     @property
     def layer_slots(self) -> int:

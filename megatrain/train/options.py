@@ -273,13 +273,14 @@ def threads_of(world: World) -> int:
 
 
 def disk_of(options: EngineOptions, policy: Policy) -> Disk | None:
-    """The disk tier, if the policy places any state there. Raises `PlanError`, `DiskError`."""
+    """The disk tier, if the policy uses one. Raises `PlanError`, `DiskError`."""
     folders = options.get("disk", ())
     if isinstance(folders, Disk):
         return folders
     if not folders:
-        if any(placement.uses_disk for placement in policy.placements):
-            raise PlanError("puts state on the disk", where="policy.placements", fix="give folders for it as `disk`")
+        if policy.uses_disk:
+            what = "puts state, or what layers keep, on the disk"
+            raise PlanError(what, where="policy", fix="give folders for it as `disk`")
         return None
     listed = [folders] if isinstance(folders, str | Path) else folders
     return Disk([usable_path(folder, where="disk", error=DiskError) for folder in listed])

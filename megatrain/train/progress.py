@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatrain.formatting import amount, clock, counted, duration
-from megatrain.spec import NOT_OFFLOADED, ModelSpec, Numerics, Placement, Policy
+from megatrain.spec import NOT_OFFLOADED, ON_DISK, ModelSpec, Numerics, Placement, Policy
 from megatrain.train.events import (
     Compiled,
     Ended,
@@ -150,7 +150,7 @@ def describe_activations(policy: Policy) -> str:
     words |= {"drop": "nothing"}
     shares = []
     for keep, count in counts.most_common():
-        where = " in host memory" if keep in NOT_OFFLOADED else ""
+        where = " on the disk" if keep in ON_DISK else " in host memory" if keep in NOT_OFFLOADED else ""
         shares.append(f"{words[NOT_OFFLOADED.get(keep, keep)]} of {_share(count, counts.total())}{where}")
     return f"keeps {', '.join(shares)}"
 

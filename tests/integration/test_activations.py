@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import cycle
+from pathlib import Path
+from tempfile import gettempdir
 from typing import Any, get_args
+from unittest.mock import Mock
 from weakref import ReferenceType, ref
 
 import pytest
@@ -18,11 +21,12 @@ from torch import Tensor
 from megatrain import AdamW, Engine, Policy
 from megatrain.engine.executor import Action
 from megatrain.engine.step_state import pack, unpack
-from megatrain.errors import MegaTrainError, ModelError
-from megatrain.memory import Lease
+from megatrain.errors import CorruptRegion, DiskFull, MegaTrainError, ModelError, StreamFailed
+from megatrain.memory import Disk, Lease
 from megatrain.schedule import Access, Op, Schedule, Use
 from megatrain.spec import Keep, Numerics, Precision, Work
 from megatrain.testing import KINDS, SimDevice, random_fault
+from tests.disk_faults import DiskFault, failing
 from tests.tiny import batch, equal, tiny_model, unequal_batches
 
 KEEPS: tuple[Keep, ...] = get_args(Keep)
@@ -31,9 +35,17 @@ FAMILIES = ("llama", "llama-tied", "mixtral-balanced", "gpt2")
 DROPOUT = {"resid_pdrop": 0.3, "embd_pdrop": 0.2, "attn_pdrop": 0.1}
 LAYERS = 4
 MIXED: tuple[tuple[Keep, ...], ...] = (("offload",), ("drop", "input"), ("drop", "offload", "graph"), ("drop",))
+ON_DISK: tuple[tuple[Keep, ...], ...] = (("disk", "offload"), ("drop",), ("disk_chosen", "disk"), ("disk_attention",))
 
 
-def engine(family: str, device: str | SimDevice, precision: Precision, policy: Policy, frozen: int = 0) -> Engine:
+def engine(
+    family: str,
+    device: str | SimDevice,
+    precision: Precision,
+    policy: Policy,
+    frozen: int = 0,
+    disk: str | Disk = gettempdir(),  # noqa: B008  # where it is does not matter
+) -> Engine:
     """A model whose embedding and lowest `frozen` layers are frozen."""
     layers = {"n_layer": LAYERS, **DROPOUT} if family == "gpt2" else {"num_hidden_layers": LAYERS}
     model = tiny_model(family, **layers)
@@ -52,6 +64,7 @@ def engine(family: str, device: str | SimDevice, precision: Precision, policy: P
         policy=policy,
         seed=4,
         verify=False,
+        disk=disk,
     )
 
 
@@ -119,6 +132,19 @@ def test_any_mixed_policy_gives_the_same_bits(family: str, mixture: Mixture) -> 
 @given(family=st.sampled_from(FAMILIES), mixture=mixtures())
 def test_a_hundred_mixed_policies_give_the_same_bits(family: str, mixture: Mixture) -> None:
     _compare(family, mixture)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_what_waits_on_the_disk_gives_the_same_bits(shares: bool) -> None:
+    """With dropped inputs above it, outputs, and few slots of any kind."""
+    policy = Policy(activations_by_layer=ON_DISK, offload_slots=1, disk_staging_slots=1, shard_nbytes=3000)
+    for device in ("cpu",) if shares else ("cpu", "sim:3"):
+        with engine("gpt2", device, "bf16", replace(policy, shares_memory=shares)) as made:
+            assert equal(results(made), recomputed("gpt2", "bf16", "next_forward", 0)), device
+            kinds = {op.kind for each in made.parts.schedules.known.values() for op in each.ops}
+            assert {"READ", "WRITE"} <= kinds
+            assert ("RELOAD" in kinds) != shares
+            assert made.parts.disk.written_nbytes > 0
 
 
 def test_dropout_is_active_in_these_runs() -> None:
@@ -192,16 +218,50 @@ def test_held_activations_match_schedule_and_ledger(
         assert count == len(boundaries), op.name
 
 
-def test_growing_and_shrinking_micro_batches_fit_on_the_host() -> None:
+@pytest.mark.parametrize(("keep", "tier", "stay"), [("offload", "host", 2), ("disk", "disk", 2 + 2)])
+def test_growing_and_shrinking_micro_batches_fit(keep: Keep, tier: str, stay: int) -> None:
     """Memory for offloaded inputs is as large as the largest so far, which changes no result."""
     sizes = [(1, 6), (3, 9), (2, 4), (1, 12)]
-    plain, away = (Policy(activations_by_layer=rows) for rows in ((), (("offload",),)))
+    plain, away = (Policy(activations_by_layer=rows) for rows in ((), ((keep,),)))
     with engine("llama", "cpu", "fp32", plain) as left, engine("llama", "sim:3", "fp32", away) as right:
         for number, (rows, length) in enumerate(sizes):
             batches = [batch(rows, length, number), batch(1, 5, number)]
             assert equal(left.gradients(batches), right.gradients(batches))
-        nbytes = right.diagnostics.memory_table()["host", "offloaded inputs"]
-        assert nbytes == (LAYERS * 2 - 2) // 2 * (27 + 5) * 32 * 4
+        nbytes = right.diagnostics.memory_table()[tier, "offloaded inputs"]
+        assert nbytes == (LAYERS * 2 - stay) // 2 * (27 + 5) * 32 * 4
+
+
+def test_regions_of_another_size_are_given_again() -> None:
+    """Steps of two and of three micro-batches have schedules of their own, for inputs of other sizes."""
+    plain, away = (Policy(activations_by_layer=rows) for rows in ((), (("disk",),)))
+    with engine("llama", "cpu", "fp32", plain) as left, engine("llama", "sim:3", "fp32", away) as right:
+        for count, length in ((3, 9), (2, 4), (3, 9), (2, 11)):
+            batches = [batch(1, length, number) for number in range(count)]
+            assert equal(left.gradients(batches), right.gradients(batches))
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:0"])
+def test_a_step_whose_inputs_fail_on_the_disk_leaves_it_usable(device: str, tmp_path: Path) -> None:
+    """First a full drive as the second input leaves, then a changed bit as the first returns, then an interrupt."""
+    policy = Policy(activations_by_layer=(("disk",),), disk_staging_slots=1, shares_memory=device == "cpu")
+    with engine("llama", "cpu", "bf16", Policy(shares_memory=True)) as calm:
+        calm.step(unequal_batches())
+        expected = calm.master_weights()
+    calls = failing(DiskFault("full", at=1), DiskFault("flip", at=0, on="read"))
+    with engine("llama", device, "bf16", policy, disk=Disk([tmp_path], calls=calls)) as made:
+        before = made.master_weights()
+        for error in (DiskFull, CorruptRegion):
+            with pytest.raises(error, match="offloaded inputs of model"):
+                made.step(unequal_batches())
+            assert equal(made.master_weights(), before)
+        with (
+            pytest.raises((KeyboardInterrupt, StreamFailed)),
+            pytest.MonkeyPatch.context() as patched,
+        ):
+            patched.setattr(made.parts.pool.disk, "read", Mock(side_effect=KeyboardInterrupt))
+            made.step(unequal_batches())
+        made.step(unequal_batches())
+        assert equal(made.master_weights(), expected)
 
 
 def test_a_failed_activation_transfer_is_an_error_without_wrong_numbers() -> None:

@@ -212,6 +212,45 @@ def test_offloaded_outputs_use_their_own_slots() -> None:
     assert sorted(own) == [BOUNDARY] * slots + [1600 + ALIGNMENT_NBYTES] * slots
 
 
+def test_what_waits_on_the_disk_takes_a_ring_of_host_memory() -> None:
+    """Of any number of inputs, at most the slots' worth is in host memory; the rest is on the disk, once."""
+    away, plain = deep((("disk",),), disk_staging_slots=3), deep()
+    check(away)
+    assert away.peak_nbytes("host") - plain.peak_nbytes("host") == 3 * BOUNDARY
+    left, waits = 12 * 2 - 2, 12 * 2 - 2 - 3  # those in a slot of the device, and of the host, stay where they are
+    assert away.arena_nbytes("disk") == waits * BOUNDARY
+    copies = Counter(op.kind for op in away.ops)
+    assert copies["OFFLOAD"] == copies["RELOAD"] == left
+    assert copies["WRITE"] == copies["READ"] == waits
+    assert {buffer.use for buffer in away.buffers.values() if buffer.tier == "disk"} == {Use.OFFLOADED_INPUTS}
+
+
+def test_rows_say_which_inputs_wait_on_the_disk() -> None:
+    """By layer and micro-batch; rounds use the same places again; dropped inputs are recomputed from the disk."""
+    rows: tuple[tuple[Keep, ...], ...] = (("disk", "offload"), ("drop",), ("drop",), ("input", "disk"))
+    away = deep(rows, micros=4, micro_batches_per_round=2)
+    check(away)
+    places = {buffer.name for buffer in away.buffers.values() if buffer.tier == "disk"}
+    assert places <= {f"disk/offloaded_inputs/{unit}.{unit % 4 == 0:d}" for unit in (1, 4, 5, 8, 9, 12)}
+    assert places >= {"disk/offloaded_inputs/1.0", "disk/offloaded_inputs/4.1"}, "others may stay in slots"
+    written = Counter((op.unit, op.micro) for op in away.ops if op.kind == "WRITE")
+    assert set(written.values()) == {1}
+    assert {micro for unit, micro in written if unit == 1} == {0, 2}
+    assert {micro for unit, micro in written if unit == 4} == {1, 3}
+
+
+def test_a_device_in_host_memory_writes_from_where_it_computes() -> None:
+    of = replace(small_spec(12), units=tuple(_with_outputs(unit) for unit in small_spec(12).units))
+    for keep, uses in (("disk", 1), ("disk_chosen", 2)):
+        policy = Policy(shares_memory=True, activations_by_layer=((keep,),))  # type: ignore[arg-type]
+        away = build_step(of, Numerics(), policy, Work((16, 16)))
+        check(away)
+        copies = Counter(op.kind for op in away.ops)
+        assert not copies["OFFLOAD"] + copies["RELOAD"]
+        assert copies["WRITE"] == copies["READ"] == uses * (12 * 2 - policy.disk_staging_slots)
+        assert inputs_nbytes(away) < 6 * BOUNDARY < inputs_nbytes(deep())
+
+
 def _with_outputs(unit: UnitSpec) -> UnitSpec:
     outputs = Outputs(chosen_nbytes=100.0, attention_nbytes=10.0)
     return replace(unit, profile=replace(unit.profile, outputs=outputs)) if unit.kind == "layer" else unit

@@ -121,7 +121,7 @@ REFUSED: dict[str, tuple[str, Policy, str]] = {
     "gradients on a disk that is not there": (
         "llama",
         Policy(placements=(Placement(gradients="disk"),) * UNITS),
-        "policy.placements: state is placed on the disk, but no folder is given; give a folder as `disk`",
+        "policy: uses the disk, but no folder is given; give a folder as `disk`",
     ),
     "rounds with a tied head": (
         "llama-tied",

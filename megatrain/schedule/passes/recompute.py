@@ -3,7 +3,9 @@
 The policy says what each forward leaves (`spec.Keep`), per layer and micro-batch. Graphs, inputs and stored outputs
 are transient buffers on the device. An *offloaded* input goes through slots to host memory and back: ops name it as
 if it stayed on the device, and `disk_staging` adds OFFLOAD and RELOAD ops. If it is still in its slot when needed
-again, it never leaves. The same holds for offloaded outputs, which the forward packs into their slot.
+again, it never leaves. The same holds for offloaded outputs, which the forward packs into their slot. What waits on the
+*disk* takes one more step of the same kind: from a few slots in host memory by WRITE, and back by READ. In shared
+memory that is its only step.
 
 *Dropped* inputs form stretches above one that was not dropped, from which FORWARD ops recompute them. With as many
 slots as the stretch is long, one pass makes them all (Chen et al., 2016); with fewer, passes start from inputs
@@ -14,9 +16,10 @@ goes layer by layer over all micro-batches that need it, so weights are fetched 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Literal
 
 from megatrain.errors import PlanError
 from megatrain.schedule.contents import (
@@ -32,7 +35,7 @@ from megatrain.schedule.contents import (
     SideGradient,
 )
 from megatrain.schedule.ops import Access, Buffer, Op, Use, declare
-from megatrain.schedule.passes.disk_staging import Route, Staged, stage
+from megatrain.schedule.passes.disk_staging import DISK, Route, Staged, stage
 from megatrain.schedule.passes.workspace import (
     answered_nbytes,
     arguments_nbytes,
@@ -42,7 +45,7 @@ from megatrain.schedule.passes.workspace import (
     profile_of,
     runs_in_chunks,
 )
-from megatrain.spec import NOT_OFFLOADED, SAVED_BY, Keep, ModelSpec, Numerics, Policy, Work
+from megatrain.spec import NOT_OFFLOADED, ON_DISK, SAVED_BY, Keep, ModelSpec, Numerics, Policy, Work
 
 THROUGH_THE_BUS = Route(("RELOAD", "fetch"), ("OFFLOAD", "grad"))
 
@@ -165,6 +168,8 @@ class Activations:
         keep, readers = self._policy.keep(layer - 1, micro), self._readers.get(layer, ())
         if keep == "drop" and (layer == self._lowest or readers):
             return "input"
+        if self._policy.shares_memory and keep in ON_DISK and not readers:
+            return keep
         return NOT_OFFLOADED.get(keep, keep) if not self.leaves(layer, readers, micro) else keep
 
     def leaves(self, layer: int, readers: Sequence[int], micro: int) -> bool:
@@ -344,39 +349,53 @@ class Activations:
     # Offloading -----------------------------------------------------------------------------------------------------
 
     def offloaded(self, ops: Sequence[Op], side_values: Sequence[Access]) -> list[Op]:
-        """`ops` with slots for what is offloaded, and the necessary OFFLOAD and RELOAD ops.
+        """`ops` with slots for what is offloaded, and the necessary OFFLOAD, WRITE, READ and RELOAD ops.
 
         side_values: those that are offloaded, and sums of their gradients. Of each kind there are as many slots as the
         policy says; more if one op needs several.
         """
         away = [key for key, keep in self._keeps.items() if keep in NOT_OFFLOADED]
-        saved = [key for key in away if self._keeps[key] in SAVED_BY]
+        on_disk = [key for key in away if self._keeps[key] in ON_DISK]
+        saved, shares = [key for key in away if self._keeps[key] in SAVED_BY], self._policy.shares_memory
         of_kinds = {
-            "offload_slots": [self._offloaded(*key) for key in away],
-            "offload_slots/outputs": [self.stored(*key) for key in saved],
-            "offload_slots/sides": side_values,
+            "": [self._offloaded(*key) for key in away],
+            "/outputs": [self.stored(*key) for key in saved],
+            "/sides": side_values,
         }
-        staged: dict[str, Staged] = {}
+        to_disk = {self._offloaded(*key).buffer for key in on_disk}
+        to_disk |= {self.stored(*key).buffer for key in on_disk if key in saved}
+        through_bus, through_host = dict[str, Staged](), dict[str, Staged]()
+        at_a_time = self._policy.micro_batches_per_round or self._work.micro_batches
+        place = partial(_staged, self._model, at_a_time)
         for kind, accesses in of_kinds.items():
             most = _most_at_once(ops, accesses) if self._model.sides or self._model.encoders else 1
-            count = min(self._policy.offload_slots - 1 + most, len(accesses))  # while an op runs, the others are filled
-            slots = tuple(f"device/{kind}/{k}" for k in range(count))
-            # If a micro-batch represents several, one at a time is in a slot.
-            largest = max((round(access.stop / self._work.repeats) for access in accesses), default=0)
-            for slot in slots:
-                declare(self._buffers, Buffer(slot, "device", largest, Use.OFFLOAD_SLOTS))
-            at_a_time = self._policy.micro_batches_per_round or self._work.micro_batches
-            staged |= {access.buffer: _staged(self._model, access, slots, at_a_time) for access in accesses}
-        placed = stage(ops, staged)
-        reloads = [op for op in placed if op.kind == "RELOAD" and type(op.reads[0].content) in OFFLOADED_AS]
-        for op in reloads:
-            use = OFFLOADED_AS[type(op.reads[0].content)]
-            declare(self._buffers, Buffer(op.reads[0].buffer, "host", op.nbytes, use))
-        returning = {op.reads[0].content for op in reloads}
-        leaving = {op.writes[0].content for op in placed if op.kind == "OFFLOAD"}
-        stays = {content for content in leaving - returning if type(content) in OFFLOADED_AS}
-        return [op for op in placed if op.kind != "OFFLOAD" or op.writes[0].content not in stays]
+            if not shares:  # while an op runs, the others are filled
+                slots = self._slots(f"device/offload_slots{kind}", accesses, self._policy.offload_slots - 1 + most)
+                for access in accesses:
+                    tier: Waits = "passing" if access.buffer in to_disk else "host"
+                    through_bus[access.buffer] = place(access, slots, tier)
+            going = [access for access in accesses if access.buffer in to_disk]
+            if not shares:
+                going = [each._replace(buffer=through_bus[each.buffer].region) for each in going]
+            slots = self._slots(f"host/disk_staging/kept{kind}", going, self._policy.disk_staging_slots)
+            through_host |= {access.buffer: place(access, slots, "disk") for access in going}
+        placed = _through(THROUGH_THE_BUS, ops, through_bus, self._buffers, passing=through_host)
+        return _through(DISK, placed, through_host, self._buffers)
 
+    def _slots(self, name: str, accesses: Sequence[Access], most: int) -> tuple[str, ...]:
+        """At most so many slots through which all of these pass. If a micro-batch represents several, one at a time is
+        in a slot."""
+        slots = tuple(f"{name}/{k}" for k in range(min(most, len(accesses))))
+        largest = max((round(access.stop / self._work.repeats) for access in accesses), default=0)
+        on_device = name.startswith("device/")
+        for slot in slots:
+            use = Use.OFFLOAD_SLOTS if on_device else Use.DISK_STAGING
+            declare(self._buffers, Buffer(slot, "device" if on_device else "host", largest, use))
+        return slots
+
+
+Waits = Literal["host", "disk", "passing"]
+"""Where something offloaded waits; `passing` for a place in host memory from which it goes on to the disk."""
 
 OFFLOADED_AS: dict[type[Content], Use] = {
     Hidden: Use.OFFLOADED_INPUTS,
@@ -384,7 +403,7 @@ OFFLOADED_AS: dict[type[Content], Use] = {
     Side: Use.OFFLOADED_SIDES,
     SideGradient: Use.OFFLOADED_SIDES,
 }
-"""What is offloaded -> the use of its place in host memory."""
+"""What is offloaded -> the use of its place in host memory or on the disk."""
 
 
 def _most_at_once(ops: Sequence[Op], accesses: Sequence[Access]) -> int:
@@ -394,9 +413,9 @@ def _most_at_once(ops: Sequence[Op], accesses: Sequence[Access]) -> int:
     return max((len(names & buffers) for buffers in mentioned), default=0) if names else 0
 
 
-def _staged(model: ModelSpec, access: Access, slots: tuple[str, ...], at_a_time: int) -> Staged:
-    """The place in host memory of something offloaded, and the slots that it passes through. at_a_time: micro-batches
-    that need a place at a time."""
+def _staged(model: ModelSpec, at_a_time: int, access: Access, slots: tuple[str, ...], where: Waits) -> Staged:
+    """The place where something offloaded waits, and the slots that it passes through. at_a_time: micro-batches that
+    need a place at a time."""
     content = access.content
     is_sum = isinstance(content, SideGradient)
     if isinstance(content, Hidden | Saved):
@@ -405,5 +424,36 @@ def _staged(model: ModelSpec, access: Access, slots: tuple[str, ...], at_a_time:
         assert isinstance(content, Side | SideGradient)
         unit, which = model.sides[content.number].source, content.number
     folder = f"{OFFLOADED_AS[type(content)].name.lower()}{'/gradients' if is_sum else ''}"
-    outside = f"host/{folder}/{which}.{content.micro % at_a_time}"
-    return Staged(unit, outside, access.stop, USED, slots, content.micro, THROUGH_THE_BUS, copies_each=is_sum)
+    outside = f"{where}/{folder}/{which}.{content.micro % at_a_time}"
+    if where == "passing":
+        outside = f"host/passing/{folder}/{which}.{content.micro}"
+    route = DISK if where == "disk" else THROUGH_THE_BUS
+    return Staged(unit, outside, access.stop, USED, slots, content.micro, route, copies_each=is_sum)
+
+
+def _through(
+    route: Route,
+    ops: Sequence[Op],
+    staged: Mapping[str, Staged],
+    buffers: dict[str, Buffer],
+    passing: Container[str] = (),
+) -> list[Op]:
+    """`ops` with copies through slots, without those out of slots that nothing needs to bring back. Where contents wait
+    is added to `buffers`.
+
+    passing: names of places where nothing waits, since it goes on from there.
+    """
+    if not staged:
+        return list(ops)
+    placed, (inward, _), (outward, _) = stage(ops, staged), route.inward, route.outward
+    coming = [op for op in placed if op.kind == inward and type(op.reads[0].content) in OFFLOADED_AS]
+    for op in coming:
+        name, use = op.reads[0].buffer, OFFLOADED_AS[type(op.reads[0].content)]
+        if route is DISK:
+            declare(buffers, Buffer(name, "disk", op.nbytes, use, unit=op.unit))
+        elif name not in passing:
+            declare(buffers, Buffer(name, "host", op.nbytes, use))
+    returning = {op.reads[0].content for op in coming}
+    leaving = {op.writes[0].content for op in placed if op.kind == outward}
+    stays = {content for content in leaving - returning if type(content) in OFFLOADED_AS}
+    return [op for op in placed if op.kind != outward or op.writes[0].content not in stays]
