@@ -2,7 +2,8 @@
 
 Compared to keeping only inputs: a kept graph, the outputs of large products or those of attention save compute in the
 backward pass and cost device memory. If they are offloaded, they cost slots and bus time instead, out in the forward
-pass and back in the backward. A dropped input saves memory and costs compute.
+pass and back in the backward. Where a disk tier is in use, inputs may wait there too, and cost the drive's time in both
+passes. A dropped input saves memory and costs compute.
 
 All of these are sums over layers, so a mixture is priced without a replay: each pass takes as long as its busiest
 stream, and whatever the step took beyond that before, it still takes. Every mixture of up to `MOST_KINDS` kinds, in
@@ -13,7 +14,7 @@ best.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -23,9 +24,18 @@ from typing import Any, get_args
 
 import numpy as np
 
-from megatrain.plan.cost import DRAM, Calibration, host_dram_bandwidth, recompute_seconds, unit_cost_key
+from megatrain.plan.cost import (
+    DRAM,
+    DRAM_PASSES,
+    Calibration,
+    duplex_disk_bandwidths,
+    host_dram_bandwidth,
+    recompute_seconds,
+    unit_cost_key,
+)
 from megatrain.plan.placement import PARTS, spread
 from megatrain.plan.question import Choice, CostKey, Estimate, Question
+from megatrain.schedule.replay import DISK_STREAMS
 from megatrain.spec import NOT_OFFLOADED, ON_DISK, SAVED_BY, Keep, ModelSpec, Numerics, Policy, Work
 
 KINDS: tuple[Keep, ...] = get_args(Keep)
@@ -64,7 +74,11 @@ class KindCosts:
     slots: tuple[float, ...]
     """Bytes of slots on the device if any layer is of this kind. The host needs that much less: the activations saved
     last are used first, and never leave the device."""
+    staging: tuple[float, ...]
+    """Bytes of slots in host memory if any layer is of this kind."""
     host: tuple[float, ...]
+    """Bytes."""
+    disk: tuple[float, ...]
     """Bytes."""
     compute: tuple[float, ...]
     """Seconds in the backward pass."""
@@ -76,6 +90,10 @@ class KindCosts:
     """Seconds of the bus to the device in the forward pass, for side values."""
     offload_late: tuple[float, ...]
     """Seconds of the bus from the device in the backward pass, for gradients of side values."""
+    read: tuple[float, ...]
+    """Seconds of reads from the disk, in the backward pass."""
+    write: tuple[float, ...]
+    """Seconds of writes to the disk, in the forward pass."""
     dram: tuple[float, ...]
     """Seconds at the full bandwidth of host memory, in each of the two passes."""
 
@@ -84,18 +102,21 @@ def kind_costs(question: Question, choice: Choice, work: Work) -> KindCosts:
     """For a policy that keeps inputs. `device` counts as host memory where the device shares it."""
     policy = choice.policy
     numerics = replace(choice.numerics, loss_chunk_tokens=1)  # not used by layers; for cache hits
-    return _kind_costs(question.cost_key, numerics, policy.offload_slots, policy.micro_batches_per_round, work)
+    slots = policy.offload_slots, policy.disk_staging_slots
+    return _kind_costs(question.cost_key, numerics, slots, policy.micro_batches_per_round, work)
 
 
 @lru_cache(maxsize=1024)
 def _kind_costs(
-    key: CostKey, numerics: Numerics, offload_slots: int, micro_batches_per_round: int, work: Work
+    key: CostKey, numerics: Numerics, slots: tuple[int, int], micro_batches_per_round: int, work: Work
 ) -> KindCosts:
-    question = key.question
+    question, (offload_slots, staging_slots) = key.question, slots
     model, hardware = question.model, question.hardware
     costs = {each.name: dict.fromkeys(KINDS, 0.0) for each in fields(KindCosts)}
     measured = question.calibration or Calibration()
-    reload, offload = measured.of("RELOAD", "layer"), measured.of("OFFLOAD", "layer")
+    shares = hardware.shares_memory
+    factors = {kind: measured.of(kind, "layer") for kind in ("RELOAD", "OFFLOAD", "READ", "WRITE")}
+    reading, writing = duplex_disk_bandwidths(hardware)
     policy = Policy(offload_slots=offload_slots, micro_batches_per_round=micro_batches_per_round)
     price = recompute_seconds(model, numerics, policy, work, hardware, question.calibration)
     trained = [layer for layer in model.layers if layer >= model.lowest_trained]
@@ -116,15 +137,24 @@ def _kind_costs(
             costs["device"][like] += times * work.repeats * stored
             costs["device"][keep] -= boundary
             inputs = tokens * model.hidden_size * numerics.weight_nbytes
-            costs["slots"][keep] = max(costs["slots"][keep], offload_slots * (inputs + stored))
-            costs["host"][keep] += crosses
-            costs["reload"][keep] += crosses / hardware.fetch_bandwidth * reload
-            costs["offload"][keep] += crosses / hardware.grad_bandwidth * offload
-            costs["dram"][keep] += 0.0 if hardware.shares_memory else crosses / host_dram_bandwidth(hardware)
+            if not shares:
+                costs["slots"][keep] = max(costs["slots"][keep], offload_slots * (inputs + stored))
+                costs["reload"][keep] += crosses / hardware.fetch_bandwidth * factors["RELOAD"]
+                costs["offload"][keep] += crosses / hardware.grad_bandwidth * factors["OFFLOAD"]
+                passes = 1 + (DRAM_PASSES["WRITE"] if keep in ON_DISK else 0)
+                costs["dram"][keep] += passes * crosses / host_dram_bandwidth(hardware)
+            if keep in ON_DISK:
+                costs["staging"][keep] = max(costs["staging"][keep], staging_slots * (inputs + stored))
+                costs["read"][keep] += crosses / reading * factors["READ"]
+                costs["write"][keep] += crosses / writing * factors["WRITE"]
+            costs["disk" if keep in ON_DISK else "host"][keep] += crosses
         costs["device"]["drop"] -= boundary
         costs["compute"]["drop"] += recomputed
     for name, added in _costs_of_sides(model, numerics, policy, work).items():
-        rates = {"reload": reload / hardware.fetch_bandwidth, "offload": offload / hardware.grad_bandwidth}
+        rates = {
+            "reload": factors["RELOAD"] / hardware.fetch_bandwidth,
+            "offload": factors["OFFLOAD"] / hardware.grad_bandwidth,
+        }
         rate = rates.get(name.partition("_")[0], 1.0)
         if name == "dram":
             rate = 0.0 if hardware.shares_memory else 1 / host_dram_bandwidth(hardware)
@@ -135,7 +165,7 @@ def _kind_costs(
             costs["device"]["drop"] += work.repeats * tokens * model.hidden_size * numerics.weight_nbytes
             costs["compute"]["drop"] -= price(layer, tokens, "")
     rounds = round_count(policy, work.micro_batches * work.repeats)
-    for tier in ("device", "host"):  # a round keeps activations of its own micro-batches only
+    for tier in ("device", "host", "disk"):  # a round keeps activations of its own micro-batches only
         costs[tier] = {kind: nbytes / rounds for kind, nbytes in costs[tier].items()}
     return KindCosts(**{name: tuple(each[kind] for kind in KINDS) for name, each in costs.items()})
 
@@ -190,14 +220,17 @@ class Mixtures:
         per_round = choice.policy.micro_batches_per_round or ceil(work.micro_batches * work.repeats)
         self._layers, self._entries = len(question.model.layers), gcd(per_round, MOST_ENTRIES)
         saves_outputs = question.model.units[1].profile.outputs.chosen_nbytes > 0
-        shares = question.hardware.shares_memory
-        self._table, self._parts, self._outputs_stay = _grid(saves_outputs, shares, self._layers, self._entries)
+        shares, placements = question.hardware.shares_memory, choice.policy.placements
+        on_disk = bool(placements) and all(placements[layer].uses_disk for layer in question.model.layers)
+        kinds = frozenset(_usable(saves_outputs, shares, on_disk))
+        self._table, self._parts, self._outputs_stay = _grid(kinds, self._layers, self._entries)
         self._price(kind_costs(question, choice, work))
 
     def _price(self, costs: KindCosts) -> None:
         self._costs = costs
         shares = self._question.hardware.shares_memory
-        self.device, self.host, self.seconds = _bytes_and_seconds(costs, self._parts, self.inputs, shares)
+        self.added_nbytes, self.seconds = _bytes_and_seconds(costs, self._parts, self.inputs, shares)
+        """Tier -> bytes that each mixture adds there; and seconds of the step."""
 
     def slowed(self, counts: Counts, seconds: float) -> Mixtures:
         """The same with slower offloading, so that the mixture of these counts takes `seconds`. It must offload some
@@ -211,10 +244,10 @@ class Mixtures:
     def best(
         self, budgets: Mapping[str, float], most: int, *, outputs_stay: bool = False
     ) -> list[tuple[float, Counts]]:
-        """(seconds, counts) of the `most` fastest mixtures that fit. outputs_stay: only of those without offloaded
-        outputs."""
+        """(seconds, counts) of the `most` fastest mixtures that fit; of equally fast ones, those that write less to the
+        disk. outputs_stay: only of those without offloaded outputs."""
         fit = self._outputs_stay.copy() if outputs_stay else np.ones(len(self._table), dtype=bool)
-        for tier, added in (("device", self.device), ("host", self.host)):
+        for tier, added in self.added_nbytes.items():
             if tier in budgets:
                 fit &= self.inputs.nbytes[tier] + added <= budgets[tier]
         places = np.flatnonzero(fit)
@@ -222,13 +255,14 @@ class Mixtures:
         if most < len(places):  # only the fastest have to be sorted
             fastest = seconds <= np.partition(seconds, most - 1)[most - 1]
             places, seconds = places[fastest], seconds[fastest]
-        size = self.device if not self._question.hardware.shares_memory else self.host
-        order = places[np.lexsort((size[places], seconds))][:most]
+        size = self.added_nbytes["host" if self._question.hardware.shares_memory else "device"]
+        written = self._parts[places] @ np.array(self._costs.disk)
+        order = places[np.lexsort((size[places], written, seconds))][:most]
         return [(float(self.seconds[place]), tuple(int(n) for n in self._table[place])) for place in order]
 
     def leanest(self, budgets: Mapping[str, float]) -> Counts:
         """The mixture that exceeds these budgets least; of several, the fastest."""
-        added = {"device": self.device, "host": self.host}
+        added = self.added_nbytes
         short = [self.inputs.nbytes[tier] + added[tier] - budgets[tier] for tier in added if tier in budgets]
         order = np.lexsort((self.seconds, np.maximum.reduce(short)))
         return tuple(int(count) for count in self._table[order[0]])
@@ -296,41 +330,47 @@ def _shares(rows: ActivationRows) -> Any:
 
 def _estimate(costs: KindCosts, parts: Any, inputs: Estimate, shares: bool) -> Estimate:
     """The estimate of one mixture. parts: float[1, kinds], its share of the layers for each kind."""
-    device, host, seconds = (float(value[0]) for value in _bytes_and_seconds(costs, parts, inputs, shares))
-    added_nbytes = {"device": device, "host": host}
-    nbytes = {tier: round(taken + added_nbytes.get(tier, 0.0)) for tier, taken in inputs.nbytes.items()}
+    added_nbytes, (seconds,) = _bytes_and_seconds(costs, parts, inputs, shares)
+    more = {tier: float(added) for tier, (added,) in added_nbytes.items()}
+    nbytes = {tier: round(taken + more.get(tier, 0.0)) for tier, taken in inputs.nbytes.items()}
     forward, backward = ({stream: float(value[0]) for stream, value in added.items()} for added in _added(costs, parts))
     busy = _sum(_sum(inputs.busy, forward), backward)
-    return Estimate(seconds, nbytes, busy, _sum(inputs.late, backward), inputs.loss, inputs.movable)
+    return Estimate(float(seconds), nbytes, busy, _sum(inputs.late, backward), inputs.loss, inputs.movable)
 
 
 def _added(costs: KindCosts, parts: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Stream -> seconds that each mixture adds to the forward pass; the same for the backward pass."""
-    dram = parts @ np.array(costs.dram)
-    forward = {"grad": costs.offload, "fetch": costs.reload_early}
-    backward = {"compute": costs.compute, "fetch": costs.reload, "grad": costs.offload_late}
-    early, late = ({name: parts @ np.array(each) for name, each in added.items()} for added in (forward, backward))
-    return {**early, DRAM: dram}, {**late, DRAM: dram}
+    early = {"grad": costs.offload, "fetch": costs.reload_early, "write": costs.write, DRAM: costs.dram}
+    late = {"compute": costs.compute, "fetch": costs.reload, "grad": costs.offload_late, "read": costs.read}
+    late[DRAM] = costs.dram
+    forward, backward = ({stream: parts @ np.array(of) for stream, of in each.items()} for each in (early, late))
+    return forward, backward
 
 
 def _sum(busy: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
     return {stream: spent + more.get(stream, 0.0) for stream, spent in busy.items()}
 
 
-def _bytes_and_seconds(costs: KindCosts, parts: Any, inputs: Estimate, shares: bool) -> tuple[Any, Any, Any]:
-    """For each mixture: bytes that it adds on the device and on the host, and seconds of the step.
+def _bytes_and_seconds(costs: KindCosts, parts: Any, inputs: Estimate, shares: bool) -> tuple[dict[str, Any], Any]:
+    """For each mixture: bytes that it adds by tier, and seconds of the step.
 
     parts: float[mixtures, kinds], the share of the layers for each kind. All of the disk's seconds are bound to their
     pass: of mixtures, replays wait for it more than `Estimate.movable` says.
     """
-    device = parts @ np.array(costs.device) + (parts > 0) @ np.array(costs.slots)
-    host = parts @ np.array(costs.host) - (parts > 0) @ np.array(costs.slots) + (device if shares else 0.0)
+    used, slots = parts > 0, np.array(costs.slots)
+    to_disk = np.array([kind in ON_DISK for kind in KINDS])
+    device = parts @ np.array(costs.device) + used @ slots
+    host = parts @ np.array(costs.host) - used @ np.where(to_disk, 0.0, slots) + used @ np.array(costs.staging)
+    host = host + (device if shares else 0.0)
+    disk = np.maximum(
+        0.0, parts @ np.array(costs.disk) - used @ np.where(to_disk, slots + np.array(costs.staging), 0.0)
+    )
     bound = replace(inputs, movable=0.0)
     early, late = bound.passes()
     forward, backward = _added(costs, parts)
     rest = max(0.0, inputs.seconds - bound.least_seconds())
     passes = _pass_seconds(early, forward, shares) + _pass_seconds(late, backward, shares)
-    return device, host, passes + inputs.loss + rest
+    return {"device": device, "host": host, "disk": disk}, passes + inputs.loss + rest
 
 
 def _pass_seconds(busy: Mapping[str, float], added: Mapping[str, Any], shares: bool) -> Any:
@@ -338,20 +378,33 @@ def _pass_seconds(busy: Mapping[str, float], added: Mapping[str, Any], shares: b
     share the processor too, and their added seconds are summed."""
     streams = [busy.get(stream, 0.0) + added.get(stream, 0.0) for stream in {**busy, **added}]
     if shares:
-        return sum(added.get(stream, 0.0) for stream in added) + max(busy.values(), default=0.0)
+        computed = sum(spent for stream, spent in added.items() if stream not in DISK_STREAMS)
+        streams = [busy.get(stream, 0.0) + added.get(stream, 0.0) for stream in DISK_STREAMS]
+        streams.append(computed + max(busy.values(), default=0.0))
     longest = streams[0]
     for each in streams[1:]:
         longest = np.maximum(longest, each)
     return longest
 
 
+def _usable(saves_outputs: bool, shares: bool, on_disk: bool) -> Iterator[Keep]:
+    """The kinds that are tried. On the disk only inputs are: to recompute outputs takes less than to write and read
+    them. saves_outputs: whether layers have outputs to save; shares: whether the device shares memory, so that nothing
+    is offloaded to the host; on_disk: whether state of all layers is on the disk, for as long as there is some in host
+    memory to make room, it may as well be written."""
+    for kind in KINDS:
+        if kind in ON_DISK:
+            if on_disk and kind not in SAVED_BY:
+                yield kind
+        elif not (shares and kind in NOT_OFFLOADED) and (saves_outputs or kind not in SAVED_BY):
+            yield kind
+
+
 @lru_cache(maxsize=16)
-def _grid(saves_outputs: bool, shares: bool, layers: int, entries: int) -> tuple[Any, Any, Any]:
-    """All mixtures that differ in rows of so many layers and entries, int[mixtures, kinds] in sixteenths; their
-    `_whole_parts`; and whether all outputs stay, bool[mixtures]. saves_outputs: whether layers have outputs to save;
-    shares: whether the device shares memory, so that nothing is offloaded."""
-    absent = {*(() if saves_outputs else SAVED_BY), *(NOT_OFFLOADED if shares else ()), *ON_DISK}
-    usable = [place for place, kind in enumerate(KINDS) if kind not in absent]
+def _grid(kinds: frozenset[Keep], layers: int, entries: int) -> tuple[Any, Any, Any]:
+    """All mixtures of these kinds that differ in rows of so many layers and entries, int[mixtures, kinds] in
+    sixteenths; their `_whole_parts`; and whether all outputs stay, bool[mixtures]."""
+    usable = [place for place, kind in enumerate(KINDS) if kind in kinds]
     rows: list[list[int]] = []
     for number in range(1, MOST_KINDS + 1):
         for chosen in combinations(usable, number):

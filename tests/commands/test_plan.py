@@ -18,9 +18,10 @@ import megatrain.commands.plan
 import megatrain.plan.analysis
 import megatrain.run.this_machine
 from bench.shapes import llama_shape
-from megatrain.commands.plan import Options, find_hardware, find_model, run_plan
+from megatrain.commands.plan import Options, find_hardware, find_model, more_tokens, run_plan
 from megatrain.errors import ConfigError, DoesNotFit, MegaTrainError, ModelError, PlanError
-from megatrain.plan import find_plan, machine, measured_models, save_hardware
+from megatrain.plan import Question, find_plan, machine, measured_models, save_hardware
+from megatrain.spec import Limits
 from megatrain.spec.limits import parse_nbytes
 from tests.bad_paths import ENDLESS, endless_file
 from tests.model.test_architecture import SILENT
@@ -273,6 +274,30 @@ def test_the_default_number_of_tokens_shrinks_until_it_fits(saved: str) -> None:
     assert "32,768 tokens in" in shown(saved, **small)
     with pytest.raises(DoesNotFit):
         shown(saved, **small, tokens_per_step=65_536)
+
+
+def test_tokens_are_doubled_where_the_drive_decides() -> None:
+    """The state is 17 GB with waiting gradients, and a step of so many tokens computes for 3 seconds."""
+    spec = llama_shape("1B", 4, 4096, vocabulary=32_000)
+    asked = Question(spec, replace(machine("rtx-4090"), disk_nbytes=10**12), 65_536, 4096)
+    few, some, none = (
+        replace(asked, limits=Limits(host_nbytes=nbytes * 10**9, disk_nbytes=disk))
+        for nbytes, disk in ((8, None), (14, None), (8, 0))
+    )
+    assert [more_tokens(each).tokens_per_step for each in (few, some, none)] == [131_072, 65_536, 65_536]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("plan_alone")
+def test_steps_have_twice_the_default_tokens_where_the_drive_decides(saved: str) -> None:
+    few = {"host_memory": "8GB", "disk_memory": "1TB"}
+    text = shown(saved, **few)
+    assert "131,072 tokens in" in text
+    assert "train.global_batch_size=32" in text, "since `init` would write the default"
+    assert "65,536 tokens in" in shown(saved, **few, tokens_per_step=65_536)
+    text = shown(saved, **few | {"host_memory": "14GB"})  # the rest is read and written quickly
+    assert "65,536 tokens in" in text
+    assert "global_batch_size" not in text
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from megatrain.formatting import at_least
 from megatrain.plan import Choice, Plan, Question, estimates, examine, find_plan, machine, search
 from megatrain.plan.placement import ON_DEVICE
 from megatrain.plan.search_space import KNOBS
+from megatrain.schedule import Use
 from megatrain.spec import IN_HOST, SAVED_BY, Hardware, Limits, ModelSpec, Numerics, Placement, Policy
 from megatrain.spec.limits import parse_nbytes
 
@@ -393,6 +394,24 @@ def test_inputs_are_offloaded_if_nothing_else_fits() -> None:
     plan = find_plan(replace(asked, limits=Limits(device_nbytes=round(0.8 * least))))
     assert plan.policy.offloads
     assert fits(plan)
+
+
+@pytest.mark.parametrize(("host_mib", "where"), [(3, "disk"), (40, "offload")])
+def test_inputs_wait_on_the_disk_only_where_host_memory_is_short(host_mib: int, where: str) -> None:
+    """The state is 18 MiB, and half of the inputs are 12."""
+    limits = Limits(device_nbytes=8 << 20, host_nbytes=host_mib << 20)
+    asked = question(DRIVE, model=llama(layers=24), tokens_per_step=8192, overrides={"micro_batch": 8}, limits=limits)
+    plan = find_plan(asked)
+    assert fits(plan)
+    assert where in plan.policy.kept_shares
+    assert ("disk" in plan.policy.kept_shares) == (where == "disk")
+    kept = {buffer.use for buffer in plan.timeline.schedule.buffers.values() if buffer.tier == "disk"}
+    assert (Use.OFFLOADED_INPUTS in kept) == (where == "disk")
+    if where == "disk":
+        estimated = estimates.estimate(asked, plan.choice, plan.micro_batch)
+        assert estimated.nbytes["disk"] == pytest.approx(plan.nbytes["disk"], rel=0.05)
+        with pytest.raises(DoesNotFit):
+            find_plan(replace(asked, limits=replace(limits, disk_nbytes=0)))
 
 
 @pytest.mark.parametrize("slots", [1, 3])

@@ -367,31 +367,21 @@ class Activations:
         through_bus, through_host = dict[str, Staged](), dict[str, Staged]()
         at_a_time = self._policy.micro_batches_per_round or self._work.micro_batches
         place = partial(_staged, self._model, at_a_time)
+        slots_of = partial(_slots, self._buffers, self._work.repeats)
         for kind, accesses in of_kinds.items():
             most = _most_at_once(ops, accesses) if self._model.sides or self._model.encoders else 1
             if not shares:  # while an op runs, the others are filled
-                slots = self._slots(f"device/offload_slots{kind}", accesses, self._policy.offload_slots - 1 + most)
+                slots = slots_of(f"device/offload_slots{kind}", accesses, self._policy.offload_slots - 1 + most)
                 for access in accesses:
                     tier: Waits = "passing" if access.buffer in to_disk else "host"
                     through_bus[access.buffer] = place(access, slots, tier)
             going = [access for access in accesses if access.buffer in to_disk]
             if not shares:
                 going = [each._replace(buffer=through_bus[each.buffer].region) for each in going]
-            slots = self._slots(f"host/disk_staging/kept{kind}", going, self._policy.disk_staging_slots)
+            slots = slots_of(f"host/disk_staging/kept{kind}", going, self._policy.disk_staging_slots)
             through_host |= {access.buffer: place(access, slots, "disk") for access in going}
         placed = _through(THROUGH_THE_BUS, ops, through_bus, self._buffers, passing=through_host)
         return _through(DISK, placed, through_host, self._buffers)
-
-    def _slots(self, name: str, accesses: Sequence[Access], most: int) -> tuple[str, ...]:
-        """At most so many slots through which all of these pass. If a micro-batch represents several, one at a time is
-        in a slot."""
-        slots = tuple(f"{name}/{k}" for k in range(min(most, len(accesses))))
-        largest = max((round(access.stop / self._work.repeats) for access in accesses), default=0)
-        on_device = name.startswith("device/")
-        for slot in slots:
-            use = Use.OFFLOAD_SLOTS if on_device else Use.DISK_STAGING
-            declare(self._buffers, Buffer(slot, "device" if on_device else "host", largest, use))
-        return slots
 
 
 Waits = Literal["host", "disk", "passing"]
@@ -411,6 +401,20 @@ def _most_at_once(ops: Sequence[Op], accesses: Sequence[Access]) -> int:
     names = {access.buffer for access in accesses}
     mentioned = ({access.buffer for access in (*op.reads, *op.writes)} for op in ops)
     return max((len(names & buffers) for buffers in mentioned), default=0) if names else 0
+
+
+def _slots(
+    buffers: dict[str, Buffer], repeats: float, name: str, accesses: Sequence[Access], most: int
+) -> tuple[str, ...]:
+    """At most so many slots through which all of these pass, added to `buffers`. repeats: micro-batches that one
+    represents, of which one at a time is in a slot."""
+    slots = tuple(f"{name}/{k}" for k in range(min(most, len(accesses))))
+    largest = max((round(access.stop / repeats) for access in accesses), default=0)
+    on_device = name.startswith("device/")
+    for slot in slots:
+        use = Use.OFFLOAD_SLOTS if on_device else Use.DISK_STAGING
+        declare(buffers, Buffer(slot, "device" if on_device else "host", largest, use))
+    return slots
 
 
 def _staged(model: ModelSpec, at_a_time: int, access: Access, slots: tuple[str, ...], where: Waits) -> Staged:
