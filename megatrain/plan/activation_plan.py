@@ -131,10 +131,11 @@ def _kind_costs(
         costs["compute"]["graph"] -= recomputed
         for keep, saved in SAVED_BY.items():
             costs["compute"][keep] -= recomputed - times * price(layer, tokens, saved)
-        for keep, like in NOT_OFFLOADED.items():
+            if keep not in NOT_OFFLOADED:
+                costs["device"][keep] += times * work.repeats * profile.stored(saved, tokens)
+        for keep in NOT_OFFLOADED:
             stored = profile.stored(SAVED_BY[keep], tokens) if keep in SAVED_BY else 0
             crosses = boundary + times * work.repeats * stored
-            costs["device"][like] += times * work.repeats * stored
             costs["device"][keep] -= boundary
             inputs = tokens * model.hidden_size * numerics.weight_nbytes
             if not shares:

@@ -67,7 +67,8 @@ def test_offloaded_side_values_are_priced(is_hidden: bool) -> None:
 def test_the_fastest_fitting_candidate_comes_first() -> None:
     _, found = mixtures(MACHINE)
     everything = found.best({}, 1)[0]
-    budget = 0.5 * found.estimate(everything[1]).nbytes["device"] + 0.5 * min(found.device)
+    least = found.inputs.nbytes["device"] + min(found.added_nbytes["device"])
+    budget = 0.5 * found.estimate(everything[1]).nbytes["device"] + 0.5 * least
     fitting = found.best({"device": budget}, 50)
     assert all(found.estimate(counts).nbytes["device"] <= budget for _, counts in fitting)
     rounded = [round(seconds, 12) for seconds, _ in fitting]
@@ -81,7 +82,8 @@ def test_the_fastest_fitting_candidate_comes_first() -> None:
 def test_candidates_slower_than_estimated_are_used_less() -> None:
     _, found = mixtures(replace(MACHINE, fetch_bandwidth=1e10, grad_bandwidth=1e9))
     out = [KINDS.index(kind) for kind in NOT_OFFLOADED]
-    budget = {"device": min(found.device) + 0.3 * (max(found.device) - min(found.device))}
+    least, most = min(found.added_nbytes["device"]), max(found.added_nbytes["device"])
+    budget = {"device": found.inputs.nbytes["device"] + least + 0.3 * (most - least)}
     (seconds, counts), *_ = found.best(budget, 1)
     assert sum(counts[place] for place in out) > 2
     slowed = found.slowed(counts, 1.5 * seconds)
