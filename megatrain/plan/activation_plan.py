@@ -263,8 +263,8 @@ class Mixtures:
 
     def leanest(self, budgets: Mapping[str, float]) -> Counts:
         """The mixture that exceeds these budgets least; of several, the fastest."""
-        added = self.added_nbytes
-        short = [self.inputs.nbytes[tier] + added[tier] - budgets[tier] for tier in added if tier in budgets]
+        added = {tier: nbytes for tier, nbytes in self.added_nbytes.items() if tier in budgets and nbytes.any()}
+        short = [self.inputs.nbytes[tier] + nbytes - budgets[tier] for tier, nbytes in added.items()]
         order = np.lexsort((self.seconds, np.maximum.reduce(short)))
         return tuple(int(count) for count in self._table[order[0]])
 
