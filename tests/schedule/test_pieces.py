@@ -115,7 +115,9 @@ def test_schedules_of_many_pieces_pass_the_checker_without_races(seeds: range) -
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("update", ["next_forward", "during_backward"])
-def test_removing_any_single_wait_is_detected(update: str) -> None:
+def test_removing_any_single_wait_is_detected(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers in four pieces, which pass through three slots."""
+    monkeypatch.setattr(pieces, "NORM_BLOCK", 96)
     policy = Policy(placements=(ON_DISK,) * 3, update=update, shard_nbytes=200)  # type: ignore[arg-type]
     pending = "none" if update == "during_backward" else "all"
     schedule = build_step(small_spec(1), Numerics("bf16"), policy, Work((4,)), pending)  # type: ignore[arg-type]
