@@ -1,6 +1,6 @@
 """What fits on which machine: known models on described machines, as the planner sees them.
 
-    python -m bench.fits [--adapters | --files] [--docs FILE ...]
+    python -m bench.fits [--adapters | --files | --floors] [--docs FILE ...]
 
 Each cell is what `megatrain plan MODEL --hardware NAME` answers: the step is the largest of 65,536 tokens, or half as
 many and so on, that fits, in sequences of 4,096 tokens, with exact gradient clipping and checkpoints. `--docs` replaces
@@ -12,7 +12,8 @@ says.
 `--adapters` makes another table: for GPUs and sizes of host memory, without a disk and with the base in memory, the
 largest of some bases over which `megatrain plan MODEL --adapter lora:16` finds a plan for one sequence. That takes four
 minutes. `--files` plans for larger bases on a GPU of 24 GB, what the host has no room for being read from the model's
-files, taken to be in bfloat16. That takes ten.
+files, taken to be in bfloat16. That takes ten. `--floors` shows the least host memory with all state on the disk, as a
+refusal of one sequence on an H200 names it, in one minute.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 from bench.scaling import filled, most_tokens_that_fit
 from megatrain.commands.plan import LENGTH, TOKENS_PER_STEP, find_model
 from megatrain.errors import DoesNotFit
-from megatrain.formatting import amount
+from megatrain.formatting import amount, at_least
 from megatrain.plan import Plan, Question, find_plan, machine
 from megatrain.spec import Hardware, Limits, ModelSpec
 
@@ -181,15 +182,47 @@ def files_cells(plan: Plan | None) -> str:
     return f"{speed} | {tokens} | {there} | {amount(plan.read_from_files_nbytes)}"
 
 
+# The least host memory ------------------------------------------------------------------------------------------------
+
+FLOORS = (
+    "Qwen/Qwen3-32B",
+    "meta-llama/Llama-3.3-70B-Instruct",
+    "Qwen/Qwen3-30B-A3B",
+    "Qwen/Qwen3-235B-A22B",
+    "openai/gpt-oss-120b",
+    "meta-llama/Llama-3.1-405B",
+    "deepseek-ai/DeepSeek-V3",
+)
+
+
+def floors_table() -> list[str]:
+    """For each model, the least host memory with all state on the disk, and the bytes of its largest layer's state."""
+    lines = ["| model | least host memory | state of its largest layer |", "|---|---|---|"]
+    limits = Limits(host_nbytes=1, disk_nbytes=20_000 * GB)
+    for name in FLOORS:
+        model = find_model(name, "bf16")
+        try:
+            find_plan(Question(model, machine("h200"), LENGTH, LENGTH, saves=True, limits=limits))
+        except DoesNotFit as error:
+            layer_nbytes = 12 * max(model.units[layer].numel for layer in model.layers)
+            cells = f"{at_least(error.needed['host'])} | {amount(layer_nbytes)}"
+            lines.append(f"| {name.partition('/')[2]} | {cells} |")
+            print(lines[-1], file=sys.stderr, flush=True)
+    return lines
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="what fits on which machine, by the planner")
     parser.add_argument("--adapters", action="store_true", help="the largest bases of adapters")
     parser.add_argument("--files", action="store_true", help="larger bases of adapters, read from their files")
+    parser.add_argument("--floors", action="store_true", help="the least host memory of large models")
     parser.add_argument("--docs", type=Path, nargs="*", default=(), help="files in which to replace the table")
     arguments = parser.parse_args()
     by = "bench.fits"
     if arguments.files:
         name, lines, by = "files", files_table(), "bench.fits --files"
+    elif arguments.floors:
+        name, lines, by = "floors", floors_table(), "bench.fits --floors"
     else:
         name, lines = ("adapters", adapters_table()) if arguments.adapters else ("machines", table())
     for file in arguments.docs:
