@@ -76,7 +76,13 @@ class Pool:
         call continues.
         """
         buffers = [buffer for buffer in buffers if buffer.arena]
-        missing = [buffer for buffer in buffers if not self._is_provided(buffer)]
+        missing = [
+            buffer
+            for buffer in buffers
+            if (known := self.buffers.get(buffer.name)) is None
+            or known.nbytes < buffer.nbytes
+            or (buffer.tier == "disk" and known.nbytes != buffer.nbytes)  # regions are written whole
+        ]
         if missing and self._leases:
             raise DeviceError(f"{self._leases} leases are in use while buffers change", where="memory pool")
         self.ledger.require(missing)
@@ -86,12 +92,6 @@ class Pool:
             if is_pinned(buffer, self._transit) and not is_pinned(self.buffers[buffer.name], self._transit):
                 self.device.host.page_lock(self._memory[buffer.name], buffer.use)
                 self.buffers[buffer.name] = buffer
-
-    def _is_provided(self, buffer: Buffer) -> bool:
-        known = self.buffers.get(buffer.name)
-        if known is None or buffer.tier != "disk":
-            return known is not None and known.nbytes >= buffer.nbytes
-        return known.nbytes == buffer.nbytes  # regions are written whole
 
     def _allocate(self, buffer: Buffer) -> None:
         self.free(buffer.name)
