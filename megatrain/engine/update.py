@@ -22,7 +22,8 @@ def norm(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     if op.stream == "host" and not step.loss_is_finite and context.world.size == 1:  # several ranks check at the end
         finite_loss(step)  # before any gradient of this step is used
         step.loss_is_finite = True
-    step.receiver.norm(op.unit, _gradient_of(context, op, lease), step.loss, _elements(context, op))
+    elements = _elements(context, op) if op.shard >= 0 else None
+    step.receiver.norm(op.unit, _gradient_of(context, op, lease), step.loss, elements)
 
 
 def update(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
@@ -32,7 +33,7 @@ def update(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     for access in op.writes:
         if (part := PART_OF.get(type(access.content))) is not None:
             parts[part].append(bytes_of(lease, access))
-    elements = _elements(context, op)
+    elements = _elements(context, op) if op.shard >= 0 else None
     step.receiver.update(op.unit, _gradient_of(context, op, lease), parts, elements)
     context.pool.unsaved.changed(op, lease, step.schedule.takes_home.get((op.unit, op.shard)))
     buffer, trained = step.schedule.buffers[op.reads[0].buffer], context.layouts[op.unit].trained
@@ -41,10 +42,8 @@ def update(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
         context.pool.discard(buffer.name)
 
 
-def _elements(context: OpContext, op: Op) -> Piece | None:
-    """The piece of a unit that an op is about, or None for all of it."""
-    if op.shard < 0:
-        return None
+def _elements(context: OpContext, op: Op) -> Piece:
+    """The piece of a unit that an op is about."""
     cut = disk_pieces if op.stream == "host" else streamed_pieces
     return cut(context.layouts[op.unit].trained, context.numerics, context.policy)[op.shard]
 

@@ -41,7 +41,7 @@ def arrays_in(parts: Mapping[Part, Sequence[Tensor]], numel: int) -> StateArrays
 
     parts: weights, moments in the order of `AdamW.STATE`, and, if masters are split, low bits.
     """
-    moments = tuple(moment[: 4 * numel].view(torch.float32) for moment in parts[Part.MOMENTS])
+    moments = tuple([moment[: 4 * numel].view(torch.float32) for moment in parts[Part.MOMENTS]])
     (weights,), low = parts[Part.WEIGHTS], parts.get(Part.LOW_BITS)
     if low is None:
         return StateArrays(weights[: 4 * numel].view(torch.float32), None, moments)

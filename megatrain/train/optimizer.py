@@ -35,6 +35,7 @@ from megatrain.optim import (
     clip_scale,
     expansion,
     own_square_sums,
+    sum_of_squares,
     update_on_host,
 )
 from megatrain.optim.kernels import Segment
@@ -240,12 +241,16 @@ class StreamedOptimizer:
             if not self._deferred:
                 known.device_flag = squares.isfinite()
             return
-        size = layout_of(self._model.units[unit]).trained.own_size
-        (start, stop), is_alone = elements or (0, size), self._world.size == 1
-        sums = own_square_sums(_as_numpy(gradient), NORM_BLOCK if is_alone else OWNED, self.threads)
-        known.square_sums = expansion([*known.square_sums, *sums]) if start else sums
-        if is_alone and stop == size:
-            known.square_sums = [math.fsum(known.square_sums)]
+        values, is_alone, start = _as_numpy(gradient), self._world.size == 1, 0
+        if is_alone and elements is None:
+            known.square_sums = [sum_of_squares(values, self.threads)]
+        else:
+            size = layout_of(self._model.units[unit]).trained.own_size
+            start, stop = elements or (0, size)
+            sums = own_square_sums(values, NORM_BLOCK if is_alone else OWNED, self.threads)
+            known.square_sums = expansion([*known.square_sums, *sums]) if start else sums
+            if is_alone and stop == size:
+                known.square_sums = [math.fsum(known.square_sums)]
         if not known.is_finite:
             known.not_finite += _not_finite(self._parameters[unit], gradient, start)
             if self._world.size == 1:
@@ -289,7 +294,7 @@ class StreamedOptimizer:
             left_out = known.left_out(parameters)
             updated = [parameter for parameter in parameters if parameter.name not in left_out]
             for scalars, segments in update.segments(updated, version.missed, start, stop):
-                update_on_host(arrays, values, scalars, _behind(segments, first), self.threads)
+                update_on_host(arrays, values, scalars, _behind(segments, first) if first else segments, self.threads)
         else:
             for flag, covered in known.cases(parameters):
                 for scalars, segments in update.segments(covered, version.missed, start, stop):
@@ -415,7 +420,7 @@ def _not_finite(parameters: Sequence[TrainedParameter], gradient: Tensor, first:
 
 def _behind(segments: Sequence[Segment], first: int) -> Sequence[Segment]:
     """Segments of a unit, counted in the piece that begins at element `first`."""
-    return [(start - first, stop - first, decays) for start, stop, decays in segments] if first else segments
+    return [(start - first, stop - first, decays) for start, stop, decays in segments]
 
 
 def _used(gradients: Sequence[UnitGradient]) -> list[int]:
