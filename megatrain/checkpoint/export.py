@@ -108,7 +108,7 @@ _WRITTEN_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32":
 
 
 class ExportOptions(TypedDict, total=False):
-    """Keyword arguments of all functions that write a model (see `export_units`)."""
+    """Keyword arguments of all functions that write a model (see `export_pieces`)."""
 
     precision: Precision | None
     """`fp32` writes the masters, `bf16` rounds them to nearest even; buffers keep their dtype. `None` (default) is

@@ -23,8 +23,8 @@ from megatrain.spec.layout import SAVED_AT_ONCE
 
 Values = NDArray[np.float32]
 ReadRange = Callable[[str, int, int], Iterable[tuple[int, Values]]]
-"""Reads elements [start, stop) of a parameter, given as (name, start, stop): pairs of a first element and the values
-from there on, which are valid until the next is asked for; all of the range, or what a rank owns of it."""
+"""Called with (name, start, stop), reads elements [start, stop) of a parameter: all of them, or what a rank owns.
+It yields pairs of a first element and the values from there on, which are valid until the next pair is asked for."""
 
 
 class TensorPiece(NamedTuple):

@@ -22,11 +22,11 @@ aten = torch.ops.aten
 
 
 NEAR = 1 << 16
-"""Elements between two runs that are read rather than left out, so that one read is enough for both."""
+"""The largest gap between two runs, in elements, that is read with them, so that one read is enough for both."""
 
 
 class Run(NamedTuple):
-    """Elements of a parameter that follow each other in a result: `length` of them, from `start` on, each `step`."""
+    """Elements of a parameter that follow each other in a result: `length` of them from `start` on, every `step`-th."""
 
     name: str
     start: int
@@ -156,6 +156,7 @@ class RunGroup:
     runs: list[tuple[int, Run]] = field(default_factory=list)
 
     def takes(self, run: Run, most: int) -> bool:
+        """Whether a run is near enough to be read with the others, in about `most` elements from end to end."""
         length = max(self.stop, _end(run)) - min(self.start, run.start)
         is_near = run.name == self.name and length <= self.stop - self.start + run.length + NEAR
         return is_near and (length <= most or self._continues(run, most))
@@ -167,11 +168,15 @@ class RunGroup:
         return is_alike and self.stop - self.start > most >= 2 * run.step
 
     def add(self, at: int, run: Run) -> None:
+        """Add a run, whose first element has place `at` in the tensor."""
         self.start, self.stop = min(self.start, run.start), max(self.stop, _end(run))
         self.runs.append((at, run))
 
     def within(self, first: int, values: NDArray[np.float32]) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """The values that belong to the runs, with their places, of those of the elements from `first` on."""
+        """Pairs of a place in the tensor and the values from there on, taken out of `values`.
+
+        values: float32[elements], those of the parameter from element `first` on.
+        """
         last = first + values.size
         for at, run in self.runs:
             begin = max(0, -(-(first - run.start) // run.step))

@@ -6,9 +6,9 @@ pass and back in the backward. Where a disk tier is in use, inputs may wait ther
 passes. A dropped input saves memory and costs compute.
 
 All of these are sums over layers, so a mixture is priced without a replay: each pass takes as long as its busiest
-stream, and whatever the step took beyond that before, it still takes. Every mixture of up to `MOST_KINDS` kinds, in
-sixteenths of the layers, is priced with the whole layers that it becomes; there are no heuristics. `search` replays the
-best.
+stream, and what a step that keeps inputs takes beyond that is added unchanged. Every mixture of up to `MOST_KINDS`
+kinds, in sixteenths of the layers, is priced with the whole layers that it becomes; there are no heuristics. `search`
+replays the best.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def _kind_costs(
                 costs["slots"][keep] = max(costs["slots"][keep], offload_slots * (inputs + stored))
                 costs["reload"][keep] += crosses / hardware.fetch_bandwidth * factors["RELOAD"]
                 costs["offload"][keep] += crosses / hardware.grad_bandwidth * factors["OFFLOAD"]
-                passes = 1 + (DRAM_PASSES["WRITE"] if keep in ON_DISK else 0)
-                costs["dram"][keep] += passes * crosses / host_dram_bandwidth(hardware)
+                copies = 1 + (DRAM_PASSES["WRITE"] if keep in ON_DISK else 0)
+                costs["dram"][keep] += copies * crosses / host_dram_bandwidth(hardware)
             if keep in ON_DISK:
                 costs["staging"][keep] = max(costs["staging"][keep], staging_slots * (inputs + stored))
                 costs["read"][keep] += crosses / reading * factors["READ"]
@@ -355,8 +355,8 @@ def _sum(busy: Mapping[str, float], more: Mapping[str, float]) -> dict[str, floa
 def _bytes_and_seconds(costs: KindCosts, parts: Any, inputs: Estimate, shares: bool) -> tuple[dict[str, Any], Any]:
     """For each mixture: bytes that it adds by tier, and seconds of the step.
 
-    parts: float[mixtures, kinds], the share of the layers for each kind. All of the disk's seconds are bound to their
-    pass: of mixtures, replays wait for it more than `Estimate.movable` says.
+    parts: float[mixtures, kinds], the share of the layers for each kind. `Estimate.movable` is ignored, so that all
+    of the disk's seconds count in their own pass: replays of mixtures wait longer for the disk than it says.
     """
     used, slots = parts > 0, np.array(costs.slots)
     to_disk = np.array([kind in ON_DISK for kind in KINDS])
@@ -391,8 +391,8 @@ def _pass_seconds(busy: Mapping[str, float], added: Mapping[str, Any], shares: b
 def _usable(saves_outputs: bool, shares: bool, on_disk: bool) -> Iterator[Keep]:
     """The kinds that are tried. On the disk only inputs are: to recompute outputs takes less than to write and read
     them. saves_outputs: whether layers have outputs to save; shares: whether the device shares memory, so that nothing
-    is offloaded to the host; on_disk: whether state of all layers is on the disk, for as long as there is some in host
-    memory to make room, it may as well be written."""
+    is offloaded to the host; on_disk: whether all layers have state on the disk. As long as one has all of its
+    state in host memory, to move that state makes room as well as to write inputs does."""
     for kind in KINDS:
         if kind in ON_DISK:
             if on_disk and kind not in SAVED_BY:

@@ -1,12 +1,12 @@
 """Saves an engine's checkpoint in a thread while training continues.
 
 When a save begins, nothing is pending and no op runs: the state is that after a whole step. Then a thread writes unit
-by unit, in the order in which the next steps will change them, directly from where the state is; an update waits
-until its unit has been written. So the checkpoint is the exact state of one moment without a copy of it, and a save
-takes memory for `SAVED_AT_ONCE` elements in float32 (of masters stored as halves, and of what is not in host memory),
+by unit, in the order in which the next steps will change them, directly from where the state is; an update waits until
+its unit has been written. So the checkpoint is the exact state of one moment without a copy of it, and a save takes
+memory for `SAVED_AT_ONCE` elements in float32 (of masters stored as halves, and of what is not in host memory),
 whatever the model, beside the blocks that are being written. With the exact norm, updates come a whole forward and
-backward pass later, so that long a save delays nobody. Units on the device are read for the thread, range by range,
-before training continues.
+backward pass later, so a save that takes less than that delays nobody. Units on the device are read for the thread,
+range by range, before training continues.
 
 When to save and what to keep is decided in `checkpoints`; `checkpoint.save` writes the files.
 """

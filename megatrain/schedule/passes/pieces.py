@@ -1,9 +1,9 @@
 """Pieces: the ranges of a unit's trained elements in which its state moves and is updated.
 
-What is on the disk is read and written by pieces, through a small ring of slots in host memory, whatever parts of the
-state are there; so the host memory that the disk tier needs hardly grows with the units. Blocks of the disk end where
-pieces do, so the pieces of the disk depend on nothing that may change during a run. Those of streamed updates pass
-through device memory, and may be as small as shards (`updates`).
+State on the disk, whichever parts of it are there, passes through a small ring of slots in host memory, a piece in each
+slot. So the host memory that the disk tier needs hardly grows with the units. Blocks of the disk end where these pieces
+do and keep their ends, so these pieces depend on nothing that may change during a run. Pieces of streamed updates pass
+through device memory instead, and may be as small as shards (`updates`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Piece = tuple[int, int]
 """Elements [start, stop) of the trained elements of a unit that a rank owns."""
 
 PIECE_NBYTES, MOST_PIECES = 64 << 20, 64
-"""Bytes of a piece, over all parts of the state: enough for the full speed of bus and drive. And the number of pieces
-above which a unit gets larger ones, since each costs a thread some time."""
+"""Bytes of a piece, all its arrays together, which are enough for the full speed of bus and drive; and about how many
+pieces a unit has at most. Larger units have larger pieces, since each piece costs a thread some time."""
 
 LEAST_NUMEL = 1 << 10
-"""Minimum size of a streamed piece, however small shards are; a multiple of `ALIGNMENT`."""
+"""Elements of the smallest streamed piece, however small shards are; a multiple of `ALIGNMENT`."""
 
 SLOTS = 3
 """Slots of a ring: one is filled while another is updated or leaves; the third absorbs delays."""
@@ -80,7 +80,7 @@ def _cut(size: int, numel: int) -> Sequence[Piece]:
 
 
 def merged(pieces: Sequence[Piece], most: int) -> Sequence[Piece]:
-    """The same elements in at most so many ranges."""
+    """The same elements in at most `most` pieces, each of them several consecutive ones joined."""
     together = max(1, -(-len(pieces) // most))
     return [(run[0][0], run[-1][1]) for run in (pieces[at : at + together] for at in range(0, len(pieces), together))]
 

@@ -4,7 +4,7 @@ A driver copies pageable memory through a buffer of its own, and blocks the call
 memory than its weights and gradients take, they stay pageable: a host thread packs each shard into a pinned
 buffer, from which it is copied to the device; a gradient shard is copied into one, and unpacked from there. Gradients
 on the disk, and those that are used as they land, pass through buffers of their own, which are pinned instead.
-Weights on the disk or in files are read into such a buffer, shard by shard, whatever may be pinned.
+Weights on the disk or in files are read into such a buffer, shard by shard, even if all memory may be pinned.
 PACK and UNPACK are ordinary ops inserted by `disk_staging`, each direction on its own stream. The policy says
 whether this is used (`plan.refinements`).
 """
@@ -34,8 +34,11 @@ def pinned_nbytes(buffers: Iterable[Buffer], transfer: Transfer) -> int:
 
 
 class PinnedStaging:
-    """The pinned staging buffers of one schedule, added to `buffers`. `staged`: what passes through; `from_drive`:
-    what passes through on its way from the disk or the model's files."""
+    """The pinned staging buffers of one schedule, added to `buffers`.
+
+    on_disk: state on the disk that passes through buffers of its own, which are pinned; on_drive: as in `StateBuffers`.
+    `staged` is what passes through from host memory or to it, `from_drive` what does so from the disk or from files.
+    """
 
     def __init__(
         self,

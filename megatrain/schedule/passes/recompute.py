@@ -397,7 +397,7 @@ OFFLOADED_AS: dict[type[Content], Use] = {
 
 
 def _most_at_once(ops: Sequence[Op], accesses: Sequence[Access]) -> int:
-    """The largest number of these that one op mentions, by their names."""
+    """The largest number of these accesses that one op mentions, compared by the names of their buffers."""
     names = {access.buffer for access in accesses}
     mentioned = ({access.buffer for access in (*op.reads, *op.writes)} for op in ops)
     return max((len(names & buffers) for buffers in mentioned), default=0) if names else 0
@@ -442,8 +442,8 @@ def _through(
     buffers: dict[str, Buffer],
     passing: Container[str] = (),
 ) -> list[Op]:
-    """`ops` with copies through slots, without those out of slots that nothing needs to bring back. Where contents wait
-    is added to `buffers`.
+    """`ops` with copies into slots and out of them, less the copies out whose content never comes back. The places
+    where contents wait are added to `buffers`.
 
     passing: names of places where nothing waits, since it goes on from there.
     """

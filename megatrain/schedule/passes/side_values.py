@@ -1,16 +1,16 @@
-"""Places what units pass to later ones besides the hidden state, and its gradients: on the device, or offloaded.
+"""Assigns memory to side values, which units hand to later ones, and to their gradients: on the device, or offloaded.
 
-What a unit makes is kept alike: its side values as the next layer keeps its input, which is made at the same time. On
-the device, a value is a transient buffer from the unit that makes it to the last that reads it. Offloaded, it goes
+All that one unit makes is kept in the same way: its side values as its hidden state, which is the next layer's input.
+On the device, a value is a transient buffer from the unit that makes it to the last that reads it. Offloaded, it goes
 through slots to host memory, as offloaded inputs do (`recompute`), and comes back for each unit that reads it and no
-longer finds it in its slot. A hidden state that later units read is the input of the next layer: they find it where
-that layer left it, as an input, an offloaded one or a part of a graph, and it has no memory of its own. A value is
-never computed twice: where inputs are dropped, it stays on the device, as does an input that later units read.
+longer finds it in its slot. A hidden state that is also a side value has no memory of its own: units find it where the
+next layer keeps it as its input, on the device, offloaded or in a graph. A value is never computed twice: where inputs
+are dropped, it stays on the device, as does an input that later units read.
 
 The gradient of a value takes the same route. It waits as long as a value does, from the highest unit that reads the
-value to the one that makes it, unlike the gradient of the hidden state, which the next op takes. As each reader adds a
-term, each sum leaves that does not stay in its slot. Values of the prologue are among the arguments of layers, which
-stay on the device; what only the loss reads (router logits) is small, and stays there too.
+value to the one that makes it, unlike the gradient of the hidden state, which the next op takes. Each reader adds a
+term, and the sum leaves again if it does not stay in its slot. Values of the prologue are among the arguments of
+layers, which stay on the device; what only the loss reads (router logits) is small, and stays there too.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ class SideValues:
     def __init__(self, model: ModelSpec, work: Work, activations: Activations) -> None:
         self._model, self._work, self._activations = model, work, activations
         self.offloaded: dict[str, Access] = {}
-        """Those that are offloaded, by names that a slot replaces, as far as ops have been made."""
+        """Name -> each offloaded value or gradient of the ops made so far. Slots replace the names later."""
         self._made: dict[int, list[int]] = defaultdict(list)
-        """Unit -> numbers of the side values that it makes, and below of those that it reads."""
+        """Unit -> numbers of the side values that it makes."""
         self._used: dict[int, list[int]] = defaultdict(list)
+        """Unit -> numbers of the side values that it reads."""
         for number, side in enumerate(model.sides):
             self._made[side.source].append(number)
             for user in side.users:
@@ -73,7 +74,8 @@ class SideValues:
         return self._placed(number, Use.SIDE_VALUES, Side(number, micro))
 
     def _gradient(self, number: int, micro: int, after: int) -> Access:
-        """The gradient of a side value, which takes the place of a value that only the loss reads."""
+        """The gradient of a side value after the backward of unit `after`. If only the loss reads the value, the
+        gradient takes its place."""
         return self._placed(number, Use.SIDE_GRADIENTS, SideGradient(number, micro, after))
 
     def _placed(self, number: int, use: Use, content: Side | SideGradient) -> Access:

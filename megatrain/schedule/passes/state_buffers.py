@@ -1,12 +1,11 @@
-"""Buffers that live between steps: the parts of each unit's state, in their tiers, and their staging buffers for the
-disk.
+"""Buffers that live between steps: the parts of each unit's state in their tiers, and what they pass through.
 
-A unit has weights, low bits and moments, and a gradient if that waits for the norm. Each part is in the tier of
-its placement (`spec.Placement`). On the disk it has a region, plus host buffers that hold it while in use
-(`disk_staging`). Weights on a drive, which is the disk or the model's own files, reach a device with memory of its
-own by shards, through a ring of host buffers; in shared memory, where compute reads them, they pass by unit.
-`StateBuffers` names all of it for a schedule; `state_nbytes` adds up the same bytes without names, since a plan search
-needs them thousands of times. `gradients` decides where gradients are summed and land.
+A unit has weights, low bits and moments, and a gradient if that waits for the norm. Each part is in the tier of its
+placement (`spec.Placement`). On the disk it has a region, and passes through a ring of host buffers by pieces
+(`pieces`) when it is updated. Weights on a drive, which is the disk or the model's own files, reach a device with
+memory of its own by shards, through another ring; in shared memory, where compute reads them, they pass by
+unit. `StateBuffers` names all of it for a schedule; `state_nbytes` adds up the same bytes without names, since a plan
+search needs them thousands of times. `gradients` decides where gradients are summed and land.
 """
 
 from __future__ import annotations
@@ -167,15 +166,15 @@ def passing(trained: Layout, numerics: Numerics, policy: Policy, placement: Plac
 def fills_slot(layout: Layout, policy: Policy, placement: Placement) -> bool:
     """Whether a pending update of a unit with weights on the disk also copies them to their slot on the device.
 
-    Not if some are frozen, or other ranks', or if there is one slot for layers: the update would start when nothing
-    computes.
+    It does not if some of them are frozen or belong to other ranks, or if there is one slot for layers: the update
+    would then start when nothing computes.
     """
     is_passing = placement.weights == "disk" and not policy.shares_memory
     return is_passing and layout.ranks == 1 and policy.layer_slots > 1 and layout.trained.size == layout.size > 0
 
 
 def ring_slots(model: ModelSpec, numerics: Numerics, policy: Policy) -> int:
-    """The number of slots of the ring; if all units are single pieces, as of staging buffers."""
+    """The number of slots of the ring: `SLOTS`, or `Policy.disk_staging_slots` if no unit has more than one piece."""
     layouts = (
         layout_of(model.units[unit]).trained for unit, placement, _ in units_alike(model, policy) if placement.uses_disk
     )

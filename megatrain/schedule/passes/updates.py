@@ -11,8 +11,8 @@ wait for it. If updates wait for the norm, gradients wait in host memory, and ea
 PLACE then copies the fresh weights into the slot from which the layer's forward reads them, which saves a fetch. If
 updates come during the backward pass, the gradient is used where it was summed, and never leaves.
 
-What an UPDATE has left in a slot is not lost if taking it home fails (`memory.pool`). `spec.Policy` selects the units,
-`build` and `prefetch` place the ops.
+What an UPDATE has left in a slot is not lost if taking it home fails (`memory.pool`). `spec.Policy` selects the units
+that are streamed, `build` and `prefetch` place the ops.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ CHUNK, CHUNK_NBYTES = 1 << 20, 32
 (`train.device_adamw`)."""
 
 
-class Side(NamedTuple):
-    """Where pieces are updated: kind and stream of their copies in, out, and of fresh weights to the device's slot;
-    where from, and their slots."""
+class PieceRoute(NamedTuple):
+    """How pieces reach their update: kind and stream of the copies in, of those out, and of those of fresh weights to
+    the slot on the device; the stream of the update; the tier where the state is; and the prefix of names of slots."""
 
     inward: tuple[Kind, Stream]
     outward: tuple[Kind, Stream]
@@ -58,8 +58,10 @@ class Side(NamedTuple):
     """Of an array in a slot, in bytes."""
 
 
-STREAMED = Side(("RELOAD", "fetch"), ("OFFLOAD", "grad"), ("PLACE", "grad"), "grad", "host", "device/update_slots", 1)
-THROUGH_HOST = Side(("READ", "read"), ("WRITE", "write"), ("FETCH", "fetch"), "host", "disk", RING, SECTOR)
+STREAMED = PieceRoute(
+    ("RELOAD", "fetch"), ("OFFLOAD", "grad"), ("PLACE", "grad"), "grad", "host", "device/update_slots", 1
+)
+THROUGH_HOST = PieceRoute(("READ", "read"), ("WRITE", "write"), ("FETCH", "fetch"), "host", "disk", RING, SECTOR)
 
 
 class Updates:
@@ -79,18 +81,19 @@ class Updates:
         self._model, self._numerics, self._policy = model, numerics, policy
         self._buffers, self._gradients, self._state = buffers, gradients, state
         self.most_pieces = 2 * MOST_PIECES
-        """Pieces of a unit's state on the disk, at most; with fewer than it has the schedule can only be replayed."""
+        """The most pieces in which a unit's state on the disk moves. If a caller sets fewer than `disk_pieces` gives,
+        the schedule can be replayed, but not executed."""
         self._turns = {STREAMED: 0, THROUGH_HOST: 0}
-        """Number of pieces so far; those of a side take turns in its slots."""
+        """Route -> number of its pieces so far, which take turns in its slots."""
 
     def ops(self, unit: int, before: str, after: str, place: Access | None = None) -> list[Op]:
         """The update of a unit from version `before` to `after`. place: where fresh weights are needed on the
         device, if anywhere."""
         trained = layout_of(self._model.units[unit]).trained
         if unit in self.streamed:
-            pieces, side = streamed_pieces(trained, self._numerics, self._policy), STREAMED
+            pieces, route = streamed_pieces(trained, self._numerics, self._policy), STREAMED
         elif self._state.passing(unit):
-            pieces, side = self._disk_pieces(unit), THROUGH_HOST
+            pieces, route = self._disk_pieces(unit), THROUGH_HOST
         else:
             arrays = arrays_of(trained.own_size, self._numerics)
             tier: Tier = "device" if self._policy.placement(unit).on_device else "host"
@@ -101,44 +104,44 @@ class Updates:
             return [self._update("compute" if tier == "device" else "host", unit, -1, old, new[:-1])]
         ops: list[Op] = []
         for number, piece in enumerate(pieces):
-            ops += self._piece(side, unit, number, piece, (before, after), place)
+            ops += self._piece(route, unit, number, piece, (before, after), place)
         return ops
 
     def _piece(
-        self, side: Side, unit: int, number: int, piece: Piece, versions: tuple[str, str], place: Access | None
+        self, route: PieceRoute, unit: int, number: int, piece: Piece, versions: tuple[str, str], place: Access | None
     ) -> list[Op]:
-        """A piece comes to a slot, is updated, and goes home; what does not pass is updated in place."""
+        """A piece comes to a slot, is updated, and goes home; its arrays that do not pass are updated in place."""
         size = layout_of(self._model.units[unit]).trained.own_size
         arrays, passing = arrays_of(size, self._numerics), self._passing(unit)
-        slot = self._next_slot(side)
+        slot = self._next_slot(route)
         old, new = (
-            [self._home(unit, array, piece, version, side.home if array in passing else "host") for array in arrays]
+            [self._home(unit, array, piece, version, route.home if array in passing else "host") for array in arrays]
             for version in versions
         )
         here, stop = list(old), 0
         for index, array in enumerate(arrays):
             if array in passing:
-                start = -(-stop // side.alignment) * side.alignment
+                start = -(-stop // route.alignment) * route.alignment
                 stop = start + old[index].stop - old[index].start
                 here[index] = Access(slot, start, stop, old[index].content)
-        if side is STREAMED:
+        if route is STREAMED:
             declare(self._buffers, Buffer(slot, "device", stop, Use.UPDATE_SLOTS))
-        fresh = [place.holding(home.content) for place, home in zip(here, new, strict=True)]
+        fresh = [access.holding(home.content) for access, home in zip(here, new, strict=True)]
         moved = [index for index, array in enumerate(arrays) if array in passing]
-        lands = side is THROUGH_HOST and versions[0] == "" and len(arrays) - 1 in moved
+        lands = route is THROUGH_HOST and versions[0] == "" and len(arrays) - 1 in moved
         coming = moved[:-1] if lands else moved
         homes, places = (tuple(accesses[index] for index in coming) for accesses in (old, here))
-        ops = [Op(*side.inward, unit, shard=number, reads=homes, writes=places)]
+        ops = [Op(*route.inward, unit, shard=number, reads=homes, writes=places)]
         ops += self._landed(unit, number, piece, here[-1]) if lands else []
         share = (piece[1] - piece[0]) / size
-        ops.append(self._update(side.update, unit, number, here, fresh[:-1], share))
+        ops.append(self._update(route.update, unit, number, here, fresh[:-1], share))
         if place is not None:
             nbytes = arrays[0].nbytes
             target = place.between(place.start + piece[0] * nbytes, place.start + piece[1] * nbytes)
-            ops.append(Op(*side.place, unit, shard=number, reads=(fresh[0],), writes=(target,)))
+            ops.append(Op(*route.place, unit, shard=number, reads=(fresh[0],), writes=(target,)))
         changed = [index for index in moved if arrays[index].part is not Part.GRADIENTS]
         places, homes = (tuple(accesses[index] for index in changed) for accesses in (fresh, new))
-        return [*ops, Op(*side.outward, unit, shard=number, reads=places, writes=homes)] if changed else ops
+        return [*ops, Op(*route.outward, unit, shard=number, reads=places, writes=homes)] if changed else ops
 
     def gradient_out(self, unit: int) -> list[Op]:
         """What follows a complete gradient: copies to where its update reads it, its norm, and the update if that does
@@ -167,10 +170,10 @@ class Updates:
         norm = Op("NORM", "host", unit, shard=number, reads=(place,), writes=(self._state.norm(unit),))
         return [*self._gradients.leave_in_piece(unit, number, piece, place), norm]
 
-    def _next_slot(self, side: Side) -> str:
-        self._turns[side] += 1
-        count = SLOTS if side is STREAMED else self._state.ring_slots
-        return f"{side.slots}/{self._turns[side] % count}"
+    def _next_slot(self, route: PieceRoute) -> str:
+        self._turns[route] += 1
+        count = SLOTS if route is STREAMED else self._state.ring_slots
+        return f"{route.slots}/{self._turns[route] % count}"
 
     def _passing(self, unit: int) -> Sequence[Array]:
         """The arrays of a unit that pass through slots."""
