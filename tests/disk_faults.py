@@ -55,6 +55,16 @@ def failing(*faults: DiskFault) -> Calls:
     return _FaultPlan(faults).call
 
 
+def failing_later(*faults: DiskFault) -> tuple[Calls, threading.Event]:
+    """As `failing`, from when the event is set: not while a model is loaded, say."""
+    faulty, is_armed = failing(*faults), threading.Event()
+
+    def calls(direction: Direction, region: str, call: Call) -> Call:
+        return faulty(direction, region, call) if is_armed.is_set() else call
+
+    return calls, is_armed
+
+
 class _FaultPlan:
     """Counts requests and decides which of them fail."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from functools import cache
 from pathlib import Path
 
@@ -14,11 +13,10 @@ from torch import Tensor
 from megatrain import AdamW, Engine, Policy
 from megatrain.errors import DiskError
 from megatrain.memory import Disk
-from megatrain.memory.scratch_files import Call, Calls, Direction
 from megatrain.schedule import Op
 from megatrain.schedule.passes import pieces
 from megatrain.spec import Numerics, Placement, Precision, Work
-from tests.disk_faults import DiskFault, failing
+from tests.disk_faults import DiskFault, failing_later
 from tests.tiny import equal, tiny_model, unequal_batches
 
 UNITS = 4
@@ -120,12 +118,7 @@ def test_a_drive_that_fails_between_pieces_costs_an_error_and_no_number(seeds: r
         part, unit = draw.choice(["low_bits", "moments", "gradients"]), draw.randrange(1, UNITS - 1)
         kind, on = draw.choice([("read", "read"), ("write", "write"), ("short", "write")])
         fault = DiskFault(kind, f"disk/{part}/{unit}", on, after=draw.randint(1, 6))  # type: ignore[arg-type]
-        faulty, is_loaded = failing(fault), threading.Event()
-
-        def calls(
-            direction: Direction, region: str, call: Call, faulty: Calls = faulty, armed: threading.Event = is_loaded
-        ) -> Call:
-            return faulty(direction, region, call) if armed.is_set() else call
+        calls, is_loaded = failing_later(fault)
 
         with made(
             "cpu" if seed % 2 else f"sim:{seed}", "bf16", "next_forward", ON_DISK, Disk([tmp_path], calls=calls)

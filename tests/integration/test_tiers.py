@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -19,7 +18,6 @@ from megatrain import AdamW, Engine, Policy
 from megatrain.device.sim import SimDevice
 from megatrain.errors import CorruptRegion, DiskError, DoesNotFit
 from megatrain.memory import Disk
-from megatrain.memory.scratch_files import Call, Calls, Direction
 from megatrain.plan import Question, contention, find_plan, op_seconds
 from megatrain.schedule import Op, Schedule
 from megatrain.schedule.passes import pieces
@@ -28,7 +26,7 @@ from megatrain.spec.hardware import whole_sectors
 from megatrain.spec.layout import layout_of
 from tests import tiny
 from tests.adapted import adapted
-from tests.disk_faults import DiskFault, failing
+from tests.disk_faults import DiskFault, failing, failing_later
 from tests.tiny import batch, equal, tiny_model, unequal_batches
 
 UNITS = 5  # of the tiny model: prologue, three layers, epilogue
@@ -326,12 +324,7 @@ def _storm(seeds: range, folder: Path, family: str = "llama") -> int:
         kind, on = draw.choice([("read", "read"), ("write", "write"), ("full", "write"), *OTHER_WAYS])
         part, unit = draw.choice(["weights", "low_bits", "moments", "gradients"]), draw.randrange(UNITS)
         fault = DiskFault(kind, f"disk/{part}/{unit}", on, after=draw.randint(0, 4))  # type: ignore[arg-type]
-        faulty, is_loaded = failing(fault), threading.Event()
-
-        def calls(
-            direction: Direction, region: str, call: Call, faulty: Calls = faulty, armed: threading.Event = is_loaded
-        ) -> Call:
-            return faulty(direction, region, call) if armed.is_set() else call
+        calls, is_loaded = failing_later(fault)
 
         shared = replace(policy, shares_memory=True)
         device = "cpu" if seed % 2 else f"sim:{seed}"
