@@ -1,4 +1,4 @@
-"""Yields the tensors of a model's files piece by piece, as they are converted from parameters that are read by ranges.
+"""Yields the tensors to be written to a model's files in pieces, so that no large one is held whole.
 
 Files hold whole tensors, in the names and layout of the library, which may cut and join parameters (fused experts,
 say). Where each element comes from is known without memory for it (`model.moved_elements`), so however large a tensor,

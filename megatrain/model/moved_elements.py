@@ -1,4 +1,4 @@
-"""Finds which elements a conversion moves where, without any memory for them.
+"""Finds the source of each element that a conversion of checkpoint weights returns, without allocating them.
 
 The library's conversions between a model's parameters and a checkpoint's tensors cut, join and transpose. Run on
 tensors without storage, each result is a view of a parameter or of a copy whose parts are known in turn. So a save

@@ -1,4 +1,4 @@
-"""Pieces: the ranges of a unit's trained elements in which its state moves and is updated.
+"""Cuts the trained elements of a unit into pieces, which are read, updated and written one after the other.
 
 State on the disk, whichever parts of it are there, passes through a small ring of slots in host memory, a piece in each
 slot. So the host memory that the disk tier needs hardly grows with the units. Blocks of the disk end where these pieces

@@ -1,4 +1,4 @@
-"""Updates of units: at once where their state is, or in pieces that pass through a ring of slots.
+"""Makes the ops that update units: whole and in place, or in pieces that pass through a ring of slots.
 
 State on the disk passes through host memory: READ fills a slot with a piece of what is on the disk, UPDATE changes it
 there and the rest of the piece in place, WRITE takes it home. A few pieces are in progress at a time.
