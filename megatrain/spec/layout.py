@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from megatrain.spec import ParamSpec, UnitSpec
@@ -71,13 +72,18 @@ class Layout:
     files_start: int
     """First element of the weights in the model's files, which come last; `size` if there are none."""
     ranks: int = 1
+    state_sizes: tuple[int, ...] = ()
+    """For each array that the optimizer keeps, how many elements, from the first, it has a value of."""
+    matrices_start: int = 0
+    """First trained element that is updated with the whole matrix that it is in; `trained.size` if there is none."""
 
     @cached_property
     def trained(self) -> Layout:
         """The layout of the trained parameters, a prefix of this one: that of gradients and moments."""
         fields = self.fields[: self.trained_fields]
-        size = _end(fields[-1].stop, self.ranks) if fields else 0
-        return Layout(fields, size, len(fields), size, self.ranks)
+        following = self.fields[self.trained_fields :]
+        size = 0 if not fields else following[0].start if following else self.size
+        return Layout(fields, size, len(fields), size, self.ranks, self.state_sizes, self.matrices_start)
 
     @property
     def own_size(self) -> int:
@@ -110,9 +116,9 @@ class Layout:
 
     def _cut(self, most: int) -> tuple[Shard, ...]:
         if self.ranks > 1:
-            spans = (0, self.trained.size), (self.trained.size, self.size)
+            ends = sorted({0, *self.state_sizes, self.matrices_start, self.trained.size, self.size})
             step = max(1, most // (OWNED * self.ranks)) * OWNED * self.ranks
-            cuts = [(at, min(at + step, stop)) for start, stop in spans for at in range(start, stop, step)]
+            cuts = [(at, min(at + step, stop)) for start, stop in pairwise(ends) for at in range(start, stop, step)]
             return tuple(Shard(index, start, stop) for index, (start, stop) in enumerate(cuts))
         shards: list[Shard] = []
         start = stop = 0
@@ -154,19 +160,36 @@ needs it hundreds of thousands of times, and hashing the tuple would dominate.""
 @lru_cache(maxsize=4096)
 def _layout_of_params(params: tuple[ParamSpec, ...], ranks: int) -> Layout:
     fields: list[Field] = []
-    offset, trained = 0, sum(param.trainable for param in params)
+    offset = 0
     for index, param in enumerate(params):
         fields.append(Field(param.name, param.shape, offset, offset + param.numel))
-        ends = index + 1 in (trained, len(params))
-        offset = _end(offset + param.numel, ranks) if ends else align(offset + param.numel)
+        offset = _next_start(params, index, offset + param.numel, ranks)
+    starts = [*(field.start for field in fields), offset]
+    trained = sum(param.trainable for param in params)
+    counts = [len(param.state) for param in params[:trained]]
+    with_state = (sum(count > number for count in counts) for number in range(max(counts, default=0)))
+    elementwise = sum(not param.matrices for param in params[:trained])
     in_files = (field.start for field, param in zip(fields, params, strict=True) if param.file_backed)
-    return Layout(tuple(fields), offset, trained, next(in_files, offset), ranks)
+    state_sizes = tuple(starts[count] for count in with_state)
+    files_start = next(in_files, offset)
+    return Layout(tuple(fields), offset, trained, files_start, ranks, state_sizes, starts[elementwise])
 
 
-def _end(count: int, ranks: int) -> int:
-    """The end of the trained elements, or of all, after `count`: with several ranks each owns a multiple of
-    `OWNED`."""
-    return align(count) if ranks == 1 else -(-count // (ranks * OWNED)) * ranks * OWNED
+def _next_start(params: tuple[ParamSpec, ...], index: int, stop: int, ranks: int) -> int:
+    """The first element of what follows a parameter, which ends at `stop`.
+
+    With several ranks each owns a multiple of `OWNED` of what trains, of what has equally much state, and of all. Where
+    matrices begin that are updated whole, a block of the norm does, too.
+    """
+    param, following = params[index], params[index + 1] if index + 1 < len(params) else None
+    is_alike = following is not None and following.trainable == param.trainable
+    if following is None or not is_alike or not param.trainable:
+        grain = ALIGNMENT if is_alike or ranks == 1 else ranks * OWNED
+    elif following.matrices and not param.matrices:
+        grain = ranks * NORM_BLOCK
+    else:
+        grain = ALIGNMENT if ranks == 1 or len(following.state) == len(param.state) else ranks * OWNED
+    return -(-stop // grain) * grain
 
 
 # Ownership ------------------------------------------------------------------------------------------------------------

@@ -39,6 +39,10 @@ class ParamSpec:
     is read with its bias; -1 if it may be read again at any time."""
     file_backed: bool = False
     """It is frozen, and the model's own files hold exactly its bytes."""
+    state: tuple[str, ...] = ("m", "v")
+    """Names of the arrays that its optimizer keeps of it if it is trained, each with a float32 for each element."""
+    matrices: Annotated[int, Bounds(0, 1 << 20)] = 0
+    """How many matrices, one behind the other, its optimizer needs whole; 0 if it updates each element by itself."""
 
     @property
     def numel(self) -> int:
@@ -49,8 +53,9 @@ class ParamSpec:
 class UnitSpec:
     """The unit of streaming. `borrows` names parameters of the prologue that this unit also uses (tied weights).
 
-    Parameters are reordered: trained ones first, so that gradients and moments cover a prefix of the unit; those
-    in the model's files last, so that the others are a prefix, too.
+    Parameters are reordered: trained ones first, so that gradients and moments cover a prefix of the unit, and among
+    them matrices that are updated whole last, and those with more state first; those in the model's files last, so that
+    the others are a prefix, too.
     """
 
     name: str
@@ -85,8 +90,10 @@ class UnitSpec:
         return bool(self.params) and self.params[0].trainable
 
 
-def _home(param: ParamSpec) -> int:
-    return 0 if param.trainable else 1 + param.file_backed
+def _home(param: ParamSpec) -> tuple[int, bool, int]:
+    if param.trainable:
+        return 0, param.matrices > 0, -len(param.state)
+    return 1 + param.file_backed, False, 0
 
 
 UNMEASURED = Growth()
