@@ -143,7 +143,8 @@ def loaded(checkpoint: Checkpoint, planned: PlannedCheckpoint) -> State:
     source = PretrainedSource(checkpoint.folder)
     assert source.unexpected == []
     source.fill(masters, names)
-    moments = {name: (m.clone(), v.clone()) for name, m, v in checkpoint.moments(checkpoint.moment_shapes)}
+    names = checkpoint.moment_shapes
+    moments = {name: [saved.clone() for saved in checkpoint.moments(name, ("m", "v"))] for name in names}
     return {name: ParamState(master, *moments.get(name, (None, None))) for name, master in masters.items()}
 
 

@@ -7,7 +7,7 @@ matter. Damage after the check is not detected. A checkpoint of another trainer 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -41,17 +41,15 @@ class Checkpoint:
     @cached_property
     def moment_shapes(self) -> dict[str, tuple[int, ...]]:
         """Parameter name -> shape of its moments, for trained parameters."""
-        shapes = {key.rpartition("."): shape for key, (_, shape) in self._tensors.items()}
-        return {name: shape for (name, _, kind), shape in shapes.items() if kind == "m"}
+        return {key.rpartition(".")[0]: shape for key, (_, shape) in self._tensors.items()}
 
-    def moments(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """(name, m, v) of each of these parameters, float32 in its shape.
+    def moments(self, name: str, arrays: Sequence[str]) -> list[Tensor]:
+        """The arrays of these names that the optimizer kept of a parameter, float32 in its shape.
 
-        The tensors are in a mapped file, which stays mapped as long as they exist: drop each before taking the next.
-        Raises `CheckpointError` for a parameter that was not trained.
+        They are in a mapped file, which stays mapped as long as they exist: drop them before taking those of the next.
+        Raises `CheckpointError` for a parameter that was not trained, or not by an optimizer that keeps these.
         """
-        for name in names:
-            yield name, self._tensor(f"{name}.m"), self._tensor(f"{name}.v")
+        return [self._tensor(f"{name}.{array}") for array in arrays]
 
     def _tensor(self, key: str) -> Tensor:
         if key not in self._tensors:

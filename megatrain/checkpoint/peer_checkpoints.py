@@ -30,8 +30,8 @@ from megatrain.checkpoint.load import Checkpoint
 from megatrain.errors import CheckpointError, first_line
 from megatrain.system.paths import lies_within, read_json, read_text
 
-PARTS = ("exp_avg", "exp_avg_sq")
-"""The names of AdamW's moments in every one of these formats, in the order of ours (m, v)."""
+PARTS = {"m": "exp_avg", "v": "exp_avg_sq"}
+"""Our names of AdamW's moments -> those in every one of these formats."""
 
 STEP = "step"
 TRAINER_STATE = "trainer_state.json"
@@ -156,17 +156,14 @@ class PeerCheckpoint(Checkpoint):
         raise NotImplementedError
 
     def moment(self, name: str, part: str) -> Tensor:
-        """One of `PARTS`, in the parameter's shape and the file's dtype."""
+        """One of the values of `PARTS`, in the parameter's shape and the file's dtype."""
         raise NotImplementedError
 
-    def moments(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    def moments(self, name: str, arrays: Sequence[str]) -> list[Tensor]:
         """See `Checkpoint`."""
-        for name in names:
-            if self.missed.get(name) == self.updates:
-                m, v = torch.zeros(len(PARTS), *self.moment_shapes[name])
-            else:
-                m, v = (self.moment(name, part).float() for part in PARTS)
-            yield name, m, v
+        if self.missed.get(name) == self.updates:
+            return [*torch.zeros(len(arrays), *self.moment_shapes[name])]
+        return [self.moment(name, PARTS[array]).float() for array in arrays]
 
     def _adamw_fields(self) -> dict[str, Any]:
         """The fields of our AdamW. Raises `CheckpointError` for groups that it cannot express."""
@@ -203,7 +200,7 @@ class PeerCheckpoint(Checkpoint):
         """Raise `CheckpointError` for the state of anything but plain AdamW. parts: of any parameter's state."""
         if not (kinds := set(parts)):
             raise self.error("holds no state of an optimizer", "start from its weights (model.path)")
-        if odd := sorted(kinds - {STEP, *PARTS}):
+        if odd := sorted(kinds - {STEP, *PARTS.values()}):
             raise self.error(f"is of another optimizer than AdamW: its state has {', '.join(odd)}", RESTART)
         for group in groups:
             for key, read in SETTINGS.items():
@@ -286,7 +283,7 @@ class OptimizerFile(PeerCheckpoint):
         parts = {part for parts_of_one in self._state.values() for part in parts_of_one}
         self.refuse_other_optimizer(parts, self._groups)
         self._steps = {key: int(self.value(state, STEP, file=name)) for key, state in self._state.items()}
-        self._sizes = {key: {tuple(self._part(key, part).shape) for part in PARTS} for key in self._state}
+        self._sizes = {key: {tuple(self._part(key, part).shape) for part in PARTS.values()} for key in self._state}
         self._numbers = [list(self.value(group, "params", file=name)) for group in self._groups]
         self._names: list[list[str]] = []
         self._keys: dict[str, Any] = {}
@@ -468,7 +465,7 @@ class Sharded(PeerCheckpoint):
 
     @property
     def moment_shapes(self) -> dict[str, tuple[int, ...]]:
-        held = {name: self._part(name, PARTS[0]) for name in self._parts}
+        held = {name: self._part(name, PARTS["m"]) for name in self._parts}
         idle = {name: self.value(self._weights, name, file="the model") for name in self.missed if name not in held}
         return {name: self._sizes[key] for name, key in {**held, **idle}.items()}
 

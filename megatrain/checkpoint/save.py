@@ -3,7 +3,8 @@
     step-00001200/
       config.json, model.safetensors ...      a model that `from_pretrained` loads, tokenizer included; if the model has
                                               an adapter, only the adapter, as `peft` writes it
-      optimizer/moments.safetensors ...       the optimizer's arrays for each trained parameter (`NAME.m`, `NAME.v`)
+      optimizer/moments.safetensors ...       the optimizer's arrays for each trained parameter (AdamW's `NAME.m`,
+                                              `NAME.v`)
       training.json                           everything that is not a tensor (`run_state`)
       manifest.json                           sizes and checksums (`manifest`)
 
@@ -36,7 +37,6 @@ from megatrain.checkpoint.safetensors_writer import Shard, plan_front_to_back, t
 from megatrain.checkpoint.tensor_pieces import TensorPiece, are_moved, tensor_pieces
 from megatrain.errors import CheckpointError
 from megatrain.model import PortedModel, Written, WrittenTensor, written_of
-from megatrain.optim import AdamW
 from megatrain.spec import ModelSpec, ParamSpec
 from megatrain.spec.layout import SAVED_AT_ONCE, Layout, Ownership, Piece
 from megatrain.system.atomic import appearing
@@ -56,7 +56,7 @@ class StateReader:
 
     read: Callable[[int, int, int, int], NDArray[np.float32]]
     """Reads elements [start, stop) of one array of a unit, given as (unit, array, start, stop): 0 are the masters, n
-    the optimizer's n-th array (`AdamW.STATE`). What it returns need only be valid until the next call."""
+    the optimizer's n-th array (`ParamSpec.state`). What it returns need only be valid until the next call."""
     layouts: Sequence[Layout]
     owned: Ownership | None = None
     """What a rank owns, if its elements are those of its own buffers; otherwise they are those of whole units."""
@@ -263,7 +263,7 @@ def moments_of(param: ParamSpec) -> list[WrittenTensor]:
     """The tensors of a parameter's optimizer state, none if it is frozen."""
     if not param.trainable:
         return []
-    return [WrittenTensor(f"{param.name}.{array}", param.shape, torch.float32) for array in AdamW.STATE]
+    return [WrittenTensor(f"{param.name}.{array}", param.shape, torch.float32) for array in param.state]
 
 
 def _write_arrays(

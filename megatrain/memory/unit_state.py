@@ -1,9 +1,10 @@
 """The state of one unit: the tier of each part, and its values, read and written by ranges in any tier.
 
-With `bf16` precision a unit has the upper half of each float32 master (which is the bfloat16 weight that streams),
-the lower 16 bits, and float32 m and v: 12 bytes per parameter. With `fp32` the weight is the master and there are no
-low bits: 12 bytes again. Frozen parameters have only the weight, 2 bytes in `bf16`, where it replaces the master.
-Each part (`spec.Part`) has its own buffer, since each may be in another tier; that of the moments holds m, then v.
+With `bf16` precision a unit has the upper half of each float32 master (which is the bfloat16 weight that streams), the
+lower 16 bits, and what the optimizer keeps (for AdamW float32 m and v): 12 bytes per parameter. With `fp32` the weight
+is the master and there are no low bits: 12 bytes again. Frozen parameters have only the weight, 2 bytes in `bf16`,
+where it replaces the master. Each part (`spec.Part`) has its own buffer, since each may be in another tier; that of the
+moments holds the optimizer's arrays one after the other.
 
 Frozen weights may be read from the model's own files (`memory.model_files`): then a unit holds only its other
 weights, which come first.
@@ -17,6 +18,7 @@ says otherwise.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -53,6 +55,8 @@ class UnitState:
         self.layout: Layout = layout_of(model.units[unit])
         self.trained = self.layout.trained.own_size
         """Number of trained elements, which come first."""
+        self._state_starts = (0, *accumulate(self.layout.own_state_sizes))
+        """First element in the part of moments of each array that the optimizer keeps."""
         self._model, self._unit, self._precision, self._pool = model, unit, precision, pool
         weight = np.dtype(np.float32 if precision == "fp32" else np.uint16)
         self._dtypes = {Part.WEIGHTS: weight, Part.LOW_BITS: np.dtype(np.uint16), Part.MOMENTS: np.dtype(np.float32)}
@@ -78,12 +82,14 @@ class UnitState:
         """Elements [start, stop) of a part: a view where they are in host memory, else a copy.
 
         Weights are float32, or the bits of bfloat16 as uint16; low bits are uint16, moments float32. number: which
-        array of the moments (`AdamW.STATE`). out: memory for a
-        copy of low bits or moments, as uint8. Raises `DiskError`.
+        array of the moments (`ParamSpec.state`). out: memory for a copy of low bits or moments, as uint8. Raises
+        `DiskError`.
         """
-        dtype, start, stop = self._dtypes[part], start + number * self.trained, stop + number * self.trained
+        dtype = self._dtypes[part]
         if start == stop:
             return np.empty(0, dtype)
+        first = self._state_starts[number]
+        start, stop = start + first, stop + first
         if part is not Part.WEIGHTS or not self.is_in_files(stop):
             first, last = start * dtype.itemsize, stop * dtype.itemsize
             return _bytes_of(self._pool, self._name(part), first, last, out).view(dtype)
@@ -95,8 +101,8 @@ class UnitState:
 
         Raises `DiskError`, with which nothing is lost: the next call of `UnsavedState.save` writes them again.
         """
-        first = (start + number * self.trained) * self._dtypes[part].itemsize
         if values.size:  # an empty part has no buffer
+            first = (start + self._state_starts[number]) * self._dtypes[part].itemsize
             _put(self._pool, self._name(part), first, values.view(np.uint8))
 
     def masters(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:

@@ -23,6 +23,7 @@ from megatrain.schedule import Op, Timeline, replay
 from megatrain.schedule.contents import LayerGraph, Saved
 from megatrain.schedule.ops import CALLS, COLLECTIVES
 from megatrain.schedule.passes.gradients import accumulator_nbytes
+from megatrain.schedule.passes.pieces import arrays_of, touched_nbytes
 from megatrain.schedule.passes.workspace import runs_in_chunks
 from megatrain.schedule.replay import DISK_STREAMS
 from megatrain.spec import (
@@ -700,9 +701,8 @@ def _kept_for(op: Op) -> str:
 
 
 def update_nbytes(layout: Layout, numerics: Numerics) -> int:
-    """Bytes that the optimizer pass reads and writes for a unit: gradient, weights, low bits, m and v."""
-    low = 0 if numerics.precision == "fp32" else 2
-    return layout.trained.own_size * (numerics.grad_nbytes + 2 * (numerics.weight_nbytes + low + 8))
+    """Bytes that the optimizer pass reads and writes for a unit."""
+    return touched_nbytes(arrays_of(layout.trained, numerics), (0, layout.trained.own_size))
 
 
 @lru_cache(maxsize=4096)

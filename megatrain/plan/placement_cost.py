@@ -20,7 +20,7 @@ from megatrain.plan.cost import (
     packing_bandwidth,
     update_nbytes,
 )
-from megatrain.schedule.passes.pieces import LOW_BITS_NBYTES, MOMENTS_NBYTES
+from megatrain.schedule.passes.pieces import LOW_BITS_NBYTES, STATE_NBYTES
 from megatrain.schedule.passes.state_buffers import fills_slot, units_alike
 from megatrain.spec import IN_HOST, Hardware, ModelSpec, Numerics, Placement, Policy
 from megatrain.spec.layout import Layout, layout_of
@@ -98,7 +98,7 @@ def _unit_seconds(
     unpacked = -trained * numerics.grad_nbytes if placement.gradients == "disk" else 0
     reads = writes = 0.0
     if placement.moments == "disk":
-        reads, writes = MOMENTS_NBYTES * trained, MOMENTS_NBYTES * trained
+        reads = writes = STATE_NBYTES * sum(layout.own_state_sizes)
     if placement.low_bits == "disk" and numerics.precision == "bf16":
         reads, writes = reads + LOW_BITS_NBYTES * trained, writes + LOW_BITS_NBYTES * trained
     if placement.gradients == "disk" and policy.update != "during_backward":

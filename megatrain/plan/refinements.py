@@ -16,8 +16,9 @@ from megatrain.plan.estimates import examine_rounds, seconds_on
 from megatrain.plan.question import Plan, Question
 from megatrain.plan.search_space import FEWER_WRITES, SLOWER_FOR_FEWER_WRITES, STREAMED_FACTORS, WORTH_STREAMING
 from megatrain.plan.without_plan import staging_nbytes
-from megatrain.schedule.passes.pieces import MOMENTS_NBYTES
+from megatrain.schedule.passes.pieces import arrays_of
 from megatrain.schedule.passes.pinned_staging import pinned_nbytes
+from megatrain.spec.layout import layout_of
 
 # Fewer writes ---------------------------------------------------------------------------------------------------------
 
@@ -68,14 +69,16 @@ def _waits_for_updates(plan: Plan) -> bool:
 def _balanced_share(plan: Plan) -> float:
     """The share of streamed updates with which the host takes as long for the other updates as the bus for these and
     for all weights."""
-    weight, low = plan.numerics.weight_nbytes, 0 if plan.numerics.precision == "fp32" else 2
-    hardware, ranks = plan.question.hardware, plan.question.model.ranks
-    fetched = weight * (ranks if plan.policy.delivery == "shared" else 1)  # for each element that this rank updates
+    hardware, model, numerics = plan.question.hardware, plan.question.model, plan.numerics
+    trained = [layout_of(unit).trained for unit in model.units]
+    arrays = [array for layout in trained for array in arrays_of(layout, numerics)]
+    numel = max(1, sum(layout.own_size for layout in trained))
+    # Bytes for each element that this rank updates: of state, and of weights that are fetched.
+    state = sum(array.nbytes * array.size for array in arrays) / numel - numerics.grad_nbytes
+    fetched = numerics.weight_nbytes * (model.ranks if plan.policy.delivery == "shared" else 1)
     bus = duplex_bandwidths(hardware)[0]
-    updated = (plan.numerics.grad_nbytes + 2 * (weight + low + MOMENTS_NBYTES)) / optimizer_bandwidth(
-        hardware, plan.policy.host_threads
-    )
-    return max(0.0, (updated - fetched / bus) / (updated + (weight + low + MOMENTS_NBYTES) / bus))
+    updated = (numerics.grad_nbytes + 2 * state) / optimizer_bandwidth(hardware, plan.policy.host_threads)
+    return max(0.0, (updated - fetched / bus) / (updated + state / bus))
 
 
 # Pinned staging -------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class LowBits:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """AdamW's m and v."""
+    """What the optimizer keeps of trained elements: AdamW's m and v."""
 
     unit: int
     version: str = ""

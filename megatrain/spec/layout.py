@@ -91,6 +91,18 @@ class Layout:
         return self.size // self.ranks
 
     @cached_property
+    def own_state_sizes(self) -> tuple[int, ...]:
+        """For each array that the optimizer keeps, of how many elements that one rank owns it has a value."""
+        return tuple(size // self.ranks for size in self.state_sizes)
+
+    @cached_property
+    def own_spans(self) -> tuple[tuple[int, int], ...]:
+        """The ranges [start, stop) of the trained elements that one rank owns, cut where an array of the optimizer's
+        ends, and where matrices begin that are updated whole."""
+        ends = {0, *self.own_state_sizes, self.matrices_start // self.ranks, self.trained.own_size}
+        return tuple(pairwise(sorted(ends)))
+
+    @cached_property
     def by_name(self) -> dict[str, Field]:
         return {field.name: field for field in self.fields}
 
@@ -178,18 +190,20 @@ def _layout_of_params(params: tuple[ParamSpec, ...], ranks: int) -> Layout:
 def _next_start(params: tuple[ParamSpec, ...], index: int, stop: int, ranks: int) -> int:
     """The first element of what follows a parameter, which ends at `stop`.
 
-    With several ranks each owns a multiple of `OWNED` of what trains, of what has equally much state, and of all. Where
-    matrices begin that are updated whole, a block of the norm does, too.
+    With several ranks each owns a multiple of `OWNED` of what trains, and of all. Where matrices begin that are updated
+    whole, or an array of the optimizer's ends, a block of the norm begins, too.
     """
     param, following = params[index], params[index + 1] if index + 1 < len(params) else None
     is_alike = following is not None and following.trainable == param.trainable
-    if following is None or not is_alike or not param.trainable:
-        grain = ALIGNMENT if is_alike or ranks == 1 else ranks * OWNED
-    elif following.matrices and not param.matrices:
+    grain = ALIGNMENT if is_alike or ranks == 1 else ranks * OWNED
+    if following is not None and following.trainable and _kept(following) != _kept(param):
         grain = ranks * NORM_BLOCK
-    else:
-        grain = ALIGNMENT if ranks == 1 or len(following.state) == len(param.state) else ranks * OWNED
     return -(-stop // grain) * grain
+
+
+def _kept(param: ParamSpec) -> tuple[bool, int]:
+    """Whether it is updated whole, and how many arrays its optimizer keeps of it."""
+    return param.matrices > 0, len(param.state)
 
 
 # Ownership ------------------------------------------------------------------------------------------------------------

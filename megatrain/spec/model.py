@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
 from typing import Annotated, Literal, NamedTuple
 
@@ -70,7 +71,14 @@ class UnitSpec:
     """Number of ranks that share its state, each owning an equal part of every shard (`layout`)."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "params", tuple(sorted(self.params, key=_home)))
+        ordered = sorted(self.params, key=_home)
+        trained = [param for param in ordered if param.trainable]
+        if any(len(param.state) < len(later.state) for param, later in pairwise(trained)):
+            what, fix = "matrices updated whole have more state than its other parameters", "describe no more arrays"
+            raise PlanError(what, where=f"unit {self.name}", fix=fix)
+        if trained != [param for param in self.params if param.trainable]:  # no longer in order of use
+            ordered = [replace(param, held=-1) if param.trainable else param for param in ordered]
+        object.__setattr__(self, "params", tuple(ordered))
 
     @property
     def numel(self) -> int:

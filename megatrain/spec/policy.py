@@ -63,7 +63,7 @@ class Part(StrEnum):
     LOW_BITS = "low_bits"
     """The other half of each master, in bf16."""
     MOMENTS = "moments"
-    """AdamW's m and v."""
+    """What the optimizer keeps of trained elements: AdamW's m and v."""
     GRADIENTS = "gradients"
     """Gradients that wait for the norm."""
 

@@ -128,8 +128,9 @@ def read_moments(checkpoint: Checkpoint, store: Store, new: NewMoments = "refuse
     Raises, before anything is set, `CheckpointError` for a parameter without moments in the checkpoint, unless
     `new` says that they start as zeros, and for moments of another shape.
     """
-    spec, shapes = store.model, checkpoint.moment_shapes
-    for param in (param for unit in spec.units for param in unit.params if param.trainable):
+    trained = [param for unit in store.model.units for param in unit.params if param.trainable]
+    shapes, arrays = checkpoint.moment_shapes, {param.name: param.state for param in trained}
+    for param in trained:
         if param.name in shapes and shapes[param.name] != param.shape:
             what = f"has moments of shape {list(shapes[param.name])} for {param.name}, which is {list(param.shape)}"
             raise CheckpointError(what, where=str(checkpoint.folder), fix="use the model that it was made from")
@@ -138,10 +139,10 @@ def read_moments(checkpoint: Checkpoint, store: Store, new: NewMoments = "refuse
             raise CheckpointError(f"has no moments of {param.name}", where=str(checkpoint.folder), fix=fix)
     for unit in store.units:
         for field in unit.layout.trained.fields:
-            names = [field.name] if field.name in shapes else []
-            saved = [part.numpy().reshape(-1) for _, *both in checkpoint.moments(names) for part in both]
+            names = arrays[field.name] if field.name in shapes else ()
+            saved = [tensor.numpy().reshape(-1) for tensor in checkpoint.moments(field.name, names)]
             for piece in store.owned.within(unit.layout, field.start, field.stop):
-                for number, (start, stop) in product(range(len(AdamW.STATE)), ranges(piece.start, piece.stop)):
+                for number, (start, stop) in product(range(len(arrays[field.name])), ranges(piece.start, piece.stop)):
                     part = slice(start - field.start, stop - field.start)
                     values = saved[number][part] if saved else np.zeros(stop - start, np.float32)
                     unit.write(Part.MOMENTS, piece.at + start - piece.start, values, number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from megatrain.memory.scratch_files import Calls
 from megatrain.schedule import build_step
 from megatrain.spec import ModelSpec, Numerics, ParamSpec, Part, Placement, Policy, Precision, UnitSpec, Work
 from megatrain.spec.hardware import SECTOR
+from megatrain.spec.layout import NORM_BLOCK
 from tests.disk_faults import DiskFault, failing
 
 LAYER = ParamSpec("w", (50, 77)), ParamSpec("b", (3,)), ParamSpec("f", (40, 60), trainable=False)
@@ -47,11 +49,11 @@ def placed(*placements: Placement) -> Policy:
     return Policy(placements=placements)
 
 
-def store_in(folder: Path, precision: Precision, policy: Policy, *faults: DiskFault) -> Store:
+def store_in(folder: Path, precision: Precision, policy: Policy, *faults: DiskFault, model: ModelSpec = MODEL) -> Store:
     numerics, disk = Numerics(precision), Disk([folder], block_nbytes=SECTOR, depth=2, calls=failing(*faults))
-    pool = Pool(SimDevice(3), Ledger(), disk, MODEL.names)
-    pool.provide(build_step(MODEL, numerics, policy, Work((1,))).buffers.values())
-    return Store(MODEL, numerics, policy, pool)
+    pool = Pool(SimDevice(3), Ledger(), disk, model.names)
+    pool.provide(build_step(model, numerics, policy, Work((1,))).buffers.values())
+    return Store(model, numerics, policy, pool)
 
 
 def close(store: Store) -> None:
@@ -67,7 +69,7 @@ class Twin:
         self.unit, self.size = unit, unit.layout.size
         self.masters = draw.standard_normal(self.size, np.float32)
         self.masters[unit.trained :].view(np.uint32)[:] &= 0xFFFF0000  # frozen: held as bfloat16 in bf16
-        self.moments = draw.standard_normal((2, unit.trained), np.float32)
+        self.moments = [draw.standard_normal(size, np.float32) for size in unit.layout.own_state_sizes or (0, 0)]
         assert not unit.set_masters(0, self.masters)
         for number, values in enumerate(self.moments):
             unit.write(Part.MOMENTS, 0, values, number)
@@ -77,7 +79,7 @@ class Twin:
         assert np.array_equal(self.unit.masters(start, stop), self.masters[start:stop])
         trained = slice(min(start, self.unit.trained), min(stop, self.unit.trained))
         for number, values in enumerate(self.moments):
-            read = self.unit.read(Part.MOMENTS, trained.start, trained.stop, number)
+            read = self.unit.read(Part.MOMENTS, trained.start, min(trained.stop, values.size), number)
             assert np.array_equal(read, values[trained])
 
 
@@ -108,6 +110,19 @@ def test_any_range_is_read_as_it_was_last_written(
             twin.check(start, stop)
         twin.check()
         close(store)
+
+
+def test_arrays_of_the_optimizer_may_have_values_of_only_the_first_elements(place: Path) -> None:
+    """Here the second has none of the matrix, which comes last."""
+    params = [replace(LAYER[0], state=("momentum",), matrices=1), *LAYER[1:]]
+    model = replace(MODEL, units=(MODEL.units[0], replace(MODEL.units[1], params=tuple(params)), MODEL.units[2]))
+    store = store_in(place, "bf16", placed(*[Placement()] * 3), model=model)
+    twin = Twin(store.units[1], 1)
+    assert [values.size for values in twin.moments] == [twin.unit.trained, NORM_BLOCK]
+    for placement in PLACEMENTS:
+        store.move(placed(Placement(), placement, Placement()))
+        twin.check()
+    close(store)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatrain.errors import PlanError
 from megatrain.spec import ParamSpec, UnitSpec
-from megatrain.spec.layout import ALIGNMENT, OWNED, Ownership, layout_of
+from megatrain.spec.layout import ALIGNMENT, NORM_BLOCK, OWNED, Ownership, layout_of
 
 shapes = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple), min_size=1, max_size=8)
 
@@ -80,3 +82,43 @@ def test_ranks_own_each_byte_of_a_range_once(sizes: list[tuple[int, ...]], ranks
         ends = sorted((piece.start, piece.stop) for piece in found)
         assert (ends[0][0], ends[-1][1]) == (field.start, field.stop)
         assert all(left[1] == right[0] for left, right in pairwise(ends))
+
+
+MATRIX = {"state": ("momentum",), "matrices": 1}
+
+
+@given(shapes, st.integers(1, 4), st.integers(1, 9000), st.data())
+def test_arrays_of_the_optimizer_end_where_ranks_do(
+    sizes: list[tuple[int, ...]], ranks: int, most: int, data: st.DataObject
+) -> None:
+    """Each array has values of the first of each rank's elements, those of the parameters that it is kept of."""
+    whole = data.draw(st.sets(st.integers(0, len(sizes) - 1)))
+    params = [replace(param, **MATRIX) if i in whole else param for i, param in enumerate(unit(sizes).params)]
+    layout = layout_of(replace(unit(sizes), params=tuple(params), ranks=ranks))
+    of = {param.name: param for param in params}
+    for number, size in enumerate(layout.state_sizes):
+        kept = [field for field in layout.fields if len(of[field.name].state) > number]
+        assert layout.fields[: len(kept)] == tuple(kept)
+        assert max(field.stop for field in kept) <= size
+        assert all(field.start >= size for field in layout.fields[len(kept) :])
+        for rank in range(ranks):
+            pieces = Ownership(rank, most).pieces(layout)
+            own = sum(min(piece.stop, size) - piece.start for piece in pieces if piece.start < size)
+            assert own == layout.own_state_sizes[number]
+    assert [*layout.own_spans] == [*pairwise(sorted({0, *layout.own_state_sizes, layout.own_size}))]
+    if 0 < len(whole) < len(sizes):
+        assert layout.matrices_start == layout.state_sizes[1]
+        assert layout.matrices_start % (NORM_BLOCK * ranks) == 0
+
+
+def test_parameters_that_are_no_longer_in_order_of_use_may_be_read_at_any_time() -> None:
+    first, second = unit([(4, 4), (4,)]).params
+    moved = UnitSpec("u", "layer", (replace(first, **MATRIX, held=1), second))
+    assert [(param.name, param.held) for param in moved.params] == [("p1", -1), ("p0", -1)]
+    assert [param.held for param in UnitSpec("u", "layer", (replace(first, held=1), second)).params] == [1, 0]
+
+
+def test_matrices_with_more_state_than_the_rest_are_refused() -> None:
+    first, second = unit([(4, 4), (4,)]).params
+    with pytest.raises(PlanError, match="unit u: matrices updated whole have more state than its other parameters; d"):
+        UnitSpec("u", "layer", (replace(first, matrices=1), replace(second, state=("momentum",))))

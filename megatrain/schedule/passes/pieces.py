@@ -29,8 +29,8 @@ LEAST_NUMEL = 1 << 10
 SLOTS = 3
 """Slots of a ring: one is filled while another is updated or leaves; the third absorbs delays."""
 
-MOMENTS_NBYTES, LOW_BITS_NBYTES = 8, 2
-"""Bytes per trained parameter: float32 m and v; the other halves of masters."""
+STATE_NBYTES, LOW_BITS_NBYTES = 4, 2
+"""Bytes of an element in each array that the optimizer keeps, and of the other half of a master."""
 
 
 class Array(NamedTuple):
@@ -39,44 +39,70 @@ class Array(NamedTuple):
     part: Part
     nbytes: int
     """Of an element."""
+    size: int
+    """Elements that it has a value of, from the first."""
     start: int = 0
     """Its first byte in the part."""
 
+    def nbytes_in(self, piece: Piece) -> int:
+        """Bytes of what it has of a piece, none if it ends before."""
+        return self.nbytes * max(0, min(piece[1], self.size) - piece[0])
 
-def arrays_of(size: int, numerics: Numerics) -> tuple[Array, ...]:
-    """The arrays of `size` trained elements in the order of updates: weights, low bits, m, v, gradient."""
-    half = MOMENTS_NBYTES // 2
-    low = () if numerics.precision == "fp32" else (Array(Part.LOW_BITS, LOW_BITS_NBYTES),)
-    moments = Array(Part.MOMENTS, half), Array(Part.MOMENTS, half, half * size)
-    return Array(Part.WEIGHTS, numerics.weight_nbytes), *low, *moments, Array(Part.GRADIENTS, numerics.grad_nbytes)
+
+def arrays_of(trained: Layout, numerics: Numerics) -> tuple[Array, ...]:
+    """The arrays of the trained elements that a rank owns, in the order of updates: weights, low bits, those that the
+    optimizer keeps, gradient."""
+    size, state_start = trained.own_size, 0
+    arrays = [Array(Part.WEIGHTS, numerics.weight_nbytes, size)]
+    if numerics.precision != "fp32":
+        arrays.append(Array(Part.LOW_BITS, LOW_BITS_NBYTES, size))
+    for covered in trained.own_state_sizes:
+        arrays.append(Array(Part.MOMENTS, STATE_NBYTES, covered, state_start))
+        state_start += STATE_NBYTES * covered
+    return (*arrays, Array(Part.GRADIENTS, numerics.grad_nbytes, size))
+
+
+def touched_nbytes(arrays: Sequence[Array], piece: Piece) -> int:
+    """Bytes that the update of a piece reads and writes: it only reads the gradient."""
+    return sum((1 if array.part is Part.GRADIENTS else 2) * array.nbytes_in(piece) for array in arrays)
 
 
 def disk_pieces(trained: Layout, numerics: Numerics, policy: Policy) -> Sequence[Piece]:
     """The pieces in which state on the disk moves, in order.
 
-    They are cut where blocks of the norm end, with several ranks where this rank's parts of shards do. An optimizer
-    that needs whole matrices would name its cuts here.
+    They are cut where blocks of the norm end, with several ranks where this rank's parts of shards do, and where an
+    array of the optimizer's ends, so that each array has a value of all elements of a piece or of none.
     """
+    return _cut(trained.own_spans, _disk_numel(trained, numerics, policy))
+
+
+def largest_disk_pieces(trained: Layout, numerics: Numerics, policy: Policy) -> Sequence[Piece]:
+    """Of the pieces in which the same arrays have values, the first, which is as large as any of them."""
+    numel = _disk_numel(trained, numerics, policy)
+    return [(start, min(stop, start + numel)) for start, stop in trained.own_spans]
+
+
+def _disk_numel(trained: Layout, numerics: Numerics, policy: Policy) -> int:
     grain = NORM_BLOCK
     if trained.ranks > 1:
         most = max(1, policy.shard_nbytes // numerics.weight_nbytes)
         grain = max(1, most // (OWNED * trained.ranks)) * OWNED
-    element_nbytes = sum(array.nbytes for array in arrays_of(trained.own_size, numerics))
+    element_nbytes = sum(array.nbytes for array in arrays_of(trained, numerics))
     nbytes = max(PIECE_NBYTES, trained.own_size * element_nbytes // MOST_PIECES)
-    return _cut(trained.own_size, max(grain, nbytes // element_nbytes // grain * grain))
+    return max(grain, nbytes // element_nbytes // grain * grain)
 
 
 def streamed_pieces(trained: Layout, numerics: Numerics, policy: Policy) -> Sequence[Piece]:
     """The pieces in which state in host memory is updated on the device, in order; none is larger than a shard."""
-    *state, gradient = [array.nbytes for array in arrays_of(trained.own_size, numerics)]
+    *state, gradient = [array.nbytes for array in arrays_of(trained, numerics)]
     element_nbytes = sum(state) + (gradient if policy.update == "next_forward" else 0)
     nbytes = min(policy.shard_nbytes, max(PIECE_NBYTES, trained.own_size * element_nbytes // MOST_PIECES))
-    return _cut(trained.own_size, max(LEAST_NUMEL, nbytes // element_nbytes // ALIGNMENT * ALIGNMENT))
+    return _cut(trained.own_spans, max(LEAST_NUMEL, nbytes // element_nbytes // ALIGNMENT * ALIGNMENT))
 
 
 @lru_cache(maxsize=1024)
-def _cut(size: int, numel: int) -> Sequence[Piece]:
-    return tuple((start, min(size, start + numel)) for start in range(0, size, numel))
+def _cut(spans: Sequence[Piece], numel: int) -> Sequence[Piece]:
+    return tuple((at, min(stop, at + numel)) for start, stop in spans for at in range(start, stop, numel))
 
 
 def merged(pieces: Sequence[Piece], most: int) -> Sequence[Piece]:
@@ -89,6 +115,6 @@ def cuts_of(part: Part, trained: Layout, numerics: Numerics, policy: Policy) -> 
     """The bytes of a part of state on the disk at which a piece ends. Frozen weights follow the last, in sectors of
     their own."""
     ends = [stop for _, stop in disk_pieces(trained, numerics, policy)]
-    arrays = [array for array in arrays_of(trained.own_size, numerics) if array.part is part]
-    cuts = [array.start + stop * array.nbytes for array in arrays for stop in ends]
+    arrays = [array for array in arrays_of(trained, numerics) if array.part is part]
+    cuts = [array.start + stop * array.nbytes for array in arrays for stop in ends if stop <= array.size]
     return (*cuts[:-1], whole_sectors(cuts[-1])) if part is Part.WEIGHTS and cuts else tuple(cuts)

@@ -21,13 +21,14 @@ from megatrain.schedule.ops import Access, Buffer, Use, declare
 from megatrain.schedule.passes.disk_staging import Staged
 from megatrain.schedule.passes.pieces import (
     LOW_BITS_NBYTES,
-    MOMENTS_NBYTES,
     PIECE_NBYTES,
     SLOTS,
+    STATE_NBYTES,
     Array,
     arrays_of,
     cuts_of,
     disk_pieces,
+    largest_disk_pieces,
 )
 from megatrain.spec import IN_HOST, ModelSpec, Numerics, Part, Placement, Policy, Precision, Tier, UpdateTime
 from megatrain.spec.hardware import SECTOR, whole_sectors
@@ -72,7 +73,7 @@ def parts_of(layout: Layout, numerics: Numerics, policy: Policy, placement: Plac
 
     If weights are in files, those held in host memory before them are a part like any other.
     """
-    sizes = layout.own_size, layout.trained.own_size, layout.files_start
+    sizes = layout.own_size, layout.trained.own_size, sum(layout.own_state_sizes), layout.files_start
     return _parts_of(*sizes, numerics, policy.update, placement)
 
 
@@ -83,16 +84,23 @@ def reads_files(layout: Layout, placement: Placement) -> bool:
 
 @lru_cache(maxsize=4096)
 def _parts_of(
-    numel: int, trained: int, files_start: int, numerics: Numerics, update: UpdateTime, placement: Placement
+    numel: int,
+    trained: int,
+    in_state: int,
+    files_start: int,
+    numerics: Numerics,
+    update: UpdateTime,
+    placement: Placement,
 ) -> tuple[SizedPart, ...]:
+    """in_state: numbers that the optimizer keeps."""
     if placement.weights == "file":
-        kept = _parts_of(min(numel, files_start), trained, numel, numerics, update, replace(placement, weights="host"))
-        rest = (numel - files_start) * numerics.weight_nbytes
+        in_host, rest = replace(placement, weights="host"), (numel - files_start) * numerics.weight_nbytes
+        kept = _parts_of(min(numel, files_start), trained, in_state, numel, numerics, update, in_host)
         return (*kept, SizedPart(Part.WEIGHTS, rest, "file")) if rest > 0 else kept
     sizes = {
         Part.WEIGHTS: numel * numerics.weight_nbytes,
         Part.LOW_BITS: trained * (0 if numerics.precision == "fp32" else LOW_BITS_NBYTES),  # frozen ones have none
-        Part.MOMENTS: MOMENTS_NBYTES * trained,
+        Part.MOMENTS: STATE_NBYTES * in_state,
         Part.GRADIENTS: 0 if update == "during_backward" else trained * numerics.grad_nbytes,
     }
     tiers = {part: placement.tier(part) for part in sizes}
@@ -155,7 +163,7 @@ def passing(trained: Layout, numerics: Numerics, policy: Policy, placement: Plac
     used as they land beside it."""
     if placement.on_device or not trained.size:
         return ()
-    *state, gradient = arrays_of(trained.own_size, numerics)
+    *state, gradient = arrays_of(trained, numerics)
     whole = staged_whole(policy)
     arrays = tuple(array for array in state if array.part not in whole and placement.tier(array.part) == "disk")
     waits = policy.update == "next_forward"
@@ -184,9 +192,13 @@ def ring_slots(model: ModelSpec, numerics: Numerics, policy: Policy) -> int:
 
 def ring_slot_nbytes(trained: Layout, numerics: Numerics, policy: Policy, placement: Placement) -> int:
     """Bytes of a slot of the ring that holds any piece of a unit."""
-    arrays = passing(trained, numerics, policy, placement)
-    _, largest = disk_pieces(trained, numerics, policy)[0] if arrays else (0, 0)
-    return sum(whole_sectors(array.nbytes * largest) + SECTOR * (array.part is Part.WEIGHTS) for array in arrays)
+    if not (arrays := passing(trained, numerics, policy, placement)):
+        return 0
+    nbytes = [
+        sum(whole_sectors(array.nbytes_in(piece)) + SECTOR * (array.part is Part.WEIGHTS) for array in arrays)
+        for piece in largest_disk_pieces(trained, numerics, policy)
+    ]
+    return max(nbytes)
 
 
 def _stages(
@@ -252,11 +264,12 @@ def units_alike(model: ModelSpec, policy: Policy) -> list[tuple[int, Placement, 
 @lru_cache(maxsize=64)
 def _kinds(model: ModelSpec) -> tuple[int, ...]:
     """Find the first unit that is like each unit: of the same kind and size, and with a backward pass if it has one."""
-    first: dict[tuple[str, int, int, int, bool], int] = {}
+    first: dict[tuple[object, ...], int] = {}
     kinds = []
     for unit, spec in enumerate(model.units):
         layout = layout_of(spec)
-        key = spec.kind, layout.size, layout.trained.size, layout.files_start, model.has_backward(unit)
+        sizes = layout.size, layout.trained.size, layout.files_start, layout.own_spans, layout.state_sizes
+        key = spec.kind, *sizes, model.has_backward(unit)
         kinds.append(first.setdefault(key, unit))
     return tuple(kinds)
 
@@ -269,7 +282,7 @@ def spare_nbytes(model: ModelSpec, unit: int, precision: Precision, away: Collec
     layout = layout_of(model.units[unit])
     saved = layout.files_start if model.base_apart and layout.ranks == 1 else layout.own_size
     is_in_place = precision == "fp32" and Part.WEIGHTS not in away and not (in_files and saved > layout.files_start)
-    largest = max(0 if is_in_place else saved, layout.trained.own_size if Part.MOMENTS in away else 0)
+    largest = max(0 if is_in_place else saved, max(layout.own_state_sizes, default=0) if Part.MOMENTS in away else 0)
     return 4 * min(largest, SAVED_AT_ONCE)
 
 

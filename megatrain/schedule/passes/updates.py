@@ -33,6 +33,7 @@ from megatrain.schedule.passes.pieces import (
     disk_pieces,
     merged,
     streamed_pieces,
+    touched_nbytes,
 )
 from megatrain.schedule.passes.state_buffers import RING, StateBuffers, state_name
 from megatrain.spec import ModelSpec, Numerics, Part, Policy, Tier
@@ -95,7 +96,7 @@ class Updates:
         elif self._state.passing(unit):
             pieces, route = self._disk_pieces(unit), THROUGH_HOST
         else:
-            arrays = arrays_of(trained.own_size, self._numerics)
+            arrays = arrays_of(trained, self._numerics)
             tier: Tier = "device" if self._policy.placement(unit).on_device else "host"
             old, new = (
                 [self._home(unit, array, (0, trained.own_size), version, tier) for array in arrays]
@@ -111,8 +112,9 @@ class Updates:
         self, route: PieceRoute, unit: int, number: int, piece: Piece, versions: tuple[str, str], place: Access | None
     ) -> list[Op]:
         """A piece comes to a slot, is updated, and goes home; its arrays that do not pass are updated in place."""
-        size = layout_of(self._model.units[unit]).trained.own_size
-        arrays, passing = arrays_of(size, self._numerics), self._passing(unit)
+        trained, passing = layout_of(self._model.units[unit]).trained, self._passing(unit)
+        all_arrays = arrays_of(trained, self._numerics)
+        arrays = [array for array in all_arrays if array.size > piece[0]]
         slot = self._next_slot(route)
         old, new = (
             [self._home(unit, array, piece, version, route.home if array in passing else "host") for array in arrays]
@@ -131,9 +133,9 @@ class Updates:
         lands = route is THROUGH_HOST and versions[0] == "" and len(arrays) - 1 in moved
         coming = moved[:-1] if lands else moved
         homes, places = (tuple(accesses[index] for index in coming) for accesses in (old, here))
-        ops = [Op(*route.inward, unit, shard=number, reads=homes, writes=places)]
+        ops = [Op(*route.inward, unit, shard=number, reads=homes, writes=places)] if coming else []
         ops += self._landed(unit, number, piece, here[-1]) if lands else []
-        share = (piece[1] - piece[0]) / size
+        share = touched_nbytes(arrays, piece) / touched_nbytes(all_arrays, (0, trained.own_size))
         ops.append(self._update(route.update, unit, number, here, fresh[:-1], share))
         if place is not None:
             nbytes = arrays[0].nbytes
@@ -179,7 +181,7 @@ class Updates:
         """The arrays of a unit that pass through slots."""
         if unit not in self.streamed:
             return self._state.passing(unit)
-        arrays = arrays_of(layout_of(self._model.units[unit]).trained.own_size, self._numerics)
+        arrays = arrays_of(layout_of(self._model.units[unit]).trained, self._numerics)
         return arrays[:-1] if self._gradients.on_device[unit] else arrays
 
     def _update(
@@ -205,7 +207,7 @@ class Updates:
     def _home(self, unit: int, array: Array, piece: Piece, version: str, tier: Tier) -> Access:
         """Where a piece of an array is between steps, or waits for the update. The last piece has the frozen weights,
         too, as far as its tier writes them: so each part has one version."""
-        start, stop = (array.start + element * array.nbytes for element in piece)
+        start, stop = (array.start + min(element, array.size) * array.nbytes for element in piece)
         if array.part is Part.GRADIENTS and tier != "disk":
             landed = self._gradients.landed(unit, version)
             return landed.between(landed.start + start, landed.start + stop)
