@@ -31,6 +31,7 @@ from megatrain.plan.placement_cost import placement_seconds
 from megatrain.plan.question import Choice, CostKey, Estimate, Plan, Question
 from megatrain.schedule import Schedule, Timeline, build_step, nbytes_by_use, replay
 from megatrain.schedule.build import with_loss_chunks
+from megatrain.schedule.passes.pieces import MOST_PIECES, SLOTS, disk_pieces
 from megatrain.schedule.passes.state_buffers import Pending, save_nbytes, state_nbytes
 from megatrain.schedule.replay import DISK_STREAMS, replay_priced
 from megatrain.spec import ModelSpec, Numerics, Policy, Work
@@ -141,13 +142,15 @@ def fitted(question: Question, budgets: Mapping[str, int], option: Option) -> li
 
 PLANNED_PIECES = 4
 """Pieces of a unit's state on the disk in a plan: enough for them to overlap as the smaller ones of a step do. They are
-read further ahead, by up to three quarters of a unit at the end of a pass: 2% of a step with 32 layers."""
+read further ahead, by up to three quarters of a unit at the end of a pass: 2% of a step with 32 layers. Where memory is
+shared, that would hide that compute waits for them in each layer, so there a plan has all pieces."""
 
 
 def _build(model: ModelSpec, choice: Choice, work: Work) -> tuple[Schedule, dict[str, int]]:
     """The schedule of a step, and its peak bytes by tier."""
     pending: Pending = "all" if choice.policy.update == "next_forward" else "none"
-    schedule = build_step(model, choice.numerics, choice.policy, work, pending, most_pieces=PLANNED_PIECES)
+    pieces = 2 * MOST_PIECES if choice.policy.shares_memory else PLANNED_PIECES
+    schedule = build_step(model, choice.numerics, choice.policy, work, pending, most_pieces=pieces)
     return _with_peaks(schedule)
 
 
@@ -296,7 +299,8 @@ def with_placements(question: Question, choice: Choice, micro_batch: int, in_hos
     """The estimate of a policy with placements. in_host: of the same policy with all state in host memory.
 
     The change of bytes is exact. For the seconds, whatever the step took beyond the busiest stream of each pass, it
-    still takes. Where memory is shared, the step also takes longer by what the disk exceeds each pass.
+    still takes. Where memory is shared, the step also takes longer by what the disk exceeds each pass, or by what
+    compute waits for in the backward pass.
     """
     shares, rounds = question.hardware.shares_memory, ceil(round_count(choice.policy, question.sequences / micro_batch))
     threads = choice.policy.host_threads
@@ -306,8 +310,22 @@ def with_placements(question: Question, choice: Choice, micro_batch: int, in_hos
     busy = {stream: in_host.busy.get(stream, 0.0) + change.get(stream, 0.0) for stream in {**in_host.busy, **change}}
     late = {stream: max(0.0, in_host.late.get(stream, 0.0) + change_late.get(stream, 0.0)) for stream in busy}
     placed = Estimate(in_host.seconds, nbytes, busy, late, in_host.loss, 0.0 if shares else _movable(choice.policy))
-    added = sum(map(_disk_excess, placed.passes())) if shares else placed.least_seconds() - in_host.least_seconds()
-    return replace(placed, seconds=in_host.seconds + added)
+    if not shares:
+        return replace(placed, seconds=in_host.seconds + placed.least_seconds() - in_host.least_seconds())
+    early, backward = placed.passes()
+    waits = _awaited(question.model, choice) * max(backward.get(stream, 0.0) for stream in DISK_STREAMS)
+    return replace(placed, seconds=in_host.seconds + _disk_excess(early) + max(waits, _disk_excess(backward)))
+
+
+def _awaited(model: ModelSpec, choice: Choice) -> float:
+    """The share of the disk's work in the backward pass for which compute waits where memory is shared.
+
+    With one gradient slot a layer waits until that above has been updated. The ring has read its first pieces ahead.
+    """
+    if choice.policy.grad_slots > 1:
+        return 0.0
+    largest = max((layout_of(model.units[layer]).trained for layer in model.layers), key=lambda each: each.size)
+    return max(0.0, 1.0 - SLOTS / max(1, len(disk_pieces(largest, choice.numerics, choice.policy))))
 
 
 def _movable(policy: Policy) -> float:

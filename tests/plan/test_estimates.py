@@ -184,7 +184,9 @@ def test_uneven_or_few_rounds_are_replayed_whole(sequences: int, micro_batch: in
 def test_a_step_of_many_rounds_is_planned_with_few_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """A 7B with half a million tokens in 32 rounds, where a plan and what it says of upgrades once built 750,000."""
     built: list[Schedule] = []
-    monkeypatch.setattr(estimates, "build_step", lambda *step: built.append(build_step(*step)) or built[-1])
+    monkeypatch.setattr(
+        estimates, "build_step", lambda *step, **how: built.append(build_step(*step, **how)) or built[-1]
+    )
     model = llama_shape("7B", 28, 3584, key_value_heads=4, feed_forward=18_944, vocabulary=152_064)
     limits = Limits(host_nbytes=128 * 10**9)
     question = Question(model, replace(machine("rtx-4090"), disk_nbytes=2 * 10**12), 1 << 19, 4096, limits=limits)
@@ -193,6 +195,18 @@ def test_a_step_of_many_rounds_is_planned_with_few_ops(monkeypatch: pytest.Monke
     assert not plan.left_out
     advised(look(plan))
     assert sum(len(each.ops) for each in built) < 350_000
+
+
+def test_a_processor_computes_the_next_layer_while_pieces_of_the_last_leave() -> None:
+    """With one gradient slot it would wait for the drive in each layer."""
+    rates = dict.fromkeys(("read", "write", "duplex_read", "duplex_write"), 1.5e9)
+    drive = {f"disk_{name}_bandwidth": rate for name, rate in rates.items()}
+    hardware = replace(machine("cpu-desktop"), disk_nbytes=10**11, **drive)  # type: ignore[arg-type]
+    model = llama_shape("wide", 6, 2560, feed_forward=6912, vocabulary=4000)
+    question = Question(model, hardware, 256, 64, clips=False, limits=Limits(host_nbytes=3_800_000_000))
+    plan, waiting = find_plan(question), find_plan(replace(question, overrides={"grad_slots": 1}))
+    assert plan.policy.grad_slots > 1
+    assert plan.seconds < 0.97 * waiting.seconds
 
 
 @pytest.mark.slow
