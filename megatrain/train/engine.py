@@ -26,7 +26,7 @@ from megatrain.engine import (
     check_inputs,
 )
 from megatrain.engine.batch import check_arguments, check_mapping, model_entries
-from megatrain.errors import CheckpointError, ConfigError, PlanError
+from megatrain.errors import CheckpointError, ConfigError, MegaTrainError, PlanError
 from megatrain.formatting import amount
 from megatrain.model import (
     FreshSource,
@@ -303,8 +303,11 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
                 with parts.streamer.running(state) as run:
                     run()
                 result = parts.streamer.result(state)
-            finally:
+            except BaseException as error:
                 parts.optimizer.at_rest()
+                self._count_if_applied(error)
+                raise
+            parts.optimizer.at_rest()
             norm = parts.optimizer.finish()
         self.steps += 1
         self.diagnostics.step_done()
@@ -312,6 +315,14 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         written = sum(self.world.exchange("bytes written", written)) if parts.disk else 0
         stalled, metrics = parts.device.stalled_seconds(), dict(result.metrics)
         return StepOutput(result.loss, norm, result.tokens, stalled, written, metrics, result.by_micro_batch)
+
+    def _count_if_applied(self, error: BaseException) -> None:
+        """A step that failed once all units were updated has been applied, so a repetition would be another update."""
+        if self.parts.optimizer.has_applied_all:
+            self.steps += 1
+            if isinstance(error, MegaTrainError):
+                error.what += ", after the step had updated all weights"
+                error.fix = "; ".join(filter(None, [error.fix, "do not repeat the step: the next one follows it"]))
 
     @property
     def optimizer(self) -> AdamW:

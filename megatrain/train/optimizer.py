@@ -198,6 +198,11 @@ class StreamedOptimizer:
         return bool(self.pending and (partly or len(self.pending) < len(self.trained)))
 
     @property
+    def has_applied_all(self) -> bool:
+        """Whether the running step, or the one that has just failed, has updated every unit with its own gradients."""
+        return not self._deferred and self._world.size == 1 and len(_used(self._gradients)) == len(self.trained)
+
+    @property
     def settings(self) -> dict[str, object]:
         """What the running step uses gradients with."""
         return {"lr": self._lr, "max_grad_norm": self.max_grad_norm, "optimizer": str(self.algorithm)}

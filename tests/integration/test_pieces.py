@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatrain import AdamW, Engine, Policy
-from megatrain.errors import DiskError
+from megatrain.errors import DiskError, DiskFull
 from megatrain.memory import Disk
 from megatrain.schedule import Op
 from megatrain.schedule.passes import pieces
@@ -138,3 +139,28 @@ def test_a_drive_that_fails_between_pieces_costs_an_error_and_no_number(seeds: r
             assert isinstance(last, dict)
             assert equal(last, {name: weights[name] for name in last}), fault
     assert struck >= len(seeds) // 2
+
+
+def test_a_write_that_fails_after_the_last_update_is_told_as_an_applied_step(tmp_path: Path) -> None:
+    """The state is what the step has made of it, and the next step is the second."""
+    weights = []
+    for faults in ((), (DiskFault("full", "disk/moments/0"),)):
+        calls, is_loaded = failing_later(*faults)
+        with made("cpu", "bf16", "during_backward", ON_DISK, Disk([tmp_path], calls=calls)) as engine:
+            is_loaded.set()
+            with pytest.raises(DiskFull, match="updated all weights") if faults else nullcontext():
+                engine.step(unequal_batches(2))
+            assert engine.steps == 1
+            engine.step(unequal_batches(3))
+            weights.append(engine.master_weights())
+    assert equal(*weights)
+
+
+def test_a_write_that_fails_before_the_last_update_is_not_told_as_an_applied_step(tmp_path: Path) -> None:
+    calls, is_loaded = failing_later(DiskFault("full", "disk/moments/2"))
+    with made("cpu", "bf16", "during_backward", ON_DISK, Disk([tmp_path], calls=calls)) as engine:
+        is_loaded.set()
+        with pytest.raises(DiskFull) as raised:
+            engine.step(unequal_batches(2))
+        assert "updated all" not in str(raised.value)
+        assert engine.steps == 0
