@@ -1,6 +1,7 @@
 """A step with state on the disk: seconds, bytes moved, peak memory, and what drive and processor could do at best.
 
     python -m bench.tiers --host 12GB [--hidden N --layers N] [--tokens N] [--steps N] [--folder FOLDER] [--json FILE]
+                          [--beside CHECKOUT --turns N]
 
 A fresh Llama shape trains in bf16 on the cpu with no more host memory than `--host`; what that has no room for goes to
 `--folder`. Without `--tokens`, the step has the fewest with which the plan is hardly longer than its busiest stream.
@@ -8,12 +9,17 @@ Without `--clip`, units are updated as their gradients land, so that the disk is
 step is the larger of compute (what its ops took on the compute stream in the same steps) and of the bytes that it read
 and wrote at the drive's own speed, both ways at once, measured here through the disk room. Left out: the same step with
 all state in host memory, which has no room for it (the tests compare the numbers of both at small size).
+
+`--host least` is the least budget that a refusal names, with all state on the disk. `--beside` runs the same in another
+checkout of this repository, in turns with this one, and gives the ratios of this one's figures to that one's.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -27,10 +33,11 @@ import torch
 
 from megatrain import AdamW, Engine
 from megatrain.device.cpu import CpuDevice
+from megatrain.errors import DoesNotFit
 from megatrain.formatting import amount, duration
 from megatrain.memory import Disk
 from megatrain.model import FreshSource, port_model
-from megatrain.plan import Plan, Question, available_threads, find_plan, loads
+from megatrain.plan import Plan, Question, available_threads, find_plan, loads, peak_table
 from megatrain.plan.host_resources import available_disk_nbytes
 from megatrain.plan.question import RESERVE_NBYTES
 from megatrain.run.this_machine import this_machine
@@ -42,6 +49,8 @@ LENGTH, VOCABULARY = 64, 32_000
 REGION_NBYTES = 256 << 20
 HARDLY_LONGER = 1.1
 """Of a step, than its busiest stream, where the plan chooses its tokens."""
+LEAST = "least"
+COMPARED = ("seconds", "peak_process_nbytes", "moved_nbytes")
 
 
 def shape(hidden: int, layers: int) -> dict[str, Any]:
@@ -81,8 +90,8 @@ def drive_bandwidth(folder: Path, seconds: float = 6.0) -> float:
     return speed
 
 
-def planned(spec: ModelSpec, device: CpuDevice, arguments: argparse.Namespace, host_nbytes: int) -> Plan:
-    """The plan for a budget, less what the process itself takes."""
+def planned(spec: ModelSpec, device: CpuDevice, arguments: argparse.Namespace) -> Plan:
+    """The plan for a budget, less what the process itself takes, or for the least of which there is one."""
     folder, tokens, own = arguments.folder, arguments.tokens, peak_nbytes()
     drive = drive_bandwidth(folder, 2.0) / 2
     hardware = replace(
@@ -96,10 +105,20 @@ def planned(spec: ModelSpec, device: CpuDevice, arguments: argparse.Namespace, h
     rows = [max(1, tokens // LENGTH)] if tokens else [1 << power for power in range(6)]
     for count in rows:
         question = Question(spec, hardware, count * LENGTH, LENGTH, clips=arguments.clip, overrides=overrides)
-        plan = find_plan(replace(question, limits=Limits(host_nbytes=host_nbytes - own)))
+        nbytes = least_nbytes(question) if arguments.host == LEAST else parse_nbytes(arguments.host, "--host") - own
+        plan = find_plan(replace(question, limits=Limits(host_nbytes=nbytes)))
         if plan.seconds < HARDLY_LONGER * max(load.busy_seconds for load in loads(plan)):
             break
     return plan
+
+
+def least_nbytes(question: Question) -> int:
+    """The host memory without which there is no plan, as its refusal says."""
+    try:
+        find_plan(replace(question, limits=Limits(host_nbytes=1)))
+    except DoesNotFit as error:
+        return error.needed["host"]
+    raise AssertionError("a plan in one byte")
 
 
 def peak_nbytes() -> int:
@@ -110,7 +129,7 @@ def peak_nbytes() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--host", default="12GB", help="budget of host memory, of the whole process")
+    parser.add_argument("--host", default="12GB", help=f"budget of host memory, of the whole process, or '{LEAST}'")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--hidden", type=int, default=2560)
     parser.add_argument("--layers", type=int, default=30)
@@ -118,19 +137,43 @@ def main() -> None:
     parser.add_argument("--clip", action="store_true", help="by the global norm")
     parser.add_argument("--steps", type=int, default=2, help="measured ones, after one that warms up")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--beside", type=Path, help="another checkout, measured in turns with this one")
+    parser.add_argument("--turns", type=int, default=3)
     arguments = parser.parse_args()
-    found = measure(arguments, parse_nbytes(arguments.host, "--host"))
+    found = in_turns(arguments) if arguments.beside else measure(arguments)
     text = json.dumps(found, indent=1)
     print(text)
     if arguments.json:
         arguments.json.write_text(text + "\n")
 
 
-def measure(arguments: argparse.Namespace, host_nbytes: int) -> dict[str, Any]:
+def in_turns(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Both checkouts' figures, by turn, and the median over turns of the ratios within a turn."""
+    given = sys.argv[1:]
+    turns: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "figures.json"
+        for _ in range(arguments.turns):
+            turns.append({})
+            for name, checkout in (("beside", arguments.beside), ("here", Path(__file__).parents[1])):
+                one = [sys.executable, "-m", "bench.tiers", *without(given, "--beside", "--turns", "--json")]
+                subprocess.run([*one, "--json", str(file)], cwd=checkout, check=True, stdout=sys.stderr)
+                turns[-1][name] = json.loads(file.read_text())
+    ratios = {key: [turn["here"][key] / turn["beside"][key] for turn in turns] for key in COMPARED}
+    return {"ratios": {key: median(each) for key, each in ratios.items()}, "by_turn": ratios, "turns": turns}
+
+
+def without(arguments: list[str], *names: str) -> list[str]:
+    """Arguments of the command line without these, and without the values that follow them."""
+    dropped = {place + more for place, word in enumerate(arguments) if word in names for more in (0, 1)}
+    return [word for place, word in enumerate(arguments) if place not in dropped]
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     source = FreshSource(shape(arguments.hidden, arguments.layers), seed=0)
     ported = port_model(source.model, torch.bfloat16)
     device = CpuDevice()
-    plan = planned(ported.spec, device, arguments, host_nbytes)
+    plan = planned(ported.spec, device, arguments)
     print(f"{plan.work.tokens} tokens, predicted {duration(plan.seconds)}, {amount(plan.nbytes['disk'])} on disk")
     disk = Disk([arguments.folder])
     began = time.perf_counter()
@@ -156,8 +199,10 @@ def measure(arguments: argparse.Namespace, host_nbytes: int) -> dict[str, Any]:
         "parameters": ported.spec.numel,
         "tokens_per_step": sum(plan.work.tokens),
         "state_nbytes": 14 * ported.spec.numel,
-        "host_budget_nbytes": host_nbytes,
+        "host_budget": arguments.host,
+        "limit_nbytes": plan.question.limits.host_nbytes,
         "peak_process_nbytes": peak_nbytes(),
+        "planned_at_peak": {use: nbytes for (tier, use), nbytes in peak_table(plan).items() if tier == "host"},
         "ledger_nbytes": {tier: sum(n for (of, _), n in table.items() if of == tier) for tier in ("host", "disk")},
         "seconds": took,
         "predicted_seconds": plan.seconds,
