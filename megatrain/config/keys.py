@@ -498,8 +498,7 @@ class PolicySection(Section):
     host_threads: PositiveInt | None = None
     """Threads of the optimizer pass."""
     transfer: Literal["pinned", "staged", "pageable"] | None = None
-    """How weights and gradients cross the bus: from pinned (page-locked) host memory, through pinned staging buffers,
-    or from pageable memory."""
+    """Weights and gradients cross the bus from pinned host memory, through pinned buffers, or from pageable memory."""
     pinned_staging_slots: PositiveInt | None = None
     """With transfer=staged: pinned buffers, of a shard each, in each direction."""
     delivery: Literal["gather", "shared"] | None = None
@@ -534,6 +533,8 @@ class DiskSection(Section):
     """Most bytes to write to these drives per day, e.g. 500GB; a plan that writes more is refused."""
     checksums: bool = True
     """Whether to verify by checksum that data read from the drives is what was written."""
+    preallocate: bool = True
+    """Whether space is allocated before the first step; with false, btrfs compresses, and a full disk is found late."""
 
     @property
     def paths(self) -> list[Path]:

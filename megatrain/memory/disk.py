@@ -4,11 +4,11 @@ ranges.
 Any bytes of a region may be read; whole blocks of it are written. A region may name bytes where a block begins, so that
 what is before and behind may be written alone.
 
-Regions live as long as the process, in files without names; this is no checkpoint. Space is allocated when a region
-is provided, so that a full disk is found before a step, not during it. A block reads as zeros until its first write;
-a failed write leaves all of its blocks *torn* until they are written again; and the checksum of each block, kept in
-memory, is compared on every read. So a read returns the bytes of the last write, or zeros, or raises. Regions share
-nothing but files: a failure in one does not affect the others.
+Regions live as long as the process, in files without names; this is no checkpoint. Unless that is not wanted, space
+is allocated when a region is provided, so that a full disk is found before a step, not during it. A block reads as
+zeros until its first write; a failed write leaves all of its blocks *torn* until they are written again; and the
+checksum of each block, kept in memory, is compared on every read. So a read returns the bytes of the last write, or
+zeros, or raises. Regions share nothing but files: a failure in one does not affect the others.
 
 The schedule gives a region to one caller at a time; different regions, and reads beside writes, may proceed
 concurrently. There is no cache (every byte is used once per step), and failed requests are not retried.
@@ -43,7 +43,9 @@ class Disk:
     """Regions in `folders`, divided in proportion to `shares` (bandwidths, or any positive numbers).
 
     Reads and writes move blocks of `block_nbytes` (a multiple of 4096), `depth` at a time in each folder. `direct`:
-    whether they bypass the page cache, in all folders. `calls`: the system call of each block; tests let some fail.
+    whether they bypass the page cache, in all folders. `preallocate`: whether space is allocated before it is used; if
+    not, a file system may compress it, and a full disk is found by a write. `calls`: the system call of each block;
+    tests let some fail.
 
     Raises `DiskError` for a folder that is missing or not writable.
     """
@@ -56,12 +58,13 @@ class Disk:
         block_nbytes: int = BLOCK_NBYTES,
         depth: int = DEPTH,
         checksums: bool = True,
+        preallocate: bool = True,
         calls: Calls = system_calls,
     ) -> None:
         self._shares = list(shares) if shares is not None else [1.0] * len(folders)
         _check_arguments(folders, self._shares, block_nbytes, depth)
         self._block_nbytes, self._checksums = block_nbytes, checksums
-        self._files = _open_all(folders)
+        self._files = _open_all(folders, preallocate)
         self.direct = all(file.direct for file in self._files)
         self._spaces = [Space() for _ in folders]
         self._regions: dict[str, Region] = {}
@@ -264,12 +267,12 @@ def _let_go(process: OwningProcess, files: Sequence[ScratchFile], traffic: Seque
         file.close()
 
 
-def _open_all(folders: Sequence[Path]) -> list[ScratchFile]:
+def _open_all(folders: Sequence[Path], preallocate: bool) -> list[ScratchFile]:
     """A file in each folder; if one fails, none."""
     files: list[ScratchFile] = []
     try:
         for folder in folders:
-            files.append(ScratchFile(Path(folder)))
+            files.append(ScratchFile(Path(folder), preallocate=preallocate))
     except BaseException:
         for file in files:
             file.close()

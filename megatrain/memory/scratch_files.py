@@ -16,7 +16,7 @@ from typing import IO, Literal
 
 from megatrain.errors import DiskError, DiskFull
 from megatrain.spec.hardware import SECTOR, whole_sectors
-from megatrain.system.paths import is_cached
+from megatrain.system.paths import compresses_what_is_not_preallocated, is_cached
 
 Direction = Literal["read", "write"]
 
@@ -113,7 +113,8 @@ def lay_out(
 #
 # A file is created without a name if the file system supports it (`O_TMPFILE`), else unlinked at once; so even a killed
 # process leaves nothing behind. Space is allocated when the file grows, so that a full disk is found then; on a file
-# system that cannot preallocate the file is sparse, and a write finds out.
+# system that cannot preallocate, and for a caller who wants the file system to compress, the file is sparse, and a
+# write finds out.
 #
 # Transfers bypass the page cache (`O_DIRECT`). Where they cannot, each write is flushed to the drive at once, and the
 # cache is asked to drop each transfer: it would take host memory for little use, since a region is read only once per
@@ -145,10 +146,14 @@ def as_disk_error(error: OSError, what: str, where: str) -> DiskError:
 
 
 class ScratchFile:
-    """One file in `folder`. Raises `DiskError` if it cannot be created. Several threads may transfer concurrently."""
+    """One file in `folder`. Raises `DiskError` if it cannot be created. Several threads may transfer concurrently.
 
-    def __init__(self, folder: Path) -> None:
+    preallocate: whether its space is allocated as it grows.
+    """
+
+    def __init__(self, folder: Path, *, preallocate: bool = True) -> None:
         self.folder = folder
+        self._preallocates = preallocate
         self._file = _nameless(folder)
         self.number = self._file.fileno()
         self.device = os.fstat(self.number).st_dev
@@ -170,8 +175,8 @@ class ScratchFile:
         return status.f_bavail * status.f_frsize
 
     def resize(self, before: int, after: int) -> None:
-        """Resize from `before` to `after` bytes; growth is allocated. Raises OSError."""
-        if after > before and _ALLOCATE is not None:
+        """Resize from `before` to `after` bytes; growth is allocated, if that is wanted. Raises OSError."""
+        if after > before and self._preallocates and _ALLOCATE is not None:
             try:
                 return _ALLOCATE(self.number, before, after - before)
             except OSError as error:
@@ -204,7 +209,7 @@ class ScratchFile:
 
     def _goes_direct(self) -> bool:
         """Whether transfers bypass the page cache; if not, make writes synchronous if possible."""
-        if _DIRECT:
+        if _DIRECT and (self._preallocates or not compresses_what_is_not_preallocated(self.folder)):
             flags = fcntl.fcntl(self.number, fcntl.F_GETFL)
             if self._accepts(lambda: fcntl.fcntl(self.number, fcntl.F_SETFL, flags | _DIRECT)):
                 if self._accepts(self._try) and not self._cached:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from megatrain.system.paths import file_system
+
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _STATUS = Path("/proc/self/status")
 _CPUINFO = Path("/proc/cpuinfo")
@@ -76,10 +78,7 @@ def pinnable_nbytes(host_nbytes: int) -> int:
 
 def lies_in_memory(folder: Path) -> bool:
     """Whether `folder` is on a file system that keeps its files in host memory."""
-    mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
-    absolute = folder.resolve()
-    kind = next((mounts[each] for each in (absolute, *absolute.parents) if each in mounts), "")
-    return kind in ("tmpfs", "ramfs")
+    return file_system(folder)[0] in ("tmpfs", "ramfs")
 
 
 def processor_name() -> str:

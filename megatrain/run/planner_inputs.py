@@ -18,6 +18,7 @@ from megatrain.plan import Plan, Question, written_nbytes_per_day
 from megatrain.plan.host_resources import available_disk_nbytes, lies_in_memory
 from megatrain.spec import Batching, Hardware, Limits, ModelSpec
 from megatrain.spec.limits import parse_nbytes
+from megatrain.system.paths import compresses_what_is_not_preallocated
 
 ROWS_OF: Mapping[str, Batching] = {"best_fit": "packed", "grouped": "padded"}
 """data.packing -> how rows are packed; `auto` is decided only after planning, when the data are read."""
@@ -125,7 +126,13 @@ def open_disk(disk: DiskSection, hardware: Hardware) -> Disk | None:
     if hardware.disk_block_nbytes and hardware.disk_depth:
         measured = {"block_nbytes": hardware.disk_block_nbytes, "depth": hardware.disk_depth}
     try:
-        return Disk(disk.paths, shares=_shares(disk.paths), checksums=disk.checksums, **measured)  # type: ignore[arg-type]
+        return Disk(
+            disk.paths,
+            shares=_shares(disk.paths),
+            checksums=disk.checksums,
+            preallocate=disk.preallocate,
+            **measured,  # type: ignore[arg-type]
+        )
     except (DiskError, DeviceError) as error:
         raise ConfigError(error.what, where=f"disk.folders: {error.where}", fix=error.fix) from error
 
@@ -159,7 +166,13 @@ def describe_disk(disk: Disk | None, section: DiskSection) -> list[tuple[str, st
         return []
     access = "direct I/O" if disk.direct else "through the page cache, because the file system has no direct I/O"
     sums = "checksums compared" if section.checksums else "checksums off"
-    return [("disk tier", f"{', '.join(map(str, section.paths))}: {access}, {sums}")]
+    facts = [("disk tier", f"{', '.join(map(str, section.paths))}: {access}, {sums}")]
+    if compressing := [folder for folder in section.paths if compresses_what_is_not_preallocated(folder)]:
+        told = "compresses what is written; a full disk is found by a write"
+        if section.preallocate:
+            told = "compresses, but not space that is allocated in advance (disk.preallocate: false)"
+        facts.append(("compression", f"the file system of {', '.join(map(str, compressing))} {told}"))
+    return facts
 
 
 def describe_files(plan: Plan, in_files: InFiles) -> list[tuple[str, str]]:

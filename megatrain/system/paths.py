@@ -312,6 +312,29 @@ def written_or_refused(
         raise error(f"cannot be written ({problem.strerror or problem})", where=str(path), fix=fix) from problem
 
 
+def file_system(folder: Path) -> tuple[str, list[str]]:
+    """The kind of the file system of an existing folder, and the options of its mount; nothing where the system does
+    not list its mounts."""
+    mounts: dict[Path, tuple[str, list[str]]] = {}
+    with suppress(OSError):
+        for line in read_text("/proc/self/mounts", errors="surrogateescape").splitlines():
+            _, place, kind, options, *_ = line.split(" ")
+            place = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), place)
+            mounts[Path(place)] = kind, options.split(",")
+    absolute = folder.resolve()
+    return next((mounts[above] for above in (absolute, *absolute.parents) if above in mounts), ("", []))
+
+
+def compresses_what_is_not_preallocated(folder: Path) -> bool:
+    """Whether the file system of `folder` compresses its files, but not those whose space is allocated in advance.
+
+    Btrfs does, and before Linux 6.15 it does not compress what bypasses the page cache, either. Where ZFS compresses,
+    it compresses all: to allocate there is to ask whether the pool has room.
+    """
+    kind, options = file_system(folder)
+    return kind == "btrfs" and any(re.fullmatch(r"compress(-force)?(=(?!no).*)?", option) for option in options)
+
+
 def is_cached(file: int, buffer: memoryview) -> bool:
     """Whether the first bytes of an open file are in the page cache; reads them into `buffer` if so.
 

@@ -120,10 +120,11 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
 
         Less often given, and by keyword only:
         seed: determines all randomness inside layers; default 0. disk: folders, on fast drives, for the state that the
-        policy places there. limits: bytes of each tier that it may use; by default all that is free. verify: for an
-        architecture not seen before, compare a small model of its kind with the stock code, and refuse one that is
-        computed wrongly; default true. numerics: all that numbers depend on, including the precision. world: the ranks
-        that train together, calling their engines alike; by default torchrun's processes, if anything trains.
+        policy places there, or a `megatrain.memory.Disk`, which has options. limits: bytes of each tier that it may
+        use; by default all that is free. verify: for an architecture not seen before, compare a small model of its kind
+        with the stock code, and refuse one that is computed wrongly; default true. numerics: all that numbers depend
+        on, including the precision. world: the ranks that train together, calling their engines alike; by default
+        torchrun's processes, if anything trains.
         image_row: a micro-batch of one row with images, as large as any; the layers of the encoder that it goes through
         are then streamed like the model's other layers, where that is exact, and stay in the prologue otherwise.
 

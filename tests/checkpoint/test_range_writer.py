@@ -53,6 +53,17 @@ def written(folder: Path, name: str, data: bytes, piece: int) -> FileSum:
     return sums_of_files(folder, [shard], writer.written)[name]
 
 
+def test_a_file_system_that_compresses_is_let_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(range_writer, "compresses_what_is_not_preallocated", lambda _: True)
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("space was allocated in advance"))
+    opened, honest = list[int](), os.open
+    monkeypatch.setattr(os, "open", lambda path, flags, *mode: opened.append(flags) or honest(path, flags, *mode))
+    data = pattern(3 * BLOCK)
+    written(tmp_path, "a", data, BLOCK)
+    assert (tmp_path / "a").read_bytes() == data
+    assert not any(flags & os.O_DIRECT for flags in opened)
+
+
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("piece", [1000, 3 * BLOCK])
 def test_any_size_may_be_written_in_any_pieces(nbytes: int, piece: int, tmp_path: Path) -> None:
@@ -120,6 +131,7 @@ def test_a_full_disk_is_found_out_before_anything_is_written(tmp_path: Path, mon
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    monkeypatch.setattr(range_writer, "compresses_what_is_not_preallocated", lambda _: False)
     monkeypatch.setattr(os, "posix_fallocate", full)
     files = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
     with pytest.raises(OSError, match="No space left"), writing_ranges(tmp_path, [empty("a", BLOCK)]):

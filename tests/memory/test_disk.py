@@ -348,6 +348,24 @@ def test_file_systems_without_preallocation_are_supported(tmp_path: Path, monkey
     disk.close()
 
 
+def test_space_is_not_allocated_in_advance_where_that_is_not_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk([tmp_path], preallocate=False)
+    monkeypatch.setattr(scratch_files, "_ALLOCATE", lambda *_: pytest.fail("space was allocated"))
+    disk.provide({"a": (64 * SECTOR, "a")})
+    status = os.fstat(disk._files[0].number)
+    assert (status.st_size, status.st_blocks) == (64 * SECTOR, 0)
+    memory, back = aligned(64 * SECTOR), aligned(64 * SECTOR, 1)
+    disk.write("a", memory)
+    disk.read("a", back)
+    assert np.array_equal(back, memory)
+    has_free(monkeypatch, 1 << 10)
+    with pytest.raises(DiskFull, match=r"need .* of disk"):
+        disk.provide({"b": (64 * SECTOR, "b")})
+    disk.close()
+
+
 # Opening and closing ------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatrain import Engine, Policy
-from megatrain.config import Config
+from megatrain.config import Config, DiskSection
 from megatrain.device import open_device
 from megatrain.errors import ConfigError, DoesNotFit
 from megatrain.formatting import amount, at_least, at_most
@@ -80,6 +81,29 @@ def test_half_the_memory_gives_the_same_numbers(tmp_path: Path, device: str, mon
     assert "disk tier" in told
     assert "disk" not in plain_told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plain", "tight"], "nothing stays on the drive"
+
+
+@pytest.mark.parametrize(
+    ("preallocate", "told"),
+    [
+        (True, "compresses, but not space that is allocated in advance (disk.preallocate: false)"),
+        (False, "compresses what is written; a full disk is found by a write"),
+    ],
+)
+def test_a_run_is_told_of_a_file_system_that_compresses(
+    preallocate: bool, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = DiskSection(folders=(str(tmp_path),), preallocate=preallocate)
+    disk = planner_inputs.open_disk(section, cast(Hardware, SimpleNamespace(disk_block_nbytes=0, disk_depth=0)))
+    assert disk is not None
+    assert len(planner_inputs.describe_disk(disk, section)) == 1
+    monkeypatch.setattr(planner_inputs, "compresses_what_is_not_preallocated", lambda _: True)
+    assert planner_inputs.describe_disk(disk, section)[1:] == [
+        ("compression", f"the file system of {tmp_path} {told}"),
+    ]
+    disk.provide({"a": (1 << 16, "a")})
+    assert (os.fstat(disk._files[0].number).st_blocks > 0) == preallocate
+    disk.close()
 
 
 def test_without_a_disk_the_remedy_is_named(tmp_path: Path) -> None:

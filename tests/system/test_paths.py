@@ -51,6 +51,39 @@ def test_a_path_that_nobody_can_use_is_refused_in_a_line(
     assert message.isprintable()
 
 
+MOUNTS = r"""
+/dev/vda / ext4 rw,relatime 0 0
+/dev/loop0 {0}/with\040space btrfs rw,relatime,compress=zstd:3,space_cache=v2 0 0
+/dev/loop1 {0}/forced btrfs rw,compress-force=lzo 0 0
+/dev/loop2 {0}/plain btrfs rw,space_cache=v2 0 0
+/dev/loop3 {0}/off btrfs rw,compress=no 0 0
+pool {0}/pool zfs rw,xattr,noacl 0 0
+/dev/vdb {0}/with\040space/inner ext4 rw 0 0
+""".lstrip()
+
+
+@pytest.mark.parametrize(
+    ("place", "kind", "compresses"),
+    [
+        ("with space/folder", "btrfs", True),
+        ("with space/inner", "ext4", False),
+        ("forced", "btrfs", True),
+        ("plain", "btrfs", False),
+        ("off", "btrfs", False),
+        ("pool", "zfs", False),
+        ("elsewhere", "ext4", False),
+    ],
+)
+def test_the_file_system_of_a_folder_is_that_of_the_mount_above_it(
+    place: str, kind: str, compresses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For compression, only one that spares what is allocated in advance counts."""
+    mounts = MOUNTS.replace("{0}", str(tmp_path))
+    monkeypatch.setattr(paths, "read_text", lambda *_, **__: mounts)
+    assert paths.file_system(tmp_path / place)[0] == kind
+    assert paths.compresses_what_is_not_preallocated(tmp_path / place) == compresses
+
+
 def test_any_other_path_is_usable_whether_or_not_anything_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
