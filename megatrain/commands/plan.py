@@ -239,6 +239,7 @@ def _question_of(run: Config, machine: Hardware) -> Question:
     from megatrain.model import freeze_parameters, lora_config, port_model
     from megatrain.model.adapters import with_adapter
     from megatrain.model.encoder_stack import stream_encoder
+    from megatrain.model.fuse_layers import fuse_layers
     from megatrain.model.profile_prologue import see, values_of, values_per_token
     from megatrain.model.skeleton import blueprint
     from megatrain.run.planner_inputs import question_of
@@ -257,6 +258,8 @@ def _question_of(run: Config, machine: Hardware) -> Question:
     else:
         freeze_parameters(structure, run.train.freeze)
     ported = port_model(structure, DTYPES[run.train.precision])
+    if run.policy.kernels == "fused":
+        fuse_layers(ported)
     if run.data.images is not None:  # as many as a row has room for, since the data are not read
         processor = load_processor(run.tokenizer)
         refuse_without_tower(processor, type(structure).__name__, ported.arguments)

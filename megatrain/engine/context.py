@@ -78,7 +78,7 @@ class OpContext:
             UnitBinder(unit, f"{unit.name}." if unit.kind == "layer" and not role.is_first else "")
             for unit, role in zip(self.spec.units, self.roles, strict=True)
         ]
-        self._sums_in_place = policy.shares_memory and numerics.kernels == "stock"
+        self._sums_in_place = policy.shares_memory and numerics.kernels != "compile"
         self.computes_between = False
         """Whether the model's loop has computed anything between layers for a text."""
 

@@ -86,7 +86,7 @@ TRAINING: dict[str, Option] = {
         "same", "layers are compiled by inductor", lambda value: value not in (None, "inductor"), "other than inductor"
     ),
     "torch_compile_mode": _refused("layers are compiled in the default mode"),
-    "use_liger_kernel": _refused("set torch_compile, which fuses the same operations"),
+    "use_liger_kernel": _refused("give engine_options numerics=Numerics(kernels='fused') instead"),
     "liger_kernel_config": _no_effect("only used with use_liger_kernel"),
     "use_cache": _no_effect("training and evaluation cache no keys and values"),
     "neftune_noise_alpha": Option(

@@ -217,7 +217,7 @@ def _passes(module: nn.Module, given: Tensor) -> bool:
     if _kept_of(module, given) - given.nbytes < WORTH_IT * given.nbytes:
         return False
     generator = torch.Generator().manual_seed(0)
-    weights = {name: _random(parameter, generator) for name, parameter in module.named_parameters()}
+    weights = {name: random_like(parameter, generator) for name, parameter in module.named_parameters()}
     tokens = torch.randn(len(ORDER), given.shape[-1], generator=generator).to(given.dtype)
     tokens = tokens.expand(*given.shape[:-2], *tokens.shape).contiguous()
     untouched = tokens.clone()
@@ -269,7 +269,7 @@ class ExpandedRowLinear(TorchFunctionMode):
         return product if bias is None else product + bias
 
 
-def _random(like: Tensor, generator: torch.Generator) -> Tensor:
+def random_like(like: Tensor, generator: torch.Generator) -> Tensor:
     """Random weights with the shape and dtype of a parameter, scaled for outputs of ordinary size."""
     rows = like.shape if like.numel() <= MOST_RANDOM_NUMEL else like.shape[-1:]
     drawn: Tensor = torch.randn(rows, generator=generator) / float(max(1, like.shape[-1])) ** 0.5

@@ -230,6 +230,29 @@ def _claim(typingctx: Any, counter: Any) -> Any:
     return types.int64(counter), codegen
 
 
+@instruction
+def rounded_like(typingctx: Any, x: Any, array: Any) -> Any:
+    """A float32 in the dtype of an array's elements: itself, or the bits of the nearest bfloat16, ties to even."""
+    if array.dtype not in (types.uint16, types.float32):
+        raise TypingError(f"a float32 cannot be written to {array}")
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = args[0]
+        if signature.return_type == types.float32:
+            return value
+        bits = builder.bitcast(value, _I32)
+        odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
+        near = builder.lshr(builder.add(builder.add(bits, _I32(0x7FFF)), odd), _I32(16))
+        near = builder.select(builder.fcmp_unordered("uno", value, value), _I32(0x7FC0), near)
+        return builder.trunc(near, ir.IntType(16))
+
+    return array.dtype(types.float32, array), codegen
+
+
+claim, to_f32 = _claim, _to_f32
+"""For loops in other rooms."""
+
+
 @inlined
 def _join(hi: Any, lo: Any) -> Any:
     low = np.uint32(lo)

@@ -29,6 +29,7 @@ from megatrain.schedule.replay import DISK_STREAMS
 from megatrain.spec import (
     WEIGHT_NBYTES,
     Hardware,
+    Kernels,
     ModelSpec,
     Numerics,
     ParamSpec,
@@ -236,8 +237,9 @@ def _seconds_between(measured: Iterable[tuple[int, float]], nbytes: float) -> fl
 # count. Contention between streams is in `contention`, and in `replay` for compute and optimizer on the same cores.
 
 
-COMPILED_SHARE = 1 / 3
-"""Bytes that fused elementwise kernels move, over those of eager ones; assumed."""
+MOVED_SHARE: dict[Kernels, float] = {"stock": 1.0, "fused": 0.4, "compile": 1 / 3}
+"""Bytes that elementwise kernels move for each byte saved of a layer, over those of the library's. Fused: of what a
+fused layer saves, counted by `python -m bench.kernels`; compiled: assumed."""
 
 KERNELS, KERNELS_PER_PARAM = 12, 3
 """Kernels that a layer's forward launches: so many, and so many more for each parameter. Round numbers, which matter
@@ -617,7 +619,7 @@ class _Prices:
         """(forward, backward) seconds of elementwise ops, by the bytes that autograd saves."""
         length = self.work.length or tokens
         saved = unit.profile.kept(max(1, tokens // length), length)
-        nbytes = saved * (COMPILED_SHARE if self.numerics.kernels == "compile" else 1.0)
+        nbytes = saved * MOVED_SHARE[self.numerics.kernels]
         return elementwise_seconds(self.hardware, self.numerics.precision, nbytes)
 
     def _bounded_by_submission(self, computed: float, launches: float) -> float:

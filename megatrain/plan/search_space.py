@@ -179,7 +179,7 @@ class SearchSpace:
         several ranks, or if an override contradicts it."""
         model, hardware = self.question.model, self.question.hardware
         fixed = {"weight_slots", "read_ahead_nbytes", "shard_nbytes", "wait_for"} & self.overrides.keys()
-        compiled = self.overrides.get("kernels", "stock") != "stock"
+        compiled = self.overrides.get("kernels") == "compile"
         if fixed or compiled or hardware.shares_memory or model.ranks > 1:
             return [0]
         return [max(1, self._layer_nbytes // divisor) for divisor in READ_AHEAD_DIVISORS]

@@ -82,6 +82,7 @@ from megatrain.run.ranks import Ranks, StopsInTime, joined
 from megatrain.run.replan import Replanner, foreseen
 from megatrain.run.sampling import sample_of, stop_at_ends
 from megatrain.run.this_machine import this_machine
+from megatrain.spec import Numerics
 from megatrain.system.environment import seconds_to_stop
 from megatrain.system.locks import Claim
 from megatrain.train.batch_feed import Feed
@@ -400,7 +401,8 @@ def _check_limits(config: Config, tokenizer: Tokenizer, model: Any) -> None:
 
 def _ported(config: Config, source: Source, *, of_checkpoint: bool) -> PortedModel:
     """The source's model in units. Raises `ConfigError` for a pattern of the optimizer that matches nothing in it."""
-    ported = ported_of(source, {"precision": config.train.precision}, of_checkpoint=of_checkpoint)
+    numerics = Numerics(config.train.precision, kernels=config.policy.kernels or "stock")
+    ported = ported_of(source, {"numerics": numerics}, of_checkpoint=of_checkpoint)
     optimizer_of({"optimizer": _optimizer(config.train)}, ported.structure)
     return ported
 

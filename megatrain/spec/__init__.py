@@ -4,7 +4,7 @@ from megatrain.spec.hardware import Hardware
 from megatrain.spec.layer_profile import Growth, LayerProfile
 from megatrain.spec.limits import Limits
 from megatrain.spec.model import FileBytes, ModelSpec, ParamSpec, SideValue, UnitSpec, hidden_sides
-from megatrain.spec.numerics import WEIGHT_NBYTES, Numerics, Precision
+from megatrain.spec.numerics import WEIGHT_NBYTES, Kernels, Numerics, Precision
 from megatrain.spec.policy import (
     IN_HOST,
     NOT_OFFLOADED,
@@ -36,6 +36,7 @@ __all__ = [
     "Growth",
     "Hardware",
     "Keep",
+    "Kernels",
     "LayerProfile",
     "Limits",
     "ModelSpec",

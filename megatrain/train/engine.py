@@ -57,11 +57,12 @@ from megatrain.train.options import (
     Seed,
     SourceInUnits,
     checked_options,
+    numerics_of,
     ported_of,
     refuse_other_groups,
     world_of,
 )
-from megatrain.train.parity import NOT_ASKED, short_check
+from megatrain.train.parity import NOT_ASKED, Checked, short_check
 from megatrain.train.parts import Parts, work_of
 from megatrain.train.restore import (
     BASE,
@@ -210,7 +211,7 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         opened = device if isinstance(device, Device) else open_device(device)
         try:
             options["world"] = world_of(options, source.model, opened)
-            checked_now = short_check(source.model, unverified) if options.get("verify", True) else NOT_ASKED
+            checked_now = _checked(source.model, numerics_of(options)) if options.get("verify", True) else NOT_ASKED
             engine = cls(ported or ported_of(source, options), opened, options)
             engine.checked = checked_now
         except BaseException:
@@ -550,6 +551,11 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _checked(model: nn.Module, numerics: Numerics) -> Checked:
+    """What compiled code computes is not compared: that takes minutes."""
+    return short_check(model, unverified, kernels="fused" if numerics.kernels == "fused" else "stock")
 
 
 def unverified(model: nn.Module, device: str, numerics: Numerics, policy: Policy) -> Engine:

@@ -26,6 +26,7 @@ from megatrain.memory import Disk
 from megatrain.memory.model_files import ModelFiles, extents_of
 from megatrain.model import AdaptedSource, PortedModel, Source, port_model, require_compiler
 from megatrain.model.encoder_stack import stream_encoder
+from megatrain.model.fuse_layers import fuse_layers
 from megatrain.model.profile_prologue import values_of
 from megatrain.optim import AdamW
 from megatrain.plan import available_threads, choose_policy, fit_lock_limit, memory_table
@@ -291,8 +292,11 @@ def ported_of(source: Source, options: EngineOptions, *, of_checkpoint: bool = F
 
     of_checkpoint: the source's files may be removed during training, except those of an adapter's base.
     """
-    dtype = DTYPES[numerics_of(options).precision]
+    numerics = numerics_of(options)
+    dtype = DTYPES[numerics.precision]
     ported = port_model(source.model, dtype)
+    if numerics.kernels == "fused":
+        fuse_layers(ported)
     row = {name: each for name, each in (options.get("image_row") or {}).items() if name != "labels"}
     if row:
         stream_encoder(ported, row, values_of(row, TEXT_ENTRIES))

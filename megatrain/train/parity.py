@@ -38,7 +38,7 @@ from megatrain.model.tiny import (
     with_dropout,
 )
 from megatrain.model.user_patches import HOOKS
-from megatrain.spec import ActivationPlan, Keep, Numerics, Policy
+from megatrain.spec import ActivationPlan, Keep, Kernels, Numerics, Policy
 
 # Cases ----------------------------------------------------------------------------------------------------------------
 #
@@ -149,9 +149,10 @@ def full_cases(model: StockModel) -> list[Case]:
     return _read_by(model, cases)
 
 
-def short_settings() -> list[Setting]:
+def short_settings(kernels: Kernels = "stock") -> list[Setting]:
     """Keeping graphs; recomputing layers, with token-wise parts in chunks; and recomputing all but some ops."""
-    settings = [_setting("cpu", plan, Numerics("fp32", loss_chunk_tokens=5)) for plan in ACTIVATION_PLANS]
+    numerics = Numerics("fp32", loss_chunk_tokens=5, kernels=kernels)
+    settings = [_setting("cpu", plan, numerics) for plan in ACTIVATION_PLANS]
     numerics, policy = settings[-1].numerics, settings[-1].policy
     chosen = Setting("cpu, chosen outputs", "cpu", numerics, replace(policy, activations_by_layer=STORED))
     chunks = Setting("cpu, recompute, in chunks", "cpu", replace(numerics, mlp_chunk_tokens=4), policy)
@@ -160,7 +161,7 @@ def short_settings() -> list[Setting]:
 
 def full_settings() -> list[Setting]:
     """Every activation plan, and a mixture, on the CPU and the simulated device, with few and many slots and
-    pieces."""
+    pieces; and fused functions."""
     settings = [_setting("cpu", plan) for plan in ACTIVATION_PLANS]
     settings += [_setting(SIM, plan, shard_nbytes=1 << 16) for plan in ACTIVATION_PLANS]
     chunks = replace(CHUNKS, mlp_chunk_tokens=4)
@@ -169,6 +170,7 @@ def full_settings() -> list[Setting]:
     stored = replace(settings[-1].policy, activations_by_layer=OFFLOADED)
     return [
         *settings,
+        Setting("cpu, keep, fused", "cpu", replace(CHUNKS, kernels="fused"), settings[0].policy),
         Setting(f"{SIM}, chosen outputs, offloaded, 1 slot", SIM, chunks, stored),
         Setting(f"{SIM}, a mixture of plans, 1 slot", SIM, chunks, mixed),
     ]
@@ -566,8 +568,11 @@ NOT_ASKED = Checked("unchecked", "the check was switched off")
 CACHE = Path("~/.cache/megatrain/verified")
 
 
-def short_check(model: nn.Module, make_engine: MakeEngine, cache_folder: Path | None = None) -> Checked:
-    """Compare two padded micro-batches in every activation plan on the CPU; raise `ModelError` on a mismatch.
+def short_check(
+    model: nn.Module, make_engine: MakeEngine, cache_folder: Path | None = None, kernels: Kernels = "stock"
+) -> Checked:
+    """Compare two padded micro-batches in every activation plan on the CPU; raise `ModelError` on a mismatch. kernels:
+    stock, or fused for functions that will be fused.
 
     Checks the twin of `type(model)` and its config, whatever the size of `model`. Success is cached in this process and
     as a file in `cache_folder` (default `CACHE`; without a usable one the check runs each time), as long as the class,
@@ -581,16 +586,16 @@ def short_check(model: nn.Module, make_engine: MakeEngine, cache_folder: Path | 
         return Checked("unchecked", "not a transformers model")
     folder = Path(os.path.expanduser(cache_folder or CACHE))
     ordinary, adapter = not customised(model), adapter_of(model)
-    at_sight = folder, _digest(type(model), model.config, _kernel(model), adapter)
+    at_sight = folder, _digest(type(model), model.config, _kernel(model), adapter, kernels)
     if ordinary and at_sight in _SEEN:
         return Checked("remembered")
     try:
         small = shrink(model.config, type(model))
     except ModelError as error:
         return Checked("unchecked", error.what)
-    path = folder / f"{_digest(type(model), small, _kernel(model), adapter)}.json"
+    path = folder / f"{_digest(type(model), small, _kernel(model), adapter, kernels)}.json"
     remembered = ordinary and os.path.isfile(path)  # false if its folder is not accessible
-    answer = Checked("remembered") if remembered else _check(model, small, adapter, make_engine)
+    answer = Checked("remembered") if remembered else _check(model, small, adapter, make_engine, kernels)
     if answer.state == "unchecked":
         return answer
     if not ordinary:
@@ -600,25 +605,29 @@ def short_check(model: nn.Module, make_engine: MakeEngine, cache_folder: Path | 
     return answer
 
 
-def _check(model: StockModel, small: StockConfig, adapter: Adapter | None, make_engine: MakeEngine) -> Checked:
+def _check(
+    model: StockModel, small: StockConfig, adapter: Adapter | None, make_engine: MakeEngine, kernels: Kernels
+) -> Checked:
     with torch.random.fork_rng(devices=[]), on_the_cpu():  # independent of the caller's default device
-        return _compared(model, small, adapter, make_engine)
+        return _compared(model, small, adapter, make_engine, kernels)
 
 
-def _compared(model: StockModel, small: StockConfig, adapter: Adapter | None, make_engine: MakeEngine) -> Checked:
-    kind, kernel = type(model), _kernel(model)
+def _compared(
+    model: StockModel, small: StockConfig, adapter: Adapter | None, make_engine: MakeEngine, kernels: Kernels
+) -> Checked:
+    kind, kernel, settings = type(model), _kernel(model), short_settings(kernels)
     twin = twin_from(with_dropout(small, 0.0), 0, kernel, kind)
     try:
         if adapter is not None:
             adapter.put_into(twin, drops=False)
             perturb(twin, 0)  # otherwise a fresh adapter adds zero
-        report = compare(twin, make_engine, short_cases(twin), short_settings(), enough=1)
+        report = compare(twin, make_engine, short_cases(twin), settings, enough=1)
         if any(dropout_rates(small)) or (adapter is not None and adapter.drops):
             moving = twin_from(small, 0, kernel, kind)
             if adapter is not None:
                 adapter.put_into(moving)
                 perturb(moving, 0)
-            replayed = replay_finding(moving, make_engine, short_cases(moving)[-1], short_settings())
+            replayed = replay_finding(moving, make_engine, short_cases(moving)[-1], settings)
             report = replace(report, findings=(*report.findings, replayed))
     except ModelError as refusal:
         return Checked("unchecked", refusal.what)
@@ -653,13 +662,14 @@ def _kernel(model: StockModel) -> str:
     return str(model.config._attn_implementation)
 
 
-def _digest(kind: type, config: StockConfig, kernel: str, adapter: Adapter | None) -> str:
+def _digest(kind: type, config: StockConfig, kernel: str, adapter: Adapter | None, kernels: Kernels) -> str:
     """SHA-256 of everything that a result depends on."""
     parts = [
         "" if adapter is None else adapter.facts,
         f"{kind.__module__}.{kind.__qualname__}",
         json.dumps(config.to_dict(), sort_keys=True, default=str),
         kernel,
+        kernels,
         str(config._experts_implementation),
         *(version(library) for library in ("transformers", "torch")),
         _source_of(kind),

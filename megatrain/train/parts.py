@@ -19,6 +19,7 @@ from megatrain.engine import LossFn, MicroBatch, StepInput, StepResult, Streamer
 from megatrain.engine.batch import TEXT_ENTRIES, as_list, check_arguments, model_entries, stage
 from megatrain.engine.chunked_loss import check_loss, own_entries
 from megatrain.engine.context import OpContext
+from megatrain.engine.fused_forms import use_fused_functions
 from megatrain.errors import BatchError, MegaTrainError, ModelError, PlanError
 from megatrain.memory import Ledger, Pool, SharedMemory, Store
 from megatrain.model import Fills, PortedModel, Progress
@@ -51,6 +52,8 @@ class Parts(TakesTurns):
         self.structure: ModelSpec = ported.structure
         algorithm, max_grad_norm = optimizer_of(options, self.structure), options.get("max_grad_norm", 1.0)
         self.numerics, self.limits = numerics_of(options), limits_of(options)
+        if self.numerics.kernels == "fused":
+            use_fused_functions(ported, device)
         policy, fits = policy_of(options, device, self.structure), options.get("policy", "auto") == "auto"
         self.ported, self.device, self.disk = ported, device, disk_of(options, policy)
         self.owns_device = device is not options.get("device", "cpu")

@@ -421,7 +421,7 @@ TAKEN = {
     "train.learning_rate": "number of 0 or more",
     "train.min_lr_ratio": "number from 0 to 1",
     "train.betas": "2 of: number from 0 to below 1",
-    "policy.kernels": "stock | compile | liger, or null",
+    "policy.kernels": "stock | fused | compile, or null",
     "data.sources": "list of: text",
     "data.validation": "names and their values",
     "model.verify": "true or false",

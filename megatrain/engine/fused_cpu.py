@@ -1,0 +1,421 @@
+"""The fused functions of layers on a CPU: compiled loops over rows, on several threads, in bfloat16 or float32.
+
+They are forms of the ops of `model.fused`, which defines them. A block is a fixed number of rows, whatever the number
+of threads, and each sum has a fixed order, so that results do not depend on threads. As in `optim.kernels` nothing
+contracts or reorders operations; loops are written such that LLVM vectorizes them: sums go to LANES partial sums, and
+the exponential is a polynomial. Other dtypes, and arguments that differ in theirs, take the reference form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatrain.model import fused
+from megatrain.optim.kernels import U16, claim, compiled, inlined, rounded_like, run, to_f32
+
+LANES = 32
+"""Partial sums of a row; fixed, so that the order of additions is."""
+CHUNK = 1024
+"""Elements of a row for which an activation and its slope are held at a time: they stay in the cache."""
+BLOCK_NUMEL = 1 << 16
+"""Elements of a block, about."""
+SIGMOID, GELU, RELU = 0, 1, 2
+"""Kinds of activations: x * sigmoid(a x + b x^3), that by the error function, and max(x, 0)."""
+
+ONE, HALF = np.float32(1), np.float32(0.5)
+LOG2_E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
+LARGEST = np.float32(87)
+"""exp of this, and of its negative, is a normal float32."""
+E2, E3, E4, E5, E6 = (np.float32(1 / n) for n in (2, 6, 24, 120, 720))
+ROOT_HALF, DENSITY = np.float32(0.5**0.5), np.float32((0.5 / np.pi) ** 0.5)
+P, A1, A2, A3, A4, A5 = (
+    np.float32(c) for c in (0.3275911, 0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
+)
+"""The error function's approximation 7.1.26 of Abramowitz and Stegun, which is off by 1.5e-7 at most."""
+
+
+# Loops ----------------------------------------------------------------------------------------------------------------
+
+
+@inlined
+def _exp(x: Any) -> Any:
+    """exp(x) for x within +-LARGEST, off by a few units in the last place."""
+    n = np.floor(x * LOG2_E + HALF)
+    r = (x - n * LN2_HIGH) - n * LN2_LOW
+    series = ((((E6 * r + E5) * r + E4) * r + E3) * r + E2) * (r * r) + r + ONE
+    return series * to_f32(np.uint32((np.int32(n) + np.int32(127)) << np.int32(23)))
+
+
+@inlined
+def _clipped(x: Any) -> Any:
+    x = -LARGEST if x < -LARGEST else x
+    return LARGEST if x > LARGEST else x
+
+
+@compiled
+def rms_forward(inputs: Any, outputs: Any, width: Any, eps: Any, blocks: Any, counter: Any) -> None:
+    """inputs (x [rows * width], weight float32[width]); outputs (as x, scales float32[rows])."""
+    x, weight = inputs
+    out, scales = outputs
+    lanes = np.empty(LANES, np.float32)
+    whole = width - width % LANES
+    while True:
+        i = claim(counter)
+        if i >= blocks.shape[0]:
+            return
+        for row in range(blocks[i, 0], blocks[i, 1]):
+            x_r, out_r = x[row * width : (row + 1) * width], out[row * width : (row + 1) * width]
+            lanes[:] = np.float32(0)
+            for start in range(0, whole, LANES):
+                part = x_r[start : start + LANES]
+                for k in range(LANES):
+                    value = to_f32(part[k])
+                    lanes[k] += value * value
+            total = np.float32(0)
+            for k in range(LANES):
+                total += lanes[k]
+            for k in range(whole, width):
+                value = to_f32(x_r[k])
+                total += value * value
+            scale = ONE / np.sqrt(total / np.float32(width) + eps)
+            scales[row] = scale
+            for k in range(width):
+                out_r[k] = rounded_like((to_f32(x_r[k]) * scale) * weight[k], out_r)
+
+
+@compiled
+def rms_backward(inputs: Any, outputs: Any, width: Any, blocks: Any, counter: Any) -> None:
+    """inputs (gradient, x [rows * width], scales float32[rows], weight float32[width]); outputs (the gradient of x,
+    parts float32[blocks * width], the blocks' terms of the weight's gradient, or empty)."""
+    gradient, x, scales, weight = inputs
+    out, parts = outputs
+    lanes = np.empty(LANES, np.float32)
+    whole = width - width % LANES
+    while True:
+        i = claim(counter)
+        if i >= blocks.shape[0]:
+            return
+        part = parts[i * width : (i + 1) * width]
+        part[:] = np.float32(0)
+        for row in range(blocks[i, 0], blocks[i, 1]):
+            x_r, g_r = x[row * width : (row + 1) * width], gradient[row * width : (row + 1) * width]
+            out_r, scale = out[row * width : (row + 1) * width], scales[row]
+            lanes[:] = np.float32(0)
+            for start in range(0, whole, LANES):
+                x_b, g_b, w_b = x_r[start : start + LANES], g_r[start : start + LANES], weight[start : start + LANES]
+                for k in range(LANES):
+                    lanes[k] += (to_f32(g_b[k]) * w_b[k]) * to_f32(x_b[k])
+            total = np.float32(0)
+            for k in range(LANES):
+                total += lanes[k]
+            for k in range(whole, width):
+                total += (to_f32(g_r[k]) * weight[k]) * to_f32(x_r[k])
+            mean = total * scale / np.float32(width)
+            for k in range(width):
+                normed = to_f32(x_r[k]) * scale
+                out_r[k] = rounded_like((to_f32(g_r[k]) * weight[k] - normed * mean) * scale, out_r)
+            if part.size > 0:
+                for k in range(width):
+                    part[k] += to_f32(g_r[k]) * (to_f32(x_r[k]) * scale)
+
+
+@compiled
+def sum_parts(parts: Any, out: Any, blocks: Any, counter: Any) -> None:
+    """out [width]: the sum of parts float32[count * width], in order. Blocks are of columns."""
+    width = out.size
+    sums = np.empty(width, np.float32)
+    while True:
+        i = claim(counter)
+        if i >= blocks.shape[0]:
+            return
+        first, last = blocks[i, 0], blocks[i, 1]
+        sums[first:last] = np.float32(0)
+        for start in range(0, parts.size, width):
+            part, into = parts[start + first : start + last], sums[first:last]
+            for k in range(last - first):
+                into[k] += part[k]
+        for k in range(first, last):
+            out[k] = rounded_like(sums[k], out)
+
+
+@inlined
+def _error_function(z: Any) -> Any:
+    """erf(z), and exp(-z * z)."""
+    size = abs(z)
+    t = ONE / (ONE + P * size)
+    bell = _exp(_clipped(-(size * size)))
+    value = ONE - ((((A5 * t + A4) * t + A3) * t + A2) * t + A1) * t * bell
+    return (-value if z < np.float32(0) else value), bell
+
+
+@inlined
+def _by_sigmoid(x: Any, linear: Any, cubic: Any) -> Any:
+    """x * sigmoid(linear * x + cubic * x ** 3), and its derivative."""
+    near = _clipped(x)  # beyond, the sigmoid is 0 or 1 in float32, and a square might overflow
+    square = near * near
+    share = ONE / (ONE + _exp(-_clipped(near * (linear + cubic * square))))
+    slope = share + near * (share * (ONE - share)) * (linear + np.float32(3) * cubic * square)
+    return (near if x < near else x) * share, slope
+
+
+@inlined
+def _by_error_function(x: Any) -> Any:
+    """x times the share of a normal distribution below x, and its derivative."""
+    value, bell = _error_function(x * ROOT_HALF)
+    below = HALF * (ONE + value)
+    return x * below, below + _clipped(x) * bell * DENSITY
+
+
+@inlined
+def _rectified(x: Any) -> Any:
+    zero = np.float32(0)
+    return (x if not x < zero else zero), (ONE if x > zero else zero)
+
+
+@inlined
+def _activate(gate: Any, values: Any, activation: Any) -> None:
+    """values: an activation of gate. activation: its kind and two factors."""
+    kind, linear, cubic = activation
+    if kind == SIGMOID:
+        for k in range(gate.size):
+            values[k], _ = _by_sigmoid(to_f32(gate[k]), linear, cubic)
+    elif kind == GELU:
+        for k in range(gate.size):
+            values[k], _ = _by_error_function(to_f32(gate[k]))
+    else:
+        for k in range(gate.size):
+            values[k], _ = _rectified(to_f32(gate[k]))
+
+
+@inlined
+def _activate_with_slopes(gate: Any, values: Any, slopes: Any, activation: Any) -> None:
+    """values, slopes: an activation of gate, and its derivative."""
+    kind, linear, cubic = activation
+    if kind == SIGMOID:
+        for k in range(gate.size):
+            values[k], slopes[k] = _by_sigmoid(to_f32(gate[k]), linear, cubic)
+    elif kind == GELU:
+        for k in range(gate.size):
+            values[k], slopes[k] = _by_error_function(to_f32(gate[k]))
+    else:
+        for k in range(gate.size):
+            values[k], slopes[k] = _rectified(to_f32(gate[k]))
+
+
+@compiled
+def gated_forward(inputs: Any, out: Any, shape: Any, activation: Any, blocks: Any, counter: Any) -> None:
+    """inputs (gate, up), whose row r begins at r * stride, of shape (width, stride); out [rows * width]."""
+    gate, up = inputs
+    width, stride = shape
+    values = np.empty(CHUNK, np.float32)
+    while True:
+        i = claim(counter)
+        if i >= blocks.shape[0]:
+            return
+        for row in range(blocks[i, 0], blocks[i, 1]):
+            for start in range(0, width, CHUNK):
+                stop = min(start + CHUNK, width)
+                first, last = row * stride + start, row * stride + stop
+                gate_b, up_b, out_b = gate[first:last], up[first:last], out[row * width + start : row * width + stop]
+                _activate(gate_b, values, activation)
+                for k in range(stop - start):
+                    out_b[k] = rounded_like(values[k] * to_f32(up_b[k]), out_b)
+
+
+@compiled
+def gated_backward(inputs: Any, outputs: Any, shape: Any, activation: Any, blocks: Any, counter: Any) -> None:
+    """inputs (gradient [rows * width], gate, up), outputs (gradients of gate and up): rows as in `gated_forward`."""
+    width, stride = shape
+    gradient, gate, up = inputs
+    of_gate, of_up = outputs
+    values, slopes = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32)
+    while True:
+        i = claim(counter)
+        if i >= blocks.shape[0]:
+            return
+        for row in range(blocks[i, 0], blocks[i, 1]):
+            for start in range(0, width, CHUNK):
+                stop = min(start + CHUNK, width)
+                first, last = row * stride + start, row * stride + stop
+                gate_b, up_b = gate[first:last], up[first:last]
+                of_gate_b, of_up_b = of_gate[first:last], of_up[first:last]
+                wanted = gradient[row * width + start : row * width + stop]
+                _activate_with_slopes(gate_b, values, slopes, activation)
+                for k in range(stop - start):
+                    g = to_f32(wanted[k])
+                    of_gate_b[k] = rounded_like((g * to_f32(up_b[k])) * slopes[k], of_gate_b)
+                    of_up_b[k] = rounded_like(g * values[k], of_up_b)
+
+
+@compiled
+def rotate(inputs: Any, out: Any, shape: Any, inverse: Any, blocks: Any, counter: Any) -> None:
+    """inputs (elements of a tensor whose strides are in `shape`, cos and sin [batch or 1, tokens, angles]); out [batch,
+    tokens, heads, channels]; shape (tokens, heads, channels, angles, stride of the batch, of tokens, of heads, of
+    angles' batch). Blocks are of tokens."""
+    x, cos, sin = inputs
+    tokens, heads, channels, angles, of_batch, of_token, of_head, of_angles = shape
+    half = angles // 2
+    while True:
+        i = claim(counter)
+        if i >= blocks.shape[0]:
+            return
+        for place in range(blocks[i, 0], blocks[i, 1]):
+            batch, token = place // tokens, place % tokens
+            at = batch * of_angles + token * angles
+            cos_1, cos_2 = cos[at : at + half], cos[at + half : at + angles]
+            sin_1, sin_2 = sin[at : at + half], sin[at + half : at + angles]
+            for head in range(heads):
+                start = batch * of_batch + token * of_token + head * of_head
+                end = (place * heads + head) * channels
+                first, second = x[start : start + half], x[start + half : start + angles]
+                out_1, out_2 = out[end : end + half], out[end + half : end + angles]
+                if inverse:
+                    for k in range(half):
+                        a, b = to_f32(first[k]), to_f32(second[k])
+                        out_1[k] = rounded_like(a * to_f32(cos_1[k]) + b * to_f32(sin_2[k]), out_1)
+                        out_2[k] = rounded_like(b * to_f32(cos_2[k]) - a * to_f32(sin_1[k]), out_2)
+                else:
+                    for k in range(half):
+                        a, b = to_f32(first[k]), to_f32(second[k])
+                        out_1[k] = rounded_like(a * to_f32(cos_1[k]) - b * to_f32(sin_1[k]), out_1)
+                        out_2[k] = rounded_like(b * to_f32(cos_2[k]) + a * to_f32(sin_2[k]), out_2)
+                for k in range(angles, channels):
+                    out[end + k] = x[start + k]
+
+
+# Ops ------------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def register() -> None:
+    """Have the ops of `model.fused` computed by these loops on a CPU."""
+    forms: dict[str, Callable[..., Any]] = {
+        "rms_norm": _rms_norm,
+        "rms_norm_backward": _rms_norm_backward,
+        "gated": _gated,
+        "gated_backward": _gated_backward,
+        "rotary": _rotary,
+    }
+    for name, function in forms.items():
+        fused.LIBRARY.impl(name, function, "CPU")
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, offset: float, eps: float) -> tuple[Tensor, Tensor]:
+    if not _computes(x):
+        return fused.rms_norm_reference(x, weight, offset, eps)
+    rows, out = fused.rows_of(x), torch.empty_like(x)
+    scales = torch.empty_strided((*x.shape[:-1], 1), _strides_of_rows(x), dtype=torch.float32)
+    inputs, outputs = (_array(x), _factors(weight, offset, x)), (_array(out), _array(scales))
+    how: Any = {"blocks": _blocks(*rows.shape), "threads": torch.get_num_threads()}
+    run(rms_forward, inputs, outputs, rows.shape[1], np.float32(eps), **how)
+    return out, scales
+
+
+def _rms_norm_backward(
+    gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor | None, offset: float, trains: bool
+) -> tuple[Tensor, Tensor]:
+    if not _computes(x, gradient):
+        return fused.rms_norm_backward_reference(gradient, x, scale, weight, offset, trains)
+    rows, out, threads = fused.rows_of(x), torch.empty_like(x), torch.get_num_threads()
+    blocks, width = _blocks(*rows.shape), rows.shape[1]
+    parts = np.empty(len(blocks) * width if trains else 0, np.float32)
+    inputs = _array(gradient), _array(x), _array(scale), _factors(weight, offset, x)
+    run(rms_backward, inputs, (_array(out), parts), width, blocks=blocks, threads=threads)
+    if weight is None or not trains:
+        return out, x.new_empty(0)
+    of_weight = torch.empty_like(weight)
+    run(sum_parts, parts, _array(of_weight), blocks=_blocks(width, len(blocks)), threads=threads)
+    return out, of_weight
+
+
+def _gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    if not _computes(gate, *(() if up is None else (up,))):
+        return fused.gated_reference(gate, up, activation)
+    inputs, shape = _halves(gate, up)
+    out = gate.new_empty((*gate.shape[:-1], shape[0]))
+    how: Any = {"blocks": _blocks(out.numel() // max(shape[0], 1), shape[0]), "threads": torch.get_num_threads()}
+    run(gated_forward, inputs, _array(out), shape, _kind(activation), **how)
+    return out
+
+
+def _gated_backward(gradient: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+    if not _computes(gradient, gate, *(() if up is None else (up,))):
+        return fused.gated_backward_reference(gradient, gate, up, activation)
+    inputs, shape = _halves(gate, up)
+    of_gate, of_up = torch.empty_like(gate), None if up is None else torch.empty_like(up)
+    outputs, _ = _halves(of_gate, of_up)
+    how: Any = {"blocks": _blocks(gradient.numel() // max(shape[0], 1), shape[0]), "threads": torch.get_num_threads()}
+    run(gated_backward, (_array(gradient), *inputs), outputs, shape, _kind(activation), **how)
+    return of_gate, gate.new_empty(0) if of_up is None else of_up
+
+
+def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool) -> tuple[Tensor, Tensor]:
+    if not _computes(q, k, cos, sin):
+        return fused.rotary_reference(q, k, cos, sin, heads, inverse)
+    return _turned(q, cos, sin, heads, inverse), _turned(k, cos, sin, heads, inverse)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool) -> Tensor:
+    out, token = fused.rotary_output(x, heads), 3 - heads
+    tokens, count, channels, angles = x.shape[token], x.shape[heads], x.shape[-1], cos.shape[-1]
+    strides = x.stride(0), x.stride(token), x.stride(heads)
+    shape = tokens, count, channels, angles, *strides, 0 if len(cos) == 1 else tokens * angles
+    numel = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    inputs = _array(x.as_strided((numel,), (1,))), _array(cos), _array(sin)
+    how: Any = {"blocks": _blocks(x.shape[0] * tokens, count * channels), "threads": torch.get_num_threads()}
+    run(rotate, inputs, _array(out), shape, inverse, **how)
+    return out
+
+
+def _computes(*tensors: Tensor) -> bool:
+    first = tensors[0].dtype
+    return first in (torch.bfloat16, torch.float32) and all(tensor.dtype == first for tensor in tensors)
+
+
+def _array(tensor: Tensor) -> NDArray[Any]:
+    """The elements of a dense tensor in the order of memory; bfloat16 as its bits."""
+    flat = torch.as_strided(tensor.detach(), (tensor.numel(),), (1,))
+    if tensor.dtype == torch.bfloat16:
+        bits: U16 = flat.view(torch.int16).numpy().view(np.uint16)
+        return bits
+    array: NDArray[Any] = flat.numpy()
+    return array
+
+
+def _factors(weight: Tensor | None, offset: float, x: Tensor) -> NDArray[Any]:
+    """What a norm multiplies with, float32[channels]."""
+    return np.ones(x.shape[-1], np.float32) if weight is None else _array(weight.float() + offset)
+
+
+def _strides_of_rows(x: Tensor) -> list[int]:
+    """Strides of a number for each row, in the order in which the rows lie in memory."""
+    width = max(1, x.shape[-1])
+    return [stride // width for stride in x.stride()[:-1]] + [1]
+
+
+def _halves(gate: Tensor, up: Tensor | None) -> tuple[tuple[NDArray[Any], NDArray[Any]], tuple[int, int]]:
+    """Arrays of gate and up, and their (channels, distance from row to row)."""
+    if up is not None:
+        return (_array(gate), _array(up)), (gate.shape[-1], gate.shape[-1])
+    both, width = _array(gate), gate.shape[-1] // 2
+    return (both, both[width:]), (width, 2 * width)
+
+
+def _kind(activation: str) -> tuple[int, np.float32, np.float32]:
+    """The kind of an activation, and its factors."""
+    linear, cubic = fused.SIGMOIDS.get(activation, (0.0, 0.0))
+    return {"gelu": GELU, "relu": RELU}.get(activation, SIGMOID), np.float32(linear), np.float32(cubic)
+
+
+def _blocks(rows: int, width: int) -> NDArray[np.int64]:
+    """Rows [start, stop) of each block, int64[blocks, 2]."""
+    size = max(1, BLOCK_NUMEL // max(width, 1))
+    starts = np.arange(0, rows, size)
+    return np.stack([starts, np.minimum(starts + size, rows)], axis=1)

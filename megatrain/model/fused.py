@@ -1,0 +1,282 @@
+"""Fused elementwise functions of layers: RMS norm, gated activation and rotary embedding, forward and backward.
+
+Each is an op of PyTorch's dispatcher, `torch.ops.megatrain`, so that whatever watches ops (memory profiles, stored
+outputs, counts of kernels) sees one op with its inputs and outputs. Here are their reference forms, plain tensor code
+in float32 that runs on any device. `engine.fused_cpu` and `engine.fused_triton` register faster forms, which compute
+the same up to rounding. Every form computes in float32 and rounds once, when it writes.
+
+For the backward pass are saved: of a norm its input and one number for each row, of a gated activation its two inputs,
+of a rotary embedding nothing but the angles. Tensors are [..., channels]; ops take dense ones, whose other dimensions
+may be in any order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+LIBRARY = torch.library.Library("megatrain", "DEF")
+OPS: Any = torch.ops.megatrain
+Form = TypeVar("Form", bound=Callable[..., Any])
+NORM_ROWS = 64
+"""Rows of which a kernel forms the norm's weight gradient, before these parts are summed."""
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": functional.relu,
+}
+"""Name -> the function, in any precision."""
+
+LAUNCHES = {"megatrain::rms_norm_backward": 2, "megatrain::rotary": 2}
+"""Kernels that an op launches, if more than one: the parts of a weight gradient are summed, q and k are two tensors."""
+
+
+def scratch_nbytes(name: str, outputs: Sequence[Tensor]) -> int:
+    """Bytes that an op of that name writes and reads besides its arguments and results."""
+    if name != "megatrain::rms_norm_backward" or not outputs[1].numel():
+        return 0
+    rows = outputs[0].numel() // outputs[0].shape[-1]
+    return 2 * 4 * outputs[1].numel() * math.ceil(rows / NORM_ROWS)
+
+
+def _op(schema: str) -> Callable[[Form], Form]:
+    """Registers a function as the reference form of an op."""
+    LIBRARY.define(schema)
+
+    def register(function: Form) -> Form:
+        LIBRARY.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
+        return function
+
+    return register
+
+
+# RMS norm -------------------------------------------------------------------------------------------------------------
+
+
+@_op("rms_norm(Tensor x, Tensor? weight, float offset, float eps) -> (Tensor, Tensor)")
+def rms_norm_reference(x: Tensor, weight: Tensor | None, offset: float, eps: float) -> tuple[Tensor, Tensor]:
+    """x / rms(x) * (weight + offset), in the dtype of x, and 1 / rms(x), float32[..., 1], by rows."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normed = wide * scale
+    if weight is not None:
+        normed = normed * (weight.float() + offset)
+    return normed.to(x.dtype), scale
+
+
+@_op(
+    "rms_norm_backward(Tensor gradient, Tensor x, Tensor scale, Tensor? weight, float offset, bool trains)"
+    " -> (Tensor, Tensor)"
+)
+def rms_norm_backward_reference(
+    gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor | None, offset: float, trains: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the input and, if it trains, of the weight, which is empty otherwise."""
+    normed, wanted = x.float() * scale, gradient.float()
+    scaled = wanted if weight is None else wanted * (weight.float() + offset)
+    given = (scaled - normed * (scaled * normed).mean(-1, keepdim=True)) * scale
+    if weight is None or not trains:
+        return given.to(x.dtype), x.new_empty(0)
+    return given.to(x.dtype), (wanted * normed).flatten(0, -2).sum(0).to(weight.dtype)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, offset: float, eps: float) -> Tensor:
+        out, scale = OPS.rms_norm.default(x, weight, offset, eps)
+        ctx.save_for_backward(x, scale, *(() if weight is None else (weight,)))
+        ctx.offset = offset
+        result: Tensor = out
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, *weights = ctx.saved_tensors
+        weight, trains = (weights[0], ctx.needs_input_grad[1]) if weights else (None, False)
+        arguments = _as_laid_out(gradient, x), x, scale, weight, ctx.offset, trains
+        given, of_weight = OPS.rms_norm_backward.default(*arguments)
+        return given, of_weight if trains else None, None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, offset: float, eps: float) -> Tensor:
+    """x / sqrt(mean(x * x) + eps) * (weight + offset) over the last dimension, in the dtype of x."""
+    normed: Tensor = _RmsNorm.apply(_dense(x), weight, offset, eps)  # type: ignore[no-untyped-call]
+    return normed
+
+
+# Gated activation -----------------------------------------------------------------------------------------------------
+
+
+def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The two inputs, which are the halves of `gate` if there is no `up`."""
+    if up is not None:
+        return gate, up
+    first, second = gate.chunk(2, -1)
+    return first, second
+
+
+@_op("gated(Tensor gate, Tensor? up, str activation) -> Tensor")
+def gated_reference(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    """activation(gate) * up, with `up` = None for [gate, up] in one tensor."""
+    first, second = halves(gate, up)
+    return (ACTIVATIONS[activation](first.float()) * second.float()).to(gate.dtype)
+
+
+@_op("gated_backward(Tensor gradient, Tensor gate, Tensor? up, str activation) -> (Tensor, Tensor)")
+def gated_backward_reference(
+    gradient: Tensor, gate: Tensor, up: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up; the second is empty if they are one tensor."""
+    first, second = (half.float() for half in halves(gate, up))
+    wanted = gradient.float()
+    of_first = wanted * second * _slope(activation, first)
+    of_second = wanted * ACTIVATIONS[activation](first)
+    if up is None:
+        return torch.cat([of_first, of_second], -1).to(gate.dtype), gate.new_empty(0)
+    return of_first.to(gate.dtype), of_second.to(gate.dtype)
+
+
+def _slope(activation: str, x: Tensor) -> Tensor:
+    """The derivative of an activation."""
+    if activation == "relu":
+        slope = (x > 0).to(x.dtype)
+    elif activation == "gelu":
+        slope = 0.5 * (1 + torch.erf(x * 0.5**0.5)) + x * torch.exp(-0.5 * x * x) * (0.5 / math.pi) ** 0.5
+    else:
+        linear, cubic = SIGMOIDS[activation]
+        share = torch.sigmoid(x * (linear + cubic * x * x))
+        slope = share * (1 + x * (1 - share) * (linear + 3 * cubic * x * x))
+    return slope
+
+
+SIGMOIDS = {
+    "silu": (1.0, 0.0),
+    "quick_gelu": (1.702, 0.0),
+    "gelu_tanh": (2 * (2 / math.pi) ** 0.5, 2 * (2 / math.pi) ** 0.5 * 0.044715),
+}
+"""Name -> (a, b) of the activations that are x * sigmoid(a * x + b * x ** 3)."""
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+        ctx.save_for_backward(gate, *(() if up is None else (up,)))
+        ctx.activation = activation
+        result: Tensor = OPS.gated.default(gate, up, activation)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        gate, *rest = ctx.saved_tensors
+        up = rest[0] if rest else None
+        of_gate, of_up = OPS.gated_backward.default(gradient.contiguous(), gate, up, ctx.activation)
+        return of_gate, None if up is None else of_up, None
+
+
+def gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    """activation(gate) * up; without `up`, gate [..., 2 * channels] holds both, one after the other."""
+    gate, up = gate.contiguous(), None if up is None else up.contiguous()
+    product: Tensor = _Gated.apply(gate, up, activation)  # type: ignore[no-untyped-call]
+    return product
+
+
+# Rotary embedding -----------------------------------------------------------------------------------------------------
+
+
+@_op("rotary(Tensor q, Tensor k, Tensor cos, Tensor sin, int heads, bool inverse) -> (Tensor, Tensor)")
+def rotary_reference(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool
+) -> tuple[Tensor, Tensor]:
+    """Rotate q and k [batch, ...] by angles cos, sin [batch or 1, tokens, rotated channels]. heads: the dimension of
+    heads, 1 or 2; tokens are the other one. inverse: multiply by the transpose. The results lie in memory as
+    [batch, tokens, heads, channels]."""
+    cosines, sines = (angle.float().unsqueeze(heads) for angle in (cos, sin))
+    return _rotated(q, cosines, sines, heads, inverse), _rotated(k, cosines, sines, heads, inverse)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool) -> Tensor:
+    turned, rest = x[..., : cos.shape[-1]].float(), x[..., cos.shape[-1] :]
+    if inverse:
+        first, second = (turned * sin).chunk(2, -1)
+        turned = turned * cos + torch.cat([second, -first], -1)
+    else:
+        first, second = turned.chunk(2, -1)
+        turned = turned * cos + torch.cat([-second, first], -1) * sin
+    out = rotary_output(x, heads)
+    out[..., : cos.shape[-1]] = turned.to(x.dtype)
+    out[..., cos.shape[-1] :] = rest
+    return out
+
+
+def rotary_output(x: Tensor, heads: int) -> Tensor:
+    """Memory for a result: [batch, tokens, heads, channels], seen in the order of the dimensions of x."""
+    if heads == 2:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.heads = heads
+        first, second = OPS.rotary.default(q, k, cos, sin, heads, False)
+        return first, second
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        of_q, of_k = OPS.rotary.default(*map(_with_whole_rows, gradients), *ctx.saved_tensors, ctx.heads, True)
+        return of_q, of_k, None, None, None
+
+
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """q * cos + rotate_half(q) * sin on the first channels of each head, as many as there are angles, and so of k.
+
+    q, k [batch, heads, tokens, channels], or heads after tokens if `heads` is 2 rather than 1; cos, sin [batch or 1,
+    tokens, angles].
+    """
+    whole = *map(_with_whole_rows, (q, k)), cos.contiguous(), sin.contiguous()
+    return _Rotary.apply(*whole, heads)  # type: ignore[no-untyped-call,no-any-return]
+
+
+# Layout in memory -----------------------------------------------------------------------------------------------------
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """A view [rows, channels] of a dense tensor, in the order of memory."""
+    return (x if x.is_contiguous() else x.permute(_order(x))).view(-1, x.shape[-1])
+
+
+def _dense(x: Tensor) -> Tensor:
+    """The tensor, or a copy if its channels are not dense in memory. Broadcast and sliced tensors are copied."""
+    if x.is_contiguous():
+        return x
+    order = _order(x)
+    return x if order[-1] == x.dim() - 1 and x.permute(order).is_contiguous() else x.contiguous()
+
+
+def _order(x: Tensor) -> list[int]:
+    """Its dimensions by their strides, the largest first."""
+    strides = list(x.stride())
+    return sorted(range(x.dim()), key=lambda dim: (-strides[dim], dim))
+
+
+def _as_laid_out(gradient: Tensor, x: Tensor) -> Tensor:
+    """The gradient with the strides of x."""
+    return gradient if gradient.stride() == x.stride() else torch.empty_like(x).copy_(gradient)
+
+
+def _with_whole_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

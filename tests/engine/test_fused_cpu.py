@@ -1,0 +1,119 @@
+"""The loops of fused functions on a CPU, beside their reference forms and for any number of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.engine import fused_cpu
+from megatrain.model import fused
+
+DTYPES = [torch.float32, torch.bfloat16]
+OPS: Any = torch.ops.megatrain
+
+
+@pytest.fixture(autouse=True)
+def loops() -> Iterator[None]:
+    fused_cpu.register()
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def draw(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + shape[-1])).to(dtype)
+
+
+def norm_calls(dtype: torch.dtype, *shape: int, offset: float = 0.0) -> list[tuple[str, tuple[Any, ...]]]:
+    x, weight, gradient = draw(dtype, *shape), draw(dtype, shape[-1]) + 1, draw(dtype, *shape) / 2
+    _, scale = fused.rms_norm_reference(x, weight, offset, 1e-5)
+    backward = gradient, x, scale, weight, offset, True
+    return [("rms_norm", (x, weight, offset, 1e-5)), ("rms_norm_backward", backward)]
+
+
+def gated_calls(dtype: torch.dtype, *shape: int, activation: str) -> list[tuple[str, tuple[Any, ...]]]:
+    gate, up, gradient = 4 * draw(dtype, *shape), draw(dtype, *shape, 1)[..., 0], draw(dtype, *shape)
+    both = torch.cat([gate, up], -1)
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+    for first, second in ((gate, up), (both, None)):
+        calls += [("gated", (first, second, activation)), ("gated_backward", (gradient, first, second, activation))]
+    return calls
+
+
+def rotary_calls(dtype: torch.dtype, tokens: int) -> list[tuple[str, tuple[Any, ...]]]:
+    q, k = draw(dtype, 2, tokens, 3, 24).transpose(1, 2), draw(dtype, 2, 1, tokens, 24)
+    return [
+        ("rotary", (q, k, draw(dtype, rows, tokens, angles), draw(dtype, rows, tokens, angles) / 2, 1, inverse))
+        for rows, angles, inverse in ((2, 24, False), (1, 24, True), (1, 10, False), (2, 10, True))
+    ]
+
+
+def tensors(made: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
+    return [made] if isinstance(made, Tensor) else list(made)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "calls",
+    [
+        *(lambda dtype, width=width: norm_calls(dtype, 3, 5, width, offset=width % 2) for width in (3, 31, 64, 1000)),
+        *(lambda dtype, name=name: gated_calls(dtype, 2, 3, 1030, activation=name) for name in fused.ACTIVATIONS),
+        lambda dtype: rotary_calls(dtype, 5),
+    ],
+)
+def test_loops_compute_what_the_reference_forms_do(calls: Callable[..., Any], dtype: torch.dtype) -> None:
+    """In bfloat16 both round the same number but for float32's own rounding, so that few differ by their last bit."""
+    bound = 1e-6 if dtype == torch.float32 else 1e-3
+    for name, args in calls(dtype):
+        expected = tensors(getattr(fused, f"{name}_reference")(*args))
+        for one, other in zip(tensors(getattr(OPS, name)(*args)), expected, strict=True):
+            assert (one.dtype, one.shape) == (other.dtype, other.shape)
+            assert (one.double() - other).norm() <= bound * other.double().norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_results_do_not_depend_on_threads(dtype: torch.dtype) -> None:
+    large = norm_calls(dtype, 700, 300) + gated_calls(dtype, 300, 700, activation="silu") + rotary_calls(dtype, 900)
+    results: list[list[Tensor]] = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        results.append([made for name, args in large for made in tensors(getattr(OPS, name)(*args))])
+    for made in results[1:]:
+        assert all(map(torch.equal, made, results[0]))
+
+
+def test_numbers_that_are_not_finite_stay_so() -> None:
+    """And a bfloat16 that is not a number does not become one when it is rounded."""
+    x = torch.tensor([[float("nan")] * 3, [float("inf")] * 3, [1.0] * 3], dtype=torch.bfloat16)
+    made, _ = OPS.rms_norm(x, None, 0.0, 1e-6)
+    assert made.isfinite().all(-1).tolist() == [False, False, True]
+    wide = torch.full((1, 3), -1.0).view(torch.int32).bitwise_or(0x7FFFFFFF).view(torch.float32)
+    assert OPS.gated(wide.bfloat16(), wide.bfloat16(), "silu").isnan().all()
+
+
+@pytest.mark.parametrize("activation", fused.ACTIVATIONS)
+def test_activations_of_huge_numbers_are_finite(activation: str) -> None:
+    huge = torch.tensor([[3e38, 1e20, -1e20, -3e38]])
+    one = torch.ones_like(huge)
+    assert torch.allclose(OPS.gated(huge, one, activation), huge.relu(), atol=1e-30)
+    of_gate, _ = OPS.gated_backward(one, huge, one, activation)
+    assert torch.allclose(of_gate, torch.tensor([[1.0, 1.0, 0.0, 0.0]]), atol=1e-30)
+
+
+def test_other_dtypes_take_the_reference_form() -> None:
+    x, weight = torch.randn(2, 8, dtype=torch.float16), torch.randn(8)
+    for one, other in zip(
+        OPS.rms_norm(x, weight, 0.0, 1e-6), fused.rms_norm_reference(x, weight, 0.0, 1e-6), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def test_nothing_to_compute_is_no_error() -> None:
+    empty = torch.empty(0, 8)
+    assert OPS.rms_norm(empty, torch.ones(8), 0.0, 1e-6)[0].shape == (0, 8)
+    assert OPS.gated(empty, empty, "silu").shape == (0, 8)
+    assert OPS.rms_norm_backward(empty, empty, torch.empty(0, 1), torch.ones(8), 0.0, True)[1].tolist() == [0] * 8

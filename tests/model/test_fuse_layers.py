@@ -1,0 +1,136 @@
+"""What is fused in a layer, and that it is told by what it computes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megatrain.model import port_model
+from megatrain.model.fuse_layers import fuse
+from tests.kinds import stock_model, tiny_config
+
+NORM, ROTARY = "RMS norm", "rotary embedding"
+
+
+def norms(*names: str) -> dict[str, str]:
+    return dict.fromkeys(names, NORM)
+
+
+SANDWICH = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+FUSED = {
+    "llama": norms("input_layernorm", "post_attention_layernorm") | {"mlp": "MLP gated by silu", "self_attn": ROTARY},
+    "gemma3_text": norms("input_layernorm", "post_attention_layernorm", *SANDWICH)
+    | norms("self_attn.q_norm", "self_attn.k_norm")
+    | {"mlp": "MLP gated by gelu_tanh", "self_attn": ROTARY},
+    "phi3": norms("input_layernorm", "post_attention_layernorm") | {"mlp": "MLP gated by silu", "self_attn": ROTARY},
+    "cohere2": {"input_layernorm": "layer norm", "mlp": "MLP gated by silu"},
+    "gpt_neox": {"attention": ROTARY},
+    "gpt2": {},
+}
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_functions_of_published_layers_are_fused(kind: str) -> None:
+    layer = port_model(stock_model(tiny_config(kind), 0), torch.bfloat16).templates[0]
+    names = [name for name, _ in layer.named_parameters()]
+    assert fuse(layer) == FUSED[kind]
+    assert [name for name, _ in layer.named_parameters()] == names
+    assert fuse(layer) == {}  # what is fused is left alone
+    assert fuse(copy.deepcopy(layer)) == {}
+
+
+def test_layers_of_ordinary_width_are_fused_without_weights() -> None:
+    config = tiny_config("llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=1)
+    with torch.device("meta"):
+        layer = stock_model(config, 0).model.layers[0]
+    assert fuse(layer) == FUSED["llama"]
+
+
+class Norm(nn.Module):
+    """The norm of most models, or what `change` makes of it."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.scale, self.change, self.epsilon = nn.Parameter(torch.ones(16)), change, 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(x, self.scale)
+
+
+def normed(x: Tensor, eps: float = 1e-6) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("change", "fused"),
+    {
+        "scaled": (lambda x, w: w * normed(x), NORM),
+        "scaled by 1 + weight": (lambda x, w: normed(x) * (1 + w), NORM),
+        "weight for nothing": (lambda x, w: normed(x), None),
+        "in float32": (lambda x, w: w.float() * normed(x.float()), None),
+        "another epsilon than it says": (lambda x, w: w * normed(x, 3e-6), None),
+        "epsilon outside of the root": (lambda x, w: w * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + 1e-6), None),
+        "by its length": (lambda x, w: w * functional.normalize(x, dim=-1), None),
+        "limited": (lambda x, w: w * normed(x.clamp(max=20)), None),
+        "over tokens": (lambda x, w: w * normed(x.transpose(-1, -2)).transpose(-1, -2), None),
+        "dropping": (lambda x, w: functional.dropout(w * normed(x), 0.1), None),
+        "failing": (lambda x, w: x.no_such_thing, None),
+    }.values(),
+    ids=lambda value: "" if callable(value) else str(value),
+)
+def test_norms_are_told_from_what_is_like_them(change: Callable[[Tensor, Tensor], Tensor], fused: str | None) -> None:
+    layer = nn.Sequential(Norm(change))
+    assert fuse(layer).get("0") == fused
+
+
+class Mlp(nn.Module):
+    def __init__(self, combine: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(12, 20), nn.Linear(12, 20), nn.Linear(20, 12)
+        self.combine = combine
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.c(self.combine(self.a(x), self.b(x)))
+        return made
+
+
+@pytest.mark.parametrize(
+    ("combine", "fused"),
+    {
+        "first": (lambda a, b: functional.silu(a) * b, "MLP gated by silu"),
+        "second": (lambda a, b: a * functional.gelu(b), "MLP gated by gelu"),
+        "relu": (lambda a, b: functional.relu(a) * b, "MLP gated by relu"),
+        "quick": (lambda a, b: a * torch.sigmoid(1.702 * a) * b, "MLP gated by quick_gelu"),
+        "limited": (lambda a, b: functional.silu(a.clamp(max=7)) * b, None),
+        "shifted": (lambda a, b: functional.silu(a) * (b + 1), None),
+        "linear": (lambda a, b: a * b, None),
+        "dropping": (lambda a, b: functional.dropout(functional.silu(a) * b, 0.1), None),
+        "one alone": (lambda a, b: functional.silu(a), None),
+    }.values(),
+    ids=lambda value: "" if callable(value) else str(value),
+)
+def test_gated_mlps_are_told_from_what_is_like_them(
+    combine: Callable[[Tensor, Tensor], Tensor], fused: str | None
+) -> None:
+    layer = nn.Sequential(Mlp(combine)).eval()
+    before = layer(x := torch.randn(3, 5, 12))
+    assert fuse(layer).get("0") == fused
+    assert not layer.training
+    assert fused is None or torch.allclose(layer(x), before, atol=1e-6)
+
+
+def test_calls_with_more_arguments_run_the_modules_own_code() -> None:
+    class Gated(nn.Module):
+        def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+            return normed(x) if gate is None else normed(x) * gate
+
+    layer, x = nn.Sequential(Gated()), torch.randn(2, 8)
+    assert fuse(layer) == {"0": NORM}
+    assert torch.equal(layer[0](x, x), normed(x) * x)
+    assert torch.equal(layer[0](x, gate=x), normed(x) * x)

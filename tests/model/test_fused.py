@@ -1,0 +1,129 @@
+"""The fused functions' reference forms beside autograd's, in float64 where that is possible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.model.fused import ACTIVATIONS, gated, rms_norm, rotary
+
+Function = Callable[..., Tensor | tuple[Tensor, ...]]
+DRAW = torch.Generator().manual_seed(0)
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=DRAW)
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
+def plainly_normed(x: Tensor, weight: Tensor | None, offset: float, eps: float) -> Tensor:
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return normed if weight is None else normed * (weight + offset)
+
+
+def plainly_gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    first, second = gate.chunk(2, -1) if up is None else (gate, up)
+    return ACTIVATIONS[activation](first) * second
+
+
+def plainly_turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, ...]:
+    angles = cos.shape[-1]
+    cos, sin = cos.unsqueeze(heads), sin.unsqueeze(heads)
+    turned = (x[..., :angles] * cos + rotate_half(x[..., :angles]) * sin for x in (q, k))
+    return tuple(torch.cat([made, x[..., angles:]], -1) for made, x in zip(turned, (q, k), strict=True))
+
+
+def results(function: Function, *args: object) -> list[Tensor]:
+    """Outputs, and the gradients of all leaves for random gradients of the outputs."""
+    made = function(*args)
+    outputs = [made] if isinstance(made, Tensor) else list(made)
+    wanted = [torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out) for out in outputs]
+    leaves = [each for each in args if isinstance(each, Tensor) and each.requires_grad]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, wanted)]
+
+
+def compare(fused: Function, plain: Function, *args: object, dtype: torch.dtype, bound: float) -> None:
+    """Errors are relative to the norm of what autograd computes in float64 from the same numbers."""
+
+    def typed(kind: torch.dtype) -> list[object]:
+        return [
+            each.to(dtype).to(kind).detach().requires_grad_(each.requires_grad) if isinstance(each, Tensor) else each
+            for each in args
+        ]
+
+    found, exact = results(fused, *typed(dtype)), results(plain, *typed(torch.float64))
+    assert len(found) == len(exact)
+    for one, other in zip(found, exact, strict=True):
+        assert one.dtype == dtype
+        assert one.shape == other.shape
+        assert (one.double() - other).norm() <= bound * other.norm()
+
+
+BOUNDS = [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), BOUNDS, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("offset", [0.0, 1.0, None], ids=["weight", "1 + weight", "no weight"])
+def test_norms_and_their_gradients_are_those_of_float64(offset: float | None, dtype: torch.dtype, bound: float) -> None:
+    for x in (draw(3, 5, 40), draw(2, 7, 3, 33).transpose(1, 2), draw(1, 64).expand(3, 64), draw(4, 30)[:, :20]):
+        weight = None if offset is None else draw(x.shape[-1]).requires_grad_()
+        args = x.requires_grad_(), weight, offset or 0.0, 1e-2
+        compare(rms_norm, plainly_normed, *args, dtype=dtype, bound=bound)
+
+
+def test_a_frozen_weight_of_a_norm_gets_no_gradient() -> None:
+    x, weight = draw(3, 8).requires_grad_(), draw(8)
+    assert torch.autograd.grad(rms_norm(x, weight, 0.0, 1e-6).sum(), x)[0].shape == x.shape
+    frozen = draw(3, 8)
+    trained = weight.clone().requires_grad_()
+    assert torch.autograd.grad(rms_norm(frozen, trained, 0.0, 1e-6).sum(), trained)[0].shape == weight.shape
+
+
+@pytest.mark.parametrize(("dtype", "bound"), BOUNDS, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_activations_and_gradients_are_those_of_float64(
+    activation: str, dtype: torch.dtype, bound: float
+) -> None:
+    gate, up = 3 * draw(2, 3, 1100), draw(2, 3, 1100)
+    both = torch.cat([gate, up], -1)
+    for first, second in ((gate, up.requires_grad_()), (both, None)):
+        compare(gated, plainly_gated, first.requires_grad_(), second, activation, dtype=dtype, bound=bound)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), BOUNDS, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_rotary_embeddings_and_gradients_are_those_of_float64(heads: int, dtype: torch.dtype, bound: float) -> None:
+    for channels, rows in ((16, 2), (8, 1)):  # all of a head or half of it; angles for each row, or for all rows
+        q, k = draw(2, 6, 4, 16), draw(2, 6, 1, 16)
+        if heads == 1:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        cos, sin = draw(rows, 6, channels), draw(rows, 6, channels)
+        args = q.requires_grad_(), k.requires_grad_(), cos, sin, heads
+        compare(rotary, plainly_turned, *args, dtype=dtype, bound=bound)
+
+
+def test_a_graph_keeps_inputs_and_no_intermediate() -> None:
+    saved: list[int] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor.nbytes)
+        return tensor
+
+    def kept(function: Function, *args: object) -> int:
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            function(*args)
+        return sum(saved)
+
+    x, weight, cos = draw(4, 6, 32).requires_grad_(), draw(32).requires_grad_(), draw(1, 6, 32)
+    q = x.unsqueeze(1)
+    assert kept(rms_norm, x, weight, 0.0, 1e-6) == x.nbytes + weight.nbytes + x.nbytes // 32
+    assert kept(gated, x, x, "silu") == 2 * x.nbytes
+    assert kept(rotary, q, q, cos, cos, 1) == 2 * cos.nbytes
