@@ -1,7 +1,8 @@
-"""The optimizer's arithmetic on numpy arrays in host memory: AdamW, the split float32 master, norms, learning rates.
+"""Optimizers' arithmetic on numpy arrays in host memory: AdamW, Muon, the split float32 master, norms, learning rates.
 
     split_master.py   a float32 master as its bfloat16 bits and the 16 bits below them; the arrays of a unit's state
     adamw.py          hyperparameters, the fused update
+    muon.py           hyperparameters, the passes before and after matrices are made orthogonal
     clip.py           sum of squares of a gradient, and the clipping factor
     lr_schedules.py   learning-rate schedules
     kernels.py        argument checks, blocks, threads, and the compiled loops; the only module that imports numba
@@ -13,12 +14,15 @@ torch, no devices, no parameter names in memory: callers pass the element ranges
 from megatrain.optim.adamw import AdamW, StepScalars, update_on_host, warm_up
 from megatrain.optim.clip import clip_scale, expansion, own_square_sums, sum_of_squares
 from megatrain.optim.lr_schedules import LrSchedule, lr_schedule
+from megatrain.optim.muon import MatrixScalars, Muon, matrix_shape
 from megatrain.optim.split_master import HostArrays, StateArrays, join, join_into, split, split_into
 
 __all__ = [
     "AdamW",
     "HostArrays",
     "LrSchedule",
+    "MatrixScalars",
+    "Muon",
     "StateArrays",
     "StepScalars",
     "clip_scale",
@@ -26,6 +30,7 @@ __all__ = [
     "join",
     "join_into",
     "lr_schedule",
+    "matrix_shape",
     "own_square_sums",
     "split",
     "split_into",

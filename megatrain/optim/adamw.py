@@ -100,9 +100,9 @@ class AdamW:
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
-        if not all(_f32(beta) < 1 for beta in self.betas):
+        if not all(f32(beta) < 1 for beta in self.betas):
             raise ConfigError(f"decay rates {self.betas} are invalid", where="betas", fix="give two numbers in [0, 1)")
-        if not 0 < _f32(self.eps) < math.inf:
+        if not 0 < f32(self.eps) < math.inf:
             raise ConfigError(f"{self.eps} is 0 or infinite in float32", where="eps", fix="give 1e-8 or so")
         highest = max([self.lr, *(rate for _, rate in self.learning_rates)])
         if highest * self.weight_decay >= 1:
@@ -132,19 +132,7 @@ class AdamW:
 
         trained, frozen: names of the parameters that train and of those that do not.
         """
-        matched: dict[str, str] = {}
-        for pattern, _ in self.learning_rates:
-            of_this = [name for name in trained if fnmatchcase(name, pattern)]
-            if both := [name for name in of_this if name in matched]:
-                what = f"{both[0]} matches both {matched[both[0]]!r} and {pattern!r}"
-                raise ConfigError(what, where="learning_rates", fix="let each parameter match one pattern at most")
-            if not of_this:
-                near = get_close_matches(pattern.strip("*"), trained, n=2, cutoff=0.0)
-                others = ", only frozen ones" if any(fnmatchcase(name, pattern) for name in frozen) else ""
-                what = f"no trained parameter matches {pattern!r}{others}"
-                fix = f"names look like {' and '.join(map(repr, near))}" if near else "leave it out"
-                raise ConfigError(what, where="learning_rates", fix=fix)
-            matched |= dict.fromkeys(of_this, pattern)
+        refuse_patterns([pattern for pattern, _ in self.learning_rates], "learning_rates", trained, frozen)
 
     def scalars_by_group(self, *, lr: float, step: int, grad_scale: float = 1.0) -> tuple[StepScalars, ...]:
         """The `scalars` of each group, indexed by `group`. The other groups' peaks are scaled by lr / self.lr.
@@ -166,7 +154,7 @@ class AdamW:
         if step < 1:
             raise ConfigError(f"update number {step}", where="step", fix="count updates from 1")
         lr = checked(lr, Annotated[float, Bounds(0)], ConfigError, "lr")
-        if lr * self.weight_decay >= 1 or _f32(lr / (1 - self.betas[0] ** step)) == math.inf:
+        if lr * self.weight_decay >= 1 or f32(lr / (1 - self.betas[0] ** step)) == math.inf:
             raise ConfigError(f"a learning rate of {lr} is too high", where="lr", fix="stay below 1 / weight_decay")
         if not math.isfinite(grad_scale):
             raise NonFinite(f"the gradients' scale factor is {grad_scale}", where=f"update number {step}")
@@ -181,10 +169,27 @@ class AdamW:
             1 - b2,
             grad_scale,
         )
-        return StepScalars(*map(_f32, factors))
+        return StepScalars(*map(f32, factors))
 
 
-def _f32(value: float) -> np.float32:
+def refuse_patterns(patterns: Iterable[str], where: str, trained: Sequence[str], frozen: Iterable[str]) -> None:
+    """Raise ConfigError, at `where`, if a pattern matches no trained name, or if two match the same one."""
+    matched: dict[str, str] = {}
+    for pattern in patterns:
+        of_this = [name for name in trained if fnmatchcase(name, pattern)]
+        if both := [name for name in of_this if name in matched]:
+            what = f"{both[0]} matches both {matched[both[0]]!r} and {pattern!r}"
+            raise ConfigError(what, where=where, fix="let each parameter match one pattern at most")
+        if not of_this:
+            near = get_close_matches(pattern.strip("*"), trained, n=2, cutoff=0.0)
+            others = ", only frozen ones" if any(fnmatchcase(name, pattern) for name in frozen) else ""
+            what = f"no trained parameter matches {pattern!r}{others}"
+            fix = f"names look like {' and '.join(map(repr, near))}" if near else "leave it out"
+            raise ConfigError(what, where=where, fix=fix)
+        matched |= dict.fromkeys(of_this, pattern)
+
+
+def f32(value: float) -> np.float32:
     """Round to float32; infinite if out of range."""
     with np.errstate(over="ignore"):
         return np.float32(value)

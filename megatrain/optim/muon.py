@@ -1,0 +1,205 @@
+"""Muon (Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024): momentum, made orthogonal,
+with the arithmetic of `torch.optim.Muon`.
+
+    g = grad_scale * grad
+    m = m + (1 - momentum) * (g - m)                  for momentum > 0.5, else as in `adamw.py`
+    d = m + (momentum - 1) * (m - g)                  with Nesterov's look ahead, for momentum >= 0.5; else d = m
+    o = newton_schulz(d)                              each matrix as a whole
+    w = (1 - lr * weight_decay) * w - lr * adjustment * o
+
+The first three lines and the last are passes over elements (`momentum_on_host`, `apply_on_host`); between them the
+*direction* d of whole matrices is made orthogonal in place, by torch (`train.device_muon`). A direction is float32, or
+bfloat16 rounded to even. Momentum is a running mean: the docstring of `torch.optim.Muon` says a sum, its code does not.
+
+Parameters that are no matrices are updated by AdamW. Matrices are those that the products of layers read
+(`ParamSpec.products`): not embeddings, heads, routers, norms, biases and convolutions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Annotated, ClassVar, Literal, TypeVar
+
+import numpy as np
+
+from megatrain.errors import ConfigError, NonFinite
+from megatrain.optim.adamw import AdamW, StepScalars, f32, refuse_patterns
+from megatrain.optim.kernels import F32
+from megatrain.spec import ParamSpec
+from megatrain.spec.validate_fields import Bounds, check_fields, checked
+
+Rate = Annotated[float, Bounds(0)]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class MatrixScalars:
+    """The float32 factors of one step for matrices, each computed in float64 and rounded once. Made by
+    `Muon.matrix_scalars`.
+
+    The kernels read them by position, so the order of the fields matters.
+    """
+
+    momentum: np.float32
+    rest: np.float32  # 1 - momentum
+    grad_scale: np.float32
+    keep: np.float32  # 1 - lr * weight_decay, with the rate before its adjustment
+
+    def packed(self) -> F32:
+        """float32[4], in the order of the fields."""
+        return np.array(list(vars(self).values()), np.float32)
+
+
+@dataclass(frozen=True)
+class Muon:
+    """The hyperparameters of Muon, and of AdamW for the parameters that are no matrices. Names and, except for
+    `adjust_lr_fn`, defaults are those of `torch.optim.Muon`. Raises ConfigError for a value out of range.
+
+    lr: peak learning rate of matrices; a schedule from `lr_schedules.py` multiplies it, and AdamW's by the same factor.
+    weight_decay: decoupled, per unit of learning rate, before its adjustment.
+    momentum, nesterov: decay rate of the running mean of the gradient, and whether the newest gradient counts twice.
+    ns_coefficients, ns_steps: of the Newton-Schulz iteration.
+    eps: a matrix of directions is divided by its norm, or by eps if that is larger.
+    adjust_lr_fn: factor of the learning rate for a matrix of `rows` x `columns`, as stored. With "match_rms_adamw",
+    0.2 * sqrt(max(rows, columns)), updates are as long as AdamW's, so that AdamW's rates and `adamw` without a rate of
+    its own are right; with "original", sqrt(max(1, rows / columns)), rates are some 20 times larger. torch's default is
+    "original". It is not the default here, since a rate tuned for AdamW would then train slowly without a word, while
+    a rate tuned for "original" diverges at once under the other.
+    newton_schulz: dtype of directions and of the iteration: "bf16" as in torch, or "fp32".
+    adamw: the optimizer of the other parameters; None is `AdamW(lr=lr)`, which "original" refuses.
+    matrices: pairs (pattern, is matrix) for parameters of 2 or 3 dimensions about which the choice should differ.
+    cut: pairs (pattern, parts) for weights that hold several projections one behind the other as equal blocks of rows:
+    each block is made orthogonal by itself. All others, fused ones too, are made orthogonal whole, as by
+    `torch.optim.Muon`, since nothing tells how the rows of a fused weight belong together: as thirds, as queries and
+    fewer keys and values, interleaved, or by heads.
+    """
+
+    STATE: ClassVar[tuple[str, ...]] = ("momentum",)
+    """The parts of state that it keeps of a matrix, one float32 for each element."""
+    lr: Rate = 1e-3
+    weight_decay: Rate = 0.1
+    momentum: Annotated[float, Bounds(0, 1)] = 0.95
+    nesterov: bool = True
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    eps: Rate = 1e-7
+    ns_steps: Annotated[int, Bounds(0, 99)] = 5
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    newton_schulz: Literal["bf16", "fp32"] = "bf16"
+    adamw: AdamW | None = None
+    matrices: tuple[tuple[str, bool], ...] = ()
+    cut: tuple[tuple[str, Annotated[int, Bounds(2, 1 << 20)]], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+        if not f32(self.momentum) < 1:
+            raise ConfigError(f"momentum {self.momentum} is invalid", where="momentum", fix="give a number in [0, 1)")
+        if not 0 < f32(self.eps) < math.inf:
+            raise ConfigError(f"{self.eps} is 0 or infinite in float32", where="eps", fix="give 1e-7 or so")
+        if self.lr * self.weight_decay >= 1:
+            what = f"weight decay {self.weight_decay} is too large for a learning rate of {self.lr}"
+            raise ConfigError(what, where="weight_decay", fix="give less than 1 / lr")
+        if self.adamw is None and self.adjust_lr_fn == "original":
+            what = 'rates of adjust_lr_fn "original" are too high for AdamW, which updates all that is no matrix'
+            raise ConfigError(what, where="adamw", fix="give adamw a learning rate of its own, 3e-4 or so")
+        for where, pairs in (("matrices", self.matrices), ("cut", self.cut)):
+            if not all(pattern for pattern, _ in pairs):
+                raise ConfigError("a pattern is empty", where=where, fix='write patterns such as "*.qkv_proj.weight"')
+        _ = self.elementwise
+
+    @cached_property
+    def elementwise(self) -> AdamW:
+        """The optimizer of the parameters that are no matrices."""
+        return AdamW(lr=self.lr) if self.adamw is None else self.adamw
+
+    # Parameters -------------------------------------------------------------------------------------------------------
+
+    def described(self, param: ParamSpec) -> ParamSpec:
+        """The parameter with what is kept of it if it is trained, and with the number of matrices that are whole.
+
+        Raises ConfigError for one that `matrices` or `cut` names and that is not, or not so, a stack of matrices.
+        """
+        if not param.trainable:
+            return param
+        is_matrix, parts = _value(self.matrices, param.name), _value(self.cut, param.name)
+        if is_matrix and not 2 <= len(param.shape) <= 3:
+            what = f"{param.name} has {len(param.shape)} dimensions"
+            raise ConfigError(what, where="matrices", fix="name parameters of 2 or 3 dimensions")
+        stacked = param.products or math.prod(param.shape[:-2])
+        count = stacked if is_matrix or (is_matrix is None and param.products) else 0
+        if parts is not None:
+            self._refuse_to_cut(param, count, parts)
+        return replace(param, matrices=count * (parts or 1), state=self.STATE) if count else param
+
+    def _refuse_to_cut(self, param: ParamSpec, count: int, parts: int) -> None:
+        """Raise ConfigError unless the rows of each of a parameter's matrices make so many equal parts."""
+        if not count:
+            why = "is no matrix"
+        elif param.inputs_first:
+            why = "is stored with its inputs first, so that its rows are no outputs"
+        elif matrix_shape(param.shape, count)[0] % parts:
+            why = f"has {matrix_shape(param.shape, count)[0]} rows, which make no {parts} equal parts"
+        else:
+            return
+        raise ConfigError(f"{param.name} {why}", where="cut", fix="leave it out, so that it is updated whole")
+
+    def refuse_patterns(self, trained: Sequence[ParamSpec], frozen: Iterable[str] = ()) -> None:
+        """Raise ConfigError if a pattern matches no parameter, or if two of one list match the same one.
+
+        trained: what trains, as `described`. frozen: names of the parameters that do not.
+        """
+        names, frozen = [param.name for param in trained], list(frozen)
+        refuse_patterns([pattern for pattern, _ in self.matrices], "matrices", names, frozen)
+        refuse_patterns([pattern for pattern, _ in self.cut], "cut", names, frozen)
+        whole = [param.name for param in trained if param.matrices]
+        for pattern, _ in self.elementwise.learning_rates:
+            if matched := next((name for name in whole if fnmatchcase(name, pattern)), ""):
+                what = f"{pattern!r} matches {matched}, a matrix, which Muon updates"
+                raise ConfigError(what, where="adamw.learning_rates", fix="match parameters that are no matrices")
+        self.elementwise.refuse_patterns([param.name for param in trained if not param.matrices], frozen)
+
+    # A step -----------------------------------------------------------------------------------------------------------
+
+    def scalars_by_group(self, *, lr: float, step: int, grad_scale: float = 1.0) -> tuple[StepScalars, ...]:
+        """AdamW's factors for the parameters that are no matrices (`AdamW.scalars_by_group`), its peaks scaled by
+        lr / self.lr."""
+        if lr != self.lr and not self.lr:
+            what = f"AdamW's rate cannot follow {lr}, with a peak of 0"
+            raise ConfigError(what, where="lr", fix="give a peak above 0")
+        factor = 1.0 if lr == self.lr else lr / self.lr
+        own = self.elementwise
+        return own.scalars_by_group(lr=own.lr * factor, step=step, grad_scale=grad_scale)
+
+    def matrix_scalars(self, *, lr: float, grad_scale: float = 1.0) -> MatrixScalars:
+        """The factors of an update of matrices at learning rate `lr`.
+
+        Raises ConfigError for an lr out of range, and NonFinite for a `grad_scale` that is not finite.
+        """
+        lr = checked(lr, Rate, ConfigError, "lr")
+        if lr * self.weight_decay >= 1:
+            raise ConfigError(f"a learning rate of {lr} is too high", where="lr", fix="stay below 1 / weight_decay")
+        if not math.isfinite(grad_scale):
+            raise NonFinite(f"the gradients' scale factor is {grad_scale}", where="an update of matrices")
+        return MatrixScalars(*map(f32, (self.momentum, 1 - self.momentum, grad_scale, 1 - lr * self.weight_decay)))
+
+    def rate(self, lr: float, rows: int, columns: int) -> np.float32:
+        """The factor of a matrix's orthogonal direction at learning rate `lr`: the adjusted rate. Raises ConfigError if
+        it is infinite in float32."""
+        original = self.adjust_lr_fn == "original"
+        factor = math.sqrt(max(1, rows / columns)) if original else 0.2 * math.sqrt(max(rows, columns))
+        if f32(lr * factor) == math.inf:
+            raise ConfigError(f"a learning rate of {lr} is too high", where="lr", fix="stay below 1 / weight_decay")
+        return f32(lr * factor)
+
+
+def matrix_shape(shape: Sequence[int], matrices: int) -> tuple[int, int]:
+    """(rows, columns) of each of the `matrices` of a parameter of this shape, one behind the other."""
+    return math.prod(shape) // (matrices * shape[-1]), shape[-1]
+
+
+def _value(pairs: Sequence[tuple[str, T]], name: str) -> T | None:
+    """What stands beside the pattern that matches, if one does."""
+    return next((value for pattern, value in pairs if fnmatchcase(name, pattern)), None)
