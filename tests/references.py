@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatrain.optim import StepScalars
+from megatrain.optim import Directed, MatrixScalars, StepScalars
 from megatrain.optim.kernels import F32, U16, Segment
 from megatrain.optim.split_master import bf16_to_f32
 
@@ -48,6 +48,46 @@ def reference_update_split(
     weight = reference_join(hi, lo)
     reference_update(weight, m, v, grad, scalars, segments)
     hi[:], lo[:] = reference_split(weight)
+
+
+def reference_momentum(
+    arrays: Directed[np.ndarray], scalars: MatrixScalars, segments: Sequence[Segment], *, nesterov: bool
+) -> None:
+    """`momentum_on_host`: one rounding per line."""
+    for start, stop, moves in segments:
+        part = slice(start, stop)
+        m, grad = arrays.momenta[part], arrays.gradient[part]
+        g = bf16_to_f32(grad) if grad.dtype == np.uint16 else grad
+        with np.errstate(all="ignore"):
+            g = g * scalars.grad_scale
+            if moves:
+                m[:] = reference_lerp(m, g, scalars.rest)
+            d = reference_lerp(g, m, scalars.momentum) if nesterov else m
+        arrays.direction[part] = f32_to_bf16(d) if arrays.direction.dtype == np.uint16 else d
+
+
+def reference_lerp(start: F32, end: F32, weight: np.float32) -> F32:
+    """`torch.lerp`: one rounding per line."""
+    way = end - start
+    if weight < np.float32(0.5):
+        way = weight * way
+        return start + way
+    rest = weight - np.float32(1)
+    way = rest * way
+    return end + way
+
+
+def reference_apply(
+    weight: F32, direction: U16 | F32, keep: np.float32, rates: F32, segments: Sequence[Segment]
+) -> None:
+    """`apply_on_host` of float32 masters: one rounding per line."""
+    for start, stop, index in segments:
+        part = slice(start, stop)
+        d = bf16_to_f32(direction[part]) if direction.dtype == np.uint16 else direction[part]
+        with np.errstate(all="ignore"):
+            change = rates[index] * d
+            kept = weight[part] * keep
+            weight[part] = kept - change
 
 
 def reference_split(master: F32) -> tuple[U16, U16]:

@@ -14,23 +14,37 @@ torch, no devices, no parameter names in memory: callers pass the element ranges
 from megatrain.optim.adamw import AdamW, StepScalars, update_on_host, warm_up
 from megatrain.optim.clip import clip_scale, expansion, own_square_sums, sum_of_squares
 from megatrain.optim.lr_schedules import LrSchedule, lr_schedule
-from megatrain.optim.muon import MatrixScalars, Muon, matrix_shape
+from megatrain.optim.muon import (
+    Directed,
+    MatrixScalars,
+    Muon,
+    apply_on_host,
+    matrix_shape,
+    momentum_on_host,
+    orthogonalize_flops,
+    orthogonalize_nbytes,
+)
 from megatrain.optim.split_master import HostArrays, StateArrays, join, join_into, split, split_into
 
 __all__ = [
     "AdamW",
+    "Directed",
     "HostArrays",
     "LrSchedule",
     "MatrixScalars",
     "Muon",
     "StateArrays",
     "StepScalars",
+    "apply_on_host",
     "clip_scale",
     "expansion",
     "join",
     "join_into",
     "lr_schedule",
     "matrix_shape",
+    "momentum_on_host",
+    "orthogonalize_flops",
+    "orthogonalize_nbytes",
     "own_square_sums",
     "split",
     "split_into",

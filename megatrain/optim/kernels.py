@@ -33,7 +33,8 @@ from megatrain.spec.layout import NORM_BLOCK
 Array = NDArray[Any]
 F32 = NDArray[np.float32]
 U16 = NDArray[np.uint16]
-Segment = tuple[int, int, bool]
+Segment = tuple[int, int, int]
+"""Elements [start, stop), and what the kernel reads of them: whether weights decay, for AdamW."""
 
 BLOCK = NORM_BLOCK  # elements; a multiple of `kernels.LANES` and of a cache line in every dtype
 
@@ -50,7 +51,7 @@ def whole(nelements: int) -> list[Segment]:
 
 
 def cut(segments: Sequence[Segment], nelements: int) -> NDArray[np.int64]:
-    """Cut segments into blocks of at most `BLOCK` elements: rows of (start, stop, decays), int64[blocks, 3].
+    """Cut segments into blocks of at most `BLOCK` elements, each with its segment's third number: int64[blocks, 3].
 
     Raises MegaTrainError unless the segments ascend, do not overlap and lie within [0, nelements].
     """
@@ -166,7 +167,7 @@ LANES = 64  # float64 partial sums in `block_sums`; fixed, so that the order of 
 Kernel = Callable[..., None]
 
 _log = logging.getLogger(__name__)
-_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
 
 def compiled(function: Kernel) -> Kernel:
@@ -190,7 +191,7 @@ def inlined(function: Callable[..., Any]) -> Any:
 
 
 def instruction(function: Callable[..., Any]) -> Any:
-    """Make `function`, which emits LLVM code, callable from kernels; it takes one argument."""
+    """Make `function`, which emits LLVM code, callable from kernels."""
     return intrinsic(function)
 
 
@@ -217,6 +218,26 @@ def _bits(typingctx: Any, x: Any) -> Any:
         return builder.bitcast(args[0], _I32)
 
     return types.uint32(types.float32), codegen
+
+
+@instruction
+def _rounded(typingctx: Any, x: Any, like: Any) -> Any:
+    """A float32 as a value of the type of `like`: itself, or bfloat16 bits (uint16), ties to even and every NaN to
+    0x7fc0, as torch rounds."""
+    if like not in (types.uint16, types.float32):
+        raise TypingError(f"float32 cannot be written as {like}")
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = args[0]
+        if like == types.float32:
+            return value
+        u = builder.bitcast(value, _I32)
+        odd = builder.and_(builder.lshr(u, _I32(16)), _I32(1))
+        upper = builder.lshr(builder.add(builder.add(u, _I32(0x7FFF)), odd), _I32(16))
+        is_nan = builder.fcmp_unordered("uno", value, value)
+        return builder.trunc(builder.select(is_nan, _I32(0x7FC0), upper), _I16)
+
+    return like(types.float32, like), codegen
 
 
 @instruction
@@ -334,6 +355,50 @@ def adamw(masters: Any, moments: Any, grad: Any, scalars: Any, blocks: Any, coun
                 hi_b[j] = hi_b[j] * keep - change
             m_b[j] = m_j
             v_b[j] = v_j
+
+
+@compiled
+def momentum(momenta: Any, grad: Any, direction: Any, scalars: Any, nesterov: Any, blocks: Any, counter: Any) -> None:
+    """Muon's running mean and direction. `scalars` is `MatrixScalars.packed()`, float32[4]. In blocks whose third
+    column is 0 the mean has the gradient in it already and stays, and the direction is written again."""
+    from_m, share = _lerp(scalars[1])
+    from_g, ahead = _lerp(scalars[0])
+    grad_scale = scalars[2]
+    while True:
+        i = _claim(counter)
+        if i >= blocks.shape[0]:
+            return
+        start, stop, moves = blocks[i, 0], blocks[i, 1], blocks[i, 2] != 0
+        m_b, grad_b, direction_b = momenta[start:stop], grad[start:stop], direction[start:stop]
+        for j in range(stop - start):
+            g = _to_f32(grad_b[j]) * grad_scale
+            m_j = m_b[j]
+            if moves:
+                m_j = (m_j if from_m else g) + share * (g - m_j)
+                m_b[j] = m_j
+            d = (g if from_g else m_j) + ahead * (m_j - g) if nesterov else m_j
+            direction_b[j] = _rounded(d, direction_b[j])
+
+
+@compiled
+def apply(masters: Any, direction: Any, keep: Any, rates: Any, blocks: Any, counter: Any) -> None:
+    """Add orthogonal directions to masters, split (hi, lo) or float32 (weight,): w * keep - rate * d. The third column
+    of a block is the index of its rate in `rates`, float32[rates]."""
+    hi, lo = masters[0], masters[-1]
+    while True:
+        i = _claim(counter)
+        if i >= blocks.shape[0]:
+            return
+        start, stop, rate = blocks[i, 0], blocks[i, 1], rates[blocks[i, 2]]
+        hi_b, lo_b, direction_b = hi[start:stop], lo[start:stop], direction[start:stop]
+        for j in range(stop - start):
+            change = rate * _to_f32(direction_b[j])
+            if len(masters) == 2:
+                u = _bits(_join(hi_b[j], lo_b[j]) * keep - change)
+                hi_b[j] = _hi(u)
+                lo_b[j] = _lo(u)
+            else:
+                hi_b[j] = hi_b[j] * keep - change
 
 
 @inlined

@@ -22,18 +22,30 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal, TypeVar
+from itertools import product
+from typing import Annotated, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 
-from megatrain.errors import ConfigError, NonFinite
+from megatrain.errors import ConfigError, MegaTrainError, NonFinite
+from megatrain.optim import kernels
 from megatrain.optim.adamw import AdamW, StepScalars, f32, refuse_patterns
-from megatrain.optim.kernels import F32
+from megatrain.optim.kernels import F32, U16, Segment, check_arrays, cut, run
 from megatrain.spec import ParamSpec
 from megatrain.spec.validate_fields import Bounds, check_fields, checked
 
 Rate = Annotated[float, Bounds(0)]
 T = TypeVar("T")
+A = TypeVar("A")
+
+_DTYPES: dict[str, tuple[type, ...]] = {
+    "hi": (np.uint16,),
+    "lo": (np.uint16,),
+    "weight": (np.float32,),
+    "momentum": (np.float32,),
+    "direction": (np.uint16, np.float32),
+    "grad": (np.uint16, np.float32),
+}
 
 
 @dataclass(frozen=True)
@@ -195,9 +207,84 @@ class Muon:
         return f32(lr * factor)
 
 
+@dataclass(frozen=True, slots=True)
+class Directed(Generic[A]):
+    """Arrays of the first pass over n elements of matrices: numpy's in host memory, or tensors on the device."""
+
+    momenta: A
+    """float32."""
+    gradient: A
+    """float32 or bfloat16 (bits, on the host)."""
+    direction: A
+    """Written: float32 or bfloat16 (bits, on the host)."""
+
+
+def momentum_on_host(
+    arrays: Directed[np.ndarray],
+    scalars: MatrixScalars,
+    segments: Sequence[Segment],
+    *,
+    nesterov: bool,
+    threads: int = 1,
+) -> None:
+    """Take a gradient into the running mean, and write the directions that are to be made orthogonal.
+
+    Each of `segments` is (start, stop, moves) in elements. Where it does not move, the mean has this gradient already,
+    as after an interrupted step, and only the direction is written, with the same bits. Elements outside all segments
+    stay unchanged. Raises MegaTrainError for arrays or segments that do not fit together.
+    """
+    written = {"momentum": arrays.momenta, "direction": arrays.direction}
+    check_arrays(written, {"grad": arrays.gradient}, _DTYPES)
+    blocks = cut(segments, arrays.momenta.size)
+    args = arrays.momenta, arrays.gradient, arrays.direction, scalars.packed(), nesterov
+    run(kernels.momentum, *args, blocks=blocks, threads=threads)
+
+
+def apply_on_host(
+    masters: tuple[np.ndarray, ...],
+    direction: U16 | F32,
+    keep: np.float32,
+    rates: F32,
+    segments: Sequence[Segment],
+    *,
+    threads: int = 1,
+) -> None:
+    """Move masters of n elements, (hi, lo) or (weight,), along their orthogonal directions: w * keep - rate * d.
+
+    rates: float32; each of `segments` is (start, stop, index of its rate). Elements outside all segments stay
+    unchanged. Raises MegaTrainError for arrays or segments that do not fit together.
+    """
+    names = ("weight",) if len(masters) == 1 else ("hi", "lo")
+    check_arrays(dict(zip(names, masters, strict=True)), {"direction": direction}, _DTYPES)
+    if any(not 0 <= index < len(rates) for _, _, index in segments):
+        raise MegaTrainError("a segment has no rate", where=f"{len(segments)} segments with {len(rates)} rates")
+    run(kernels.apply, masters, direction, keep, rates, blocks=cut(segments, direction.size), threads=threads)
+
+
+def warm_up() -> None:
+    """Compile the kernels for every dtype, or load them from numba's cache, ahead of the first step."""
+    scalars, rates = Muon().matrix_scalars(lr=0.0), np.zeros(1, np.float32)
+    for of_direction, of_gradient in product((np.uint16, np.float32), repeat=2):
+        arrays = Directed(np.zeros(1, np.float32), np.zeros(1, of_gradient), np.zeros(1, of_direction))
+        momentum_on_host(arrays, scalars, [(0, 1, True)], nesterov=True)
+        for masters in ((np.zeros(1, np.float32),), (np.zeros(1, np.uint16), np.zeros(1, np.uint16))):
+            apply_on_host(masters, arrays.direction, scalars.keep, rates, [(0, 1, 0)])
+
+
 def matrix_shape(shape: Sequence[int], matrices: int) -> tuple[int, int]:
     """(rows, columns) of each of the `matrices` of a parameter of this shape, one behind the other."""
     return math.prod(shape) // (matrices * shape[-1]), shape[-1]
+
+
+def orthogonalize_flops(matrices: int, rows: int, columns: int, steps: int) -> int:
+    """Floating-point operations of the products of `steps` steps of Newton-Schulz on so many matrices."""
+    small, large = sorted((rows, columns))
+    return matrices * steps * (4 * small * small * large + 2 * small**3)
+
+
+def orthogonalize_nbytes(rows: int, columns: int, element_nbytes: int) -> int:
+    """Bytes of memory beside the direction while matrices of this shape are made orthogonal, one after the other."""
+    return element_nbytes * (rows * columns + 2 * min(rows, columns) ** 2)
 
 
 def _value(pairs: Sequence[tuple[str, T]], name: str) -> T | None:

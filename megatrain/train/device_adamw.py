@@ -24,6 +24,7 @@ from torch import Tensor
 from megatrain.device import Device
 from megatrain.errors import typed_line
 from megatrain.optim import AdamW, StateArrays, StepScalars
+from megatrain.optim.kernels import Segment
 from megatrain.spec import Part
 from megatrain.spec.layout import align
 
@@ -53,7 +54,7 @@ def update_on_device(
     state: StateArrays[Tensor],
     gradient: Tensor,
     scalars: StepScalars,
-    segments: Sequence[tuple[int, int, bool]],
+    segments: Sequence[Segment],
     flag: Tensor | None = None,
     kernels: Any = None,
 ) -> None:
@@ -65,7 +66,7 @@ def update_on_device(
     update = adamw_by_operations if kernels is None else kernels.adamw
     for start, stop, decays in _joined(segments):
         part = slice(start, stop)
-        update(state.part(part), gradient[part], scalars, flag, decays=decays)
+        update(state.part(part), gradient[part], scalars, flag, decays=bool(decays))
 
 
 def sum_of_squares_on_device(gradient: Tensor, kernels: Any = None) -> Tensor:
@@ -99,10 +100,10 @@ def adamw_by_operations(
             torch.where(flag, array, old, out=array)
 
 
-def _joined(segments: Sequence[tuple[int, int, bool]]) -> Iterator[tuple[int, int, bool]]:
+def _joined(segments: Sequence[Segment]) -> Iterator[Segment]:
     """Merge adjacent segments with equal decay: the gaps hold zeros, which an update by zero gradients leaves
     zero."""
-    last: tuple[int, int, bool] | None = None
+    last: Segment | None = None
     for start, stop, decays in segments:
         if last is not None and align(last[1]) == start and last[2] == decays:
             last = last[0], stop, decays

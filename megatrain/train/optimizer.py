@@ -42,6 +42,7 @@ from megatrain.optim.kernels import Segment
 from megatrain.schedule.passes.pieces import Piece
 from megatrain.spec import ModelSpec, Part, Policy
 from megatrain.spec.layout import NORM_BLOCK, OWNED, Layout, Ownership, layout_of
+from megatrain.train import device_muon as device_muon
 from megatrain.train.device_adamw import arrays_in, kernels_for, sum_of_squares_on_device, update_on_device
 from megatrain.train.options import threads_of
 
