@@ -306,8 +306,9 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
                     run()
                 result = parts.streamer.result(state)
             except BaseException as error:
-                parts.optimizer.at_rest()
-                self._count_if_applied(error)
+                if parts.optimizer.at_rest():
+                    self.steps += 1
+                    _say_it_is_applied(error)
                 raise
             parts.optimizer.at_rest()
             norm = parts.optimizer.finish()
@@ -317,14 +318,6 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         written = sum(self.world.exchange("bytes written", written)) if parts.disk else 0
         stalled, metrics = parts.device.stalled_seconds(), dict(result.metrics)
         return StepOutput(result.loss, norm, result.tokens, stalled, written, metrics, result.by_micro_batch)
-
-    def _count_if_applied(self, error: BaseException) -> None:
-        """A step that failed once all units were updated has been applied, so a repetition would be another update."""
-        if self.parts.optimizer.has_applied_all:
-            self.steps += 1
-            if isinstance(error, MegaTrainError):
-                error.what += ", after the step had updated all weights"
-                error.fix = "; ".join(filter(None, [error.fix, "do not repeat the step: the next one follows it"]))
 
     @property
     def optimizer(self) -> AdamW:
@@ -551,6 +544,13 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _say_it_is_applied(error: BaseException) -> None:
+    """Add to the error of a step that failed once all units were updated that a repetition would update them again."""
+    if isinstance(error, MegaTrainError):
+        error.what += ", after the step had updated all weights"
+        error.fix = "; ".join(filter(None, [error.fix, "do not repeat the step: the next one follows it"]))
 
 
 def _checked(model: nn.Module, numerics: Numerics) -> Checked:

@@ -199,11 +199,6 @@ class StreamedOptimizer:
         return bool(self.pending and (partly or len(self.pending) < len(self.trained)))
 
     @property
-    def has_applied_all(self) -> bool:
-        """Whether the running step, or the one that has just failed, has updated every unit with its own gradients."""
-        return not self._deferred and self._world.size == 1 and len(_used(self._gradients)) == len(self.trained)
-
-    @property
     def settings(self) -> dict[str, object]:
         """What the running step uses gradients with."""
         return {"lr": self._lr, "max_grad_norm": self.max_grad_norm, "optimizer": str(self.algorithm)}
@@ -313,8 +308,11 @@ class StreamedOptimizer:
             update.units.discard(unit)
             version.count(known.left_out(parameters))
 
-    def at_rest(self) -> None:
-        """The device is idle, after success or failure: read what it has decided."""
+    def at_rest(self) -> bool:
+        """The device is idle, after success or failure: read what it has decided.
+
+        Returns whether every unit has been updated with the gradients of the running step.
+        """
         for version, known, parameters in zip(self.versions, self._gradients, self._parameters, strict=True):
             if known.landing is not None:
                 known.square_sums, known.landing = [float(known.landing)], None
@@ -325,6 +323,7 @@ class StreamedOptimizer:
             elif known.is_used:
                 version.count(known.left_out(parameters))
             known.device_flag = None
+        return not self._deferred and self._world.size == 1 and len(_used(self._gradients)) == len(self.trained)
 
     def _factors(self, lr: float, grad_scale: float = 1.0) -> Callable[[int], tuple[StepScalars, ...]]:
         """The factors of the next update, for any number of missed ones. Raises as `AdamW.scalars` does."""
