@@ -5,11 +5,12 @@
 
 The model is a 125M-class Llama (12 layers, 768 wide, 32k vocabulary), or has the proportions of one that is published,
 the work 4 sequences of 512 tokens. *Plain* keeps float32 parameters, computes under bfloat16 autocast and updates with
-the fused AdamW after clipping; the same with transformers' gradient checkpointing (not reentrant) is a contender of its
-own, and so is that with the C library told to keep what is freed, as our cpu device tells it. *Ours* is
+the fused AdamW after clipping; the same with transformers' gradient checkpointing (not reentrant) is a contender of
+its own, and so is that with the C library told to keep what is freed, as our cpu device tells it. *Ours* is
 `megatrain.Engine` in `bf16`, once keeping graphs, once recomputing, and once with the policy that `auto` chooses with
-all memory that is free, which is told. With `--precision fp32` all of them compute in float32; with `--no-clip` none
-clips, so that our updates happen during the backward pass and no gradient waits for the norm.
+all memory that is free, which is told; each of these also with fused functions of layers (`keep, fused`). With
+`--precision fp32` all of them compute in float32; with `--no-clip` none clips, so that our updates happen during the
+backward pass and no gradient waits for the norm.
 
 Each contender lives in a process of its own, so that peak memory is its own: the largest resident size while training
 (sampled by the kernel, `VmHWM`, reset after construction) above the resident size before the model is built. The
@@ -34,7 +35,8 @@ PLAIN, CHECKPOINTING, AUTO = "plain", "plain PyTorch, gradient checkpointing", "
 KEPT = CHECKPOINTING + ", freed memory kept"
 BASELINES = (PLAIN, CHECKPOINTING)
 CONTENDERS = (*BASELINES, "keep", "recompute", AUTO)
-OFFERED = (*CONTENDERS, KEPT, "chosen")
+FUSED = ("keep, fused", "recompute, fused", "auto, fused")
+OFFERED = (*CONTENDERS, KEPT, "chosen", *FUSED)
 SHAPE = {
     "vocab_size": 32000,
     "hidden_size": 768,
@@ -200,13 +202,15 @@ def _ours(plan: str, model: Any, ids: Any, precision: Any, clip: float | None) -
     import megatrain
 
     policy: Any = AUTO
+    plan, _, fuses = plan.partition(", ")
     if plan != AUTO:
         keeps: Any = {"activations": plan} if plan != "chosen" else {"activations_by_layer": (("chosen",),)}
         update: Any = "next_forward" if clip is not None else "during_backward"
         policy = megatrain.Policy(update=update, shares_memory=True, **keeps)
     optimizer = megatrain.AdamW(lr=1e-3, weight_decay=0.1)
+    numerics = megatrain.Numerics(precision, kernels="fused" if fuses else "stock")
     engine = megatrain.Engine.from_model(
-        model, precision=precision, optimizer=optimizer, max_grad_norm=clip, policy=policy
+        model, optimizer=optimizer, max_grad_norm=clip, policy=policy, numerics=numerics
     )
     return lambda: engine.step([{"input_ids": ids, "labels": ids}]).loss, lambda: engine.policy.activations
 

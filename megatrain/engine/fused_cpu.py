@@ -311,7 +311,7 @@ def _rms_norm(x: Tensor, weight: Tensor | None, offset: float, eps: float) -> tu
     if not _computes(x):
         return fused.rms_norm_reference(x, weight, offset, eps)
     rows, out = fused.rows_of(x), torch.empty_like(x)
-    scales = torch.empty_strided((*x.shape[:-1], 1), _strides_of_rows(x), dtype=torch.float32)
+    scales = fused.number_for_rows(x)
     inputs, outputs = (_array(x), _factors(weight, offset, x)), (_array(out), _array(scales))
     how: Any = {"blocks": _blocks(*rows.shape), "threads": torch.get_num_threads()}
     run(rms_forward, inputs, outputs, rows.shape[1], np.float32(eps), **how)
@@ -392,12 +392,6 @@ def _array(tensor: Tensor) -> NDArray[Any]:
 def _factors(weight: Tensor | None, offset: float, x: Tensor) -> NDArray[Any]:
     """What a norm multiplies with, float32[channels]."""
     return np.ones(x.shape[-1], np.float32) if weight is None else _array(weight.float() + offset)
-
-
-def _strides_of_rows(x: Tensor) -> list[int]:
-    """Strides of a number for each row, in the order in which the rows lie in memory."""
-    width = max(1, x.shape[-1])
-    return [stride // width for stride in x.stride()[:-1]] + [1]
 
 
 def _halves(gate: Tensor, up: Tensor | None) -> tuple[tuple[NDArray[Any], NDArray[Any]], tuple[int, int]]:

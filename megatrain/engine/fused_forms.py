@@ -1,14 +1,133 @@
-"""Chooses how the fused functions of layers (`model.fused`) are computed on a device."""
+"""Chooses how the fused functions of layers (`model.fused`) are computed on a device.
+
+On a CPU that are the loops of `fused_cpu`. On a GPU they are Triton's kernels, once these have been compared with the
+reference forms; where Triton is missing, fails or rounds too much, layers keep the library's code, which is told in one
+line. A kernel that fails later, for a width that was not tried, say, is replaced by its reference form.
+"""
 
 from __future__ import annotations
 
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
 from megatrain.device import Device
 from megatrain.engine import fused_cpu
+from megatrain.errors import typed_line
 from megatrain.model import PortedModel
-from megatrain.model.fuse_layers import fuse_layers
+from megatrain.model.fuse_layers import fuse_layers, unfuse_layers
+from megatrain.model.fused import ACTIVATIONS, LIBRARY, NORM_ROWS, REFERENCES
+
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+"""Largest error that counts as rounding: the norm of the difference over that of the result."""
+
+_log = logging.getLogger(__name__)
+_failed: set[tuple[str, tuple[int, ...]]] = set()
+"""(name of an op, widths of its tensors) that Triton cannot run."""
 
 
 def use_fused_functions(ported: PortedModel, device: Device) -> None:
-    """Fuse what can be fused in the model's layers, and register the fastest forms that the device runs."""
+    """Fuse what can be fused in the model's layers, if the device can run it.
+
+    The first call for a GPU compiles and synchronizes, so call it when the device is idle.
+    """
     fused_cpu.register()
-    fuse_layers(ported)
+    with device.alongside():
+        runs = device.torch_device.type == "cpu" or _runs_on_gpu(device.torch_device)
+    (fuse_layers if runs else unfuse_layers)(ported)
+
+
+@cache
+def _runs_on_gpu(device: torch.device) -> bool:
+    """Whether the fused functions run there; registers Triton's kernels if nothing else is registered."""
+    if has_gpu_kernels():
+        return True
+    where = f"layers on {device} keep the library's kernels"
+    try:
+        if not importlib.import_module("torch.utils._triton").has_triton():
+            _log.warning("%s: triton is not installed", where)
+            return False
+        kernels = importlib.import_module("megatrain.engine.fused_triton")
+        is_right = agrees(kernels, device)
+    except Exception as error:  # no compiler for its launchers, say
+        _log.warning("%s: Triton failed (%s)", where, typed_line(error))
+        return False
+    if not is_right:
+        _log.warning("%s: Triton's fused ones compute something else here", where)
+        return False
+    for name, reference in REFERENCES.items():
+        LIBRARY.impl(name, _guarded(name, getattr(kernels, name), reference), "CUDA")
+    return True
+
+
+def has_gpu_kernels() -> bool:
+    """Whether the ops have kernels for a GPU."""
+    known = torch._C._dispatch_has_kernel_for_dispatch_key
+    return all(known(f"megatrain::{name}", "CUDA") for name in REFERENCES)
+
+
+def _guarded(name: str, form: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    """A form of an op that is replaced by the reference once it has failed for tensors of these widths."""
+
+    def call(*args: Any) -> Any:
+        key = name, tuple(each.shape[-1] for each in args if isinstance(each, Tensor) and each.dim())
+        if key in _failed:
+            return reference(*args)
+        try:
+            return form(*args)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            _log.warning("%s uses single torch operations: Triton failed (%s)", name, typed_line(error))
+            _failed.add(key)
+            return reference(*args)
+
+    return call
+
+
+# Comparing ------------------------------------------------------------------------------------------------------------
+
+
+def agrees(kernels: Any, device: torch.device) -> bool:
+    """Whether the forms of the ops in `kernels` give what the reference forms do, up to rounding, in both dtypes."""
+    for dtype, bound in BOUNDS.items():
+        for name, args in calls(dtype, device):
+            found, expected = getattr(kernels, name)(*args), REFERENCES[name](*args)
+            pairs = [(found, expected)] if isinstance(found, Tensor) else zip(found, expected, strict=True)
+            for one, other in pairs:
+                same = (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+                wide = other.double()
+                if not same or not bool((one.double() - wide).norm() <= bound * wide.norm()):
+                    return False
+    return True
+
+
+def calls(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """(name of an op, arguments) that bring every branch of every form."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32).to(device, dtype)
+
+    for width, offset in ((8, None), (72, 1.0), (1030, 0.0)):
+        x, gradient = draw(2, NORM_ROWS - 3, 2, width).transpose(1, 2), draw(2, NORM_ROWS - 3, 2, width).transpose(1, 2)
+        weight = None if offset is None else draw(width)
+        _, scale = REFERENCES["rms_norm"](x, weight, offset or 0.0, 1e-2)
+        yield "rms_norm", (x, weight, offset or 0.0, 1e-2)
+        for trains in (True, False):
+            yield "rms_norm_backward", (gradient, x, scale, weight, offset or 0.0, trains)
+    for activation in ACTIVATIONS:
+        gate, up, gradient = 3 * draw(3, 1030), draw(3, 1030), draw(3, 1030)
+        for first, second in ((gate, up), (torch.cat([gate, up], -1), None)):
+            yield "gated", (first, second, activation)
+            yield "gated_backward", (gradient, first, second, activation)
+    q, k = draw(2, 5, 3, 24), draw(2, 5, 1, 24)
+    for heads, rows, angles in ((1, 2, 24), (2, 1, 24), (1, 1, 10)):
+        turned = (q, k) if heads == 2 else (q.transpose(1, 2), k.transpose(1, 2))
+        for inverse in (False, True):
+            yield "rotary", (*turned, draw(rows, 5, angles), draw(rows, 5, angles), heads, inverse)

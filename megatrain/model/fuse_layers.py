@@ -54,6 +54,15 @@ def fuse_layers(ported: PortedModel) -> None:
         ported.profiled = None
 
 
+def unfuse_layers(ported: PortedModel) -> None:
+    """Undo `fuse_layers`."""
+    for layer in roots_of(ported)[1:]:
+        for module in layer.modules():
+            if getattr(vars(module).get("forward"), "is_fused", False):
+                del module.forward
+                ported.profiled = None
+
+
 def fuse(layer: nn.Module) -> dict[str, str]:
     """Replace what can be fused in a layer; returns the name of each module that was changed and what it computes.
 
@@ -82,6 +91,7 @@ class _Fused:
     """Replaces the forward of a module, `plain`, where that is called with one tensor."""
 
     plain: Callable[..., Any]
+    is_fused = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:
@@ -308,6 +318,7 @@ def _with_fused_rotary(module: nn.Module) -> Callable[..., Any] | None:
     code, names = forward.__code__, {**known, **replaced}
     alike = FunctionType(code, names, forward.__name__, forward.__defaults__, forward.__closure__)
     alike.__kwdefaults__ = forward.__kwdefaults__
+    vars(alike)["is_fused"] = True
     return MethodType(alike, module)
 
 
@@ -350,4 +361,4 @@ def _same(made: Any, expected: Tensor) -> bool:
     return bool((made.double() - expected.double()).abs().max() <= TOLERANCE * largest) and bool(largest > 0)
 
 
-__all__ = ["fuse", "fuse_layers"]
+__all__ = ["fuse", "fuse_layers", "unfuse_layers"]

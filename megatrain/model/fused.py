@@ -24,7 +24,7 @@ from torch.nn import functional
 LIBRARY = torch.library.Library("megatrain", "DEF")
 OPS: Any = torch.ops.megatrain
 Form = TypeVar("Form", bound=Callable[..., Any])
-NORM_ROWS = 64
+NORM_ROWS = 32
 """Rows of which a kernel forms the norm's weight gradient, before these parts are summed."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -48,12 +48,18 @@ def scratch_nbytes(name: str, outputs: Sequence[Tensor]) -> int:
     return 2 * 4 * outputs[1].numel() * math.ceil(rows / NORM_ROWS)
 
 
+REFERENCES: dict[str, Callable[..., Any]] = {}
+"""Name of an op -> its reference form."""
+
+
 def _op(schema: str) -> Callable[[Form], Form]:
     """Registers a function as the reference form of an op."""
     LIBRARY.define(schema)
 
     def register(function: Form) -> Form:
-        LIBRARY.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
+        name = schema.partition("(")[0]
+        LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        REFERENCES[name] = function
         return function
 
     return register
@@ -65,8 +71,8 @@ def _op(schema: str) -> Callable[[Form], Form]:
 @_op("rms_norm(Tensor x, Tensor? weight, float offset, float eps) -> (Tensor, Tensor)")
 def rms_norm_reference(x: Tensor, weight: Tensor | None, offset: float, eps: float) -> tuple[Tensor, Tensor]:
     """x / rms(x) * (weight + offset), in the dtype of x, and 1 / rms(x), float32[..., 1], by rows."""
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    wide, scale = x.float(), number_for_rows(x)
+    scale.copy_(torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))
     normed = wide * scale
     if weight is not None:
         normed = normed * (weight.float() + offset)
@@ -257,6 +263,13 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[
 def rows_of(x: Tensor) -> Tensor:
     """A view [rows, channels] of a dense tensor, in the order of memory."""
     return (x if x.is_contiguous() else x.permute(_order(x))).view(-1, x.shape[-1])
+
+
+def number_for_rows(x: Tensor) -> Tensor:
+    """Memory for a float32 for each row of a dense tensor, [..., 1], in the order in which the rows lie."""
+    width = max(1, x.shape[-1])
+    strides = [stride // width for stride in x.stride()[:-1]] + [1]
+    return torch.empty_strided((*x.shape[:-1], 1), strides, dtype=torch.float32, device=x.device)
 
 
 def _dense(x: Tensor) -> Tensor:

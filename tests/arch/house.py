@@ -47,7 +47,10 @@ HOMES: dict[str, tuple[tuple[str, ...], str]] = {
     "os.environ": (("system.environment",), "what steers a run is in its config file"),
     "os.getenv": (("system.environment",), "what steers a run is in its config file"),
     "numba": (("optim",), "the one arithmetic on the host that must run at memory bandwidth"),
-    "triton": (("train.device_adamw_triton",), "one kernel for an update on a GPU"),
+    "triton": (
+        ("train.device_adamw_triton", "engine.fused_triton"),
+        "one kernel for an update on a GPU, and one for each fused function",
+    ),
     "yaml": (("config",), "the user's file ends there; beyond it are typed values"),
     "pydantic": (("config",), "the user's file ends there; beyond it are typed values"),
     "typer": (("cli",), "arguments end there"),

@@ -14,9 +14,9 @@ import torch
 
 from megatrain import AdamW, Engine, Policy
 from megatrain.device import open_device
-from megatrain.engine import streamer
+from megatrain.engine import fused_forms, streamer
 from megatrain.errors import DeviceError, StreamFailed
-from megatrain.spec import Precision
+from megatrain.spec import Numerics, Precision
 from megatrain.train.parity import truth
 from tests import standin_cuda
 from tests.stock.image_models import image_batch, image_model, text_batch
@@ -33,6 +33,18 @@ def test_loss_and_gradients_equal_the_stock_model_in_fp32(family: str) -> None:
     with Engine.from_model(model, "cuda:0", "fp32") as engine:
         found = engine.gradients(unequal_batches())
         assert engine.evaluate(unequal_batches()) == pytest.approx(loss, rel=1e-5)
+    assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3-moe"])
+def test_fused_functions_have_the_stock_models_gradients(family: str) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model, numerics = tiny_model(family), Numerics("fp32", kernels="fused")
+    _, expected = stock_gradients(model, unequal_batches())
+    with Engine.from_model(model, "cuda:0", numerics=numerics) as engine:
+        found = engine.gradients(unequal_batches())
+        assert equal(found, engine.gradients(unequal_batches()))
+    assert fused_forms.has_gpu_kernels()
     assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-5
 
 
@@ -71,7 +83,7 @@ def test_parameters_without_a_gradient_are_left_alone(clip: float | None, stream
 SWITCHES = """
 import sys, torch
 from megatrain import Engine
-from megatrain.engine import streamer
+from megatrain.engine import fused_forms, streamer
 from tests.tiny import tiny_model, unequal_batches
 precision, names = sys.argv[1:]
 cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul

@@ -1,4 +1,4 @@
-"""The optimizer pass of units on the device, as Triton's kernels: run by its interpreter, and compiled for a GPU."""
+"""Triton's kernels, for the optimizer pass and for fused functions: run by its interpreter, and compiled for a GPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from itertools import product
 import pytest
 import torch
 
+from megatrain.engine import fused_forms
 from megatrain.train import device_adamw
 
 pytest.importorskip("triton", reason="needs Triton: make test-cuda")
@@ -51,6 +52,81 @@ def test_triton_kernels_match_eager_bits_and_mutants_are_detected(wrong: str) ->
     steps = [sys.executable, "-W", "ignore", "-c", INTERPRETED, wrong]
     done = subprocess.run(steps, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.stdout.strip() == str(wrong == "nothing"), done.stderr
+
+
+INTERPRETED_FUNCTIONS = """
+import sys
+from types import SimpleNamespace
+import torch
+from megatrain.engine import fused_forms, fused_triton
+from megatrain.model.fused import REFERENCES
+
+wrong, _, place = sys.argv[1].partition(" ")
+
+def with_mistake(name, form):
+    def call(*args):
+        args = list(args)
+        if name == wrong:
+            args[int(place)] = {float: lambda x: x + 0.1, bool: lambda x: not x, str: lambda x: "quick_gelu"}[
+                type(args[int(place)])](args[int(place)])
+        return form(*args)
+    return call
+
+forms = {name: with_mistake(name, getattr(fused_triton, name)) for name in REFERENCES}
+print(fused_forms.agrees(SimpleNamespace(**forms), torch.device("cpu")))
+"""
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "rms_norm_backward 4", "rotary 5"])
+def test_fused_kernels_match_their_reference_and_mutants_are_detected(wrong: str) -> None:
+    steps = [sys.executable, "-W", "ignore", "-c", INTERPRETED_FUNCTIONS, wrong]
+    done = subprocess.run(steps, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.stdout.strip() == str(wrong == "nothing"), done.stderr
+
+
+GATED = {"LINEAR": 1.0, "CUBIC": 0.0, "BLOCK": 1024}
+ROTATED = {"INVERSE": True, "HEADS": 32, "HALF": 64}
+COMPILED: dict[str, tuple[str, dict[str, object]]] = {
+    "norm": ("_rms_forward", {"WEIGHTED": True, "ROWS": 1, "BLOCK": 8192}),
+    "norm of heads": ("_rms_forward", {"WEIGHTED": False, "ROWS": 32, "BLOCK": 128}),
+    "norm, backward": ("_rms_backward", {"FLAGS": (True, True), "ROWS": 1, "BLOCK": 8192}),
+    "norm of heads, backward": ("_rms_backward", {"FLAGS": (False, False), "ROWS": 32, "BLOCK": 128}),
+    "sum of parts": ("_sum_parts", {"PARTS": 32, "COLUMNS": 128}),
+    **{f"gated by {kind}": ("_gated_forward", {**GATED, "KIND": kind}) for kind in ("silu", "gelu", "relu")},
+    **{f"gated by {kind}, backward": ("_gated_backward", {**GATED, "KIND": kind}) for kind in ("silu", "gelu", "relu")},
+    "rotary": ("_rotate", {**ROTATED, "REST": 1}),
+    "partly rotary": ("_rotate", {**ROTATED, "REST": 64}),
+}
+"""What is compiled -> kernel, constants."""
+TENSORS = {"_rms_forward": "xxxw", "_rms_backward": "xxwxxw", "_gated_forward": "xxx", "_gated_backward": "xxxxx"}
+"""Kernel -> its tensors: of the compute dtype, or float32."""
+
+
+@pytest.mark.parametrize("what", COMPILED)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_fused_kernels_compile_for_a_gpu(what: str, dtype: str) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from megatrain.engine import fused_triton
+
+    name, constants = COMPILED[what]
+    kernel = getattr(fused_triton, name)
+    sizes = {"_rms_forward": 1, "_rotate": 4}.get(name, 2)
+    types: dict[str, object] = {
+        "tensors": tuple(f"*{dtype}" if each == "x" else "*fp32" for each in TENSORS.get(name, "xxxx")),
+        "sizes": ("i32",) * sizes,
+        "strides": ("i64",) * 4,
+        **dict.fromkeys(("rows", "count", "width"), "i32"),
+        **dict.fromkeys(("offset", "eps"), "fp32"),
+        "parts": "*fp32",
+        "out": f"*{dtype}",
+    }
+    signature = {argument: types.get(argument, "constexpr") for argument in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    for capability in (80, 90):
+        made = compile(source, target=GPUTarget("cuda", capability, 32), options=dict(fused_triton.OPTIONS))
+        assert made.metadata.shared <= 48 << 10
 
 
 @pytest.fixture
@@ -100,3 +176,4 @@ def test_a_triton_failure_falls_back_to_eager_with_a_warning(
 @pytest.mark.silicon
 def test_triton_kernels_are_used_on_a_real_gpu(nothing_known: None) -> None:
     assert device_adamw._kernels(GPU) is not None
+    assert fused_forms._runs_on_gpu(GPU)

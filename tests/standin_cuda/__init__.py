@@ -79,6 +79,9 @@ def install() -> Any:
     if _installed is None:
         if reason := unavailable():
             raise RuntimeError(f"the stand-in CUDA device cannot be built: {reason}")
+        from megatrain.engine import fused_cpu
+
+        fused_cpu.register()  # so that these ops have CPU kernels, too
         extension = build()
         _bind(extension)
         extension.install()

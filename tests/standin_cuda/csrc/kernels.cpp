@@ -371,7 +371,7 @@ std::vector<std::string> install() {
     static const std::unordered_set<std::string> whole = {"aten::convolution", "aten::convolution_backward"};  // else cuDNN is sought
     if (!op || !op->hasSchema() || !(op->hasKernelForDispatchKey(DispatchKey::CPU) || whole.count(name.name)) || op->hasKernelForDispatchKey(DispatchKey::CUDA)) continue;
     auto space = name.name.substr(0, name.name.find("::"));
-    if (space != "aten") continue;
+    if (space != "aten" && space != "megatrain") continue;
     auto& library = of[space];
     if (!library) {
       libraries.push_back(std::make_unique<torch::Library>(torch::Library::IMPL, space, DispatchKey::CUDA, __FILE__, __LINE__));

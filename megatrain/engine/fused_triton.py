@@ -1,0 +1,267 @@
+"""Triton kernels for the fused functions of layers on a GPU. Imported only if Triton can run.
+
+They are forms of the ops of `model.fused`. A program computes in float32 and rounds once. A norm's weight gradient is
+formed in parts of NORM_ROWS rows, which a second kernel adds up in order, so that no result depends on which program
+runs first. `fused_forms` compares them with the reference forms before it uses them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatrain.model import fused
+
+TILE = 4096
+"""Elements that a program has at a time, about; at least a row of a norm."""
+OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
+"""Products and sums round separately, whatever a version of Triton does by default."""
+COLUMNS, PARTS = 128, 32
+"""Columns that a program sums, and parts that it reads at a time."""
+
+
+@triton.jit
+def _rms_forward(tensors, rows, sizes, offset, eps, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """tensors (x, weight, out, scale); sizes (width,)."""
+    x, weight, out, scale = tensors
+    width = sizes[0]
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    at = row[:, None] * width + column[None, :]
+    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    scales = 1.0 / tl.sqrt(tl.sum(values * values, 1) / width + eps)
+    tl.store(scale + row, scales, mask=row < rows)
+    values = values * scales[:, None]
+    if WEIGHTED:
+        values *= (tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset)[None, :]
+    tl.store(out + at, values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rms_backward(tensors, rows, sizes, offset, FLAGS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """tensors (gradient, x, scale, weight, out, parts); sizes (width, rows of a program); FLAGS (whether there is a
+    weight, whether it trains)."""
+    gradient, x, scale, weight, out, parts = tensors
+    width, of_program = sizes
+    column = tl.arange(0, BLOCK)
+    factors = tl.full([BLOCK], 1.0, tl.float32)
+    if FLAGS[0]:
+        factors = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
+    of_weight = tl.zeros([BLOCK], tl.float32)
+    first = tl.program_id(0).to(tl.int64) * of_program
+    for start in range(0, of_program, ROWS):
+        row = first + start + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < width)[None, :]
+        at = row[:, None] * width + column[None, :]
+        scales = tl.load(scale + row, mask=row < rows, other=0.0)
+        normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scales[:, None]
+        wanted = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+        if FLAGS[1]:
+            of_weight += tl.sum(wanted * normed, 0)
+        wanted *= factors[None, :]
+        mean = tl.sum(wanted * normed, 1) / width
+        given = (wanted - normed * mean[:, None]) * scales[:, None]
+        tl.store(out + at, given.to(out.dtype.element_ty), mask=inside)
+    if FLAGS[1]:
+        tl.store(parts + tl.program_id(0).to(tl.int64) * width + column, of_weight, mask=column < width)
+
+
+@triton.jit
+def _sum_parts(parts, out, count, width, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """out [width]: the sum of parts float32[count, width]."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for start in range(0, count, PARTS):
+        part = start + tl.arange(0, PARTS)
+        inside = (part < count)[:, None] & (column < width)[None, :]
+        at = part.to(tl.int64)[:, None] * width + column[None, :]
+        total += tl.sum(tl.load(parts + at, mask=inside, other=0.0), 0)
+    tl.store(out + column, total.to(out.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
+def _activated(x, LINEAR: tl.constexpr, CUBIC: tl.constexpr, KIND: tl.constexpr):
+    """An activation, and its derivative. KIND: by the sigmoid of LINEAR * x + CUBIC * x ** 3, `gelu` or `relu`."""
+    if KIND == "relu":
+        value = tl.where(x < 0, 0.0, x)
+        slope = tl.where(x > 0, 1.0, 0.0)
+    elif KIND == "gelu":
+        below = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+        value = x * below
+        near = tl.minimum(tl.maximum(x, -100.0), 100.0)
+        slope = below + near * tl.exp(-0.5 * near * near) * 0.3989422804014327
+    else:
+        near = tl.where(x < -87.0, -87.0, tl.where(x > 87.0, 87.0, x))
+        square = near * near
+        z = near * (LINEAR + CUBIC * square)
+        share = 1 / (1 + tl.exp(-tl.where(z < -87.0, -87.0, tl.where(z > 87.0, 87.0, z))))
+        value = tl.where(near < x, x, near) * share
+        slope = share + near * (share * (1 - share)) * (LINEAR + 3 * CUBIC * square)
+    return value, slope
+
+
+@triton.jit
+def _gated_forward(tensors, sizes, LINEAR: tl.constexpr, CUBIC: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """tensors (gate, up, out); sizes (width, distance of rows of gate and up). A program has a part of one row."""
+    gate, up, out = tensors
+    width, stride = sizes
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, at, place = column < width, row * stride + column, row * width + column
+    value, _ = _activated(tl.load(gate + at, mask=inside, other=0.0).to(tl.float32), LINEAR, CUBIC, KIND)
+    value *= tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated_backward(tensors, sizes, LINEAR: tl.constexpr, CUBIC: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """tensors (gradient, gate, up, gradient of gate, gradient of up); sizes as in `_gated_forward`."""
+    gradient, gate, up, of_gate, of_up = tensors
+    width, stride = sizes
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, at, place = column < width, row * stride + column, row * width + column
+    value, slope = _activated(tl.load(gate + at, mask=inside, other=0.0).to(tl.float32), LINEAR, CUBIC, KIND)
+    wanted = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
+    given = wanted * tl.load(up + at, mask=inside, other=0.0).to(tl.float32) * slope
+    tl.store(of_gate + at, given.to(of_gate.dtype.element_ty), mask=inside)
+    tl.store(of_up + at, (wanted * value).to(of_up.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rotate(
+    tensors, sizes, strides, INVERSE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr
+):
+    """tensors (x, cos, sin, out [batch, tokens, heads, channels]); sizes (tokens, heads, channels, angles); strides of
+    x by batch, tokens and heads, and of cos and sin by batch. A program has one token."""
+    x, cos, sin, out = tensors
+    tokens, heads, channels, angles = sizes
+    of_batch, of_token, of_head, of_angles = strides
+    program = tl.program_id(0).to(tl.int64)
+    batch, token = program // tokens, program % tokens
+    head, channel, half = tl.arange(0, HEADS), tl.arange(0, HALF), angles // 2
+    inside = (head < heads)[:, None] & (channel < half)[None, :]
+    at = batch * of_batch + token * of_token + head[:, None] * of_head + channel[None, :]
+    to = (program * heads + head[:, None]) * channels + channel[None, :]
+    angle = batch * of_angles + token * angles + channel
+    cos_1 = tl.load(cos + angle, mask=channel < half, other=0.0).to(tl.float32)[None, :]
+    cos_2 = tl.load(cos + angle + half, mask=channel < half, other=0.0).to(tl.float32)[None, :]
+    sin_1 = tl.load(sin + angle, mask=channel < half, other=0.0).to(tl.float32)[None, :]
+    sin_2 = tl.load(sin + angle + half, mask=channel < half, other=0.0).to(tl.float32)[None, :]
+    first = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + at + half, mask=inside, other=0.0).to(tl.float32)
+    if INVERSE:
+        made_1, made_2 = first * cos_1 + second * sin_2, second * cos_2 - first * sin_1
+    else:
+        made_1, made_2 = first * cos_1 - second * sin_1, second * cos_2 + first * sin_2
+    tl.store(out + to, made_1.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + to + half, made_2.to(out.dtype.element_ty), mask=inside)
+    if REST > 1:
+        channel = angles + tl.arange(0, REST)
+        inside = (head < heads)[:, None] & (channel < channels)[None, :]
+        at = batch * of_batch + token * of_token + head[:, None] * of_head + channel[None, :]
+        to = (program * heads + head[:, None]) * channels + channel[None, :]
+        tl.store(out + to, tl.load(x + at, mask=inside, other=0.0), mask=inside)
+
+
+# Ops ------------------------------------------------------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, offset: float, eps: float) -> tuple[Tensor, Tensor]:
+    """As `fused.rms_norm_reference`."""
+    (rows, width), out = fused.rows_of(x).shape, torch.empty_like(x)
+    scale = fused.number_for_rows(x)
+    if x.numel():
+        block, of_tile = _tile(width)
+        tensors = x, x if weight is None else weight, out, scale
+        options = {"WEIGHTED": weight is not None, "ROWS": of_tile, "BLOCK": block}
+        _rms_forward[(triton.cdiv(rows, of_tile),)](tensors, rows, (width,), offset, eps, **options, **_warps(block))
+    return out, scale
+
+
+def rms_norm_backward(
+    gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor | None, offset: float, trains: bool
+) -> tuple[Tensor, Tensor]:
+    """As `fused.rms_norm_backward_reference`."""
+    (rows, width), out, trains = fused.rows_of(x).shape, torch.empty_like(x), trains and weight is not None
+    programs, (block, of_tile) = triton.cdiv(rows, fused.NORM_ROWS), _tile(width)
+    parts = torch.empty(programs * width if trains else 0, dtype=torch.float32, device=x.device)
+    if x.numel():
+        tensors = gradient, x, scale, x if weight is None else weight, out, parts if trains else scale
+        options = {"FLAGS": (weight is not None, trains), "ROWS": min(of_tile, fused.NORM_ROWS), "BLOCK": block}
+        _rms_backward[(programs,)](tensors, rows, (width, fused.NORM_ROWS), offset, **options, **_warps(block))
+    if weight is None or not trains:
+        return out, x.new_empty(0)
+    of_weight = torch.empty_like(weight)
+    options = {"PARTS": PARTS, "COLUMNS": COLUMNS, **OPTIONS}
+    _sum_parts[(triton.cdiv(width, COLUMNS),)](parts, of_weight, programs, width, **options)
+    return out, of_weight
+
+
+def gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    """As `fused.gated_reference`."""
+    first, second = _halves(gate, up)
+    width, stride = gate.shape[-1] // (2 if up is None else 1), gate.shape[-1]
+    out = gate.new_empty((*gate.shape[:-1], width))
+    if out.numel():
+        grid, block = _grid(out)
+        _gated_forward[grid]((first, second, out), (width, stride), **_kind(activation), BLOCK=block)
+    return out
+
+
+def gated_backward(gradient: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+    """As `fused.gated_backward_reference`."""
+    of_gate, of_up = torch.empty_like(gate), None if up is None else torch.empty_like(up)
+    if gradient.numel():
+        tensors = gradient, *_halves(gate, up), *_halves(of_gate, of_up)
+        grid, block = _grid(gradient)
+        sizes = gradient.shape[-1], gate.shape[-1]
+        _gated_backward[grid](tensors, sizes, **_kind(activation), BLOCK=block)
+    return of_gate, gate.new_empty(0) if of_up is None else of_up
+
+
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool) -> tuple[Tensor, Tensor]:
+    """As `fused.rotary_reference`."""
+    return _turned(q, cos, sin, heads, inverse), _turned(k, cos, sin, heads, inverse)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool) -> Tensor:
+    out, token = fused.rotary_output(x, heads), 3 - heads
+    tokens, count, channels, angles = x.shape[token], x.shape[heads], x.shape[-1], cos.shape[-1]
+    if x.numel():
+        strides = x.stride(0), x.stride(token), x.stride(heads), 0 if len(cos) == 1 else tokens * angles
+        powers = map(triton.next_power_of_2, (count, angles // 2, max(1, channels - angles)))
+        options = dict(zip(("HEADS", "HALF", "REST"), powers, strict=True))
+        options["REST"] = max(2, options["REST"]) if channels > angles else 1
+        sizes = tokens, count, channels, angles
+        _rotate[(x.shape[0] * tokens,)]((x, cos, sin, out), sizes, strides, INVERSE=inverse, **options, **OPTIONS)
+    return out
+
+
+def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Tensors that begin where the first rows of gate and up do."""
+    return (gate, up) if up is not None else (gate, gate[..., gate.shape[-1] // 2 :])
+
+
+def _grid(out: Tensor) -> tuple[tuple[int, int], int]:
+    """Programs for each row and part of a row, and the columns of a part."""
+    block = min(1024, triton.next_power_of_2(out.shape[-1]))
+    return (out.numel() // out.shape[-1], triton.cdiv(out.shape[-1], block)), block
+
+
+def _tile(width: int) -> tuple[int, int]:
+    """(columns, rows) of the tile that a program has at a time: powers of two."""
+    block = triton.next_power_of_2(width)
+    return block, max(1, TILE // block)
+
+
+def _warps(block: int) -> dict[str, int]:
+    return {"num_warps": min(16, max(4, block // 512)), **OPTIONS}
+
+
+def _kind(activation: str) -> dict[str, Any]:
+    linear, cubic = fused.SIGMOIDS.get(activation, (0.0, 0.0))
+    return {"LINEAR": linear, "CUBIC": cubic, "KIND": activation, **OPTIONS}
