@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib.metadata
 import os
 import random
 import signal
 import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,8 +36,19 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait must not take a core from those that work
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads and a fork warn about each other
 
+importlib.metadata.version = cache(importlib.metadata.version)  # each checkpoint and each comparison notes some
 gc.disable()  # until all is collected: nothing of it is garbage
 atexit.register(gc.unfreeze)  # or triton's bindings list as leaks what was frozen behind that
+
+
+def _leave_at_once(worker: int) -> None:
+    """A worker has reported all by now, and taking its modules apart costs it seconds. Its forks end as they would."""
+    if os.getpid() == worker:
+        os._exit(0)
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    atexit.register(_leave_at_once, os.getpid())  # it is called last
 
 # Whoever starts the tests in the background of a shell script has Ctrl-C ignored, and tests ask what it does.
 signal.signal(signal.SIGINT, signal.default_int_handler)

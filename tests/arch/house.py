@@ -121,6 +121,10 @@ class Module:
     def tree(self) -> ast.Module:
         return ast.parse(self.text, str(self.path))
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
     @property
     def room(self) -> str:
         return self.name.split(".")[0]
@@ -143,7 +147,7 @@ class Module:
         """Every dotted name imported, or reached through an imported name, with its line."""
         bound = {item.alias: item.bound for item in self.imports}
         found = [(item.name, item.line) for item in self.imports]
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             parts: list[str] = []
             inner: ast.expr | None = node if isinstance(node, ast.Attribute) else None
             while isinstance(inner, ast.Attribute):
@@ -336,7 +340,7 @@ def files_and_functions_are_short(house: House) -> Iterator[str]:
     for module in house.modules.values():
         if (nlines := module.text.count("\n")) > MAX_FILE_LINES:
             yield f"{module.path}: {nlines} lines, {MAX_FILE_LINES} at most"
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 nlines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if nlines > MAX_FUNCTION_LINES:
@@ -361,16 +365,18 @@ def _within_limits(what: str, counts: dict[str, int], usual: int, larger: dict[s
             yield f"{name} has {count} {what} and may have {most}: correct the table, or take it out"
 
 
+@cache
 def methods_of(house: House) -> dict[str, int]:
     """Dotted name of each class -> its methods, with properties."""
     return {
         f"{module.name}.{node.name}": sum(isinstance(item, FUNCTIONS) for item in node.body)
         for module in house.modules.values()
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.ClassDef)
     }
 
 
+@cache
 def parameters_of(house: House) -> dict[str, int]:
     """Dotted name of each function -> its parameters, without `self`. Not of those that are a command line."""
     counts: dict[str, int] = {}

@@ -8,11 +8,14 @@ import platform
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+import typer.main
 from typer.models import ArgumentInfo
 
 import megatrain
@@ -23,6 +26,14 @@ from tests.bad_paths import FOR_A_FILE, FOR_A_FOLDER, KINDS, bad_path
 from tests.fake_hub import ADDRESS, Hub
 
 SLOW = ("torch", "transformers", "numpy", "pydantic", "rich", "numba")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _parser_made_once() -> Iterator[None]:
+    """And not for each command line: that reads the annotations of all verbs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("typer.main.get_command", cache(typer.main.get_command))
+        yield
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
