@@ -87,7 +87,9 @@ class Preloaded:
         """Have a child call `work`, a function that it can import. environment: beside that of this process."""
         self._count += 1
         said = self._folder / f"said-{self._count}.txt"
-        asked = work, arguments, {**os.environ, **(environment or {})}, os.getcwd(), str(said)
+        said.touch()  # whoever looks before the child does finds nothing said
+        roughly = hasattr(sys.modules["megatrain.model.profile"].profile_layer, "__wrapped__")
+        asked = work, arguments, {**os.environ, **(environment or {})}, os.getcwd(), str(said), roughly
         return Child(self, self.ask("start", *asked), said)
 
     def command(self, *arguments: str, environment: Mapping[str, str] | None = None) -> Child:
@@ -112,9 +114,17 @@ def command_line(*arguments: str) -> None:
 
 
 def fork(
-    work: Callable[..., object], arguments: tuple[Any, ...], environment: dict[str, str], folder: str, said: str
+    work: Callable[..., object],
+    arguments: tuple[Any, ...],
+    environment: dict[str, str],
+    folder: str,
+    said: str,
+    roughly: bool,
 ) -> int:
-    """The child's number. The child itself does not come back: it ends as a process of its own would."""
+    """The child's number. The child itself does not come back: it ends as a process of its own would.
+
+    roughly: whether it measures layers by fewer runs, as the test that asks for it does.
+    """
     assert threading.active_count() == 1, "a fork would leave the others behind"
     if child := os.fork():
         return child
@@ -125,6 +135,8 @@ def fork(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    measurement_cache = sys.modules["tests.measurement_cache"]
+    measurement_cache.measure_roughly(sys.modules["megatrain.model.profile"], roughly)
     status: object = 1
     try:
         work(*arguments)
