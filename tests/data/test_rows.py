@@ -6,10 +6,6 @@ import hashlib
 import itertools
 import json
 import os
-import signal
-import subprocess
-import sys
-import textwrap
 import time
 from collections import Counter
 from itertools import zip_longest
@@ -28,6 +24,7 @@ from megatrain.data.packing import grouped_order, next_source, split_samples
 from megatrain.data.sample_cache import is_sample_file, open_samples, write_samples
 from megatrain.data.token_files import write_tokens
 from megatrain.errors import DataError
+from tests.fork_server import Preloaded
 
 WINDOW = 32
 VOCABULARY = 20_000
@@ -286,25 +283,24 @@ def test_a_state_of_other_sources_or_weights_is_refused(sources: list[Batching])
             other.load_state_dict(state)
 
 
-CHILD = """
-    import json, sys
-    from pathlib import Path
-    from tests.data.test_rows import loader_of, sources_in, told
-
-    loader = loader_of(sources_in(Path(sys.argv[1])), workers=3)
+def told_for_ever(folder: Path) -> None:
+    loader = loader_of(sources_in(folder), workers=3)
     for step in loader:
         print(json.dumps([told(step), loader.state_dict()]), flush=True)
-"""
 
 
-def test_a_killed_run_continues_the_same_stream(tmp_path: Path) -> None:
+def test_a_killed_run_continues_the_same_stream(preloaded: Preloaded, tmp_path: Path) -> None:
     """Mixed, packed, shuffled, with workers, and killed in the middle of an epoch."""
-    code = [sys.executable, "-c", textwrap.dedent(CHILD), str(tmp_path / "child")]
     (tmp_path / "child").mkdir()
-    with subprocess.Popen(code, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as child:
-        assert child.stdout is not None
-        printed = list(itertools.islice(child.stdout, 9))
-        os.kill(child.pid, signal.SIGKILL)
+    child = preloaded.start(told_for_ever, tmp_path / "child")
+    try:
+        while child.said.count("\n") < 9:
+            assert child.poll() is None, child.said
+            time.sleep(0.01)
+    finally:
+        child.kill()
+    child.wait()
+    printed = child.said.splitlines()[:9]
     hashes, states = zip(*map(json.loads, printed), strict=True)
     rows = sources_in(tmp_path)
     whole = [told(step) for step in itertools.islice(loader_of(rows), 40)]

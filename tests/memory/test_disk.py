@@ -7,8 +7,6 @@ import errno
 import gc
 import mmap
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -27,6 +25,7 @@ from megatrain.errors import DiskError, DiskFull
 from megatrain.memory import scratch_files
 from megatrain.memory.disk import Disk
 from megatrain.spec.hardware import SECTOR
+from tests.fork_server import Preloaded
 
 BLOCK = 2 * SECTOR
 
@@ -486,15 +485,21 @@ def test_a_garbage_collected_disk_closes_itself(tmp_path: Path) -> None:
         assert not thread.is_alive()
 
 
-def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
-    code = (
-        "import sys, numpy as np; from pathlib import Path; from megatrain.memory.disk import Disk\n"
-        "disk = Disk([Path(sys.argv[1])]); disk.provide({'a': (1 << 20, 'a')})\n"
-        "disk.write('a', np.ones(1 << 20, np.uint8)); print('ready', flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        assert process.stdout.readline() == "ready\n"
-        process.kill()
+def write_and_wait(folder: Path) -> None:
+    disk = Disk([folder])
+    disk.provide({"a": (1 << 20, "a")})
+    disk.write("a", np.ones(1 << 20, np.uint8))
+    print("ready", flush=True)
+    time.sleep(240)
+
+
+def test_a_killed_process_leaves_nothing(preloaded: Preloaded, tmp_path: Path) -> None:
+    child = preloaded.start(write_and_wait, tmp_path)
+    try:
+        while child.said != "ready\n":
+            assert child.poll() is None, child.said
+            time.sleep(0.01)
+    finally:
+        child.kill()
+    child.wait()
     assert list(tmp_path.iterdir()) == []
