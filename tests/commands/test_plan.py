@@ -110,11 +110,11 @@ def test_impossible_ranks_are_refused_before_the_model_is_read(options: dict[str
 def test_progress_is_shown_only_on_a_terminal(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown(config, sequence_length=512)
+    shown(config, **FEW)
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    shown(config, sequence_length=512)
+    shown(config, **FEW)
     assert "looking for improvements" in capsys.readouterr().err
 
 
@@ -162,9 +162,9 @@ def test_sections_not_asked_for_are_not_shown(saved: str) -> None:
 
 def test_a_saved_spec_is_planned_again_without_the_model(config: str, tmp_path: Path) -> None:
     first, second = tmp_path / "first.json", tmp_path / "second.json"
-    shown(config, json=str(first))
+    shown(config, json=str(first), **FEW)
     Path(config).unlink()
-    shown(str(first), json=str(second))
+    shown(str(first), json=str(second), **FEW)
     assert first.read_text() == second.read_text()
 
 

@@ -121,26 +121,25 @@ def test_memory_grows_with_length_by_layer_inputs_and_one_layer() -> None:
     assert on_device < 16 * each * more
 
 
-def measured(length: int, layers: int) -> int:
-    """Bytes that a step over one sequence allocates at its peak beside what the ledger knows of."""
-    return measured_and_predicted(length, layers)[0]
+CHOICE = Choice(Numerics("fp32", mlp_chunk_tokens=128, loss_chunk_tokens=128), Policy(shares_memory=True))
 
 
-def measured_and_predicted(length: int, layers: int) -> tuple[int, int]:
-    """And the plan's peak of such a step, less what the ledger knows of."""
+def measured(length: int, layers: int, planned: bool = False) -> tuple[int, int]:
+    """Bytes that a step over one sequence allocates at its peak beside what the ledger knows of; and if it is
+    `planned`, the plan's peak of such a step, less what the ledger knows of."""
     case = Case(WIDTH, layers, "fp32", rows=1, micro_batch=1, length=length, vocabulary=64)
-    choice = Choice(Numerics("fp32", mlp_chunk_tokens=128, loss_chunk_tokens=128), Policy(shares_memory=True))
-    device = CpuDevice()
+    device, predicted = CpuDevice(), 0
     with Engine.from_config(
-        fields(case), device=device, numerics=choice.numerics, policy=choice.policy, max_grad_norm=1.0, verify=False
+        fields(case), device=device, numerics=CHOICE.numerics, policy=CHOICE.policy, max_grad_norm=1.0, verify=False
     ) as engine:
         ids = torch.randint(64, (1, length))
         engine.step([{"input_ids": ids[:, :16], "labels": ids[:, :16]}])
         found = allocated_nbytes(lambda: engine.step([{"input_ids": ids, "labels": ids}]))
-        planned = examine(Question(engine.parts.ported.spec, CPU, length, length, "fp32"), choice, 1).nbytes["host"]
-        ledger = sum(engine.diagnostics.memory_table().values())
+        if planned:
+            asked = Question(engine.parts.ported.spec, CPU, length, length, "fp32")
+            predicted = examine(asked, CHOICE, 1).nbytes["host"] - sum(engine.diagnostics.memory_table().values())
     device.close()
-    return found, planned - ledger
+    return found, predicted
 
 
 WIDTH = 64
@@ -149,7 +148,7 @@ WIDTH = 64
 @pytest.mark.parametrize(("short", "long"), [(1024, 1536), pytest.param(8192, 16384, marks=pytest.mark.slow)])
 def test_each_layer_adds_its_input_per_token(short: int, long: int) -> None:
     """Measured on the cpu, where an input stays where it is: all else is of one layer, whatever the depth."""
-    shallow, deep = (measured(long, layers) - measured(short, layers) for layers in (1, 2))
+    shallow, deep = (measured(long, layers)[0] - measured(short, layers)[0] for layers in (1, 2))
     one_input = 4 * WIDTH * (long - short)
     assert deep - shallow == pytest.approx(one_input, rel=0.02)
     assert shallow < 16 * one_input  # of which rotary tables take 4
@@ -161,7 +160,7 @@ def test_predictions_hold_over_lengths() -> None:
     threads, lengths = torch.get_num_threads(), (2048, 4096, 8192, 16384)
     torch.set_num_threads(1)
     try:
-        found = [measured_and_predicted(length, 2) for length in lengths]
+        found = [measured(length, 2, planned=True) for length in lengths]
     finally:
         torch.set_num_threads(threads)
     for real, predicted in found:

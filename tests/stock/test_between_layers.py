@@ -16,10 +16,9 @@ from torch.nn import functional
 from transformers import LlamaForCausalLM, LlamaModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from megatrain import Engine, Policy
+from megatrain import Policy
 from megatrain.errors import ModelError
 from megatrain.model import freeze_parameters, port_model
-from megatrain.spec import Numerics
 from megatrain.train.parity import truth
 from tests.stock.image_models import image_batch, image_model, text_batch
 from tests.stock.test_frozen_towers import gradients_of
@@ -73,7 +72,7 @@ def test_an_adapter_of_every_linear_layer_trains_as_in_peft() -> None:
     batches, config = mixed("qwen3_vl"), LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
     torch.manual_seed(0)
     stock = get_peft_model(image_model("qwen3_vl"), config)
-    with Engine.from_model(stock, "cpu", numerics=Numerics("fp32"), verify=False) as engine:
+    with made(stock) as engine:
         found = engine.gradients(batches)
     expected = gradients_of(stock, batches)
     assert any("deepstack" in name and value.any() for name, value in expected.items())

@@ -508,7 +508,7 @@ def test_gradients_do_not_disturb_a_running_save(tmp_path: Path, monkeypatch: py
 def test_another_model_is_refused_before_anything_is_lost(tmp_path: Path) -> None:
     with made(chosen(shares_memory=True), tmp_path) as other, made(chosen(), tmp_path, "cpu", "llama-tied") as tied:
         for engine, taken in ((tied, other), (other, tied)):
-            saved = open_checkpoint(taken.save(tmp_path / taken.parts.ported.spec.units[-1].params[-1].name).wait())
+            saved = open_checkpoint(taken.save(tmp_path / taken.structure.units[-1].params[-1].name).wait())
             before = engine.step(unequal_batches(2)), engine.master_weights()
             with pytest.raises(CheckpointError, match=r"another model: (only it has|its files lack) lm_head\.weight"):
                 engine.restore(saved)
