@@ -59,7 +59,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 if settings is not None:
     settings.register_profile(
         "ci",
-        max_examples=10,
+        max_examples=7,
         derandomize=True,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],

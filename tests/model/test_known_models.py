@@ -12,6 +12,7 @@ from megatrain.model.architecture import auto_class, read_config, refuse_other_c
 from megatrain.model.hub import known_config, known_models
 
 
+@pytest.mark.few(30)  # `test_stored_measurements_have_the_models_parameters` compares the same counts of all, unbuilt
 @pytest.mark.parametrize("name", known_models())
 def test_built_in_models_have_their_published_parameter_counts(name: str) -> None:
     model = without_weights(known_config(name))

@@ -82,7 +82,17 @@ def saved(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.float32,
     return model
 
 
-@pytest.mark.parametrize(("kind", "tied"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in TIED)])
+LIKE_LLAMA = ("qwen2", "qwen3", "gemma3_text", "granite", "olmo2")
+"""Kinds whose weights are in files as the model holds them, and that are trained in the quick suite."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied"),
+    [
+        *(pytest.param(kind, False, marks=pytest.mark.slow if kind in LIKE_LLAMA else ()) for kind in KINDS),
+        *((kind, True) for kind in TIED),
+    ],
+)
 def test_every_family_loads_as_in_transformers(
     kind: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ HOMES = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 if settings.default.max_examples > 100 else 20, deadline=None)
 @given(st.data())
 def test_op_bytes_equal_their_buffers(data: st.DataObject) -> None:
     layers = data.draw(st.integers(1, 5))

@@ -45,7 +45,7 @@ SHARING: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {"indexer_types": ["full", "shared"] * 39},
     "inkling2_text": {**BLOCKS, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid_sliding"]},
 }
-QUICK = ("gemma4_text", "zaya", "inkling2_text")
+QUICK = ("zaya", "inkling2_text")  # `gemma4_text` trains with shared keys, too, below
 
 SHARDS = Policy(shard_nbytes=1 << 13)
 ON_DEVICE = Placement("device", "device", "device")
