@@ -35,7 +35,7 @@ from megatrain.model.ports import (
 from megatrain.model.profile import portable_attention
 from megatrain.model.recomputed_encoders import layer_lists
 from megatrain.model.user_patches import Buffers
-from megatrain.model.weight_reads import TO_THE_END, OrderOfUse, Uses, in_order_of_use, reachable_leaves
+from megatrain.model.weight_reads import TO_THE_END, OrderOfUse, ReadByProducts, Uses, in_order_of_use, reachable_leaves
 from megatrain.spec import ModelSpec, ParamSpec, UnitSpec
 
 WHERE = "the encoder of images"
@@ -328,8 +328,9 @@ class _Look(Begun):
         zeros = {name: lazy_zeros(parameter.shape, parameter.dtype) for name, parameter in layer.named_parameters()}
         used, buffers = OrderOfUse(zeros), Buffers(layer)
         args, kwargs = call.arguments(hidden.detach())
-        with torch.no_grad(), SkipLargeProducts(), Uses(used.reading):  # type: ignore[no-untyped-call]
+        with torch.no_grad(), ReadByProducts(zeros) as products, Uses(used.reading):
             output = functional_call(layer, zeros, args, kwargs)
+        used.matrices = products.matrices()
         buffers.refuse_changed(WHERE)
         others = () if isinstance(output, Tensor) else output[1:]
         returned = call.hidden_of(output)
@@ -371,9 +372,6 @@ def _layer_specs(encoder: EncoderStack, look: _Look, known: Mapping[str, ParamSp
         if not parameters or seen & {id(parameter) for parameter in parameters.values()}:
             raise _Unlike  # shared between layers
         seen |= {id(parameter) for parameter in parameters.values()}
-        params = [
-            replace(known[prefix + name], held=used.held.get(name, TO_THE_END))
-            for name in in_order_of_use(parameters, used.names)
-        ]
+        params = [used.noted(name, known[prefix + name]) for name in in_order_of_use(parameters, used.names)]
         units.append(UnitSpec(prefix.rstrip("."), "layer", tuple(params)))
     return units

@@ -103,9 +103,9 @@ class Living(_Watching):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = {tensor.untyped_storage()._cdata for tensor in _tensors(*args, *kwargs.values())}
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_of(*args, *kwargs.values())}
         output = self.compute(op, args, kwargs)
-        for tensor in _tensors(output):
+        for tensor in tensors_of(output):
             storage = tensor.untyped_storage()
             if not tensor.is_meta and storage._cdata not in self._known and storage._cdata not in given:
                 nbytes, chunk = storage.nbytes(), _IN_CHUNK.get()
@@ -377,7 +377,7 @@ def _spared(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _largest_numel(name: str, args: Sequence[Any]) -> int:
     """Elements of the largest tensor that an op reads, or that a product or factory makes."""
-    tensors, made = _tensors(*args), 0
+    tensors, made = tensors_of(*args), 0
     if name in PRODUCTS:
         left, right = tensors[1:3] if name in ADDING else tensors[:2]
         groups = tensors[2].numel() if name == "aten::_grouped_mm" and left.dim() == right.dim() == 2 else 1
@@ -416,14 +416,14 @@ def _lazy_zeros_like(form: Tensor) -> Tensor:
     return lazy_zeros([numel if form.numel() else 0], form.dtype).as_strided(form.shape, form.stride())
 
 
-def _tensors(*values: Any) -> list[Tensor]:
+def tensors_of(*values: Any) -> list[Tensor]:
     """All tensors among the arguments or results of an op."""
     tensors: list[Tensor] = []
     for value in values:  # for each op of each run: no generators
         if isinstance(value, Tensor):
             tensors.append(value)
         elif isinstance(value, (tuple, list)):
-            tensors += _tensors(*value)
+            tensors += tensors_of(*value)
         elif isinstance(value, dict):
-            tensors += _tensors(*value.values())
+            tensors += tensors_of(*value.values())
     return tensors

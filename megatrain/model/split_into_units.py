@@ -74,8 +74,8 @@ from megatrain.model.user_patches import (
     separate_dicts,
 )
 from megatrain.model.weight_reads import (
-    TO_THE_END,
     OrderOfUse,
+    ReadByProducts,
     Uses,
     in_order_of_use,
     nodes_of,
@@ -458,8 +458,8 @@ def _layer_specs(model: PreTrainedModel, ported: PortedModel, look: FirstLook) -
                 )
             seen[id(parameter)] = prefix + name
             share = _active_share(model, parameter)
-            held = used.held.get(name, TO_THE_END)
-            params.append(ParamSpec(prefix + name, tuple(parameter.shape), share, parameter.requires_grad, held))
+            param = ParamSpec(prefix + name, tuple(parameter.shape), share, parameter.requires_grad)
+            params.append(used.noted(name, param))
         units.append(UnitSpec(prefix.rstrip("."), "layer", tuple(params)))
     return units
 
@@ -554,8 +554,9 @@ class FirstLook(Capture):
 
         first = call.with_form(rebuilt(call.form, lambda path, leaf: leaf))
         args, kwargs = first.arguments(hidden)
-        with torch.no_grad(), recorded() as routed, SkipLargeProducts(), Uses(reading):  # type: ignore[no-untyped-call]
+        with torch.no_grad(), recorded() as routed, ReadByProducts(zeros) as products, Uses(reading):
             output = functional_call(layer, zeros, args, kwargs)
+        order.matrices = products.matrices()
         try:
             writes = written(call.form, first.form)
         except Untraceable:

@@ -1,4 +1,5 @@
-"""Finds which weights a model's code reads: a layer's in which order, and whether the prologue's backward reads any.
+"""Finds which weights a model's code reads: a layer's in which order and as what matrices, and whether the prologue's
+backward reads any.
 
 A function mode around the call sees where a layer first reads a weight, without touching the model's code. Asking for
 a shape or making a view reads nothing: a view is tracked to where it is used, so one expert's slice of a tensor of
@@ -12,13 +13,19 @@ Then no weights are fetched for the backward pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
+from megatrain.model.peak import ADDING, SkipLargeProducts, tensors_of
+from megatrain.model.peak import PRODUCTS as MATRIX_PRODUCTS
 from megatrain.model.ports import Capture, PortedModel, tensors_in
+from megatrain.spec import ParamSpec
 
 Reading = Callable[[Any, Sequence[Tensor]], None]
 """Called with a function and the tensors among its arguments before it runs."""
@@ -123,6 +130,8 @@ class OrderOfUse:
         self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in weights.items()}
         self._numel = {name: tensor.numel() for name, tensor in weights.items()}
         self.names: list[str] = []
+        self.matrices: dict[str, Matrices] = {}
+        """By name of a weight, see `ReadByProducts`."""
         self.held: dict[str, int] = {}
         """Name of a weight -> its `ParamSpec.held`: to the end if only parts are read, as of experts, whose order
         depends on the tokens."""
@@ -135,11 +144,119 @@ class OrderOfUse:
             to_the_end = numel != self._numel[name] or self.held.get(name) == TO_THE_END
             self.held[name] = TO_THE_END if to_the_end else len(self.names) - 1 - self.names.index(name)
 
+    def noted(self, name: str, param: ParamSpec) -> ParamSpec:
+        """The parameter of the weight `name`, with what was seen of it."""
+        held, seen = self.held.get(name, TO_THE_END), self.matrices.get(name)
+        if seen is None:
+            return replace(param, held=held)
+        return replace(param, held=held, products=seen.stacked, inputs_first=seen.inputs_first)
+
 
 def in_order_of_use(names: Iterable[str], used: Sequence[str]) -> list[str]:
     """`names`: first the `used` ones in that order, then the rest unchanged."""
     places = {name: place for place, name in enumerate(used)}
     return sorted(names, key=lambda name: places.get(name, len(places)))
+
+
+# By products of a layer -----------------------------------------------------------------------------------------------
+#
+# Seen below autograd, where linear layers, matmul and einsum are a few products. A cast or a copy of a weight is that
+# weight. A weight is a router if what chooses, `topk` say, gets just its outputs. That it has as many outputs as there
+# are experts would not tell: so may keys of all heads.
+
+
+CHOICES = ("aten::topk", "aten::max", "aten::argmax", "aten::sort", "aten::multinomial", "aten::gather")
+COPIES = ("aten::_to_copy", "aten::clone")
+CHOSEN = ("aten::index", "aten::index_select")
+"""Of stacked matrices these copy some of them; of a matrix, rows, as an embedding does."""
+GROUPED = "grouped_mm"
+"""In the names of products of groups of tokens with a matrix each, of torch or transformers."""
+
+
+class Matrices(NamedTuple):
+    """The matrices in a weight."""
+
+    stacked: int
+    inputs_first: bool
+    """Whether they have a row for each input, instead of one for each output."""
+
+
+class _Origin(NamedTuple):
+    """Where the numbers of a tensor come from."""
+
+    kept: StorageWeakRef
+    """Keeps its address from being reused."""
+    weight: str = ""
+    """The weight of which it is a view or a copy."""
+    products: frozenset[str] = frozenset()
+    """Weights of the last products behind it."""
+
+
+class ReadByProducts(SkipLargeProducts):
+    """In the block, where a layer runs on zeros, finds which of its weights are matrices that products read: a stack of
+    them if products read dense blocks of it, such as an expert's, and else by the last two dimensions."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._shapes = {name: weight.shape for name, weight in weights.items()}
+        self._origins: dict[int, _Origin] = {}
+        for name, weight in weights.items():
+            self._come_from(weight, name)
+        self._read: dict[str, Matrices] = {}
+        self._made: dict[str, tuple[int, int]] = {}
+        """By name of a weight: outputs of its last product, for one token and for all."""
+        self._routers: set[str] = set()
+
+    def matrices(self) -> dict[str, Matrices]:
+        """By name of a weight; without routers, and without matrices of one row or column."""
+        return {name: read for name, read in self._read.items() if read.stacked and name not in self._routers}
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        output = super().__torch_dispatch__(op, types, args, kwargs)
+        name = op._schema.name if hasattr(op, "_schema") else str(op)
+        given = tensors_of(*args, *(kwargs or {}).values())
+        weight, products = "", frozenset[str]()
+        if name in MATRIX_PRODUCTS or GROUPED in name:
+            left, right = given[1:3] if name in ADDING else given[:2]
+            products = frozenset((self._multiplied(left, -1, output), self._multiplied(right, -2, output))) - {""}
+        else:
+            origins = [origin for origin in map(self._origin, given) if origin is not None]
+            products = products.union(*(origin.products for origin in origins))
+            if origins and (name in COPIES or (name in CHOSEN and len(self._shapes.get(origins[0].weight, ())) > 2)):
+                weight = origins[0].weight
+            if name in CHOICES:
+                read = given[0].shape[-1], given[0].numel()
+                self._routers |= {name for name in products if self._made[name] == read}
+        if weight or products:
+            for tensor in tensors_of(output):
+                self._come_from(tensor, weight, products)
+        return output
+
+    def _origin(self, tensor: Tensor) -> _Origin | None:
+        return self._origins.get(tensor.untyped_storage()._cdata)
+
+    def _come_from(self, tensor: Tensor, weight: str, products: frozenset[str] = frozenset()) -> None:
+        storage = tensor.untyped_storage()
+        known = self._origins.get(storage._cdata)
+        origin = known or _Origin(StorageWeakRef(storage), weight)
+        self._origins[storage._cdata] = origin._replace(products=origin.products | products)
+
+    def _multiplied(self, operand: Tensor, inner: int, output: Tensor) -> str:
+        """Note a product over the dimension `inner` of an operand; returns its weight, or an empty text."""
+        origin = self._origin(operand)
+        if origin is None or not origin.weight or operand.dim() < 2:
+            return ""
+        rows, columns = operand.shape[-2:]
+        shape = self._shapes[origin.weight]
+        blocks, rest = divmod(shape.numel(), max(1, rows * columns))
+        is_dense = operand.stride()[-2:] in ((columns, 1), (1, rows)) and not rest
+        stacked = 0 if 1 in (rows, columns) else blocks if is_dense else prod(shape[:-2])
+        read = Matrices(stacked, inputs_first=operand.stride(inner) != 1)
+        self._made[origin.weight] = columns if inner == -2 else rows, output.numel()
+        known = self._read.setdefault(origin.weight, read)
+        if known.stacked != stacked:  # parts of several sizes
+            self._read[origin.weight] = known._replace(stacked=prod(shape[:-2]))
+        return origin.weight
 
 
 # In the backward pass of the prologue ---------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from torch import nn
 
 from megatrain import AdamW, Engine, Policy
 from megatrain.model import port_model
-from megatrain.model.weight_reads import OrderOfUse, Uses, in_order_of_use
+from megatrain.model.weight_reads import OrderOfUse, ReadByProducts, Uses, in_order_of_use
 from megatrain.schedule.contents import Weights
 from tests.tiny import equal, tiny_model, unequal_batches
 
@@ -102,3 +102,48 @@ def test_weights_stay_released_and_gradients_are_equal(family: str) -> None:
     assert equal(found, expected)
     assert all(access.content != Weights(0) for op in ops if op.name.startswith("BACKWARD u0") for access in op.reads)
     assert len({i for i, op in enumerate(ops) if op.name.startswith("FETCH u0 s0")}) == 1
+
+
+class Reading(nn.Module):
+    """Weights that are read in uncommon ways; `wide` has as many outputs as there are experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {
+            "router": (6, 8),
+            "wide": (6, 8),
+            "by_token": (6, 8),
+            "stacked": (6 * 5, 8),
+            "thirds": (3 * 8, 8),
+            "unequal": (8 + 16, 8),
+            "table": (7, 8),
+            "vector": (1, 8),
+            "scale": (4, 8),
+            "blocks": (2, 4, 4),
+        }
+        self.weights = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        w = self.weights
+        chosen = torch.softmax((x.double() @ w["router"].double().t()).view(4, 2, 3).flatten(1), -1).topk(2).indices
+        gathered = (x @ w["by_token"].t()).gather(1, chosen)
+        of_experts = [x @ matrix.t() for matrix in w["stacked"].view(6, 5, 8)]
+        read = [x @ w["wide"].t(), *of_experts, gathered, x @ w["vector"].t(), x * w["scale"]]
+        read += [x @ part.t() for part in (*w["thirds"].split(8), *w["unequal"].split([8, 16]))]
+        read += [torch.einsum("tbi,bio->tbo", x.view(4, 2, 4), w["blocks"])]
+        read += [(x @ x.t()).topk(2).values, nn.functional.embedding(chosen, w["table"]) @ x.t()]
+        return torch.cat([each.flatten() for each in read])
+
+
+def test_weights_are_matrices_as_products_read_them() -> None:
+    layer = Reading()
+    weights = {name.removeprefix("weights."): weight.detach() for name, weight in layer.named_parameters()}
+    with torch.no_grad(), ReadByProducts(weights) as reads:
+        layer(torch.zeros(4, 8))
+    assert {name: tuple(matrices) for name, matrices in reads.matrices().items()} == {
+        "wide": (1, False),
+        "stacked": (6, False),
+        "thirds": (3, False),
+        "unequal": (1, False),
+        "blocks": (2, True),
+    }
