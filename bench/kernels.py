@@ -4,7 +4,7 @@
 
 The layer is called as the engine calls it, in bfloat16, on one sequence. Counted are ops that launch a kernel (views
 and allocations do not), by the bytes that they read and write; of matrix products and attention only the launches. A
-fused function is one op, with the launches and bytes that it declares (`megatrain.model.fused`). Saved are the bytes
+fused function is one op (`megatrain.model.fused`): one kernel. Saved are the bytes
 that the graph keeps for the backward pass, without weights and each storage once. Nothing is timed, so a narrow layer
 with the proportions of a published one tells the same per token and channel.
 """
@@ -15,7 +15,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain import Engine, Numerics
-from megatrain.model.fused import LAUNCHES, scratch_nbytes
 from megatrain.model.saved_activations import attends
 from megatrain.spec import Kernels
 
@@ -70,14 +69,13 @@ class CountKernels(TorchDispatchMode):
         name = op._schema.name
         if _is_view(op._schema) or name.startswith(("aten::empty", "aten::new_empty")):
             return output
-        launches = LAUNCHES.get(name, 1)
-        self.counts.launches += launches
-        self.counts.ops[name] += launches
+        self.counts.launches += 1
+        self.counts.ops[name] += 1
         if name not in PRODUCTS and not _attends(op):
             given, made = _tensors((args, kwargs)), _tensors(output)
             changed = {_place(tensor) for tensor in made} & {_place(tensor) for tensor in given}
             read = [each for each in given if name not in OVERWRITES or _place(each) not in changed]
-            self.counts.nbytes += sum(map(_nbytes, (*read, *made))) + scratch_nbytes(name, made)
+            self.counts.nbytes += sum(map(_nbytes, (*read, *made)))
         return output
 
     def saving(self) -> Any:
@@ -135,13 +133,11 @@ def count(shape: Mapping[str, Any], kernels: Kernels, tokens: int = TOKENS, devi
         with torch.no_grad():
             _, calls = ported.prologue(start, {"input_ids": ids})
         hidden = torch.randn(1, tokens, WIDTH).to(device, torch.bfloat16).requires_grad_()
-        counting = CountKernels(list(weights.values()))
+        gradient, counting = torch.ones_like(hidden), CountKernels(list(weights.values()))
         with torch.enable_grad(), counting:
             with counting.saving():
                 output, _ = ported.layer(0, weights, hidden, calls[0], numerics)
-            torch.autograd.grad(output, [hidden, *weights.values()], torch.ones_like(output))
-        counting.counts.launches -= 1  # of `ones_like`
-        counting.counts.nbytes -= output.nbytes
+            torch.autograd.grad(output, [hidden, *weights.values()], gradient)
     return counting.counts
 
 
@@ -149,7 +145,12 @@ def compare(shape: str, tokens: int = TOKENS, device: str = "cpu") -> dict[str, 
     """Counts of the library's layer and of the fused one; goal -> ratio."""
     stock, fused = (count(SHAPES[shape], kernels, tokens, device) for kernels in ("stock", "fused"))
     ratios = {name: getattr(fused, name) / getattr(stock, name) for name in GOALS}
-    return {"shape": shape, "tokens": tokens, "stock": asdict(stock), "fused": asdict(fused), "ratios": ratios}
+    return {"shape": shape, "tokens": tokens, "stock": told(stock), "fused": told(fused), "ratios": ratios}
+
+
+def told(counts: Counts) -> dict[str, Any]:
+    """The counts, with the ops by how often they are launched."""
+    return {**asdict(replace(counts, ops=Counter())), "ops": counts.ops.most_common()}
 
 
 def show(results: Sequence[Mapping[str, Any]]) -> str:
@@ -183,7 +184,7 @@ def main() -> None:
     print(show(results))
     for result in results if arguments.list else ():
         for kernels in ("stock", "fused"):
-            ops = ", ".join(f"{count} {name}" for name, count in Counter(result[kernels]["ops"]).most_common())
+            ops = ", ".join(f"{count} {name}" for name, count in result[kernels]["ops"])
             print(f"{result['shape']}, {kernels}: {ops}")
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")

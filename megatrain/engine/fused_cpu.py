@@ -26,6 +26,7 @@ CHUNK = 1024
 """Elements of a row for which an activation and its slope are held at a time: they stay in the cache."""
 BLOCK_NUMEL = 1 << 16
 """Elements of a block, about."""
+DTYPES = (torch.bfloat16, torch.float32)
 SIGMOID, GELU, RELU = 0, 1, 2
 """Kinds of activations: x * sigmoid(a x + b x^3), that by the error function, and max(x, 0)."""
 
@@ -299,6 +300,7 @@ def register() -> None:
     forms: dict[str, Callable[..., Any]] = {
         "rms_norm": _rms_norm,
         "rms_norm_backward": _rms_norm_backward,
+        "sum_parts": _sum_parts,
         "gated": _gated,
         "gated_backward": _gated_backward,
         "rotary": _rotary,
@@ -323,16 +325,21 @@ def _rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     if not _computes(x, gradient):
         return fused.rms_norm_backward_reference(gradient, x, scale, weight, offset, trains)
-    rows, out, threads = fused.rows_of(x), torch.empty_like(x), torch.get_num_threads()
-    blocks, width = _blocks(*rows.shape), rows.shape[1]
-    parts = np.empty(len(blocks) * width if trains else 0, np.float32)
+    rows, width = fused.rows_of(x).shape
+    out, parts = torch.empty_like(x), fused.norm_parts(x, trains)
     inputs = _array(gradient), _array(x), _array(scale), _factors(weight, offset, x)
-    run(rms_backward, inputs, (_array(out), parts), width, blocks=blocks, threads=threads)
-    if weight is None or not trains:
-        return out, x.new_empty(0)
-    of_weight = torch.empty_like(weight)
-    run(sum_parts, parts, _array(of_weight), blocks=_blocks(width, len(blocks)), threads=threads)
-    return out, of_weight
+    how: Any = {"blocks": _in_pieces(rows, fused.NORM_ROWS), "threads": torch.get_num_threads()}
+    run(rms_backward, inputs, (_array(out), _array(parts)), width, **how)
+    return out, parts
+
+
+def _sum_parts(parts: Tensor, weight: Tensor) -> Tensor:
+    if weight.dtype not in DTYPES:
+        return fused.sum_parts_reference(parts, weight)
+    out = torch.empty_like(weight)
+    how: Any = {"blocks": _blocks(weight.numel(), len(parts)), "threads": torch.get_num_threads()}
+    run(sum_parts, _array(parts), _array(out), **how)
+    return out
 
 
 def _gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
@@ -356,13 +363,9 @@ def _gated_backward(gradient: Tensor, gate: Tensor, up: Tensor | None, activatio
     return of_gate, gate.new_empty(0) if of_up is None else of_up
 
 
-def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool) -> tuple[Tensor, Tensor]:
-    if not _computes(q, k, cos, sin):
-        return fused.rotary_reference(q, k, cos, sin, heads, inverse)
-    return _turned(q, cos, sin, heads, inverse), _turned(k, cos, sin, heads, inverse)
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool) -> Tensor:
+def _rotary(x: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool) -> Tensor:
+    if not _computes(x, cos, sin):
+        return fused.rotary_reference(x, cos, sin, heads, inverse)
     out, token = fused.rotary_output(x, heads), 3 - heads
     tokens, count, channels, angles = x.shape[token], x.shape[heads], x.shape[-1], cos.shape[-1]
     strides = x.stride(0), x.stride(token), x.stride(heads)
@@ -376,7 +379,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool) -> T
 
 def _computes(*tensors: Tensor) -> bool:
     first = tensors[0].dtype
-    return first in (torch.bfloat16, torch.float32) and all(tensor.dtype == first for tensor in tensors)
+    return first in DTYPES and all(tensor.dtype == first for tensor in tensors)
 
 
 def _array(tensor: Tensor) -> NDArray[Any]:
@@ -410,6 +413,9 @@ def _kind(activation: str) -> tuple[int, np.float32, np.float32]:
 
 def _blocks(rows: int, width: int) -> NDArray[np.int64]:
     """Rows [start, stop) of each block, int64[blocks, 2]."""
-    size = max(1, BLOCK_NUMEL // max(width, 1))
+    return _in_pieces(rows, max(1, BLOCK_NUMEL // max(width, 1)))
+
+
+def _in_pieces(rows: int, size: int) -> NDArray[np.int64]:
     starts = np.arange(0, rows, size)
     return np.stack([starts, np.minimum(starts + size, rows)], axis=1)

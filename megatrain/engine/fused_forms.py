@@ -119,15 +119,17 @@ def calls(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, tuple
         weight = None if offset is None else draw(width)
         _, scale = REFERENCES["rms_norm"](x, weight, offset or 0.0, 1e-2)
         yield "rms_norm", (x, weight, offset or 0.0, 1e-2)
-        for trains in (True, False):
+        if weight is not None:
+            yield "sum_parts", (x.float().flatten(0, -2), weight)
+        for trains in (weight is not None, False):
             yield "rms_norm_backward", (gradient, x, scale, weight, offset or 0.0, trains)
     for activation in ACTIVATIONS:
         gate, up, gradient = 3 * draw(3, 1030), draw(3, 1030), draw(3, 1030)
         for first, second in ((gate, up), (torch.cat([gate, up], -1), None)):
             yield "gated", (first, second, activation)
             yield "gated_backward", (gradient, first, second, activation)
-    q, k = draw(2, 5, 3, 24), draw(2, 5, 1, 24)
+    x = draw(2, 5, 3, 24)
     for heads, rows, angles in ((1, 2, 24), (2, 1, 24), (1, 1, 10)):
-        turned = (q, k) if heads == 2 else (q.transpose(1, 2), k.transpose(1, 2))
+        turned = x if heads == 2 else x.transpose(1, 2)
         for inverse in (False, True):
-            yield "rotary", (*turned, draw(rows, 5, angles), draw(rows, 5, angles), heads, inverse)
+            yield "rotary", (turned, draw(rows, 5, angles), draw(rows, 5, angles), heads, inverse)

@@ -186,19 +186,21 @@ def rms_norm_backward(
     gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor | None, offset: float, trains: bool
 ) -> tuple[Tensor, Tensor]:
     """As `fused.rms_norm_backward_reference`."""
-    (rows, width), out, trains = fused.rows_of(x).shape, torch.empty_like(x), trains and weight is not None
+    (rows, width), out, parts = fused.rows_of(x).shape, torch.empty_like(x), fused.norm_parts(x, trains)
     programs, (block, of_tile) = triton.cdiv(rows, fused.NORM_ROWS), _tile(width)
-    parts = torch.empty(programs * width if trains else 0, dtype=torch.float32, device=x.device)
     if x.numel():
         tensors = gradient, x, scale, x if weight is None else weight, out, parts if trains else scale
         options = {"FLAGS": (weight is not None, trains), "ROWS": min(of_tile, fused.NORM_ROWS), "BLOCK": block}
         _rms_backward[(programs,)](tensors, rows, (width, fused.NORM_ROWS), offset, **options, **_warps(block))
-    if weight is None or not trains:
-        return out, x.new_empty(0)
-    of_weight = torch.empty_like(weight)
+    return out, parts
+
+
+def sum_parts(parts: Tensor, weight: Tensor) -> Tensor:
+    """As `fused.sum_parts_reference`."""
+    out, (count, width) = torch.empty_like(weight), parts.shape
     options = {"PARTS": PARTS, "COLUMNS": COLUMNS, **OPTIONS}
-    _sum_parts[(triton.cdiv(width, COLUMNS),)](parts, of_weight, programs, width, **options)
-    return out, of_weight
+    _sum_parts[(triton.cdiv(width, COLUMNS),)](parts, out, count, width, **options)
+    return out
 
 
 def gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
@@ -223,12 +225,8 @@ def gated_backward(gradient: Tensor, gate: Tensor, up: Tensor | None, activation
     return of_gate, gate.new_empty(0) if of_up is None else of_up
 
 
-def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool) -> tuple[Tensor, Tensor]:
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool) -> Tensor:
     """As `fused.rotary_reference`."""
-    return _turned(q, cos, sin, heads, inverse), _turned(k, cos, sin, heads, inverse)
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool) -> Tensor:
     out, token = fused.rotary_output(x, heads), 3 - heads
     tokens, count, channels, angles = x.shape[token], x.shape[heads], x.shape[-1], cos.shape[-1]
     if x.numel():

@@ -336,7 +336,9 @@ def _rotary_of(function: FunctionType) -> _FusedRotary | None:
             made = function(q.clone(), k.clone(), cos, sin)
         if failed or not isinstance(made, tuple) or len(made) != 2:
             return False
-        return all(map(_same, made, rotary_reference(q, k, cos, sin, 1, False)))
+        return all(
+            _same(turned, rotary_reference(x, cos, sin, 1, False)) for turned, x in zip(made, (q, k), strict=True)
+        )
 
     return _FusedRotary(function, partial=turns(4)) if turns(8) else None
 

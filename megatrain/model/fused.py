@@ -13,7 +13,7 @@ may be in any order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +25,7 @@ LIBRARY = torch.library.Library("megatrain", "DEF")
 OPS: Any = torch.ops.megatrain
 Form = TypeVar("Form", bound=Callable[..., Any])
 NORM_ROWS = 32
-"""Rows of which a kernel forms the norm's weight gradient, before these parts are summed."""
+"""Rows of which a norm's weight gradient is formed, before these parts are summed."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -35,18 +35,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": functional.relu,
 }
 """Name -> the function, in any precision."""
-
-LAUNCHES = {"megatrain::rms_norm_backward": 2, "megatrain::rotary": 2}
-"""Kernels that an op launches, if more than one: the parts of a weight gradient are summed, q and k are two tensors."""
-
-
-def scratch_nbytes(name: str, outputs: Sequence[Tensor]) -> int:
-    """Bytes that an op of that name writes and reads besides its arguments and results."""
-    if name != "megatrain::rms_norm_backward" or not outputs[1].numel():
-        return 0
-    rows = outputs[0].numel() // outputs[0].shape[-1]
-    return 2 * 4 * outputs[1].numel() * math.ceil(rows / NORM_ROWS)
-
 
 REFERENCES: dict[str, Callable[..., Any]] = {}
 """Name of an op -> its reference form."""
@@ -86,13 +74,30 @@ def rms_norm_reference(x: Tensor, weight: Tensor | None, offset: float, eps: flo
 def rms_norm_backward_reference(
     gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor | None, offset: float, trains: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the input and, if it trains, of the weight, which is empty otherwise."""
+    """The gradient of the input and, if the weight trains, terms of its gradient float32[parts, channels], one for
+    NORM_ROWS rows each, in the order of memory."""
     normed, wanted = x.float() * scale, gradient.float()
     scaled = wanted if weight is None else wanted * (weight.float() + offset)
     given = (scaled - normed * (scaled * normed).mean(-1, keepdim=True)) * scale
-    if weight is None or not trains:
-        return given.to(x.dtype), x.new_empty(0)
-    return given.to(x.dtype), (wanted * normed).flatten(0, -2).sum(0).to(weight.dtype)
+    parts = norm_parts(x, trains)
+    if trains:
+        terms = rows_of(_as_laid_out(wanted * normed, x))
+        terms = functional.pad(terms, (0, 0, 0, len(parts) * NORM_ROWS - len(terms)))
+        parts.copy_(terms.view(len(parts), NORM_ROWS, -1).sum(1))
+    return _as_laid_out(given.to(x.dtype), x), parts
+
+
+def norm_parts(x: Tensor, trains: bool) -> Tensor:
+    """Memory for the terms of a weight's gradient; empty if it does not train."""
+    rows = x.numel() // max(1, x.shape[-1])
+    shape = (-(-rows // NORM_ROWS), x.shape[-1]) if trains else (0,)
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+@_op("sum_parts(Tensor parts, Tensor weight) -> Tensor")
+def sum_parts_reference(parts: Tensor, weight: Tensor) -> Tensor:
+    """The sum of terms float32[parts, channels], in the dtype of the weight."""
+    return parts.sum(0).to(weight.dtype)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -110,8 +115,8 @@ class _RmsNorm(torch.autograd.Function):
         x, scale, *weights = ctx.saved_tensors
         weight, trains = (weights[0], ctx.needs_input_grad[1]) if weights else (None, False)
         arguments = _as_laid_out(gradient, x), x, scale, weight, ctx.offset, trains
-        given, of_weight = OPS.rms_norm_backward.default(*arguments)
-        return given, of_weight if trains else None, None, None
+        given, parts = OPS.rms_norm_backward.default(*arguments)
+        return given, OPS.sum_parts.default(parts, weight) if trains else None, None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, offset: float, eps: float) -> Tensor:
@@ -200,18 +205,12 @@ def gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
 # Rotary embedding -----------------------------------------------------------------------------------------------------
 
 
-@_op("rotary(Tensor q, Tensor k, Tensor cos, Tensor sin, int heads, bool inverse) -> (Tensor, Tensor)")
-def rotary_reference(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool
-) -> tuple[Tensor, Tensor]:
-    """Rotate q and k [batch, ...] by angles cos, sin [batch or 1, tokens, rotated channels]. heads: the dimension of
-    heads, 1 or 2; tokens are the other one. inverse: multiply by the transpose. The results lie in memory as
-    [batch, tokens, heads, channels]."""
-    cosines, sines = (angle.float().unsqueeze(heads) for angle in (cos, sin))
-    return _rotated(q, cosines, sines, heads, inverse), _rotated(k, cosines, sines, heads, inverse)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool) -> Tensor:
+@_op("rotary(Tensor x, Tensor cos, Tensor sin, int heads, bool inverse) -> Tensor")
+def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool) -> Tensor:
+    """Rotate x [batch, ...] by angles cos, sin [batch or 1, tokens, rotated channels]. heads: the dimension of heads, 1
+    or 2; tokens are the other one. inverse: multiply by the transpose. The result lies in memory as [batch, tokens,
+    heads, channels]."""
+    cos, sin = (angle.float().unsqueeze(heads) for angle in (cos, sin))
     turned, rest = x[..., : cos.shape[-1]].float(), x[..., cos.shape[-1] :]
     if inverse:
         first, second = (turned * sin).chunk(2, -1)
@@ -234,17 +233,16 @@ def rotary_output(x: Tensor, heads: int) -> Tensor:
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.heads = heads
-        first, second = OPS.rotary.default(q, k, cos, sin, heads, False)
-        return first, second
+        turned: Tensor = OPS.rotary.default(x, cos, sin, heads, False)
+        return turned
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        of_q, of_k = OPS.rotary.default(*map(_with_whole_rows, gradients), *ctx.saved_tensors, ctx.heads, True)
-        return of_q, of_k, None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return OPS.rotary.default(_with_whole_rows(gradient), *ctx.saved_tensors, ctx.heads, True), None, None, None
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor]:
@@ -253,8 +251,9 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[
     q, k [batch, heads, tokens, channels], or heads after tokens if `heads` is 2 rather than 1; cos, sin [batch or 1,
     tokens, angles].
     """
-    whole = *map(_with_whole_rows, (q, k)), cos.contiguous(), sin.contiguous()
-    return _Rotary.apply(*whole, heads)  # type: ignore[no-untyped-call,no-any-return]
+    angles = cos.contiguous(), sin.contiguous()
+    first, second = (_Rotary.apply(_with_whole_rows(x), *angles, heads) for x in (q, k))  # type: ignore[no-untyped-call]
+    return first, second
 
 
 # Layout in memory -----------------------------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ def norm_calls(dtype: torch.dtype, *shape: int, offset: float = 0.0) -> list[tup
     x, weight, gradient = draw(dtype, *shape), draw(dtype, shape[-1]) + 1, draw(dtype, *shape) / 2
     _, scale = fused.rms_norm_reference(x, weight, offset, 1e-5)
     backward = gradient, x, scale, weight, offset, True
-    return [("rms_norm", (x, weight, offset, 1e-5)), ("rms_norm_backward", backward)]
+    parts = draw(torch.float32, 50, shape[-1])
+    return [("rms_norm", (x, weight, offset, 1e-5)), ("rms_norm_backward", backward), ("sum_parts", (parts, weight))]
 
 
 def gated_calls(dtype: torch.dtype, *shape: int, activation: str) -> list[tuple[str, tuple[Any, ...]]]:
@@ -47,7 +48,8 @@ def gated_calls(dtype: torch.dtype, *shape: int, activation: str) -> list[tuple[
 def rotary_calls(dtype: torch.dtype, tokens: int) -> list[tuple[str, tuple[Any, ...]]]:
     q, k = draw(dtype, 2, tokens, 3, 24).transpose(1, 2), draw(dtype, 2, 1, tokens, 24)
     return [
-        ("rotary", (q, k, draw(dtype, rows, tokens, angles), draw(dtype, rows, tokens, angles) / 2, 1, inverse))
+        ("rotary", (x, draw(dtype, rows, tokens, angles), draw(dtype, rows, tokens, angles) / 2, 1, inverse))
+        for x in (q, k)
         for rows, angles, inverse in ((2, 24, False), (1, 24, True), (1, 10, False), (2, 10, True))
     ]
 
@@ -116,4 +118,5 @@ def test_nothing_to_compute_is_no_error() -> None:
     empty = torch.empty(0, 8)
     assert OPS.rms_norm(empty, torch.ones(8), 0.0, 1e-6)[0].shape == (0, 8)
     assert OPS.gated(empty, empty, "silu").shape == (0, 8)
-    assert OPS.rms_norm_backward(empty, empty, torch.empty(0, 1), torch.ones(8), 0.0, True)[1].tolist() == [0] * 8
+    assert OPS.rms_norm_backward(empty, empty, torch.empty(0, 1), torch.ones(8), 0.0, True)[1].shape == (0, 8)
+    assert OPS.sum_parts(empty, torch.ones(8)).tolist() == [0] * 8
