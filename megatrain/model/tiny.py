@@ -18,6 +18,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import partial
 from math import ceil, gcd
 from typing import Any
@@ -30,6 +31,9 @@ from megatrain.errors import ModelError, typed_line
 from megatrain.model.architecture import auto_class, ropes_of
 from megatrain.model.skeleton import on_the_cpu
 from megatrain.model.weight_sources import quiet
+
+Fields = dict[str, Any]
+"""`to_dict()` of a config, or of one nested in it."""
 
 MAX_PARAMETERS = 50_000_000
 TRIAL_TOKENS = 9
@@ -159,9 +163,25 @@ def perturb(model: nn.Module, seed: int) -> None:
 def _shrunk(
     config: PreTrainedConfig, whole: Fields, kind: type[PreTrainedModel] | None, effort: str
 ) -> PreTrainedConfig:
-    narrow = narrowed(whole, effort)
-    wide = _parsed(config, narrow)
-    skeleton = _skeleton(wide, kind)
+    small, skeleton = _with_few_layers(config, narrowed(whole, effort), kind, effort)
+    numel = sum(parameter.numel() for parameter in skeleton.parameters())
+    if numel > MAX_PARAMETERS:
+        raise ModelError(f"its twin would still have {numel:,} parameters")
+    _try(built(small, kind, None))
+    return small
+
+
+def few_layers(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A config of the same widths with one layer of each kind, two at least."""
+    return _with_few_layers(config, _plain(config), None, EFFORTS[0])[0]
+
+
+def _with_few_layers(
+    config: PreTrainedConfig, narrow: Fields, kind: type[PreTrainedModel] | None, effort: str
+) -> tuple[PreTrainedConfig, PreTrainedModel]:
+    """The config of these fields with as few layers as have every kind, and its model without values. Raises
+    `ModelError` if a kind is lost."""
+    skeleton = _skeleton(wide := _parsed(config, narrow), kind)
     stacks = _stacks(skeleton, config)
     kinds_of = partial(_kinds_of_all, stacks=stacks, counted=effort != "twice")
     kinds = [kinds_of(skeleton, wide, stack) for stack in stacks]
@@ -175,14 +195,10 @@ def _shrunk(
             of[name] = places if isinstance(of[name], list) else places[0]
     small = _parsed(config, narrow)
     skeleton = _skeleton(small, kind)
-    numel = sum(parameter.numel() for parameter in skeleton.parameters())
-    if numel > MAX_PARAMETERS:
-        raise ModelError(f"its twin would still have {numel:,} parameters")
     for stack, every in zip(stacks, kinds, strict=True):
         if set(every) - set(kinds_of(skeleton, small, stack)):
             raise ModelError("its twin lacks a kind of layer")
-    _try(built(small, kind, None))
-    return small
+    return small, skeleton
 
 
 def _try(model: PreTrainedModel) -> None:
@@ -410,9 +426,6 @@ def _shorter(name: str, value: list[Any], depth: int, chosen: Sequence[int]) -> 
 # expert groups, special tokens inside the vocabulary. A field that no rule knows is not changed.
 
 
-Fields = dict[str, Any]
-"""`to_dict()` of a config, or of one nested in it."""
-
 VOCAB = 96
 POSITIONS = 128
 SHORT, LONG = 8, 14
@@ -460,6 +473,38 @@ ROLES = (
 SMALL = {"window": 4, "chunk": 4, "state": 8, "experts": 8, "chosen experts": 2, "expert groups": 2, "state groups": 2}
 SMALL |= {"channels": 32, "filters": 4, "patch": 2}
 """Target sizes; smaller fields are not changed. Channels are normalized in 32 groups; filters double in every layer."""
+
+
+FEED_FORWARD = re.compile(
+    r"(\w+_)?intermediate_size\w*|n_inner|(\w+_)?(ffn|mlp|feed_forward)_(dim|size|hidden_size)|d_ff|dff|dim_ff"
+)
+
+
+def with_width(config: PreTrainedConfig, times: Fraction) -> PreTrainedConfig:
+    """The config with a hidden size, MLPs and numbers of heads so many times as large.
+
+    Sizes of heads, vocabulary and ranks stay, as do the number of experts and a number of key heads that is one. Raises
+    `ModelError` for a size that is no integer then.
+    """
+    fields = _plain(config)
+
+    def scaled(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [scaled(name, item) for item in value]
+        is_head, is_number = HEADS.fullmatch(name), isinstance(value, int) and not isinstance(value, bool)
+        if not is_number or not (name in HIDDEN or is_head or FEED_FORWARD.fullmatch(name)):
+            return value
+        if is_head and value == 1 and times < 1:
+            return value
+        if (new := value * times).denominator > 1:
+            what = f"its {name} of {value:,} cannot be divided by {times.denominator:,}"
+            raise ModelError(what, where=f"model {type(config).__name__}", fix="repeat it fewer times")
+        return int(new)
+
+    for node in nested(fields):
+        if "vocab_size" in node and any(isinstance(node.get(name), int) for name in HIDDEN):
+            node.update({name: scaled(name, value) for name, value in node.items()})
+    return _parsed(config, fields)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ import inspect
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from megatrain.model.tiny import (
     StockConfig,
     StockModel,
     dropout_rates,
+    few_layers,
     ordinary_tokens,
     perturb,
     shrink,
@@ -38,6 +38,8 @@ from megatrain.model.tiny import (
     with_dropout,
 )
 from megatrain.model.user_patches import HOOKS
+from megatrain.model.weight_sources import Source
+from megatrain.model.wide import WideModel, group_of, narrow_config
 from megatrain.spec import ActivationPlan, Keep, Kernels, Numerics, Policy
 
 # Cases ----------------------------------------------------------------------------------------------------------------
@@ -493,11 +495,6 @@ def _norm(value: Tensor) -> float:
     return float(value.double().norm())
 
 
-def group_of(name: str) -> str:
-    """A parameter's name with a star for each number: `model.layers.*.mlp.up_proj.weight`."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-
-
 def replay_finding(model: StockModel, make_engine: MakeEngine, case: Case, settings: Sequence[Setting]) -> Finding:
     """Check that with dropout, in training mode, all plans draw the same numbers, and give the same gradients up to the
     rounding of chunks.
@@ -519,20 +516,52 @@ def replay_finding(model: StockModel, make_engine: MakeEngine, case: Case, setti
     return worst
 
 
+class _AsNarrow:
+    """An engine of a wide model that answers for the narrow model that it repeats."""
+
+    def __init__(self, engine: Computes, wide: WideModel) -> None:
+        self.evaluate, self.close = engine.evaluate, engine.close
+        self._engine, self._wide = engine, wide
+
+    def gradients(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
+        """For each element the worst of its copies."""
+        answers = self._engine.gradients(micro_batches)
+        repeated = self._wide.parameters
+        return {
+            name: repeated[name].farthest(answers.pop(name)) / repeated[name].gradient_factor for name in [*answers]
+        }
+
+
+MakeEngineOf = Callable[[Source, str, Numerics, Policy], Computes]
+"""As `MakeEngine`, for a source."""
+
+
+def wide_report(config: StockConfig, times: int, make_engine: MakeEngineOf, attention: str | None = None) -> Report:
+    """A model of `config`'s own widths, with one layer of each kind, compared with the stock model that it repeats
+    `times` times, which is as much narrower.
+
+    Raises `ModelError` for sizes that cannot be divided, and for a model that is another function when repeated.
+    """
+    kernel = _kernel_for(config, attention)
+    narrow = twin_from(with_dropout(few_layers(narrow_config(config, times)), 0.0), 0, kernel)
+    wide = WideModel(narrow, times)
+    policy = Policy(shares_memory=True, activations="recompute", update="during_backward")
+    setting = Setting(f"cpu, {times} times as wide", "cpu", Numerics("fp32"), policy)
+
+    def of_wide(_: StockModel, device: str, numerics: Numerics, policy: Policy) -> Computes:
+        return _AsNarrow(make_engine(wide, device, numerics, policy), wide)
+
+    return compare(narrow, of_wide, short_cases(narrow), [setting], enough=1)
+
+
 def full_report(config: StockConfig, make_engine: MakeEngine, attention: str | None = None) -> Report:
     """Every case in every setting on a twin of `config`, dropout replay, and the router auxiliary loss if it has one.
 
     attention: the attention kernel; by default the config's. Raises `ModelError` for a model without a twin or that the
     engine refuses, and for a kernel that the model lacks or that does not exist on the CPU, where both run.
     """
-    if attention is not None:
-        where = where_of(config)
-        refuse_attention(config, attention, where)
-        if attention not in CPU_KERNELS:
-            fix = f"use attention={' or '.join(CPU_KERNELS)}"
-            raise ModelError(f"is compared on the CPU, which has no attention={attention}", where=where, fix=fix)
+    kernel = _kernel_for(config, attention)
     small = shrink(config)
-    kernel = attention or config._attn_implementation
     still = twin_from(with_dropout(small, 0.0), 0, kernel)
     report = compare(still, make_engine, full_cases(still), full_settings())
     extra, left_out = [], []
@@ -548,6 +577,18 @@ def full_report(config: StockConfig, make_engine: MakeEngine, attention: str | N
         except ModelError as refusal:
             left_out.append(f"{ROUTERS}: {refusal.what}")
     return replace(report, findings=(*report.findings, *extra), left_out=(*report.left_out, *left_out))
+
+
+def _kernel_for(config: StockConfig, attention: str | None) -> str:
+    """The attention kernel that was asked for, or the config's. Raises `ModelError` for one that is not here."""
+    if attention is None:
+        return str(config._attn_implementation)
+    where = where_of(config)
+    refuse_attention(config, attention, where)
+    if attention not in CPU_KERNELS:
+        fix = f"use attention={' or '.join(CPU_KERNELS)}"
+        raise ModelError(f"is compared on the CPU, which has no attention={attention}", where=where, fix=fix)
+    return attention
 
 
 # The check of a new architecture --------------------------------------------------------------------------------------

@@ -1,0 +1,122 @@
+"""A narrow model repeated over its width is the same function in the library's own code, and `verify --wide` compares
+an engine with it."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+from megatrain import Engine, Policy
+from megatrain.cli import main
+from megatrain.errors import ModelError
+from megatrain.model import Source
+from megatrain.model.tiny import built
+from megatrain.model.wide import WideModel, find_recipe, narrow_config
+from megatrain.spec import Numerics
+from megatrain.train.parity import wide_report
+from tests.tiny import FAMILIES, VOCAB, stock_gradients, tiny_model, unequal_batches
+
+PHI: dict[str, Any] = {"model_type": "phi3", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 40}
+PHI |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0}
+DEEPSEEK: dict[str, Any] = {"model_type": "deepseek_v3", **FAMILIES["llama"], "q_lora_rank": 8, "kv_lora_rank": 8}
+DEEPSEEK |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "moe_intermediate_size": 20}
+DEEPSEEK |= {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+DEEPSEEK |= {"first_k_dense_replace": 1, "num_key_value_heads": 4, "model_type": "deepseek_v3", "intermediate_size": 56}
+KINDS: dict[str, dict[str, Any]] = {**FAMILIES, "phi3": PHI, "deepseek-v3": DEEPSEEK}
+KINDS["qwen3-moe"] = {**FAMILIES["qwen3-moe"], "moe_intermediate_size": 24}
+
+
+def narrow_model(kind: str, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    fields = {**KINDS[kind], **changes}
+    return built(AutoConfig.for_model(fields.pop("model_type"), **fields), None, None).train()
+
+
+class Written(dict[str, Tensor]):
+    def write_master(self, name: str, value: Tensor) -> None:
+        self[name] = value
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("times", [2, 3])
+@pytest.mark.parametrize(
+    "kind", ["llama", "llama-tied", "qwen3", "gpt2", "mixtral-balanced", "qwen3-moe", "phi3", "deepseek-v3"]
+)
+def test_a_wide_model_computes_the_loss_and_the_gradients_of_the_narrow_one(kind: str, times: int) -> None:
+    """In the stock code: joined and separate projections, shared keys, tied heads, routers, ranks."""
+    narrow = narrow_model(kind)
+    wide = WideModel(narrow, times)
+    weights, names = Written(), [name for name, _ in wide.model.named_parameters()]
+    wide.fill(weights, [names])  # type: ignore[arg-type]
+    stock = built(wide.config, None, None).train()
+    assert sum(parameter.numel() for parameter in stock.parameters()) > times * narrow.num_parameters()
+    stock.load_state_dict(weights, strict=False)
+    batches = unequal_batches()
+    loss, gradients = stock_gradients(narrow, batches)
+    wide_loss, of_copies = stock_gradients(stock, batches)
+    assert wide_loss == pytest.approx(loss, rel=1e-6)
+    for name, repeated in wide.parameters.items():
+        start, stop = 5, prod(repeated.wide_shape) - 3
+        assert torch.equal(wide.values(name, start, stop), weights[name].flatten()[start:stop])
+        scale = max(float(gradients[name].norm()), 1e-3)
+        made = repeated.farthest(of_copies[name]) / repeated.gradient_factor
+        assert float((made - gradients[name]).norm()) < 1e-4 * scale, name
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "complaint"),
+    [
+        ("gemma2", {}, "is another function when its width is repeated"),
+        ("llama", {"hidden_size": 36, "head_dim": 8}, "its intermediate_size of 50 cannot be divided by 4"),
+    ],
+)
+def test_a_model_that_cannot_be_repeated_is_refused(kind: str, changes: dict[str, Any], complaint: str) -> None:
+    config = tiny_model(kind, **changes, intermediate_size=50).config
+    with pytest.raises(ModelError, match=complaint):
+        find_recipe(narrow_config(config, 4) if changes else config)
+
+
+def unverified(source: Source, device: str, numerics: Numerics, policy: Policy) -> Engine:
+    options: dict[str, Any] = {"numerics": numerics, "policy": policy, "max_grad_norm": None, "verify": False}
+    return Engine.from_source(source, device=device, **options)
+
+
+class OneElementOff:
+    """An engine with an error in one of the copies of one number."""
+
+    def __init__(self, source: Source, device: str, numerics: Numerics, policy: Policy) -> None:
+        self.engine = unverified(source, device, numerics, policy)
+        self.evaluate, self.close = self.engine.evaluate, self.engine.close
+
+    def gradients(self, micro_batches: Any) -> dict[str, Tensor]:
+        gradients = self.engine.gradients(micro_batches)
+        changed = gradients["model.layers.1.mlp.down_proj.weight"]
+        changed[-1, -1] += changed.norm()
+        return gradients
+
+
+def test_the_error_of_a_single_copy_is_found() -> None:
+    config = tiny_model("llama").config
+    report = wide_report(config, 2, unverified)
+    assert report.ok
+    assert len(report.findings) > 10
+    report = wide_report(config, 2, OneElementOff)
+    assert [each.group for each in report.findings if not report.agrees(each)] == [
+        "model.layers.*.mlp.down_proj.weight"
+    ]
+
+
+def test_verify_compares_at_full_width(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_model("llama").config.save_pretrained(tmp_path)
+    for options, code, says in (("--wide", "2"), 0, "self_attn.q_proj"), ((), 2, "needs --wide"):
+        with pytest.raises(SystemExit) as ended:
+            main(["verify", str(tmp_path / "config.json"), "--disk", str(tmp_path), *options])
+        shown = capsys.readouterr()
+        assert ended.value.code == code
+        assert says in " ".join((shown.out + shown.err).split())
