@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatrain.optim import AdamW, StateArrays, update_on_host, warm_up
+from megatrain.optim import AdamW, StateArrays, update_on_host
 from megatrain.plan.host_resources import processor_name
 
 TORCH, TORCH_BF16, COPY = "torch fused", "torch bf16", "copy"
@@ -101,7 +101,7 @@ def contenders(nparams: int, threads: int) -> list[Contender]:
 
 def measure(nparams: int, rounds: int, threads: int) -> list[Row]:
     """Time the contenders in turn, `rounds` times after one untimed round, with `threads` threads each."""
-    warm_up()
+    AdamW().warm_up()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -27,7 +27,7 @@ from megatrain.device import open_device
 from megatrain.memory import Ledger, Pool, Store
 from megatrain.model import PortedModel, port_model
 from megatrain.model.skeleton import blueprint
-from megatrain.optim import AdamW, warm_up
+from megatrain.optim import AdamW
 from megatrain.schedule import build_step
 from megatrain.spec import Numerics, Part, Policy, Precision, Work
 from tests.saved import export_model
@@ -77,7 +77,7 @@ def filled_store(ported: PortedModel, pool: Pool) -> Store:
 def measure(parameters: float, precision: Precision, experts: int, folder: Path) -> dict[str, Any]:
     """Export such a model into a folder below `folder` and delete it; bytes and seconds."""
     ported = port_model(blueprint(config_of(parameters, experts)), torch.bfloat16)
-    warm_up()
+    AdamW().warm_up()
     device = open_device("cpu")
     pool = Pool(device, Ledger())
     with tempfile.TemporaryDirectory(dir=folder) as empty:

@@ -30,7 +30,7 @@ from megatrain.device import open_device
 from megatrain.memory import Ledger, Pool, Store
 from megatrain.model import FreshSource, PretrainedSource, Source, port_model
 from megatrain.model.skeleton import blueprint
-from megatrain.optim import AdamW, warm_up
+from megatrain.optim import AdamW
 from megatrain.schedule import build_step
 from megatrain.spec import ModelSpec, Numerics, Part, Policy, Work
 
@@ -75,7 +75,7 @@ def empty_store(spec: ModelSpec, pool: Pool) -> Store:
 def measure(parameters: float, source: str, folder: Path) -> dict[str, Any]:
     """Load or initialise such a model with files in a new folder below `folder`; bytes and seconds."""
     config = config_of(parameters, experts=0)
-    warm_up()
+    AdamW().warm_up()
     device = open_device("cpu")
     pool = Pool(device, Ledger())
     with tempfile.TemporaryDirectory(dir=folder) as temporary:

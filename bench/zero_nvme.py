@@ -229,11 +229,11 @@ def _megatrain(name: str, settings: Settings, ids: Any, folder: Path, limit_nbyt
     from megatrain.model import port_model
     from megatrain.model.architecture import read_config
     from megatrain.model.skeleton import blueprint
-    from megatrain.optim import warm_up
+    from megatrain.optim import AdamW
     from megatrain.plan import choose_policy
     from megatrain.plan.placement import all_on_disk
 
-    warm_up()
+    AdamW().warm_up()
     fields, precision = {"model_type": "llama", **settings["shape"]}, settings["precision"]
     optimizer = megatrain.AdamW(lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     start = _resident("VmRSS")

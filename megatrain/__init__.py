@@ -13,7 +13,7 @@ from megatrain.version import __version__ as __version__
 if TYPE_CHECKING:
     from megatrain.errors import MegaTrainError
     from megatrain.losses import DPO, LogitsLoss, LogProbLoss
-    from megatrain.optim import AdamW
+    from megatrain.optim import AdamW, Lion
     from megatrain.spec import Limits, Numerics, Policy
     from megatrain.train.engine import Engine, StepOutput
 
@@ -22,6 +22,7 @@ _HOMES = {
     "DPO": "megatrain.losses",
     "Engine": "megatrain.train.engine",
     "Limits": "megatrain.spec",
+    "Lion": "megatrain.optim",
     "LogProbLoss": "megatrain.losses",
     "LogitsLoss": "megatrain.losses",
     "MegaTrainError": "megatrain.errors",
@@ -35,6 +36,7 @@ __all__ = [
     "AdamW",
     "Engine",
     "Limits",
+    "Lion",
     "LogProbLoss",
     "LogitsLoss",
     "MegaTrainError",

@@ -202,13 +202,13 @@ def prepare(folder: Path) -> None:
 
     import megatrain.run.training  # noqa: F401
     from megatrain.model import profile
-    from megatrain.optim import warm_up
+    from megatrain.optim import AdamW
     from tests import measurement_cache
 
     torch.set_num_threads(1)
     remember_in(folder)
     measurement_cache.FOLDER = folder
     measurement_cache.remember(profile)
-    warm_up()  # compiled loops are inherited; it runs on this thread alone
+    AdamW().warm_up()  # compiled loops are inherited; it runs on this thread alone
     gc.collect()
     gc.freeze()  # or a child's first collection would copy all that it has inherited

@@ -43,6 +43,19 @@ class Checkpoint:
         """Parameter name -> shape of its moments, for trained parameters."""
         return {key.rpartition(".")[0]: shape for key, (_, shape) in self._tensors.items()}
 
+    def keeps(self, name: str, arrays: Sequence[str]) -> bool:
+        """Whether it has these arrays of a parameter and no others."""
+        return self._kept.get(name) == {*arrays}
+
+    @cached_property
+    def _kept(self) -> dict[str, set[str]]:
+        """Name of a trained parameter -> the arrays that its optimizer kept of it."""
+        kept: dict[str, set[str]] = {}
+        for key in self._tensors:
+            name, _, array = key.rpartition(".")
+            kept.setdefault(name, set()).add(array)
+        return kept
+
     def moments(self, name: str, arrays: Sequence[str]) -> list[Tensor]:
         """The arrays of these names that the optimizer kept of a parameter, float32 in its shape.
 

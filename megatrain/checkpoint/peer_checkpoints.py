@@ -159,6 +159,10 @@ class PeerCheckpoint(Checkpoint):
         """One of the values of `PARTS`, in the parameter's shape and the file's dtype."""
         raise NotImplementedError
 
+    def keeps(self, name: str, arrays: Sequence[str]) -> bool:
+        """See `Checkpoint`."""
+        return name in self.moment_shapes and {*arrays} == PARTS.keys()
+
     def moments(self, name: str, arrays: Sequence[str]) -> list[Tensor]:
         """See `Checkpoint`."""
         if self.missed.get(name) == self.updates:

@@ -24,6 +24,7 @@ from rich.text import Text
 from megatrain.errors import ConfigError, DeviceError, DoesNotFit, ModelError, PlanError
 from megatrain.formatting import amount, at_least, at_most, counted, counted_epochs, duration
 from megatrain.formatting import rate as _rate
+from megatrain.optim import described, kind_named
 from megatrain.plan import (
     Outlook,
     Plan,
@@ -85,9 +86,9 @@ class Options:
     """What `megatrain plan` is asked beside the model, as its options are called.
 
     hardware: built-in machine name or a file; `None`: this machine. Memory limits are per machine, such as `24GB` or
-    `80%`; `disk_memory` of `0`: no disk tier. adapter: e.g. `lora:16`. overrides: keys to set in the configuration of a
-    run. ranks: GPUs that train together, on `nodes` machines. json, trace: files for the numbers, and for the
-    ops of the step.
+    `80%`; `disk_memory` of `0`: no disk tier. adapter: e.g. `lora:16`. optimizer: e.g. `lion`; `None`: AdamW, or that
+    of a saved plan. overrides: keys to set in the configuration of a run. ranks: GPUs that train together, on `nodes`
+    machines. json, trace: files for the numbers, and for the ops of the step.
     """
 
     hardware: str | None = None
@@ -103,6 +104,7 @@ class Options:
     trace: str | None = None
     attention: str = "auto"
     adapter: str | None = None
+    optimizer: str | None = None
     trust_remote_code: bool = False
     overrides: Sequence[str] = ()
     ranks: int = 1
@@ -202,6 +204,7 @@ SAID_BY_A_RUN = {
     "disk_memory": "memory.disk",
     "attention": "model.attention",
     "adapter": "adapter",
+    "optimizer": "train.optimizer",
     "trust_remote_code": "model.trust_remote_code",
 }
 """Option -> the configuration key that decides it for a run."""
@@ -226,6 +229,8 @@ def _question_by(model: str, options: Options, machine: Hardware) -> Question:
         adapter=options.adapter,
         trust_remote_code=options.trust_remote_code,
     )
+    if options.optimizer is not None:
+        spec = described(spec, kind_named(options.optimizer, "--optimizer")())
     length = _length(spec, options.sequence_length, options.tokens_per_step)
     tokens = options.tokens_per_step or _usual_tokens(length * options.ranks)
     return Question(spec, machine, tokens, length, options.precision, options.clip, saves=True, limits=limits)
@@ -640,6 +645,8 @@ def _keys_beside_init(plan: Plan, options: Options) -> dict[str, object]:
         keys["train.max_grad_norm"] = "null"
     if options.attention != "auto":
         keys["model.attention"] = options.attention
+    if options.optimizer is not None:
+        keys["train.optimizer"] = options.optimizer
     totals = hardware.capacities
     limits = {tier: nbytes for tier in totals if 0 < (nbytes := question.limits.of(tier) or 0) <= totals[tier]}
     if hardware.divided_memory:  # a run would take each to be as large as what is free

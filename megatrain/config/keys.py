@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 import yaml
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -31,31 +30,28 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from megatrain.errors import ConfigError
+from megatrain.config.values import (
+    MOST_COUNT,
+    Betas,
+    Folder,
+    Folders,
+    Fraction,
+    Names,
+    PathOrName,
+    Rate,
+    Share,
+    Sources,
+    as_list,
+    checked_path,
+    reasonable,
+)
 from megatrain.spec import Keep, UpdateTime
 from megatrain.spec.work import MOST_TOKENS
 from megatrain.system.paths import usable_path
 
 
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
 def _as_section(value: object) -> object:
     return {} if value == "auto" else value
-
-
-def _checked_path(to_write: Literal["", "folder", "file"] = "") -> AfterValidator:
-    """Validator for a string that is, or may be, a path. `usable_path` says what is refused."""
-
-    def check(value: Any) -> Any:
-        try:
-            usable_path(value, to_write=to_write)
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-        return value
-
-    return AfterValidator(check)
 
 
 def _no_reward(value: object) -> object:
@@ -68,7 +64,7 @@ def _no_reward(value: object) -> object:
 
 def _as_named(value: object) -> object:
     """A list of sources as {name: source}; the name is the file's (`called`), or the source where two would collide."""
-    given = _as_list(value)
+    given = as_list(value)
     if not isinstance(given, list | tuple) or not all(isinstance(each, str) for each in given):
         return given
     short = [called(each) for each in given]
@@ -82,20 +78,10 @@ def called(source: str) -> str:
     return source if bare == name else bare
 
 
-PathOrName = Annotated[str, _checked_path()]
-Folder = Annotated[str, _checked_path("folder")]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Betas = Annotated[tuple[Fraction, Fraction], Strict(False)]
-Names = Annotated[tuple[str, ...], Strict(False), BeforeValidator(_as_list)]
-Sources = Annotated[tuple[PathOrName, ...], Strict(False), BeforeValidator(_as_list), Field(min_length=1)]
 Named = Annotated[dict[str, PathOrName], BeforeValidator(_as_named)]
-Folders = Annotated[tuple[Folder, ...], Strict(False), BeforeValidator(_as_list)]
-
-
 KeepRows = Annotated[tuple[Annotated[tuple[Keep, ...], Strict(False)], ...], Strict(False)]
 Amount = Annotated[PositiveInt | str, Field(union_mode="left_to_right")]
-Trackers = Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Strict(False), BeforeValidator(_as_list)]
+Trackers = Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Strict(False), BeforeValidator(as_list)]
 Weights = Annotated[tuple[PositiveFloat, ...], Strict(False)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
 
@@ -106,19 +92,6 @@ USUAL_SEQUENCES = 8
 
 KTO_ROWS = 16
 """Default upper bound on the sequences of a KTO micro-batch, over which its KL term is averaged."""
-
-
-MOST_COUNT, LEAST, MOST = 10**18, 1e-30, 1e30
-"""Bounds for whole numbers, and for non-zero floats. Within them no arithmetic on a key overflows."""
-
-
-def _reasonable(value: Any) -> Any:
-    if isinstance(value, float) and value and not LEAST <= abs(value) <= MOST:
-        raise ValueError(f"{value:g} is out of range; give 0, or a number from {LEAST:g} to {MOST:g}")
-    return value
-
-
-Rate = Annotated[NonNegativeFloat, AfterValidator(_reasonable)]
 
 
 class Section(BaseModel):
@@ -137,7 +110,7 @@ class Section(BaseModel):
         for entry in value if isinstance(value, tuple) else (value,):
             if isinstance(entry, int) and entry > MOST_COUNT and not bounded:
                 raise ValueError(f"{str(entry)[:40]} is out of range; give {MOST_COUNT:.0e} at most")
-            _reasonable(entry)
+            reasonable(entry)
         return value
 
 
@@ -171,7 +144,7 @@ class AdapterSection(Section):
     """The adapter's output is scaled by alpha / r."""
     dropout: Fraction = 0.0
     """Dropout probability of the adapter's inputs during training."""
-    target_modules: Annotated[tuple[str, ...], Strict(False), BeforeValidator(_as_list)] = ("auto",)
+    target_modules: Annotated[tuple[str, ...], Strict(False), BeforeValidator(as_list)] = ("auto",)
     """Layers that get an adapter: all-linear, names such as [q_proj, v_proj], or auto: all but fused experts."""
     modules_to_save: Names = ()
     """Modules trained in full and saved with the adapter, e.g. [embed_tokens, lm_head] after adding tokens."""
@@ -322,8 +295,11 @@ class TrainSection(Section):
     """Micro-batches per step: global_batch_size is micro_batch_size times this; null: the planner chooses."""
     target_tokens_per_step: Annotated[int, Field(gt=0, le=MOST_TOKENS)] | None = None
     """Minimum target tokens per step: micro-batches are added until it is reached, whatever the batch size says."""
+    optimizer: Literal["adamw", "lion"] = "adamw"
+    """adamw keeps 8 bytes of each trained parameter, lion 4. Lion wants a learning rate 3 to 10 times smaller than
+    AdamW's, and a weight decay as many times larger."""
     learning_rate: NonNegativeFloat = 3e-4
-    """Peak learning rate."""
+    """Peak learning rate; 1e-4 by default for lion."""
     learning_rates: dict[str, Rate] = {}
     """Peak learning rates by glob pattern of parameter names: {"*embed_tokens*": 1e-5}. They follow the same schedule
     as learning_rate. A pattern that matches nothing, or two that match one parameter, are errors."""
@@ -338,7 +314,8 @@ class TrainSection(Section):
     min_lr_ratio: Share = 0.1
     """Final learning rate relative to the peak; `constant` ignores it."""
     betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates for the running means of the gradient and of its square."""
+    """adamw: decay rates for the running means of the gradient and of its square. lion: of the momentum in what a step
+    takes the sign of, and in what is kept; 0.9 and 0.99 by default."""
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon, added to the square root in the denominator."""
     weight_decay: NonNegativeFloat = 0.1
@@ -390,8 +367,16 @@ class TrainSection(Section):
     stall_seconds: Seconds = 600.0
     """Report an operation or checkpoint that makes no progress for this long, with its name and age."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _as_the_optimizer_is_used(cls, value: Any) -> Any:
+        is_lion = isinstance(value, dict) and value.get("optimizer") == "lion"
+        return {"learning_rate": 1e-4, "betas": (0.9, 0.99), **value} if is_lion else value
+
     @model_validator(mode="after")
     def _one_length(self) -> TrainSection:
+        if self.optimizer != "adamw" and self.eps != type(self).model_fields["eps"].default:
+            raise ValueError(f"{self.optimizer} has no eps; leave it out")
         if (self.steps is None) == (self.epochs is None):
             are = "neither is set" if self.steps is None else "both are set; null unsets one"
             raise ValueError(f"needs exactly one of `steps` and `epochs` (passes over the data); {are}")
@@ -610,7 +595,7 @@ class OutputSection(Section):
         if not isinstance(value.get("tensorboard"), bool):
             return value
         rest = {key: given for key, given in value.items() if key != "tensorboard"}
-        named = _as_list(rest.get("trackers", ()))
+        named = as_list(rest.get("trackers", ()))
         if not isinstance(named, list | tuple):
             return rest
         others = [name for name in named if name != "tensorboard"]
@@ -636,7 +621,7 @@ class Config(Section):
     A finished run is extended by resuming it with more train.steps or train.epochs."""
     accept_changes: bool = False
     """Whether to resume even though model, data or precision have changed in a way that is normally refused."""
-    trace: Annotated[str, _checked_path("file")] | None = None
+    trace: Annotated[str, checked_path("file")] | None = None
     """Write a trace of three early steps, op by op, to this file, for Perfetto or chrome://tracing."""
 
     @model_validator(mode="after")

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megatrain.errors import ConfigError
-from megatrain.optim import AdamW
+from megatrain.optim import Optimizer
 
 MOMENTS = (
     b"this checkpoint was written by a streamed trainer, and its optimizer's moments are in MegaTrain's files: resume "
@@ -26,34 +26,40 @@ with this text. It is bytes because AdamW would iterate over a string."""
 
 WHERE = "StreamedTrainer"
 NAMES = {"lr": "learning rates", "betas": "betas", "eps": "values of eps", "weight_decay": "weight decays"}
+"""Names of hyperparameters that groups have, if the optimizer has them -> of their values."""
 
 
 class EngineOptimizer(torch.optim.Optimizer):
     """The parameter groups of a `Trainer`: one with weight decay and one without, then two more for each pattern in
     `learning_rates`.
 
-    lr: the learning rate of parameters that match no pattern; by default `adamw.lr`. on_step: called by `step`.
+    lr: the learning rate of parameters that match no pattern; by default `algorithm.lr`. on_step: called by `step`.
     """
 
     def __init__(
-        self, model: nn.Module, adamw: AdamW, lr: float | None = None, on_step: Callable[[], None] = lambda: None
+        self,
+        model: nn.Module,
+        algorithm: Optimizer,
+        lr: float | None = None,
+        on_step: Callable[[], None] = lambda: None,
     ) -> None:
         trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        places = [(adamw.group(name), adamw.decays(name, parameter.shape)) for name, parameter in trained]
-        rates = [("", adamw.lr if lr is None else lr), *adamw.learning_rates]
+        places = [(algorithm.group(name), algorithm.decays(name, parameter.shape)) for name, parameter in trained]
+        rates = [("", algorithm.lr if lr is None else lr), *algorithm.learning_rates]
         groups = [
             {
                 "params": [p for (_, p), place in zip(trained, places, strict=True) if place == (group, decays)],
-                "weight_decay": adamw.weight_decay if decays else 0.0,
+                "weight_decay": algorithm.weight_decay if decays else 0.0,
                 "lr": rate,
                 "pattern": pattern,
             }
             for group, (pattern, rate) in enumerate(rates)
             for decays in (True, False)
         ]
-        rest = {"betas": adamw.betas, "eps": adamw.eps, "weight_decay": adamw.weight_decay}
+        self._common_to_all = [name for name in ("betas", "eps") if hasattr(algorithm, name)]
+        rest = {name: getattr(algorithm, name) for name in (*self._common_to_all, "weight_decay")}
         super().__init__(groups, {"lr": groups[0]["lr"], **rest})
-        self._adamw, self._initial_groups, self._on_step = adamw, self._parameter_ids(), on_step
+        self._algorithm, self._initial_groups, self._on_step = algorithm, self._parameter_ids(), on_step
         self._peak_lr = rates[0][1]
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -69,7 +75,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return float(self._common("lr", self.param_groups[:2]))
 
     @property
-    def adamw(self) -> AdamW:
+    def algorithm(self) -> Optimizer:
         """The hyperparameters of the next step, as set in the groups; with several learning rates, those too.
 
         Raises `ConfigError` for values out of range, and for groups that differ where the engine has one value for all.
@@ -84,19 +90,20 @@ class EngineOptimizer(torch.optim.Optimizer):
             if other["weight_decay"] and other["params"]:
                 what = f"weight_decay={other['weight_decay']} in a group without weight decay is not supported"
                 raise ConfigError(what, where=WHERE, fix="set that of the first group only")
-        given: dict[str, Any] = {"betas": tuple(self._common("betas")), "eps": self._common("eps")}
+        values = {name: self._common(name) for name in self._common_to_all}
+        given: dict[str, Any] = {name: tuple(value) if name == "betas" else value for name, value in values.items()}
         given["weight_decay"] = self._common("weight_decay", self.param_groups[::2])
-        if self._adamw.learning_rates:
+        if self._algorithm.learning_rates:
             pairs = (self.param_groups[at : at + 2] for at in range(2, len(self.param_groups), 2))
             rates = (float(self._common("lr", pair)) for pair in pairs)
-            patterns = (pattern for pattern, _ in self._adamw.learning_rates)
+            patterns = (pattern for pattern, _ in self._algorithm.learning_rates)
             given |= {"lr": self.lr, "learning_rates": tuple(zip(patterns, rates, strict=True))}
-        return replace(self._adamw, **given)
+        return replace(self._algorithm, **given)
 
     @property
-    def adamw_with_peak_rates(self) -> AdamW:
-        """`adamw` with the learning rates that the scheduler started from, for a checkpoint."""
-        return replace(self.adamw, lr=self._peak_lr, learning_rates=self._adamw.learning_rates)
+    def with_peak_rates(self) -> Optimizer:
+        """`algorithm` with the learning rates that the scheduler started from, for a checkpoint."""
+        return replace(self.algorithm, lr=self._peak_lr, learning_rates=self._algorithm.learning_rates)
 
     def _common(self, name: str, groups: Sequence[dict[str, Any]] = ()) -> Any:
         """The value that these groups have in common, or all groups if none are given. Empty groups are ignored.

@@ -50,7 +50,7 @@ from megatrain.hf.trainer_losses import (
 from megatrain.hf.training_options import refuse_arguments
 from megatrain.losses import LossFn
 from megatrain.model import PretrainedSource, base_of
-from megatrain.optim import AdamW
+from megatrain.optim import AdamW, Optimizer
 from megatrain.spec import Numerics, Precision
 from megatrain.spec.validate_fields import checked, shown
 from megatrain.train.engine import Engine
@@ -218,7 +218,7 @@ class Streamed:
                 refuse_other_divisor(self._micro_batches, num_items_in_batch, self.engine.world)
             self._sync_model()
             optimizer = self._engine_optimizer
-            self.engine.set_optimizer(optimizer.adamw)
+            self.engine.set_optimizer(optimizer.algorithm)
             weights = router_weights(self, len(self._micro_batches))
             out = self.engine.step(self._micro_batches, optimizer.lr, self._loss(), weights)
             loss, self._norm = out.loss, out.grad_norm
@@ -230,8 +230,8 @@ class Streamed:
     def create_optimizer(self, model: Any = None) -> Any:
         """An optimizer whose groups the scheduler sets and the engine reads."""
         if self.optimizer is None:
-            adamw, lr = _adamw(self, self._options), self.args.learning_rate
-            self.optimizer = EngineOptimizer(self._base, adamw, lr, self._lazy_model.catch_up)
+            algorithm, lr = _algorithm(self, self._options), self.args.learning_rate
+            self.optimizer = EngineOptimizer(self._base, algorithm, lr, self._lazy_model.catch_up)
         return self.optimizer
 
     @property
@@ -289,7 +289,7 @@ class Streamed:
         engine = self.engine
         if self._saving_checkpoint:
             optimizer = engine.optimizer
-            engine.set_optimizer(self._engine_optimizer.adamw_with_peak_rates)
+            engine.set_optimizer(self._engine_optimizer.with_peak_rates)
             made = engine.save(folder.parent, step=self.state.global_step).wait()
             engine.set_optimizer(optimizer)
             _on_rank_0(engine.world, lambda: _replace_folder(made, folder))
@@ -358,7 +358,7 @@ def engine_options(trainer: Any, given: EngineOptions) -> EngineOptions:
     options: EngineOptions = {
         "device": str(args.device) if args.device.type != "cpu" else "cpu",
         "precision": precision,
-        "optimizer": _adamw(trainer, given),
+        "optimizer": _algorithm(trainer, given),
         "max_grad_norm": args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None,
         "seed": args.seed,
     }
@@ -369,8 +369,8 @@ def engine_options(trainer: Any, given: EngineOptions) -> EngineOptions:
     return options | given
 
 
-def _adamw(trainer: Any, given: EngineOptions) -> AdamW:
-    if isinstance(optimizer := given.get("optimizer"), AdamW):
+def _algorithm(trainer: Any, given: EngineOptions) -> Optimizer:
+    if isinstance(optimizer := given.get("optimizer"), Optimizer):
         return optimizer
     args, model = trainer.args, base_of(trainer.model)
     decaying = set(trainer.get_decay_parameter_names(model))

@@ -476,23 +476,20 @@ class PortedModel:
         self.to_device(device)
         self._on_a_cpu = device.type == "cpu"
         if self._on_a_cpu:
-            self._change(ModelSpec.on_a_cpu)
-
-    def share(self, ranks: int) -> None:
-        """Divide its state among this many ranks."""
-        self._change(lambda spec: spec.over(ranks))
+            self.change(ModelSpec.on_a_cpu)
 
     def find_in(self, source: Source, dtype: torch.dtype) -> None:
         """Find out which frozen parameters a source's files hold byte for byte, in `dtype`."""
         frozen = [param.name for unit in self.structure.units for param in unit.params if not param.trainable]
         self.in_files, self._found_in = in_files_of(source, frozen, dtype), weakref.ref(source)
-        self._change(lambda spec: spec.with_in_files(self.in_files.files.keys()))
+        self.change(lambda spec: spec.with_in_files(self.in_files.files.keys()))
 
     def lies_in(self, source: object) -> bool:
         """Whether `in_files` refers to that source."""
         return self._found_in() is source
 
-    def _change(self, change: Callable[[ModelSpec], ModelSpec]) -> None:
+    def change(self, change: Callable[[ModelSpec], ModelSpec]) -> None:
+        """Change its specification, with and without profiles: how many ranks share it, say."""
         self.structure = change(self.structure)
         if self.profiled is not None:
             self.profiled = change(self.profiled)

@@ -1,7 +1,8 @@
-"""Optimizers' arithmetic on numpy arrays in host memory: AdamW, Muon, the split float32 master, norms, learning rates.
+"""Optimizers' arithmetic on numpy arrays in host memory: the split float32 master, norms, learning rates.
 
+    optimizer.py      what every optimizer says of itself, its update on the host
+    adamw.py, lion.py hyperparameters and factors of a step
     split_master.py   a float32 master as its bfloat16 bits and the 16 bits below them; the arrays of a unit's state
-    adamw.py          hyperparameters, the fused update
     muon.py           hyperparameters, the passes before and after matrices are made orthogonal
     clip.py           sum of squares of a gradient, and the clipping factor
     lr_schedules.py   learning-rate schedules
@@ -11,8 +12,9 @@ bfloat16 arrays are passed as their bits, uint16. `split` exported here is the f
 torch, no devices, no parameter names in memory: callers pass the element ranges to update.
 """
 
-from megatrain.optim.adamw import AdamW, StepScalars, update_on_host, warm_up
+from megatrain.optim.adamw import AdamW, AdamWScalars
 from megatrain.optim.clip import clip_scale, expansion, own_square_sums, sum_of_squares
+from megatrain.optim.lion import Lion
 from megatrain.optim.lr_schedules import LrSchedule, lr_schedule
 from megatrain.optim.muon import (
     Directed,
@@ -24,25 +26,39 @@ from megatrain.optim.muon import (
     orthogonalize_flops,
     orthogonalize_nbytes,
 )
+from megatrain.optim.optimizer import (
+    Optimizer,
+    StepScalars,
+    described,
+    kind_named,
+    optimizer_from,
+    update_on_host,
+)
 from megatrain.optim.split_master import HostArrays, StateArrays, join, join_into, split, split_into
 
 __all__ = [
     "AdamW",
+    "AdamWScalars",
     "Directed",
     "HostArrays",
+    "Lion",
     "LrSchedule",
     "MatrixScalars",
     "Muon",
+    "Optimizer",
     "StateArrays",
     "StepScalars",
     "apply_on_host",
     "clip_scale",
+    "described",
     "expansion",
     "join",
     "join_into",
+    "kind_named",
     "lr_schedule",
     "matrix_shape",
     "momentum_on_host",
+    "optimizer_from",
     "orthogonalize_flops",
     "orthogonalize_nbytes",
     "own_square_sums",
@@ -50,5 +66,4 @@ __all__ = [
     "split_into",
     "sum_of_squares",
     "update_on_host",
-    "warm_up",
 ]

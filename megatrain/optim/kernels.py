@@ -328,7 +328,7 @@ def join(hi: Any, lo: Any, out: Any, blocks: Any, counter: Any) -> None:
 @compiled
 def adamw(masters: Any, moments: Any, grad: Any, scalars: Any, blocks: Any, counter: Any) -> None:
     """One step on masters, split (hi, lo) or float32 (weight,), and moments (m, v). `scalars` is
-    `StepScalars.packed()`, float32[8]. That masters are split is known when it is compiled."""
+    `AdamWScalars.packed()`, float32[8]. That masters are split is known when it is compiled."""
     decay, step_size, root_scale, eps = scalars[0], scalars[1], scalars[2], scalars[3]
     rest1, b2, rest2, grad_scale = scalars[4], scalars[5], scalars[6], scalars[7]
     from_m, share = _lerp(rest1)
@@ -355,6 +355,32 @@ def adamw(masters: Any, moments: Any, grad: Any, scalars: Any, blocks: Any, coun
                 hi_b[j] = hi_b[j] * keep - change
             m_b[j] = m_j
             v_b[j] = v_j
+
+
+@compiled
+def lion(masters: Any, moments: Any, grad: Any, scalars: Any, blocks: Any, counter: Any) -> None:
+    """One step on masters and the momentum, as `adamw` is called. `scalars` is `LionScalars.packed()`, float32[7]."""
+    decay, lr, b1, rest1 = scalars[0], scalars[1], scalars[2], scalars[3]
+    b2, rest2, grad_scale = scalars[4], scalars[5], scalars[6]
+    hi, lo, m = masters[0], masters[-1], moments[0]
+    while True:
+        i = _claim(counter)
+        if i >= blocks.shape[0]:
+            return
+        start, stop = blocks[i, 0], blocks[i, 1]
+        keep = decay if blocks[i, 2] else np.float32(1.0)
+        hi_b, lo_b, grad_b, m_b = hi[start:stop], lo[start:stop], grad[start:stop], m[start:stop]
+        for j in range(stop - start):
+            g = _to_f32(grad_b[j]) * grad_scale
+            blend = b1 * m_b[j] + rest1 * g
+            m_b[j] = b2 * m_b[j] + rest2 * g
+            change = lr * (np.float32(blend > 0) - np.float32(blend < 0))
+            if len(masters) == 2:
+                u = _bits(_join(hi_b[j], lo_b[j]) * keep - change)
+                hi_b[j] = _hi(u)
+                lo_b[j] = _lo(u)
+            else:
+                hi_b[j] = hi_b[j] * keep - change
 
 
 @compiled

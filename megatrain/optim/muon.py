@@ -29,12 +29,12 @@ import numpy as np
 
 from megatrain.errors import ConfigError, MegaTrainError, NonFinite
 from megatrain.optim import kernels
-from megatrain.optim.adamw import AdamW, StepScalars, f32, refuse_patterns
+from megatrain.optim.adamw import AdamW, AdamWScalars
 from megatrain.optim.kernels import F32, U16, Segment, check_arrays, cut, run
+from megatrain.optim.optimizer import Optimizer, Rate, StepScalars, f32, refuse_patterns, too_high
 from megatrain.spec import ParamSpec
 from megatrain.spec.validate_fields import Bounds, check_fields, checked
 
-Rate = Annotated[float, Bounds(0)]
 T = TypeVar("T")
 A = TypeVar("A")
 
@@ -67,7 +67,7 @@ class MatrixScalars:
 
 
 @dataclass(frozen=True)
-class Muon:
+class Muon(Optimizer):
     """The hyperparameters of Muon, and of AdamW for the parameters that are no matrices. Names and, except for
     `adjust_lr_fn`, defaults are those of `torch.optim.Muon`. Raises ConfigError for a value out of range.
 
@@ -90,8 +90,9 @@ class Muon:
     fewer keys and values, interleaved, or by heads.
     """
 
+    NAME: ClassVar[str] = "muon"
     STATE: ClassVar[tuple[str, ...]] = ("momentum",)
-    """The parts of state that it keeps of a matrix, one float32 for each element."""
+    """What it keeps of a matrix."""
     lr: Rate = 1e-3
     weight_decay: Rate = 0.1
     momentum: Annotated[float, Bounds(0, 1)] = 0.95
@@ -130,12 +131,10 @@ class Muon:
     # Parameters -------------------------------------------------------------------------------------------------------
 
     def described(self, param: ParamSpec) -> ParamSpec:
-        """The parameter with what is kept of it if it is trained, and with the number of matrices that are whole.
+        """The parameter with what is kept of it, and with the number of matrices that are updated whole.
 
         Raises ConfigError for one that `matrices` or `cut` names and that is not, or not so, a stack of matrices.
         """
-        if not param.trainable:
-            return param
         is_matrix, parts = _value(self.matrices, param.name), _value(self.cut, param.name)
         if is_matrix and not 2 <= len(param.shape) <= 3:
             what = f"{param.name} has {len(param.shape)} dimensions"
@@ -144,7 +143,9 @@ class Muon:
         count = stacked if is_matrix or (is_matrix is None and param.products) else 0
         if parts is not None:
             self._refuse_to_cut(param, count, parts)
-        return replace(param, matrices=count * (parts or 1), state=self.STATE) if count else param
+        if not count:
+            return self.elementwise.described(param)
+        return replace(param, matrices=count * (parts or 1), state=self.STATE)
 
     def _refuse_to_cut(self, param: ParamSpec, count: int, parts: int) -> None:
         """Raise ConfigError unless the rows of each of a parameter's matrices make so many equal parts."""
@@ -171,19 +172,32 @@ class Muon:
             if matched := next((name for name in whole if fnmatchcase(name, pattern)), ""):
                 what = f"{pattern!r} matches {matched}, a matrix, which Muon updates"
                 raise ConfigError(what, where="adamw.learning_rates", fix="match parameters that are no matrices")
-        self.elementwise.refuse_patterns([param.name for param in trained if not param.matrices], frozen)
+        self.elementwise.refuse_patterns([param for param in trained if not param.matrices], frozen)
+
+    def decays(self, name: str, shape: Sequence[int]) -> bool:
+        """Whether this parameter, which is no matrix, has weight decay."""
+        return self.elementwise.decays(name, shape)
+
+    def group(self, name: str) -> int:
+        """The group of this parameter, which is no matrix."""
+        return self.elementwise.group(name)
 
     # A step -----------------------------------------------------------------------------------------------------------
 
+    def scalars(self, *, lr: float, step: int, grad_scale: float = 1.0) -> AdamWScalars:
+        """AdamW's factors for the parameters that are no matrices, its peak scaled by lr / self.lr."""
+        return self.elementwise.scalars(lr=self._elementwise_rate(lr), step=step, grad_scale=grad_scale)
+
     def scalars_by_group(self, *, lr: float, step: int, grad_scale: float = 1.0) -> tuple[StepScalars, ...]:
-        """AdamW's factors for the parameters that are no matrices (`AdamW.scalars_by_group`), its peaks scaled by
-        lr / self.lr."""
+        """As `scalars`, for each group of AdamW's."""
+        return self.elementwise.scalars_by_group(lr=self._elementwise_rate(lr), step=step, grad_scale=grad_scale)
+
+    def _elementwise_rate(self, lr: float) -> float:
         if lr != self.lr and not self.lr:
             what = f"AdamW's rate cannot follow {lr}, with a peak of 0"
             raise ConfigError(what, where="lr", fix="give a peak above 0")
         factor = 1.0 if lr == self.lr else lr / self.lr
-        own = self.elementwise
-        return own.scalars_by_group(lr=own.lr * factor, step=step, grad_scale=grad_scale)
+        return self.elementwise.lr * factor
 
     def matrix_scalars(self, *, lr: float, grad_scale: float = 1.0) -> MatrixScalars:
         """The factors of an update of matrices at learning rate `lr`.
@@ -192,10 +206,15 @@ class Muon:
         """
         lr = checked(lr, Rate, ConfigError, "lr")
         if lr * self.weight_decay >= 1:
-            raise ConfigError(f"a learning rate of {lr} is too high", where="lr", fix="stay below 1 / weight_decay")
+            raise too_high(lr)
         if not math.isfinite(grad_scale):
             raise NonFinite(f"the gradients' scale factor is {grad_scale}", where="an update of matrices")
         return MatrixScalars(*map(f32, (self.momentum, 1 - self.momentum, grad_scale, 1 - lr * self.weight_decay)))
+
+    def warm_up(self) -> None:
+        """See `Optimizer`."""
+        self.elementwise.warm_up()
+        _warm_up(self.matrix_scalars(lr=0.0))
 
     def rate(self, lr: float, rows: int, columns: int) -> np.float32:
         """The factor of a matrix's orthogonal direction at learning rate `lr`: the adjusted rate. Raises ConfigError if
@@ -203,7 +222,7 @@ class Muon:
         original = self.adjust_lr_fn == "original"
         factor = math.sqrt(max(1, rows / columns)) if original else 0.2 * math.sqrt(max(rows, columns))
         if f32(lr * factor) == math.inf:
-            raise ConfigError(f"a learning rate of {lr} is too high", where="lr", fix="stay below 1 / weight_decay")
+            raise too_high(lr)
         return f32(lr * factor)
 
 
@@ -261,9 +280,9 @@ def apply_on_host(
     run(kernels.apply, masters, direction, keep, rates, blocks=cut(segments, direction.size), threads=threads)
 
 
-def warm_up() -> None:
-    """Compile the kernels for every dtype, or load them from numba's cache, ahead of the first step."""
-    scalars, rates = Muon().matrix_scalars(lr=0.0), np.zeros(1, np.float32)
+def _warm_up(scalars: MatrixScalars) -> None:
+    """Compile the kernels for every dtype."""
+    rates = np.zeros(1, np.float32)
     for of_direction, of_gradient in product((np.uint16, np.float32), repeat=2):
         arrays = Directed(np.zeros(1, np.float32), np.zeros(1, of_gradient), np.zeros(1, of_direction))
         momentum_on_host(arrays, scalars, [(0, 1, True)], nesterov=True)

@@ -58,7 +58,7 @@ class StateArrays(Generic[A]):
     lo: A | None
     """The low bits of the trained elements."""
     moments: tuple[A, ...]
-    """The parts that the optimizer names (`AdamW.STATE`), float32, of the trained elements."""
+    """What the optimizer keeps (`Optimizer.STATE`), float32, of the trained elements."""
 
     @property
     def masters(self) -> tuple[A, ...]:

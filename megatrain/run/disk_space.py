@@ -20,15 +20,12 @@ from megatrain.plan.host_resources import available_disk_nbytes
 from megatrain.spec.numerics import WEIGHT_NBYTES
 from megatrain.system.paths import nearest_folder
 
-STATE_NBYTES = 12
-"""Bytes per trained parameter in a checkpoint."""
-
 
 def refuse_full_disk(config: Config, ported: PortedModel, resumed: Checkpoint | None) -> None:
     """Raise `ConfigError` if there is no room for a checkpoint (if any are to be written) and the model."""
     needs = [(config.folder, model_nbytes(config, ported), "the model", "output.folder")]
     if config.checkpoint.every:
-        state = STATE_NBYTES * ported.structure.trained_numel
+        state = state_nbytes(ported)
         needs.insert(0, (config.checkpoints, state, "a checkpoint", "checkpoint.folder or output.folder"))
     together = defaultdict(list)
     for need in needs:
@@ -55,11 +52,17 @@ def checkpoint_space_warning(config: Config, ported: PortedModel, steps: int) ->
     room = available_disk_nbytes(folder) + sum(_nbytes_in(path) for path in checkpoints(config.checkpoints))
     if folder.stat().st_dev == nearest_folder(config.folder).stat().st_dev:
         room -= model_nbytes(config, ported)
-    fits = max(0, room // (STATE_NBYTES * ported.structure.trained_numel))
+    fits = max(0, room // state_nbytes(ported))
     if fits >= held:
         return ""
     fix = "free some space" if kept == 1 else "free some space, or keep fewer (checkpoint.keep_last)"
     return f"{config.checkpoints} has room for {fits} of the {held} checkpoints held at one time; {fix}"
+
+
+def state_nbytes(ported: PortedModel) -> int:
+    """Bytes of the trained parameters in a checkpoint: float32 masters, and what the optimizer keeps."""
+    params = (param for unit in ported.structure.units for param in unit.params if param.trainable)
+    return sum(4 * param.numel * (1 + len(param.state)) for param in params)
 
 
 def model_nbytes(config: Config, ported: PortedModel) -> int:

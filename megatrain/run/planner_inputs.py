@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-from megatrain.config import Config, DiskSection, MemorySection
+from megatrain.config import Config, DiskSection, MemorySection, TrainSection
 from megatrain.device.probe_disk import disk_speed
 from megatrain.errors import ConfigError, DeviceError, DiskError
 from megatrain.formatting import amount, at_least, at_most
 from megatrain.memory import Disk
 from megatrain.model import InFiles, listed
+from megatrain.optim import Optimizer, described, kind_named
 from megatrain.plan import Plan, Question, written_nbytes_per_day
 from megatrain.plan.host_resources import available_disk_nbytes, lies_in_memory
 from megatrain.spec import Batching, Hardware, Limits, ModelSpec
@@ -29,6 +30,20 @@ STAGED = 2
 
 SAMPLE_NBYTES, SAMPLE_SECONDS = 64 << 20, 1.0
 """Bytes written to and read from each folder to measure its bandwidth."""
+
+
+def optimizer_for(train: TrainSection) -> Optimizer:
+    """The optimizer of a run."""
+    given = {
+        "lr": train.learning_rate,
+        "betas": train.betas,
+        "eps": train.eps,
+        "weight_decay": train.weight_decay,
+        "no_decay": train.no_decay,
+        "learning_rates": tuple(train.learning_rates.items()),
+    }
+    kind = kind_named(train.optimizer)
+    return kind(**{field.name: given[field.name] for field in fields(kind)})
 
 
 def question_of(
@@ -51,7 +66,7 @@ def question_of(
     if train.micro_batch_override is not None:
         pinned["micro_batch"] = train.micro_batch_override
     return Question(
-        spec,
+        described(spec, optimizer_for(train)),
         hardware,
         tokens_per_step=train.sequences * config.data.sequence_length,
         length=config.data.sequence_length,

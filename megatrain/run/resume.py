@@ -22,7 +22,7 @@ from megatrain.errors import CheckpointError, ConfigError, DataError
 from megatrain.formatting import counted
 from megatrain.model import Source, listed
 from megatrain.model.hub import ADAPTER
-from megatrain.optim import AdamW
+from megatrain.optim import Optimizer
 from megatrain.run.existing_run import AUTO, Say, check_overwriting, has_model, is_own, named_checkpoint
 from megatrain.spec import Numerics
 from megatrain.system.atomic import put_all_right
@@ -66,6 +66,7 @@ REFUSED = (
     "train.freeze",
     "train.precision",
     "train.objective",
+    "train.optimizer",
 )
 """Keys, or sections, whose change means another model or other data, so resuming is refused."""
 
@@ -215,13 +216,17 @@ def _refuse_to_take_over(config: Config, resumed: PeerCheckpoint) -> None:
         raise ConfigError(what, where=where, fix=f"start from its weights: adapter.path={where}, resume=null")
 
 
-def take_over(resumed: PeerCheckpoint, source: Source, optimizer: AdamW, say: Say) -> None:
+def take_over(resumed: PeerCheckpoint, source: Source, optimizer: Optimizer, say: Say) -> None:
     """Match another trainer's state with the model, and report what is taken over, what is not, and what differs.
 
-    source: with parameters frozen as in the run. Raises `CheckpointError` if the state is not this model's.
+    source: with parameters frozen as in the run. Raises `CheckpointError` if the state is not this model's, and
+    `ConfigError` if it is not of this kind of optimizer.
     """
     resumed.name_parameters(source.model)
     then, shapes = optimizer_in(resumed), resumed.moment_shapes
+    if type(then) is not type(optimizer):
+        what = f"is {optimizer.NAME}, but the state in {resumed.folder} is of {then.NAME}"
+        raise ConfigError(what, where="train.optimizer", fix=f"use {then.NAME}, or start from its weights (model.path)")
     updates = counted(resumed.training["engine"]["updates"], "update")
     fewer = f" ({len(resumed.missed):,} parameters had fewer)" if resumed.missed else ""
     of = f"AdamW's moments after {updates}{fewer}"

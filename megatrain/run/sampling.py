@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatrain.config import Config, TrainSection
-from megatrain.config.keys import LEAST, MOST
+from megatrain.config.values import LEAST, MOST
 from megatrain.data import Tokenizer, vocabulary_size
 from megatrain.data.tokenizer import encode_text, end_of_text_id, leading_ids
 from megatrain.errors import ConfigError, DataError

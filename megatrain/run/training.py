@@ -58,7 +58,7 @@ from megatrain.model.architecture import position_limit
 from megatrain.model.encoder_stack import stream_encoder
 from megatrain.model.hub import located
 from megatrain.model.profile_prologue import see, values_of, values_per_token
-from megatrain.optim import AdamW, lr_schedule
+from megatrain.optim import lr_schedule
 from megatrain.plan import Plan, find_plan
 from megatrain.plan.report import describe_images, slow_precision_warning
 from megatrain.run import resume
@@ -75,6 +75,7 @@ from megatrain.run.planner_inputs import (
     describe_files,
     describe_memory,
     open_disk,
+    optimizer_for,
     question_of,
     refuse_wear,
 )
@@ -243,17 +244,6 @@ class _Run:
 # Before training ---------------------------------------------------------------------------------------------------
 
 
-def _optimizer(train: TrainSection) -> AdamW:
-    return AdamW(
-        lr=train.learning_rate,
-        betas=train.betas,
-        eps=train.eps,
-        weight_decay=train.weight_decay,
-        no_decay=train.no_decay,
-        learning_rates=tuple(train.learning_rates.items()),
-    )
-
-
 def _looked_at(
     config: Config,
     tokenizer: Tokenizer,
@@ -342,7 +332,7 @@ def _source(config: Config, resumed: Checkpoint | None, say: Callable[[str], Non
     else:
         source = _adapted_source(config, adapter, resumed, options)
     if isinstance(resumed, PeerCheckpoint):
-        resume.take_over(resumed, source, _optimizer(config.train), say)
+        resume.take_over(resumed, source, optimizer_for(config.train), say)
     return source
 
 
@@ -403,7 +393,7 @@ def _ported(config: Config, source: Source, *, of_checkpoint: bool) -> PortedMod
     """The source's model in units. Raises `ConfigError` for a pattern of the optimizer that matches nothing in it."""
     numerics = Numerics(config.train.precision, kernels=config.policy.kernels or "stock")
     ported = ported_of(source, {"numerics": numerics}, of_checkpoint=of_checkpoint)
-    optimizer_of({"optimizer": _optimizer(config.train)}, ported.structure)
+    optimizer_of({"optimizer": optimizer_for(config.train)}, ported)
     return ported
 
 
@@ -451,7 +441,7 @@ def _engine(
     options: EngineOptions = {
         "device": device,
         "precision": config.train.precision,
-        "optimizer": _optimizer(config.train),
+        "optimizer": optimizer_for(config.train),
         "max_grad_norm": config.train.max_grad_norm,
         "numerics": plan.numerics,
         "policy": plan.policy,

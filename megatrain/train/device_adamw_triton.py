@@ -1,8 +1,8 @@
 """Triton kernels for AdamW and the gradient norm of a unit on a GPU. Imported only if Triton can run.
 
-The arithmetic is that of `device_adamw`, operation by operation: `div_rn` and `sqrt_rn` round correctly, and
+The arithmetic is that of `device_update`, operation by operation: `div_rn` and `sqrt_rn` round correctly, and
 kernels are launched without contraction (`enable_fp_fusion=False`), so products and sums round separately.
-`device_adamw` compares both before it uses these.
+`device_update` compares both before it uses these.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatrain.optim import StateArrays, StepScalars
+from megatrain.optim import AdamWScalars, StateArrays
 
 BLOCK = 1024
 """Elements per program."""
@@ -83,7 +83,7 @@ def _squares(gradient, sums, numel, BLOCK: tl.constexpr):
 
 
 def adamw(
-    state: StateArrays[Tensor], gradient: Tensor, scalars: StepScalars, flag: Tensor | None, *, decays: bool
+    state: StateArrays[Tensor], gradient: Tensor, scalars: AdamWScalars, flag: Tensor | None, *, decays: bool
 ) -> None:
     """One AdamW step in place, on the current stream of the current device, on state of n elements.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatrain.optim import Directed, MatrixScalars, Muon
 from megatrain.optim.kernels import F32, Segment
-from megatrain.train.device_adamw import CHUNK, join, split_to
+from megatrain.train.device_update import CHUNK, join, split_to
 
 
 def momentum_on_device(

@@ -42,7 +42,7 @@ from megatrain.model import (
 )
 from megatrain.model.ports import without_adapter
 from megatrain.model.skeleton import on_the_cpu
-from megatrain.optim import AdamW, warm_up
+from megatrain.optim import Optimizer
 from megatrain.plan import Choice
 from megatrain.spec import ModelSpec, Numerics, Policy, Precision
 from megatrain.spec.validate_fields import checked
@@ -72,6 +72,7 @@ from megatrain.train.restore import (
     frozen_in,
     optimizer_in,
     refuse_other_base,
+    refuse_other_state,
     source_in,
     weights_in,
 )
@@ -105,7 +106,7 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         model: nn.Module,
         device: str | torch.device | Device = "cpu",
         precision: Precision | None = None,
-        optimizer: AdamW | None = None,
+        optimizer: Optimizer | None = None,
         max_grad_norm: float | None = 1.0,
         policy: Policy | Literal["auto"] = "auto",
         **options: Unpack[RunOptions],
@@ -220,7 +221,7 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
             raise
         try:
             engine.weights.fill(source, progress)
-            warm_up()
+            engine.optimizer.warm_up()
         except BaseException:
             engine.close()
             raise
@@ -256,7 +257,8 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
             source = SourceInUnits(read, ported_of(read, options, of_checkpoint=True))
         else:
             source = SourceInUnits(read, source.ported) if isinstance(source, SourceInUnits) else read
-        options.setdefault("optimizer", optimizer_in(opened))
+        if "optimizer" not in options:
+            options["optimizer"] = optimizer_in(opened)
         engine = cls.from_source(source, progress=progress, **options)
         try:
             engine.steps = engine.parts.take_up(opened, new)
@@ -320,7 +322,7 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         return StepOutput(result.loss, norm, result.tokens, stalled, written, metrics, result.by_micro_batch)
 
     @property
-    def optimizer(self) -> AdamW:
+    def optimizer(self) -> Optimizer:
         """The hyperparameters of the next step; change them with `set_optimizer`."""
         return self.parts.optimizer.algorithm
 
@@ -330,10 +332,11 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         return self.parts.optimizer.max_grad_norm
 
     @one_at_a_time
-    def set_optimizer(self, optimizer: AdamW) -> None:
+    def set_optimizer(self, optimizer: Optimizer) -> None:
         """Use these hyperparameters from the next step on; pending updates keep those of their own step.
 
-        Raises `ConfigError` if the sets of parameters that decay, or share a learning rate, would change.
+        Raises `ConfigError` for another kind of optimizer, or if the sets of parameters that decay, or share a learning
+        rate, would change.
         """
         refuse_other_groups(self.optimizer, optimizer)
         self.parts.optimizer.algorithm = optimizer
@@ -502,6 +505,7 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         source = weights_in(checkpoint, self.parts.ported)
         self.saver.wait()
         refuse_other_base(checkpoint, self.parts.store.frozen_checksum)
+        refuse_other_state(checkpoint, self.structure, self.optimizer, "refuse")
         self.parts.optimizer.restore(None)
         self.parts.fill(source)
         self.steps = self.parts.take_up(checkpoint, "refuse")

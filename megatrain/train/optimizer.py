@@ -30,7 +30,7 @@ from megatrain.engine.gradient_accumulation import for_parameters
 from megatrain.errors import NonFinite
 from megatrain.memory import Store
 from megatrain.optim import (
-    AdamW,
+    Optimizer,
     StepScalars,
     clip_scale,
     expansion,
@@ -43,7 +43,7 @@ from megatrain.schedule.passes.pieces import Piece
 from megatrain.spec import ModelSpec, Part, Policy
 from megatrain.spec.layout import NORM_BLOCK, OWNED, Layout, Ownership, layout_of
 from megatrain.train import device_muon as device_muon
-from megatrain.train.device_adamw import arrays_in, kernels_for, sum_of_squares_on_device, update_on_device
+from megatrain.train.device_update import arrays_in, kernels_for, sum_of_squares_on_device, update_on_device
 from megatrain.train.options import threads_of
 
 
@@ -52,7 +52,7 @@ class TrainedParameter(NamedTuple):
 
     name: str
     group: int
-    """Number of the group whose learning rate it has (`AdamW.group`)."""
+    """Number of the group whose learning rate it has (`Optimizer.group`)."""
     segments: tuple[Segment, ...]
     """(start, stop, decays) of its elements in the unit's state buffers; with several ranks, of those of this rank."""
 
@@ -151,7 +151,7 @@ class StreamedOptimizer:
 
     def __init__(
         self,
-        algorithm: AdamW,
+        algorithm: Optimizer,
         max_grad_norm: float | None,
         model: ModelSpec,
         policy: Policy,
@@ -326,7 +326,7 @@ class StreamedOptimizer:
         return not self._deferred and self._world.size == 1 and len(_used(self._gradients)) == len(self.trained)
 
     def _factors(self, lr: float, grad_scale: float = 1.0) -> Callable[[int], tuple[StepScalars, ...]]:
-        """The factors of the next update, for any number of missed ones. Raises as `AdamW.scalars` does."""
+        """The factors of the next update, for any number of missed ones. Raises as `Optimizer.scalars` does."""
         algorithm, step = self.algorithm, self.updates + 1
         of_step = cache(lambda missed: algorithm.scalars_by_group(lr=lr, step=step - missed, grad_scale=grad_scale))
         of_step(0)
@@ -401,7 +401,7 @@ class StreamedOptimizer:
         return ", ".join(self._model.units[unit].name for unit in sorted(units))
 
 
-def trained_parameters(layout: Layout, algorithm: AdamW, owned: Ownership) -> list[TrainedParameter]:
+def trained_parameters(layout: Layout, algorithm: Optimizer, owned: Ownership) -> list[TrainedParameter]:
     """The trained parameters of a unit, in its order."""
     parameters = []
     for place in layout.trained.fields:

@@ -28,7 +28,7 @@ from megatrain.model import AdaptedSource, PortedModel, Source, port_model, requ
 from megatrain.model.encoder_stack import stream_encoder
 from megatrain.model.fuse_layers import fuse_layers
 from megatrain.model.profile_prologue import values_of
-from megatrain.optim import AdamW
+from megatrain.optim import AdamW, Optimizer, described
 from megatrain.plan import available_threads, choose_policy, fit_lock_limit, memory_table
 from megatrain.plan.host_resources import available_cores
 from megatrain.plan.placement import host_nbytes, spill, spill_to_fit
@@ -61,7 +61,7 @@ class EngineOptions(RunOptions, total=False):
 
     device: str | torch.device | Device
     precision: Precision | None
-    optimizer: AdamW | None
+    optimizer: Optimizer | None
     max_grad_norm: float | None
     policy: Policy | Literal["auto"]
 
@@ -114,8 +114,8 @@ def checked_options(options: EngineOptions) -> EngineOptions:
 
 
 def refuse_other_optimizers(optimizer: object) -> None:
-    """Raise `ConfigError` for anything but our `AdamW`, with a call that gives the same settings if there is one."""
-    if isinstance(optimizer, AdamW):
+    """Raise `ConfigError` for anything but ours, with a call that gives the same settings if there is one."""
+    if isinstance(optimizer, Optimizer):
         return
     if isinstance(optimizer, type):
         what = f"{optimizer.__name__} is a class"
@@ -136,7 +136,7 @@ def _same_settings(optimizer: torch.optim.Optimizer) -> str:
     odd = any(group.get(key) for group in groups for key in ("amsgrad", "maximize"))
     adam = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
     if not adam or not alike or not decoupled or odd or len({*decays} - {0.0}) > 1:
-        return "megatrain.AdamW(lr=...), the only optimizer"
+        return "megatrain.AdamW(lr=...) or megatrain.Lion(lr=...)"
     first = groups[0]
     settings = {"lr": float(first["lr"]), "betas": tuple(map(float, first["betas"])), "eps": first["eps"]}
     text = ", ".join(f"{key}={value!r}" for key, value in {**settings, "weight_decay": decays[-1]}.items())
@@ -148,20 +148,24 @@ def _same_settings(optimizer: torch.optim.Optimizer) -> str:
     return f"megatrain.AdamW({text})"
 
 
-def optimizer_of(options: EngineOptions, spec: ModelSpec) -> AdamW:
-    """The given optimizer, or the default. Raises `ConfigError` if a pattern matches none of the model's
-    parameters."""
+def optimizer_of(options: EngineOptions, ported: PortedModel) -> Optimizer:
+    """The given optimizer, or the default, which describes the model's parameters. Raises `ConfigError` if a pattern
+    matches none of them."""
     optimizer = options.get("optimizer") or AdamW()
-    params = [param for unit in spec.units for param in unit.params]
-    names = [[param.name for param in params if param.trainable is trains] for trains in (True, False)]
-    optimizer.refuse_patterns(*names)
+    ported.change(lambda spec: described(spec, optimizer))
+    params = [param for unit in ported.structure.units for param in unit.params]
+    frozen = [param.name for param in params if not param.trainable]
+    optimizer.refuse_patterns([param for param in params if param.trainable], frozen)
     return optimizer
 
 
-def refuse_other_groups(before: AdamW, now: AdamW) -> None:
-    """Raise `ConfigError` for anything but our `AdamW`, or if the parameters that decay, or have their own learning
-    rate, would change."""
+def refuse_other_groups(before: Optimizer, now: Optimizer) -> None:
+    """Raise `ConfigError` for another kind of optimizer than before, or if the parameters that decay, or have their own
+    learning rate, would change."""
     refuse_other_optimizers(now)
+    if type(now) is not type(before):
+        what = f"{type(now).__name__} cannot go on with what {type(before).__name__} has kept"
+        raise ConfigError(what, where="optimizer", fix="make another engine")
     if now.no_decay != before.no_decay:
         raise ConfigError("other parameters would decay than before", where="no_decay", fix="leave it as it was")
     patterns = [[pattern for pattern, _ in each.learning_rates] for each in (before, now)]

@@ -48,9 +48,9 @@ class Parts(TakesTurns):
 
     def __init__(self, ported: PortedModel, device: Device, options: EngineOptions) -> None:
         self.world = world = options.get("world") or ALONE
-        ported.share(world.size)
+        ported.change(lambda spec: spec.over(world.size))
+        algorithm, max_grad_norm = optimizer_of(options, ported), options.get("max_grad_norm", 1.0)
         self.structure: ModelSpec = ported.structure
-        algorithm, max_grad_norm = optimizer_of(options, self.structure), options.get("max_grad_norm", 1.0)
         self.numerics, self.limits = numerics_of(options), limits_of(options)
         if self.numerics.kernels == "fused":
             use_fused_functions(ported, device)
@@ -171,8 +171,9 @@ class Parts(TakesTurns):
         """Load moments and counters of a checkpoint whose masters are already loaded. Returns its number of steps."""
         facts = facts_in(checkpoint)
         refuse_other_base(checkpoint, self.store.frozen_checksum)
-        read_moments(checkpoint, self.store, new)
-        self.optimizer.restore(facts["updates"], missed_in(checkpoint, self.structure))
+        algorithm = self.optimizer.algorithm
+        read_moments(checkpoint, self.store, algorithm, new)
+        self.optimizer.restore(facts["updates"], missed_in(checkpoint, self.structure, algorithm))
         self.streamer.context.seed = facts.get("seed", self.streamer.context.seed)
         self.saver.goes_on_from(checkpoint.folder)
         return int(facts["steps"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
@@ -22,15 +22,16 @@ import torch
 from torch import Tensor
 
 from megatrain.checkpoint import Checkpoint, PeerCheckpoint
-from megatrain.errors import CheckpointError, ModelError
+from megatrain.errors import CheckpointError, ConfigError, ModelError
 from megatrain.memory import Store
 from megatrain.memory.unit_state import ranges
 from megatrain.model import Fills, FreshSource, PortedModel, PretrainedSource, Progress, Source, pretrained_source
 from megatrain.model.carried import carried_by
 from megatrain.model.weight_sources import Masters, Report, listed
-from megatrain.optim import AdamW
+from megatrain.optim import Optimizer, optimizer_from
+from megatrain.optim.optimizer import OLDEST
 from megatrain.plan import Choice
-from megatrain.spec import ModelSpec, Numerics, Part, Policy
+from megatrain.spec import ModelSpec, Numerics, ParamSpec, Part, Policy
 from megatrain.spec.validate_fields import checked
 from megatrain.train.optimizer import StreamedOptimizer
 from megatrain.version import __version__
@@ -59,7 +60,6 @@ def as_saved(
     names: of the units. frozen: the checksum of the weights that do not train, if there are any, as `base` if the
     checkpoint has only an adapter and as `frozen` if they are in it.
     """
-    optimizer = streamed.algorithm
     facts = {
         "steps": steps,
         "updates": streamed.updates,
@@ -68,14 +68,7 @@ def as_saved(
         "seed": seed,
         "precision": choice.numerics.precision,
         "max_grad_norm": streamed.max_grad_norm,
-        "optimizer": {
-            "lr": optimizer.lr,
-            "betas": list(optimizer.betas),
-            "eps": optimizer.eps,
-            "weight_decay": optimizer.weight_decay,
-            "no_decay": list(optimizer.no_decay),
-            "learning_rates": [list(pair) for pair in optimizer.learning_rates],
-        },
+        "optimizer": streamed.algorithm.as_json(),
         "numerics": as_json(choice.numerics),
         "policy": as_json(choice.policy),
         "versions": versions(),
@@ -109,12 +102,13 @@ def facts_in(checkpoint: Checkpoint) -> Mapping[str, Any]:
     return facts
 
 
-def optimizer_in(checkpoint: Checkpoint) -> AdamW:
-    """The optimizer settings in a checkpoint."""
-    fields: dict[str, Any] = dict(facts_in(checkpoint)["optimizer"])
-    pairs = tuple(map(tuple, fields.get("learning_rates", ())))  # absent in earlier versions
-    more = {"betas": tuple(fields["betas"]), "no_decay": tuple(fields["no_decay"]), "learning_rates": pairs}
-    return AdamW(**{**fields, **more})
+def optimizer_in(checkpoint: Checkpoint) -> Optimizer:
+    """The optimizer of a checkpoint. Raises `CheckpointError` for one that this version lacks."""
+    try:
+        return optimizer_from(facts_in(checkpoint)["optimizer"])
+    except ConfigError as error:
+        what, fix = f"its optimizer cannot go on ({error.what})", "give another optimizer, and new='zero'"
+        raise CheckpointError(what, where=str(checkpoint.folder), fix=fix) from error
 
 
 def frozen_in(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
@@ -122,41 +116,65 @@ def frozen_in(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
     return [name for name in names if name not in checkpoint.moment_shapes]
 
 
-def read_moments(checkpoint: Checkpoint, store: Store, new: NewMoments = "refuse") -> None:
-    """Load this rank's share of the moments of all trained parameters.
-
-    Raises, before anything is set, `CheckpointError` for a parameter without moments in the checkpoint, unless
-    `new` says that they start as zeros, and for moments of another shape.
-    """
-    trained = [param for unit in store.model.units for param in unit.params if param.trainable]
-    shapes, arrays = checkpoint.moment_shapes, {param.name: param.state for param in trained}
-    for param in trained:
+def refuse_other_state(checkpoint: Checkpoint, model: ModelSpec, optimizer: Optimizer, new: NewMoments) -> None:
+    """Raise `CheckpointError` for moments of another shape, and for a parameter without moments of this optimizer,
+    unless `new` says that they start as zeros."""
+    then, where, shapes = _name_in(checkpoint), str(checkpoint.folder), checkpoint.moment_shapes
+    if then != optimizer.NAME and new == "refuse":
+        what = f"was trained by {then}, and {optimizer.NAME} cannot go on with its state"
+        fix = f"use {then}, or accept that the state starts as zeros (new='zero', or accept_changes=true in a run)"
+        raise CheckpointError(what, where=where, fix=fix)
+    for param in _trained(model):
         if param.name in shapes and shapes[param.name] != param.shape:
             what = f"has moments of shape {list(shapes[param.name])} for {param.name}, which is {list(param.shape)}"
-            raise CheckpointError(what, where=str(checkpoint.folder), fix="use the model that it was made from")
-        if param.name not in shapes and new == "refuse":
+            raise CheckpointError(what, where=where, fix="use the model that it was made from")
+        if not checkpoint.keeps(param.name, param.state) and new == "refuse":
             fix = "freeze what was frozen, or let their moments start as zeros"
-            raise CheckpointError(f"has no moments of {param.name}", where=str(checkpoint.folder), fix=fix)
+            raise CheckpointError(f"has no moments of {param.name}", where=where, fix=fix)
+
+
+def _name_in(checkpoint: Checkpoint) -> str:
+    """The name of a checkpoint's optimizer."""
+    facts = checkpoint.training.get(ENGINE) or {}
+    return str(facts.get("optimizer", {}).get("name", OLDEST))
+
+
+def _trained(model: ModelSpec) -> Iterator[ParamSpec]:
+    return (param for unit in model.units for param in unit.params if param.trainable)
+
+
+def _goes_on(checkpoint: Checkpoint, optimizer: Optimizer, param: ParamSpec) -> bool:
+    """Whether the optimizer goes on with what the checkpoint has of a parameter; otherwise it begins."""
+    return _name_in(checkpoint) == optimizer.NAME and checkpoint.keeps(param.name, param.state)
+
+
+def read_moments(checkpoint: Checkpoint, store: Store, optimizer: Optimizer, new: NewMoments = "refuse") -> None:
+    """Load this rank's share of the moments of all trained parameters. Raises as `refuse_other_state` does, before
+    anything is set."""
+    refuse_other_state(checkpoint, store.model, optimizer, new)
+    of = {param.name: param for param in _trained(store.model)}
     for unit in store.units:
         for field in unit.layout.trained.fields:
-            names = arrays[field.name] if field.name in shapes else ()
-            saved = [tensor.numpy().reshape(-1) for tensor in checkpoint.moments(field.name, names)]
+            arrays = of[field.name].state if _goes_on(checkpoint, optimizer, of[field.name]) else ()
+            saved = [tensor.numpy().reshape(-1) for tensor in checkpoint.moments(field.name, arrays)]
             for piece in store.owned.within(unit.layout, field.start, field.stop):
-                for number, (start, stop) in product(range(len(arrays[field.name])), ranges(piece.start, piece.stop)):
+                for number, (start, stop) in product(range(len(of[field.name].state)), ranges(piece.start, piece.stop)):
                     part = slice(start - field.start, stop - field.start)
                     values = saved[number][part] if saved else np.zeros(stop - start, np.float32)
                     unit.write(Part.MOMENTS, piece.at + start - piece.start, values, number)
 
 
-def missed_in(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, int]:
+def missed_in(checkpoint: Checkpoint, spec: ModelSpec, optimizer: Optimizer) -> dict[str, int]:
     """Trained parameter -> of the checkpoint's updates, those that it has not had, if any (`UnitVersion.missed`).
 
-    One that did not train then, and whose moments start as zeros, has had none.
+    One that did not train then, or by another optimizer, and whose moments start as zeros, has had none.
     """
-    facts, saved = facts_in(checkpoint), checkpoint.moment_shapes
+    facts = facts_in(checkpoint)
     missed: Mapping[str, int] = facts.get("missed", {})  # absent in earlier versions
-    names = [param.name for unit in spec.units for param in unit.params if param.trainable]
-    counts = {name: missed.get(name, 0) if name in saved else facts["updates"] for name in names}
+    counts = {
+        param.name: missed.get(param.name, 0) if _goes_on(checkpoint, optimizer, param) else facts["updates"]
+        for param in _trained(spec)
+    }
     return {name: count for name, count in counts.items() if count}
 
 

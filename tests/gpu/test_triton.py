@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatrain.engine import fused_forms
-from megatrain.train import device_adamw
+from megatrain.train import device_update
 
 pytest.importorskip("triton", reason="needs Triton: make test-cuda")
 pytestmark = pytest.mark.gpu
@@ -27,7 +27,7 @@ import sys
 from types import SimpleNamespace
 import torch
 from megatrain.optim import AdamW
-from megatrain.train import device_adamw, device_adamw_triton
+from megatrain.train import device_update, device_adamw_triton
 
 wrong = sys.argv[1]
 
@@ -42,7 +42,7 @@ def squares(gradient):
     return device_adamw_triton.sum_of_squares(gradient[:-1] if wrong == "squares" else gradient)
 
 torch.set_default_dtype(torch.bfloat16)  # a user's own, which counts for nothing here
-print(device_adamw.agrees(SimpleNamespace(adamw=adamw, sum_of_squares=squares), torch.device("cpu")))
+print(device_update.agrees(SimpleNamespace(adamw=adamw, sum_of_squares=squares), torch.device("cpu")))
 """
 
 
@@ -131,9 +131,9 @@ def test_fused_kernels_compile_for_a_gpu(what: str, dtype: str) -> None:
 
 @pytest.fixture
 def nothing_known() -> Iterator[None]:
-    device_adamw._kernels.cache_clear()
+    device_update._kernels.cache_clear()
     yield
-    device_adamw._kernels.cache_clear()
+    device_update._kernels.cache_clear()
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -167,13 +167,16 @@ def test_a_triton_failure_falls_back_to_eager_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, nothing_known: None
 ) -> None:
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
-    monkeypatch.setattr(device_adamw, "agrees", lambda *_: 1 / 0)
+    monkeypatch.setattr(device_update, "agrees", lambda *_: 1 / 0)
     with caplog.at_level(logging.WARNING):
-        assert device_adamw._kernels(GPU) is None
+        assert device_update._kernels(GPU) is None
     assert "AdamW on cuda:0 uses single torch operations: Triton failed (ZeroDivisionError" in caplog.text
 
 
 @pytest.mark.silicon
 def test_triton_kernels_are_used_on_a_real_gpu(nothing_known: None) -> None:
+<<<<<<< HEAD
     assert device_adamw._kernels(GPU) is not None
     assert fused_forms._runs_on_gpu(GPU)
+=======
+    assert device_update._kernels(GPU) is not None

@@ -18,6 +18,7 @@ from megatrain.device.host_memory import trim
 from megatrain.memory import Ledger, Pool, Store
 from megatrain.model import PretrainedSource, port_model
 from megatrain.model.pretrained import Shards
+from megatrain.optim import AdamW
 from megatrain.schedule import build_step
 from megatrain.spec import Numerics, Policy, Precision, Work
 from megatrain.spec.layout import Ownership
@@ -91,7 +92,7 @@ def store_of(rank: int, planned: PlannedCheckpoint, precision: Precision) -> Sto
 
 def load(opened: Checkpoint, store: Store) -> None:
     PretrainedSource(opened.folder).fill(store, store.names_by_unit(read=True))
-    read_moments(opened, store)
+    read_moments(opened, store, AdamW())
 
 
 @pytest.mark.few(1)

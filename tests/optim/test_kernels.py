@@ -16,7 +16,7 @@ import pytest
 from numba.types import UniTuple
 
 import megatrain
-from megatrain.optim import kernels, warm_up
+from megatrain.optim import AdamW, kernels
 
 F32, U16, I64 = numba.float32[::1], numba.uint16[::1], numba.int64[::1]
 BLOCKS = numba.int64[:, ::1]
@@ -42,7 +42,7 @@ def test_roots_and_quotients_are_vectorised_and_nothing_is_contracted(signature)
 
 
 def test_warming_up_leaves_nothing_to_compile() -> None:
-    warm_up()
+    AdamW().warm_up()
     for kernel, least in ((kernels.adamw, 4), (kernels.block_sums, 2)):  # bfloat16 and float32 gradients
         assert len({str(signature) for signature in kernel.signatures}) >= least
     assert kernels.split.signatures

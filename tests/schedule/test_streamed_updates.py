@@ -16,7 +16,7 @@ from megatrain.schedule.passes.pinned_staging import pinned_nbytes
 from megatrain.schedule.passes.updates import CHUNK
 from megatrain.spec import Hardware, ModelSpec, Numerics, ParamSpec, Placement, Policy, UnitSpec, Work
 from megatrain.testing import SimDevice, executed_timeline, run_idle, surviving_waits
-from megatrain.train import device_adamw
+from megatrain.train import device_update
 from tests.small import small_spec
 
 DEVICE, DISK, CACHED = Placement("device", "device", "device"), Placement(moments="disk"), Placement("device")
@@ -141,7 +141,7 @@ def test_device_memory_is_bounded_by_pieces() -> None:
         policy = Policy(streamed_updates=1.0, shard_nbytes=nbytes)
         slots = [buffer for buffer in step(policy).buffers.values() if buffer.use == "update slots"]
         assert all(0 < buffer.nbytes <= max(nbytes, 14 * 1024) for buffer in slots)
-    assert CHUNK == device_adamw.CHUNK
+    assert CHUNK == device_update.CHUNK
 
 
 def test_the_streamed_share_is_spread_over_host_resident_layers() -> None:

@@ -42,7 +42,7 @@ from megatrain.spec.layout import layout_of
 
 CHUNK, CHUNK_NBYTES = 1 << 20, 32
 """Without a fused kernel: elements of a piece updated at a time on a device, and workspace bytes per element
-(`train.device_adamw`)."""
+(`train.device_update`)."""
 
 
 class PieceRoute(NamedTuple):

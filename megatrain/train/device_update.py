@@ -1,12 +1,9 @@
-"""AdamW for units whose whole state is on the device: the arithmetic of `optim.adamw`, as a Triton kernel or torch
-ops.
+"""Updates of units and pieces on the device: the arithmetic of `optim`, by torch operations or, for AdamW, Triton.
 
-If Triton can run, adjacent parameters with equal decay are updated by one kernel (`device_adamw_triton`), after it
-has been compared bit for bit with the fallback: single torch operations, in chunks that stay in the device's
-cache. Every operation rounds once, in the order of `optim.adamw`, and none is fused with its neighbour (no
-`addcmul` or `alpha=`), so if the device divides with correct rounding the result equals the host's. Roots are
-computed in float64 and rounded, which gives the correctly rounded float32 root (Figueroa, 1995); float32 roots of
-math libraries often are not.
+Torch operations run in chunks that stay in the device's cache. Every operation rounds once, in the order of the pass on
+the host, and none is fused with its neighbour, so if the device divides with correct rounding the result equals the
+host's. If Triton can run, adjacent parameters with equal decay are updated by one kernel (`device_adamw_triton`), after
+it has been compared with them bit for bit.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from torch import Tensor
 
 from megatrain.device import Device
 from megatrain.errors import typed_line
-from megatrain.optim import AdamW, StateArrays, StepScalars
+from megatrain.optim import AdamW, AdamWScalars, StateArrays, StepScalars
 from megatrain.optim.kernels import Segment
 from megatrain.spec import Part
 from megatrain.spec.layout import align
@@ -40,7 +37,7 @@ _log = logging.getLogger(__name__)
 def arrays_in(parts: Mapping[Part, Sequence[Tensor]], numel: int) -> StateArrays[Tensor]:
     """The state of so many trained elements in the memory of its parts, uint8, on the host or the device.
 
-    parts: weights, moments in the order of `AdamW.STATE`, and, if masters are split, low bits.
+    parts: weights, moments in the order of `Optimizer.STATE`, and, if masters are split, low bits.
     """
     moments = tuple([moment[: 4 * numel].view(torch.float32) for moment in parts[Part.MOMENTS]])
     (weights,), low = parts[Part.WEIGHTS], parts.get(Part.LOW_BITS)
@@ -58,12 +55,13 @@ def update_on_device(
     flag: Tensor | None = None,
     kernels: Any = None,
 ) -> None:
-    """The twin of `optim.update_on_host`: one AdamW step in place on a unit or a piece.
+    """The twin of `optim.update_on_host`: one step in place on a unit or a piece.
 
     gradient: flat, bfloat16 or float32, one value per trained element. segments: (start, stop, decays) in elements.
     flag: a bool on the device; if false nothing changes. kernels: see `kernels_for`.
     """
-    update = adamw_by_operations if kernels is None else kernels.adamw
+    is_fused = kernels is not None and isinstance(scalars, AdamWScalars)
+    update = kernels.adamw if is_fused else update_by_operations
     for start, stop, decays in _joined(segments):
         part = slice(start, stop)
         update(state.part(part), gradient[part], scalars, flag, decays=bool(decays))
@@ -81,16 +79,17 @@ def sum_of_squares_on_device(gradient: Tensor, kernels: Any = None) -> Tensor:
     return total
 
 
-def adamw_by_operations(
+def update_by_operations(
     state: StateArrays[Tensor], gradient: Tensor, scalars: StepScalars, flag: Tensor | None, *, decays: bool
 ) -> None:
-    """The same as `device_adamw_triton.adamw`, by torch operations. flag: None means true."""
+    """One step in place on state of n elements. flag: None means true."""
     keep = float(scalars.decay) if decays else 1.0
     for begin in range(0, gradient.numel(), CHUNK):
         elements = slice(begin, begin + CHUNK)
         part = state.part(elements)
         before = [(array, array.clone()) for array in (*part.moments, *part.masters)] if flag is not None else []
-        change = _change(part.moments, gradient[elements].to(torch.float32), scalars)
+        scaled = gradient[elements].to(torch.float32) * float(scalars.grad_scale)
+        change = scalars.change(part.moments, scaled)
         if part.lo is None:
             part.hi.mul_(keep).sub_(change)
         else:
@@ -155,7 +154,7 @@ def agrees(kernels: Any, device: torch.device) -> bool:
     for beta, flag, grad, split in cases:
         scalars = AdamW(betas=(beta, 0.99), weight_decay=0.1).scalars(lr=1e-2, step=3, grad_scale=0.7)
         results = []
-        for update in (kernels.adamw, adamw_by_operations):
+        for update in (kernels.adamw, update_by_operations):
             m, v = factors[0] * gradient, (factors[1] * gradient).square()
             state = StateArrays(masters.clone(), None, (m, v))
             if split:
@@ -182,18 +181,3 @@ def split_to(master: Tensor, hi: Tensor, low: Tensor) -> None:
     bits = master.view(torch.int32)
     low.copy_(bits)  # the conversion keeps the lower 16 bits
     hi.copy_(bits.add(0x8000).bitwise_right_shift_(16))
-
-
-def _change(moments: tuple[Tensor, ...], gradient: Tensor, scalars: StepScalars) -> Tensor:
-    """Update the moments in place; returns the step, scaled by the learning rate."""
-    m, v = moments
-    g = gradient * float(scalars.grad_scale)
-    difference = g - m
-    if scalars.rest1 < 0.5:
-        m.add_(difference.mul_(float(scalars.rest1)))
-    else:
-        m.copy_(difference.mul_(float(scalars.rest1) - 1).add_(g))
-    del difference
-    v.mul_(float(scalars.b2)).add_((g * float(scalars.rest2)).mul_(g))
-    root = v.to(torch.float64).sqrt_().to(torch.float32).mul_(float(scalars.root_scale)).add_(float(scalars.eps))
-    return (m * float(scalars.step_size)).div_(root)

@@ -9,7 +9,7 @@ import torch
 from megatrain.optim import AdamW, StateArrays, update_on_host
 from megatrain.optim.split_master import join, split
 from megatrain.spec import Part, Precision
-from megatrain.train.device_adamw import CHUNK, arrays_in, update_on_device
+from megatrain.train.device_update import CHUNK, arrays_in, update_on_device
 
 SIZE = CHUNK + 4321  # more than one chunk, and no round number
 
