@@ -83,6 +83,23 @@ def test_plans_for_ranks_show_the_launch_command(saved: str, tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("plan_alone")
+def test_an_optimizer_that_keeps_less_is_planned_with_less(saved: str, tmp_path: Path) -> None:
+    """4 bytes of each parameter instead of 8."""
+
+    def state(model: str, optimizer: str | None) -> int:
+        text = shown(model, sequence_length=512, optimizer=optimizer, json=str(tmp_path / f"{optimizer}.json"))
+        assert ("train.optimizer=lion" in text) == (optimizer == "lion")
+        content = json.loads((tmp_path / f"{optimizer}.json").read_text())
+        return sum(row["nbytes"] for row in content["memory"] if row["use"] == "optimizer state")
+
+    adamw, lion = state(saved, "adamw"), state(saved, "lion")
+    assert adamw - lion == 4 * llama_shape("1B", 4, 4096, vocabulary=32_000).numel
+    assert state(str(tmp_path / "lion.json"), None) == lion  # as the saved plan has it
+    with pytest.raises(ConfigError, match="--optimizer: 'adam' is no optimizer here; use adamw or lion"):
+        shown(saved, optimizer="adam")
+
+
+@pytest.mark.usefixtures("plan_alone")
 def test_a_run_config_can_be_planned_for_ranks(config: str, tmp_path: Path) -> None:
     run = tmp_path / "run.yaml"
     train = "{global_batch_size: 8, steps: 3, device: cpu}"

@@ -191,6 +191,7 @@ def test_a_saved_config_round_trips(
         (MINIMAL, ("train.learning_rate=.nan",), "train.learning_rate: should be a finite number, not nan"),
         (MINIMAL, ("train.lr_scheduler=cosin",), "should be 'constant', 'cosine', 'linear' or 'wsd', not 'cosin'"),
         (MINIMAL, ("train.betas=[0.9]",), "train.betas: has too few values"),
+        (MINIMAL, ("train.optimizer=lion", "train.eps=1e-6"), "train: lion has no eps; leave it out"),
         (MINIMAL, ("train.betas=[0.9, 1.0]",), "train.betas: should be less than 1, not 1.0"),
         (MINIMAL, ("train=3",), "override 'train=3': train: needs keys below it, not 3"),
         (MINIMAL, ("policy.activations=foo",), "policy.activations: should be 'keep' or 'recompute', not 'foo'"),

@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from megatrain import Engine, Policy
-from megatrain.config import Config, DiskSection
+from megatrain.config import Config, DiskSection, TrainSection
 from megatrain.device import open_device
 from megatrain.errors import ConfigError, DoesNotFit
 from megatrain.formatting import amount, at_least, at_most
 from megatrain.memory import Disk, scratch_files
 from megatrain.model import port_model
+from megatrain.optim import Lion
 from megatrain.plan import Question, available_threads
 from megatrain.run import planner_inputs
 from megatrain.run import training as run_module
@@ -256,3 +257,14 @@ def test_plans_use_the_configs_row_length(
     with pytest.raises(DoesNotFit, match="seen"):
         run_module._plan(configuration(tmp_path, **changed), ported, device, Ranks(), None)
     assert asked[0].batching == rows
+
+
+def test_an_optimizer_brings_its_usual_rates(tmp_path: Path) -> None:
+    """A file that says them again, as a saved configuration does, means the same."""
+    lion = Lion(1e-4, weight_decay=0.1, no_decay=("vectors",))
+    config = configuration(tmp_path, train={"optimizer": "lion"})
+    rest = {key: value for key, value in config.train.model_dump().items() if key != "learning_rate"}
+    usual = TrainSection(**{**rest, "betas": (0.9, 0.99), "learning_rate": 1e-4})
+    assert planner_inputs.optimizer_for(usual) == lion
+    assert planner_inputs.optimizer_for(TrainSection(steps=1, optimizer="lion")) == lion
+    assert planner_inputs.optimizer_for(TrainSection(steps=1)).as_json()["betas"] == [0.9, 0.95]

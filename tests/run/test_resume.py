@@ -21,6 +21,7 @@ from megatrain.checkpoint import Checkpoint, checkpoints, newest_sound, open_che
 from megatrain.checkpoint.range_writer import RangeWriter
 from megatrain.config.renamed_keys import tables
 from megatrain.errors import CheckpointError, ConfigError, DataError, NonFinite
+from megatrain.optim import Lion
 from megatrain.run.resume import as_begun, changes_between, refuse_changes
 from megatrain.run.training import run_training
 from megatrain.spec import Numerics, Policy
@@ -230,12 +231,13 @@ def test_earlier_runs_are_not_overwritten_by_mistake(tmp_path: Path, monkeypatch
 
 def test_changes_that_would_corrupt_are_refused_unless_accepted(tmp_path: Path) -> None:
     train(config_of(tmp_path, train={"steps": 2}))
-    rates = {"learning_rate": 5e-3, "learning_rates": {"*norm*": 0.0}}
+    rates = {"learning_rate": 5e-3, "learning_rates": {"*norm*": 0.0}, "optimizer": "lion"}
     changed = {"train": {"seed": 5, "precision": "fp32", **rates}, "data": {"sequence_length": 16}}
     said = r"train\.precision bf16 -> fp32.*train\.seed 0 -> 5|train\.seed 0 -> 5.*train\.precision bf16 -> fp32"
     with pytest.raises(ConfigError, match=said) as caught:
         train(config_of(tmp_path, resume="auto", **changed))
     assert "data.sequence_length 32 -> 16" in str(caught.value)
+    assert "train.optimizer adamw -> lion" in str(caught.value)
     assert "train.learning_rate" not in str(caught.value)
     assert "accept_changes=true" in str(caught.value)
     told = train(config_of(tmp_path, resume="auto", accept_changes=True, **changed)).replace("\n", "")
@@ -243,6 +245,8 @@ def test_changes_that_would_corrupt_are_refused_unless_accepted(tmp_path: Path) 
     newest, norm = newest_sound(tmp_path / "run" / "checkpoints").checkpoint, "model.norm.weight"
     assert newest is not None
     assert newest.training["engine"]["optimizer"]["learning_rates"] == [["*norm*", 0.0]]
+    assert newest.training["engine"]["optimizer"]["name"] == "lion"
+    assert newest.keeps(norm, Lion.STATE)
     first = load_file(tmp_path / "run" / "checkpoints" / "step-00000002" / "model.safetensors")
     assert torch.equal(weights(tmp_path / "run")[norm], first[norm])
     assert "the data has changed, and starts from its beginning" in told
