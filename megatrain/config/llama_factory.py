@@ -299,9 +299,7 @@ def _put_optimizer(reader: Reader) -> None:
     name = "optim"
     kind = str(reader.take(name))
     if "adamw" not in kind or any(word in kind for word in OTHER_ADAMW):
-        reader.leave(
-            name, "AdamW is the only optimizer here, with the betas below; the learning rate may not carry over"
-        )
+        reader.leave(name, "AdamW is used instead, with the betas below; the learning rate may not carry over")
     elif any(word in kind for word in ("8bit", "4bit", "fp8")):
         reader.note(name, "AdamW's state is in float32 here, in host memory")
     betas = ("adam_beta1", "adam_beta2")

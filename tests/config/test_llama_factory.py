@@ -142,7 +142,7 @@ def test_untranslated_keys_have_a_reason(tmp_path: Path) -> None:
         "val_size=500: is a number of samples; data.validation_fraction is a share",
         "save_strategy=epoch: checkpoint.every counts steps",
         "lr_scheduler_type=polynomial: train.lr_scheduler is constant, linear, cosine, wsd",
-        "optim=adafactor: AdamW is the only optimizer here",
+        "optim=adafactor: AdamW is used instead",
         "report_to=swanlab: output.trackers can be tensorboard, wandb, trackio",
         "pref_beta=0.1: has no effect with the rest of the file as it is",
         "fp16=true: bfloat16 takes its place",
@@ -166,7 +166,7 @@ def test_keys_that_are_heeded_are_not_reported_as_left_out(
 @pytest.mark.parametrize(
     ("base", "more", "what"),
     [
-        (LLAMA_FACTORY, {"optim": "galore_adamw"}, "optim=galore_adamw: AdamW is the only optimizer here"),
+        (LLAMA_FACTORY, {"optim": "galore_adamw"}, "optim=galore_adamw: AdamW is used instead"),
         (LLAMA_FACTORY, {"lr_scheduler_type": "warmup_stable_decay"}, "the decay is linear here, cosine there"),
         (LLAMA_FACTORY, {"stage": "pt", "packing": False}, "packing=false: texts are cut into full sequences, without"),
     ],
