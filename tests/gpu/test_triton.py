@@ -175,8 +175,5 @@ def test_a_triton_failure_falls_back_to_eager_with_a_warning(
 
 @pytest.mark.silicon
 def test_triton_kernels_are_used_on_a_real_gpu(nothing_known: None) -> None:
-<<<<<<< HEAD
-    assert device_adamw._kernels(GPU) is not None
-    assert fused_forms._runs_on_gpu(GPU)
-=======
     assert device_update._kernels(GPU) is not None
+    assert fused_forms._runs_on_gpu(GPU)
