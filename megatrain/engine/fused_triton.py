@@ -25,10 +25,10 @@ COLUMNS, PARTS = 128, 32
 
 
 @triton.jit
-def _rms_forward(tensors, rows, sizes, offset, eps, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """tensors (x, weight, out, scale); sizes (width,)."""
+def _rms_forward(tensors, rows, width, numbers, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """tensors (x, weight, out, scale); numbers (offset of the weight, epsilon)."""
     x, weight, out, scale = tensors
-    width = sizes[0]
+    offset, eps = numbers
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -178,7 +178,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, offset: float, eps: float) -> tup
         block, of_tile = _tile(width)
         tensors = x, x if weight is None else weight, out, scale
         options = {"WEIGHTED": weight is not None, "ROWS": of_tile, "BLOCK": block}
-        _rms_forward[(triton.cdiv(rows, of_tile),)](tensors, rows, (width,), offset, eps, **options, **_warps(block))
+        _rms_forward[(triton.cdiv(rows, of_tile),)](tensors, rows, width, (offset, eps), **options, **_warps(block))
     return out, scale
 
 

@@ -163,7 +163,7 @@ def short_settings(kernels: Kernels = "stock") -> list[Setting]:
 
 def full_settings() -> list[Setting]:
     """Every activation plan, and a mixture, on the CPU and the simulated device, with few and many slots and
-    pieces; and fused functions."""
+    pieces."""
     settings = [_setting("cpu", plan) for plan in ACTIVATION_PLANS]
     settings += [_setting(SIM, plan, shard_nbytes=1 << 16) for plan in ACTIVATION_PLANS]
     chunks = replace(CHUNKS, mlp_chunk_tokens=4)
@@ -172,7 +172,6 @@ def full_settings() -> list[Setting]:
     stored = replace(settings[-1].policy, activations_by_layer=OFFLOADED)
     return [
         *settings,
-        Setting("cpu, keep, fused", "cpu", replace(CHUNKS, kernels="fused"), settings[0].policy),
         Setting(f"{SIM}, chosen outputs, offloaded, 1 slot", SIM, chunks, stored),
         Setting(f"{SIM}, a mixture of plans, 1 slot", SIM, chunks, mixed),
     ]
@@ -563,7 +562,8 @@ def full_report(config: StockConfig, make_engine: MakeEngine, attention: str | N
     kernel = _kernel_for(config, attention)
     small = shrink(config)
     still = twin_from(with_dropout(small, 0.0), 0, kernel)
-    report = compare(still, make_engine, full_cases(still), full_settings())
+    fused = Setting("cpu, keep, fused", "cpu", replace(CHUNKS, kernels="fused"), full_settings()[0].policy)
+    report = compare(still, make_engine, full_cases(still), [*full_settings(), fused])
     extra, left_out = [], []
     if dropout_rates(small):
         moving = twin_from(with_dropout(small, 0.2), 0, kernel)

@@ -112,13 +112,14 @@ def test_fused_kernels_compile_for_a_gpu(what: str, dtype: str) -> None:
 
     name, constants = COMPILED[what]
     kernel = getattr(fused_triton, name)
-    sizes = {"_rms_forward": 1, "_rotate": 4}.get(name, 2)
+    sizes = 4 if name == "_rotate" else 2
     types: dict[str, object] = {
         "tensors": tuple(f"*{dtype}" if each == "x" else "*fp32" for each in TENSORS.get(name, "xxxx")),
         "sizes": ("i32",) * sizes,
         "strides": ("i64",) * 4,
         **dict.fromkeys(("rows", "count", "width"), "i32"),
-        **dict.fromkeys(("offset", "eps"), "fp32"),
+        "offset": "fp32",
+        "numbers": ("fp32", "fp32"),
         "parts": "*fp32",
         "out": f"*{dtype}",
     }

@@ -333,6 +333,16 @@ def test_loss_and_every_gradient_equal_the_stock_model(place: int, kind: str) ->
     assert_equal(twin(config_of(kind)), [settings[place % len(settings)]])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in (*CHOSEN, *OTHERS) if kind not in NOT_COMPARED])
+def test_fused_functions_equal_the_stock_model(kind: str) -> None:
+    """They round otherwise, which moves the gradients of a few by more than 1e-5, and those of the stock model by as
+    much when the last bits of its weights change."""
+    model = twin(config_of(kind))
+    report = compare(model, make, short_cases(model), short_settings("fused")[:1], enough=1)
+    assert report.ok, report.worst
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_next", "deepseek_v3", "gpt2"])
 def test_the_simulated_device_computes_the_same_bits(kind: str) -> None:
