@@ -90,7 +90,6 @@ LARGE_CLASSES = {
 MAX_PARAMETERS = 7
 WIDE_FUNCTIONS = {
     "train.device_adamw_triton._adamw": 19,
-    "engine.fused_triton._rms_forward": 8,
 }
 """Parameters of the functions that have more. As above."""
 COMMAND_LINES = ("cli",)  # where a function's parameters are the options of a command
