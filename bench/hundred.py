@@ -1,0 +1,504 @@
+"""A model of any size trained with all its state on the disk, every number of it compared with one that is known.
+
+    python -m bench.hundred --parameters 105e9 --folder FOLDER [--precision bf16|fp32] [--experts N] [--lora]
+                            [--clip NORM] [--times N] [--tidy] [--json FILE]
+
+A narrow Llama (with `--experts` a Mixtral) is repeated over its width until it has about so many parameters: the same
+function (`megatrain/model/wide.py`), so what plain PyTorch computes for the narrow model in minutes is what each number
+of the wide one must be. Four parts follow each other, each in a process of its own; what a part finds is in
+`FOLDER/hundred.json` as it ends, and a run that was cut off goes on with the first part that is missing there:
+
+    files    the wide model is written as a folder of safetensors, a shard at a time
+    narrow   plain PyTorch trains the narrow model for three steps
+    steps    `Engine.from_pretrained` reads the folder, takes two steps of AdamW and saves a checkpoint
+    resumed  `Engine.from_checkpoint` takes the third step, and exports the model
+
+Losses are compared, and rows of every tensor of the checkpoint and of the export, chosen at random: by the error of
+what training has changed, relative to it, in the root mean square, for the worst kind of parameter. What is divided by
+the times of repetition learns at the rate divided by them, all with the least epsilon; the narrow model's AdamW has an
+epsilon for each parameter (PyTorch's groups), so that the two are the same rule. In bf16 a gradient that is small
+beside its rounding may have another sign, and AdamW's first steps are as long for it as for any: hence the bounds.
+
+State is periodic, so a file system that compresses holds it in a fraction of its size (at most a 32nd on btrfs, whose
+extents of 128 KiB take 4 KiB at least), and speed here says nothing of a drive. `--tidy` removes the folder of the
+model once the checkpoint is written. `--times` fixes the width, so that another size differs in depth alone. Left out:
+planning, since the policy is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import get_peft_model
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from bench.tiers import peak_nbytes
+from megatrain import AdamW, Engine, Policy
+from megatrain.engine import DTYPES
+from megatrain.formatting import amount, duration
+from megatrain.memory import Disk
+from megatrain.model import lora_config
+from megatrain.model.tiny import built, perturb, with_width
+from megatrain.model.wide import Repeated, WideModel, find_recipe, group_of
+from megatrain.optim.clip import clip_scale
+from megatrain.spec import Placement, Precision, Tier, Work
+from megatrain.system.paths import compresses_what_is_not_preallocated, written_whole
+from megatrain.train.parity import stock_loss
+
+LR, EPS, RANK = 1e-3, 1e-4, 4
+ROWS, LENGTH, MICRO_BATCHES = 2, 32, 2
+SHARD_NBYTES = 1 << 30
+SAMPLED_ROWS = 8
+RESULTS = "hundred.json"
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
+VOCABULARY = 2048
+NARROW: Mapping[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+TIMES = ((2e10, 64), (2e9, 32), (2e8, 16), (3e7, 8), (0, 4))
+"""From so many parameters on, the narrow model is repeated so often."""
+BOUNDS: Mapping[Precision, tuple[float, float]] = {"bf16": (1e-3, 0.25), "fp32": (1e-5, 1e-3)}
+"""Largest relative error of a loss, and of what training has changed."""
+ROUTED = (5e-3, 0.6)
+"""The same of a mixture in bf16, whose rounding sends a token to another expert now and then."""
+NORM_BOUND = 0.01
+PARTS = ("files", "narrow", "steps", "resumed")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was asked, and the two models."""
+
+    parameters: float
+    folder: Path
+    precision: Precision = "bf16"
+    experts: int = 0
+    lora: bool = False
+    clip: float | None = None
+    times: int = 0
+    tidy: bool = False
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What a run has to have in common with the one that it goes on with."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("folder", "tidy")}
+
+    @property
+    def repetitions(self) -> int:
+        return self.times or next(times for least, times in TIMES if self.parameters >= least)
+
+    def config(self, layers: int) -> PreTrainedConfig:
+        kind, experts = ("mixtral", {"num_local_experts": self.experts}) if self.experts else ("llama", {})
+        return AutoConfig.for_model(kind, **NARROW, **experts, num_hidden_layers=layers)
+
+    @cached_property
+    def narrow(self) -> PreTrainedModel:
+        """The narrow model, whose weights are bfloat16 numbers, as deep as the wide one has to be."""
+        one, two = (self._numel(layers) for layers in (1, 2))
+        layers = max(2, 1 + round((self.parameters - one) / (two - one)))
+        torch.manual_seed(0)
+        model = built(self.config(layers), None, None)
+        model.config.architectures = [type(model).__name__]
+        perturb(model, 0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.bfloat16())
+        return model
+
+    @cached_property
+    def wide(self) -> WideModel:
+        recipe = find_recipe(self.config(2))  # all layers are alike
+        return WideModel(self.narrow, self.repetitions, recipe)
+
+    def batches(self, step: int) -> list[dict[str, Tensor]]:
+        """The micro-batches of a step, counted from 1."""
+        generator = torch.Generator().manual_seed(step)
+        ids = [torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator) for _ in range(MICRO_BATCHES)]
+        return [{"input_ids": each, "labels": each} for each in ids]
+
+    def repeated(self, name: str, shape: Sequence[int]) -> Repeated:
+        """How a tensor of a folder is repeated: a parameter, or one whose dimensions are those of parameters."""
+        if name in self.wide.parameters:
+            return self.wide.parameters[name]
+        heads = (NARROW["num_attention_heads"], NARROW["num_key_value_heads"])
+        widths = {NARROW["hidden_size"], NARROW["intermediate_size"], *(count * NARROW["head_dim"] for count in heads)}
+        times = tuple(self.repetitions if size in widths else 1 for size in shape)
+        return Repeated(tuple(shape), times, tuple(shape), 1 / times[-1] if len(shape) > 1 else 1.0)
+
+    def _numel(self, layers: int) -> int:
+        with torch.device("meta"):
+            model = built(with_width(self.config(layers), Fraction(self.repetitions)), None, None)
+        return int(model.num_parameters())
+
+
+# The parts ------------------------------------------------------------------------------------------------------------
+
+
+def write_files(run: Run) -> dict[str, Any]:
+    """The narrow model as the library saves it, and the wide one."""
+    began, before = time.perf_counter(), run.folder / "narrow" / "step-0"
+    trained = _adapted(run) if run.lora else run.narrow
+    trained.save_pretrained(before)
+    run.narrow.save_pretrained(run.folder / "narrow" / "base")
+    write_wide(run, run.folder / "narrow" / "base", run.folder / "model", DTYPES[run.precision])
+    run.wide.config.save_pretrained(run.folder / "model")
+    if run.lora:
+        write_wide(run, before, run.folder / "adapter", torch.float32)
+        config = json.loads((before / "adapter_config.json").read_text())
+        config["base_model_name_or_path"] = str(run.folder / "model")
+        (run.folder / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    wide = run.wide.model
+    written = sum(path.stat().st_size for path in (run.folder / "model").iterdir())
+    return {
+        "parameters": wide.num_parameters(),
+        "layers": wide.config.num_hidden_layers,
+        "hidden_size": wide.config.hidden_size,
+        "repetitions": run.repetitions,
+        "narrow_parameters": run.narrow.num_parameters(),
+        "tokens_per_step": MICRO_BATCHES * ROWS * LENGTH,
+        "compresses": compresses_what_is_not_preallocated(run.folder),
+        "written_nbytes": written,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def write_wide(run: Run, narrow: Path, wide: Path, dtype: torch.dtype) -> None:
+    """A folder of safetensors with each tensor of another one repeated, with no more than a shard in memory. Shards
+    that are there already, of a run that was cut off, stay."""
+    wide.mkdir(exist_ok=True)
+    stem = "adapter_model" if run.lora and (narrow / "adapter_config.json").exists() else "model"
+    tensors = list(tensors_in(narrow))
+    sizes = [prod(run.repeated(name, tensor.shape).wide_shape) * dtype.itemsize for name, tensor in tensors]
+    shards: list[list[tuple[str, Tensor]]] = [[]]
+    room = SHARD_NBYTES
+    for each, nbytes in zip(tensors, sizes, strict=True):
+        if nbytes > room and shards[-1] and stem == "model":
+            shards.append([])
+            room = SHARD_NBYTES
+        shards[-1].append(each)
+        room -= nbytes
+    names = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"{stem}-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else f"{stem}.safetensors"
+        names.update({name: file for name, _ in shard})
+        if not (wide / file).exists():
+            values = {}
+            for name, tensor in shard:
+                how = run.repeated(name, tensor.shape)
+                values[name] = how.values(tensor.to(dtype), 0, prod(how.wide_shape)).view(how.wide_shape)
+            save_file(values, wide / f"{file}.part", {"format": "pt"})
+            (wide / f"{file}.part").rename(wide / file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": names}
+        (wide / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def train_narrow(run: Run) -> dict[str, Any]:
+    """Three steps of plain PyTorch: float32 masters, computed in the run's precision."""
+    began = time.perf_counter()
+    model = _adapted(run) if run.lora else copy.deepcopy(run.narrow)
+    model.train()
+    masters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[run.precision])
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    how = {name: run.repeated(name, parameter.shape) for name, parameter in trained.items()}
+    groups = [{"params": [masters[name]], "eps": EPS / run.repetitions / how[name].gradient_factor} for name in trained]
+    optimizer = torch.optim.AdamW(groups, lr=LR, weight_decay=0.0)
+    losses, norms = [], []
+    for step in (1, 2, 3):
+        losses.append(0.0)
+        sums = {name: torch.zeros_like(masters[name]) for name in trained}
+        for batch in run.batches(step):
+            loss = stock_loss(model, batch) / MICRO_BATCHES
+            loss.backward()
+            losses[-1] += loss.item()
+            for name, parameter in trained.items():
+                assert parameter.grad is not None
+                sums[name] += parameter.grad.float()
+                parameter.grad = None
+        squares = [
+            how[name].copies * float((how[name].gradient_factor * each).norm()) ** 2 for name, each in sums.items()
+        ]
+        norms.append(sum(squares) ** 0.5)
+        for name in trained:
+            masters[name].grad = sums[name] * (1.0 if run.clip is None else clip_scale(norms[-1], run.clip))
+        optimizer.step()
+        for name, parameter in trained.items():
+            parameter.data = masters[name].to(DTYPES[run.precision])
+        kept = copy.deepcopy(model)
+        for name, parameter in kept.named_parameters():
+            parameter.data = masters[name]
+        kept.save_pretrained(run.folder / "narrow" / f"step-{step}")
+    return {"losses": losses, "norms": norms, "seconds": time.perf_counter() - began}
+
+
+def take_steps(run: Run) -> dict[str, Any]:
+    """Two steps from the model's files, and a checkpoint."""
+    source = run.folder / ("adapter" if run.lora else "model")
+    with (
+        measured(run) as (told, disk, began),
+        Engine.from_pretrained(source, optimizer=_optimizer(run), **_options(run, disk)) as engine,
+    ):
+        told["loading_seconds"] = began()
+        told.update(_stepped(run, engine, disk, (1, 2)))
+        began()
+        checkpoint = engine.save(run.folder / "checkpoints").wait()
+        told["saving_seconds"] = began()
+        told["memory"] = _table(engine)
+    told["checkpoint_nbytes"] = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+    told.update(compared(run, checkpoint, 2))
+    if run.tidy and not run.lora:
+        shutil.rmtree(run.folder / "model")
+    return told
+
+
+def resume(run: Run) -> dict[str, Any]:
+    """The third step from the checkpoint, and the export."""
+    (checkpoint,) = (run.folder / "checkpoints").glob("step-*")
+    with measured(run) as (told, disk, began), Engine.from_checkpoint(checkpoint, **_options(run, disk)) as engine:
+        told["loading_seconds"] = began()
+        told.update(_stepped(run, engine, disk, (3,)))
+        began()
+        export = engine.save_pretrained(run.folder / "export")
+        told["exporting_seconds"] = began()
+    return told | compared(run, export, 3)
+
+
+RUN_PART: Mapping[str, Callable[[Run], dict[str, Any]]] = {
+    "files": write_files,
+    "narrow": train_narrow,
+    "steps": take_steps,
+    "resumed": resume,
+}
+
+
+@contextmanager
+def measured(run: Run) -> Iterator[tuple[dict[str, Any], Disk, Callable[[], float]]]:
+    """A dictionary for what the block takes, the disk tier for it, and a stopwatch: seconds since the last look."""
+    disk = Disk([run.folder], preallocate=not compresses_what_is_not_preallocated(run.folder))
+    looked, told = [time.perf_counter()], dict[str, Any]()
+
+    def since() -> float:
+        looked.append(time.perf_counter())
+        return looked[-1] - looked[-2]
+
+    yield told, disk, since
+    told["peak_process_nbytes"] = peak_nbytes()
+
+
+def _options(run: Run, disk: Disk) -> dict[str, Any]:
+    frozen: Tier = "file" if run.lora and not run.experts else "disk"
+    placement = Placement(frozen, "disk", "disk", "disk")
+    policy = Policy(
+        shares_memory=True,
+        update="during_backward" if run.clip is None else "next_forward",
+        placements=(placement,) * (run.narrow.config.num_hidden_layers + 2),
+    )
+    return {"precision": run.precision, "max_grad_norm": run.clip, "policy": policy, "disk": disk}
+
+
+def _optimizer(run: Run) -> AdamW:
+    """The rule that, for each copy, is that of `train_narrow`."""
+    whole = ["*lora_B*"] if run.lora else {group_of(n) for n, how in run.wide.parameters.items() if how.factor == 1}
+    rates = tuple((pattern, LR) for pattern in sorted(whole))
+    return AdamW(lr=LR / run.repetitions, eps=EPS / run.repetitions, weight_decay=0.0, learning_rates=rates)
+
+
+def _stepped(run: Run, engine: Engine, disk: Disk, steps: Sequence[int]) -> dict[str, Any]:
+    """Losses, norms, seconds and bytes of steps."""
+    told: dict[str, list[float]] = {name: [] for name in ("losses", "norms", "step_seconds", "read", "written")}
+    began = time.perf_counter()
+    engine.parts.prepare(Work((ROWS * LENGTH,) * MICRO_BATCHES))
+    prepared = time.perf_counter() - began
+    for step in steps:
+        before, began = (disk.read_nbytes, disk.written_nbytes), time.perf_counter()
+        out = engine.step(run.batches(step))
+        engine.weights.flush()
+        seconds, moved = time.perf_counter() - began, (disk.read_nbytes - before[0], disk.written_nbytes - before[1])
+        for name, number in zip(told, (out.loss, out.grad_norm or 0.0, seconds, *moved), strict=True):
+            told[name].append(number)
+        print(f"  step {step}: loss {out.loss:.6f}, {duration(seconds)}", flush=True)
+    return {**told, "preparing_seconds": prepared}
+
+
+def _table(engine: Engine) -> dict[str, int]:
+    table: dict[str, int] = defaultdict(int)
+    for (tier, _), nbytes in engine.diagnostics.memory_table().items():
+        table[tier] += nbytes
+    return dict(table)
+
+
+def _adapted(run: Run) -> Any:
+    """The narrow model with a LoRA whose second matrices are not zero."""
+    model = get_peft_model(copy.deepcopy(run.narrow), lora_config(r=RANK, alpha=RANK, target_modules=ADAPTED))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_((torch.randn(parameter.shape) / parameter.shape[-1] ** 0.5).bfloat16())
+    return model
+
+
+# The comparison -------------------------------------------------------------------------------------------------------
+
+
+def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a folder of safetensors, one at a time."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # not a mapping
+                yield name, opened.get_tensor(name)
+
+
+def compared(run: Run, folder: Path, step: int) -> dict[str, Any]:
+    """What training has changed in rows of every tensor of a folder, against the narrow model after so many steps."""
+    now, before = (dict(tensors_in(run.folder / "narrow" / f"step-{number}")) for number in (step, 0))
+    errors, changes, most, seen = defaultdict[str, float](float), defaultdict[str, float](float), 0.0, set[str]()
+    draw = random.Random(step)
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                seen.add(name)
+                how, stored = run.repeated(name, now[name].shape), opened.get_slice(name)
+                if tuple(stored.get_shape()) != how.wide_shape:
+                    raise SystemExit(f"{file}: {name} has shape {stored.get_shape()}, not {list(how.wide_shape)}")
+                rows = how.wide_shape[0] if len(how.wide_shape) > 1 else 1
+                for row in sorted({0, rows - 1, *(draw.randrange(rows) for _ in range(SAMPLED_ROWS))}):
+                    values = stored[row] if len(how.wide_shape) > 1 else stored[:]
+                    width = how.wide_shape[-1]
+                    expected, begun = (how.values(of[name], row * width, (row + 1) * width) for of in (now, before))
+                    error = (values.float().flatten() - expected) / how.factor
+                    errors[group_of(name)] += float(error.square().sum())
+                    changes[group_of(name)] += float(((expected - begun) / how.factor).square().sum())
+                    most = max(most, float(error.abs().max()) / (LR * step))
+    if missing := now.keys() ^ seen:
+        raise SystemExit(f"{folder}: not the same tensors: {sorted(missing)[:3]}")
+    relative = {group: (error / changes[group]) ** 0.5 for group, error in errors.items() if changes[group]}
+    return {
+        "tensors": len(seen),
+        "error_of_change": max(relative.values()),
+        "worst": max(relative, key=relative.__getitem__),
+        "largest_error_to_longest_change": most,
+    }
+
+
+def verdict(run: Run, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """The largest errors of all parts, and whether they are within the bounds."""
+    known, computed = parts["narrow"], [parts[name] for name in ("steps", "resumed")]
+    losses = [loss for part in computed for loss in part["losses"]]
+    norms = [norm for part in computed for norm in part["norms"]] if run.clip is not None else known["norms"]
+    told = {
+        "loss_errors": [abs(a - b) / b for a, b in zip(losses, known["losses"], strict=True)],
+        "norm_errors": [abs(a - b) / b for a, b in zip(norms, known["norms"], strict=True)],
+        "error_of_change": max(part["error_of_change"] for part in computed),
+    }
+    of_loss, of_change = ROUTED if run.experts and run.precision == "bf16" else BOUNDS[run.precision]
+    within = max(told["loss_errors"]) <= of_loss and told["error_of_change"] <= of_change
+    return told | {"holds": within and max(told["norm_errors"]) <= NORM_BOUND}
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def results_in(run: Run) -> dict[str, Any]:
+    """What earlier processes have found. Ends the program for a folder of another run."""
+    path = run.folder / RESULTS
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"asked": run.asked, "parts": {}}
+    if found["asked"] != run.asked:
+        raise SystemExit(f"{path} is of another run ({found['asked']}); name another folder, or delete it")
+    return found
+
+
+def run_part(run: Run, name: str) -> dict[str, Any]:
+    """Run a part and keep what it finds."""
+    results = results_in(run)
+    results["parts"][name] = RUN_PART[name](run)
+    if name == PARTS[-1]:
+        results |= verdict(run, results["parts"])
+    with written_whole(run.folder / RESULTS) as draft:
+        draft.write_text(json.dumps(results, indent=1) + "\n")
+    return results
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=float, default=1e9)
+    parser.add_argument("--folder", type=Path, required=True, help="for the models, the state and the results")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--experts", type=int, default=0, help="of each layer, two of which compute each token")
+    parser.add_argument("--lora", action="store_true", help="train an adapter, with the model's weights in its files")
+    parser.add_argument("--clip", type=float, help="by the global norm")
+    parser.add_argument("--times", type=int, default=0, help="how often the narrow model is repeated")
+    parser.add_argument("--tidy", action="store_true", help="remove the model's files once the checkpoint is written")
+    parser.add_argument("--json", type=Path, help="another place for the results")
+    parser.add_argument("--part", choices=PARTS, help="only this one, in this process")
+    given = parser.parse_args(arguments)
+    run = Run(**{each.name: getattr(given, each.name) for each in fields(Run)})
+    run.folder.mkdir(parents=True, exist_ok=True)
+    if given.part:
+        run_part(run, given.part)
+        return
+    if compresses_what_is_not_preallocated(run.folder):
+        print("the file system compresses, so space is not allocated in advance")
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    for name in PARTS:
+        results = results_in(run)
+        if name not in results["parts"]:
+            print(f"{name} ...", flush=True)
+            subprocess.run([sys.executable, "-m", "bench.hundred", *words, "--part", name], check=True)
+            results = results_in(run)
+        print(f"{name}: {told(results['parts'][name])}", flush=True)
+    print(
+        f"losses within {max(results['loss_errors']):.1e}, changes of weights within {results['error_of_change']:.1e}"
+    )
+    if given.json:
+        given.json.write_text(json.dumps(results, indent=1) + "\n")
+    if not results["holds"]:
+        raise SystemExit("not what the narrow model says")
+
+
+def told(part: Mapping[str, Any]) -> str:
+    """A part's numbers, in words."""
+    shown = []
+    for name, value in part.items():
+        what, _, unit = name.rpartition("_")
+        for each in value if isinstance(value, list) else [value]:
+            if unit == "seconds" or name == "seconds":
+                shown.append(f"{what or 'in all'} {duration(each)}")
+            elif unit == "nbytes" or name in ("read", "written"):
+                shown.append(f"{what or name} {amount(int(each))}")
+            elif name in ("parameters", "layers", "error_of_change"):
+                shown.append(f"{name.replace('_', ' ')} {each:,.3g}" if each < 1 else f"{each:,} {name}")
+    return ", ".join(shown)
+
+
+if __name__ == "__main__":
+    main()

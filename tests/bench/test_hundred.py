@@ -1,0 +1,66 @@
+"""The run of any size: at a small one it follows the narrow model, goes on where it was cut off, and finds an error."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from bench import hundred
+from bench.hundred import PARTS, Run, compared, main, results_in, run_part
+
+
+def held(run: Run) -> dict[str, Any]:
+    run.folder.mkdir()
+    for name in PARTS:
+        results = run_part(run, name)
+    return results
+
+
+def test_a_small_one_follows_the_narrow_model_and_an_error_in_one_row_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(1e6, tmp_path / "run", precision="fp32", times=2, clip=2.0)
+    results = held(run)
+    assert results["holds"]
+    assert max(results["loss_errors"] + results["norm_errors"]) < 1e-5
+    assert max(results["parts"]["narrow"]["norms"]) > 2.0, "clipping did something"
+    assert all(nbytes > 0 for nbytes in results["parts"]["steps"]["written"])
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a part ran again"))
+    main(["--parameters", "1e6", "--folder", str(run.folder), "--precision", "fp32", "--times", "2", "--clip", "2.0"])
+    assert "losses within" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="is of another run"):
+        results_in(Run(2e6, run.folder))
+    (file,) = (run.folder / "export").glob("*.safetensors")
+    weights = load_file(file)
+    weights["model.layers.1.mlp.up_proj.weight"][-1] *= 1.01
+    save_file(weights, file)
+    found = compared(run, run.folder / "export", 3)
+    assert (found["worst"], found["error_of_change"] > 0.01) == ("model.layers.*.mlp.up_proj.weight", True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "asked",
+    [{"precision": "fp32", "experts": 4}, {"precision": "bf16", "experts": 4}, {"lora": True}, {"clip": 1.0}],
+    ids=str,
+)
+def test_so_do_mixtures_and_adapters(asked: dict[str, Any], tmp_path: Path) -> None:
+    assert held(Run(4e6, tmp_path / "run", **asked, times=2))["holds"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_billion_parameters_follow_the_narrow_model(tmp_path: Path) -> None:
+    """All 12 GB of state on the disk, and no more of it in memory than a few layers' pieces."""
+    command = [sys.executable, "-m", "bench.hundred", "--parameters", "1e9", "--folder", str(tmp_path), "--tidy"]
+    subprocess.run(command, cwd=Path(__file__).parents[2], check=True)
+    results = json.loads((tmp_path / hundred.RESULTS).read_text())
+    assert results["holds"]
+    assert results["parts"]["files"]["parameters"] == pytest.approx(1e9, rel=0.05)
+    assert results["parts"]["steps"]["peak_process_nbytes"] < 2.5e9
