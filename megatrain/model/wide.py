@@ -230,9 +230,9 @@ def _answers(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, dict[str, Ten
 
 def _candidates(narrow: PreTrainedModel, wide: PreTrainedModel) -> Iterator[Recipe]:
     modules = dict(wide.named_modules())
-    unclear = {group_of(name) for name, parameter in wide.named_parameters()
-               if _sums(modules, name, _times(name, narrow, parameter)) is None}  # fmt: skip
-    unclear = set(sorted(unclear)[:MOST_SUMS])
+    times = _times(narrow, wide)
+    unclear = sorted({group_of(name) for name, counts in times.items() if _sums(modules, name, counts) is None})
+    unclear = unclear[:MOST_SUMS]
     head = wide.get_output_embeddings()
     vectors = [name for name, parameter in wide.named_parameters() if parameter.dim() == 1]
     norms = [""]
@@ -240,7 +240,7 @@ def _candidates(narrow: PreTrainedModel, wide: PreTrainedModel) -> Iterator[Reci
         norms = [*(name.rpartition(".")[0] for name in vectors[-1:]), ""]
     for joined, norm in product(((), ("MLPs",), ("heads",), ("MLPs", "heads")), norms):
         for sums in product((True, False), repeat=len(unclear)):
-            groups = frozenset(group for group, does in zip(sorted(unclear), sums, strict=True) if does)
+            groups = frozenset(group for group, does in zip(unclear, sums, strict=True) if does)
             yield Recipe(frozenset(joined), groups, norm)
 
 
@@ -248,8 +248,7 @@ def _repeated(narrow: PreTrainedModel, wide: PreTrainedModel, recipe: Recipe) ->
     """Every parameter of the wide model. Raises `ModelError` if one is no repetition of the narrow model's."""
     modules, parameters = dict(wide.named_modules()), dict[str, Repeated]()
     joined = _joined_parts(narrow.config, recipe.joined)
-    for name, parameter in wide.named_parameters():
-        times = _times(name, narrow, parameter)
+    for name, times in _times(narrow, wide).items():
         sums = _sums(modules, name, times)
         of_final_norm = name.rpartition(".")[0] == recipe.final_norm
         is_divided = of_final_norm or (group_of(name) in recipe.sums if sums is None else sums)
@@ -259,16 +258,19 @@ def _repeated(narrow: PreTrainedModel, wide: PreTrainedModel, recipe: Recipe) ->
     return parameters
 
 
-def _times(name: str, narrow: PreTrainedModel, parameter: Tensor) -> tuple[int, ...]:
-    """How often each dimension of a parameter of the wide model is repeated."""
-    if name not in dict(narrow.named_parameters()):
-        raise _refused(narrow.config, f"has a parameter {name} only when its width is repeated")
-    shape = narrow.get_parameter(name).shape
-    pairs = [divmod(wide, size) for wide, size in zip(parameter.shape, shape, strict=True)]
-    if any(rest for _, rest in pairs) or len({times for times, _ in pairs} - {1}) > 1:
-        what = f"its parameter {name} of shape {list(shape)} becomes {list(parameter.shape)} when its width is repeated"
-        raise _refused(narrow.config, what)
-    return tuple(times for times, _ in pairs)
+def _times(narrow: PreTrainedModel, wide: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Name of a parameter -> how often each of its dimensions is repeated in the wide model."""
+    shapes, wides = ({name: each.shape for name, each in model.named_parameters()} for model in (narrow, wide))
+    if other := sorted(shapes.keys() ^ wides.keys()):
+        raise _refused(narrow.config, f"has other parameters when its width is repeated: {other[0]}")
+    counts = dict[str, tuple[int, ...]]()
+    for name, shape in shapes.items():
+        pairs = [divmod(size, before) for size, before in zip(wides[name], shape, strict=True)]
+        if any(rest for _, rest in pairs) or len({count for count, _ in pairs} - {1}) > 1:
+            what = f"its parameter {name} of shape {list(shape)} becomes {list(wides[name])} when its width is repeated"
+            raise _refused(narrow.config, what)
+        counts[name] = tuple(count for count, _ in pairs)
+    return counts
 
 
 def _sums(modules: Mapping[str, nn.Module], name: str, times: tuple[int, ...]) -> bool | None:
