@@ -19,8 +19,9 @@ the times of repetition learns at the rate divided by them, all with the least e
 epsilon for each parameter (PyTorch's groups), so that the two are the same rule. In bf16 a gradient that is small
 beside its rounding may have another sign, and AdamW's first steps are as long for it as for any: hence the bounds.
 
-State is periodic, so a file system that compresses holds it in a fraction of its size (at most a 32nd on btrfs, whose
-extents of 128 KiB take 4 KiB at least), and speed here says nothing of a drive. `--tidy` removes the folder of the
+State is periodic, so a file system that compresses holds it in a fraction of its size, and speed here says nothing of a
+drive. On btrfs that is a 32nd at most, since extents of 128 KiB take 4 KiB at least, and none of it without
+`compress-force`, since its samples take these numbers for incompressible. `--tidy` removes the folder of the
 model once the checkpoint is written. `--times` fixes the width, so that another size differs in depth alone. Left out:
 planning, since the policy is given.
 """
@@ -66,7 +67,7 @@ from megatrain.system.paths import compresses_what_is_not_preallocated, written_
 from megatrain.train.parity import stock_loss
 
 LR, EPS, RANK = 1e-3, 1e-4, 4
-ROWS, LENGTH, MICRO_BATCHES = 2, 32, 2
+ROWS, LENGTH, MICRO_BATCHES = 2, 8, 2
 SHARD_NBYTES = 1 << 30
 SAMPLED_ROWS = 8
 RESULTS = "hundred.json"
