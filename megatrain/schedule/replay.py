@@ -7,8 +7,10 @@ from the executor is a bug in one of the two. Prices come from `plan.cost`, or f
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from megatrain.schedule.ops import LINKS, STREAMS, Op, Schedule, Stream
@@ -136,8 +138,10 @@ def replay(
     `one_processor`: all streams except the disk's share the same cores, so overlap gains nothing, as on a CPU.
     """
     seconds = [cost(op) for op in schedule.ops]
-    if one_processor or contention is NO_CONTENTION:
-        return _undisturbed(schedule, seconds, one_processor)
+    if one_processor:
+        return _on_one_processor(schedule, seconds)
+    if contention is NO_CONTENTION:
+        return _undisturbed(schedule, seconds)
     return replay_priced(schedule, seconds, [contention.dram_nbytes(op) for op in schedule.ops], contention)
 
 
@@ -153,7 +157,7 @@ def replay_priced(
     return Timeline(schedule, tuple([piece.began for piece in pieces]), tuple([piece.ended for piece in pieces]))
 
 
-def _undisturbed(schedule: Schedule, seconds: Sequence[float], one_processor: bool) -> Timeline:
+def _undisturbed(schedule: Schedule, seconds: Sequence[float]) -> Timeline:
     """If no stream slows down another, each op starts when its predecessors have ended."""
     starts: list[float] = []
     ends: list[float] = []
@@ -161,11 +165,31 @@ def _undisturbed(schedule: Schedule, seconds: Sequence[float], one_processor: bo
     for op, alone, waits in zip(schedule.ops, seconds, schedule.waits, strict=True):
         start = max((ends[earlier] for earlier in waits), default=0.0)
         start = max(start, free[op.stream])
-        end = start + alone
         starts.append(start)
-        ends.append(end)
-        if one_processor and op.stream not in DISK_STREAMS:
-            free |= dict.fromkeys((stream for stream in STREAMS if stream not in DISK_STREAMS), end)
-        else:
-            free[op.stream] = end
+        free[op.stream] = start + alone
+        ends.append(start + alone)
+    return Timeline(schedule, tuple(starts), tuple(ends))
+
+
+def _on_one_processor(schedule: Schedule, seconds: Sequence[float]) -> Timeline:
+    """Of the ops that are next on their streams, the processor takes the one that may start first. So it does not wait
+    for the drive while another stream has work."""
+    starts, ends = [0.0] * len(schedule.ops), [inf] * len(schedule.ops)
+    queues: dict[str, deque[int]] = {}
+    for index, op in enumerate(schedule.ops):
+        queues.setdefault(op.stream, deque()).append(index)
+    workers = {stream: stream if stream in DISK_STREAMS else "processor" for stream in queues}
+    free = dict.fromkeys(workers.values(), 0.0)
+    ready: dict[str, float] = {}
+    """Stream -> when its next op has nothing more to wait for; without an entry, some of that has not been timed."""
+    for _ in schedule.ops:
+        for stream, queue in queues.items():
+            if queue and stream not in ready:
+                when = max((ends[earlier] for earlier in schedule.waits[queue[0]]), default=0.0)
+                if when < inf:
+                    ready[stream] = when
+        stream = min(ready, key=lambda each: (max(ready[each], free[workers[each]]), queues[each][0]))
+        index, worker = queues[stream].popleft(), workers[stream]
+        starts[index] = max(ready.pop(stream), free[worker])
+        free[worker] = ends[index] = starts[index] + seconds[index]
     return Timeline(schedule, tuple(starts), tuple(ends))
