@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 from itertools import pairwise
 from math import exp, inf, log, log2, prod
 from statistics import median
+from typing import get_args
 
 from megatrain.plan.collective_cost import (
     SUM_PASSES,
@@ -20,10 +21,11 @@ from megatrain.plan.collective_cost import (
     through_host_nbytes,
 )
 from megatrain.schedule import Op, Timeline, replay
-from megatrain.schedule.contents import LayerGraph, Saved
-from megatrain.schedule.ops import CALLS, COLLECTIVES
+from megatrain.schedule.contents import Direction, LayerGraph, Saved
+from megatrain.schedule.ops import CALLS, COLLECTIVES, UpdateStep
+from megatrain.schedule.passes.directions import groups_of
 from megatrain.schedule.passes.gradients import accumulator_nbytes
-from megatrain.schedule.passes.pieces import arrays_of, touched_nbytes
+from megatrain.schedule.passes.pieces import LOW_BITS_NBYTES, STATE_NBYTES, arrays_of, touched_nbytes
 from megatrain.schedule.passes.workspace import runs_in_chunks
 from megatrain.schedule.replay import DISK_STREAMS
 from megatrain.spec import (
@@ -274,6 +276,9 @@ DISPATCH_KERNELS = 12
 transformers' grouped products, which launch no kernel per expert."""
 
 
+NORMALIZING_PASSES = 4
+"""Times that a direction is read or written besides products: its norm, its quotient, and the last iterate."""
+
 DRAM_PASSES = {
     **dict.fromkeys(("FETCH", "GRAD", "RELOAD", "OFFLOAD"), 1),
     **dict.fromkeys(("PACK", "UNPACK"), 2),
@@ -427,10 +432,12 @@ def contention(model: ModelSpec, numerics: Numerics, hardware: Hardware) -> Cont
     def dram_nbytes(op: Op) -> float:
         if passes := DRAM_PASSES.get(op.kind):
             return 0.0 if op.is_within_device else passes * op.nbytes
-        if op.kind in CALLS or (op.kind in ("UPDATE", "NORM") and op.stream != "host"):
+        if op.kind in CALLS or (op.stream != "host" and op.kind in (*get_args(UpdateStep), "NORM")):
             return 0.0
         if op.kind == "UPDATE":
             return op.share * update_nbytes(layout_of(model.units[op.unit]), numerics)
+        if op.kind in ("MOMENTUM", "APPLY"):
+            return step_nbytes(op, model, numerics)
         if op.kind == "NORM":
             return sum(access.stop - access.start for access in op.reads)
         if op.stream == "shared":
@@ -508,6 +515,12 @@ class _Prices:
                 if op.stream != "host":
                     return op.share * touched / self._copies
                 return op.share * touched / optimizer_bandwidth(self.hardware, self.policy.host_threads)
+            case "MOMENTUM" | "APPLY":
+                on_host = optimizer_bandwidth(self.hardware, self.policy.host_threads)
+                moved = step_nbytes(op, self.model, self.numerics)
+                return moved / (on_host if op.stream == "host" else self._copies)
+            case "ORTHOGONALIZE":
+                return self._orthogonalized(op)
             case "REDUCE" | "BARRIER" if op.stream == "shared":
                 return shared_seconds(op, optimizer_bandwidth(self.hardware, self.policy.host_threads))
             case "GATHER":
@@ -518,6 +531,21 @@ class _Prices:
                 summed = self.model.ranks * self._launch + SUM_PASSES * terms / self._copies
                 return self._launch + reduce_seconds(self.hardware, self.model.ranks, terms) + summed
         raise AssertionError(f"no price of {op.kind}")
+
+    def _orthogonalized(self, op: Op) -> float:
+        """Seconds of Newton-Schulz iterations on a group of matrices: three products each, and passes over them."""
+        steps, nbytes = self.model.newton_schulz.steps, self.model.newton_schulz.nbytes
+        group = groups_of(layout_of(self.model.units[op.unit]).trained, self.model)[op.shard]
+        product = partial(product_seconds, self.hardware, self.model.newton_schulz.precision)
+        seconds = 0.0
+        for stack in group.stacks:
+            key = "ORTHOGONALIZE", stack.rows, stack.columns
+            if key not in self._known:
+                m, n = sorted((stack.rows, stack.columns))
+                products = product(m, n, m) + product(m, m, m) + product(m, m, n)
+                self._known[key] = steps * products + NORMALIZING_PASSES * m * n * nbytes / self._copies
+            seconds += stack.count * self._known[key]
+        return seconds
 
     def _of_call(self, op: Op) -> float:
         kept = _kept_for(op)
@@ -705,6 +733,18 @@ def _kept_for(op: Op) -> str:
 def update_nbytes(layout: Layout, numerics: Numerics) -> int:
     """Bytes that the optimizer pass reads and writes for a unit."""
     return touched_nbytes(arrays_of(layout.trained, numerics), (0, layout.trained.own_size))
+
+
+def step_nbytes(op: Op, model: ModelSpec, numerics: Numerics) -> int:
+    """Bytes that MOMENTUM or APPLY reads and writes: of each element a direction, and a gradient and a momentum, or a
+    master."""
+    nbytes = model.newton_schulz.nbytes
+    accesses = op.writes if op.kind == "MOMENTUM" else op.reads
+    numel = sum(each.stop - each.start for each in accesses if isinstance(each.content, Direction)) // nbytes
+    if op.kind == "MOMENTUM":
+        return numel * (nbytes + numerics.grad_nbytes + 2 * STATE_NBYTES)
+    low = 0 if numerics.precision == "fp32" else LOW_BITS_NBYTES
+    return numel * (nbytes + 2 * (numerics.weight_nbytes + low))
 
 
 @lru_cache(maxsize=4096)

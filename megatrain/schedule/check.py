@@ -3,9 +3,10 @@
 `check` walks the ops in order and tracks the content of every byte. It proves that
 
 * every read finds the content that it expects: written, and not overwritten since;
-* every gradient leaves once: each byte reaches its home exactly once, and is used by at most one `UPDATE`;
+* every gradient leaves once: each byte reaches its home exactly once, and is used by at most one update;
 * every sum of gradients of a side value is read by the next unit that adds to it, or by the one that takes it;
-* every update is complete: a step leaves no part of a unit's state in two versions;
+* every direction of matrices is used, and every update is complete: a step leaves no part of a unit's state in two
+  versions;
 * the waits order every conflicting pair of ops, whatever the streams do;
 * no backward pass runs between the phases of another: on a GPU autograd has one thread per device, which would be
   inside the other pass;
@@ -20,12 +21,13 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import get_args
 
 from megatrain.errors import ScheduleError
 from megatrain.formatting import at_least, at_most
-from megatrain.schedule.contents import Content, Gradient, SideGradient
+from megatrain.schedule.contents import Content, Direction, Gradient, SideGradient
 from megatrain.schedule.deps import unordered
-from megatrain.schedule.ops import Access, Op, Schedule, Use, show_schedule
+from megatrain.schedule.ops import Access, Op, Schedule, UpdateStep, Use, show_schedule
 from megatrain.schedule.passes.phases import calls_in
 from megatrain.spec import Tier
 
@@ -137,7 +139,7 @@ def _check_contents(schedule: Schedule) -> None:
             unread.pop(read.content, None)
         for write in op.writes:
             contents.write(write)
-            if isinstance(write.content, SideGradient):
+            if isinstance(write.content, SideGradient | Direction):
                 unread[write.content] = index
     for content, index in unread.items():
         raise _refusal(schedule, index, f"writes {content}, which nothing reads")
@@ -155,7 +157,7 @@ def _check_gradients(schedule: Schedule) -> None:
     trained = {
         access.content.unit for access in summed if isinstance(access.content, Gradient) and access.content.is_whole
     }
-    for kind in ("NORM", "UPDATE"):
+    for kind in ("NORM", *get_args(UpdateStep)):
         for (unit, piece), count in Counter((op.unit, op.shard) for op in ops if op.kind == kind).items():
             if count > 1:
                 what = f"{kind} of unit {unit}{f', piece {piece}' if piece >= 0 else ''}"
@@ -175,7 +177,8 @@ def _check_gradients(schedule: Schedule) -> None:
                 raise _refusal(schedule, index, f"the gradient of unit {unit} leaves {fault}")
         if unit not in normed:
             raise ScheduleError(f"the gradient of unit {unit} never leaves", where="schedule")
-    updated = {op.unit for op in ops if op.kind == "UPDATE" and op.reads[0].content == Gradient(op.unit)}
+    steps = (op for op in ops if op.kind in ("UPDATE", "MOMENTUM"))
+    updated = {op.unit for op in steps if op.reads[0].content == Gradient(op.unit)}
     if updated and updated != trained:
         raise ScheduleError(f"units {sorted(trained - updated)} are trained but not updated", where="schedule")
 

@@ -97,6 +97,19 @@ class RankGradient:
 
 
 @dataclass(frozen=True, slots=True)
+class Direction:
+    """In which direction a group of whole matrices will be moved (`passes.directions`)."""
+
+    unit: int
+    group: int
+    orthogonal: bool = False
+    """Whether the matrices have been made orthogonal."""
+
+    def __str__(self) -> str:
+        return f"o{self.unit}.{self.group}{'' if self.orthogonal else '~'}"
+
+
+@dataclass(frozen=True, slots=True)
 class Norm:
     """The sum of squares of a unit's gradient."""
 
@@ -226,6 +239,7 @@ Content = (
     | OwnWeights
     | OwnGradient
     | RankGradient
+    | Direction
     | Norm
     | Hidden
     | HiddenGradient

@@ -23,11 +23,13 @@ from megatrain.spec import Part, Tier
 Copy = Literal["READ", "WRITE", "FETCH", "GRAD", "OFFLOAD", "RELOAD", "PACK", "UNPACK"]
 Call = Literal["FORWARD", "LOSS", "BACKWARD"]
 Collective = Literal["GATHER", "REDUCE", "BARRIER"]
-Kind = Copy | Call | Collective | Literal["PLACE", "NORM", "UPDATE"]
-Stream = Literal["compute", "fetch", "grad", "host", "read", "write", "pack", "unpack", "link", "shared"]
+UpdateStep = Literal["UPDATE", "MOMENTUM", "ORTHOGONALIZE", "APPLY"]
+Kind = Copy | Call | Collective | UpdateStep | Literal["PLACE", "NORM"]
+Stream = Literal["compute", "fetch", "grad", "host", "read", "write", "pack", "unpack", "link", "shared", "products"]
 """`fetch` is the bus to the device and `grad` the bus from it, whatever is copied: each direction does one copy at a
 time, in schedule order. `link` connects the devices of several ranks: one stream, so that their collectives are in one
-order. `shared` is the same for operations in host memory that they share."""
+order. `shared` is the same for operations in host memory that they share. `products` makes directions of matrices
+orthogonal on the device, beside `compute`."""
 
 STREAMS: tuple[Stream, ...] = get_args(Stream)
 COPIES: tuple[Kind, ...] = (*get_args(Copy), "PLACE")
@@ -64,6 +66,8 @@ class Use(StrEnum):
     """A rank's sums that other ranks of its machine read."""
     UPDATE_SLOTS = "update slots"
     UPDATE_WORKSPACE = "update workspace"
+    DIRECTIONS = "directions"
+    """In which matrices that are updated whole are moved."""
     LANDED_GRADIENTS = "landed gradients"
     """Gradients that are used as they land."""
     OFFLOAD_SLOTS = "offload slots"
@@ -275,12 +279,18 @@ class Schedule:
         return Counter(op.unit for op in self.ops if op.kind == "REDUCE")
 
     @cached_property
-    def takes_home(self) -> dict[tuple[int, int], Op]:
-        """(unit, number of a piece) of an update in pieces -> the op that takes the piece home from its slot."""
-        leaving = (op for op in self.ops if op.kind in ("OFFLOAD", "WRITE") and op.shard >= 0)
-        return {
-            (op.unit, op.shard): op for op in leaving if isinstance(op.reads[0].content, Weights | LowBits | Moments)
-        }
+    def takes_home(self) -> dict[tuple[Kind, int, int], Op]:
+        """(kind, unit, number of a piece) of a step of an update in pieces -> the op that takes what it has changed home
+        from its slot."""
+        last: dict[tuple[int, int], Kind] = {}
+        homewards: dict[tuple[Kind, int, int], Op] = {}
+        for op in self.ops:
+            piece = op.unit, op.shard
+            if op.kind in ("UPDATE", "MOMENTUM", "APPLY"):
+                last[piece] = op.kind
+            elif op.kind in ("OFFLOAD", "WRITE") and isinstance(op.reads[0].content, Weights | LowBits | Moments):
+                homewards[(last[piece], *piece)] = op
+        return homewards
 
     def extent(self, buffer: str, content: Content) -> tuple[int, int]:
         """Start and stop of all accesses of this content in a buffer; partial sums count as the sum."""

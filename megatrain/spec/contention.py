@@ -3,7 +3,7 @@
 Streams are first in, first out. A task starts when its stream is free and its waits are over. If running tasks need
 more bytes per second than host memory provides, all that use it slow down by the same factor. Each direction of the
 bus, and reading and writing a drive, runs at a fraction of its speed while the other is in use; so does a direction of
-the bus that collectives use. `StreamClock` keeps virtual time for `schedule.replay` and the simulated device; it is
+the bus that collectives use. Two streams that compute on the device share it equally. `StreamClock` keeps virtual time for `schedule.replay` and the simulated device; it is
 here because neither of their rooms may import the other.
 """
 
@@ -161,6 +161,8 @@ class StreamClock:
         for stream, share in self._duplex.items():
             if stream in busy and OPPOSITE.get(stream) in busy:
                 speeds[stream] = share
+        if "products" in busy and "compute" in busy:
+            speeds["products"] = speeds["compute"] = 0.5  # what both compute takes as long as one after the other
         if self._linked and "link" in busy:
             for stream, share in self._linked.items():
                 if stream in busy:

@@ -47,6 +47,25 @@ class Field:
     shape: tuple[int, ...]
     start: int
     stop: int
+    matrices: int = 0
+    """How many matrices, one behind the other, its optimizer needs whole (`ParamSpec.matrices`)."""
+
+
+class Matrices(NamedTuple):
+    """Matrices of one shape, one behind the other from element `start` of their unit on."""
+
+    start: int
+    count: int
+    rows: int
+    columns: int
+
+
+class MatrixGroup(NamedTuple):
+    """Whole matrices that follow each other among the elements [start, stop) of a unit."""
+
+    start: int
+    stop: int
+    stacks: tuple[Matrices, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +145,35 @@ class Layout:
     def _known_shards(self) -> dict[int, tuple[Shard, ...]]:
         return {}
 
+    def matrix_groups(self, most: int) -> tuple[MatrixGroup, ...]:
+        """The matrices that are updated whole, in groups of at most `most` elements; a larger matrix is one group.
+
+        The groups cover all trained elements from `matrices_start` on.
+        """
+        if most not in self._known_groups:
+            self._known_groups[most] = self._group(most)
+        return self._known_groups[most]
+
+    @cached_property
+    def _known_groups(self) -> dict[int, tuple[MatrixGroup, ...]]:
+        return {}
+
+    def _group(self, most: int) -> tuple[MatrixGroup, ...]:
+        groups: list[list[Matrices]] = []
+        for field in self.fields[: self.trained_fields]:
+            size = (field.stop - field.start) // max(1, field.matrices)
+            at, stop = field.start, field.stop if field.matrices else field.start
+            while at < stop:
+                fit = (groups[-1][0].start + most - at) // size if groups else 0
+                if fit < 1:
+                    groups.append([])
+                    fit = max(1, most // size)
+                count = min(fit, (stop - at) // size)
+                groups[-1].append(Matrices(at, count, size // field.shape[-1], field.shape[-1]))
+                at += count * size
+        ends = [*(group[0].start for group in groups[1:]), self.trained.size]
+        return tuple(MatrixGroup(group[0].start, end, tuple(group)) for group, end in zip(groups, ends, strict=False))
+
     def _cut(self, most: int) -> tuple[Shard, ...]:
         if self.ranks > 1:
             ends = sorted({0, *self.state_sizes, self.matrices_start, self.trained.size, self.size})
@@ -174,7 +222,8 @@ def _layout_of_params(params: tuple[ParamSpec, ...], ranks: int) -> Layout:
     fields: list[Field] = []
     offset = 0
     for index, param in enumerate(params):
-        fields.append(Field(param.name, param.shape, offset, offset + param.numel))
+        matrices = param.matrices if param.trainable else 0
+        fields.append(Field(param.name, param.shape, offset, offset + param.numel, matrices))
         offset = _next_start(params, index, offset + param.numel, ranks)
     starts = [*(field.start for field in fields), offset]
     trained = sum(param.trainable for param in params)

@@ -21,6 +21,18 @@ class FileBytes(NamedTuple):
     nbytes: int
 
 
+class NewtonSchulz(NamedTuple):
+    """How directions of whole matrices are made orthogonal: in this precision, by so many iterations."""
+
+    precision: Literal["bf16", "fp32"] = "bf16"
+    steps: int = 5
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of an element of a direction."""
+        return 2 if self.precision == "bf16" else 4
+
+
 Place = Annotated[int, Bounds(0, 1 << 20)]
 UnitKind = Literal["prologue", "layer", "epilogue"]
 
@@ -163,6 +175,8 @@ class ModelSpec:
     """Numbers in the input of one of its layers for each value of images (`Work.values_per_token`)."""
     taps: tuple[Place, ...] = ()
     """Places in `encoder` of layers whose input the prologue reads, too: features of several layers."""
+    newton_schulz: NewtonSchulz = NewtonSchulz()
+    """Of the parameters that are updated as whole matrices (`ParamSpec.matrices`), if there are any."""
 
     def __post_init__(self) -> None:
         kinds, behind = [unit.kind for unit in self.units], ["layer"] * self.encoders

@@ -215,14 +215,14 @@ class Policy:
 
     def updates_streamed(self, model: ModelSpec) -> frozenset[int]:
         """Units that are updated on the device with their state in host memory: evenly spread layers, out of those
-        without frozen parameters."""
+        without frozen parameters and without matrices that are updated whole."""
         if not self.streamed_updates:
             return frozenset()
         placements = self.placements_of(model)
         layers = [
             unit
             for unit in model.layers
-            if all(param.trainable for param in model.units[unit].params)
+            if all(param.trainable and not param.matrices for param in model.units[unit].params)
             and not (placements[unit].on_device or placements[unit].uses_drive)
         ]
         count = round(self.streamed_updates * len(layers))

@@ -19,10 +19,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from megatrain.errors import PlanError
 from megatrain.schedule.contents import CONTENT_OF, USED, Gradient, Scratch
 from megatrain.schedule.ops import Access, Buffer, Kind, Op, Stream, Use, declare
+from megatrain.schedule.passes.directions import Directions, pieces_in_steps
 from megatrain.schedule.passes.gradients import Gradients
 from megatrain.schedule.passes.pieces import (
     MOST_PIECES,
@@ -63,6 +65,15 @@ STREAMED = PieceRoute(
     ("RELOAD", "fetch"), ("OFFLOAD", "grad"), ("PLACE", "grad"), "grad", "host", "device/update_slots", 1
 )
 THROUGH_HOST = PieceRoute(("READ", "read"), ("WRITE", "write"), ("FETCH", "fetch"), "host", "disk", RING, SECTOR)
+ON_DEVICE = THROUGH_HOST._replace(update="compute", home="device")
+"""Nothing passes through slots."""
+
+PARTS_OF: dict[str, tuple[Part, ...]] = {
+    "UPDATE": tuple(Part),
+    "MOMENTUM": (Part.MOMENTS, Part.GRADIENTS),
+    "APPLY": (Part.WEIGHTS, Part.LOW_BITS),
+}
+"""Step of an update -> the parts of state that it reads or changes."""
 
 
 class Updates:
@@ -86,18 +97,29 @@ class Updates:
         the schedule can be replayed, but not executed."""
         self._turns = {STREAMED: 0, THROUGH_HOST: 0}
         """Route -> number of its pieces so far, which take turns in its slots."""
+        self._directions = Directions(model, numerics, policy, buffers)
+        self.refuse_several_ranks()
+
+    def refuse_several_ranks(self) -> None:
+        """Raise `PlanError` if several ranks share matrices that are updated whole."""
+        for unit, spec in enumerate(self._model.units):
+            if spec.ranks > 1 and self._directions.groups(unit):
+                what = f"the optimizer updates whole matrices, of which each of {spec.ranks} ranks has a part"
+                raise PlanError(what, where=f"unit {spec.name}", fix="train on one device, or with AdamW")
 
     def ops(self, unit: int, before: str, after: str, place: Access | None = None) -> list[Op]:
         """The update of a unit from version `before` to `after`. place: where fresh weights are needed on the
         device, if anywhere."""
         trained = layout_of(self._model.units[unit]).trained
+        if self._directions.groups(unit):
+            return self._ops_in_steps(unit, (before, after), place)
         if unit in self.streamed:
             pieces, route = streamed_pieces(trained, self._numerics, self._policy), STREAMED
         elif self._state.passing(unit):
             pieces, route = self._disk_pieces(unit), THROUGH_HOST
         else:
             arrays = arrays_of(trained, self._numerics)
-            tier: Tier = "device" if self._policy.placement(unit).on_device else "host"
+            tier = self._tier(unit)
             old, new = (
                 [self._home(unit, array, (0, trained.own_size), version, tier) for array in arrays]
                 for version in (before, after)
@@ -108,40 +130,72 @@ class Updates:
             ops += self._piece(route, unit, number, piece, (before, after), place)
         return ops
 
+    def fetches_for(self, unit: int) -> bool:
+        """Whether the update of a unit with state in host memory uses the bus to the device."""
+        return not self._policy.shares_memory and bool(self._directions.groups(unit))
+
+    def _ops_in_steps(self, unit: int, versions: tuple[str, str], place: Access | None) -> list[Op]:
+        """The update of a unit with matrices that are updated whole (`directions`)."""
+        trained = layout_of(self._model.units[unit]).trained
+        route = ON_DEVICE if self._tier(unit) == "device" else THROUGH_HOST
+        pieces = pieces_in_steps(trained, self._model, self._numerics, self._policy, unit)
+        ops: list[Op] = []
+        for number, piece in enumerate(pieces):
+            if piece[1] <= trained.matrices_start:
+                ops += self._piece(route, unit, number, piece, versions, place)
+        for step, number in self._directions.order(unit, pieces):
+            if step == "ORTHOGONALIZE":
+                ops += self._directions.made_orthogonal(unit, number)
+            else:
+                ops += self._piece(route, unit, number, pieces[number], versions, place, step)
+        return ops
+
     def _piece(
-        self, route: PieceRoute, unit: int, number: int, piece: Piece, versions: tuple[str, str], place: Access | None
+        self,
+        route: PieceRoute,
+        unit: int,
+        number: int,
+        piece: Piece,
+        versions: tuple[str, str],
+        place: Access | None,
+        step: Literal["UPDATE", "MOMENTUM", "APPLY"] = "UPDATE",
     ) -> list[Op]:
         """A piece comes to a slot, is updated, and goes home; its arrays that do not pass are updated in place."""
         trained, passing = layout_of(self._model.units[unit]).trained, self._passing(unit)
         all_arrays = arrays_of(trained, self._numerics)
-        arrays = [array for array in all_arrays if array.size > piece[0]]
-        slot = self._next_slot(route)
+        arrays = [array for array in all_arrays if array.size > piece[0] and array.part in PARTS_OF[step]]
+        moved = [index for index, array in enumerate(arrays) if array in passing]
+        slot, tier = self._next_slot(route) if moved else "", self._tier(unit)
         old, new = (
-            [self._home(unit, array, piece, version, route.home if array in passing else "host") for array in arrays]
+            [self._home(unit, array, piece, version, route.home if array in passing else tier) for array in arrays]
             for version in versions
         )
         here, stop = list(old), 0
-        for index, array in enumerate(arrays):
-            if array in passing:
-                start = -(-stop // route.alignment) * route.alignment
-                stop = start + old[index].stop - old[index].start
-                here[index] = Access(slot, start, stop, old[index].content)
+        for index in moved:
+            start = -(-stop // route.alignment) * route.alignment
+            stop = start + old[index].stop - old[index].start
+            here[index] = Access(slot, start, stop, old[index].content)
         if route is STREAMED:
             declare(self._buffers, Buffer(slot, "device", stop, Use.UPDATE_SLOTS))
         fresh = [access.holding(home.content) for access, home in zip(here, new, strict=True)]
-        moved = [index for index, array in enumerate(arrays) if array in passing]
-        lands = route is THROUGH_HOST and versions[0] == "" and len(arrays) - 1 in moved
+        gradient = len(arrays) - 1 if arrays[-1].part is Part.GRADIENTS else len(arrays)
+        lands = route is THROUGH_HOST and versions[0] == "" and gradient in moved
         coming = moved[:-1] if lands else moved
         homes, places = (tuple(accesses[index] for index in coming) for accesses in (old, here))
         ops = [Op(*route.inward, unit, shard=number, reads=homes, writes=places)] if coming else []
         ops += self._landed(unit, number, piece, here[-1]) if lands else []
-        share = touched_nbytes(arrays, piece) / touched_nbytes(all_arrays, (0, trained.own_size))
-        ops.append(self._update(route.update, unit, number, here, fresh[:-1], share))
-        if place is not None:
+        if step == "UPDATE":
+            share = touched_nbytes(arrays, piece) / touched_nbytes(all_arrays, (0, trained.own_size))
+            ops.append(self._update(route.update, unit, number, here, fresh[:-1], share))
+        elif step == "MOMENTUM":
+            ops.append(self._momentum(route.update, unit, number, piece, here, fresh[:-1]))
+        else:
+            ops.append(self._apply(route.update, unit, number, piece, here, fresh))
+        if place is not None and step != "MOMENTUM":
             nbytes = arrays[0].nbytes
             target = place.between(place.start + piece[0] * nbytes, place.start + piece[1] * nbytes)
             ops.append(Op(*route.place, unit, shard=number, reads=(fresh[0],), writes=(target,)))
-        changed = [index for index in moved if arrays[index].part is not Part.GRADIENTS]
+        changed = [index for index in moved if index != gradient]
         places, homes = (tuple(accesses[index] for index in changed) for accesses in (fresh, new))
         return [*ops, Op(*route.outward, unit, shard=number, reads=places, writes=homes)] if changed else ops
 
@@ -190,11 +244,7 @@ class Updates:
         """UPDATE of a unit, or of a piece with its share of the whole update's price. old: where its arrays are, the
         gradient last; new: what it leaves of the state."""
         *state, gradient = old
-        freed = gradient
-        if not gradient.buffer.startswith((RING, STREAMED.slots)):
-            landed = self._gradients.landed(unit)
-            freed = landed if gradient.stop == landed.stop else gradient  # with its last piece
-        reads, writes = [gradient, *state], [*new, freed.holding(USED)]
+        reads, writes = [gradient, *state], [*new, self._freed(unit, gradient)]
         if stream == "grad":
             elements = (gradient.stop - gradient.start) // self._numerics.grad_nbytes
             workspace = CHUNK_NBYTES * min(CHUNK, elements)
@@ -203,6 +253,44 @@ class Updates:
         if gradient.content == Gradient(unit):  # of this step, not of the last
             reads.append(self._state.norm(unit))
         return Op("UPDATE", stream, unit, shard=number, reads=tuple(reads), writes=tuple(writes), share=share)
+
+    def _momentum(
+        self, stream: Stream, unit: int, number: int, piece: Piece, old: Sequence[Access], new: Sequence[Access]
+    ) -> Op:
+        """MOMENTUM of a piece; accesses as in `_update`. A gradient in memory is freed once it cannot be needed again
+        after an interruption: at once during the backward pass, else behind the last APPLY."""
+        *state, gradient = old
+        reads, writes = [gradient, *state], [*new, *self._directions.of(unit, piece, orthogonal=False)]
+        is_new = gradient.content == Gradient(unit)
+        if is_new:
+            reads.append(self._state.norm(unit))
+        if is_new or gradient.buffer.startswith(RING):
+            writes.append(self._freed(unit, gradient))
+        return Op("MOMENTUM", stream, unit, shard=number, reads=tuple(reads), writes=tuple(writes))
+
+    def _apply(
+        self, stream: Stream, unit: int, number: int, piece: Piece, old: Sequence[Access], new: Sequence[Access]
+    ) -> Op:
+        """APPLY of a piece. old, new: where its weights and low bits are, before and after."""
+        trained, writes = layout_of(self._model.units[unit]).trained, [*new]
+        reads = [*self._directions.of(unit, piece, orthogonal=True), *old]
+        waited = self._policy.update != "during_backward" and self._policy.placement(unit).gradients != "disk"
+        if piece[1] == trained.own_size and waited:
+            landed = self._gradients.landed(unit)
+            first = landed.start + trained.matrices_start * self._numerics.grad_nbytes
+            writes.append(Access(landed.buffer, first, landed.stop, USED))
+        return Op("APPLY", stream, unit, shard=number, reads=tuple(reads), writes=tuple(writes))
+
+    def _freed(self, unit: int, gradient: Access) -> Access:
+        """What is free once a part of a gradient has been used: with its last part, all of its memory."""
+        if not gradient.buffer.startswith((RING, STREAMED.slots)):
+            landed = self._gradients.landed(unit)
+            gradient = landed if gradient.stop == landed.stop else gradient
+        return gradient.holding(USED)
+
+    def _tier(self, unit: int) -> Tier:
+        """Where state is that passes through no slots."""
+        return "device" if self._policy.placement(unit).on_device else "host"
 
     def _home(self, unit: int, array: Array, piece: Piece, version: str, tier: Tier) -> Access:
         """Where a piece of an array is between steps, or waits for the update. The last piece has the frozen weights,
