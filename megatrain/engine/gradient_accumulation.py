@@ -17,7 +17,7 @@ from torch import Tensor
 from megatrain.engine.weights import contiguous_strides
 from megatrain.schedule.passes.pieces import Piece
 from megatrain.spec import Part
-from megatrain.spec.layout import Layout
+from megatrain.spec.layout import Layout, MatrixGroup
 
 
 class GradientReceiver(Protocol):
@@ -61,6 +61,29 @@ class GradientReceiver(Protocol):
         unit is updated in pieces, the elements [start, stop) that `gradient` and `parts` have; pieces are updated in
         order.
         """
+
+    def momentum(
+        self,
+        unit: int,
+        gradient: Tensor,
+        moments: Sequence[Tensor],
+        directions: Sequence[tuple[Piece, Tensor]],
+        elements: Piece,
+    ) -> None:
+        """The first of three steps that update matrices whole: take the gradient of these elements into their momentum,
+        uint8, and write their directions, flat: pairs (elements, direction)."""
+
+    def orthogonalize(self, unit: int, group: MatrixGroup, direction: Tensor) -> None:
+        """The second: make the matrices of a group orthogonal, in the memory of their direction, flat."""
+
+    def apply(
+        self,
+        unit: int,
+        directions: Sequence[tuple[Piece, Tensor]],
+        parts: Mapping[Part, Sequence[Tensor]],
+        elements: Piece,
+    ) -> None:
+        """The third: change masters by these directions. parts: as of `update`."""
 
 
 def for_parameters(names: Sequence[str]) -> str:

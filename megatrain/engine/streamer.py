@@ -55,6 +55,9 @@ ACTIONS: dict[Kind, RunOp] = {
     "BARRIER": collectives.barrier,
     "NORM": update.norm,
     "UPDATE": update.update,
+    "MOMENTUM": update.momentum,
+    "ORTHOGONALIZE": update.orthogonalize,
+    "APPLY": update.apply,
 }
 """Kind of op -> the function that runs it."""
 

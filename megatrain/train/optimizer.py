@@ -30,10 +30,13 @@ from megatrain.engine.gradient_accumulation import for_parameters
 from megatrain.errors import NonFinite
 from megatrain.memory import Store
 from megatrain.optim import (
+    Directed,
+    Muon,
     Optimizer,
     StepScalars,
     clip_scale,
     expansion,
+    matrix_shape,
     own_square_sums,
     sum_of_squares,
     update_on_host,
@@ -41,9 +44,9 @@ from megatrain.optim import (
 from megatrain.optim.kernels import Segment
 from megatrain.schedule.passes.pieces import Piece
 from megatrain.spec import ModelSpec, Part, Policy
-from megatrain.spec.layout import NORM_BLOCK, OWNED, Layout, Ownership, layout_of
-from megatrain.train import device_muon as device_muon
+from megatrain.spec.layout import NORM_BLOCK, OWNED, Layout, MatrixGroup, Ownership, layout_of
 from megatrain.train.device_update import arrays_in, kernels_for, sum_of_squares_on_device, update_on_device
+from megatrain.train.matrix_update import MatrixFactors, as_numpy, within
 from megatrain.train.options import threads_of
 
 
@@ -55,6 +58,8 @@ class TrainedParameter(NamedTuple):
     """Number of the group whose learning rate it has (`Optimizer.group`)."""
     segments: tuple[Segment, ...]
     """(start, stop, decays) of its elements in the unit's state buffers; with several ranks, of those of this rank."""
+    shape: tuple[int, int] = (0, 0)
+    """Rows and columns of each of its matrices, if these are updated whole."""
 
 
 @dataclass(slots=True)
@@ -66,12 +71,15 @@ class UnitVersion:
     """Elements that have had one update more, if only some have: those from the start to this one."""
     missed: dict[str, int] = field(default_factory=dict)
     """Parameter -> those of the updates in which it had no gradient, if any."""
+    moved: int = 0
+    """Elements up to which matrices that are updated whole have had their momentum updated once more; at least
+    `reached` among these."""
     is_torn: bool = False
     """Whether it is being changed, or was when that failed: nobody knows which elements have changed."""
 
     def count(self, left_out: Collection[str]) -> None:
         """One more update has been applied, except to some parameters."""
-        self.applied += 1
+        self.applied, self.reached, self.moved = self.applied + 1, 0, 0
         for name in left_out:
             self.missed[name] = self.missed.get(name, 0) + 1
 
@@ -129,13 +137,17 @@ class Update:
     """Factors of each group of parameters, given how many updates a parameter has missed."""
     units: set[int]
     """Units to which it is still to be applied."""
+    matrices: MatrixFactors | None = None
+    """Factors for matrices that are updated whole."""
 
     def segments(
         self, parameters: Iterable[TrainedParameter], missed: Mapping[str, int], start: int, stop: int
     ) -> Iterator[tuple[StepScalars, list[Segment]]]:
         """(factors, segments to update with them) of these parameters of a unit, among its elements [start, stop)."""
         alike: dict[tuple[int, int], list[Segment]] = {}
-        for name, group, segments in parameters:
+        for name, group, segments, shape in parameters:
+            if shape[0]:
+                continue
             of_group = alike.setdefault((group, missed.get(name, 0) if missed else 0), [])
             if segments and start <= segments[0][0] and segments[-1][1] <= stop:  # as in every update of a whole unit
                 of_group += segments
@@ -195,7 +207,7 @@ class StreamedOptimizer:
     @property
     def is_interrupted(self) -> bool:
         """Whether an interrupted step has applied some of the pending updates."""
-        partly = any(version.reached for version in self.versions)
+        partly = any(version.reached or version.moved for version in self.versions)
         return bool(self.pending and (partly or len(self.pending) < len(self.trained)))
 
     @property
@@ -221,7 +233,7 @@ class StreamedOptimizer:
         factors = self._factors(lr)
         self._lr, self._gradients = lr, [UnitGradient() for _ in self.versions]
         if not self._deferred:
-            self._update = Update(self._gradients, factors, set(self.trained))
+            self._update = Update(self._gradients, factors, set(self.trained), self._of_matrices(lr))
 
     def absent(self, unit: int, names: Sequence[str]) -> None:
         self._gradients[unit].absent = frozenset(names)
@@ -242,7 +254,7 @@ class StreamedOptimizer:
             if not self._deferred:
                 known.device_flag = squares.isfinite()
             return
-        values, is_alone, start = _as_numpy(gradient), self._world.size == 1, 0
+        values, is_alone, start = as_numpy(gradient), self._world.size == 1, 0
         if is_alone and elements is None:
             known.square_sums = [sum_of_squares(values, self.threads)]
         else:
@@ -265,7 +277,8 @@ class StreamedOptimizer:
         norm = self._norm_of_all_ranks()
         if self._deferred:
             clipping = 1.0 if self.max_grad_norm is None else clip_scale(norm, self.max_grad_norm)
-            self._update = Update(self._gradients, self._factors(self._lr, clipping), set(self.trained))
+            factors, of_matrices = self._factors(self._lr, clipping), self._of_matrices(self._lr, clipping)
+            self._update = Update(self._gradients, factors, set(self.trained), of_matrices)
         self._ranks_differ = False
         return norm
 
@@ -276,22 +289,17 @@ class StreamedOptimizer:
 
         A deferred update that an interrupted step has already applied is not repeated.
         """
-        update = self._update
-        if update is None or unit not in update.units or not update.gradients[unit].is_finite:
-            return  # if not finite, there are several ranks, all of which learn of it at the end
-        self.before_update(unit)
+        if (update := self._waiting(unit)) is None:
+            return
         known, version, parameters = update.gradients[unit], self.versions[unit], self._parameters[unit]
-        size = layout_of(self._model.units[unit]).trained.own_size
-        first, stop = elements or (0, size)
+        first, stop = elements or (0, layout_of(self._model.units[unit]).trained.own_size)
         start = max(first, version.reached)
         if start >= stop:
             return
-        if version.is_torn:
-            self.refuse_torn()
-        version.is_torn = True
+        self._begin_change(unit)
         state = arrays_in(parts, stop - first)
         if unit not in self._on_device and (elements is None or unit not in self._streamed):
-            arrays, values = state.map(_as_numpy), _as_numpy(gradient)
+            arrays, values = state.map(as_numpy), as_numpy(gradient)
             left_out = known.left_out(parameters)
             updated = [parameter for parameter in parameters if parameter.name not in left_out]
             for scalars, segments in update.segments(updated, version.missed, start, stop):
@@ -300,13 +308,107 @@ class StreamedOptimizer:
             for flag, covered in known.cases(parameters):
                 for scalars, segments in update.segments(covered, version.missed, start, stop):
                     update_on_device(state, gradient, scalars, _behind(segments, first), flag, self._kernels)
-        version.is_torn, version.reached = False, stop if stop < size else 0
-        if version.reached:
+        self._changed(unit, update, stop)
+
+    def momentum(
+        self,
+        unit: int,
+        gradient: Tensor,
+        moments: Sequence[Tensor],
+        directions: Sequence[tuple[Piece, Tensor]],
+        elements: Piece,
+    ) -> None:
+        """Take the gradient of some elements of matrices into their momentum, and write their directions.
+
+        After an interrupted step some or all have it already. Of these only the directions are written again.
+        """
+        if (update := self._waiting(unit)) is None:
             return
-        known.is_used = True
+        (first, stop), version, arrays = elements, self.versions[unit], len(moments)
+        assert update.matrices is not None and arrays == 1
+        is_change = stop > version.moved
+        if is_change:
+            self._begin_change(unit)
+        momenta = moments[0].view(torch.float32)
+        for (start, end), direction in directions:
+            inside = slice(start - first, end - first)
+            given = Directed(momenta[inside], gradient[inside], direction)
+            for flag, covered in self._cases(unit, update):
+                segments = within(covered, start, end, version.moved)
+                if unit in self._on_device:
+                    update.matrices.momentum_on_device(given, segments, flag)
+                else:
+                    update.matrices.momentum_on_host(given, segments, self.threads)
+        if is_change:
+            version.is_torn, version.moved = False, stop
+
+    def orthogonalize(self, unit: int, group: MatrixGroup, direction: Tensor) -> None:
+        """Make the matrices of a group orthogonal, in the memory of their direction."""
+        if (update := self._waiting(unit)) is not None:
+            assert update.matrices is not None
+            update.matrices.orthogonalize(group, direction)
+
+    def apply(
+        self,
+        unit: int,
+        directions: Sequence[tuple[Piece, Tensor]],
+        parts: Mapping[Part, Sequence[Tensor]],
+        elements: Piece,
+    ) -> None:
+        """Move some elements of matrices in their directions; what an interrupted step has moved stays."""
+        if (update := self._waiting(unit)) is None:
+            return
+        (first, stop), version = elements, self.versions[unit]
+        assert update.matrices is not None
+        if version.reached >= stop:
+            return
+        self._begin_change(unit)
+        masters = arrays_in(parts, stop - first).masters
+        for (start, end), direction in directions:
+            given = tuple(half[start - first : end - first] for half in masters)
+            for flag, covered in self._cases(unit, update):
+                shaped = update.matrices.shaped(covered, max(start, version.reached), end, start)
+                if unit in self._on_device:
+                    update.matrices.apply_on_device(given, direction, *shaped, flag)
+                else:
+                    update.matrices.apply_on_host(given, direction, *shaped, self.threads)
+        self._changed(unit, update, stop)
+
+    def _waiting(self, unit: int) -> Update | None:
+        """The update that a unit waits for, which nobody else may read meanwhile; `None` if there is none."""
+        update = self._update
+        if update is None or unit not in update.units or not update.gradients[unit].is_finite:
+            return None  # if not finite, there are several ranks, all of which learn of it at the end
+        self.before_update(unit)
+        return update
+
+    def _cases(
+        self, unit: int, update: Update
+    ) -> Iterator[tuple[Tensor | None, Sequence[TrainedParameter]]]:
+        """As `UnitGradient.cases`; in host memory it is known which parameters are updated."""
+        known, parameters = update.gradients[unit], self._parameters[unit]
+        if unit in self._on_device:
+            yield from known.cases(parameters)
+            return
+        left_out = known.left_out(parameters)
+        yield None, [parameter for parameter in parameters if parameter.name not in left_out]
+
+    def _begin_change(self, unit: int) -> None:
+        if self.versions[unit].is_torn:
+            self.refuse_torn()
+        self.versions[unit].is_torn = True
+
+    def _changed(self, unit: int, update: Update, stop: int) -> None:
+        """The elements of a unit up to this one have been updated."""
+        known, version = update.gradients[unit], self.versions[unit]
+        is_whole = stop == layout_of(self._model.units[unit]).trained.own_size
+        version.is_torn, version.reached = False, 0 if is_whole else stop
+        if not is_whole:
+            return
+        known.is_used, version.moved = True, 0
         if known.device_flag is None:  # else the host does not know yet whether it had an effect
             update.units.discard(unit)
-            version.count(known.left_out(parameters))
+            version.count(known.left_out(self._parameters[unit]))
 
     def at_rest(self) -> bool:
         """The device is idle, after success or failure: read what it has decided.
@@ -319,7 +421,7 @@ class StreamedOptimizer:
             if known.device_flag is None:
                 continue
             if not known.is_finite:
-                version.reached, known.is_used = 0, False  # nothing has changed
+                version.reached, version.moved, known.is_used = 0, 0, False  # nothing has changed
             elif known.is_used:
                 version.count(known.left_out(parameters))
             known.device_flag = None
@@ -331,6 +433,13 @@ class StreamedOptimizer:
         of_step = cache(lambda missed: algorithm.scalars_by_group(lr=lr, step=step - missed, grad_scale=grad_scale))
         of_step(0)
         return of_step
+
+    def _of_matrices(self, lr: float, grad_scale: float = 1.0) -> MatrixFactors | None:
+        """The factors of the next update for matrices that are updated whole. Raises as `Muon.matrix_scalars` does."""
+        muon = self.algorithm
+        if not isinstance(muon, Muon):
+            return None
+        return MatrixFactors(muon, lr, muon.matrix_scalars(lr=lr, grad_scale=grad_scale))
 
     def _norm_of_all_ranks(self) -> float:
         """The global norm; absent parameters become those without a gradient on any rank. Raises `NonFinite`."""
@@ -376,7 +485,7 @@ class StreamedOptimizer:
             what = f"an update or a restore that failed has changed only parts of these units: {self._named(torn)}"
             raise NonFinite(what, where="optimizer", fix="restore a checkpoint, or start again from a saved model")
         counts = {self.versions[unit].applied for unit in self.trained}
-        partly = {unit for unit, version in enumerate(self.versions) if version.reached}
+        partly = {unit for unit, version in enumerate(self.versions) if version.reached or version.moved}
         if self.pending or (len(counts) <= 1 and not partly and not self._ranks_differ):
             return
         ahead = {unit for unit in self.trained if len(counts) > 1 and self.versions[unit].applied == max(counts)}
@@ -404,11 +513,16 @@ class StreamedOptimizer:
 def trained_parameters(layout: Layout, algorithm: Optimizer, owned: Ownership) -> list[TrainedParameter]:
     """The trained parameters of a unit, in its order."""
     parameters = []
+    rules = algorithm.elementwise if isinstance(algorithm, Muon) else algorithm
     for place in layout.trained.fields:
-        decays = algorithm.decays(place.name, place.shape)
+        if place.matrices:
+            shape = matrix_shape(place.shape, place.matrices)
+            parameters.append(TrainedParameter(place.name, 0, ((place.start, place.stop, True),), shape))
+            continue
+        decays = rules.decays(place.name, place.shape)
         pieces = owned.within(layout, place.start, place.stop)
         segments = tuple((piece.own.start, piece.own.stop, decays) for piece in pieces)
-        parameters.append(TrainedParameter(place.name, algorithm.group(place.name), segments))
+        parameters.append(TrainedParameter(place.name, rules.group(place.name), segments))
     return parameters
 
 
@@ -416,7 +530,7 @@ def _not_finite(parameters: Sequence[TrainedParameter], gradient: Tensor, first:
     """Parameters with a non-finite value in a gradient of elements from `first` on: last first, as in backward."""
     return [
         name
-        for name, _, segments in reversed(parameters)
+        for name, _, segments, _ in reversed(parameters)
         if not all(
             bool(gradient[max(0, start - first) : max(0, stop - first)].isfinite().all()) for start, stop, _ in segments
         )
@@ -431,13 +545,6 @@ def _behind(segments: Sequence[Segment], first: int) -> Sequence[Segment]:
 def _used(gradients: Sequence[UnitGradient]) -> list[int]:
     """Units that have been updated with their gradient."""
     return [unit for unit, known in enumerate(gradients) if known.is_used]
-
-
-def _as_numpy(tensor: Tensor) -> np.ndarray:
-    """bfloat16 and halves of masters as their bits (uint16), float32 unchanged; no copy."""
-    if tensor.dtype == torch.float32:
-        return tensor.numpy()
-    return tensor.view(torch.int16).numpy().view(np.uint16)
 
 
 class GradientCollector:
@@ -493,6 +600,11 @@ class GradientCollector:
             assert self._together is not None
             self._keep(unit, self._together(self._shares.pop(unit), layout_of(self._units[unit]).trained))
         return self.gradients
+
+    def momentum(self, unit: int, *arguments: object) -> None:
+        """Change nothing."""
+
+    orthogonalize = apply = momentum
 
     def update(
         self, unit: int, gradient: Tensor, parts: Mapping[Part, Sequence[Tensor]], elements: Piece | None = None

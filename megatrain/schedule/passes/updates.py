@@ -276,9 +276,7 @@ class Updates:
         reads = [*self._directions.of(unit, piece, orthogonal=True), *old]
         waited = self._policy.update != "during_backward" and self._policy.placement(unit).gradients != "disk"
         if piece[1] == trained.own_size and waited:
-            landed = self._gradients.landed(unit)
-            first = landed.start + trained.matrices_start * self._numerics.grad_nbytes
-            writes.append(Access(landed.buffer, first, landed.stop, USED))
+            writes.append(self._gradients.landed(unit).holding(USED))
         return Op("APPLY", stream, unit, shard=number, reads=tuple(reads), writes=tuple(writes))
 
     def _freed(self, unit: int, gradient: Access) -> Access:
