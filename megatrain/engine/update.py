@@ -103,7 +103,7 @@ def _elements(context: OpContext, op: Op) -> Piece:
     """The piece of a unit that an op is about."""
     trained, numerics, policy = context.layouts[op.unit].trained, context.numerics, context.policy
     if trained.matrices_start < trained.size and op.kind != "NORM":
-        return pieces_in_steps(trained, context.spec, numerics, policy, op.unit)[op.shard]
+        return pieces_in_steps(trained, context.spec, numerics, policy, policy.placement(op.unit))[op.shard]
     cut = disk_pieces if op.stream == "host" else streamed_pieces
     return cut(trained, numerics, policy)[op.shard]
 

@@ -286,6 +286,8 @@ class Schedule:
         homewards: dict[tuple[Kind, int, int], Op] = {}
         for op in self.ops:
             piece = op.unit, op.shard
+            if op.shard < 0:
+                continue
             if op.kind in ("UPDATE", "MOMENTUM", "APPLY"):
                 last[piece] = op.kind
             elif op.kind in ("OFFLOAD", "WRITE") and isinstance(op.reads[0].content, Weights | LowBits | Moments):

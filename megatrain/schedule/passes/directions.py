@@ -21,7 +21,7 @@ from megatrain.schedule.contents import Direction, Scratch
 from megatrain.schedule.ops import Access, Buffer, Op, Stream, Use, declare
 from megatrain.schedule.passes.pieces import Piece, disk_pieces
 from megatrain.schedule.passes.state_buffers import passing, units_alike
-from megatrain.spec import ModelSpec, Numerics, Policy, Tier
+from megatrain.spec import ModelSpec, Numerics, Placement, Policy, Tier
 from megatrain.spec.layout import Layout, Matrices, MatrixGroup, layout_of
 
 GROUP_NBYTES = 64 << 20
@@ -39,10 +39,12 @@ def groups_of(trained: Layout, model: ModelSpec) -> Sequence[MatrixGroup]:
     return trained.matrix_groups(GROUP_NBYTES // model.newton_schulz.nbytes)
 
 
-def pieces_in_steps(trained: Layout, model: ModelSpec, numerics: Numerics, policy: Policy, unit: int) -> Sequence[Piece]:
+def pieces_in_steps(
+    trained: Layout, model: ModelSpec, numerics: Numerics, policy: Policy, placement: Placement
+) -> Sequence[Piece]:
     """The pieces in which a unit with such matrices is updated: those that pass through host memory; or what is
     updated by elements, and one for each group."""
-    if passing(trained, numerics, policy, policy.placement(unit)):
+    if passing(trained, numerics, policy, placement):
         return disk_pieces(trained, numerics, policy)
     by_elements = [(0, trained.matrices_start)] if trained.matrices_start else []
     return [*by_elements, *((group.start, group.stop) for group in groups_of(trained, model))]
@@ -54,7 +56,7 @@ def host_directions_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy)
     for unit, placement, _ in units_alike(model, policy):
         trained = layout_of(model.units[unit]).trained
         if trained.matrices_start < trained.size and not placement.on_device:
-            groups, pieces = groups_of(trained, model), pieces_in_steps(trained, model, numerics, policy, unit)
+            groups, pieces = groups_of(trained, model), pieces_in_steps(trained, model, numerics, policy, placement)
             count = max(count, _most_alive(pieces, groups, _lag(policy)))
             nbytes = max(nbytes, *(group.stop - group.start for group in groups))
     return count, nbytes * model.newton_schulz.nbytes

@@ -138,7 +138,8 @@ class Updates:
         """The update of a unit with matrices that are updated whole (`directions`)."""
         trained = layout_of(self._model.units[unit]).trained
         route = ON_DEVICE if self._tier(unit) == "device" else THROUGH_HOST
-        pieces = pieces_in_steps(trained, self._model, self._numerics, self._policy, unit)
+        placement = self._policy.placement(unit)
+        pieces = pieces_in_steps(trained, self._model, self._numerics, self._policy, placement)
         ops: list[Op] = []
         for number, piece in enumerate(pieces):
             if piece[1] <= trained.matrices_start:
