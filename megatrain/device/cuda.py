@@ -42,8 +42,8 @@ from megatrain.errors import DeviceError, MegaTrainError, OutOfDeviceMemory
 from megatrain.formatting import at_least, at_most
 
 COPIES = ("fetch", "grad")
-LINK = "link"
-"""Stream of collectives between devices; has its own submitting thread once used."""
+LATE = ("link", "products")
+"""Streams that few runs use, of collectives between devices and of directions; each has its thread once used."""
 ALIGNMENT = 64
 """Alignment of staged tensors in bytes."""
 
@@ -346,7 +346,7 @@ class CudaDevice:
         self._process.refuse_elsewhere("the device")
         if name == "compute":
             return self._compute
-        if name == LINK and name not in self._copies:
+        if name in LATE and name not in self._copies:
             self._copies[name] = CopyStream(name, torch.cuda.Stream(self.torch_device), self._events)
             self._copies[name].origin = self._compute.origin
         return self._copies.get(name) or worker_of(self._workers, name)

@@ -14,8 +14,9 @@ from megatrain.engine.step_state import DTYPE_OF_NBYTES, StepState, bytes_of
 from megatrain.memory import Lease
 from megatrain.schedule import USED, Access, Op
 from megatrain.schedule.contents import PART_OF, Direction, Moments
-from megatrain.schedule.passes.directions import elements_of, groups_of, pieces_in_steps
-from megatrain.schedule.passes.pieces import Piece, disk_pieces, streamed_pieces
+from megatrain.schedule.passes.directions import elements_of
+from megatrain.schedule.passes.pieces import Piece, disk_pieces, groups_of, streamed_pieces
+from megatrain.schedule.passes.state_buffers import pieces_in_steps
 from megatrain.spec import Part
 
 

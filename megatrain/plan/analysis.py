@@ -51,6 +51,7 @@ STREAM_WORDS = {
     "unpack": "out of pinned staging",
     "link": "link",
     "shared": "sums of ranks",
+    "products": "matrices of updates",
 }
 """Stream -> its name in output."""
 

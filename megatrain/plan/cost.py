@@ -23,9 +23,8 @@ from megatrain.plan.collective_cost import (
 from megatrain.schedule import Op, Timeline, replay
 from megatrain.schedule.contents import Direction, LayerGraph, Saved
 from megatrain.schedule.ops import CALLS, COLLECTIVES, UpdateStep
-from megatrain.schedule.passes.directions import groups_of
 from megatrain.schedule.passes.gradients import accumulator_nbytes
-from megatrain.schedule.passes.pieces import LOW_BITS_NBYTES, STATE_NBYTES, arrays_of, touched_nbytes
+from megatrain.schedule.passes.pieces import LOW_BITS_NBYTES, STATE_NBYTES, arrays_of, groups_of, touched_nbytes
 from megatrain.schedule.passes.workspace import runs_in_chunks
 from megatrain.schedule.replay import DISK_STREAMS
 from megatrain.spec import (
@@ -544,7 +543,7 @@ class _Prices:
                 m, n = sorted((stack.rows, stack.columns))
                 products = product(m, n, m) + product(m, m, m) + product(m, m, n)
                 self._known[key] = steps * products + NORMALIZING_PASSES * m * n * nbytes / self._copies
-            seconds += stack.count * self._known[key]
+            seconds += stack.stacked * self._known[key]
         return seconds
 
     def _of_call(self, op: Op) -> float:

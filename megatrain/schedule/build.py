@@ -206,8 +206,9 @@ class Builder:
 
     def _updated_at(self, unit: int) -> int:
         """The visit before which a pending update is placed: as early as possible, unless weights come from the disk or
-        directions from the bus. Then what it reads there comes before what is fetched for the visit before, which waits for another update; but
-        not earlier, since that is needed first. In shared memory its weights need a place until they are used."""
+        directions over the bus. Then what it reads there comes before what is fetched for the visit before, which waits
+        for another update; but not earlier, since that is needed first. In shared memory its weights need a place until
+        they are used."""
         place = self._place.get(unit, 0)
         if self.placements[unit].on_device:  # with several ranks, before they gather it
             return place if self.model.ranks == 1 else max(0, place - self.policy.layer_slots + 1)

@@ -280,8 +280,8 @@ class Schedule:
 
     @cached_property
     def takes_home(self) -> dict[tuple[Kind, int, int], Op]:
-        """(kind, unit, number of a piece) of a step of an update in pieces -> the op that takes what it has changed home
-        from its slot."""
+        """(kind, unit, number of a piece) of a step of an update in pieces -> the op that takes home from its slot what
+        that has changed."""
         last: dict[tuple[int, int], Kind] = {}
         homewards: dict[tuple[Kind, int, int], Op] = {}
         for op in self.ops:

@@ -3,8 +3,8 @@
 Streams are first in, first out. A task starts when its stream is free and its waits are over. If running tasks need
 more bytes per second than host memory provides, all that use it slow down by the same factor. Each direction of the
 bus, and reading and writing a drive, runs at a fraction of its speed while the other is in use; so does a direction of
-the bus that collectives use. Two streams that compute on the device share it equally. `StreamClock` keeps virtual time for `schedule.replay` and the simulated device; it is
-here because neither of their rooms may import the other.
+the bus that collectives use. The two streams that compute on the device share it equally. `StreamClock` keeps virtual
+time for `schedule.replay` and the simulated device; it is here because neither of their rooms may import the other.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Matrices(NamedTuple):
     """Matrices of one shape, one behind the other from element `start` of their unit on."""
 
     start: int
-    count: int
+    stacked: int
     rows: int
     columns: int
 

@@ -33,6 +33,7 @@ class NewtonSchulz(NamedTuple):
         return 2 if self.precision == "bf16" else 4
 
 
+AS_IN_TORCH = NewtonSchulz()
 Place = Annotated[int, Bounds(0, 1 << 20)]
 UnitKind = Literal["prologue", "layer", "epilogue"]
 
@@ -175,7 +176,7 @@ class ModelSpec:
     """Numbers in the input of one of its layers for each value of images (`Work.values_per_token`)."""
     taps: tuple[Place, ...] = ()
     """Places in `encoder` of layers whose input the prologue reads, too: features of several layers."""
-    newton_schulz: NewtonSchulz = NewtonSchulz()
+    newton_schulz: NewtonSchulz = AS_IN_TORCH
     """Of the parameters that are updated as whole matrices (`ParamSpec.matrices`), if there are any."""
 
     def __post_init__(self) -> None:

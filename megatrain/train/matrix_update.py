@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -49,9 +50,9 @@ class MatrixFactors:
 
     def orthogonalize(self, group: MatrixGroup, direction: Tensor) -> None:
         """The second step, where the direction is."""
-        for start, count, rows, columns in group.stacks:
-            whole = direction[start - group.start : start - group.start + count * rows * columns]
-            device_muon.orthogonalize(whole, (count, rows, columns), self.muon)
+        for start, stacked, rows, columns in group.stacks:
+            whole = direction[start - group.start : start - group.start + stacked * rows * columns]
+            device_muon.orthogonalize(whole, (stacked, rows, columns), self.muon)
 
     def shaped(self, parameters: Sequence[Stacked], start: int, stop: int, first: int) -> Shaped:
         """What the third step needs to know of elements [start, stop) of a unit, counted from `first`."""
@@ -78,10 +79,10 @@ class MatrixFactors:
 def within(parameters: Sequence[Stacked], start: int, stop: int, moved: int) -> list[Segment]:
     """(start, stop, moves) of the matrices among elements [start, stop) of a unit, counted from `start`. Those before
     `moved` have their momentum already."""
-    segments = []
+    segments: list[Segment] = []
     for begin, end, _ in _matrices(parameters, start, stop):
         cuts = [begin, end] if not begin < moved < end else [begin, moved, end]
-        segments += [(a - start, b - start, a >= moved) for a, b in zip(cuts, cuts[1:], strict=False)]
+        segments += [(a - start, b - start, a >= moved) for a, b in pairwise(cuts)]
     return segments
 
 

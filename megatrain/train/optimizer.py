@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -324,12 +323,13 @@ class StreamedOptimizer:
         """
         if (update := self._waiting(unit)) is None:
             return
-        (first, stop), version, arrays = elements, self.versions[unit], len(moments)
-        assert update.matrices is not None and arrays == 1
+        (first, stop), version = elements, self.versions[unit]
+        assert update.matrices is not None
         is_change = stop > version.moved
         if is_change:
             self._begin_change(unit)
-        momenta = moments[0].view(torch.float32)
+        (memory,) = moments
+        momenta = memory.view(torch.float32)
         for (start, end), direction in directions:
             inside = slice(start - first, end - first)
             given = Directed(momenta[inside], gradient[inside], direction)
@@ -382,9 +382,7 @@ class StreamedOptimizer:
         self.before_update(unit)
         return update
 
-    def _cases(
-        self, unit: int, update: Update
-    ) -> Iterator[tuple[Tensor | None, Sequence[TrainedParameter]]]:
+    def _cases(self, unit: int, update: Update) -> Iterator[tuple[Tensor | None, Sequence[TrainedParameter]]]:
         """As `UnitGradient.cases`; in host memory it is known which parameters are updated."""
         known, parameters = update.gradients[unit], self._parameters[unit]
         if unit in self._on_device:
@@ -436,7 +434,7 @@ class StreamedOptimizer:
 
     def _of_matrices(self, lr: float, grad_scale: float = 1.0) -> MatrixFactors | None:
         """The factors of the next update for matrices that are updated whole. Raises as `Muon.matrix_scalars` does."""
-        muon = self.algorithm
+        muon: object = self.algorithm
         if not isinstance(muon, Muon):
             return None
         return MatrixFactors(muon, lr, muon.matrix_scalars(lr=lr, grad_scale=grad_scale))
@@ -513,7 +511,7 @@ class StreamedOptimizer:
 def trained_parameters(layout: Layout, algorithm: Optimizer, owned: Ownership) -> list[TrainedParameter]:
     """The trained parameters of a unit, in its order."""
     parameters = []
-    rules = algorithm.elementwise if isinstance(algorithm, Muon) else algorithm
+    rules: Optimizer = algorithm.elementwise if isinstance(algorithm, Muon) else algorithm
     for place in layout.trained.fields:
         if place.matrices:
             shape = matrix_shape(place.shape, place.matrices)

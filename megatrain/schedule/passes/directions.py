@@ -7,100 +7,24 @@ else is updated piece by piece, wherever it is:
     ORTHOGONALIZE   a group of whole matrices: makes their directions orthogonal, in place, on the device
     APPLY           a piece: reads the direction, and changes the weights and their low bits
 
-If the state is not on the device, MOMENTUM and APPLY run on the host, and directions cross the bus and come back, which
-is less than a quarter of what all of the state would move. While one group is on the device, the host prepares the next.
-A piece of state on the disk may reach into several groups.
+If the state is not on the device, MOMENTUM and APPLY run on the host. Directions cross the bus and come back, with less
+than a quarter of the bytes of all of the state. While one group is on the device, the host prepares the next. A piece
+of state on the disk may reach into several groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 from megatrain.schedule.contents import Direction, Scratch
 from megatrain.schedule.ops import Access, Buffer, Op, Stream, Use, declare
-from megatrain.schedule.passes.pieces import Piece, disk_pieces
-from megatrain.schedule.passes.state_buffers import passing, units_alike
-from megatrain.spec import ModelSpec, Numerics, Placement, Policy, Tier
-from megatrain.spec.layout import Layout, Matrices, MatrixGroup, layout_of
-
-GROUP_NBYTES = 64 << 20
-"""Bytes of the directions of a group, enough for the full speed of the bus; a larger matrix is a group by itself."""
+from megatrain.schedule.passes.pieces import Piece, Turn, groups_of, in_steps, within_groups
+from megatrain.schedule.passes.state_buffers import direction_slots, groups_ahead
+from megatrain.spec import ModelSpec, Numerics, Policy, Tier
+from megatrain.spec.layout import Matrices, MatrixGroup, layout_of
 
 DEVICE_SLOTS = 2
 """Slots on the device for directions that cross the bus: one is filled while the other is made orthogonal or leaves."""
-
-Turn = tuple[Literal["MOMENTUM", "ORTHOGONALIZE", "APPLY"], int]
-"""A step of an update, and the number of its piece or group."""
-
-
-def groups_of(trained: Layout, model: ModelSpec) -> Sequence[MatrixGroup]:
-    """The groups of matrices of a unit that are made orthogonal one after the other, whatever the policy is."""
-    return trained.matrix_groups(GROUP_NBYTES // model.newton_schulz.nbytes)
-
-
-def pieces_in_steps(
-    trained: Layout, model: ModelSpec, numerics: Numerics, policy: Policy, placement: Placement
-) -> Sequence[Piece]:
-    """The pieces in which a unit with such matrices is updated: those that pass through host memory; or what is
-    updated by elements, and one for each group."""
-    if passing(trained, numerics, policy, placement):
-        return disk_pieces(trained, numerics, policy)
-    by_elements = [(0, trained.matrices_start)] if trained.matrices_start else []
-    return [*by_elements, *((group.start, group.stop) for group in groups_of(trained, model))]
-
-
-def host_directions_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> tuple[int, int]:
-    """Number and bytes of the slots of directions in host memory; (0, 0) if there are none."""
-    count = nbytes = 0
-    for unit, placement, _ in units_alike(model, policy):
-        trained = layout_of(model.units[unit]).trained
-        if trained.matrices_start < trained.size and not placement.on_device:
-            groups, pieces = groups_of(trained, model), pieces_in_steps(trained, model, numerics, policy, placement)
-            count = max(count, _most_alive(pieces, groups, _lag(policy)))
-            nbytes = max(nbytes, *(group.stop - group.start for group in groups))
-    return count, nbytes * model.newton_schulz.nbytes
-
-
-def _lag(policy: Policy) -> int:
-    """How many groups MOMENTUM is ahead of APPLY, beside the one that both are about."""
-    return 0 if policy.shares_memory else 1
-
-
-def in_order(pieces: Sequence[Piece], groups: Sequence[MatrixGroup], lag: int) -> Iterator[Turn]:
-    """The steps of an update of these pieces, of which the first may be updated by elements, in an order in which they
-    may run one by one."""
-    first = next((number for number, (_, stop) in enumerate(pieces) if stop > groups[0].start), len(pieces))
-    begun = applied = first
-    for number, group in enumerate(groups):
-        while begun < len(pieces) and pieces[begun][0] < group.stop:
-            yield "MOMENTUM", begun
-            begun += 1
-        yield "ORTHOGONALIZE", number
-        ready = len(groups) if number == len(groups) - 1 else number + 1 - lag
-        while applied < begun and ready and pieces[applied][1] <= groups[ready - 1].stop:
-            yield "APPLY", applied
-            applied += 1
-
-
-def _most_alive(pieces: Sequence[Piece], groups: Sequence[MatrixGroup], lag: int) -> int:
-    """The most groups at a time whose directions are written and not yet applied."""
-    most, alive = 0, set[int]()
-    for step, number in in_order(pieces, groups, lag):
-        if step == "MOMENTUM":
-            alive.update(index for index, _ in _inside(groups, pieces[number]))
-            most = max(most, len(alive))
-        elif step == "APPLY":
-            alive -= {index for index, (_, stop) in _inside(groups, pieces[number]) if stop == groups[index].stop}
-    return most
-
-
-def _inside(groups: Sequence[MatrixGroup], piece: Piece) -> Iterator[tuple[int, Piece]]:
-    """(number of a group, elements of the piece in it) of the groups into which a piece reaches."""
-    for number, group in enumerate(groups):
-        start, stop = max(group.start, piece[0]), min(group.stop, piece[1])
-        if start < stop:
-            yield number, (start, stop)
 
 
 def elements_of(groups: Sequence[MatrixGroup], access: Access, nbytes: int) -> Piece:
@@ -123,7 +47,7 @@ class Directions:
     def __init__(self, model: ModelSpec, numerics: Numerics, policy: Policy, buffers: dict[str, Buffer]) -> None:
         self._model, self._policy, self._buffers = model, policy, buffers
         self._nbytes = model.newton_schulz.nbytes
-        self._host_slots, _ = host_directions_nbytes(model, numerics, policy)
+        self._host_slots, self._host_nbytes = direction_slots(model, numerics, policy)
         self._turns: dict[Tier, int] = {"host": 0, "device": 0}
         """Groups so far that began in a tier, which take turns in its slots."""
         self._crossed = 0
@@ -134,14 +58,14 @@ class Directions:
         return groups_of(layout_of(self._model.units[unit]).trained, self._model)
 
     def order(self, unit: int, pieces: Sequence[Piece]) -> Iterator[Turn]:
-        """See `in_order`. Once it has ended, the slots of the unit are given up."""
+        """See `in_steps`. Once it has ended, the slots of the unit are given up."""
         groups, tier = self.groups(unit), self._tier(unit)
-        yield from in_order(pieces, groups, 0 if tier == "device" else _lag(self._policy))
+        yield from in_steps(pieces, groups, 0 if tier == "device" else groups_ahead(self._policy))
         self._turns[tier] += len(groups)
 
     def of(self, unit: int, piece: Piece, *, orthogonal: bool) -> list[Access]:
         """Where MOMENTUM leaves the direction of a piece, and APPLY reads it."""
-        inside = _inside(self.groups(unit), piece)
+        inside = within_groups(self.groups(unit), piece)
         return [self._at(unit, number, elements, orthogonal=orthogonal) for number, elements in inside]
 
     def made_orthogonal(self, unit: int, number: int) -> list[Op]:
@@ -180,7 +104,7 @@ class Directions:
         slots = 1 if tier == "device" else self._host_slots
         name = f"{tier}/directions/{(self._turns[tier] + number) % slots}"
         crosses = tier == "host" and not self._policy.shares_memory
-        whole = (group.stop - group.start) * self._nbytes
+        whole = self._host_nbytes if tier == "host" else (group.stop - group.start) * self._nbytes
         declare(self._buffers, Buffer(name, tier, whole, Use.DIRECTIONS, crosses=crosses))
         start, stop = ((element - group.start) * self._nbytes for element in elements)
         return Access(name, start, stop, Direction(unit, number, orthogonal))

@@ -8,13 +8,14 @@ through device memory instead, and may be as small as shards (`updates`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from megatrain.spec import Numerics, Part, Policy
+from megatrain.spec import ModelSpec, Numerics, Part, Policy
 from megatrain.spec.hardware import whole_sectors
-from megatrain.spec.layout import ALIGNMENT, NORM_BLOCK, OWNED, Layout
+from megatrain.spec.layout import ALIGNMENT, NORM_BLOCK, OWNED, Layout, MatrixGroup
 
 Piece = tuple[int, int]
 """Elements [start, stop) of the trained elements of a unit that a rank owns."""
@@ -111,6 +112,18 @@ def merged(pieces: Sequence[Piece], most: int) -> Sequence[Piece]:
     return [(run[0][0], run[-1][1]) for run in (pieces[at : at + together] for at in range(0, len(pieces), together))]
 
 
+def merged_within(pieces: Sequence[Piece], starts: Sequence[int]) -> Sequence[Piece]:
+    """The same elements with all pieces joined that lie between the same two of `starts`; others stay as they are."""
+    joined: list[tuple[int, int, int]] = []
+    for start, stop in pieces:
+        first, last = bisect_right(starts, start), bisect_left(starts, stop)
+        if joined and first == last == joined[-1][2]:
+            joined[-1] = joined[-1][0], stop, first
+        else:
+            joined.append((start, stop, first if first == last else -1))
+    return [(start, stop) for start, stop, _ in joined]
+
+
 def cuts_of(part: Part, trained: Layout, numerics: Numerics, policy: Policy) -> tuple[int, ...]:
     """The bytes of a part of state on the disk at which a piece ends. Frozen weights follow the last, in sectors of
     their own."""
@@ -118,3 +131,53 @@ def cuts_of(part: Part, trained: Layout, numerics: Numerics, policy: Policy) -> 
     arrays = [array for array in arrays_of(trained, numerics) if array.part is part]
     cuts = [array.start + stop * array.nbytes for array in arrays for stop in ends if stop <= array.size]
     return (*cuts[:-1], whole_sectors(cuts[-1])) if part is Part.WEIGHTS and cuts else tuple(cuts)
+
+
+# Matrices that are updated whole ------------------------------------------------------------------------------------
+
+GROUP_NBYTES = 64 << 20
+"""Bytes of the directions of a group, enough for the full speed of the bus; a larger matrix is a group by itself."""
+
+Turn = tuple[Literal["MOMENTUM", "ORTHOGONALIZE", "APPLY"], int]
+"""A step of an update, and the number of its piece or group."""
+
+
+def groups_of(trained: Layout, model: ModelSpec) -> Sequence[MatrixGroup]:
+    """The groups of matrices of a unit that are made orthogonal one after the other, whatever the policy is."""
+    return trained.matrix_groups(GROUP_NBYTES // model.newton_schulz.nbytes)
+
+
+def in_steps(pieces: Sequence[Piece], groups: Sequence[MatrixGroup], lag: int) -> Iterator[Turn]:
+    """The steps of an update of these pieces, of which the first may be updated by elements, in an order in which they
+    may run one by one."""
+    first = next((number for number, (_, stop) in enumerate(pieces) if stop > groups[0].start), len(pieces))
+    begun = applied = first
+    for number, group in enumerate(groups):
+        while begun < len(pieces) and pieces[begun][0] < group.stop:
+            yield "MOMENTUM", begun
+            begun += 1
+        yield "ORTHOGONALIZE", number
+        ready = len(groups) if number == len(groups) - 1 else number + 1 - lag
+        while applied < begun and ready and pieces[applied][1] <= groups[ready - 1].stop:
+            yield "APPLY", applied
+            applied += 1
+
+
+def most_alive(pieces: Sequence[Piece], groups: Sequence[MatrixGroup], lag: int) -> int:
+    """The most groups at a time whose directions are written and not yet applied."""
+    most, alive = 0, set[int]()
+    for step, number in in_steps(pieces, groups, lag):
+        if step == "MOMENTUM":
+            alive.update(index for index, _ in within_groups(groups, pieces[number]))
+            most = max(most, len(alive))
+        elif step == "APPLY":
+            alive -= {index for index, (_, stop) in within_groups(groups, pieces[number]) if stop == groups[index].stop}
+    return most
+
+
+def within_groups(groups: Sequence[MatrixGroup], piece: Piece) -> Iterator[tuple[int, Piece]]:
+    """(number of a group, elements of the piece in it) of the groups into which a piece reaches."""
+    for number, group in enumerate(groups):
+        start, stop = max(group.start, piece[0]), min(group.stop, piece[1])
+        if start < stop:
+            yield number, (start, stop)

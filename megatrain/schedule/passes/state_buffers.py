@@ -25,10 +25,13 @@ from megatrain.schedule.passes.pieces import (
     SLOTS,
     STATE_NBYTES,
     Array,
+    Piece,
     arrays_of,
     cuts_of,
     disk_pieces,
+    groups_of,
     largest_disk_pieces,
+    most_alive,
 )
 from megatrain.spec import IN_HOST, ModelSpec, Numerics, Part, Placement, Policy, Precision, Tier, UpdateTime
 from megatrain.spec.hardware import SECTOR, whole_sectors
@@ -139,9 +142,12 @@ def state_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[s
     """Tier -> bytes of all units' state between steps, including staging buffers and the ring of pieces."""
     totals: dict[str, int] = {"device": 0, "host": 8 * len(model.units), "disk": 0, "file": 0}
     stages: dict[str, int] = {}
-    ring = 0
+    ring = directions = width = 0
     for first, placement, count in units_alike(model, policy):
         layout = layout_of(model.units[first])
+        if layout.matrices_start < layout.trained.size:
+            slots, nbytes = _direction_slots(layout.trained, model, numerics, policy, placement)
+            directions, width = max(directions, slots), max(width, nbytes)
         ring = max(ring, ring_slot_nbytes(layout.trained, numerics, policy, placement))
         for part in parts_of(layout, numerics, policy, placement):
             totals[part.tier] += count * part.nbytes
@@ -149,6 +155,7 @@ def state_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[s
             for name, nbytes in _stages(model, numerics, policy, first, part):
                 stages[name] = max(stages.get(name, 0), nbytes)
     totals["host"] += sum(stages.values()) + ring_slots(model, numerics, policy) * ring
+    totals["host"] += directions * width
     return totals
 
 
@@ -199,6 +206,41 @@ def ring_slot_nbytes(trained: Layout, numerics: Numerics, policy: Policy, placem
         for piece in largest_disk_pieces(trained, numerics, policy)
     ]
     return max(nbytes)
+
+
+def pieces_in_steps(
+    trained: Layout, model: ModelSpec, numerics: Numerics, policy: Policy, placement: Placement
+) -> Sequence[Piece]:
+    """The pieces in which a unit with such matrices is updated: those that pass through host memory; or what is
+    updated by elements, and one for each group."""
+    if passing(trained, numerics, policy, placement):
+        return disk_pieces(trained, numerics, policy)
+    by_elements = [(0, trained.matrices_start)] if trained.matrices_start else []
+    return [*by_elements, *((group.start, group.stop) for group in groups_of(trained, model))]
+
+
+def direction_slots(model: ModelSpec, numerics: Numerics, policy: Policy) -> tuple[int, int]:
+    """Number and bytes of the slots of directions in host memory; (0, 0) if there are none."""
+    count = nbytes = 0
+    for unit, placement, _ in units_alike(model, policy):
+        slots = _direction_slots(layout_of(model.units[unit]).trained, model, numerics, policy, placement)
+        count, nbytes = max(count, slots[0]), max(nbytes, slots[1])
+    return count, nbytes
+
+
+def _direction_slots(
+    trained: Layout, model: ModelSpec, numerics: Numerics, policy: Policy, placement: Placement
+) -> tuple[int, int]:
+    if placement.on_device or trained.matrices_start >= trained.size:
+        return 0, 0
+    groups, pieces = groups_of(trained, model), pieces_in_steps(trained, model, numerics, policy, placement)
+    widest = max(group.stop - group.start for group in groups)
+    return most_alive(pieces, groups, groups_ahead(policy)), widest * model.newton_schulz.nbytes
+
+
+def groups_ahead(policy: Policy) -> int:
+    """How many groups MOMENTUM is ahead of APPLY, beside the one that both are about."""
+    return 0 if policy.shares_memory else 1
 
 
 def _stages(
@@ -269,7 +311,8 @@ def _kinds(model: ModelSpec) -> tuple[int, ...]:
     for unit, spec in enumerate(model.units):
         layout = layout_of(spec)
         sizes = layout.size, layout.trained.size, layout.files_start, layout.own_spans, layout.state_sizes
-        key = spec.kind, *sizes, model.has_backward(unit)
+        matrices = tuple((param.shape, param.matrices) for param in spec.params if param.matrices)
+        key = spec.kind, *sizes, matrices, model.has_backward(unit)
         kinds.append(first.setdefault(key, unit))
     return tuple(kinds)
 

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 from megatrain.errors import PlanError
 from megatrain.schedule.contents import CONTENT_OF, USED, Gradient, Scratch
 from megatrain.schedule.ops import Access, Buffer, Kind, Op, Stream, Use, declare
-from megatrain.schedule.passes.directions import Directions, pieces_in_steps
+from megatrain.schedule.passes.directions import Directions
 from megatrain.schedule.passes.gradients import Gradients
 from megatrain.schedule.passes.pieces import (
     MOST_PIECES,
@@ -34,10 +34,11 @@ from megatrain.schedule.passes.pieces import (
     arrays_of,
     disk_pieces,
     merged,
+    merged_within,
     streamed_pieces,
     touched_nbytes,
 )
-from megatrain.schedule.passes.state_buffers import RING, StateBuffers, state_name
+from megatrain.schedule.passes.state_buffers import RING, StateBuffers, pieces_in_steps, state_name
 from megatrain.spec import ModelSpec, Numerics, Part, Policy, Tier
 from megatrain.spec.hardware import SECTOR
 from megatrain.spec.layout import layout_of
@@ -140,6 +141,8 @@ class Updates:
         route = ON_DEVICE if self._tier(unit) == "device" else THROUGH_HOST
         placement = self._policy.placement(unit)
         pieces = pieces_in_steps(trained, self._model, self._numerics, self._policy, placement)
+        if len(pieces) > self.most_pieces:
+            pieces = merged_within(pieces, [0, *(group.start for group in self._directions.groups(unit))])
         ops: list[Op] = []
         for number, piece in enumerate(pieces):
             if piece[1] <= trained.matrices_start:
