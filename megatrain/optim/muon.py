@@ -33,6 +33,7 @@ from megatrain.optim.adamw import AdamW, AdamWScalars
 from megatrain.optim.kernels import F32, U16, Segment, check_arrays, cut, run
 from megatrain.optim.optimizer import Optimizer, Rate, StepScalars, f32, refuse_patterns, too_high
 from megatrain.spec import ParamSpec
+from megatrain.spec.model import NewtonSchulz
 from megatrain.spec.validate_fields import Bounds, check_fields, checked
 
 T = TypeVar("T")
@@ -173,6 +174,11 @@ class Muon(Optimizer):
                 what = f"{pattern!r} matches {matched}, a matrix, which Muon updates"
                 raise ConfigError(what, where="adamw.learning_rates", fix="match parameters that are no matrices")
         self.elementwise.refuse_patterns([param for param in trained if not param.matrices], frozen)
+
+    @property
+    def form(self) -> NewtonSchulz:
+        """See `Optimizer`."""
+        return NewtonSchulz(self.newton_schulz, self.ns_steps)
 
     def decays(self, name: str, shape: Sequence[int]) -> bool:
         """Whether this parameter, which is no matrix, has weight decay."""

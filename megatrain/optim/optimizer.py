@@ -23,6 +23,7 @@ from megatrain.optim.clip import sum_of_squares
 from megatrain.optim.kernels import F32, U16, Kernel, Segment, check_arrays, cut, run
 from megatrain.optim.split_master import HostArrays, StateArrays, join, split
 from megatrain.spec import ModelSpec, ParamSpec
+from megatrain.spec.model import AS_IN_TORCH, NewtonSchulz
 from megatrain.spec.validate_fields import Bounds, check_fields, checked
 
 Rate = Annotated[float, Bounds(0)]
@@ -99,6 +100,11 @@ class Optimizer(ABC):
         """The parameter with what is kept of it if it trains."""
         return replace(param, state=self.STATE, matrices=0)
 
+    @property
+    def form(self) -> NewtonSchulz:
+        """How directions of whole matrices are made orthogonal, if there are any."""
+        return AS_IN_TORCH
+
     def decays(self, name: str, shape: Sequence[int]) -> bool:
         """Whether the parameter of this name and shape has weight decay."""
         is_vector = len(shape) < 2 and VECTORS in self.no_decay
@@ -169,14 +175,12 @@ class Optimizer(ABC):
 
 def described(model: ModelSpec, optimizer: Optimizer) -> ModelSpec:
     """The model with what the optimizer keeps of each trained parameter. All that is planned, allocated and saved
-    follows from it. Raises ConfigError for one that updates whole matrices, which no step does yet."""
+    follows from it."""
     units = []
     for unit in model.units:
         params = tuple(optimizer.described(param) if param.trainable else param for param in unit.params)
-        if any(param.matrices for param in params):
-            raise ConfigError(f"{optimizer.NAME} cannot train yet", where="optimizer", fix="use adamw or lion")
         units.append(unit if params == unit.params else replace(unit, params=params))
-    return replace(model, units=tuple(units))
+    return replace(model, units=tuple(units), newton_schulz=optimizer.form)
 
 
 def optimizer_from(facts: Mapping[str, Any]) -> Optimizer:

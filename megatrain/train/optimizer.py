@@ -434,7 +434,7 @@ class StreamedOptimizer:
 
     def _of_matrices(self, lr: float, grad_scale: float = 1.0) -> MatrixFactors | None:
         """The factors of the next update for matrices that are updated whole. Raises as `Muon.matrix_scalars` does."""
-        muon: object = self.algorithm
+        muon = self.algorithm
         if not isinstance(muon, Muon):
             return None
         return MatrixFactors(muon, lr, muon.matrix_scalars(lr=lr, grad_scale=grad_scale))
@@ -511,16 +511,15 @@ class StreamedOptimizer:
 def trained_parameters(layout: Layout, algorithm: Optimizer, owned: Ownership) -> list[TrainedParameter]:
     """The trained parameters of a unit, in its order."""
     parameters = []
-    rules: Optimizer = algorithm.elementwise if isinstance(algorithm, Muon) else algorithm
     for place in layout.trained.fields:
         if place.matrices:
             shape = matrix_shape(place.shape, place.matrices)
             parameters.append(TrainedParameter(place.name, 0, ((place.start, place.stop, True),), shape))
             continue
-        decays = rules.decays(place.name, place.shape)
+        decays = algorithm.decays(place.name, place.shape)
         pieces = owned.within(layout, place.start, place.stop)
         segments = tuple((piece.own.start, piece.own.stop, decays) for piece in pieces)
-        parameters.append(TrainedParameter(place.name, rules.group(place.name), segments))
+        parameters.append(TrainedParameter(place.name, algorithm.group(place.name), segments))
     return parameters
 
 

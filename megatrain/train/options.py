@@ -28,7 +28,7 @@ from megatrain.model import AdaptedSource, PortedModel, Source, port_model, requ
 from megatrain.model.encoder_stack import stream_encoder
 from megatrain.model.fuse_layers import fuse_layers
 from megatrain.model.profile_prologue import values_of
-from megatrain.optim import AdamW, Optimizer, described
+from megatrain.optim import AdamW, Muon, Optimizer, described
 from megatrain.plan import available_threads, choose_policy, fit_lock_limit, memory_table
 from megatrain.plan.host_resources import available_cores
 from megatrain.plan.placement import host_nbytes, spill, spill_to_fit
@@ -172,6 +172,13 @@ def refuse_other_groups(before: Optimizer, now: Optimizer) -> None:
     if patterns[0] != patterns[1]:
         what = "other parameters would have their own learning rate than before"
         raise ConfigError(what, where="learning_rates", fix="leave its patterns as they were")
+    if isinstance(before, Muon) and isinstance(now, Muon):
+        kept = [(each.form, each.matrices, each.cut) for each in (before, now)]
+        if kept[0] != kept[1]:
+            what = "other matrices would be updated whole than before, or otherwise"
+            fix = "leave matrices, cut, newton_schulz and ns_steps as they were"
+            raise ConfigError(what, where="optimizer", fix=fix)
+        refuse_other_groups(before.elementwise, now.elementwise)
 
 
 def numerics_of(options: EngineOptions) -> Numerics:
