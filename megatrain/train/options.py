@@ -166,19 +166,19 @@ def refuse_other_groups(before: Optimizer, now: Optimizer) -> None:
     if type(now) is not type(before):
         what = f"{type(now).__name__} cannot go on with what {type(before).__name__} has kept"
         raise ConfigError(what, where="optimizer", fix="make another engine")
-    if now.no_decay != before.no_decay:
-        raise ConfigError("other parameters would decay than before", where="no_decay", fix="leave it as it was")
-    patterns = [[pattern for pattern, _ in each.learning_rates] for each in (before, now)]
-    if patterns[0] != patterns[1]:
-        what = "other parameters would have their own learning rate than before"
-        raise ConfigError(what, where="learning_rates", fix="leave its patterns as they were")
     if isinstance(before, Muon) and isinstance(now, Muon):
         kept = [(each.form, each.matrices, each.cut) for each in (before, now)]
         if kept[0] != kept[1]:
             what = "other matrices would be updated whole than before, or otherwise"
             fix = "leave matrices, cut, newton_schulz and ns_steps as they were"
             raise ConfigError(what, where="optimizer", fix=fix)
-        refuse_other_groups(before.elementwise, now.elementwise)
+        return refuse_other_groups(before.elementwise, now.elementwise)
+    if now.no_decay != before.no_decay:
+        raise ConfigError("other parameters would decay than before", where="no_decay", fix="leave it as it was")
+    patterns = [[pattern for pattern, _ in each.learning_rates] for each in (before, now)]
+    if patterns[0] != patterns[1]:
+        what = "other parameters would have their own learning rate than before"
+        raise ConfigError(what, where="learning_rates", fix="leave its patterns as they were")
 
 
 def numerics_of(options: EngineOptions) -> Numerics:
