@@ -91,13 +91,13 @@ def _discard(context: OpContext, step: StepState, op: Op, name: str) -> None:
 
 def _directions(context: OpContext, accesses: Sequence[Access], lease: Lease) -> list[tuple[Piece, Tensor]]:
     """(elements, flat direction) of the directions that an op reads or writes."""
-    nbytes, found = context.spec.newton_schulz.nbytes, []
+    nbytes, directions = context.spec.newton_schulz.nbytes, list[tuple[Piece, Tensor]]()
     for access in accesses:
         if type(access.content) is Direction:
             groups = groups_of(context.layouts[access.content.unit].trained, context.spec)
             values = bytes_of(lease, access).view(DTYPE_OF_NBYTES[nbytes])
-            found.append((elements_of(groups, access, nbytes), values))
-    return found
+            directions.append((elements_of(groups, access, nbytes), values))
+    return directions
 
 
 def _elements(context: OpContext, op: Op) -> Piece:

@@ -43,6 +43,7 @@ from megatrain.spec import (
 from megatrain.spec.contention import NO_CONTENTION, Contention
 from megatrain.spec.hardware import AttentionRate, ProductKind, ProductRate
 from megatrain.spec.layout import Layout, layout_of
+from megatrain.spec.model import NewtonSchulz
 
 # Rates ----------------------------------------------------------------------------------------------------------------
 #
@@ -519,7 +520,10 @@ class _Prices:
                 moved = step_nbytes(op, self.model, self.numerics)
                 return moved / (on_host if op.stream == "host" else self._copies)
             case "ORTHOGONALIZE":
-                return self._orthogonalized(op)
+                group = groups_of(layout_of(self.model.units[op.unit]).trained, self.model)[op.shard]
+                shapes = ((stack.stacked, stack.rows, stack.columns) for stack in group.stacks)
+                form = self.model.newton_schulz
+                return sum(count * orthogonal_seconds(self.hardware, form, *shape) for count, *shape in shapes)
             case "REDUCE" | "BARRIER" if op.stream == "shared":
                 return shared_seconds(op, optimizer_bandwidth(self.hardware, self.policy.host_threads))
             case "GATHER":
@@ -530,21 +534,6 @@ class _Prices:
                 summed = self.model.ranks * self._launch + SUM_PASSES * terms / self._copies
                 return self._launch + reduce_seconds(self.hardware, self.model.ranks, terms) + summed
         raise AssertionError(f"no price of {op.kind}")
-
-    def _orthogonalized(self, op: Op) -> float:
-        """Seconds of Newton-Schulz iterations on a group of matrices: three products each, and passes over them."""
-        steps, nbytes = self.model.newton_schulz.steps, self.model.newton_schulz.nbytes
-        group = groups_of(layout_of(self.model.units[op.unit]).trained, self.model)[op.shard]
-        product = partial(product_seconds, self.hardware, self.model.newton_schulz.precision)
-        seconds = 0.0
-        for stack in group.stacks:
-            key = "ORTHOGONALIZE", stack.rows, stack.columns
-            if key not in self._known:
-                m, n = sorted((stack.rows, stack.columns))
-                products = product(m, n, m) + product(m, m, m) + product(m, m, n)
-                self._known[key] = steps * products + NORMALIZING_PASSES * m * n * nbytes / self._copies
-            seconds += stack.stacked * self._known[key]
-        return seconds
 
     def _of_call(self, op: Op) -> float:
         kept = _kept_for(op)
@@ -732,6 +721,15 @@ def _kept_for(op: Op) -> str:
 def update_nbytes(layout: Layout, numerics: Numerics) -> int:
     """Bytes that the optimizer pass reads and writes for a unit."""
     return touched_nbytes(arrays_of(layout.trained, numerics), (0, layout.trained.own_size))
+
+
+@lru_cache(maxsize=4096)
+def orthogonal_seconds(hardware: Hardware, form: NewtonSchulz, rows: int, columns: int) -> float:
+    """Seconds of Newton-Schulz iterations on a matrix: three products each, and passes over it before and after."""
+    m, n = sorted((rows, columns))
+    shapes = (m, n, m), (m, m, m), (m, m, n)
+    products = sum(product_seconds(hardware, form.precision, *shape) for shape in shapes)
+    return form.steps * products + NORMALIZING_PASSES * m * n * form.nbytes / (hardware.device_bandwidth or inf)
 
 
 def step_nbytes(op: Op, model: ModelSpec, numerics: Numerics) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatrain.optim import Directed, MatrixScalars, Muon, apply_on_host, momentum_on_host
+from megatrain.optim import Directed, MatrixScalars, Muon, Optimizer, apply_on_host, momentum_on_host
 from megatrain.optim.kernels import F32, Segment
 from megatrain.spec.layout import MatrixGroup
 from megatrain.train import device_muon
@@ -38,6 +38,14 @@ class MatrixFactors:
     muon: Muon
     lr: float
     scalars: MatrixScalars
+
+    @staticmethod
+    def of(optimizer: Optimizer, lr: float, grad_scale: float = 1.0) -> MatrixFactors | None:
+        """The factors of an update by this optimizer, if it updates matrices whole. Raises as `Muon.matrix_scalars`
+        does."""
+        if not isinstance(optimizer, Muon):
+            return None
+        return MatrixFactors(optimizer, lr, optimizer.matrix_scalars(lr=lr, grad_scale=grad_scale))
 
     def momentum_on_host(self, arrays: Directed[Tensor], segments: Sequence[Segment], threads: int) -> None:
         """The first step, in host memory. segments: as `within` returns them."""

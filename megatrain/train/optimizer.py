@@ -30,7 +30,6 @@ from megatrain.errors import NonFinite
 from megatrain.memory import Store
 from megatrain.optim import (
     Directed,
-    Muon,
     Optimizer,
     StepScalars,
     clip_scale,
@@ -115,11 +114,16 @@ class UnitGradient:
         return [name for (name, *_), flag in zip(parameters, flags.tolist(), strict=True) if not flag]
 
     def cases(
-        self, parameters: Sequence[TrainedParameter]
+        self, parameters: Sequence[TrainedParameter], *, on_device: bool = True
     ) -> Iterator[tuple[Tensor | None, Sequence[TrainedParameter]]]:
-        """(flag on the device or None, parameters that are updated there if it is true).
+        """(flag on the device or None, parameters that are updated if it is true), for an update there or on the host.
 
-        The host may not know yet which of the parameters without a gradient on this rank got one on another."""
+        The host may not know yet which of the parameters without a gradient on this rank got one on another; an update
+        there waits for that."""
+        if not on_device:
+            left_out = self.left_out(parameters)
+            yield None, [parameter for parameter in parameters if parameter.name not in left_out]
+            return
         yield self.device_flag, [parameter for parameter in parameters if parameter.name not in self.absent]
         if self.absent and self.present is not None:
             for flag, parameter in zip(self.present[0], parameters, strict=True):
@@ -138,6 +142,19 @@ class Update:
     """Units to which it is still to be applied."""
     matrices: MatrixFactors | None = None
     """Factors for matrices that are updated whole."""
+
+    def changed(
+        self, unit: int, stop: int, version: UnitVersion, parameters: Sequence[TrainedParameter], size: int
+    ) -> None:
+        """The elements of a unit up to `stop` have been updated, of `size`."""
+        known = self.gradients[unit]
+        version.is_torn, version.reached = False, stop if stop < size else 0
+        if version.reached:
+            return
+        known.is_used, version.moved = True, 0
+        if known.device_flag is None:  # else the host does not know yet whether it had an effect
+            self.units.discard(unit)
+            version.count(known.left_out(parameters))
 
     def segments(
         self, parameters: Iterable[TrainedParameter], missed: Mapping[str, int], start: int, stop: int
@@ -229,10 +246,10 @@ class StreamedOptimizer:
         """
         self.refuse_torn()
         self.threads = self.threads or threads_of(self._world)
-        factors = self._factors(lr)
+        factors = factors_of(self.algorithm, lr, self.updates + 1)
         self._lr, self._gradients = lr, [UnitGradient() for _ in self.versions]
         if not self._deferred:
-            self._update = Update(self._gradients, factors, set(self.trained), self._of_matrices(lr))
+            self._update = Update(self._gradients, factors, set(self.trained), MatrixFactors.of(self.algorithm, lr))
 
     def absent(self, unit: int, names: Sequence[str]) -> None:
         self._gradients[unit].absent = frozenset(names)
@@ -266,17 +283,32 @@ class StreamedOptimizer:
         if not known.is_finite:
             known.not_finite += _not_finite(self._parameters[unit], gradient, start)
             if self._world.size == 1:
-                raise self._refusal(unit, known.not_finite, _used(self._gradients))
+                raise _refusal(self._model, unit, known.not_finite, _used(self._gradients))
 
     def finish(self) -> float:
-        """All gradients have landed: compute the clipping factor, and return the global norm before clipping.
+        """All gradients have landed: compute the clipping factor, and return the global norm before clipping. Absent
+        parameters become those without a gradient on any rank.
 
         Raises `NonFinite` for gradients of units on the device, and on all ranks for one on any.
         """
-        norm = self._norm_of_all_ranks()
+        bad = [(unit, known.not_finite) for unit, known in enumerate(self._gradients) if not known.is_finite]
+        squares = expansion([number for known in self._gradients for number in known.square_sums])
+        absent = [sorted(known.absent) for known in self._gradients] if self._deferred else []
+        told = self._world.exchange("the norm", (bad, squares, _used(self._gradients), absent))
+        bad_by_rank, squares_by_rank, used_by_rank, absent_by_rank = zip(*told, strict=True)
+        if any(bad_by_rank):
+            last = max(unit for of_rank in bad_by_rank for unit, _ in of_rank)  # the first in backward
+            names = dict.fromkeys(name for of_rank in bad_by_rank for name in dict(of_rank).get(last, ()))
+            raise _refusal(self._model, last, list(names), {unit for of_rank in used_by_rank for unit in of_rank})
+        for known, of_unit in zip(self._gradients, zip(*absent_by_rank, strict=True), strict=False):
+            known.absent = frozenset.intersection(*map(frozenset, of_unit))
+        norm = math.sqrt(math.fsum(number for of_rank in squares_by_rank for number in of_rank))
         if self._deferred:
             clipping = 1.0 if self.max_grad_norm is None else clip_scale(norm, self.max_grad_norm)
-            factors, of_matrices = self._factors(self._lr, clipping), self._of_matrices(self._lr, clipping)
+            factors, of_matrices = (
+                factors_of(self.algorithm, self._lr, self.updates + 1, clipping),
+                MatrixFactors.of(self.algorithm, self._lr, clipping),
+            )
             self._update = Update(self._gradients, factors, set(self.trained), of_matrices)
         self._ranks_differ = False
         return norm
@@ -295,7 +327,7 @@ class StreamedOptimizer:
         start = max(first, version.reached)
         if start >= stop:
             return
-        self._begin_change(unit)
+        version.is_torn = True
         state = arrays_in(parts, stop - first)
         if unit not in self._on_device and (elements is None or unit not in self._streamed):
             arrays, values = state.map(as_numpy), as_numpy(gradient)
@@ -307,7 +339,7 @@ class StreamedOptimizer:
             for flag, covered in known.cases(parameters):
                 for scalars, segments in update.segments(covered, version.missed, start, stop):
                     update_on_device(state, gradient, scalars, _behind(segments, first), flag, self._kernels)
-        self._changed(unit, update, stop)
+        update.changed(unit, stop, version, parameters, layout_of(self._model.units[unit]).trained.own_size)
 
     def momentum(
         self,
@@ -324,16 +356,17 @@ class StreamedOptimizer:
         if (update := self._waiting(unit)) is None:
             return
         (first, stop), version = elements, self.versions[unit]
+        known, parameters = update.gradients[unit], self._parameters[unit]
         assert update.matrices is not None
         is_change = stop > version.moved
         if is_change:
-            self._begin_change(unit)
+            version.is_torn = True
         (memory,) = moments
         momenta = memory.view(torch.float32)
         for (start, end), direction in directions:
             inside = slice(start - first, end - first)
             given = Directed(momenta[inside], gradient[inside], direction)
-            for flag, covered in self._cases(unit, update):
+            for flag, covered in known.cases(parameters, on_device=unit in self._on_device):
                 segments = within(covered, start, end, version.moved)
                 if unit in self._on_device:
                     update.matrices.momentum_on_device(given, segments, flag)
@@ -344,8 +377,8 @@ class StreamedOptimizer:
 
     def orthogonalize(self, unit: int, group: MatrixGroup, direction: Tensor) -> None:
         """Make the matrices of a group orthogonal, in the memory of their direction."""
-        if (update := self._waiting(unit)) is not None:
-            assert update.matrices is not None
+        update = self._update  # on a stream of its own, beside other steps of this unit
+        if update is not None and update.matrices is not None and unit in update.units:
             update.matrices.orthogonalize(group, direction)
 
     def apply(
@@ -359,20 +392,21 @@ class StreamedOptimizer:
         if (update := self._waiting(unit)) is None:
             return
         (first, stop), version = elements, self.versions[unit]
+        known, parameters = update.gradients[unit], self._parameters[unit]
         assert update.matrices is not None
         if version.reached >= stop:
             return
-        self._begin_change(unit)
+        version.is_torn = True
         masters = arrays_in(parts, stop - first).masters
         for (start, end), direction in directions:
             given = tuple(half[start - first : end - first] for half in masters)
-            for flag, covered in self._cases(unit, update):
+            for flag, covered in known.cases(parameters, on_device=unit in self._on_device):
                 shaped = update.matrices.shaped(covered, max(start, version.reached), end, start)
                 if unit in self._on_device:
                     update.matrices.apply_on_device(given, direction, *shaped, flag)
                 else:
                     update.matrices.apply_on_host(given, direction, *shaped, self.threads)
-        self._changed(unit, update, stop)
+        update.changed(unit, stop, version, parameters, layout_of(self._model.units[unit]).trained.own_size)
 
     def _waiting(self, unit: int) -> Update | None:
         """The update that a unit waits for, which nobody else may read meanwhile; `None` if there is none."""
@@ -380,33 +414,9 @@ class StreamedOptimizer:
         if update is None or unit not in update.units or not update.gradients[unit].is_finite:
             return None  # if not finite, there are several ranks, all of which learn of it at the end
         self.before_update(unit)
-        return update
-
-    def _cases(self, unit: int, update: Update) -> Iterator[tuple[Tensor | None, Sequence[TrainedParameter]]]:
-        """As `UnitGradient.cases`; in host memory it is known which parameters are updated."""
-        known, parameters = update.gradients[unit], self._parameters[unit]
-        if unit in self._on_device:
-            yield from known.cases(parameters)
-            return
-        left_out = known.left_out(parameters)
-        yield None, [parameter for parameter in parameters if parameter.name not in left_out]
-
-    def _begin_change(self, unit: int) -> None:
         if self.versions[unit].is_torn:
             self.refuse_torn()
-        self.versions[unit].is_torn = True
-
-    def _changed(self, unit: int, update: Update, stop: int) -> None:
-        """The elements of a unit up to this one have been updated."""
-        known, version = update.gradients[unit], self.versions[unit]
-        is_whole = stop == layout_of(self._model.units[unit]).trained.own_size
-        version.is_torn, version.reached = False, 0 if is_whole else stop
-        if not is_whole:
-            return
-        known.is_used, version.moved = True, 0
-        if known.device_flag is None:  # else the host does not know yet whether it had an effect
-            update.units.discard(unit)
-            version.count(known.left_out(self._parameters[unit]))
+        return update
 
     def at_rest(self) -> bool:
         """The device is idle, after success or failure: read what it has decided.
@@ -424,35 +434,6 @@ class StreamedOptimizer:
                 version.count(known.left_out(parameters))
             known.device_flag = None
         return not self._deferred and self._world.size == 1 and len(_used(self._gradients)) == len(self.trained)
-
-    def _factors(self, lr: float, grad_scale: float = 1.0) -> Callable[[int], tuple[StepScalars, ...]]:
-        """The factors of the next update, for any number of missed ones. Raises as `Optimizer.scalars` does."""
-        algorithm, step = self.algorithm, self.updates + 1
-        of_step = cache(lambda missed: algorithm.scalars_by_group(lr=lr, step=step - missed, grad_scale=grad_scale))
-        of_step(0)
-        return of_step
-
-    def _of_matrices(self, lr: float, grad_scale: float = 1.0) -> MatrixFactors | None:
-        """The factors of the next update for matrices that are updated whole. Raises as `Muon.matrix_scalars` does."""
-        muon = self.algorithm
-        if not isinstance(muon, Muon):
-            return None
-        return MatrixFactors(muon, lr, muon.matrix_scalars(lr=lr, grad_scale=grad_scale))
-
-    def _norm_of_all_ranks(self) -> float:
-        """The global norm; absent parameters become those without a gradient on any rank. Raises `NonFinite`."""
-        bad = [(unit, known.not_finite) for unit, known in enumerate(self._gradients) if not known.is_finite]
-        squares = expansion([number for known in self._gradients for number in known.square_sums])
-        absent = [sorted(known.absent) for known in self._gradients] if self._deferred else []
-        told = self._world.exchange("the norm", (bad, squares, _used(self._gradients), absent))
-        bad_by_rank, squares_by_rank, used_by_rank, absent_by_rank = zip(*told, strict=True)
-        if any(bad_by_rank):
-            last = max(unit for of_rank in bad_by_rank for unit, _ in of_rank)  # the first in backward
-            names = dict.fromkeys(name for of_rank in bad_by_rank for name in dict(of_rank).get(last, ()))
-            raise self._refusal(last, list(names), {unit for of_rank in used_by_rank for unit in of_rank})
-        for known, of_unit in zip(self._gradients, zip(*absent_by_rank, strict=True), strict=False):
-            known.absent = frozenset.intersection(*map(frozenset, of_unit))
-        return math.sqrt(math.fsum(number for of_rank in squares_by_rank for number in of_rank))
 
     # Between steps --------------------------------------------------------------------------------------------------
 
@@ -480,32 +461,30 @@ class StreamedOptimizer:
         """Raise `NonFinite`, naming the units, if an interrupted step has left some ahead of others, or if changing
         some has failed halfway."""
         if torn := [unit for unit, version in enumerate(self.versions) if version.is_torn]:
-            what = f"an update or a restore that failed has changed only parts of these units: {self._named(torn)}"
+            what = (
+                f"an update or a restore that failed has changed only parts of these units: {_named(self._model, torn)}"
+            )
             raise NonFinite(what, where="optimizer", fix="restore a checkpoint, or start again from a saved model")
         counts = {self.versions[unit].applied for unit in self.trained}
         partly = {unit for unit, version in enumerate(self.versions) if version.reached or version.moved}
         if self.pending or (len(counts) <= 1 and not partly and not self._ranks_differ):
             return
         ahead = {unit for unit in self.trained if len(counts) > 1 and self.versions[unit].applied == max(counts)}
-        what = f"an interrupted step has updated only these units: {self._named(ahead | partly)}"
+        what = f"an interrupted step has updated only these units: {_named(self._model, ahead | partly)}"
         raise NonFinite(
             "an interrupted step has updated units on only some ranks" if self._ranks_differ else what,
             where="optimizer",
             fix="start again from a saved model; with max_grad_norm a step is applied completely or not at all",
         )
 
-    def _refusal(self, unit: int, parameters: Sequence[str], updated: Collection[int]) -> NonFinite:
-        """parameters: those of the unit with non-finite gradients. updated: units that already are."""
-        what, where = f"the gradient is not finite{for_parameters(parameters)}", self._model.units[unit].name
-        if not updated:
-            return NonFinite(what, where=where, fix="nothing was updated; lower the learning rate")
-        what = f"{what}, and these units were already updated: {self._named(updated)}"
-        return NonFinite(
-            what, where=where, fix="set max_grad_norm, with which a step is applied completely or not at all"
-        )
 
-    def _named(self, units: Collection[int]) -> str:
-        return ", ".join(self._model.units[unit].name for unit in sorted(units))
+def factors_of(
+    algorithm: Optimizer, lr: float, step: int, grad_scale: float = 1.0
+) -> Callable[[int], tuple[StepScalars, ...]]:
+    """The factors of an update, for any number of missed ones. Raises as `Optimizer.scalars` does."""
+    of_step = cache(lambda missed: algorithm.scalars_by_group(lr=lr, step=step - missed, grad_scale=grad_scale))
+    of_step(0)
+    return of_step
 
 
 def trained_parameters(layout: Layout, algorithm: Optimizer, owned: Ownership) -> list[TrainedParameter]:
@@ -521,6 +500,19 @@ def trained_parameters(layout: Layout, algorithm: Optimizer, owned: Ownership) -
         segments = tuple((piece.own.start, piece.own.stop, decays) for piece in pieces)
         parameters.append(TrainedParameter(place.name, algorithm.group(place.name), segments))
     return parameters
+
+
+def _refusal(model: ModelSpec, unit: int, parameters: Sequence[str], updated: Collection[int]) -> NonFinite:
+    """parameters: those of the unit with non-finite gradients. updated: units that already are."""
+    what, where = f"the gradient is not finite{for_parameters(parameters)}", model.units[unit].name
+    if not updated:
+        return NonFinite(what, where=where, fix="nothing was updated; lower the learning rate")
+    what = f"{what}, and these units were already updated: {_named(model, updated)}"
+    return NonFinite(what, where=where, fix="set max_grad_norm, with which a step is applied completely or not at all")
+
+
+def _named(model: ModelSpec, units: Collection[int]) -> str:
+    return ", ".join(model.units[unit].name for unit in sorted(units))
 
 
 def _not_finite(parameters: Sequence[TrainedParameter], gradient: Tensor, first: int) -> list[str]:

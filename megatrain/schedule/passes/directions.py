@@ -79,11 +79,11 @@ class Directions:
         slot = f"device/direction_slots/{self._crossed % DEVICE_SLOTS}"
         self._crossed += 1
         declare(self._buffers, Buffer(slot, "device", before.stop, Use.DIRECTIONS))
-        there = before._replace(buffer=slot)
+        crossed = before._replace(buffer=slot)
         return [
-            Op("RELOAD", "fetch", unit, shard=number, reads=(before,), writes=(there,)),
-            self._orthogonalize("products", unit, number, there),
-            Op("OFFLOAD", "grad", unit, shard=number, reads=(there.holding(after.content),), writes=(after,)),
+            Op("RELOAD", "fetch", unit, shard=number, reads=(before,), writes=(crossed,)),
+            self._orthogonalize("products", unit, number, crossed),
+            Op("OFFLOAD", "grad", unit, shard=number, reads=(crossed.holding(after.content),), writes=(after,)),
         ]
 
     def _orthogonalize(self, stream: Stream, unit: int, number: int, place: Access) -> Op:
