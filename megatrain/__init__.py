@@ -13,7 +13,7 @@ from megatrain.version import __version__ as __version__
 if TYPE_CHECKING:
     from megatrain.errors import MegaTrainError
     from megatrain.losses import DPO, LogitsLoss, LogProbLoss
-    from megatrain.optim import AdamW, Lion
+    from megatrain.optim import AdamW, Lion, Muon
     from megatrain.spec import Limits, Numerics, Policy
     from megatrain.train.engine import Engine, StepOutput
 
@@ -26,6 +26,7 @@ _HOMES = {
     "LogProbLoss": "megatrain.losses",
     "LogitsLoss": "megatrain.losses",
     "MegaTrainError": "megatrain.errors",
+    "Muon": "megatrain.optim",
     "Numerics": "megatrain.spec",
     "Policy": "megatrain.spec",
     "StepOutput": "megatrain.train.engine",
@@ -40,6 +41,7 @@ __all__ = [
     "LogProbLoss",
     "LogitsLoss",
     "MegaTrainError",
+    "Muon",
     "Numerics",
     "Policy",
     "StepOutput",

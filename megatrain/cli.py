@@ -326,7 +326,7 @@ def _plan(
         typer.Option(help="Write the step, op by op, for Perfetto or chrome://tracing.", callback=_path("file")),
     ] = None,
     adapter: AdapterName = None,
-    optimizer: Annotated[str | None, typer.Option(help="adamw (default) or lion, which keeps half as much.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="adamw (default), lion or muon, which keep less.")] = None,
     attention: Attention = "auto",
     trust_remote_code: Remote = False,
     ranks: Annotated[int, typer.Option(min=1, help="GPUs that train together, on all machines.")] = 1,

@@ -4,6 +4,7 @@ Unknown keys, duplicate keys and values of the wrong type are errors with a line
 nearest known one.
 """
 
+from megatrain.config.described_keys import describe_keys
 from megatrain.config.keys import (
     AdapterSection,
     Config,
@@ -15,7 +16,6 @@ from megatrain.config.keys import (
     Section,
     TrainSection,
     called,
-    describe_keys,
 )
 from megatrain.config.load import load_config, save_config
 

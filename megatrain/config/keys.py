@@ -7,13 +7,10 @@ This tree is the reference: each key has a type, a default where a sensible one 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
 from math import gcd
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -28,7 +25,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic.fields import FieldInfo
 
 from megatrain.config.values import (
     MOST_COUNT,
@@ -257,6 +253,31 @@ class DataSection(Section):
         return self
 
 
+class MuonSection(Section):
+    """What only `train.optimizer: muon` has."""
+
+    adamw_learning_rate: Rate | None = None
+    """Peak learning rate of all that is no matrix (embeddings, head, routers, norms, biases), which AdamW updates with
+    train.betas, train.eps and train.no_decay; null: train.learning_rate."""
+    adamw_weight_decay: Rate | None = None
+    """Its weight decay; null: train.weight_decay."""
+    momentum: Fraction = 0.95
+    """Decay rate of the running mean of the gradient."""
+    nesterov: bool = True
+    """Whether the newest gradient counts twice."""
+    adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Factor of the learning rate by a matrix's shape. match_rms_adamw: updates as long as AdamW's, so that its rates
+    carry over; original: sqrt(max(1, rows / columns)), for rates some 20 times larger."""
+    newton_schulz: Literal["bf16", "fp32"] = "bf16"
+    """Precision of the iteration that makes a matrix's update orthogonal."""
+    matrices: dict[str, bool] = {}
+    """Glob patterns of parameter names for which the choice should differ: {"*.router.weight": true} takes these, too,
+    as matrices; with false they are left to AdamW."""
+    cut: dict[str, Annotated[int, Field(ge=2, le=1 << 20)]] = {}
+    """Glob patterns of weights that hold several projections as equal blocks of rows, and into how many to cut them:
+    {"*.gate_up_proj.weight": 2}. All others are made orthogonal whole."""
+
+
 class TrainSection(Section):
     steps: PositiveInt | None = None
     """Optimizer steps of the run. Give this or `epochs`."""
@@ -295,14 +316,17 @@ class TrainSection(Section):
     """Micro-batches per step: global_batch_size is micro_batch_size times this; null: the planner chooses."""
     target_tokens_per_step: Annotated[int, Field(gt=0, le=MOST_TOKENS)] | None = None
     """Minimum target tokens per step: micro-batches are added until it is reached, whatever the batch size says."""
-    optimizer: Literal["adamw", "lion"] = "adamw"
-    """adamw keeps 8 bytes of each trained parameter, lion 4. Lion wants a learning rate 3 to 10 times smaller than
-    AdamW's, and a weight decay as many times larger."""
+    optimizer: Literal["adamw", "lion", "muon"] = "adamw"
+    """adamw keeps 8 bytes of each trained parameter, lion 4, muon 4 of the matrices of layers and 8 of all others. Lion
+    wants a learning rate 3 to 10 times smaller than AdamW's, and a weight decay as many times larger; muon takes
+    AdamW's."""
+    muon: MuonSection = MuonSection()
     learning_rate: NonNegativeFloat = 3e-4
     """Peak learning rate; 1e-4 by default for lion."""
     learning_rates: dict[str, Rate] = {}
     """Peak learning rates by glob pattern of parameter names: {"*embed_tokens*": 1e-5}. They follow the same schedule
-    as learning_rate. A pattern that matches nothing, or two that match one parameter, are errors."""
+    as learning_rate. A pattern that matches nothing, or two that match one parameter, or with muon one that matches a
+    matrix, are errors."""
     lr_scheduler: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     """Shape of the learning rate after warm-up."""
     warmup_steps: NonNegativeInt = 0
@@ -314,14 +338,15 @@ class TrainSection(Section):
     min_lr_ratio: Share = 0.1
     """Final learning rate relative to the peak; `constant` ignores it."""
     betas: Betas = (0.9, 0.95)
-    """adamw: decay rates for the running means of the gradient and of its square. lion: of the momentum in what a step
-    takes the sign of, and in what is kept; 0.9 and 0.99 by default."""
+    """adamw, also beside muon: decay rates for running means of the gradient and of its square. lion: of the momentum
+    in what a step takes the sign of, and in what is kept; 0.9 and 0.99 by default."""
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon, added to the square root in the denominator."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, multiplied by the learning rate."""
     no_decay: Names = ("vectors",)
-    """Parameters without weight decay: `vectors` (all of one dimension, so norms and biases), and glob patterns."""
+    """Parameters without weight decay: `vectors` (all of one dimension, so norms and biases), and glob patterns. muon's
+    matrices all decay."""
     freeze: Names = ()
     """Glob patterns of parameters that are not trained; they need no gradient and no optimizer state. Also parts of a
     model with images: vision, projector, language."""
@@ -375,8 +400,13 @@ class TrainSection(Section):
 
     @model_validator(mode="after")
     def _one_length(self) -> TrainSection:
-        if self.optimizer != "adamw" and self.eps != type(self).model_fields["eps"].default:
-            raise ValueError(f"{self.optimizer} has no eps; leave it out")
+        if self.optimizer == "lion" and self.eps != type(self).model_fields["eps"].default:
+            raise ValueError("lion has no eps; leave it out")
+        if self.optimizer != "muon" and (given := self.muon.model_dump(exclude_defaults=True)):
+            raise ValueError(f"muon.{next(iter(given))} has no effect without optimizer=muon; set that too")
+        if self.optimizer == "muon" and self.muon.adjust == "original" and self.muon.adamw_learning_rate is None:
+            what = "the learning rates of muon.adjust=original are too high for AdamW, which updates all but matrices"
+            raise ValueError(f"{what}; set muon.adamw_learning_rate, to 3e-4 or so")
         if (self.steps is None) == (self.epochs is None):
             are = "neither is set" if self.steps is None else "both are set; null unsets one"
             raise ValueError(f"needs exactly one of `steps` and `epochs` (passes over the data); {are}")
@@ -699,87 +729,3 @@ class Config(Section):
     def tokenizer(self) -> str:
         """Name of the tokenizer: `data.tokenizer`, else the model's own."""
         return self.data.tokenizer or self.model.path or "bytes"
-
-
-class Described(NamedTuple):
-    """A key as `--keys` lists it."""
-
-    key: str
-    """With dots: `train.steps`."""
-    kind: str
-    """Accepted values: `whole number of 1 or more, or null`, or the choices separated by bars."""
-    default: str
-    """As YAML; empty where the key is required."""
-    meaning: str
-
-
-def describe_keys() -> list[Described]:
-    """Every configuration key, in the order of the tree."""
-    return list(_keys(Config, ""))
-
-
-def _keys(section: type[Section], prefix: str) -> Iterator[Described]:
-    for name, field in section.model_fields.items():
-        nested = section_of(field.annotation)
-        if nested is None:
-            default = "" if field.is_required() else _flow(field.default)
-            meaning = " ".join((field.description or "").split())
-            yield Described(f"{prefix}{name}", _kind(field.annotation, field.metadata), default, meaning)
-        else:
-            yield from _keys(nested, f"{prefix}{name}.")
-
-
-KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text", Any: "anything"}
-
-
-def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """A type in words, with its bounds or choices."""
-    origin, inside = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _kind(inside[0], _flat_metadata(inside[1:]))
-    if origin is Literal:
-        return " | ".join(map(str, inside))
-    if origin in (Union, UnionType):
-        words = [_kind(each) for each in inside if each is not NoneType]
-        return ", or ".join([*words, *(["null"] if NoneType in inside else [])])
-    if origin is tuple:
-        kinds = [_kind(each) for each in inside if each is not Ellipsis]
-        return f"list of: {kinds[0]}" if Ellipsis in inside else f"{len(kinds)} of: {kinds[0]}"
-    if origin is dict:
-        return "names and their values"
-    return f"{KINDS[annotation]}{_bounds(metadata, whole=annotation is int)}"
-
-
-def _flat_metadata(metadata: Sequence[Any]) -> list[Any]:
-    """`metadata` with each `Field` replaced by the bounds in it."""
-    return [part for each in metadata for part in (each.metadata if isinstance(each, FieldInfo) else [each])]
-
-
-def _bounds(metadata: Sequence[Any], *, whole: bool) -> str:
-    """`of 0 or more`, `above 0`, `from 0 to 1`, `from 0 to below 1`."""
-    names = ("ge", "gt", "le", "lt")
-    bounds = {name: getattr(rule, name) for rule in metadata for name in names if hasattr(rule, name)}
-    low, high = bounds.get("ge"), bounds.get("le")
-    if whole and "gt" in bounds:
-        low = bounds["gt"] + 1
-    least = None if low is None and "gt" not in bounds else f"above {bounds['gt']:g}" if low is None else f"{low:g}"
-    most = f"{high:,.10g}" if high is not None else f"below {bounds['lt']:,.10g}" if "lt" in bounds else None
-    if least is None:
-        return ""
-    if most is None:
-        return f" {least}" if low is None else f" of {least} or more"
-    return f" {least}, {most} at most" if low is None else f" from {least} to {most}"
-
-
-def _flow(value: object) -> str:
-    """A default on one line, as YAML."""
-    plain = list(value) if isinstance(value, tuple) else value
-    return str(yaml.safe_dump(plain, default_flow_style=True, width=1000)).removesuffix("\n").removesuffix("\n...")
-
-
-def section_of(annotation: Any) -> type[Section] | None:
-    """The section that a key holds, also for `Section | None`; `None` for a plain value."""
-    kinds = [
-        kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type) and issubclass(kind, Section)
-    ]
-    return kinds[0] if kinds else None

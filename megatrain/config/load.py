@@ -15,7 +15,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from megatrain.config.keys import Config, Section, describe_keys, section_of
+from megatrain.config.described_keys import describe_keys, section_of
+from megatrain.config.keys import Config, Section
 from megatrain.config.renamed_keys import answer, new_name
 from megatrain.errors import ConfigError
 from megatrain.system.paths import missing, read_text, shown, usable_path, written_or_refused

@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 
 import yaml
 
-from megatrain.config.keys import Config, describe_keys
+from megatrain.config.described_keys import describe_keys
+from megatrain.config.keys import Config
 from megatrain.config.load import YamlDumper, put
 from megatrain.config.renamed_keys import answer, keys_here, tables
 from megatrain.errors import ConfigError

@@ -148,6 +148,11 @@ class Muon(Optimizer):
             return self.elementwise.described(param)
         return replace(param, matrices=count * (parts or 1), state=self.STATE)
 
+    @property
+    def iteration(self) -> NewtonSchulz:
+        """See `Optimizer`."""
+        return NewtonSchulz(self.newton_schulz, self.ns_steps)
+
     def _refuse_to_cut(self, param: ParamSpec, count: int, parts: int) -> None:
         """Raise ConfigError unless the rows of each of a parameter's matrices make so many equal parts."""
         if not count:
@@ -169,10 +174,12 @@ class Muon(Optimizer):
         refuse_patterns([pattern for pattern, _ in self.matrices], "matrices", names, frozen)
         refuse_patterns([pattern for pattern, _ in self.cut], "cut", names, frozen)
         whole = [param.name for param in trained if param.matrices]
-        for pattern, _ in self.elementwise.learning_rates:
-            if matched := next((name for name in whole if fnmatchcase(name, pattern)), ""):
-                what = f"{pattern!r} matches {matched}, a matrix, which Muon updates"
-                raise ConfigError(what, where="adamw.learning_rates", fix="match parameters that are no matrices")
+        rates = [pattern for pattern, _ in self.elementwise.learning_rates]
+        for where, patterns in (("learning_rates", rates), ("no_decay", self.elementwise.no_decay)):
+            for pattern, name in product(patterns, whole):
+                if fnmatchcase(name, pattern):
+                    what = f"{pattern!r} matches {name}, a matrix, which Muon updates"
+                    raise ConfigError(what, where=f"adamw.{where}", fix="match parameters that are no matrices")
         self.elementwise.refuse_patterns([param for param in trained if not param.matrices], frozen)
 
     @property

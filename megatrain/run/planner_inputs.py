@@ -14,7 +14,7 @@ from megatrain.errors import ConfigError, DeviceError, DiskError
 from megatrain.formatting import amount, at_least, at_most
 from megatrain.memory import Disk
 from megatrain.model import InFiles, listed
-from megatrain.optim import Optimizer, described, kind_named
+from megatrain.optim import AdamW, Muon, Optimizer, described, kind_named
 from megatrain.plan import Plan, Question, written_nbytes_per_day
 from megatrain.plan.host_resources import available_disk_nbytes, lies_in_memory
 from megatrain.spec import Batching, Hardware, Limits, ModelSpec
@@ -42,8 +42,22 @@ def optimizer_for(train: TrainSection) -> Optimizer:
         "no_decay": train.no_decay,
         "learning_rates": tuple(train.learning_rates.items()),
     }
-    kind = kind_named(train.optimizer)
-    return kind(**{field.name: given[field.name] for field in fields(kind)})
+    if train.optimizer != "muon":
+        kind = kind_named(train.optimizer)
+        return kind(**{field.name: given[field.name] for field in fields(kind)})
+    muon = train.muon
+    others = {"lr": muon.adamw_learning_rate, "weight_decay": muon.adamw_weight_decay}
+    return Muon(
+        train.learning_rate,
+        train.weight_decay,
+        muon.momentum,
+        muon.nesterov,
+        adjust_lr_fn=muon.adjust,
+        newton_schulz=muon.newton_schulz,
+        adamw=AdamW(**given | {name: value for name, value in others.items() if value is not None}),
+        matrices=tuple(muon.matrices.items()),
+        cut=tuple(muon.cut.items()),
+    )
 
 
 def question_of(

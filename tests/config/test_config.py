@@ -21,10 +21,10 @@ from megatrain.config import (
     Section,
     TrainSection,
     describe_keys,
-    keys,
     load_config,
     save_config,
 )
+from megatrain.config.described_keys import section_of
 from megatrain.config.renamed_keys import keys_here, without_counterpart
 from megatrain.errors import ConfigError
 from megatrain.optim.lr_schedules import NAMES
@@ -192,6 +192,9 @@ def test_a_saved_config_round_trips(
         (MINIMAL, ("train.lr_scheduler=cosin",), "should be 'constant', 'cosine', 'linear' or 'wsd', not 'cosin'"),
         (MINIMAL, ("train.betas=[0.9]",), "train.betas: has too few values"),
         (MINIMAL, ("train.optimizer=lion", "train.eps=1e-6"), "train: lion has no eps; leave it out"),
+        (MINIMAL, ("train.muon.momentum=0.9",), "train: muon.momentum has no effect without optimizer=muon; set that"),
+        (MINIMAL, ("train.optimizer=muon", "train.muon.adjust=original"), "train: the learning rates of muon.adjust=o"),
+        (MINIMAL, ("train.optimizer=muon", "train.muon.cut={a: 1}"), "train.muon.cut: should be greater than or equal"),
         (MINIMAL, ("train.betas=[0.9, 1.0]",), "train.betas: should be less than 1, not 1.0"),
         (MINIMAL, ("train=3",), "override 'train=3': train: needs keys below it, not 3"),
         (MINIMAL, ("policy.activations=foo",), "policy.activations: should be 'keep' or 'recompute', not 'foo'"),
@@ -297,7 +300,7 @@ def test_a_file_in_place_of_the_checkpoint_folder_is_refused(tmp_path: Path) -> 
         _ = config.checkpoints
 
 
-NEEDED = {"lm_eval": ("lm_eval.tasks=[some]",)}
+NEEDED = {"lm_eval": ("lm_eval.tasks=[some]",), "train.muon": ("train.optimizer=muon",)}
 """Section -> what its keys are refused without."""
 
 
@@ -318,7 +321,7 @@ def test_every_path_key_is_covered() -> None:
 def numbers_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(key, type) of every key that may be a number or a list of numbers."""
     for name, field in section.model_fields.items():
-        if (inside := keys.section_of(field.annotation)) is not None:
+        if (inside := section_of(field.annotation)) is not None:
             yield from numbers_of(inside, f"{prefix}{name}.")
         elif re.search(r"\b(int|float)\b", str(field.annotation)):
             yield f"{prefix}{name}", field.annotation
@@ -346,7 +349,9 @@ def test_accepted_numbers_fit_machine_words(tmp_path: Path) -> None:
         if "int" in str(kind):
             value: object = bounded.get(key, 10**18)
             value = [value] * SEVERAL[key] if key in SEVERAL else value
-            load(tmp_path, MINIMAL, f"{key}={value}", *NEEDED.get(key.partition(".")[0], ()))
+            value = {"*": 1 << 20} if key == "train.muon.cut" else value
+            needed = NEEDED["train.muon"] if key.startswith("train.muon.") else NEEDED.get(key.partition(".")[0], ())
+            load(tmp_path, MINIMAL, f"{key}={value}", *needed)
     assert len(NUMBERS) > 40
 
 

@@ -161,6 +161,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unequal": ({"cut": (("*.qkv.*", 5),)}, "12 rows"),
     "no matrix": ({"cut": (("*.gate.*", 3),)}, "no matrix"),
     "a rate of its own": ({"adamw": AdamW(learning_rates=(("*.qkv.*", 1e-5),))}, "a matrix, which Muon updates"),
+    "no decay": ({"adamw": AdamW(no_decay=("vectors", "*.qkv.*"))}, "a matrix, which Muon updates"),
 }
 
 

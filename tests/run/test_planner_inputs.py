@@ -18,7 +18,7 @@ from megatrain.errors import ConfigError, DoesNotFit
 from megatrain.formatting import amount, at_least, at_most
 from megatrain.memory import Disk, scratch_files
 from megatrain.model import port_model
-from megatrain.optim import Lion
+from megatrain.optim import AdamW, Lion, Muon
 from megatrain.plan import Question, available_threads
 from megatrain.run import planner_inputs
 from megatrain.run import training as run_module
@@ -268,3 +268,29 @@ def test_an_optimizer_brings_its_usual_rates(tmp_path: Path) -> None:
     assert planner_inputs.optimizer_for(usual) == lion
     assert planner_inputs.optimizer_for(TrainSection(steps=1, optimizer="lion")) == lion
     assert planner_inputs.optimizer_for(TrainSection(steps=1)).as_json()["betas"] == [0.9, 0.95]
+
+
+def test_muon_and_the_adamw_beside_it_share_rate_and_decay_unless_told_otherwise() -> None:
+    shared = TrainSection(steps=1, optimizer="muon", learning_rate=1e-3, betas=(0.9, 0.98), eps=1e-6)
+    adamw = AdamW(1e-3, (0.9, 0.98), 1e-6, 0.1, ("vectors",))
+    assert planner_inputs.optimizer_for(shared) == Muon(1e-3, 0.1, adamw=adamw)
+    muon: dict[str, Any] = {"adjust": "original", "adamw_learning_rate": 3e-4, "adamw_weight_decay": 0.0}
+    muon |= {"momentum": 0.9, "nesterov": False, "newton_schulz": "fp32", "cut": {"*.qkv.weight": 3}}
+    own = TrainSection(
+        steps=1,
+        optimizer="muon",
+        learning_rate=0.02,
+        learning_rates={"*embed*": 0.1},
+        muon={**muon, "matrices": {"*.router.weight": True}},  # type: ignore[arg-type]
+    )
+    assert planner_inputs.optimizer_for(own) == Muon(
+        0.02,
+        0.1,
+        0.9,
+        nesterov=False,
+        adjust_lr_fn="original",
+        newton_schulz="fp32",
+        adamw=AdamW(3e-4, (0.9, 0.95), 1e-8, 0.0, ("vectors",), (("*embed*", 0.1),)),
+        matrices=(("*.router.weight", True),),
+        cut=(("*.qkv.weight", 3),),
+    )
