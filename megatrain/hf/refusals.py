@@ -14,6 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model import base_of
 from megatrain.model.adapters import adapter_of
+from megatrain.train.options import ANY, of_torch, same_settings
 
 REPLACED_METHODS = (
     *("compute_loss", "training_step", "prediction_step", "create_optimizer", "_inner_training_loop", "_run_epoch"),
@@ -30,6 +31,8 @@ def refuse_keywords(given: dict[str, Any]) -> None:
     optimizers = given.get("optimizers") or (None, None)
     if any(each is not None for each in optimizers):
         what, fix = "optimizers are not supported", "set optim, learning_rate and lr_scheduler_type in the arguments"
+        if (theirs := of_torch(optimizers[0])) and (ours := same_settings(theirs)) != ANY:
+            fix = f"give engine_options={{'optimizer': {ours}}}, and set lr_scheduler_type in the arguments"
         raise ConfigError(what, where="StreamedTrainer", fix=fix)
     for name, fix in (
         ("optimizer_cls_and_kwargs", "set optim and learning_rate in the arguments"),

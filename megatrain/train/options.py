@@ -42,6 +42,8 @@ from megatrain.train.schedule_cache import budgets, refuse_contradictions, refus
 
 Seed = Annotated[int, Bounds(-(1 << 63), (1 << 63) - 1)]
 Folders = tuple[str | Path, ...]
+ANY = "megatrain.AdamW(lr=...), megatrain.Lion(lr=...) or megatrain.Muon(lr=...)"
+"""Where no settings of ours are those of an optimizer of PyTorch."""
 
 
 class RunOptions(TypedDict, total=False):
@@ -120,15 +122,43 @@ def refuse_other_optimizers(optimizer: object) -> None:
     if isinstance(optimizer, type):
         what = f"{optimizer.__name__} is a class"
         raise ConfigError(what, where="optimizer", fix="make one: megatrain.AdamW(lr=...)")
-    name = type(optimizer).__name__
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not (theirs := of_torch(optimizer)):
         raise ConfigError(f"{shown(optimizer)} is not an optimizer", where="optimizer", fix="give a megatrain.AdamW")
-    what = f"a torch.optim.{name} cannot update streamed weights, nor can its learning-rate scheduler"
-    raise ConfigError(what, where="optimizer", fix=f"give {_same_settings(optimizer)}, and the rate to each step as lr")
+    names = " and a ".join(f"torch.optim.{type(each).__name__}" for each in theirs)
+    schedulers = "its learning-rate scheduler" if len(theirs) == 1 else "their learning-rate schedulers"
+    what = f"a {names} cannot update streamed weights, nor can {schedulers}"
+    fix = f"give {same_settings(theirs)}, and the rate to each step as lr"
+    raise ConfigError(what, where="optimizer", fix=fix)
 
 
-def _same_settings(optimizer: torch.optim.Optimizer) -> str:
-    """Code for our AdamW with the same settings; a generic call if there is none."""
+def of_torch(given: object) -> list[torch.optim.Optimizer]:
+    """The optimizers of PyTorch in what is given as one: itself, or several in a list or a mapping; none for others."""
+    inside = given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else [given]
+    optimizers = [each for each in inside if isinstance(each, torch.optim.Optimizer)]
+    return optimizers if len(optimizers) == len(inside) else []
+
+
+def same_settings(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """Code for our AdamW, or our Muon with it, with the same settings; a generic call if there is none."""
+    muons = [each for each in optimizers if isinstance(each, torch.optim.Muon)]
+    others = [each for each in optimizers if each not in muons]
+    if len(muons) > 1 or len(others) > 1:
+        return ANY
+    adamw = _same_adamw(others[0]) if others else "megatrain.AdamW(lr=...)"
+    return _same_muon(muons[0], adamw) if muons else adamw
+
+
+def _same_muon(optimizer: torch.optim.Optimizer, adamw: str) -> str:
+    groups = [{key: group[key] for key in optimizer.defaults} for group in optimizer.param_groups]
+    if adamw == ANY or any(group != groups[0] for group in groups):
+        return ANY
+    usual = {name: getattr(Muon, name) for name in ("ns_coefficients", "eps", "ns_steps")}
+    settings = groups[0] | {"adjust_lr_fn": groups[0]["adjust_lr_fn"] or "original"}
+    given = {key: value for key, value in settings.items() if value != usual.get(key)}
+    return f"megatrain.Muon({', '.join(f'{key}={value!r}' for key, value in given.items())}, adamw={adamw})"
+
+
+def _same_adamw(optimizer: torch.optim.Optimizer) -> str:
     groups = [{**optimizer.defaults, **group} for group in optimizer.param_groups]
     decays = sorted({float(group.get("weight_decay", 0.0)) for group in groups})
     alike = len({str([group.get(key) for key in ("betas", "eps")]) for group in groups}) == 1
@@ -136,7 +166,7 @@ def _same_settings(optimizer: torch.optim.Optimizer) -> str:
     odd = any(group.get(key) for group in groups for key in ("amsgrad", "maximize"))
     adam = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
     if not adam or not alike or not decoupled or odd or len({*decays} - {0.0}) > 1:
-        return "megatrain.AdamW(lr=...) or megatrain.Lion(lr=...)"
+        return ANY
     first = groups[0]
     settings = {"lr": float(first["lr"]), "betas": tuple(map(float, first["betas"])), "eps": first["eps"]}
     text = ", ".join(f"{key}={value!r}" for key, value in {**settings, "weight_decay": decays[-1]}.items())

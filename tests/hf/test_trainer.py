@@ -391,6 +391,10 @@ class OwnLoss(Trainer):
         ({"auto_find_batch_size": True}, "auto_find_batch_size.*per_device_train_batch_size"),
         ({"more": {"compute_loss_func": lambda *_: None}}, "compute_loss_func is not supported.*loss_fn"),
         ({"more": {"optimizers": (None, object())}}, "optimizers are not supported"),
+        (
+            {"more": {"optimizers": (torch.optim.Muon([torch.nn.Parameter(torch.zeros(2, 2))], 0.02), None)}},
+            r"optimizers .*'optimizer': megatrain.Muon\(lr=0.02, .* adamw=megatrain.AdamW\(lr=...\)\)}, and set lr_sch",
+        ),
         ({"more": {"model_init": tiny_model}}, "model_init"),
     ],
 )

@@ -373,6 +373,10 @@ def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     return [{"params": others, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
 
 
+def matrices_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for name, parameter in model.named_parameters() if name.endswith("proj.weight")]
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -391,9 +395,21 @@ def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
             r"AdamW\(lr=0.0001, .* weight_decay=0.01, learning_rates=\(\(pattern of names, 1e-05\),\)\)",
         ),
         (lambda model: torch.optim.Adam(model.parameters()), r"AdamW\(lr=0.001, .* weight_decay=0.0\)"),
-        (lambda model: torch.optim.Adam(model.parameters(), weight_decay=0.1), "or megatrain.Lion"),
-        (lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True), "or megatrain.Lion"),
-        (lambda model: torch.optim.SGD(model.parameters()), "torch.optim.SGD cannot .* or megatrain.Lion"),
+        (lambda model: torch.optim.Adam(model.parameters(), weight_decay=0.1), "or megatrain.Muon"),
+        (lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True), "or megatrain.Muon"),
+        (lambda model: torch.optim.SGD(model.parameters()), "torch.optim.SGD cannot .* or megatrain.Muon"),
+        (
+            lambda model: [torch.optim.Muon(matrices_of(model)), torch.optim.AdamW(model.parameters(), 3e-4)],
+            r"a torch.optim.Muon and a torch.optim.AdamW cannot .*, nor can their .* give megatrain.Muon\(lr=0.001, "
+            r"weight_decay=0.1, momentum=0.95, nesterov=True, adjust_lr_fn='original', "
+            r"adamw=megatrain.AdamW\(lr=0.0003, .*, weight_decay=0.01\)\), and the rate",
+        ),
+        (
+            lambda model: torch.optim.Muon(matrices_of(model), ns_steps=6, adjust_lr_fn="match_rms_adamw"),
+            r"Muon\(.*ns_steps=6, adjust_lr_fn='match_rms_adamw', adamw=megatrain.AdamW\(lr=...\)\), and",
+        ),
+        (lambda model: [*map(torch.optim.Muon, [matrices_of(model)] * 2)], "or megatrain.Muon"),
+        (lambda model: (AdamW(), torch.optim.AdamW(model.parameters())), "is not an optimizer; give a megatrain.AdamW"),
         (lambda model: AdamW, "AdamW is a class; make one"),
         (lambda model: torch.optim.AdamW, "AdamW is a class; make one"),
         (lambda model: "adamw", "'adamw' is not an optimizer; give a megatrain.AdamW"),
