@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megatrain.errors import ConfigError
-from megatrain.optim import Optimizer
+from megatrain.optim import Muon, Optimizer
 
 MOMENTS = (
     b"this checkpoint was written by a streamed trainer, and its optimizer's moments are in MegaTrain's files: resume "
@@ -31,7 +31,7 @@ NAMES = {"lr": "learning rates", "betas": "betas", "eps": "values of eps", "weig
 
 class EngineOptimizer(torch.optim.Optimizer):
     """The parameter groups of a `Trainer`: one with weight decay and one without, then two more for each pattern in
-    `learning_rates`.
+    `learning_rates`. With Muon just the first two, since all rates follow that of its matrices.
 
     lr: the learning rate of parameters that match no pattern; by default `algorithm.lr`. on_step: called by `step`.
     """
@@ -44,8 +44,12 @@ class EngineOptimizer(torch.optim.Optimizer):
         on_step: Callable[[], None] = lambda: None,
     ) -> None:
         trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        places = [(algorithm.group(name), algorithm.decays(name, parameter.shape)) for name, parameter in trained]
-        rates = [("", algorithm.lr if lr is None else lr), *algorithm.learning_rates]
+        self._has_rates = not isinstance(algorithm, Muon) and bool(algorithm.learning_rates)
+        places = [
+            (algorithm.group(name) if self._has_rates else 0, algorithm.decays(name, parameter.shape))
+            for name, parameter in trained
+        ]
+        rates = [("", algorithm.lr if lr is None else lr), *(algorithm.learning_rates if self._has_rates else ())]
         groups = [
             {
                 "params": [p for (_, p), place in zip(trained, places, strict=True) if place == (group, decays)],
@@ -93,7 +97,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         values = {name: self._common(name) for name in self._common_to_all}
         given: dict[str, Any] = {name: tuple(value) if name == "betas" else value for name, value in values.items()}
         given["weight_decay"] = self._common("weight_decay", self.param_groups[::2])
-        if self._algorithm.learning_rates:
+        if self._has_rates:
             pairs = (self.param_groups[at : at + 2] for at in range(2, len(self.param_groups), 2))
             rates = (float(self._common("lr", pair)) for pair in pairs)
             patterns = (pattern for pattern, _ in self._algorithm.learning_rates)
@@ -103,7 +107,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     @property
     def with_peak_rates(self) -> Optimizer:
         """`algorithm` with the learning rates that the scheduler started from, for a checkpoint."""
-        return replace(self.algorithm, lr=self._peak_lr, learning_rates=self._algorithm.learning_rates)
+        peaks = {"learning_rates": self._algorithm.learning_rates} if self._has_rates else {}
+        return replace(self.algorithm, lr=self._peak_lr, **peaks)
 
     def _common(self, name: str, groups: Sequence[dict[str, Any]] = ()) -> Any:
         """The value that these groups have in common, or all groups if none are given. Empty groups are ignored.

@@ -35,7 +35,7 @@ def refuse_keywords(given: dict[str, Any]) -> None:
             fix = f"give engine_options={{'optimizer': {ours}}}, and set lr_scheduler_type in the arguments"
         raise ConfigError(what, where="StreamedTrainer", fix=fix)
     for name, fix in (
-        ("optimizer_cls_and_kwargs", "set optim and learning_rate in the arguments"),
+        ("optimizer_cls_and_kwargs", "set optim and learning_rate in the arguments, or engine_options['optimizer']"),
         ("compute_loss_func", "it needs the full logits: give loss_fn, see megatrain.losses"),
         ("model_init", "give the model"),
         ("quantization_config", "weights are trained in full precision: leave it out"),

@@ -50,7 +50,7 @@ from megatrain.hf.trainer_losses import (
 from megatrain.hf.training_options import refuse_arguments
 from megatrain.losses import LossFn
 from megatrain.model import PretrainedSource, base_of
-from megatrain.optim import AdamW, Optimizer
+from megatrain.optim import AdamW, Muon, Optimizer
 from megatrain.spec import Numerics, Precision
 from megatrain.spec.validate_fields import checked, shown
 from megatrain.train.engine import Engine
@@ -371,6 +371,10 @@ def engine_options(trainer: Any, given: EngineOptions) -> EngineOptions:
 
 def _algorithm(trainer: Any, given: EngineOptions) -> Optimizer:
     if isinstance(optimizer := given.get("optimizer"), Optimizer):
+        if isinstance(optimizer, Muon) and optimizer.adamw and optimizer.lr != trainer.args.learning_rate:
+            what = f"learning_rate={trainer.args.learning_rate} in the arguments, and lr={optimizer.lr} of Muon"
+            fix = "set both to the peak of matrices; AdamW's rate follows with its own peak"
+            raise ConfigError(what, where="StreamedTrainer", fix=fix)
         return optimizer
     args, model = trainer.args, base_of(trainer.model)
     decaying = set(trainer.get_decay_parameter_names(model))

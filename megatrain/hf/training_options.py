@@ -63,7 +63,10 @@ TRAINING: dict[str, Option] = {
     **_same("learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps"),
     **_same("weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm label_smoothing_factor"),
     "optim": Option(
-        "same", f"use {ADAMW[0]}", lambda value: getattr(value, "value", value) not in ADAMW, "other than AdamW"
+        "same",
+        f"use {ADAMW[0]}, and for another optimizer engine_options={{'optimizer': megatrain.Muon(...)}}",
+        lambda value: getattr(value, "value", value) not in ADAMW,
+        "other than AdamW",
     ),
     "optim_args": _no_effect("AdamW has none, also in the stock trainer"),
     "optim_target_modules": _refused("all parameters use the same optimizer"),

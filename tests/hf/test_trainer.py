@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from megatrain import Engine
+from megatrain import AdamW, Engine, Muon
 from megatrain.errors import CheckpointError, ConfigError, ModelError, NonFinite
 from megatrain.hf import StreamedTrainer, streamed
 from megatrain.hf.model import LazyParameter
@@ -380,6 +380,56 @@ def test_a_nonfinite_loss_of_compiled_layers_names_the_first_module(tmp_path: Pa
 class OwnLoss(Trainer):
     def compute_loss(self, *_: Any, **__: Any) -> Any:
         raise AssertionError
+
+
+class Both(torch.optim.Optimizer):
+    """A stock trainer's way to two optimizers: one that has the groups of both."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        super().__init__([group for each in optimizers for group in each.param_groups], {})
+        self.optimizers = optimizers
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        groups = iter(self.param_groups)  # other ones than at first, since accelerate loads a state into its optimizer
+        for each in self.optimizers:
+            each.param_groups = [next(groups) for _ in each.param_groups]
+            each.step()
+
+
+def of_torch(model: Any, muon: Muon) -> Both:
+    """As users of `torch.optim.Muon` set it up."""
+    named = dict(model.named_parameters())
+    matrices = [named.pop(name) for name in list(named) if "proj" in name]
+    vectors, others = ([p for p in named.values() if (p.ndim < 2) is small] for small in (True, False))
+    adamw, keys = muon.elementwise, ("lr", "weight_decay", "momentum", "nesterov", "adjust_lr_fn")
+    groups = [{"params": vectors, "weight_decay": 0.0}, {"params": others, "weight_decay": adamw.weight_decay}]
+    return Both(
+        torch.optim.Muon(matrices, **{key: getattr(muon, key) for key in keys}),
+        torch.optim.AdamW(groups, adamw.lr, adamw.betas, adamw.eps),
+    )
+
+
+def test_muon_follows_the_schedule_as_beside_torchs_adamw(tmp_path: Path) -> None:
+    """But for last bits in bfloat16, in which matrices are made orthogonal."""
+    adamw = AdamW(lr=5e-3, weight_decay=0.3, no_decay=("vectors",))
+    muon = Muon(lr=0.02, adjust_lr_fn="original", adamw=adamw)
+    model, how = tiny_model(), {"learning_rate": 0.02, "max_steps": 6, "eval_strategy": "no"}
+    run(Trainer, tmp_path / "stock", model, more={"optimizers": (of_torch(model, muon), None)}, **how)
+    ours, _ = run(StreamedTrainer, tmp_path / "ours", more={"engine_options": {"optimizer": muon}}, **how)
+    for name, of_torch_ in weights_of(tmp_path / "stock" / "final").items():
+        assert (
+            relative_error(weights_of(tmp_path / "ours" / "final")[name], of_torch_) < 0.05
+        )  # at the peak rate all along: 0.3
+    again, _ = run(
+        StreamedTrainer,
+        tmp_path / "again",
+        more={"engine_options": {"optimizer": muon}},
+        resume=str(tmp_path / "ours" / "checkpoint-5"),
+        **how,
+    )
+    assert history(again, "loss", "learning_rate")[-1] == history(ours, "loss", "learning_rate")[-1]
+    with pytest.raises(ConfigError, match=r"learning_rate=0.01 in the arguments, and lr=0.02 of Muon; set both"):
+        run(StreamedTrainer, tmp_path / "x", more={"engine_options": {"optimizer": muon}}, learning_rate=0.01)
 
 
 @pytest.mark.parametrize(
