@@ -20,6 +20,10 @@ from megatrain.errors import ConfigError
 SCHEDULERS, ATTENTION = TABLES["schedulers"], TABLES["attention"]
 OTHER_ADAMW = ("galore", "adopt", "apollo", "schedule_free", "stable", "grok")
 """Optimizers with `adamw` in their names that compute other updates."""
+MUON = (
+    "matrices of layers are updated so there and here, with the same rates; routers too there, by AdamW here; experts "
+    "that are stacked in one weight by AdamW there, one by one here; train.muon.matrices changes that"
+)
 TRACKERS = ("tensorboard", "wandb", "trackio")
 UNSENT = "wandb writes to the run folder, for `wandb sync`; set output.trackers_online to send during the run"
 STEPS_ALONE = "{} counts steps; `megatrain train` says at its start how many steps an epoch has"
@@ -296,9 +300,13 @@ def _put_shape(reader: Reader, more: dict[str, Any], rate: float) -> None:
 
 
 def _put_optimizer(reader: Reader) -> None:
-    name = "optim"
+    name, is_muon = "optim", reader.switch("use_muon")
     kind = str(reader.take(name))
-    if "adamw" not in kind or any(word in kind for word in OTHER_ADAMW):
+    if is_muon:
+        reader.put("train.optimizer", "muon", "use_muon")
+        reader.put("train.no_decay", [], "use_muon")
+        reader.note("use_muon", MUON)
+    elif "adamw" not in kind or any(word in kind for word in OTHER_ADAMW):
         reader.leave(name, "AdamW is used instead, with the betas below; the learning rate may not carry over")
     elif any(word in kind for word in ("8bit", "4bit", "fp8")):
         reader.note(name, "AdamW's state is in float32 here, in host memory")

@@ -13,6 +13,8 @@ from megatrain.config import load_config
 from megatrain.config.llama_factory import translate
 from megatrain.config.translation import Translation
 from megatrain.errors import ConfigError
+from megatrain.optim import AdamW, Muon
+from megatrain.run.planner_inputs import optimizer_for
 
 LLAMA_FACTORY: dict[str, Any] = {
     "model_name_or_path": "org/model",
@@ -167,6 +169,7 @@ def test_keys_that_are_heeded_are_not_reported_as_left_out(
     ("base", "more", "what"),
     [
         (LLAMA_FACTORY, {"optim": "galore_adamw"}, "optim=galore_adamw: AdamW is used instead"),
+        (LLAMA_FACTORY, {"use_muon": True}, "use_muon=true: matrices of layers are updated so there and here"),
         (LLAMA_FACTORY, {"lr_scheduler_type": "warmup_stable_decay"}, "the decay is linear here, cosine there"),
         (LLAMA_FACTORY, {"stage": "pt", "packing": False}, "packing=false: texts are cut into full sequences, without"),
     ],
@@ -209,3 +212,14 @@ def test_settings_that_would_change_the_run_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=what):
         translated(tmp_path, base, **more)
+
+
+def test_muon_has_the_settings_that_it_has_there(tmp_path: Path) -> None:
+    """Of src/llamafactory/third_party/muon: one rate and one decay for all that trains, and `optim` is not read."""
+    given = {"use_muon": True, "optim": "galore_adamw", "weight_decay": 0.2, "adam_beta2": 0.95, "bf16": True}
+    found = translated(tmp_path, LLAMA_FACTORY, **given)
+    assert not [line for line in found.left_out if line.startswith(("optim", "use_muon"))]
+    (tmp_path / "ours.yaml").write_text(found.text([]))
+    adamw = AdamW(2e-5, (0.9, 0.95), 1e-8, 0.2)
+    assert optimizer_for(load_config(tmp_path / "ours.yaml").train) == Muon(2e-5, 0.2, adamw=adamw)
+    assert "use_muon" in translated(tmp_path, LLAMA_FACTORY, use_muon=False).unset
