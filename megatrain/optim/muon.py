@@ -148,11 +148,6 @@ class Muon(Optimizer):
             return self.elementwise.described(param)
         return replace(param, matrices=count * (parts or 1), state=self.STATE)
 
-    @property
-    def iteration(self) -> NewtonSchulz:
-        """See `Optimizer`."""
-        return NewtonSchulz(self.newton_schulz, self.ns_steps)
-
     def _refuse_to_cut(self, param: ParamSpec, count: int, parts: int) -> None:
         """Raise ConfigError unless the rows of each of a parameter's matrices make so many equal parts."""
         if not count:

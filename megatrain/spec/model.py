@@ -21,11 +21,15 @@ class FileBytes(NamedTuple):
     nbytes: int
 
 
-class NewtonSchulz(NamedTuple):
+Place = Annotated[int, Bounds(0, 1 << 20)]
+
+
+@dataclass(frozen=True, slots=True)
+class NewtonSchulz:
     """How directions of whole matrices are made orthogonal: in this precision, by so many iterations."""
 
     precision: Literal["bf16", "fp32"] = "bf16"
-    steps: int = 5
+    steps: Place = 5
 
     @property
     def nbytes(self) -> int:
@@ -34,7 +38,6 @@ class NewtonSchulz(NamedTuple):
 
 
 AS_IN_TORCH = NewtonSchulz()
-Place = Annotated[int, Bounds(0, 1 << 20)]
 UnitKind = Literal["prologue", "layer", "epilogue"]
 
 

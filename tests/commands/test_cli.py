@@ -217,6 +217,7 @@ NO_PATHS = (
     "overrides",
     "prompt",
     "adapter",
+    "optimizer",
     "precision",
     "device",
     "attention",
@@ -291,7 +292,10 @@ def test_every_path_argument_is_covered() -> None:
 def test_every_key_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "train", "--keys")
     assert code == 0
-    assert "train.learning_rate = 0.0003    [number of 0 or more]\n    Peak learning rate.\n" in out
+    assert (
+        "train.learning_rate = 0.0003    [number of 0 or more]\n    Peak learning rate; 1e-4 by default for lion.\n"
+        in out
+    )
     assert "data.sources  (required)    [list of: text]\n" in out
     assert "train.epochs = null    [" in out
 

@@ -37,14 +37,14 @@ PROFILES = st.builds(
 
 
 def units(kind: str) -> st.SearchStrategy[UnitSpec]:
-    params = st.lists(PARAMS, max_size=3).map(tuple)
+    params = st.lists(PARAMS, max_size=2).map(tuple)
     return st.builds(UnitSpec, NAMES, st.just(kind), params, st.lists(NAMES, max_size=1).map(tuple), PROFILES)
 
 
 MODELS = st.builds(
     lambda prologue, layers, epilogue, *rest: ModelSpec("name", (prologue, *layers, epilogue), *rest),
     units("prologue"),
-    st.lists(units("layer"), min_size=1, max_size=3),
+    st.lists(units("layer"), min_size=1, max_size=2),
     units("epilogue"),
     COUNTS,
     COUNTS,

