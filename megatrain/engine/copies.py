@@ -10,6 +10,7 @@ import torch
 from megatrain.engine.context import OpContext
 from megatrain.engine.step_state import StepState, bytes_of
 from megatrain.memory import Lease
+from megatrain.memory.disk import Range
 from megatrain.schedule import Op
 
 
@@ -17,9 +18,11 @@ def read(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     """READ: fill host memory from regions of the disk, or one buffer from host memory and, for the rest, the model's
     files.
 
-    Raises `DiskError`.
+    Ranges of the disk come together: one after the other, each too small for the drive's full speed, took 1.5 times as
+    long. Raises `DiskError`.
     """
     pool, targets = context.pool, op.writes
+    ranges: list[Range] = []
     if len(op.reads) > len(targets):
         (slot,) = targets
         ends = accumulate((source.stop - source.start for source in op.reads), initial=slot.start)
@@ -32,13 +35,17 @@ def read(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
             assert pool.files is not None
             pool.files.read(source.buffer, source.start, target, pool.label(buffer))
         else:
-            pool.disk.read(source.buffer, target, source.start)
+            ranges.append((source.buffer, target, source.start))
+    if ranges:
+        pool.disk.read_together(ranges)
 
 
 def write(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
-    """WRITE: write host memory to regions of the disk. Raises `DiskError`."""
-    for source, region in zip(op.reads, op.writes, strict=True):
-        context.pool.unsaved.write(region.buffer, bytes_of(lease, source).numpy(), region.start)
+    """WRITE: write host memory to regions of the disk, all together, as READ does. Raises `DiskError`."""
+    places = zip(op.reads, op.writes, strict=True)
+    context.pool.unsaved.write(
+        [(region.buffer, bytes_of(lease, source).numpy(), region.start) for source, region in places]
+    )
 
 
 def copy(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:

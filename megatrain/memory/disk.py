@@ -31,12 +31,15 @@ from torch import Tensor
 from megatrain.device.worker import OwningProcess
 from megatrain.errors import CorruptRegion, DiskError, DiskFull
 from megatrain.formatting import amount, at_least, at_most
-from megatrain.memory.io_queue import Bytes, Reads, Region, Traffic, Writes
+from megatrain.memory.io_queue import Bytes, Reads, Region, Request, Traffic, Writes
 from megatrain.memory.scratch_files import Block, Calls, ScratchFile, Space, as_disk_error, lay_out, system_calls
 from megatrain.spec.hardware import SECTOR
 
 BLOCK_NBYTES = 4 << 20
 DEPTH = 4
+
+Range = tuple[str, Tensor | NDArray[np.uint8], int]
+"""Name of a region, uint8[n] of memory, and the first of its n bytes in the region."""
 
 
 class Disk:
@@ -103,11 +106,18 @@ class Disk:
 
     def read(self, name: str, memory: Tensor | NDArray[np.uint8], start: int = 0) -> None:
         """Fill `memory`, uint8[n], with what was last written to bytes [start, start + n) of the region, or zeros where
-        nothing was.
+        nothing was. See `read_together`."""
+        self.read_together([(name, memory, start)])
+
+    def read_together(self, ranges: Sequence[Range]) -> None:
+        """Fill the memory of each range, as `read` does; their blocks move side by side.
 
         Blocks until done. Raises `CorruptRegion` if one of these bytes is torn or comes back changed, and `DiskError`
-        if the drive fails; `memory` is then undefined.
+        if the drive fails; all memory is then undefined.
         """
+        self._reads.carry([self._to_read(*one) for one in ranges])
+
+    def _to_read(self, name: str, memory: Tensor | NDArray[np.uint8], start: int) -> Request:
         region = self._region(name)
         target = _flat(memory, region, start)
         if not target.flags.writeable:
@@ -118,28 +128,39 @@ class Disk:
         written = [index for index in blocks if region.torn[index] is not None]
         if len(written) < len(blocks):
             target.fill(0)
-        self._reads.carry(region, target, start, written)
+        return Request(region, target, start, written)
 
     def write(self, name: str, memory: Tensor | NDArray[np.uint8], start: int = 0) -> None:
         """Write `memory`, uint8[n], to bytes [start, start + n) of the region, which must be whole blocks (`around`).
-        It must not change meanwhile.
+        See `write_together`."""
+        self.write_together([(name, memory, start)])
 
-        Blocks until the drive has it. Raises `DiskError`, or `DiskFull` if space could not be allocated in advance;
-        these blocks are then torn until all of them have been written again.
+    def write_together(self, ranges: Sequence[Range]) -> None:
+        """Write each range, as `write` does; their blocks move side by side. No memory may change meanwhile.
+
+        Blocks until the drive has them. Raises `DiskError`, or `DiskFull` if space could not be allocated in advance;
+        all these blocks are then torn until all of them have been written again.
         """
+        requests = [self._to_write(*one) for one in ranges]
+        for region, _, _, blocks in requests:
+            _mark(region, blocks, f"was not written completely in {self._where(region)}")
+        try:
+            self._writes.carry(requests)
+        except DiskError as error:
+            for region, _, _, blocks in requests:
+                _mark(region, blocks, f"is torn because its last write failed: it {error.what}")
+            raise
+        for region, _, _, blocks in requests:
+            _mark(region, blocks, "")
+
+    def _to_write(self, name: str, memory: Tensor | NDArray[np.uint8], start: int) -> Request:
         region = self._region(name)
         source = _flat(memory, region, start)
         blocks = region.within(start, start + source.nbytes)
         if _extent(region, blocks, start) != (start, start + source.nbytes):
             what = f"bytes {start:,} to {start + source.nbytes:,} do not begin and end where blocks do"
             raise DiskError(what, where=region.label, fix="write whole blocks")
-        _mark(region, blocks, f"was not written completely in {self._where(region)}")
-        try:
-            self._writes.carry(region, source, start, blocks)
-        except DiskError as error:
-            _mark(region, blocks, f"is torn because its last write failed: it {error.what}")
-            raise
-        _mark(region, blocks, "")
+        return Request(region, source, start, blocks)
 
     def around(self, name: str, start: int, stop: int) -> tuple[int, int]:
         """The bytes [first, last) of the whole blocks that hold bytes [start, stop) of a region."""

@@ -1,8 +1,9 @@
 """Transfers blocks between memory and files, several at a time, with the threads of the disk tier.
 
 Each thread makes blocking calls, which release the GIL, as do checksums; so `depth` blocks of each file are in
-progress while one more thread computes checksums and copies. A region's blocks wait in one queue per file, and
-threads take the next until none is left, or until one fails; so little Python runs between blocks.
+progress while one more thread computes checksums and copies. The blocks of all ranges that move together, be they of
+one region or of several, wait in one queue per file, and threads take the next until none is left, or until one fails;
+so little Python runs between blocks, and the drive has fewer than `depth` only at the end.
 
 Sector-aligned memory is transferred without a copy. Other memory, and the last bytes of a region that do not fill
 a sector, pass through a buffer of the thread: at most `depth` + 1 blocks for each file and direction. Either way a
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +58,15 @@ class Region:
         return range(first, bisect_left(self.blocks, stop, key=lambda block: block.start))
 
 
+class Request(NamedTuple):
+    """Blocks of a region to transfer, and the memory with the region's bytes from `start` on."""
+
+    region: Region
+    memory: Bytes
+    start: int
+    blocks: Sequence[int]
+
+
 @dataclass(slots=True)
 class _Passage:
     """How a block moves between `part` of the caller's memory and the disk."""
@@ -83,6 +94,10 @@ class _Passage:
         return [piece.data for piece in self.pieces]
 
 
+_Queue = deque[tuple[Request, int]]
+"""Requests, and the numbers of their blocks."""
+
+
 class Traffic(ABC):
     """All transfers in one direction, with `depth` + 1 threads per queue."""
 
@@ -107,21 +122,22 @@ class Traffic(ABC):
         with self._lock:
             return self._seconds + (time.perf_counter() - self._began if self._calls else 0.0)
 
-    def carry(self, region: Region, memory: Bytes, start: int = 0, blocks: Sequence[int] | None = None) -> None:
-        """Transfer these blocks of a region, or all; return once no thread uses the memory, whether successful or not.
+    def carry(self, requests: Sequence[Request]) -> None:
+        """Transfer all of them together; return once no thread uses their memory, whether successful or not.
 
-        memory: the region's bytes from `start` on. Raises `DiskError`; if several blocks failed, that of the first
-        thread in order.
+        Raises `DiskError`; if several blocks failed, that of the first thread in order.
         """
-        queues: list[deque[int]] = [deque() for _ in self._threads]
-        for index in range(len(region.blocks)) if blocks is None else blocks:
-            queues[region.blocks[index].file].append(index)
+        queues: list[_Queue] = [deque() for _ in self._threads]
+        for request in requests:
+            for index in request.blocks:
+                queues[request.region.blocks[index].file].append((request, index))
 
-        def work(queue: deque[int]) -> None:
+        def work(queue: _Queue) -> None:
             nbytes = 0
             try:
-                while (index := _next(queue)) is not None:
-                    nbytes += self._carry_block(region, index, memory, start)
+                while (following := _next(queue)) is not None:
+                    request, index = following
+                    nbytes += self._carry_block(request.region, index, request.memory, request.start)
             except BaseException:
                 _empty(queues)
                 raise
@@ -164,7 +180,7 @@ class Traffic(ABC):
         return buffer
 
     @staticmethod
-    def _submit(threads: ThreadPoolExecutor, work: Callable[[deque[int]], None], queue: deque[int]) -> Future[None]:
+    def _submit(threads: ThreadPoolExecutor, work: Callable[[_Queue], None], queue: _Queue) -> Future[None]:
         try:
             return threads.submit(work, queue)
         except RuntimeError as error:  # closed by another thread meanwhile
@@ -253,13 +269,13 @@ class Reads(_ScratchTraffic):
             passage.unload()
 
 
-def _next(queue: deque[int]) -> int | None:
+def _next(queue: _Queue) -> tuple[Request, int] | None:
     try:
         return queue.popleft()
     except IndexError:
         return None
 
 
-def _empty(queues: Sequence[deque[int]]) -> None:
+def _empty(queues: Sequence[_Queue]) -> None:
     for queue in queues:
         queue.clear()

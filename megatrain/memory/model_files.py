@@ -28,7 +28,7 @@ from megatrain.device.worker import OwningProcess
 from megatrain.errors import CorruptRegion, DiskError
 from megatrain.memory.checksum import checksum
 from megatrain.memory.disk import BLOCK_NBYTES, DEPTH
-from megatrain.memory.io_queue import Bytes, Region, Traffic
+from megatrain.memory.io_queue import Bytes, Region, Request, Traffic
 from megatrain.memory.scratch_files import Block, as_disk_error
 from megatrain.spec import FileBytes
 from megatrain.spec.hardware import SECTOR, whole_sectors
@@ -134,7 +134,7 @@ class ModelFiles:
             blocks = self._blocks(self._regions[name], start, start + target.nbytes)
             self._known[key] = Region(name, label or name, target.nbytes, blocks, [0] * len(blocks))
         region = self._known[key]
-        self._reads.carry(region, target)
+        self._reads.carry([Request(region, target, 0, range(len(region.blocks)))])
         for number in {block.number for block in region.blocks if isinstance(block, FileBlock)}:
             if _identity(self._paths[number]) != self._then[number]:
                 raise _changed(self._paths[number], "has changed during training")
@@ -193,7 +193,8 @@ class ModelFiles:
         )
         memory = np.empty(sum(each.nbytes for each in blocks), np.uint8)
         began = time.perf_counter()
-        self._reads.carry(Region("samples", "the model's files", memory.size, placed, None), memory)
+        region = Region("samples", "the model's files", memory.size, placed, None)
+        self._reads.carry([Request(region, memory, 0, range(len(placed)))])
         return time.perf_counter() - began
 
 

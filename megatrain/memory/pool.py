@@ -277,12 +277,14 @@ class UnsavedState:
         """The region is no longer needed."""
         self._staged = {at: memory for at, memory in self._staged.items() if at[0] != region}
 
-    def write(self, region: str, memory: Bytes, start: int) -> None:
-        """Write to a region of the disk. Raises `DiskError`; what was unsaved then stays so."""
-        self._pool.disk.write(region, memory, start)
-        for name, first in list(self._staged):
-            if name == region and start <= first < start + memory.nbytes:
-                self._staged.pop((name, first), None)
+    def write(self, ranges: Sequence[tuple[str, Bytes, int]]) -> None:
+        """Write (region of the disk, memory, first byte there) together. Raises `DiskError`; what was unsaved then
+        stays so."""
+        self._pool.disk.write_together(ranges)
+        for region, memory, start in ranges:
+            for name, first in list(self._staged):
+                if name == region and start <= first < start + memory.nbytes:
+                    self._staged.pop((name, first), None)
 
     def overwritten(self, op: Op) -> None:
         """The slots that the op writes have been copied home, since the op waited for that."""
@@ -299,7 +301,7 @@ class UnsavedState:
             self._pool.run(op, partial(_copy_as, op), op.stream)
             del self._in_slots[slot]
         for (region, start), memory in list(self._staged.items()):
-            self.write(region, memory, start)
+            self.write([(region, memory, start)])
 
 
 def _copy_as(op: Op, lease: Lease) -> None:

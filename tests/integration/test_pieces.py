@@ -14,6 +14,7 @@ from torch import Tensor
 from megatrain import AdamW, Engine, Policy
 from megatrain.errors import DiskError, DiskFull
 from megatrain.memory import Disk
+from megatrain.memory.io_queue import Traffic
 from megatrain.schedule import Op
 from megatrain.schedule.passes import pieces
 from megatrain.spec import Numerics, Placement, Precision, Work
@@ -101,6 +102,19 @@ def test_pieces_give_the_bits_of_state_in_host_memory(
     pieces_of_layer = {op.shard for op in _updates(engine) if op.unit == 1}
     assert len(pieces_of_layer) >= 2
     assert equal(trained(engine), expected(precision, update, tmp_path, frozen))
+
+
+def test_all_ranges_of_a_piece_move_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, each has too few blocks for the depth of the drive's queue."""
+    with made("cpu", "bf16", "during_backward", STATE, tmp_path) as engine:
+        engine.step(unequal_batches(2))
+        regions: list[int] = []
+        carry = Traffic.carry
+        monkeypatch.setattr(Traffic, "carry", lambda self, all_of: regions.append(len(all_of)) or carry(self, all_of))
+        engine.step(unequal_batches(2))
+        ops = [op for op in engine.diagnostics.timeline.schedule.ops if op.kind in ("READ", "WRITE")]  # type: ignore[union-attr]
+    assert sorted(regions) == sorted(len(op.reads) for op in ops)
+    assert max(regions) >= 2
 
 
 def _updates(engine: Engine) -> list[Op]:

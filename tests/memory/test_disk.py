@@ -211,6 +211,28 @@ def test_reads_and_writes_overlap(tmp_path: Path, mode: str) -> None:
     disk.close()
 
 
+def test_ranges_of_several_regions_move_side_by_side(tmp_path: Path) -> None:
+    """Each call waits for two more, so that three blocks of three regions must be in progress together."""
+    together = threading.Barrier(3, timeout=5)
+
+    def calls(direction: str, region: str, call: Callable[..., int]) -> Callable[..., int]:
+        def met(*args: object) -> int:
+            together.wait()
+            return call(*args)
+
+        return met
+
+    disk = Disk([tmp_path], block_nbytes=BLOCK, depth=2, calls=calls)
+    disk.provide({name: (BLOCK, name) for name in "abc"})
+    written, back = {name: aligned(BLOCK, len(name)) for name in "abc"}, {name: aligned(BLOCK) for name in "abc"}
+    for number, memory in enumerate(written.values()):
+        memory += np.uint8(number)
+    disk.write_together([(name, memory, 0) for name, memory in written.items()])
+    disk.read_together([(name, memory, 0) for name, memory in back.items()])
+    assert all(np.array_equal(back[name], written[name]) for name in "abc")
+    disk.close()
+
+
 def test_short_transfers_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def in_parts(call: Callable[..., int]) -> Callable[..., int]:
         def some(file: int, views: Sequence[memoryview], place: int, flags: int = 0) -> int:
