@@ -150,14 +150,23 @@ def test_examples_write_to_separate_folders() -> None:
 PAGES = [path for path in sorted((ROOT / "docs").glob("*/*.md")) if path.parent.name != "contributing"]
 KEYS = {each.key for each in describe_keys()}
 SECTIONS = {key.partition(".")[0] for key in KEYS if "." in key}
+HOLDERS = {key.rpartition(".")[0] for key in KEYS if "." in key}
+"""Sections, and sections within sections."""
+
+
+def keys_in(values: dict[str, Any], holder: str = "") -> set[str]:
+    """The keys that YAML sets, by their whole names."""
+    names = {holder + name: value for name, value in values.items()}
+    inside = [keys_in(value, f"{name}.") for name, value in names.items() if name in HOLDERS]
+    return {name for name in names if name not in HOLDERS}.union(*inside)
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/index.md", *(str(path.relative_to(ROOT)) for path in PAGES)])
 def test_documented_keys_exist(document: str) -> None:
     """In YAML blocks, and as `section.key` in the text."""
     text = (ROOT / document).read_text()
-    named = set(re.findall(rf"`((?:{'|'.join(SECTIONS)})\.[a-z_]+)(?:[:=][^`\n]*)?`", text))
-    named |= set(re.findall(rf"(?<![\w/])((?:{'|'.join(SECTIONS)})\.[a-z_]+)=", text))
+    named = set(re.findall(rf"`((?:{'|'.join(SECTIONS)})(?:\.[a-z_]+)+)(?:[:=][^`\n]*)?`", text))
+    named |= set(re.findall(rf"(?<![\w/])((?:{'|'.join(SECTIONS)})(?:\.[a-z_]+)+)=", text))
     for block in blocks(document, "yaml"):
-        named |= {f"{section}.{key}" for section, keys in yaml.safe_load(block).items() for key in keys}
+        named |= keys_in(yaml.safe_load(block))
     assert not {each for each in named if not each.endswith(".yaml")} - KEYS
