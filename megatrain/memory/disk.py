@@ -84,7 +84,7 @@ class Disk:
         anything if the disks lack space, and `DiskError` if a region exists with another size.
         """
         with self._open():
-            new = {name: wanted for name, wanted in regions.items() if not self._is_known(name, *wanted)}
+            new = {name: wanted for name, wanted in regions.items() if not _is_known(self._regions.get(name), *wanted)}
             spaces = [space.copy() for space in self._spaces]
             laid = {name: self._laid(nbytes, (cuts or {}).get(name, ()), spaces) for name, (nbytes, _) in new.items()}
             self._require_space(spaces, [label for _, label in new.values()])
@@ -115,20 +115,7 @@ class Disk:
         Blocks until done. Raises `CorruptRegion` if one of these bytes is torn or comes back changed, and `DiskError`
         if the drive fails; all memory is then undefined.
         """
-        self._reads.carry([self._to_read(*one) for one in ranges])
-
-    def _to_read(self, name: str, memory: Tensor | NDArray[np.uint8], start: int) -> Request:
-        region = self._region(name)
-        target = _flat(memory, region, start)
-        if not target.flags.writeable:
-            raise DiskError("cannot be read into read-only memory", where=region.label)
-        blocks = region.within(start, start + target.nbytes)
-        if torn := next((why for why in (region.torn[index] for index in blocks) if why), ""):
-            raise CorruptRegion(torn, where=region.label, fix="write all of it, or go on from a checkpoint")
-        written = [index for index in blocks if region.torn[index] is not None]
-        if len(written) < len(blocks):
-            target.fill(0)
-        return Request(region, target, start, written)
+        self._reads.carry([_to_read(self._region(name), memory, start) for name, memory, start in ranges])
 
     def write(self, name: str, memory: Tensor | NDArray[np.uint8], start: int = 0) -> None:
         """Write `memory`, uint8[n], to bytes [start, start + n) of the region, which must be whole blocks (`around`).
@@ -141,9 +128,9 @@ class Disk:
         Blocks until the drive has them. Raises `DiskError`, or `DiskFull` if space could not be allocated in advance;
         all these blocks are then torn until all of them have been written again.
         """
-        requests = [self._to_write(*one) for one in ranges]
+        requests = [_to_write(self._region(name), memory, start) for name, memory, start in ranges]
         for region, _, _, blocks in requests:
-            _mark(region, blocks, f"was not written completely in {self._where(region)}")
+            _mark(region, blocks, f"was not written completely in {_where(self._files, region)}")
         try:
             self._writes.carry(requests)
         except DiskError as error:
@@ -152,15 +139,6 @@ class Disk:
             raise
         for region, _, _, blocks in requests:
             _mark(region, blocks, "")
-
-    def _to_write(self, name: str, memory: Tensor | NDArray[np.uint8], start: int) -> Request:
-        region = self._region(name)
-        source = _flat(memory, region, start)
-        blocks = region.within(start, start + source.nbytes)
-        if _extent(region, blocks, start) != (start, start + source.nbytes):
-            what = f"bytes {start:,} to {start + source.nbytes:,} do not begin and end where blocks do"
-            raise DiskError(what, where=region.label, fix="write whole blocks")
-        return Request(region, source, start, blocks)
 
     def around(self, name: str, start: int, stop: int) -> tuple[int, int]:
         """The bytes [first, last) of the whole blocks that hold bytes [start, stop) of a region."""
@@ -237,15 +215,6 @@ class Disk:
                 raise DiskError("is closed", where="disk", fix="open another")
             yield
 
-    def _is_known(self, name: str, nbytes: int, label: str) -> bool:
-        region = self._regions.get(name)
-        if region is not None and region.nbytes != nbytes:
-            raise DiskError(f"has {region.nbytes:,} bytes, not {nbytes:,}", where=label, fix="forget it first")
-        return region is not None
-
-    def _where(self, region: Region) -> str:
-        return ", ".join(str(self._files[number].folder) for number in sorted({block.file for block in region.blocks}))
-
     def _require_space(self, spaces: Sequence[Space], labels: Sequence[str]) -> None:
         """Raise `DiskFull` unless each device has space for the growth of its files."""
         growth = Counter[int]()
@@ -313,6 +282,38 @@ def _check_arguments(folders: Sequence[Path], shares: Sequence[float], block_nby
         what = f"{depth} blocks at a time is less than one"
     if what:
         raise DiskError(what, where="disk")
+
+
+def _to_read(region: Region, memory: Tensor | NDArray[np.uint8], start: int) -> Request:
+    target = _flat(memory, region, start)
+    if not target.flags.writeable:
+        raise DiskError("cannot be read into read-only memory", where=region.label)
+    blocks = region.within(start, start + target.nbytes)
+    if torn := next((why for why in (region.torn[index] for index in blocks) if why), ""):
+        raise CorruptRegion(torn, where=region.label, fix="write all of it, or go on from a checkpoint")
+    written = [index for index in blocks if region.torn[index] is not None]
+    if len(written) < len(blocks):
+        target.fill(0)
+    return Request(region, target, start, written)
+
+
+def _to_write(region: Region, memory: Tensor | NDArray[np.uint8], start: int) -> Request:
+    source = _flat(memory, region, start)
+    blocks = region.within(start, start + source.nbytes)
+    if _extent(region, blocks, start) != (start, start + source.nbytes):
+        what = f"bytes {start:,} to {start + source.nbytes:,} do not begin and end where blocks do"
+        raise DiskError(what, where=region.label, fix="write whole blocks")
+    return Request(region, source, start, blocks)
+
+
+def _is_known(region: Region | None, nbytes: int, label: str) -> bool:
+    if region is not None and region.nbytes != nbytes:
+        raise DiskError(f"has {region.nbytes:,} bytes, not {nbytes:,}", where=label, fix="forget it first")
+    return region is not None
+
+
+def _where(files: Sequence[ScratchFile], region: Region) -> str:
+    return ", ".join(str(files[number].folder) for number in sorted({block.file for block in region.blocks}))
 
 
 def _extent(region: Region, blocks: Sequence[int], start: int) -> tuple[int, int]:
