@@ -121,7 +121,7 @@ def count(shape: Mapping[str, Any], kernels: Kernels, tokens: int = TOKENS, devi
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     values = {name: value.detach().to(device) for name, value in model.named_parameters()}
     with Engine.from_model(model, device, numerics=Numerics("bf16", kernels=kernels), verify=False) as engine:
-        ported, numerics = engine.parts.ported, engine.numerics
+        ported = engine.parts.ported
         prefix = ported.prefix(0)
         weights = {
             name.removeprefix(prefix): value.requires_grad_()
@@ -136,7 +136,7 @@ def count(shape: Mapping[str, Any], kernels: Kernels, tokens: int = TOKENS, devi
         gradient, counting = torch.ones_like(hidden), CountKernels(list(weights.values()))
         with torch.enable_grad(), counting:
             with counting.saving():
-                output, _ = ported.layer(0, weights, hidden, calls[0], numerics)
+                output, _ = ported.layer(0, weights, hidden, calls[0])
             torch.autograd.grad(output, [hidden, *weights.values()], gradient)
     return counting.counts
 

@@ -507,9 +507,8 @@ class PolicySection(Section):
     """Tokens per chunk of MLPs and other modules that treat each token by itself; 0: all at once."""
     wait_for: Literal["unit", "shard"] | None = None
     """What compute waits for: all weights of a unit, or only the shard that the layer's code needs next."""
-    kernels: Literal["stock", "fused", "compile"] | None = None
-    """Layer kernels. stock: the library's; fused: norms, gated activations and rotary embeddings in one kernel each;
-    compile: by `torch.compile`, which takes minutes at the start, once per kind of layer and batch shape."""
+    kernels: Literal["stock", "fused"] | None = None
+    """Layer kernels. stock: the library's; fused: norms, gated activations and rotary embeddings in one kernel each."""
     host_threads: PositiveInt | None = None
     """Threads of the optimizer pass."""
     transfer: Literal["pinned", "staged", "pageable"] | None = None

@@ -78,7 +78,6 @@ class OpContext:
             UnitBinder(unit, f"{unit.name}." if unit.kind == "layer" and not role.is_first else "")
             for unit, role in zip(self.spec.units, self.roles, strict=True)
         ]
-        self._sums_in_place = policy.shares_memory and numerics.kernels != "compile"
         self.computes_between = False
         """Whether the model's loop has computed anything between layers for a text."""
 
@@ -112,7 +111,7 @@ class OpContext:
         self, trained: Sequence[tuple[str, Tensor]], target: GradientDestination
     ) -> AbstractContextManager[object]:
         """In the block, gradients of weights are computed in `target`, if compute and sums share memory."""
-        return GradientsInPlace(trained, target) if self._sums_in_place else NOTHING
+        return GradientsInPlace(trained, target) if self.policy.shares_memory else NOTHING
 
     def accumulator(self, step: StepState, op: Op, lease: Lease, unit: int) -> GradientAccumulator:
         """The accumulator for the gradient of a unit, created by the op that writes the first term."""

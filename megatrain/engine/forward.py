@@ -164,7 +164,8 @@ class LayerCall:
         role, encoder = context.roles[self._op.unit], context.ported.encoder
         index = self._op.unit - role.first - 1
         if not role.in_encoder:
-            return partial(context.ported.layer, index, weights, hidden, call, context.numerics, values)
+            chunk = context.numerics.mlp_chunk_tokens
+            return partial(context.ported.layer, index, weights, hidden, call, chunk, values)
         assert encoder is not None
         return partial(encoder.layer, context.ported, index, weights, hidden, call)
 

@@ -51,7 +51,7 @@ from megatrain.hf.training_options import refuse_arguments
 from megatrain.losses import LossFn
 from megatrain.model import PretrainedSource, base_of
 from megatrain.optim import AdamW, Muon, Optimizer
-from megatrain.spec import Numerics, Precision
+from megatrain.spec import Precision
 from megatrain.spec.validate_fields import checked, shown
 from megatrain.train.engine import Engine
 from megatrain.train.options import EngineOptions, launched_world
@@ -364,8 +364,6 @@ def engine_options(trainer: Any, given: EngineOptions) -> EngineOptions:
     }
     if args.world_size > 1 and any(parameter.requires_grad for parameter in model.parameters()):
         options["world"] = launched_world(args.device.type, float(args.ddp_timeout))
-    if args.torch_compile:
-        options["numerics"] = Numerics(precision, kernels="compile")
     return options | given
 
 

@@ -57,6 +57,7 @@ def _no_effect(why: str) -> Option:
 
 _LEFT_TO_PLANNER = _no_effect("the planner chooses what is kept, recomputed or offloaded")
 _NO_DDP = "processes share the model without DDP"
+_FUSED = "give engine_options numerics=Numerics(kernels='fused') instead"
 
 TRAINING: dict[str, Option] = {
     **_same("output_dir per_device_train_batch_size num_train_epochs max_steps gradient_accumulation_steps"),
@@ -84,12 +85,10 @@ TRAINING: dict[str, Option] = {
     "activation_checkpointing_kwargs": _LEFT_TO_PLANNER,
     "gradient_checkpointing": _LEFT_TO_PLANNER,
     "gradient_checkpointing_kwargs": _LEFT_TO_PLANNER,
-    "torch_compile": Option("same", "layers are compiled, as with engine_options numerics=Numerics(kernels='compile')"),
-    "torch_compile_backend": Option(
-        "same", "layers are compiled by inductor", lambda value: value not in (None, "inductor"), "other than inductor"
-    ),
-    "torch_compile_mode": _refused("layers are compiled in the default mode"),
-    "use_liger_kernel": _refused("give engine_options numerics=Numerics(kernels='fused') instead"),
+    "torch_compile": _refused(_FUSED),
+    "torch_compile_backend": _no_effect("only used with torch_compile"),
+    "torch_compile_mode": _no_effect("only used with torch_compile"),
+    "use_liger_kernel": _refused(_FUSED),
     "liger_kernel_config": _no_effect("only used with use_liger_kernel"),
     "use_cache": _no_effect("training and evaluation cache no keys and values"),
     "neftune_noise_alpha": Option(

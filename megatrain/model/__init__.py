@@ -11,7 +11,6 @@ from megatrain.model.adapters import (
 )
 from megatrain.model.carried import WrittenTensor, carried_by
 from megatrain.model.checkpoint_names import Written, written_of, written_parameters, written_precision
-from megatrain.model.compiled import require_compiler, spent
 from megatrain.model.forward_arguments import Arguments
 from megatrain.model.freeze import freeze_parameters
 from megatrain.model.generate import TextStream, speak
@@ -75,9 +74,7 @@ __all__ = [
     "port_model",
     "pretrained_source",
     "refuse_other_kinds",
-    "require_compiler",
     "speak",
-    "spent",
     "why_not_packable",
     "written_of",
     "written_parameters",

@@ -31,15 +31,13 @@ from megatrain.errors import ModelError
 from megatrain.model.adapters import Adapter, switched_off
 from megatrain.model.between_layers import Between, EarlierOutput, PrologueDone, Recorder, TensorSubstitution, Value
 from megatrain.model.chunked_layers import in_chunks
-from megatrain.model.compiled import compiled_call
 from megatrain.model.forward_arguments import Arguments
 from megatrain.model.recomputed_encoders import recomputed
 from megatrain.model.router_logits import recorded, replayed
-from megatrain.model.saved_activations import watched
 from megatrain.model.side_values import Passing, Path, leaves_of, rebuilt, value_at
 from megatrain.model.swapped_parameters import SwappedParameters
 from megatrain.model.weight_sources import InFiles, Source, in_files_of
-from megatrain.spec import ModelSpec, Numerics, hidden_sides
+from megatrain.spec import ModelSpec, hidden_sides
 
 HIDDEN = "hidden_states"
 """Layers' keyword for the hidden state, if it is not their first positional argument."""
@@ -380,15 +378,6 @@ Sides = tuple[Tensor, ...]
 """What a layer records for the auxiliary loss: router logits [tokens, experts]."""
 
 
-class Way(Protocol):
-    """How to run a layer, according to `Numerics`."""
-
-    @property
-    def mlp_chunk_tokens(self) -> int: ...
-    @property
-    def kernels(self) -> str: ...
-
-
 class Measured(Protocol):
     """What running a model on zeros tells about it (`profile.Measurement`)."""
 
@@ -411,10 +400,6 @@ class Encoder(Protocol):
     def layer(
         self, ported: PortedModel, index: int, weights: Weights, hidden: Tensor, call: Call
     ) -> tuple[Tensor, dict[int, Tensor]]: ...
-
-
-AS_IT_IS: Way = Numerics()
-"""All tokens at once, with the library's own code."""
 
 
 @dataclass
@@ -541,34 +526,26 @@ class PortedModel:
         weights: Weights,
         hidden: Tensor,
         call: Call,
-        numerics: Way = AS_IT_IS,
+        mlp_chunk_tokens: int = 0,
         values: Mapping[int, Tensor] | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Run layer `index`, counted from 0, on `hidden` [batch, length, hidden size]; returns the same shape and the
         side values that it makes, by number.
 
-        values: the side values that it takes. Raises `ModelError` where it cannot be run compiled.
+        mlp_chunk_tokens: tokens that its token-wise parts compute at a time; 0 for all. values: the side values that it
+        takes.
         """
         template, passing = self.templates[index], self.ports[index].passing
         hidden, call = filled(self.ports[index], call, values or {}, hidden)
         args, kwargs = call.arguments(hidden)
-        compiles = numerics.kernels == "compile"
-        if compiles and self.balance_coefficient is not None:
-            what = "its layers record router outputs for the auxiliary loss, which compiled layers cannot"
-            raise ModelError(what, where=self.structure.name, fix="set policy.kernels=stock")
         recording: AbstractContextManager[list[Tensor]] = nullcontext([])
         if self.balance_coefficient is not None:
             recording = recorded()
         chunks: AbstractContextManager[object] = nullcontext()
-        if numerics.mlp_chunk_tokens:
-            chunks = in_chunks(template, self.parts[index], numerics.mlp_chunk_tokens)
-        with recording as routed, chunks:
-            if compiles and not watched():
-                with self.holding(template, {}):
-                    output = compiled_call(template, weights, args, kwargs)
-            else:
-                with self.holding(template, weights):
-                    output = template(*args, **kwargs)
+        if mlp_chunk_tokens:
+            chunks = in_chunks(template, self.parts[index], mlp_chunk_tokens)
+        with recording as routed, chunks, self.holding(template, weights):
+            output = template(*args, **kwargs)
         side_values = dict(zip(self.ports[index].recorded, routed, strict=True)) if routed else {}
         if passing is not None:
             side_values |= passing.made(output, call.form)

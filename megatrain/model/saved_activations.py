@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatrain.errors import ModelError
@@ -124,11 +124,6 @@ class Stored:
 
 
 _UNSEEN: ContextVar[bool] = ContextVar("unseen", default=False)
-
-
-def watched() -> bool:
-    """Whether outputs of ops are being stored or replayed; compiled code has no such ops."""
-    return isinstance(_get_current_dispatch_mode(), _Watching)
 
 
 @contextmanager

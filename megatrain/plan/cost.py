@@ -239,9 +239,9 @@ def _seconds_between(measured: Iterable[tuple[int, float]], nbytes: float) -> fl
 # count. Contention between streams is in `contention`, and in `replay` for compute and optimizer on the same cores.
 
 
-MOVED_SHARE: dict[Kernels, float] = {"stock": 1.0, "fused": 0.4, "compile": 1 / 3}
+MOVED_SHARE: dict[Kernels, float] = {"stock": 1.0, "fused": 0.4}
 """Bytes that elementwise kernels move for each byte saved of a layer, over those of the library's. Fused: of what a
-fused layer saves, counted by `python -m bench.kernels`; compiled: assumed."""
+fused layer saves, counted by `python -m bench.kernels`."""
 
 KERNELS, KERNELS_PER_PARAM = 12, 3
 """Kernels that a layer's forward launches: so many, and so many more for each parameter. Round numbers, which matter

@@ -41,7 +41,6 @@ class Choice:
     """A policy has a placement per unit, and a search looks each choice up several times."""
 
     def __post_init__(self) -> None:
-        self.policy.refuse_contradictions(self.numerics)
         object.__setattr__(self, "_hash", hash((self.numerics, self.policy)))
 
     def __hash__(self) -> int:

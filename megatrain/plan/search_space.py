@@ -175,12 +175,11 @@ class SearchSpace:
 
     @cached_property
     def _read_aheads(self) -> list[int]:
-        """Bytes of read-aheads that are tried, ascending. None but 0 if memory is shared, if layers are compiled, with
-        several ranks, or if an override contradicts it."""
+        """Bytes of read-aheads that are tried, ascending. None but 0 if memory is shared, with several ranks, or if an
+        override contradicts it."""
         model, hardware = self.question.model, self.question.hardware
         fixed = {"weight_slots", "read_ahead_nbytes", "shard_nbytes", "wait_for"} & self.overrides.keys()
-        compiled = self.overrides.get("kernels") == "compile"
-        if fixed or compiled or hardware.shares_memory or model.ranks > 1:
+        if fixed or hardware.shares_memory or model.ranks > 1:
             return [0]
         return [max(1, self._layer_nbytes // divisor) for divisor in READ_AHEAD_DIVISORS]
 

@@ -155,6 +155,9 @@ def as_begun(config: Config, resumed: Checkpoint) -> Config:
     numerics = {**oldest, **_renamed(engine["policy"]), **engine.get("numerics", {})}  # were once policy fields
     overrides = config.policy.overrides
     held = {name: numerics.get(name) for name in NUMERICS if name not in overrides}
+    if held.get("kernels") == "compile":
+        what = "is of layers by torch.compile, which this version does not offer"
+        raise ConfigError(what, where=str(resumed.folder), fix="set policy.kernels to fused or stock")
     was = facts_of(resumed)["config"]
     begun = {} if "bos" in config.data.model_fields_set else {"bos": was["data"].get("bos", False)}
     if "no_decay" not in train.model_fields_set and "no_decay" in was["train"]:

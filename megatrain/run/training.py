@@ -52,7 +52,6 @@ from megatrain.model import (
     lora_config,
     model_named,
     pretrained_source,
-    spent,
 )
 from megatrain.model.architecture import position_limit
 from megatrain.model.encoder_stack import stream_encoder
@@ -90,7 +89,7 @@ from megatrain.train.batch_feed import Feed
 from megatrain.train.checkpoints import Checkpoints, found_by_first
 from megatrain.train.early_stopping import LowestLoss
 from megatrain.train.engine import Engine
-from megatrain.train.events import Compiled, Ended, Event, Resumed, StoppedEarly, Watcher
+from megatrain.train.events import Ended, Event, Resumed, StoppedEarly, Watcher
 from megatrain.train.loop import BetweenSteps, RunSteps, Task, train
 from megatrain.train.metrics import OPTIONAL, JsonLines, Tracked, identity_of, open_tracker
 from megatrain.train.options import EngineOptions, SourceInUnits, optimizer_of, ported_of
@@ -593,8 +592,6 @@ def _tasks(config: Config, run: _Run, start: int) -> list[Task]:
     # else steps differ in micro-batches or in what ranks wait for, so no plan fits all
     if train.target_tokens_per_step is None and run.engine.world.size == 1:
         tasks.append(Task(1, Replanner(run.engine, run.plan, start + WARM_UP)))
-    if run.engine.numerics.kernels == "compile":
-        tasks.append(Task(0, lambda step: Compiled(step, *spent()), once=start + 1))
     tasks += _measurements(config, run)
     if config.checkpoint.every:
         due = partial(_save, checkpoints, config.checkpoint.every, run.steps)

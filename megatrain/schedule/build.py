@@ -115,7 +115,6 @@ class Builder:
         trains: bool,
         rank: int = 0,
     ) -> None:
-        policy.refuse_contradictions(numerics)
         refuse_what_ranks_lack(policy, model.ranks)
         self.model, self.numerics, self.policy, self.work = model, numerics, policy, work
         self.pending, self.trains = pending, trains

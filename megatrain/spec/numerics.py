@@ -10,7 +10,7 @@ from megatrain.spec.validate_fields import Bounds, check_fields
 from megatrain.spec.work import Tokens
 
 Precision = Literal["bf16", "fp32"]
-Kernels = Literal["stock", "fused", "compile"]
+Kernels = Literal["stock", "fused"]
 WEIGHT_NBYTES: dict[Precision, int] = {"bf16": 2, "fp32": 4}
 """Bytes per parameter of streamed weights, and of gradients that cross the bus in the compute dtype."""
 
@@ -29,8 +29,7 @@ class Numerics:
     """Tokens that a layer's token-wise parts (mainly the MLP) compute at a time; of longer inputs they keep only the
     input. 0 means all."""
     kernels: Kernels = "stock"
-    """Kernels of layers: the library's; with norms, gated activations and rotary embeddings as one kernel each; or what
-    `torch.compile` makes of a layer."""
+    """Kernels of layers: the library's, or with norms, gated activations and rotary embeddings as one kernel each."""
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError, "numerics.")

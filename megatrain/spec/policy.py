@@ -10,7 +10,6 @@ from typing import Annotated, Literal, get_args
 from megatrain.errors import PlanError
 from megatrain.spec.limits import Nbytes
 from megatrain.spec.model import ModelSpec
-from megatrain.spec.numerics import Numerics
 from megatrain.spec.validate_fields import Bounds, check_fields
 
 ActivationPlan = Literal["keep", "recompute"]
@@ -279,9 +278,3 @@ class Policy:
     def gives_up_shards(self) -> bool:
         """Whether the last call of a visit gives up shards of weights once it no longer needs them."""
         return self.read_ahead_nbytes > 0 and self.wait_for != "unit" and not self.shares_memory
-
-    def refuse_contradictions(self, numerics: Numerics) -> None:
-        """Raise `PlanError` if no layer can run this way."""
-        if numerics.kernels == "compile" and self.wait_for != "unit":
-            what = "a compiled layer does not reveal which weight it reads"
-            raise PlanError(what, where="policy.wait_for", fix="use unit, or policy.kernels=stock")

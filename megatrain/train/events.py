@@ -181,15 +181,6 @@ class Replanned:
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
-    """By the end of a step, `count` structures and shapes of layers had been compiled, in `seconds` of its time."""
-
-    step: int
-    compilations: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Planned:
     """A run, or a part of it, begins after `step` steps; these are the plan's predictions."""
 
@@ -266,7 +257,6 @@ Event = (
     | Sampled
     | Planned
     | Replanned
-    | Compiled
     | Resumed
     | Saved
     | RolledBack

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -64,7 +63,7 @@ class NonfiniteCauses:
         ranks, raises what fails on one of them."""
         outputs, is_finite = ModuleValues(self._context.ported), True
         try:
-            with outputs.watched(), self._uncompiled():
+            with outputs.watched():
                 forward()
         except NonFinite as again:
             if not again.of_loss:  # some units were updated, on all ranks
@@ -80,18 +79,7 @@ class NonfiniteCauses:
             return f", first not finite: {name}" + (f" on rank {rank}" if self._world.size > 1 else "")
         if not is_finite:
             return ", although the outputs of all modules are finite"
-        compiled = self._context.numerics.kernels == "compile"
-        return ", and finite when computed again" + (" without compiling" if compiled else "")
-
-    @contextmanager
-    def _uncompiled(self) -> Iterator[None]:
-        """In the block, layers run module by module."""
-        numerics = self._context.numerics
-        self._context.numerics = replace(numerics, kernels="stock")
-        try:
-            yield
-        finally:
-            self._context.numerics = numerics
+        return ", and finite when computed again"
 
 
 class ModuleValues:

@@ -24,7 +24,7 @@ from megatrain.errors import ConfigError, DiskError, DoesNotFit, PlanError
 from megatrain.formatting import at_least, at_most
 from megatrain.memory import Disk
 from megatrain.memory.model_files import ModelFiles, extents_of
-from megatrain.model import AdaptedSource, PortedModel, Source, port_model, require_compiler
+from megatrain.model import AdaptedSource, PortedModel, Source, port_model
 from megatrain.model.encoder_stack import stream_encoder
 from megatrain.model.fuse_layers import fuse_layers
 from megatrain.model.profile_prologue import values_of
@@ -242,8 +242,6 @@ def policy_of(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy
 def _placed(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy:
     """The policy with as little state on the disk as the host's budget requires, if there is a choice."""
     numerics, policy = numerics_of(options), _without_homes(options, device)
-    if numerics.kernels == "compile":
-        require_compiler(device.torch_device)
     refuse_no_files(policy, spec)
     limits = limits_of(options)
     if not options.get("disk") or policy.placements or limits.disk_nbytes == 0:
@@ -278,7 +276,7 @@ def _without_homes(options: EngineOptions, device: Device) -> Policy:
             clips=max_grad_norm is not None,
             host_threads=available_threads() if world.size == 1 else 0,  # ranks agree at the first step
         )
-    refuse_contradictions(numerics_of(options), policy, max_grad_norm, device)
+    refuse_contradictions(policy, max_grad_norm, device)
     return policy
 
 

@@ -24,7 +24,6 @@ from rich.text import Text
 from megatrain.formatting import amount, clock, counted, duration
 from megatrain.spec import NOT_OFFLOADED, ON_DISK, ModelSpec, Numerics, Placement, Policy
 from megatrain.train.events import (
-    Compiled,
     Ended,
     Evaluated,
     Event,
@@ -258,8 +257,6 @@ class ProgressLine:
                 self._print(f"step {event.step:,}  stops early: {event.why}", "yellow")
             case Replanned(_, before, after, changes):
                 self._print(f"replanned by measured times: {before:.3g} s to {after:.3g} s a step ({changes})", "dim")
-            case Compiled(_, count, seconds):
-                self._print(f"layers compiled in {duration(seconds)} ({count} structures and shapes)", "dim")
             case Resumed():
                 self._print(f"goes on after step {event.step:,}, from {event.checkpoint}", "green")
             case Saved():

@@ -128,7 +128,6 @@ class Schedules:
             before, after = getattr(self.policy, name), getattr(policy, name)
             if before != after:
                 raise PlanError(f"cannot change during training ({before} to {after})", where=f"policy.{name}")
-        policy.refuse_contradictions(self._numerics)
         refuse_no_files(policy, self._ported.structure)
         self._store.settle()
         self._pool.keep_state()
@@ -215,9 +214,8 @@ def refuse_no_files(policy: Policy, spec: ModelSpec) -> None:
         raise PlanError(f"reads weights from files, but {what}", where="policy.placements", fix="use host or disk")
 
 
-def refuse_contradictions(numerics: Numerics, policy: Policy, max_grad_norm: float | None, device: Device) -> None:
+def refuse_contradictions(policy: Policy, max_grad_norm: float | None, device: Device) -> None:
     """Raise `PlanError` if the policy contradicts the other arguments."""
-    policy.refuse_contradictions(numerics)
     if policy.update == "during_backward" and max_grad_norm is not None:
         raise PlanError(
             "an exact global norm is known only after the backward pass",

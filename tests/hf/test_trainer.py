@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -363,20 +362,6 @@ def test_a_nonfinite_loss_names_the_first_module_in_training_and_evaluation(tmp_
         run(StreamedTrainer, tmp_path / "b", model, eval_on_start=True, neftune_noise_alpha=5.0)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
-def test_a_nonfinite_loss_of_compiled_layers_names_the_first_module(tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight.mul_(1e6)
-        model.model.layers[1].mlp.down_proj.weight[5] = 3e38  # its output overflows
-    says = r"the loss is (nan|inf), first not finite: the output of model\.layers\.1\.mlp\.down_proj; "
-    for prefix, changes in (("", {}), ("evaluation: ", {"eval_on_start": True})):
-        with pytest.raises(NonFinite, match=f"^{prefix}{says}"):
-            run(StreamedTrainer, tmp_path, model, torch_compile=True, **changes)
-
-
 class OwnLoss(Trainer):
     def compute_loss(self, *_: Any, **__: Any) -> Any:
         raise AssertionError
@@ -436,7 +421,7 @@ def test_muon_follows_the_schedule_as_beside_torchs_adamw(tmp_path: Path) -> Non
     ("changes", "what"),
     [
         ({"optim": "sgd"}, "optim=sgd is not supported"),
-        ({"torch_compile_mode": "max-autotune"}, "torch_compile_mode is not supported"),
+        ({"torch_compile_mode": "max-autotune"}, "torch_compile is not supported"),
         ({"bf16_full_eval": True}, "bf16_full_eval is not supported.*set bf16"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size.*per_device_train_batch_size"),
         ({"more": {"compute_loss_func": lambda *_: None}}, "compute_loss_func is not supported.*loss_fn"),

@@ -16,11 +16,10 @@ from transformers import Trainer, TrainingArguments
 from transformers.integrations.neftune import neftune_post_forward_hook
 from trl import SFTConfig
 
-from megatrain import Numerics
 from megatrain.engine.context import call_seed
 from megatrain.errors import ConfigError
 from megatrain.hf import StreamedTrainer
-from megatrain.hf.trainer import Streamed, engine_options
+from megatrain.hf.trainer import Streamed
 from megatrain.hf.training_options import OPTIONS, SFT, TRAINING, refuse_arguments
 from tests.hf.test_trainer import QUICK, arguments, history, rows, run
 from tests.tiny import tiny_model
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # the library's own warnings
 
 REFUSED: dict[str, Any] = {
     "optim": "adafactor", "optim_target_modules": ["mlp"], "fp16": True, "fp16_full_eval": True,
-    "torch_compile_backend": "eager", "torch_compile_mode": "max-autotune", "use_liger_kernel": True,
+    "torch_compile": True, "use_liger_kernel": True,
     "auto_find_batch_size": True, "parallelism_config": object(), "label_names": ["start_positions"],
     "ddp_find_unused_parameters": True, "fsdp": True, "deepspeed": "zero3.json", "debug": ["underflow_overflow"],
 }  # fmt: skip
@@ -75,7 +74,7 @@ MEASURED: tuple[dict[str, Any], ...] = (
 """Settings under which metrics are computed from the same values."""
 
 ELSEWHERE = {
-    "other tests": "bf16 bf16_full_eval enable_jit_checkpoint neftune_noise_alpha torch_compile torch_compile_backend",
+    "other tests": "bf16 bf16_full_eval enable_jit_checkpoint neftune_noise_alpha",
     "tests of whole scripts and of their ranks": "output_dir resume_from_checkpoint ignore_data_skip use_cpu "
     "accelerator_config save_on_each_node ddp_backend ddp_timeout restore_callback_states_from_checkpoint",
     "what the library's own callbacks and uploads read": "disable_tqdm report_to run_name project trackio_space_id "
@@ -228,21 +227,6 @@ def test_neftune_noise_is_replayed_in_the_backward_pass(tmp_path: Path) -> None:
     assert trainer._norm == pytest.approx(norm, rel=1e-5)
     assert before == pytest.approx(trainer_of(tmp_path, tiny_model("llama")).evaluate()["eval_loss"], rel=1e-6)
     assert not trainer.model.get_input_embeddings()._forward_hooks
-
-
-def test_torch_compile_is_handled_by_the_engine(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, tiny_model("llama"), torch_compile=True, bf16=True)
-    assert engine_options(trainer, {})["numerics"] == Numerics("bf16", kernels="compile")
-    assert trainer.accelerator.state.dynamo_plugin.backend == "NO"
-
-
-@pytest.mark.slow
-def test_a_compiled_run_matches_stock_losses(tmp_path: Path) -> None:
-    once = {"max_steps": 1, "eval_strategy": "no"}
-    stock, _ = run(Trainer, tmp_path / "stock", **once)
-    ours, _ = run(StreamedTrainer, tmp_path / "ours", **once, torch_compile=True)
-    theirs = history(stock, "loss", "grad_norm")
-    assert history(ours, "loss", "grad_norm") == [pytest.approx(each, rel=1e-4) for each in theirs]
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from megatrain.errors import PlanError
 from megatrain.plan import (
     Choice,
     available_host_nbytes,
@@ -66,9 +65,9 @@ def test_prices_are_bytes_over_bandwidth_and_operations_over_rate() -> None:
 
 
 @pytest.mark.parametrize("name", ["FORWARD u1 m0", "BACKWARD u1 m0"])
-def test_fused_elementwise_ops_move_a_third_of_the_bytes(name: str) -> None:
+def test_fused_elementwise_ops_move_two_fifths_of_the_bytes(name: str) -> None:
     prices = []
-    for kernels, speed in (("stock", 1e3), ("stock", 3e3), ("compile", 1e3)):
+    for kernels, speed in (("stock", 1e3), ("stock", 2.5e3), ("fused", 1e3)):
         hardware = replace(SLOW, elementwise_bandwidth=speed)
         numerics, policy = Numerics(kernels=kernels), Policy(activations="keep")  # type: ignore[arg-type]
         schedule = build_step(model(), numerics, policy, Work((8,)))
@@ -159,5 +158,3 @@ def test_choices_set_the_right_policy_fields() -> None:
     other = plain.change(loss_chunk_tokens=7, weight_slots=3)
     assert other == Choice(Numerics(loss_chunk_tokens=7), Policy(weight_slots=3))
     assert (other.get("loss_chunk_tokens"), other.get("weight_slots")) == (7, 3)
-    with pytest.raises(PlanError, match="a compiled layer does not reveal which weight it reads"):
-        plain.change(kernels="compile", wait_for="shard")

@@ -72,7 +72,7 @@ def test_a_refusal_names_the_least_memory_with_a_plan() -> None:
     assert found.policy.read_ahead_nbytes
 
 
-TOLD = [{"weight_slots": 2}, {"wait_for": "unit"}, {"read_ahead_nbytes": 0}, {"kernels": "compile"}]
+TOLD = [{"weight_slots": 2}, {"wait_for": "unit"}, {"read_ahead_nbytes": 0}]
 
 
 @pytest.mark.few(2)

@@ -553,10 +553,10 @@ def test_a_full_disk_for_metrics_does_not_end_the_run(
 
 @pytest.mark.parametrize(
     ("then", "now", "told"),
-    [(True, "stock", "policy.kernels compile -> stock"), (True, "compile", ""), (False, "stock", ""), (None, None, "")],
+    [(True, "fused", "policy.kernels compile -> fused"), (True, None, None), (False, "stock", ""), (None, None, "")],
 )
 def test_checkpoints_with_old_policy_names_resume(
-    then: bool | None, now: str | None, told: str, tmp_path: Path
+    then: bool | None, now: str | None, told: str | None, tmp_path: Path
 ) -> None:
     config = config_of(tmp_path)
     config = config.model_copy(update={"policy": config.policy.model_copy(update={"kernels": now})})
@@ -568,7 +568,13 @@ def test_checkpoints_with_old_policy_names_resume(
     } | older
     training = {"run": {"step": 1, "data": {}, "config": written}, "engine": {"policy": engine}}
     taken = cast(Checkpoint, SimpleNamespace(training=training, folder=tmp_path))
-    assert as_begun(config, taken).policy.kernels == (now or ("compile" if then else "stock"))
+    if told is None:
+        with pytest.raises(
+            ConfigError, match=r"torch\.compile, which this version does not offer; set policy.kernels to"
+        ):
+            as_begun(config, taken)
+        return
+    assert as_begun(config, taken).policy.kernels == (now or "stock")
     said: list[str] = []
     refuse_changes(config, taken, said.append)
     assert said == ([f"changed since the checkpoint: {told}"] if told else [])

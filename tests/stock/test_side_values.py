@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -26,7 +25,7 @@ from megatrain.schedule.contents import Hidden, Side, SideGradient
 from megatrain.schedule.deps import derive_waits
 from megatrain.schedule.ops import Schedule, Use
 from megatrain.spec import Numerics, Placement, UpdateTime, Work
-from megatrain.train.parity import compare, full_settings, short_cases, short_settings, truth
+from megatrain.train.parity import compare, full_settings, short_cases, short_settings
 from tests.tiny import FAMILIES, batch, equal, tiny_model, unequal_batches
 
 FEW_TOKENS = 40
@@ -102,27 +101,6 @@ def test_keys_and_values_of_earlier_layers_get_the_gradients_of_all_that_use_the
     model = twin("gemma4_text", num_kv_shared_layers=2)
     report = compare(model, make, short_cases(model), [*short_settings(), full_settings()[-1]], 1e-6, enough=1)
     assert report.ok, report.worst
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the compiler imports
-@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
-@pytest.mark.parametrize(
-    ("kind", "activations"),
-    [("gemma4", "keep"), ("glm_moe_dsa", "recompute"), ("zaya", "recompute"), ("inkling2_text", "keep")],
-)
-def test_compiled_layers_make_and_take_them(kind: str, activations: Any) -> None:
-    """By writing into a dictionary, by returning more, and with gradients."""
-    torch._dynamo.reset()
-    model, numerics = small(kind), Numerics("fp32", kernels="compile")
-    batches = [{"input_ids": (ids := torch.arange(3 + n, 15 + n).unsqueeze(0)), "labels": ids} for n in range(2)]
-    with make(model, "cpu", numerics, Policy(shares_memory=True, activations=activations)) as engine:
-        found = engine.gradients(batches)
-    _, expected = truth(model, batches)
-    norm = torch.cat([value.flatten() for value in expected.values()]).norm()
-    for name, value in expected.items():
-        assert (found[name] - value).norm() < 1e-5 * max(value.norm(), 1e-3 * norm), name
 
 
 def stepped(model: PreTrainedModel, device: str, policy: Policy) -> dict[str, Tensor]:

@@ -4,7 +4,6 @@ hold one layer."""
 from __future__ import annotations
 
 import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from megatrain.train.parity import truth
 from tests.ranks import together, worlds
 from tests.stock import image_models
 from tests.stock.image_models import DEEP, IMAGE, KINDS, image_batch, image_model, text_batch
-from tests.stock.test_images import FP32, POLICIES, SMALL, away, errors, kinds, made, mixed
+from tests.stock.test_images import FP32, POLICIES, SMALL, errors, kinds, made, mixed
 from tests.tiny import equal
 
 pytestmark = pytest.mark.filterwarnings("default")  # the library's own warnings
@@ -234,19 +233,3 @@ def test_a_streamed_encoder_holds_one_of_its_layers_however_deep_it_is(frozen: b
     prologue = replace(until[0], params=(*until[0].params, *(param for unit in layers for param in unit.params)))
     whole = replace(text, units=(prologue, *until[1:]))
     assert peak(whole, of_text) > peak(spec, work) + weights
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the compiler imports
-@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("kind", ["qwen3_vl", "llava"])
-def test_compiled_layers_behind_a_streamed_encoder_equal_the_stock_model(kind: str, activations: Any) -> None:
-    torch._dynamo.reset()
-    model, batches = image_model(kind), mixed(kind)
-    policy, numerics = Policy(shares_memory=True, activations=activations), replace(FP32, kernels="compile")
-    loss, expected = truth(model, batches)
-    with streamed(model, kind, "cpu", policy, numerics=numerics) as engine:
-        assert away(engine.gradients(batches), expected) < 2e-6  # a single small one rounds otherwise
-        assert engine.evaluate(batches) == pytest.approx(loss, rel=1e-6)

@@ -158,7 +158,7 @@ OTHER: dict[str, Any] = {
     "streamed_updates": 0.5,
     "loss_chunk_tokens": 77,
     "mlp_chunk_tokens": 4096,
-    "kernels": "compile",
+    "kernels": "fused",
     "wait_for": "shard",
     "shares_memory": True,
     "host_threads": 3,

@@ -53,7 +53,7 @@ units. oneDNN 3.x takes up to 1.06 MB on AMX, 0.35 MB on AVX512_BF16, and nothin
 def _forms(numerics: Numerics, policy: Policy, work: Work) -> bool:
     """Whether gradients are formed in their sum (`engine.autograd`): in one memory, with one dtype."""
     alone = work.micro_batches * work.repeats == 1
-    return policy.shares_memory and numerics.kernels != "compile" and (numerics.weight_nbytes == 4 or alone)
+    return policy.shares_memory and (numerics.weight_nbytes == 4 or alone)
 
 
 def profile_of(model: ModelSpec, unit: int, work: Work, length: int) -> LayerProfile:
