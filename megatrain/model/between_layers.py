@@ -230,7 +230,8 @@ class Recorder(_Mode):
         assert start is not None
         unit, number = len(self._starts) - 1, self._starts[-1]
         wanted = {each.number for _, each in leaves_of(self.noted(arguments)) if isinstance(each, Value)}
-        if unit not in self._written and not wanted and (is_same(hidden, start) or result == number):
+        changes = unit in self._written or wanted or not (result == number or is_same(hidden, start))
+        if not changes and (result is None or number in self._needed({result})[1]):  # units' stand-ins share memory
             return None, ()
         since = range(self._begin if unit in self._written else len(self._steps), len(self._steps))
         steps, read = self._needed(wanted if result is None else {result, *wanted}, since)

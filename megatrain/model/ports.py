@@ -186,6 +186,7 @@ class Capture:
         if self.hidden is None:
             self.hidden = hidden
             recorder.stands_in(hidden)
+            recorder.paused = True  # until the stand-in below, which is no function of the model's
         elif hidden is not recorder.stand_in or recorder.needs_replay(call.args, call.kwargs):
             between, constants = recorder.finished(hidden, call.form)
             call = replace(call.with_form(recorder.noted(call.form)), between=between, constants=constants)

@@ -261,6 +261,7 @@ REFUSED: dict[str, tuple[str, Callable[..., Any]]] = {
         lambda hidden, memo, **_: hidden + (memo["old"].add_(1.0) if memo else memo.setdefault("old", hidden * 2)),
     ),
     "another": ("is not computed from that of the layer before", lambda hidden, first, **_: first),
+    "alias": ("is not computed from that of the layer before", lambda hidden, first, **_: first[:]),
     "prologue": ("writes into a tensor of the prologue", lambda hidden, first, **_: hidden + first.mul_(hidden)),
 }
 
