@@ -134,9 +134,13 @@ class Muon(Optimizer):
     def described(self, param: ParamSpec) -> ParamSpec:
         """The parameter with what is kept of it, and with the number of matrices that are updated whole.
 
-        Raises ConfigError for one that `matrices` or `cut` names and that is not, or not so, a stack of matrices.
+        Raises ConfigError for one that `matrices` or `cut` names and that is not, or not so, a stack of matrices, and
+        if nobody looked which are.
         """
         is_matrix, parts = _value(self.matrices, param.name), _value(self.cut, param.name)
+        if param.products < 0:
+            what = f"where it was saved, nothing told which parameters are matrices ({param.name} is the first)"
+            raise ConfigError(what, where="the model", fix="plan by the model's name or folder, not by a saved plan")
         if is_matrix and not 2 <= len(param.shape) <= 3:
             what = f"{param.name} has {len(param.shape)} dimensions"
             raise ConfigError(what, where="matrices", fix="name parameters of 2 or 3 dimensions")

@@ -54,9 +54,9 @@ class ParamSpec:
     held: Annotated[int, Bounds(-1, 1 << 20)] = 0
     """How many later parameters, in order of use, a forward reaches before it last reads this one: 1 for a matrix that
     is read with its bias; -1 if it may be read again at any time."""
-    products: Annotated[int, Bounds(0, 1 << 20)] = 0
+    products: Annotated[int, Bounds(-1, 1 << 20)] = 0
     """How many matrices, one behind the other, products of its layer read: 1 for a projection, the number of experts
-    for stacked ones; 0 if it is no weight of a layer, or a router's, or read by something else."""
+    for stacked ones; 0 if it is no weight of a layer, or a router's, or read by something else; -1 if nobody looked."""
     inputs_first: bool = False
     """Whether each of these is stored with a row for each input; usually one has a row for each output."""
     file_backed: bool = False

@@ -88,7 +88,7 @@ def test_an_optimizer_that_keeps_less_is_planned_with_less(saved: str, tmp_path:
 
     def state(model: str, optimizer: str | None) -> int:
         text = shown(model, sequence_length=512, optimizer=optimizer, json=str(tmp_path / f"{optimizer}.json"))
-        assert ("train.optimizer=lion" in text) == (optimizer == "lion")
+        assert optimizer is None or f"train.optimizer={optimizer}" in text
         content = json.loads((tmp_path / f"{optimizer}.json").read_text())
         return sum(row["nbytes"] for row in content["memory"] if row["use"] == "optimizer state")
 
@@ -97,6 +97,19 @@ def test_an_optimizer_that_keeps_less_is_planned_with_less(saved: str, tmp_path:
     assert state(str(tmp_path / "lion.json"), None) == lion  # as the saved plan has it
     with pytest.raises(ConfigError, match="--optimizer: 'adam' is no optimizer here; use adamw or lion"):
         shown(saved, optimizer="adam")
+    matrices = 12 * 12 * 768**2  # of each of 12 layers: 3 for q, k and v, 1 behind them and 4 + 4 for the MLP
+    padding = 12 * 10 << 16  # at most, between a layer's other parameters and its matrices
+    assert 0 <= 4 * matrices - (state("gpt2", "adamw") - state("gpt2", "muon")) < padding
+
+
+def test_a_saved_plan_that_names_no_matrices_is_refused_with_muon(saved: str) -> None:
+    content = json.loads(Path(saved).read_text())
+    for unit in content["model"]["units"]:
+        for param in unit["params"]:
+            del param["products"]
+    Path(saved).write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="where it was saved, nothing told which parameters are matrices"):
+        shown(saved, optimizer="muon")
 
 
 @pytest.mark.usefixtures("plan_alone")

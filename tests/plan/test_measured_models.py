@@ -21,9 +21,11 @@ def test_every_built_in_model_has_measurements() -> None:
 
 @pytest.mark.parametrize("name", known_models())
 def test_stored_measurements_have_the_models_parameters(name: str) -> None:
-    assert (
-        sum(param.numel for unit in built_in(name).units for param in unit.params) == known_models()[name]["parameters"]
-    )
+    """And tell of each whether it is a matrix, as some of every layer are."""
+    units = built_in(name).units
+    assert sum(param.numel for unit in units for param in unit.params) == known_models()[name]["parameters"]
+    assert all(param.products >= 0 for unit in units for param in unit.params)
+    assert all(any(param.products for param in unit.params) for unit in units[1:-1])
 
 
 @pytest.mark.slow
