@@ -82,3 +82,13 @@ def counted_epochs(number: float, digits: int = 3) -> str:
     """Passes over the data: `1 epoch`, `2.5 epochs`."""
     text = f"{float(f'{number:.{digits}g}'):,g}"
     return f"{text} epoch{'' if text == '1' else 's'}"
+
+
+def metric(number: float) -> str:
+    """A count with three significant digits: 950, 12.3k, 1.50M, 70.6B, 2.00T."""
+    power = 0
+    while abs(number) >= 999.5 and power < 4:
+        number /= 1000
+        power += 1
+    digits = 0 if power == 0 or abs(number) >= 99.95 else 1 if abs(number) >= 9.995 else 2
+    return f"{number:.{digits}f}{' kMBT'[power].strip()}"

@@ -56,6 +56,7 @@ from megatrain.plan.report import (
     Table,
     as_content,
     describe_images,
+    describe_matrices,
     gains,
     memory,
     summary_rows,
@@ -572,6 +573,7 @@ def _facts(plan: Plan, question: Question, run: Config | None, *, is_this_one: b
         ("attention", plan.question.model.attention),
         ("policy", "; ".join(describe_policy(plan.numerics, plan.policy))),
         *_disk_tier(plan),
+        *describe_matrices(plan),
         *describe_images(plan),
         *([] if run is None else [("length", _length_of(run, plan))]),
     ]

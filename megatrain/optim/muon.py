@@ -182,6 +182,13 @@ class Muon(Optimizer):
         self.elementwise.refuse_patterns([param for param in trained if not param.matrices], frozen)
 
     @property
+    def description(self) -> str:
+        """See `Optimizer`; with what updates the other parameters, and its rate."""
+        momentum = f"momentum {self.momentum:g}{' with Nesterov' if self.nesterov else ''}"
+        others = f"{self.elementwise.description}, learning rate {self.elementwise.lr:g}"
+        return f"{super().description}, {momentum}, rates by {self.adjust_lr_fn}; beside matrices {others}"
+
+    @property
     def form(self) -> NewtonSchulz:
         """See `Optimizer`."""
         return NewtonSchulz(self.newton_schulz, self.ns_steps)

@@ -166,7 +166,12 @@ class Optimizer(ABC):
             update_on_host(StateArrays(join(hi, lo), None, moments), grad, scalars, [(0, 1, True)])
             sum_of_squares(grad)
 
-    # In JSON ----------------------------------------------------------------------------------------------------------
+    # For people and in JSON -------------------------------------------------------------------------------------------
+
+    @property
+    def description(self) -> str:
+        """Its name and settings as a phrase, without the learning rate, which follows a schedule."""
+        return f"{type(self).__name__}, weight decay {self.weight_decay:g}"
 
     def as_json(self) -> dict[str, Any]:
         """Name and hyperparameters in the form for checkpoints; see `optimizer_from`."""

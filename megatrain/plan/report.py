@@ -11,12 +11,15 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatrain.formatting import SECONDS_PER_DAY, amount, counted, duration, flops, rate, tokens
+from megatrain.formatting import SECONDS_PER_DAY, amount, counted, duration, flops, metric, rate, tokens
+from megatrain.optim.adamw import AdamW
+from megatrain.optim.muon import matrix_shape, orthogonalize_flops
 from megatrain.plan.analysis import MIN_GAIN_SHOWN, Change, Outlook, hidden_from
-from megatrain.plan.cost import MEASURED_OVER_PLANNED, product_seconds
+from megatrain.plan.cost import MEASURED_OVER_PLANNED, product_seconds, step_flops
 from megatrain.plan.question import Plan, Question
 from megatrain.plan.spec_file import as_fields
 from megatrain.schedule import Schedule, Use
+from megatrain.schedule.passes.pieces import STATE_NBYTES
 from megatrain.spec import Hardware, Precision
 from megatrain.spec.hardware import PRODUCT_KINDS
 
@@ -346,6 +349,30 @@ def as_content(outlook: Outlook) -> dict[str, Any]:
         },
         "changes": [asdict(change) for change in outlook.changes],
     }
+
+
+def describe_matrices(plan: Plan) -> list[tuple[str, str]]:
+    """(name, fact) about parameters that are updated as whole matrices, if there are any: which, what their optimizer
+    keeps less of them than AdamW does, and what making directions orthogonal adds to a step."""
+    question, directions = plan.question, Use.DIRECTIONS.value
+    model, form = question.model, question.model.newton_schulz
+    whole = [param for unit in model.units for param in unit.params if param.trainable and param.matrices]
+    if not whole:
+        return []
+    kinds = dict.fromkeys(param.name.removesuffix(".weight").rpartition(".")[2] for param in whole)
+    saved = sum(STATE_NBYTES * param.numel * (len(AdamW.STATE) - len(param.state)) for param in whole)
+    slots = sum(nbytes for (tier, use), nbytes in peak_table(plan).items() if tier == "host" and use == directions)
+    products = sum(
+        orthogonalize_flops(param.matrices, *matrix_shape(param.shape, param.matrices), form.steps) for param in whole
+    )
+    share = products / question.parts / step_flops(model, [(question.sequences, question.length)])
+    numel, matrices = sum(param.numel for param in whole), sum(param.matrices for param in whole)
+    words = (
+        f"{matrices:,} updated whole ({', '.join(kinds)}), {metric(numel)} of {metric(model.trained_numel)} parameters",
+        f"{amount(saved)} less of optimizer state than AdamW's, {amount(slots)} of host memory for directions",
+        f"{form.steps} iterations of Newton-Schulz in {form.precision} add {share:.1%} to the operations of a step",
+    )
+    return [("matrices", "; ".join(words))]
 
 
 def describe_images(plan: Plan) -> list[tuple[str, str]]:

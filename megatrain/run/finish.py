@@ -65,7 +65,7 @@ def save_trained(config: Config, engine: Engine, tokenizer: Tokenizer, target: P
         "tokens per step": f"{train.sequences * config.data.sequence_length:,}",
         "base model": config.model.path or "none: trained from scratch",
         "data": ", ".join(config.data.sources),
-        "optimizer": f"{type(engine.optimizer).__name__}, weight decay {train.weight_decay:g}",
+        "optimizer": engine.optimizer.description,
         "learning rate": f"{train.learning_rate:g} ({train.lr_scheduler})",
         "precision": f"{train.precision} with exact float32 masters",
         **_losses(config, steps),

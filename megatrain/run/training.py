@@ -59,7 +59,7 @@ from megatrain.model.hub import located
 from megatrain.model.profile_prologue import see, values_of, values_per_token
 from megatrain.optim import lr_schedule
 from megatrain.plan import Plan, find_plan
-from megatrain.plan.report import describe_images, slow_precision_warning
+from megatrain.plan.report import describe_images, describe_matrices, slow_precision_warning
 from megatrain.run import resume
 from megatrain.run.data import Corpus, Encoding, as_begun, largest_image_row, open_corpus, shortened
 from megatrain.run.disk_space import checkpoint_space_warning, refuse_full_disk
@@ -508,6 +508,8 @@ def _show(
         *corpus.facts,
         ("step", f"{batches} of {rows}, {counted(plan.question.tokens_of_all, 'token')}"),
         ("length", _length(steps, corpus.loader)),
+        ("optimizer", f"{engine.optimizer.description}; learning rate {train.learning_rate:g}, {train.lr_scheduler}"),
+        *describe_matrices(plan),
         *([("ranks", f"{world.size}, each with 1/{world.size} of the state")] if world.size > 1 else []),
         ("device", f"{train.device}, {peak_flops / 1e12:.2f} TFLOP/s measured in {train.precision}"),
         *describe_disk(engine.parts.disk, config.disk),

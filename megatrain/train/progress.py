@@ -21,7 +21,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from megatrain.formatting import amount, clock, counted, duration
+from megatrain.formatting import amount, clock, counted, duration, metric
 from megatrain.spec import NOT_OFFLOADED, ON_DISK, ModelSpec, Numerics, Placement, Policy
 from megatrain.train.events import (
     Ended,
@@ -325,13 +325,3 @@ def printable(text: str) -> str:
 def warn(console: Console, line: str) -> None:
     """Print a highlighted line, whatever its text contains."""
     console.print(Text(printable(line), "yellow"), soft_wrap=True)
-
-
-def metric(number: float) -> str:
-    """A count with three significant digits: 950, 12.3k, 1.50M, 70.6B, 2.00T."""
-    power = 0
-    while abs(number) >= 999.5 and power < 4:
-        number /= 1000
-        power += 1
-    digits = 0 if power == 0 or abs(number) >= 99.95 else 1 if abs(number) >= 9.995 else 2
-    return f"{number:.{digits}f}{' kMBT'[power].strip()}"

@@ -89,6 +89,9 @@ def test_an_optimizer_that_keeps_less_is_planned_with_less(saved: str, tmp_path:
     def state(model: str, optimizer: str | None) -> int:
         text = shown(model, sequence_length=512, optimizer=optimizer, json=str(tmp_path / f"{optimizer}.json"))
         assert optimizer is None or f"train.optimizer={optimizer}" in text
+        assert ("48 updated whole (c_attn, c_proj, c_fc), 84.9M of 124M" in " ".join(text.split())) == (
+            optimizer == "muon"
+        )
         content = json.loads((tmp_path / f"{optimizer}.json").read_text())
         return sum(row["nbytes"] for row in content["memory"] if row["use"] == "optimizer state")
 

@@ -72,7 +72,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_a_finished_run_folder_is_complete(tmp_path: Path) -> None:
-    config = configuration(tmp_path, output={"trackers": ["tensorboard"]})
+    config = configuration(tmp_path, output={"trackers": ["tensorboard"]}, train={"optimizer": "muon"})
     said = train(config)
     folder = tmp_path / "run"
     files = ["config.yaml", "metrics.jsonl", "status.json", "trace.json"]
@@ -89,8 +89,13 @@ def test_a_finished_run_folder_is_complete(tmp_path: Path) -> None:
     assert found[-1] < found[0]
     assert (folder / "model" / "tokenizer.json").exists()
     assert json.loads((folder / "trace.json").read_text()).keys() >= {"traceEvents", "waits"}
+    updated = "Muon, weight decay 0.1, momentum 0.95 with Nesterov, rates by match_rms_adamw; beside matrices AdamW, "
+    card = (folder / "model" / "README.md").read_text()
+    assert f"| optimizer | {updated}weight decay 0.1, learning rate 0.01 |" in card
     for part in (
         "LlamaForCausalLM",
+        updated.split(";")[0],
+        "14 updated whole (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj)",
         "optimizer state",
         "MFU:",
         "validation loss",
