@@ -1,6 +1,6 @@
 """What fits on which machine: known models on described machines, as the planner sees them.
 
-    python -m bench.fits [--adapters | --files | --floors] [--docs FILE ...]
+    python -m bench.fits [--adapters | --files | --floors | --muon] [--docs FILE ...]
 
 Each cell is what `megatrain plan MODEL --hardware NAME` answers: the step is the largest of 65,536 tokens, or half as
 many and so on, that fits, in sequences of 4,096 tokens, with exact gradient clipping and checkpoints. `--docs` replaces
@@ -13,7 +13,9 @@ says.
 largest of some bases over which `megatrain plan MODEL --adapter lora:16` finds a plan for one sequence. That takes four
 minutes. `--files` plans for larger bases on a GPU of 24 GB, what the host has no room for being read from the model's
 files, taken to be in bfloat16. That takes ten. `--floors` shows the least host memory with all state on the disk, as a
-refusal of one sequence on an H200 names it, in one minute.
+refusal of one sequence on an H200 names it, in one minute. `--muon` plans for models that 64 or 128 GB of host memory
+do not hold easily, with AdamW and with Muon; bytes a parameter are those of all state, gradients and directions in host
+memory and below, without what only passes through. That takes two minutes.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from bench.scaling import filled, most_tokens_that_fit
 from megatrain.commands.plan import LENGTH, TOKENS_PER_STEP, find_model
 from megatrain.errors import DoesNotFit
 from megatrain.formatting import amount, at_least
+from megatrain.optim import AdamW, Muon, described
 from megatrain.plan import Plan, Question, find_plan, machine
+from megatrain.schedule import Use
 from megatrain.spec import Hardware, Limits, ModelSpec
 
 GB = 10**9
@@ -135,10 +139,10 @@ def fits(base: ModelSpec, hardware: Hardware) -> bool:
 def adapters_table() -> list[str]:
     lines = [f"| GPU | {' | '.join(f'{gb} GB RAM' for gb in HOST_GB)} |", "|---" * (1 + len(HOST_GB)) + "|"]
     bases = [find_model(name, "bf16", adapter=ADAPTER).with_in_files(()) for name in BASES]
-    for gpu, described in GPUS.items():
+    for gpu, name in GPUS.items():
         largest, cells = 0, []  # of the bases; more memory never holds less
         for gb in HOST_GB:
-            hardware = replace(machine(described), host_nbytes=gb * GB)
+            hardware = replace(machine(name), host_nbytes=gb * GB)
             while largest < len(bases) and fits(bases[largest], hardware):
                 largest += 1
             cells.append(BASES[largest - 1].partition("/")[2] if largest else "none")
@@ -211,11 +215,48 @@ def floors_table() -> list[str]:
     return lines
 
 
+# Muon beside AdamW ----------------------------------------------------------------------------------------------------
+
+BY_MUON = (
+    ("meta-llama/Llama-3.1-8B", 64),
+    ("Qwen/Qwen3-32B", 128),
+    ("meta-llama/Llama-3.3-70B-Instruct", 128),
+)
+"""Model, and GB of host memory beside an RTX 4090 and the drive that is described with it."""
+STAYS = (Use.WEIGHTS, Use.OPTIMIZER_STATE, Use.GRADIENTS, Use.DIRECTIONS)
+
+
+def muon_table() -> list[str]:
+    """For each of `BY_MUON`, its plan with AdamW and with Muon."""
+    heads = "model | host memory | optimizer | planned tokens/s | tokens a step | bytes a parameter | on the disk"
+    lines = [f"| {heads} | written a step |", "|---" * 8 + "|"]
+    for name, gb in BY_MUON:
+        for optimizer in (AdamW(), Muon()):
+            model = described(find_model(name, "bf16"), optimizer)
+            plan = planned(model, replace(machine("rtx-4090"), host_nbytes=gb * GB))
+            cells = f"{name.partition('/')[2]} | {gb} GB | {type(optimizer).__name__} | {muon_cells(plan)}"
+            lines.append(f"| {cells} |")
+            print(lines[-1], file=sys.stderr, flush=True)
+    return lines
+
+
+def muon_cells(plan: Plan | None) -> str:
+    if plan is None:
+        return "no | | | | "
+    schedule, speed = plan.timeline.schedule, f"{plan.tokens_per_second:,.0f}"
+    stays = [buffer for buffer in schedule.buffers.values() if buffer.use in STAYS and buffer.tier != "device"]
+    of_each = sum(buffer.nbytes for buffer in stays) / plan.question.model.numel
+    on_disk = sum(buffer.nbytes for buffer in stays if buffer.tier == "disk")
+    written = amount(plan.written_nbytes) if plan.written_nbytes else "nothing"
+    return f"{speed} | {sum(plan.work.tokens):,} | {of_each:.2f} | {amount(on_disk)} | {written}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="what fits on which machine, by the planner")
     parser.add_argument("--adapters", action="store_true", help="the largest bases of adapters")
     parser.add_argument("--files", action="store_true", help="larger bases of adapters, read from their files")
     parser.add_argument("--floors", action="store_true", help="the least host memory of large models")
+    parser.add_argument("--muon", action="store_true", help="Muon beside AdamW")
     parser.add_argument("--docs", type=Path, nargs="*", default=(), help="files in which to replace the table")
     arguments = parser.parse_args()
     by = "bench.fits"
@@ -223,6 +264,8 @@ def main() -> int:
         name, lines, by = "files", files_table(), "bench.fits --files"
     elif arguments.floors:
         name, lines, by = "floors", floors_table(), "bench.fits --floors"
+    elif arguments.muon:
+        name, lines, by = "muon", muon_table(), "bench.fits --muon"
     else:
         name, lines = ("adapters", adapters_table()) if arguments.adapters else ("machines", table())
     for file in arguments.docs:
