@@ -30,7 +30,7 @@ import numpy as np
 
 from megatrain.errors import ConfigError
 from megatrain.optim import kernels
-from megatrain.optim.optimizer import Betas, Optimizer, Rate, StepScalars, f32, refuse_betas, too_high
+from megatrain.optim.optimizer import Betas, Optimizer, Rate, StepScalars, f32, too_high
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,6 @@ class AdamW(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_betas(self.betas)
         if not 0 < f32(self.eps) < math.inf:
             raise ConfigError(f"{self.eps} is 0 or infinite in float32", where="eps", fix="give 1e-8 or so")
 

@@ -196,7 +196,7 @@ def instruction(function: Callable[..., Any]) -> Any:
 
 
 @instruction
-def _to_f32(typingctx: Any, x: Any) -> Any:
+def to_f32(typingctx: Any, x: Any) -> Any:
     """Convert x, as bfloat16 bits (uint16), float32 bits (uint32) or a float32, to float32."""
     if x not in (types.uint16, types.uint32, types.float32):
         raise TypingError(f"{x} cannot be read as float32")
@@ -221,27 +221,7 @@ def _bits(typingctx: Any, x: Any) -> Any:
 
 
 @instruction
-def _rounded(typingctx: Any, x: Any, like: Any) -> Any:
-    """A float32 as a value of the type of `like`: itself, or bfloat16 bits (uint16), ties to even and every NaN to
-    0x7fc0, as torch rounds."""
-    if like not in (types.uint16, types.float32):
-        raise TypingError(f"float32 cannot be written as {like}")
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value = args[0]
-        if like == types.float32:
-            return value
-        u = builder.bitcast(value, _I32)
-        odd = builder.and_(builder.lshr(u, _I32(16)), _I32(1))
-        upper = builder.lshr(builder.add(builder.add(u, _I32(0x7FFF)), odd), _I32(16))
-        is_nan = builder.fcmp_unordered("uno", value, value)
-        return builder.trunc(builder.select(is_nan, _I32(0x7FC0), upper), _I16)
-
-    return like(types.float32, like), codegen
-
-
-@instruction
-def _claim(typingctx: Any, counter: Any) -> Any:
+def claim(typingctx: Any, counter: Any) -> Any:
     """Atomically add one to `counter[0]` (int64[1]); returns the value before."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -253,7 +233,8 @@ def _claim(typingctx: Any, counter: Any) -> Any:
 
 @instruction
 def rounded_like(typingctx: Any, x: Any, array: Any) -> Any:
-    """A float32 in the dtype of an array's elements: itself, or the bits of the nearest bfloat16, ties to even."""
+    """A float32 in the dtype of an array's elements: itself, or bfloat16 bits, ties to even and every NaN to 0x7fc0, as
+    torch rounds."""
     if array.dtype not in (types.uint16, types.float32):
         raise TypingError(f"a float32 cannot be written to {array}")
 
@@ -270,14 +251,10 @@ def rounded_like(typingctx: Any, x: Any, array: Any) -> Any:
     return array.dtype(types.float32, array), codegen
 
 
-claim, to_f32 = _claim, _to_f32
-"""For loops in other rooms."""
-
-
 @inlined
 def _join(hi: Any, lo: Any) -> Any:
     low = np.uint32(lo)
-    return _to_f32(np.uint32(((np.uint32(hi) - (low >> np.uint32(15))) << np.uint32(16)) | low))
+    return to_f32(np.uint32(((np.uint32(hi) - (low >> np.uint32(15))) << np.uint32(16)) | low))
 
 
 @inlined
@@ -297,11 +274,22 @@ def _lerp(weight: Any) -> Any:
     return near, weight if near else weight - np.float32(1.0)
 
 
+@inlined
+def _change(masters: Any, hi: Any, lo: Any, j: Any, keep: Any, change: Any) -> None:
+    """Set element j to w * keep - change. Whether `masters` are split (hi, lo) or float32 is known when it compiles."""
+    if len(masters) == 2:
+        u = _bits(_join(hi[j], lo[j]) * keep - change)
+        hi[j] = _hi(u)
+        lo[j] = _lo(u)
+    else:
+        hi[j] = hi[j] * keep - change
+
+
 @compiled
 def split(master: Any, hi: Any, lo: Any, blocks: Any, counter: Any) -> None:
     """Split float32[n] into uint16[n] and uint16[n]; see `split_master.py`."""
     while True:
-        i = _claim(counter)
+        i = claim(counter)
         if i >= blocks.shape[0]:
             return
         start, stop = blocks[i, 0], blocks[i, 1]
@@ -316,7 +304,7 @@ def split(master: Any, hi: Any, lo: Any, blocks: Any, counter: Any) -> None:
 def join(hi: Any, lo: Any, out: Any, blocks: Any, counter: Any) -> None:
     """Join uint16[n] and uint16[n] into float32[n]; see `split_master.py`."""
     while True:
-        i = _claim(counter)
+        i = claim(counter)
         if i >= blocks.shape[0]:
             return
         start, stop = blocks[i, 0], blocks[i, 1]
@@ -328,14 +316,14 @@ def join(hi: Any, lo: Any, out: Any, blocks: Any, counter: Any) -> None:
 @compiled
 def adamw(masters: Any, moments: Any, grad: Any, scalars: Any, blocks: Any, counter: Any) -> None:
     """One step on masters, split (hi, lo) or float32 (weight,), and moments (m, v). `scalars` is
-    `AdamWScalars.packed()`, float32[8]. That masters are split is known when it is compiled."""
+    `AdamWScalars.packed()`, float32[8]."""
     decay, step_size, root_scale, eps = scalars[0], scalars[1], scalars[2], scalars[3]
     rest1, b2, rest2, grad_scale = scalars[4], scalars[5], scalars[6], scalars[7]
     from_m, share = _lerp(rest1)
     m, v = moments
     hi, lo = masters[0], masters[-1]
     while True:
-        i = _claim(counter)
+        i = claim(counter)
         if i >= blocks.shape[0]:
             return
         start, stop = blocks[i, 0], blocks[i, 1]
@@ -343,16 +331,11 @@ def adamw(masters: Any, moments: Any, grad: Any, scalars: Any, blocks: Any, coun
         hi_b, lo_b, grad_b = hi[start:stop], lo[start:stop], grad[start:stop]
         m_b, v_b = m[start:stop], v[start:stop]
         for j in range(stop - start):
-            g = _to_f32(grad_b[j]) * grad_scale
+            g = to_f32(grad_b[j]) * grad_scale
             m_j = (m_b[j] if from_m else g) + share * (g - m_b[j])
             v_j = b2 * v_b[j] + (rest2 * g) * g
             change = (step_size * m_j) / (np.sqrt(v_j) * root_scale + eps)
-            if len(masters) == 2:
-                u = _bits(_join(hi_b[j], lo_b[j]) * keep - change)
-                hi_b[j] = _hi(u)
-                lo_b[j] = _lo(u)
-            else:
-                hi_b[j] = hi_b[j] * keep - change
+            _change(masters, hi_b, lo_b, j, keep, change)
             m_b[j] = m_j
             v_b[j] = v_j
 
@@ -364,23 +347,18 @@ def lion(masters: Any, moments: Any, grad: Any, scalars: Any, blocks: Any, count
     b2, rest2, grad_scale = scalars[4], scalars[5], scalars[6]
     hi, lo, m = masters[0], masters[-1], moments[0]
     while True:
-        i = _claim(counter)
+        i = claim(counter)
         if i >= blocks.shape[0]:
             return
         start, stop = blocks[i, 0], blocks[i, 1]
         keep = decay if blocks[i, 2] else np.float32(1.0)
         hi_b, lo_b, grad_b, m_b = hi[start:stop], lo[start:stop], grad[start:stop], m[start:stop]
         for j in range(stop - start):
-            g = _to_f32(grad_b[j]) * grad_scale
+            g = to_f32(grad_b[j]) * grad_scale
             blend = b1 * m_b[j] + rest1 * g
             m_b[j] = b2 * m_b[j] + rest2 * g
             change = lr * (np.float32(blend > 0) - np.float32(blend < 0))
-            if len(masters) == 2:
-                u = _bits(_join(hi_b[j], lo_b[j]) * keep - change)
-                hi_b[j] = _hi(u)
-                lo_b[j] = _lo(u)
-            else:
-                hi_b[j] = hi_b[j] * keep - change
+            _change(masters, hi_b, lo_b, j, keep, change)
 
 
 @compiled
@@ -391,19 +369,19 @@ def momentum(momenta: Any, grad: Any, direction: Any, scalars: Any, nesterov: An
     from_g, ahead = _lerp(scalars[0])
     grad_scale = scalars[2]
     while True:
-        i = _claim(counter)
+        i = claim(counter)
         if i >= blocks.shape[0]:
             return
         start, stop, moves = blocks[i, 0], blocks[i, 1], blocks[i, 2] != 0
         m_b, grad_b, direction_b = momenta[start:stop], grad[start:stop], direction[start:stop]
         for j in range(stop - start):
-            g = _to_f32(grad_b[j]) * grad_scale
+            g = to_f32(grad_b[j]) * grad_scale
             m_j = m_b[j]
             if moves:
                 m_j = (m_j if from_m else g) + share * (g - m_j)
                 m_b[j] = m_j
             d = (g if from_g else m_j) + ahead * (m_j - g) if nesterov else m_j
-            direction_b[j] = _rounded(d, direction_b[j])
+            direction_b[j] = rounded_like(d, direction_b)
 
 
 @compiled
@@ -412,24 +390,19 @@ def apply(masters: Any, direction: Any, keep: Any, rates: Any, blocks: Any, coun
     of a block is the index of its rate in `rates`, float32[rates]."""
     hi, lo = masters[0], masters[-1]
     while True:
-        i = _claim(counter)
+        i = claim(counter)
         if i >= blocks.shape[0]:
             return
         start, stop, rate = blocks[i, 0], blocks[i, 1], rates[blocks[i, 2]]
         hi_b, lo_b, direction_b = hi[start:stop], lo[start:stop], direction[start:stop]
         for j in range(stop - start):
-            change = rate * _to_f32(direction_b[j])
-            if len(masters) == 2:
-                u = _bits(_join(hi_b[j], lo_b[j]) * keep - change)
-                hi_b[j] = _hi(u)
-                lo_b[j] = _lo(u)
-            else:
-                hi_b[j] = hi_b[j] * keep - change
+            change = rate * to_f32(direction_b[j])
+            _change(masters, hi_b, lo_b, j, keep, change)
 
 
 @inlined
 def _square(x: Any) -> Any:
-    wide = np.float64(_to_f32(x))
+    wide = np.float64(to_f32(x))
     return wide * wide
 
 
@@ -443,7 +416,7 @@ def block_sums(grad: Any, sums: Any, blocks: Any, counter: Any) -> None:
     """
     columns = np.empty(LANES, np.float64)
     while True:
-        i = _claim(counter)
+        i = claim(counter)
         if i >= blocks.shape[0]:
             return
         grad_b = grad[blocks[i, 0] : blocks[i, 1]]

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from megatrain.optim import kernels
-from megatrain.optim.optimizer import Betas, Optimizer, Rate, StepScalars, f32, refuse_betas
+from megatrain.optim.optimizer import Betas, Optimizer, Rate, StepScalars, f32
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,6 @@ class Lion(Optimizer):
     weight_decay: Rate = 0.0
     no_decay: tuple[str, ...] = ()
     learning_rates: tuple[tuple[str, Rate], ...] = ()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse_betas(self.betas)
 
     def scalars(self, *, lr: float, step: int, grad_scale: float = 1.0) -> LionScalars:
         """See `Optimizer`."""

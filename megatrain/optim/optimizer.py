@@ -82,6 +82,9 @@ class Optimizer(ABC):
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
+        betas = getattr(self, "betas", ())
+        if not all(f32(beta) < 1 for beta in betas):
+            raise ConfigError(f"decay rates {betas} are invalid", where="betas", fix="give two numbers in [0, 1)")
         highest = max([self.lr, *(rate for _, rate in self.learning_rates)])
         if highest * self.weight_decay >= 1:
             raise ConfigError(
@@ -221,12 +224,6 @@ def f32(value: float) -> np.float32:
     """Round to float32; infinite if out of range."""
     with np.errstate(over="ignore"):
         return np.float32(value)
-
-
-def refuse_betas(betas: tuple[float, float]) -> None:
-    """Raise ConfigError for a decay rate that is 1 in float32."""
-    if not all(f32(beta) < 1 for beta in betas):
-        raise ConfigError(f"decay rates {betas} are invalid", where="betas", fix="give two numbers in [0, 1)")
 
 
 def too_high(lr: float) -> ConfigError:
